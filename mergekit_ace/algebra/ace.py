@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ACE-Merging of one matrix: Xu et al., CVPR 2026, arXiv 2603.02945, Algorithm 1.
+
+task vectors -> heterogeneity -> covariance sums -> closed form -> spectrum -> added to the base.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mergekit_ace.algebra.closed_form import (
+    IllConditionedError,
+    add_ridge,
+    solve,
+    structural_prior,
+)
+from mergekit_ace.algebra.covariance import sum_covariances
+from mergekit_ace.algebra.heterogeneity import Heterogeneity, measure_heterogeneity
+from mergekit_ace.algebra.options import AceOptions
+from mergekit_ace.algebra.spectrum import covariance_residual, isotropic_component
+from mergekit_ace.algebra.task_vectors import (
+    ActiveExperts,
+    apply_mean,
+    apply_single,
+    select_active,
+)
+
+# Below this much work (multiplications of one Gram product) float64 costs milliseconds on anything.
+SMALL_SYSTEM = 2**29
+
+Rule = Literal["ace", "single", "mean", "base"]
+
+
+@dataclass(frozen=True)
+class MatrixRecord:
+    """What was measured and decided for one matrix; lists are in the order of the experts given.
+
+    Attributes:
+        rule: ``ace``; ``single`` (one expert changed it); ``mean``; ``base`` (nobody changed it).
+        tau: τ_t per expert, 0 where unchanged.
+        gamma, log_variance: the two statistics of heterogeneity; None with fewer than two experts.
+        heterogeneous: whether the chosen statistic exceeds the threshold.
+        normalized, refined: which steps were taken.
+        epsilon: ε_t of the experts in use, Eqs. 9-10, times w_t.
+        rank: k of the refinement; sigma_iso: its strength.
+        condition: estimated condition number of A.
+        precision: dtype of the sums and the solve.
+    """
+
+    rule: Rule
+    tau: tuple[float, ...]
+    gamma: float | None = None
+    log_variance: float | None = None
+    heterogeneous: bool | None = None
+    normalized: bool | None = None
+    refined: bool | None = None
+    epsilon: tuple[float, ...] | None = None
+    rank: int | None = None
+    sigma_iso: float | None = None
+    condition: float | None = None
+    precision: str | None = None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Step 1's decisions for one matrix."""
+
+    statistics: Heterogeneity
+    heterogeneous: bool
+    normalized: bool
+    rank: int  # of the refinement; 0: none
+
+
+def merge_matrix(
+    base: Tensor,
+    experts: Sequence[Tensor],
+    weights: Sequence[float] | None = None,
+    options: AceOptions | None = None,
+) -> tuple[Tensor, MatrixRecord]:
+    """Merge the versions of one matrix.
+
+    Args:
+        base: W0, (o, i), any floating dtype, finite. The layer computes W0 @ x.
+        experts: W_t, each (o, i), finite.
+        weights: w_t ≥ 0, one per expert; only their ratios matter; 0 leaves an expert out.
+        options: see `AceOptions`.
+
+    Returns:
+        W0 + λ X, (o, i), in the compute dtype or wider (the base itself, uncast, where no expert
+        changed it), and the record of what was done.
+
+    Raises:
+        IllConditionedError: A cannot be factored, even in float64; raise ``epsilon``.
+        OverflowError: a task vector overflows the compute dtype.
+    """
+    options = options or AceOptions()
+    weights = weights if weights is not None else [1.0] * len(experts)
+    active = select_active(base, experts, weights, options.dtype)
+    trivial = _without_covariance(base, active, options)
+    if trivial is not None:
+        return trivial
+    plan = _plan(active, base.shape, options)
+    wide = options.dtype == torch.float64 or math.prod(base.shape) * base.shape[1] <= SMALL_SYSTEM
+    if not wide:
+        try:
+            return _merge(base, active, options, plan, torch.float32)
+        except IllConditionedError:
+            pass  # float64 has nine digits more
+    return _merge(base, active, options, plan, torch.float64)
+
+
+def _without_covariance(
+    base: Tensor, active: ActiveExperts, options: AceOptions
+) -> tuple[Tensor, MatrixRecord] | None:
+    """The cases in which no regression is to be solved; None otherwise."""
+    if not active.experts:
+        return base, MatrixRecord("base", active.tau)
+    if len(active.experts) == 1:
+        merged = apply_single(base, active.experts[0], options.scale, options.dtype)
+        return merged, MatrixRecord("single", active.tau)
+    if base.shape[0] == 1:  # one row is its own column mean: a vector in the shape of a matrix
+        return _mean(base, active, options)
+    return None
+
+
+def _mean(base: Tensor, active: ActiveExperts, options: AceOptions) -> tuple[Tensor, MatrixRecord]:
+    merged = apply_mean(base, active, options.scale, options.dtype)
+    return merged, MatrixRecord("mean", active.tau)
+
+
+def _plan(active: ActiveExperts, shape: Sequence[int], options: AceOptions) -> _Plan:
+    statistics = measure_heterogeneity(active.active_tau)
+    value = statistics.gamma if options.heterogeneity == "gamma" else statistics.log_variance
+    heterogeneous = value > options.heterogeneity_threshold
+    switch = {"auto": heterogeneous, "always": True, "never": False}
+    rank = int(options.rank_fraction * min(shape))
+    return _Plan(
+        statistics=statistics,
+        heterogeneous=heterogeneous,
+        normalized=switch[options.adaptive_normalization],
+        rank=rank if switch[options.spectral_refinement] else 0,
+    )
+
+
+def _merge(
+    base: Tensor, active: ActiveExperts, options: AceOptions, plan: _Plan, dtype: torch.dtype
+) -> tuple[Tensor, MatrixRecord]:
+    """Steps 2 to 6 with sums, factor and solve in `dtype`."""
+    sums = sum_covariances(
+        base, active, options, normalized=plan.normalized, refined=plan.rank > 0, dtype=dtype
+    )
+    if sums.tasks == 0:  # every expert moved all its rows alike
+        return _mean(base, active, options)
+    mean_tau = math.fsum(active.active_tau) / len(active.active_tau) if plan.normalized else None
+    prior = structural_prior(sums, mean_tau) if options.structural_prior else None
+    add_ridge(sums)
+    merged, condition = solve(sums, prior)
+    sigma_iso = None
+    if plan.rank > 0:
+        component, sigma_iso = isotropic_component(covariance_residual(sums) + merged, plan.rank)
+        merged = merged + component
+        sigma_iso *= sums.unit
+    record = MatrixRecord(
+        rule="ace",
+        tau=active.tau,
+        gamma=plan.statistics.gamma,
+        log_variance=plan.statistics.log_variance,
+        heterogeneous=plan.heterogeneous,
+        normalized=plan.normalized,
+        refined=plan.rank > 0,
+        epsilon=tuple(sums.epsilon),
+        rank=plan.rank,
+        sigma_iso=sigma_iso,
+        condition=condition,
+        precision=str(dtype).removeprefix("torch."),
+    )
+    return base.to(dtype).add(merged, alpha=options.scale * sums.unit), record

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a stored tensor is read as one or more matrices (o, i), and the merge of a whole tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mergekit_ace.algebra.ace import MatrixRecord, merge_matrix
+from mergekit_ace.algebra.options import AceOptions, Layout
+from mergekit_ace.algebra.task_vectors import apply_mean, apply_single, select_active
+
+FixedLayout = Literal["matrix", "transposed", "stacked", "flattened", "mean"]
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """What was done to one tensor.
+
+    Attributes:
+        shape: as stored.
+        layout: how it was read.
+        matrices: a record per matrix: one, or one per stacked matrix in row-major order.
+    """
+
+    shape: tuple[int, ...]
+    layout: FixedLayout
+    matrices: tuple[MatrixRecord, ...]
+
+
+def resolve_layout(
+    layout: Layout, name: str | None, ndim: int, *, transposed: bool = False
+) -> FixedLayout:
+    """The layout that a tensor of `ndim` axes gets.
+
+    Args:
+        layout: as configured. What does not fit the tensor's axes falls back to ``mean``, so that
+            one setting can stand for a whole model: a bias under ``layout: matrix`` is a vector.
+        name: of the tensor; ``auto`` looks for a component called ``experts``.
+        transposed: whether the architecture stores this weight as (…, in, out).
+    """
+    if layout == "auto":
+        if ndim == 3 and "experts" in (name or "").split("."):
+            return "transposed" if transposed else "stacked"
+        if ndim == 2:
+            return "transposed" if transposed else "matrix"
+        return "mean"
+    fits = {"matrix": ndim == 2, "mean": True}.get(layout, ndim >= 2)
+    return layout if fits else "mean"
+
+
+def merge_tensor(
+    base: Tensor,
+    experts: Sequence[Tensor],
+    weights: Sequence[float] | None = None,
+    options: AceOptions | None = None,
+    layout: FixedLayout = "matrix",
+) -> tuple[Tensor, TensorRecord]:
+    """Merge the versions of one stored tensor.
+
+    Args:
+        base: W0. ``matrix``: (o, i); ``transposed``: (…, i, o); ``stacked``: (…, o, i), the leading
+            axes a batch of matrices; ``flattened``: (o, …), read as (o, rest); ``mean``: any.
+        experts: W_t, each shaped as `base`.
+        weights: w_t ≥ 0 per expert, 1 by default.
+        options: see `AceOptions`.
+        layout: see `resolve_layout`.
+
+    Returns:
+        The merged tensor, shaped as `base`, in the compute dtype or wider, and its record. Where no
+        expert changed anything it is `base` itself.
+
+    Raises:
+        IllConditionedError, OverflowError: see `merge_matrix`.
+    """
+    options = options or AceOptions()
+    weights = weights if weights is not None else [1.0] * len(experts)
+    if layout == "mean" or base.numel() == 0:
+        merged, record = _merge_mean(base, experts, weights, options)
+        return merged, TensorRecord(tuple(base.shape), "mean", (record,))
+    views = [_as_matrices(tensor, layout) for tensor in (base, *experts)]
+    parts, records = [], []
+    for matrices in zip(*views, strict=True):
+        part, record = merge_matrix(matrices[0], matrices[1:], weights, options)
+        parts.append(part)
+        records.append(record)
+    merged = base
+    if any(record.rule != "base" for record in records):
+        merged = _from_matrices(parts, base.shape, layout)
+    return merged, TensorRecord(tuple(base.shape), layout, tuple(records))
+
+
+def _merge_mean(
+    base: Tensor, experts: Sequence[Tensor], weights: Sequence[float], options: AceOptions
+) -> tuple[Tensor, MatrixRecord]:
+    active = select_active(base, experts, weights, options.dtype)
+    if not active.experts:
+        return base, MatrixRecord("base", active.tau)
+    if len(active.experts) == 1:
+        merged = apply_single(base, active.experts[0], options.scale, options.dtype)
+        return merged, MatrixRecord("single", active.tau)
+    merged = apply_mean(base, active, options.scale, options.dtype)
+    return merged, MatrixRecord("mean", active.tau)
+
+
+def _as_matrices(tensor: Tensor, layout: FixedLayout) -> tuple[Tensor, ...]:
+    """The matrices (o, i) of a tensor, as views where strides allow."""
+    if layout == "flattened":
+        return (tensor.flatten(start_dim=1),)
+    if layout == "transposed":
+        tensor = tensor.mT
+    return tensor.reshape(-1, *tensor.shape[-2:]).unbind(0)
+
+
+def _from_matrices(parts: Sequence[Tensor], shape: torch.Size, layout: FixedLayout) -> Tensor:
+    """The inverse of `_as_matrices`; the parts may differ in dtype, the widest one wins."""
+    widest = parts[0].dtype
+    for part in parts[1:]:
+        widest = torch.promote_types(widest, part.dtype)
+    if len(parts) == 1:
+        stacked = parts[0].unsqueeze(0)
+    else:
+        stacked = torch.stack([part.to(widest) for part in parts])
+    if layout == "transposed":
+        stacked = stacked.mT
+    return stacked.reshape(shape)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Task vectors Δ_t = W_t − W0, which experts take part, and the rules that need no covariance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def task_vector(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
+    """Δ = W − W0, subtracted in `dtype`.
+
+    Two bfloat16 tensors are first widened: their difference rarely fits bfloat16's eight bits.
+
+    Args:
+        expert: W, any shape.
+        base: W0, the shape of `expert`.
+        dtype: float32 or float64.
+    """
+    return expert.to(dtype).sub(base.to(dtype))
+
+
+def squared_norm(tensor: Tensor) -> float:
+    """‖X‖_F², accumulated in float64 whatever the dtype of `tensor`."""
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+
+
+@dataclass(frozen=True)
+class ActiveExperts:
+    """The experts that take part in one matrix: those with positive weight that changed it.
+
+    An expert that left a tensor as it was says nothing about it. Kept in, it would make log τ_t
+    meaningless, and in the heterogeneous branch its ridge ε/tr(G_t) would swallow all others.
+
+    Attributes:
+        experts: weights W_t of the active experts, each shaped as the base.
+        weights: w_t, rescaled to mean 1 over the active experts.
+        tau: τ_t = ‖Δ_t‖_F² (Eq. 43) of *all* experts given, in their order; 0 where unchanged.
+        positions: where the active ones stand among those given.
+    """
+
+    experts: tuple[Tensor, ...]
+    weights: tuple[float, ...]
+    tau: tuple[float, ...]
+    positions: tuple[int, ...]
+
+    @property
+    def active_tau(self) -> tuple[float, ...]:
+        return tuple(self.tau[p] for p in self.positions)
+
+
+def select_active(
+    base: Tensor, experts: Sequence[Tensor], weights: Sequence[float], dtype: torch.dtype
+) -> ActiveExperts:
+    """Measure τ_t and keep the experts that have something to say.
+
+    Args:
+        base: W0, finite, any shape.
+        experts: W_t, finite, shaped as `base`.
+        weights: w_t ≥ 0, one per expert.
+        dtype: where the task vectors are formed.
+
+    Raises:
+        OverflowError: the squared norm of a task vector does not fit `dtype`'s or float64's range.
+    """
+    tau = tuple(squared_norm(task_vector(expert, base, dtype)) for expert in experts)
+    for position, value in enumerate(tau):
+        if not value < float("inf"):
+            raise OverflowError(
+                f"the task vector of expert {position} overflows {dtype}"
+                + ("; compute_dtype: float64 has room for it" if dtype == torch.float32 else "")
+            )
+    positions = tuple(t for t, (w, v) in enumerate(zip(weights, tau, strict=True)) if w > 0 < v)
+    # Dividing by the largest first keeps the sum of very large or very small weights in range.
+    top = max((weights[p] for p in positions), default=1.0)
+    share = [weights[p] / top for p in positions]
+    mean = sum(share) / len(share) if share else 1.0
+    return ActiveExperts(
+        experts=tuple(experts[p] for p in positions),
+        weights=tuple(s / mean for s in share),
+        tau=tau,
+        positions=positions,
+    )
+
+
+def apply_mean(base: Tensor, active: ActiveExperts, scale: float, dtype: torch.dtype) -> Tensor:
+    """W0 + λ · Σ_t w_t Δ_t / Σ_t w_t, the rule for everything that is not a matrix.
+
+    Returns a tensor of `dtype`; `active` must not be empty.
+    """
+    merged = base.to(dtype, copy=True)
+    for expert, weight in zip(active.experts, active.weights, strict=True):
+        merged.add_(task_vector(expert, base, dtype), alpha=scale * weight / len(active.weights))
+    return merged
+
+
+def apply_single(base: Tensor, expert: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """W0 + λ Δ: with one expert the minimiser of Eq. 2 is that expert, whatever its covariance."""
+    if scale == 1:  # W0 + (W − W0) may round; W itself is exact
+        return expert.to(dtype)
+    return base.to(dtype).add(task_vector(expert, base, dtype), alpha=scale)

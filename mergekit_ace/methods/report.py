@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`report: PATH`: one JSON line per merged tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from mergekit_ace.algebra.ace import MatrixRecord
+from mergekit_ace.algebra.layouts import TensorRecord
+
+_LOCK = threading.Lock()  # --multi-gpu merges tensors side by side
+
+
+def append_report(
+    path: str, name: str | None, models: Sequence[str], record: TensorRecord, seconds: float
+) -> None:
+    """Append the line of one tensor.
+
+    A matrix's fields (see `MatrixRecord`) stand at the top level of the line; a stacked tensor has
+    a list of them under ``matrices`` instead. Lists over experts are in the order of ``models``,
+    ``epsilon`` in that of the experts in use. A number that JSON lacks (γ = ∞) is written as text.
+
+    Args:
+        path: the file; it is created, or grows.
+        name: of the tensor.
+        models: names of the experts.
+        record: what was done.
+        seconds: wall time of the merge of this tensor.
+    """
+    line: dict[str, Any] = {
+        "tensor": name,
+        "shape": record.shape,
+        "layout": record.layout,
+        "models": list(models),
+        "seconds": round(seconds, 6),
+    }
+    if len(record.matrices) == 1:
+        line |= _fields(record.matrices[0])
+    else:
+        line["matrices"] = [_fields(matrix) for matrix in record.matrices]
+    text = json.dumps(line, allow_nan=False) + "\n"
+    with _LOCK, open(path, "a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _fields(matrix: MatrixRecord) -> dict[str, Any]:
+    return {
+        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in asdict(matrix).items()
+        if value is not None
+    }
