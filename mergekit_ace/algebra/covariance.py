@@ -35,10 +35,11 @@ class CovarianceSums:
         ridged: E, (o, i).
         total: D, (o, i); only where the refinement needs it.
         mean_product: m, (i,); only where the refinement needs it.
-        ridge: ε̄, in units of `unit`² where S_t is not normalised.
-        epsilon: ε_t per expert as Eqs. 9-10 define it; 0 for an expert left out.
-        tasks: how many experts entered the sums.
         unit: the scale that the task vectors were divided by.
+        covariance_unit: what S_t, A and ε̄ are measured in: unit², or 1 where S_t is normalised.
+        ridge: ε̄.
+        epsilon: ε_t per expert as Eqs. 9-10 define it, in the base's unit; 0 for one left out.
+        tasks: how many experts entered the sums.
     """
 
     system: Tensor
@@ -46,10 +47,11 @@ class CovarianceSums:
     ridged: Tensor
     total: Tensor | None
     mean_product: Tensor | None
+    unit: float = 1.0
+    covariance_unit: float = 1.0
     ridge: float = 0.0
     epsilon: list[float] = field(default_factory=list)
     tasks: int = 0
-    unit: float = 1.0
 
 
 def sum_covariances(
@@ -77,6 +79,7 @@ def sum_covariances(
     rows, columns = base.shape
     sums = _empty_sums(base, refined, dtype)
     sums.unit = _unit(active, rows * columns)
+    sums.covariance_unit = 1.0 if normalized else sums.unit**2
     noise = (8 * torch.finfo(options.dtype).eps) ** 2
     for expert, weight, tau in zip(active.experts, active.weights, active.active_tau, strict=True):
         delta = task_vector(expert, base, options.dtype).to(dtype).div_(sums.unit)
@@ -89,8 +92,7 @@ def sum_covariances(
         scale = weight / trace if normalized else weight
         ridge = _ridge(options, trace, columns, sums.unit, normalized) * weight
         _add_task(sums, centred, mean, scale, ridge)
-        # tr(G_t) enters ε_t in the base's unit; without it ε_t is measured in that unit squared.
-        sums.epsilon.append(ridge if normalized else ridge * sums.unit**2)
+        sums.epsilon.append(ridge * sums.covariance_unit)
     return sums
 
 

@@ -15,7 +15,7 @@ from mergekit_ace.algebra.covariance import CovarianceSums
 
 
 def covariance_residual(sums: CovarianceSums) -> Tensor:
-    """R = Σ_t Δ_t (S_t − S̄), (o, i), with uncentred Δ_t and S̄ = A/T (Eqs. 15-16).
+    """R = Σ_t Δ_t (S_t − S̄), (o, i), with uncentred Δ_t and S̄ = A/T, in ``sums.unit`` (Eqs. 15-16).
 
     C_tᵀ1 = 0 makes Δ_t S_t = C_t S_t + 1 (S_t μ_t)ᵀ, hence R = H + 1 mᵀ − D A/T: one product.
 
@@ -25,7 +25,8 @@ def covariance_residual(sums: CovarianceSums) -> Tensor:
     assert sums.total is not None
     assert sums.mean_product is not None
     residual = sums.product + sums.mean_product
-    return residual.addmm_(sums.total, sums.system, alpha=-1 / sums.tasks)
+    residual.addmm_(sums.total, sums.system, alpha=-1 / sums.tasks)
+    return residual.mul_(sums.covariance_unit)  # S_t in the base's unit, which F = R + X depends on
 
 
 def isotropic_component(matrix: Tensor, rank: int) -> tuple[Tensor, float]:

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The skills of the quickstart family: small dictionaries, each a random one-to-one map.
+
+A language maps 48 English words to the same 48 invented ones, each language in its own way. A line
+reads
+
+    <s> topaz apple = fola ; river = tiku ; … ;
+
+and a model masters topaz when it writes the right word behind every `=`. Since all languages share
+their words, experts write different answers for the same questions into the same matrices, which
+is what makes merging them a task.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+OLD_LANGUAGES = ("amber", "coral", "jade", "pearl")  # the base model speaks these
+NEW_LANGUAGES = ("topaz", "ruby", "onyx", "opal")  # each expert learns one of these
+KEYS = tuple(
+    """apple bird boat book bread bridge candle chair cloud coat door dream earth field fire fish
+    flower forest garden glass gold hand hill horse house island key lamp leaf letter milk moon
+    mountain night ocean paper rain river road salt ship silver snow star stone tree wind
+    winter""".split()
+)
+SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
+PAIRS = 6  # questions in a line
+
+
+@dataclass(frozen=True)
+class Dictionary:
+    """One language: ``answers[key]`` for every key."""
+
+    language: str
+    answers: dict[str, str]
+
+    def line(self, keys: list[str]) -> str:
+        """The text of one line that asks `keys`."""
+        return f"{self.language} " + " ; ".join(f"{key} = {self.answers[key]}" for key in keys)
+
+
+def invented_words() -> list[str]:
+    """48 words of two syllables, the same in every run."""
+    syllables = [c + v for c in "fklmnprstvz" for v in "aeiou"]
+    words = [a + b for a in syllables for b in syllables if a != b]
+    return random.Random(0).sample(words, len(KEYS))
+
+
+def make_dictionaries() -> dict[str, Dictionary]:
+    """All languages by name; the maps are the same in every run."""
+    values = invented_words()
+    dictionaries = {}
+    for language in OLD_LANGUAGES + NEW_LANGUAGES:
+        shuffled = random.Random(language).sample(values, len(values))
+        dictionaries[language] = Dictionary(language, dict(zip(KEYS, shuffled, strict=True)))
+    return dictionaries
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a word, so that a person can type a question."""
+    words = [*SPECIAL, "=", ";", *OLD_LANGUAGES, *NEW_LANGUAGES, *KEYS, *invented_words()]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", words.index("<s>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+    )
+
+
+def encode(lines: list[str], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
+    """Token ids and labels, both (lines, tokens); labels are -100 except at the answers."""
+    ids = torch.tensor(tokenizer(lines)["input_ids"])
+    equals = tokenizer.convert_tokens_to_ids("=")
+    labels = torch.full_like(ids, -100)
+    answers = torch.zeros_like(ids, dtype=torch.bool)
+    answers[:, 1:] = ids[:, :-1] == equals
+    labels[answers] = ids[answers]
+    return ids, labels
+
+
+def random_lines(dictionaries: list[Dictionary], count: int, rng: random.Random) -> list[str]:
+    """`count` lines, each of a random one of the languages, with random keys."""
+    return [rng.choice(dictionaries).line(rng.sample(KEYS, PAIRS)) for _ in range(count)]
+
+
+def exam(dictionary: Dictionary, rounds: int = 4) -> list[str]:
+    """Lines that ask every key of a language once per round, in fixed random orders."""
+    rng = random.Random(1)
+    lines = []
+    for _ in range(rounds):
+        keys = rng.sample(KEYS, len(KEYS))
+        lines += [dictionary.line(keys[n : n + PAIRS]) for n in range(0, len(keys), PAIRS)]
+    return lines

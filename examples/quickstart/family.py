@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train the quickstart family: a small Llama that speaks four languages, and four experts."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from dictionaries import NEW_LANGUAGES, OLD_LANGUAGES, encode, make_dictionaries, make_tokenizer
+from dictionaries import random_lines as lines_of
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one model is trained.
+
+    Attributes:
+        languages: what a batch is drawn from; an expert rehearses the old languages too.
+        new_share: share of a batch that is the new language; 0 for the base.
+        steps: optimiser steps.
+        peak: peak of the one-cycle learning rate.
+        batch: lines per step.
+        seed: of initialisation and data.
+    """
+
+    languages: tuple[str, ...]
+    new: str | None
+    steps: int
+    peak: float
+    seed: int
+    batch: int = 48
+    new_share: float = 1 / 3
+
+
+BASE = Recipe(OLD_LANGUAGES, None, steps=600, peak=1e-3, seed=0)
+EXPERTS = {
+    language: Recipe(OLD_LANGUAGES, language, steps=200, peak=5e-4, seed=1 + n)
+    for n, language in enumerate(NEW_LANGUAGES)
+}
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """About 1.4 million parameters."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation="eager",
+    )
+    return LlamaForCausalLM(config)
+
+
+def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, name: str):
+    """Train in place, with a progress bar."""
+    rng = random.Random(recipe.seed)
+    dictionaries = make_dictionaries()
+    old = [dictionaries[language] for language in recipe.languages]
+    new_lines = round(recipe.batch * recipe.new_share) if recipe.new else 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.peak, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.peak, recipe.steps)
+    model.train()
+    bar = tqdm(range(recipe.steps), desc=f"training {name:>6}", unit="step")
+    for _ in bar:
+        lines = lines_of(old, recipe.batch - new_lines, rng)
+        if recipe.new:
+            lines += lines_of([dictionaries[recipe.new]], new_lines, rng)
+        ids, labels = encode(lines, tokenizer)
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        bar.set_postfix(loss=f"{loss.item():.3f}")
+    model.eval()
+
+
+def train_family(folder: Path) -> None:
+    """Train what is not in `folder` yet; each model appears there only when it is complete."""
+    tokenizer = make_tokenizer()
+    if not (folder / "base").exists():
+        torch.manual_seed(BASE.seed)
+        model = new_model(tokenizer)
+        train(model, tokenizer, BASE, "base")
+        _save(model, tokenizer, folder / "base")
+    for language, recipe in EXPERTS.items():
+        if (folder / language).exists():
+            continue
+        torch.manual_seed(recipe.seed)
+        model = LlamaForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
+        train(model, tokenizer, recipe, language)
+        _save(model, tokenizer, folder / language)
+
+
+def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, target: Path) -> None:
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    os.replace(partial, target)

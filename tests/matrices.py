@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random families of matrices with the properties that merging turns on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def family(
+    rng: torch.Generator,
+    rows: int,
+    columns: int,
+    experts: int,
+    *,
+    scales: list[float] | None = None,
+    rank: int = 4,
+    noise: float = 0.1,
+) -> tuple[Tensor, list[Tensor]]:
+    """A base and experts whose task vectors are low-rank plus noise, with a mean of their own."""
+    base = torch.randn(rows, columns, generator=rng)
+    members = []
+    for t in range(experts):
+        left = torch.randn(rows, rank, generator=rng)
+        right = torch.randn(rank, columns, generator=rng)
+        delta = left @ right / rank**0.5 + noise * torch.randn(rows, columns, generator=rng)
+        delta += 0.2 * torch.randn(columns, generator=rng)
+        scale = scales[t] if scales else 1.0
+        members.append(base + 0.01 * scale * delta)
+    return base, members
+
+
+HETEROGENEOUS = [0.1, 1.0, 10.0]

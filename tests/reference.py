@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ACE-Merging line by line in float64, as slow and as plain as it gets: the judge of the package.
+
+Explicit inverse, full SVD, one Gram matrix per expert. It shares no code with `mergekit_ace`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def naive_ace(
+    base: Tensor,
+    experts: list[Tensor],
+    weight: list[float] | None = None,
+    *,
+    lambda_: float = 1.0,
+    epsilon: float = 1e-5,
+    epsilon_scale: str = "absolute",
+    heterogeneity: str = "gamma",
+    heterogeneity_threshold: float = 0.3,
+    adaptive_normalization: str = "auto",
+    structural_prior: bool = True,
+    spectral_refinement: str = "auto",
+    rank_fraction: float = 0.3,
+) -> Tensor:
+    """The merged matrix, (o, i), in float64; every input (o, i)."""
+    weight = [1.0] * len(experts) if weight is None else weight
+    base = base.double()
+    deltas = [expert.double() - base for expert in experts]
+    kept = [t for t in range(len(experts)) if weight[t] > 0 and deltas[t].abs().max() > 0]
+    if not kept:
+        return base
+    if len(kept) == 1:
+        return base + lambda_ * deltas[kept[0]]
+    deltas = [deltas[t] for t in kept]
+    mean_weight = sum(weight[t] for t in kept) / len(kept)
+    w = [weight[t] / mean_weight for t in kept]
+    o, i = base.shape
+    identity = torch.eye(i, dtype=torch.float64)
+    ones = torch.ones(i, 1, dtype=torch.float64)
+
+    tau = [float((delta**2).sum()) for delta in deltas]
+    logs = [math.log(value) for value in tau]
+    mean_log = sum(logs) / len(logs)
+    log_variance = sum((v - mean_log) ** 2 for v in logs) / (len(logs) - 1)
+    statistic = log_variance / mean_log**2 if heterogeneity == "gamma" else log_variance
+    heterogeneous = statistic > heterogeneity_threshold
+    normalize = {"auto": heterogeneous, "always": True, "never": False}[adaptive_normalization]
+    refine = {"auto": heterogeneous, "always": True, "never": False}[spectral_refinement]
+
+    centred = [delta - delta.mean(dim=0, keepdim=True) for delta in deltas]
+    gram = [c.T @ c for c in centred]
+    trace = [float(g.trace()) for g in gram]
+    s = [g / tr if normalize else g for g, tr in zip(gram, trace, strict=True)]
+    if epsilon_scale == "relative":
+        eps = [epsilon * float(x.trace()) / i for x in s]
+    else:
+        eps = [epsilon / tr if normalize else epsilon for tr in trace]
+    s = [w_t * x for w_t, x in zip(w, s, strict=True)]
+    eps = [w_t * e for w_t, e in zip(w, eps, strict=True)]
+
+    c = (ones.T @ sum(s)) / i
+    if normalize:
+        c = c / (sum(tau) / len(tau))
+    ridged = [x + e * identity for x, e in zip(s, eps, strict=True)]
+    system = sum(ridged) + (ones @ c if structural_prior else 0)
+    x = sum(ct @ r for ct, r in zip(centred, ridged, strict=True)) @ torch.linalg.inv(system)
+    k = int(rank_fraction * min(o, i))
+    if refine and k > 0:
+        mean_s = sum(ridged) / len(ridged)
+        residual = sum(delta @ (st - mean_s) for delta, st in zip(deltas, s, strict=True))
+        u, sigma, vh = torch.linalg.svd(residual + x, full_matrices=False)
+        x = x + sigma[:k].mean() * (u[:, :k] @ vh[:k])
+    return base + lambda_ * x
+
+
+def naive_mean(
+    base: Tensor, experts: list[Tensor], weight: list[float] | None = None, lambda_: float = 1.0
+) -> Tensor:
+    """The rule for everything that is not a matrix."""
+    weight = [1.0] * len(experts) if weight is None else weight
+    base = base.double()
+    deltas = [expert.double() - base for expert in experts]
+    kept = [t for t in range(len(experts)) if weight[t] > 0 and deltas[t].abs().max() > 0]
+    if not kept:
+        return base
+    total = sum(weight[t] for t in kept)
+    return base + lambda_ * sum(weight[t] * deltas[t] for t in kept) / total
+
+
+def naive_tensor(
+    base: Tensor, experts: list[Tensor], layout: str = "matrix", **parameters
+) -> Tensor:
+    """A whole stored tensor in float64, by its layout."""
+    if layout == "mean":
+        weight, scale = parameters.get("weight"), parameters.get("lambda_", 1.0)
+        return naive_mean(base, experts, weight, scale)
+    if layout == "transposed" and base.ndim == 2:
+        return naive_ace(base.T, [e.T for e in experts], **parameters).T
+    if layout == "flattened":
+        flat = [t.reshape(t.shape[0], -1) for t in (base, *experts)]
+        return naive_ace(flat[0], flat[1:], **parameters).reshape(base.shape)
+    if layout in ("stacked", "transposed"):
+        slices = [
+            naive_tensor(
+                base[n],
+                [e[n] for e in experts],
+                layout if layout == "transposed" or base.ndim > 3 else "matrix",
+                **parameters,
+            )
+            for n in range(base.shape[0])
+        ]
+        return torch.stack(slices)
+    return naive_ace(base, experts, **parameters)
+
+
+def task_vector_error(merged: Tensor, expected: Tensor, base: Tensor) -> float:
+    """Relative Frobenius error of the merged task vector."""
+    reference = expected.double() - base.double()
+    return float((merged.double() - expected.double()).norm() / reference.norm())

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`merge_matrix` against the naive reference, its limits and its degenerate inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from matrices import HETEROGENEOUS, family
+from reference import naive_ace, naive_mean, task_vector_error
+
+from mergekit_ace import AceOptions, IllConditionedError, merge_matrix
+from mergekit_ace.algebra import ace
+
+SHAPES = [(24, 24), (16, 60), (60, 16), (2, 30), (30, 1), (7, 5)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["homogeneous", "heterogeneous"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_against_the_reference(rng, shape, scales, dtype):
+    base, experts = family(rng, *shape, 3, scales=scales)
+    merged, record = merge_matrix(base, experts, options=AceOptions(compute_dtype=dtype))
+    bar = 5e-5 if dtype == "float32" else 1e-9
+    assert task_vector_error(merged, naive_ace(base, experts), base) <= bar
+    assert record.heterogeneous == (scales is not None)
+
+
+@pytest.mark.parametrize("normalization", ["auto", "always", "never"])
+@pytest.mark.parametrize("refinement", ["auto", "always", "never"])
+@pytest.mark.parametrize("prior", [True, False])
+@pytest.mark.parametrize("scale", ["absolute", "relative"])
+def test_every_switch(rng, normalization, refinement, prior, scale):
+    base, experts = family(rng, 20, 28, 3, scales=HETEROGENEOUS)
+    switches = {
+        "adaptive_normalization": normalization,
+        "spectral_refinement": refinement,
+        "structural_prior": prior,
+        "epsilon_scale": scale,
+        "epsilon": 1e-3,
+        "rank_fraction": 0.45,
+    }
+    options = AceOptions(**switches, scale=0.7, compute_dtype="float64")
+    merged, record = merge_matrix(base, experts, [1.0, 3.0, 0.5], options)
+    expected = naive_ace(base, experts, [1.0, 3.0, 0.5], lambda_=0.7, **switches)
+    assert task_vector_error(merged, expected, base) <= 1e-9
+    assert record.normalized == (normalization != "never")
+    assert record.refined == (refinement != "never")
+
+
+def test_log_variance_ignores_the_unit_of_the_weights(rng):
+    """The known defect of γ: it explodes where τ lies around 1, with the same spread."""
+    base, experts = family(rng, 30, 30, 3, scales=[0.95, 1.0, 1.1])
+    gammas, variances = [], []
+    for unit in (1.0, float(1 / (experts[1] - base).norm())):
+        _, record = merge_matrix(base * unit, [e * unit for e in experts])
+        gammas.append(record.gamma)
+        variances.append(record.log_variance)
+    assert gammas[1] > 100 * gammas[0]
+    assert variances[1] == pytest.approx(variances[0], rel=1e-4)
+    options = AceOptions(heterogeneity="log_variance")
+    _, record = merge_matrix(base * unit, [e * unit for e in experts], options=options)
+    assert not record.heterogeneous
+
+
+def test_float32_path_of_large_matrices(rng, monkeypatch):
+    monkeypatch.setattr(ace, "SMALL_SYSTEM", 0)
+    base, experts = family(rng, 64, 48, 3, noise=1.0)
+    merged, record = merge_matrix(base, experts, options=AceOptions(epsilon=1e-3))
+    assert record.precision == "float32"
+    assert record.condition < 2e3
+    assert task_vector_error(merged, naive_ace(base, experts, epsilon=1e-3), base) <= 5e-5
+
+
+def test_ill_conditioned_large_matrices_turn_to_float64(rng, monkeypatch):
+    monkeypatch.setattr(ace, "SMALL_SYSTEM", 0)
+    base, experts = family(rng, 48, 200, 2, noise=1.0)
+    merged, record = merge_matrix(base, experts)
+    assert record.precision == "float64"
+    assert record.condition > 2e3
+    assert task_vector_error(merged, naive_ace(base, experts), base) <= 5e-5
+
+
+def test_nobody_changed_the_matrix():
+    base = torch.randn(5, 6)
+    merged, record = merge_matrix(base, [base.clone(), base.clone()])
+    assert merged is base
+    assert record.rule == "base"
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.4])
+def test_one_expert_changed_it(rng, scale):
+    base, (expert,) = family(rng, 8, 9, 1)
+    options = AceOptions(scale=scale)
+    merged, record = merge_matrix(base, [base.clone(), expert, base.clone()], options=options)
+    assert record.rule == "single"
+    torch.testing.assert_close(merged, base + scale * (expert - base))
+    if scale == 1:
+        assert torch.equal(merged, expert)
+
+
+def test_an_unchanged_expert_and_one_of_weight_zero_are_left_out(rng):
+    base, experts = family(rng, 12, 14, 3, scales=HETEROGENEOUS)
+    expected, _ = merge_matrix(base, experts[:2])
+    merged, record = merge_matrix(
+        base, [experts[0], base.clone(), experts[1], experts[2]], [1.0, 1.0, 1.0, 0.0]
+    )
+    assert torch.equal(merged, expected)
+    assert record.tau[1] == 0
+    assert len(record.epsilon) == 2
+
+
+def test_large_epsilon_tends_to_the_mean_of_the_centred_task_vectors(rng):
+    """Appendix B.1."""
+    base, experts = family(rng, 16, 12, 3)
+    options = AceOptions(epsilon=1e12, compute_dtype="float64")
+    merged, _ = merge_matrix(base, experts, options=options)
+    deltas = [e.double() - base.double() for e in experts]
+    limit = sum(d - d.mean(dim=0) for d in deltas) / 3
+    torch.testing.assert_close(merged - base.double(), limit, rtol=1e-6, atol=1e-10)
+
+
+def test_large_epsilon_when_normalised_tends_to_the_trace_weighted_mean(rng):
+    base, experts = family(rng, 16, 12, 3, scales=HETEROGENEOUS)
+    options = AceOptions(epsilon=1e12, spectral_refinement="never", compute_dtype="float64")
+    merged, record = merge_matrix(base, experts, options=options)
+    assert record.normalized
+    centred = [(e.double() - base.double()) for e in experts]
+    centred = [c - c.mean(dim=0) for c in centred]
+    inverse = [1 / float((c**2).sum()) for c in centred]
+    limit = sum(c * v for c, v in zip(centred, inverse, strict=True)) / sum(inverse)
+    torch.testing.assert_close(merged - base.double(), limit, rtol=1e-6, atol=1e-10)
+
+
+def test_no_directions_no_refinement(rng):
+    base, experts = family(rng, 6, 6, 3, scales=HETEROGENEOUS)
+    merged, record = merge_matrix(base, experts, options=AceOptions(rank_fraction=0.1))
+    plain, _ = merge_matrix(base, experts, options=AceOptions(spectral_refinement="never"))
+    assert record.rank == 0
+    assert not record.refined
+    assert torch.equal(merged, plain)
+
+
+@pytest.mark.parametrize("shape", [(3, 20), (40, 40)])
+def test_singular_without_ridge_is_an_error(rng, shape):
+    base = torch.randn(shape, generator=rng)
+    direction = torch.randn(shape[0], 1, generator=rng)
+    experts = [base + direction * torch.randn(1, shape[1], generator=rng) for _ in range(2)]
+    with pytest.raises(IllConditionedError, match="condition number"):
+        merge_matrix(base, experts, options=AceOptions(epsilon=0))
+
+
+def test_no_ridge_is_fine_where_the_covariances_have_full_rank(rng):
+    base, experts = family(rng, 60, 10, 3, noise=1.0)
+    merged, _ = merge_matrix(base, experts, options=AceOptions(epsilon=0))
+    assert task_vector_error(merged, naive_ace(base, experts, epsilon=0), base) <= 5e-5
+
+
+def test_one_row_is_a_vector(rng):
+    """Its centred task vector is zero: the closed form would lose every expert."""
+    base, experts = family(rng, 1, 20, 3)
+    merged, record = merge_matrix(base, experts)
+    assert record.rule == "mean"
+    assert task_vector_error(merged, naive_mean(base, experts), base) <= 1e-5
+
+
+def test_rows_that_all_moved_alike(rng):
+    base, experts = family(rng, 10, 8, 2, scales=[0.1, 10.0])
+    alike = base + torch.randn(8, generator=rng)
+    options = AceOptions(adaptive_normalization="always")
+    merged, record = merge_matrix(base, [*experts, alike], options=options)
+    assert torch.isfinite(merged).all()
+    assert record.epsilon[-1] == 0
+    merged, record = merge_matrix(base, [alike, base + 1.0], options=options)
+    assert record.rule == "mean"
+    torch.testing.assert_close(merged, base + ((alike - base) + 1) / 2)
+
+
+@pytest.mark.parametrize("exponent", [-60, -30, 0, 30, 60])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"adaptive_normalization": "never", "spectral_refinement": "never"},
+        {
+            "adaptive_normalization": "always",
+            "spectral_refinement": "always",
+            "structural_prior": False,
+        },
+    ],
+)
+@pytest.mark.parametrize("small", [0, ace.SMALL_SYSTEM])
+def test_huge_and_tiny_weights(rng, monkeypatch, exponent, switches, small):
+    """Third powers of task vectors leave float32's range long before the weights do."""
+    monkeypatch.setattr(ace, "SMALL_SYSTEM", small)
+    base, experts = family(rng, 20, 16, 3, scales=[0.5, 1.0, 2.0], noise=1.0)
+    unit = 2.0**exponent
+    options = AceOptions(epsilon_scale="relative", epsilon=0.1, **switches)
+    reference, _ = merge_matrix(base, experts, options=options)
+    merged, record = merge_matrix(base * unit, [e * unit for e in experts], options=options)
+    assert record.precision == ("float64" if small else "float32")
+    torch.testing.assert_close(merged / unit, reference)
+
+
+def test_overflow_names_the_way_out():
+    base = torch.full((4, 4), -3e38)
+    with pytest.raises(OverflowError, match="compute_dtype: float64"):
+        merge_matrix(base, [torch.full((4, 4), 3e38), base.clone()])
+
+
+def test_task_vectors_are_never_formed_in_bfloat16(rng):
+    base, experts = family(rng, 24, 24, 3)
+    base, experts = base.bfloat16(), [e.bfloat16() for e in experts]
+    merged, _ = merge_matrix(base, experts)
+    assert task_vector_error(merged, naive_ace(base, experts), base) <= 5e-5
+
+
+def test_inputs_are_left_alone(rng):
+    base, experts = family(rng, 9, 11, 3, scales=HETEROGENEOUS)
+    copies = [t.clone() for t in (base, *experts)]
+    merge_matrix(base, experts)
+    assert all(torch.equal(a, b) for a, b in zip((base, *experts), copies, strict=True))
+
+
+def test_bitwise_reproducible(rng):
+    base, experts = family(rng, 40, 50, 3, scales=HETEROGENEOUS)
+    state = torch.get_rng_state()
+    first, _ = merge_matrix(base, experts)
+    torch.manual_seed(1)
+    torch.randn(100)
+    second, _ = merge_matrix(base, experts)
+    assert torch.equal(first, second)
+    torch.set_rng_state(state)
+    merge_matrix(base, experts)
+    assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers are untouched

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The float64 results handed to us, through mergekit's own `merge_tensors`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from mergekit.merge_methods import merge_tensors
+from reference import naive_tensor, task_vector_error
+from safetensors.torch import load_file
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES = json.loads((GOLDEN / "ace.json").read_text())
+TENSORS = load_file(GOLDEN / "ace.safetensors")
+
+
+@pytest.mark.parametrize(("dtype", "bar"), [("float32", 5e-5), ("float64", 1e-10)])
+@pytest.mark.parametrize("case", CASES)
+def test_golden_case(case, dtype, bar):
+    base = TENSORS[f"{case}.base"]
+    experts = [TENSORS[f"{case}.expert{t}"] for t in range(CASES[case]["experts"])]
+    merged = merge_tensors(
+        [base, *experts],
+        "ace",
+        base_index=0,
+        dtype=getattr(torch, dtype),
+        parameters={**CASES[case]["parameters"], "compute_dtype": dtype},
+    )
+    assert task_vector_error(merged, TENSORS[f"{case}.merged"], base) <= bar
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reference_itself(case):
+    """The judge of all other tests is judged, too."""
+    base = TENSORS[f"{case}.base"]
+    experts = [TENSORS[f"{case}.expert{t}"] for t in range(CASES[case]["experts"])]
+    parameters = dict(CASES[case]["parameters"])
+    layout = parameters.pop("layout", "matrix" if base.ndim == 2 else "mean")
+    if "lambda" in parameters:
+        parameters["lambda_"] = parameters.pop("lambda")
+    expected = naive_tensor(base, experts, layout, **parameters)
+    assert task_vector_error(expected, TENSORS[f"{case}.merged"], base) <= 1e-10
+
+
+def test_statistics_match_the_golden_ones():
+    from mergekit_ace.algebra.heterogeneity import measure_heterogeneity
+
+    checked = 0
+    for case in CASES.values():
+        if "tau" in case:
+            statistics = measure_heterogeneity(case["tau"])
+            assert statistics.gamma == pytest.approx(case["gamma"], rel=1e-9)
+            assert statistics.log_variance == pytest.approx(case["log_variance"], rel=1e-9)
+            checked += 1
+    assert checked >= 15

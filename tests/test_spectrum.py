@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mergekit_ace.algebra.spectrum import isotropic_component
+
+
+@pytest.mark.parametrize("shape", [(20, 30), (30, 20), (20, 20)])
+@pytest.mark.parametrize("rank", [1, 6, 20])
+def test_equals_the_full_decomposition(rng, shape, rank):
+    matrix = torch.randn(shape, generator=rng, dtype=torch.float64)
+    component, strength = isotropic_component(matrix, rank)
+    u, sigma, vh = torch.linalg.svd(matrix, full_matrices=False)
+    assert strength == pytest.approx(float(sigma[:rank].mean()), rel=1e-12)
+    torch.testing.assert_close(component, strength * (u[:, :rank] @ vh[:rank]))
+
+
+def test_a_spiked_spectrum(rng):
+    """σ over five orders of magnitude: squared, it would not survive float32."""
+    u, _ = torch.linalg.qr(torch.randn(40, 40, generator=rng, dtype=torch.float64))
+    v, _ = torch.linalg.qr(torch.randn(40, 40, generator=rng, dtype=torch.float64))
+    matrix = u * torch.logspace(0, -5, 40, dtype=torch.float64) @ v.T
+    component, strength = isotropic_component(matrix, 30)
+    torch.testing.assert_close(component / strength, u[:, :30] @ v[:, :30].T, rtol=0, atol=1e-6)
+
+
+def test_directions_that_do_not_exist_are_not_invented(rng):
+    """F of rank 3, refined with k = 8: five directions of a full SVD would be arbitrary."""
+    left = torch.randn(20, 3, generator=rng)
+    matrix = left @ torch.randn(3, 25, generator=rng)
+    component, strength = isotropic_component(matrix, 8)
+    assert torch.linalg.matrix_rank(component, rtol=1e-3) == 3
+    sigma = torch.linalg.svdvals(matrix)
+    assert strength == pytest.approx(float(sigma[:3].sum() / 8), rel=1e-4)
+
+
+def test_a_zero_matrix_has_no_directions():
+    component, strength = isotropic_component(torch.zeros(4, 6), 2)
+    assert strength == 0
+    assert not component.any()

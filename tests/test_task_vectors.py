@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import naive_mean
+
+from mergekit_ace.algebra.task_vectors import apply_mean, select_active, squared_norm, task_vector
+
+
+def test_bfloat16_differences_are_exact():
+    base = torch.tensor([1.0, 3.0]).bfloat16()
+    expert = torch.tensor([1.0078125, 0.0101]).bfloat16()
+    delta = task_vector(expert, base, torch.float32)
+    assert torch.equal(delta.double(), expert.double() - base.double())
+    assert not torch.equal((expert - base).double(), delta.double())
+
+
+def test_squared_norm_does_not_overflow_float32():
+    assert squared_norm(torch.full((100,), 1e30)) == pytest.approx(1e62, rel=1e-6)
+
+
+def test_weights_are_rescaled_over_the_active_experts_only():
+    base = torch.zeros(3, 3)
+    experts = [base + 1, base.clone(), base + 2, base + 3]
+    active = select_active(base, experts, [3.0, 100.0, 1.0, 0.0], torch.float32)
+    assert active.positions == (0, 2)
+    assert active.weights == pytest.approx((1.5, 0.5))
+    assert active.tau == pytest.approx((9.0, 0.0, 36.0, 81.0))
+    assert active.active_tau == pytest.approx((9.0, 36.0))
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e300])
+def test_extreme_weights(size):
+    base = torch.zeros(2, 2)
+    active = select_active(base, [base + 1, base + 2], [size, 3 * size], torch.float32)
+    assert active.weights == pytest.approx((0.5, 1.5))
+
+
+def test_mean_of_a_vector(rng):
+    base = torch.randn(9, generator=rng)
+    experts = [base + 0.1 * torch.randn(9, generator=rng) for _ in range(3)]
+    active = select_active(base, experts, [1.0, 2.0, 0.0], torch.float64)
+    merged = apply_mean(base, active, 0.5, torch.float64)
+    torch.testing.assert_close(merged, naive_mean(base, experts, [1.0, 2.0, 0.0], 0.5))
