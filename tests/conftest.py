@@ -10,9 +10,11 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 import torch
 import yaml
+from click.testing import CliRunner
 
 
 @pytest.fixture
@@ -20,23 +22,33 @@ def rng() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-@pytest.fixture
-def mergekit_yaml(tmp_path: Path) -> Callable[..., Path]:
-    """Run mergekit's own command, in this process to spare its start; the output folder.
+def _runner(command: click.Command, folder: Path) -> Callable[..., Path]:
+    """Run one of mergekit's own commands, in this process to spare its start.
 
-    A failure raises what the command raised.
+    The function returned gives the output folder; a failure raises what the command raised.
     """
-    from click.testing import CliRunner
-    from mergekit.scripts.run_yaml import main
 
     def run(config: dict, *flags: str, out: str = "merged") -> Path:
-        path = tmp_path / f"{out}.yml"
+        path = folder / f"{out}.yml"
         path.write_text(yaml.safe_dump(config))
-        target = tmp_path / out
-        result = CliRunner().invoke(
-            main, [str(path), str(target), "--quiet", *flags], catch_exceptions=False
-        )
+        target = folder / out
+        arguments = [str(path), str(target), "--quiet", *flags]
+        result = CliRunner().invoke(command, arguments, catch_exceptions=False)
         assert result.exit_code == 0, result.output
         return target
 
     return run
+
+
+@pytest.fixture
+def mergekit_yaml(tmp_path: Path) -> Callable[..., Path]:
+    from mergekit.scripts.run_yaml import main
+
+    return _runner(main, tmp_path)
+
+
+@pytest.fixture
+def mergekit_pytorch(tmp_path: Path) -> Callable[..., Path]:
+    from mergekit.scripts.merge_raw_pytorch import main
+
+    return _runner(main, tmp_path)
