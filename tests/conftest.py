@@ -52,3 +52,18 @@ def mergekit_pytorch(tmp_path: Path) -> Callable[..., Path]:
     from mergekit.scripts.merge_raw_pytorch import main
 
     return _runner(main, tmp_path)
+
+
+@pytest.fixture
+def mergekit_multi(tmp_path: Path) -> Callable[[list[dict]], Path]:
+    from mergekit.scripts.multimerge import main
+
+    def run(configs: list[dict]) -> Path:
+        path, out = tmp_path / "multi.yml", tmp_path / "merged"
+        path.write_text(yaml.safe_dump_all(configs))
+        arguments = [str(path), "-I", str(tmp_path / "between"), "--out-path", str(out), "--quiet"]
+        result = CliRunner().invoke(main, arguments, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return out
+
+    return run

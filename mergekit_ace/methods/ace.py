@@ -103,11 +103,17 @@ class AceMerge(GroupMergeMethod):
                     and is_transposed(base.id, name),
                 ),
             )
-        except (IllConditionedError, OverflowError) as error:
+        except (IllConditionedError, OverflowError, torch.linalg.LinAlgError) as error:
             raise ValueError(_explain(error, name, [str(e.id) for e in experts])) from error
+        merged = merged.to(base.tensor.dtype)
+        if not _is_finite(merged):
+            raise ValueError(
+                f"ace: {_tensor(name)} came out too large for {merged.dtype}. Use a dtype with "
+                "more range (dtype: bfloat16 or float32), a smaller lambda or a larger epsilon."
+            )
         if parameters["report"] is not None:
             _report(parameters["report"], group, record, time.perf_counter() - start)
-        return merged.to(base.tensor.dtype)
+        return merged
 
 
 def _options(parameters: dict[str, Any]) -> AceOptions:
@@ -123,15 +129,19 @@ def _needs_architecture(layout: Layout, ndim: int) -> bool:
 def _check_finite(group: TensorGroup) -> None:
     """Raise before anything is computed from NaN or Inf, naming the tensor and the model."""
     for entry in group.entries:
-        if entry.tensor.numel() == 0:
-            continue
-        smallest, largest = torch.aminmax(entry.tensor)  # both NaN if any entry is
-        if not (torch.isfinite(smallest) and torch.isfinite(largest)):
+        if not _is_finite(entry.tensor):
             raise ValueError(
                 f"ace: {_tensor(group.metadata.name)} of model {entry.id} contains NaN or Inf. "
                 "The checkpoint is damaged, or its dtype overflowed: check it, or leave the "
                 "model out."
             )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.numel() == 0:
+        return True
+    smallest, largest = torch.aminmax(tensor)  # both are NaN if any entry is
+    return bool(torch.isfinite(smallest) and torch.isfinite(largest))
 
 
 def _tensor(name: str | None) -> str:

@@ -62,7 +62,7 @@ def _report_vocabulary(model: str, rows: int, base: str, base_rows: int) -> None
 
 def _is_vocabulary(model: Hashable, shape: Shape, base: Hashable, base_shape: Shape) -> bool:
     """Whether the first axis counts tokens, which is what may differ between experts."""
-    return shape[0] == _vocabulary_size(model) or base_shape[0] == _vocabulary_size(base)
+    return shape[0] == _vocabulary_size(model) and base_shape[0] == _vocabulary_size(base)
 
 
 @lru_cache(maxsize=64)

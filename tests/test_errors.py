@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input: what the user sees, and that nothing is read or written that should not be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import ace_config, save_family, tiny_llama
+from mergekit.io.lazy_tensor_loader import LazyTensorLoader
+from mergekit.merge_methods import merge_state_dicts, merge_tensors
+from safetensors.torch import load_file, save_file
+
+
+@pytest.fixture
+def llamas(tmp_path) -> list[str]:
+    return save_family(tiny_llama(), tmp_path)
+
+
+@pytest.fixture
+def no_reading(monkeypatch):
+    def fail(*arguments, **options):
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(LazyTensorLoader, "get_tensor", fail)
+
+
+def edit(path: str, name: str, change) -> None:
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, file, {"format": "pt"})
+
+
+WRONG = [
+    ("epsilon", -1, "a number, 0 or greater"),
+    ("epsilon", "small", "a number, 0 or greater"),
+    ("epsilon", ".inf", "a number, 0 or greater"),
+    ("epsilon", True, "a number, 0 or greater"),
+    ("epsilon", [1e-5, -1e-5], "a number, 0 or greater"),
+    ("lambda", "nan", "a finite number"),
+    ("epsilon_scale", "percent", "one of absolute, relative"),
+    ("heterogeneity", "variance", "one of gamma, log_variance"),
+    ("heterogeneity_threshold", -0.1, "a number, 0 or greater"),
+    ("adaptive_normalization", True, "one of auto, always, never"),
+    ("structural_prior", "perhaps", "true or false"),
+    ("spectral_refinement", "sometimes", "one of auto, always, never"),
+    ("rank_fraction", 1.5, "a number from 0 to 1"),
+    ("layout", "diagonal", "one of auto, matrix, transposed, stacked, flattened, mean"),
+    ("compute_dtype", "bfloat16", "one of float32, float64"),
+    ("report", "/no/such/folder/r.jsonl", "there is no folder /no/such/folder"),
+    ("report", 7, "the path of a file"),
+    ("weight", -0.5, "a number, 0 or greater"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), WRONG)
+def test_a_wrong_value(llamas, mergekit_yaml, no_reading, name, value, allowed):
+    with pytest.raises(ValueError, match="ace: parameter") as caught:
+        mergekit_yaml(ace_config(llamas, parameters={name: value}))
+    shown = value[1] if isinstance(value, list) else value
+    assert f"{name!r} is {shown!r}" in str(caught.value)
+    assert allowed in str(caught.value)
+
+
+def test_a_wrong_value_for_one_tensor_only(llamas, mergekit_yaml, no_reading):
+    values = [{"filter": "layers.1.mlp.down", "value": -1}, {"value": 1e-5}]
+    with pytest.raises(ValueError, match="'epsilon' is -1"):
+        mergekit_yaml(ace_config(llamas, parameters={"epsilon": values}))
+
+
+def test_a_wrong_value_in_python():
+    tensors = [torch.eye(2), torch.ones(2, 2)]
+    with pytest.raises(ValueError, match="'rank_fraction' is 2; allowed: a number from 0 to 1"):
+        merge_tensors(tensors, "ace", base_index=0, parameters={"rank_fraction": 2})
+    with pytest.raises(TypeError, match="Unknown parameter"):
+        merge_tensors(tensors, "ace", base_index=0, parameters={"epsilom": 2})
+
+
+def test_no_base_model(llamas, mergekit_yaml, no_reading):
+    config = ace_config(llamas)
+    del config["base_model"]
+    with pytest.raises(ValueError, match=r"(?s)no base model.*\n    base_model: NAME_OR_PATH"):
+        mergekit_yaml(config)
+    with pytest.raises(ValueError, match="base_index="):
+        merge_tensors([torch.eye(2), torch.ones(2, 2)], "ace")
+
+
+def test_no_expert(llamas, mergekit_yaml, no_reading):
+    with pytest.raises(ValueError, match="no expert besides the base model"):
+        mergekit_yaml(ace_config([llamas[0], llamas[0]]))
+
+
+def test_an_expert_of_another_shape(llamas, mergekit_yaml, no_reading):
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit(llamas[2], name, lambda t: t[:-8])
+    with pytest.raises(ValueError, match="Experts must be fine-tuned from this") as caught:
+        mergekit_yaml(ace_config(llamas))
+    for part in (name, llamas[2], "(40, 32)", "(48, 32)", llamas[0], "remove"):
+        assert part in str(caught.value)
+
+
+def test_another_vocabulary_without_a_tokenizer_setting(tmp_path, mergekit_yaml, caplog):
+    base = tiny_llama(vocab_size=30)
+    paths = save_family(base, tmp_path)
+    expert = tiny_llama(vocab_size=30, seed=3)
+    expert.resize_token_embeddings(35)
+    expert.save_pretrained(paths[1])
+    name = "model.embed_tokens.weight"
+    with pytest.raises(ValueError, match=r"\[\(30, 32\)|\[\(35, 32\)") as caught:
+        mergekit_yaml(ace_config(paths))
+    assert name in str(caught.value) or "lm_head.weight" in str(caught.value)
+    assert "tokenizer: {source: base}" in str(caught.value)
+    (warning,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ace:")]
+    assert f"{paths[1]} has a vocabulary of 35, the base model {paths[0]} one of 30" in warning
+    assert "tokenizer: {source: base}" in warning
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("member", [0, 2])
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.q_proj.weight", "model.layers.1.input_layernorm.weight"]
+)
+def test_nan_and_inf(llamas, mergekit_yaml, tmp_path, bad, member, name):
+    def spoil(tensor):
+        tensor.view(-1)[3] = bad
+        return tensor
+
+    edit(llamas[member], name, spoil)
+    with pytest.raises(ValueError, match="contains NaN or Inf") as caught:
+        mergekit_yaml(ace_config(llamas, parameters={"weight": 0.0 if member else 1.0}))
+    assert name in str(caught.value)
+    assert llamas[member] in str(caught.value)
+    assert not list((tmp_path / "merged").glob("*.safetensors"))
+
+
+def test_nan_that_all_models_share():
+    tensor = torch.tensor([[float("nan"), 1.0], [2.0, 3.0]])
+    with pytest.raises(ValueError, match="model 0 contains NaN"):
+        merge_tensors([tensor, tensor.clone()], "ace", base_index=0)
+
+
+def test_too_ill_conditioned(llamas, mergekit_yaml):
+    with pytest.raises(ValueError, match="Raise `epsilon`") as caught:
+        mergekit_yaml(ace_config(llamas, parameters={"epsilon": 0}))
+    assert "tensor model.layers" in str(caught.value) or "tensor model.embed" in str(caught.value)
+
+
+def test_a_result_that_does_not_fit_the_dtype():
+    base = torch.zeros(40, 4, dtype=torch.float16)
+    experts = [torch.randn(40, 4).mul(5e3).half() for _ in range(2)]
+    with pytest.raises(ValueError, match=r"too large for torch\.float16"):
+        merge_tensors([base, *experts], "ace", base_index=0, parameters={"lambda": 100.0})
+
+
+def test_overflow_of_a_task_vector_names_the_tensor():
+    base = torch.full((4, 4), -3e38)
+    with pytest.raises(ValueError, match=r"tensor w .*float64 has room.*0: 1, 1: 2"):
+        merge_tensors([base, torch.full((4, 4), 3e38), base.clone()], "ace", base_index=0, name="w")
+
+
+def test_a_head_that_the_base_lacks(llamas, mergekit_pytorch):
+    files = [f"{path}/model.safetensors" for path in llamas]
+    tensors = load_file(files[1])
+    tensors["score.weight"] = torch.ones(2, 32)
+    save_file(tensors, files[1], {"format": "pt"})
+    with pytest.raises(ValueError, match=r"has no tensor .*score.weight.*but an expert has"):
+        mergekit_pytorch(ace_config(files), "--tensor-union")
+
+
+def test_all_experts_equal_to_the_base(llamas, mergekit_yaml):
+    out = mergekit_yaml(
+        ace_config([llamas[0], *[f"{llamas[0]}/../{n}" for n in ("base", "base/")]])
+    )
+    expected = load_file(Path(llamas[0]) / "model.safetensors")
+    got = load_file(out / "model.safetensors")
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+def test_state_dicts_in_memory():
+    base = {"w": torch.randn(5, 5), "b": torch.zeros(5), "n": torch.arange(3)}
+    expert = {"w": base["w"] + 0.1 * torch.randn(5, 5), "b": torch.ones(5), "n": base["n"]}
+    other = {"w": base["w"].clone(), "b": 3 * torch.ones(5), "n": base["n"]}
+    models = {"base": base, "expert": expert, "other": other}
+    merged = merge_state_dicts(models, "ace", base="base", parameters={"lambda": 1.0})
+    assert torch.equal(merged["w"], expert["w"])  # the only one that changed it
+    assert torch.equal(merged["b"], 2 * torch.ones(5))
+    assert torch.equal(merged["n"], base["n"])

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What mergekit-yaml may hand over: formats, adapters, vocabularies, slices, dtypes and flags."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import ace_config, check_merge, fine_tuned, save_family, state, tiny_llama
+from reference import naive_tensor, task_vector_error
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+def checkpoint(folder: str | Path) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def test_single_files(tmp_path, mergekit_yaml):
+    paths = save_family(tiny_llama(), tmp_path, experts=3, scales=[0.001, 0.02, 0.3])
+    out = mergekit_yaml(ace_config(paths))
+    check_merge(LlamaForCausalLM, paths, out)
+
+
+def test_shards_in_and_out(tmp_path, mergekit_yaml):
+    paths = save_family(tiny_llama(), tmp_path, max_shard_size="20KB")
+    assert len(list(Path(paths[0]).glob("*.safetensors"))) > 2
+    out = mergekit_yaml(ace_config(paths), "--out-shard-size", "8K")
+    assert len(list(out.glob("*.safetensors"))) > 2
+    check_merge(LlamaForCausalLM, paths, out)
+
+
+@pytest.mark.parametrize("flags", [[], ["--lazy-unpickle"]])
+def test_pickled_checkpoints(tmp_path, mergekit_yaml, flags):
+    paths = save_family(tiny_llama(), tmp_path)
+    expected = mergekit_yaml(ace_config(paths), out="expected")
+    for path in paths:
+        torch.save(checkpoint(path), Path(path) / "pytorch_model.bin")
+        (Path(path) / "model.safetensors").unlink()
+    got = mergekit_yaml(ace_config(paths), *flags)
+    for name, tensor in checkpoint(expected).items():
+        assert torch.equal(checkpoint(got)[name], tensor), name
+
+
+@pytest.mark.parametrize("flag", ["--clone-tensors", "--async-write", "--lazy-unpickle"])
+def test_flags_change_nothing(tmp_path, mergekit_yaml, flag):
+    paths = save_family(tiny_llama(), tmp_path)
+    expected = checkpoint(mergekit_yaml(ace_config(paths), out="expected"))
+    got = checkpoint(mergekit_yaml(ace_config(paths), flag))
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor), name
+
+
+def test_the_base_may_be_listed_among_the_models(tmp_path, mergekit_yaml):
+    paths = save_family(tiny_llama(), tmp_path)
+    out = mergekit_yaml(ace_config([paths[0], *paths]))
+    check_merge(LlamaForCausalLM, paths, out)
+
+
+def test_tied_head(tmp_path, mergekit_yaml):
+    paths = save_family(tiny_llama(tie_word_embeddings=True), tmp_path)
+    assert "lm_head.weight" not in checkpoint(paths[0])
+    out = mergekit_yaml(ace_config(paths))
+    check_merge(LlamaForCausalLM, paths, out)
+
+
+def test_head_that_only_some_experts_have(tmp_path, mergekit_yaml):
+    """A tied expert among untied ones: mergekit reads its embedding as its head."""
+    paths = save_family(tiny_llama(), tmp_path)
+    tied = checkpoint(paths[1])
+    tied["lm_head.weight"] = tied["model.embed_tokens.weight"].clone()
+    without = {name: tensor for name, tensor in tied.items() if name != "lm_head.weight"}
+    save_file(without, Path(paths[1]) / "model.safetensors", {"format": "pt"})
+    out = checkpoint(mergekit_yaml(ace_config(paths)))
+    base, other = checkpoint(paths[0]), checkpoint(paths[2])
+    name = "lm_head.weight"
+    expected = naive_tensor(base[name], [tied[name], other[name]])
+    assert task_vector_error(out[name], expected, base[name]) <= 5e-5
+
+
+def test_lora_adapters(tmp_path, mergekit_yaml):
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_llama()
+    base = str(tmp_path / "base")
+    model.save_pretrained(base)
+    adapters, experts = [], []
+    for t, target in enumerate((["q_proj", "v_proj"], ["v_proj", "down_proj"])):
+        torch.manual_seed(t)
+        adapted = get_peft_model(
+            LlamaForCausalLM.from_pretrained(base),
+            LoraConfig(r=2, target_modules=target, init_lora_weights=False),
+        )
+        adapters.append(str(tmp_path / f"lora{t}"))
+        adapted.save_pretrained(adapters[-1])
+        experts.append(str(tmp_path / f"merged{t}"))
+        adapted.merge_and_unload().save_pretrained(experts[-1])
+    config = ace_config([base, *(f"{base}+{adapter}" for adapter in adapters)])
+    out = mergekit_yaml(config, "--lora-merge-cache", str(tmp_path / "cache"))
+    check_merge_of_frozen = checkpoint(out)
+    for name, tensor in checkpoint(base).items():
+        got = check_merge_of_frozen[name]
+        if "v_proj" in name:  # both adapters
+            parts = [checkpoint(expert)[name] for expert in experts]
+            assert task_vector_error(got, naive_tensor(tensor, parts), tensor) <= 5e-5
+        elif "q_proj" in name or "down_proj" in name:  # one of them
+            changed = checkpoint(experts["down_proj" in name])[name]
+            torch.testing.assert_close(got, changed, rtol=0, atol=1e-6)
+        else:
+            assert torch.equal(got, tensor), name
+
+
+def tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {word: n for n, word in enumerate(["<unk>", *words])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+
+
+WORDS = [f"w{n}" for n in range(29)]
+
+
+@pytest.fixture
+def two_vocabularies(tmp_path) -> list[str]:
+    """An expert whose tokens are shuffled and three more than the base's."""
+    model = tiny_llama(vocab_size=30)
+    torch.manual_seed(5)
+    larger = fine_tuned(model, seed=1)
+    larger.resize_token_embeddings(33)
+    shuffled = ["x0", *reversed(WORDS), "x1", "x2"]
+    members = [
+        (model, WORDS),
+        (larger, shuffled),
+        (fine_tuned(model, seed=2), WORDS),
+    ]
+    paths = []
+    for n, (member, words) in enumerate(members):
+        paths.append(str(tmp_path / f"model{n}"))
+        member.save_pretrained(paths[-1])
+        tokenizer(words).save_pretrained(paths[-1])
+    return paths
+
+
+def vocabulary_of(path: str | Path) -> dict[str, int]:
+    return PreTrainedTokenizerFast.from_pretrained(path).get_vocab()
+
+
+@pytest.mark.parametrize("source", ["base", "union"])
+def test_vocabularies_are_aligned_by_mergekit(two_vocabularies, mergekit_yaml, source):
+    out = mergekit_yaml(ace_config(two_vocabularies, tokenizer={"source": source}))
+    vocabulary = vocabulary_of(out)
+    assert len(vocabulary) == (30 if source == "base" else 33)
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == len(vocabulary)
+    ids = [vocabulary_of(p) for p in two_vocabularies]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors = [checkpoint(p)[name] for p in two_vocabularies]
+        rows = []
+        for token in vocabulary:
+            # a token that only the larger vocabulary has gets its row in all models
+            own = [t[i[token]] if token in i else tensors[1][ids[1][token]]
+                   for t, i in zip(tensors, ids, strict=True)]  # fmt: skip
+            rows.append(torch.stack(own))
+        base, *experts = torch.stack(rows, dim=1)
+        got = checkpoint(out)[name][list(vocabulary.values())]
+        assert task_vector_error(got, naive_tensor(base, experts), base) <= 5e-5
+
+
+def test_slices_with_parameters_of_their_own(tmp_path, mergekit_yaml):
+    paths = save_family(tiny_llama(), tmp_path)
+    sources = [[{"model": p, "layer_range": [n, n + 1]} for p in paths] for n in (0, 1)]
+    config = ace_config(paths)
+    del config["models"]
+    config["slices"] = [
+        {"sources": sources[0], "parameters": {"lambda": 0.5}},
+        {"sources": sources[1], "parameters": {"epsilon": 0.1}},
+    ]
+    out = checkpoint(mergekit_yaml(config))
+    base, *experts = (checkpoint(p) for p in paths)
+    for name in base:
+        options = {}
+        if "layers.0." in name:
+            options = {"lambda_": 0.5}
+        elif "layers.1." in name and base[name].ndim == 2:
+            options = {"epsilon": 0.1}
+        if not name.startswith("model.layers"):
+            continue  # mergekit takes these from the first or the last slice
+        layout = "matrix" if base[name].ndim == 2 else "mean"
+        expected = naive_tensor(base[name], [e[name] for e in experts], layout, **options)
+        assert task_vector_error(out[name], expected, base[name]) <= 1e-4, name
+
+
+def test_filters_and_gradients(tmp_path, mergekit_yaml):
+    paths = save_family(tiny_llama(num_hidden_layers=3), tmp_path)
+    config = ace_config(
+        paths,
+        parameters={
+            "lambda": [{"filter": "self_attn", "value": [0.2, 1.0]}, {"value": 0.7}],
+            "epsilon": "1e-3",  # what YAML makes of 1e-3
+            "layout": [{"filter": "embed_tokens", "value": "mean"}, {"value": "auto"}],
+        },
+    )
+    config["models"][0]["parameters"] = {"weight": [{"filter": "mlp", "value": 3}, {"value": 1}]}
+    out = checkpoint(mergekit_yaml(config))
+    base, *experts = (checkpoint(p) for p in paths)
+    for name, tensor in base.items():
+        scale = 0.7
+        if "self_attn" in name:
+            scale = (0.2, 0.6, 1.0)[int(name.split(".")[2])]
+        options = {"lambda_": scale, "weight": [3.0 if "mlp" in name else 1.0, 1.0]}
+        layout = "matrix" if tensor.ndim == 2 and "embed_tokens" not in name else "mean"
+        if layout == "matrix":
+            options["epsilon"] = 1e-3
+        expected = naive_tensor(tensor, [e[name] for e in experts], layout, **options)
+        assert task_vector_error(out[name], expected, tensor) <= 1e-4, name
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "stored"),
+    [
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "float32", "out_dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "float32", "out_dtype": "float16"}, torch.float16),
+        ({"dtype": None}, torch.bfloat16),
+    ],
+)
+def test_dtypes(tmp_path, mergekit_yaml, dtypes, stored):
+    """Rounded once: no entry is further from the exact merge than half a unit of the last place."""
+    paths = save_family(tiny_llama().bfloat16(), tmp_path)
+    out = checkpoint(mergekit_yaml(ace_config(paths) | dtypes))
+    base, *experts = (checkpoint(p) for p in paths)
+    for name, tensor in base.items():
+        assert tensor.dtype == torch.bfloat16
+        assert out[name].dtype == stored
+        layout = "matrix" if tensor.ndim == 2 else "mean"
+        expected = naive_tensor(tensor, [e[name] for e in experts], layout)
+        half_step = torch.finfo(stored).eps / 2 * 1.01
+        atol = 1e-4 * float((expected - tensor.double()).abs().max())
+        torch.testing.assert_close(out[name].double(), expected, rtol=half_step, atol=atol)
+
+
+def test_buffers_that_are_not_floating_point(tmp_path, mergekit_pytorch):
+    files = []
+    for n in range(3):
+        files.append(str(tmp_path / f"{n}.safetensors"))
+        tensors = {"w": torch.randn(6, 6), "steps": torch.arange(4), "mask": torch.ones(2).bool()}
+        save_file(tensors, files[-1])
+    out = checkpoint(mergekit_pytorch(ace_config(files)))
+    assert torch.equal(out["steps"], torch.arange(4))
+    assert out["mask"].dtype == torch.bool
+    save_file({**tensors, "steps": torch.arange(4) + 1}, files[-1])
+    # another name: mergekit-pytorch keeps its readers for the life of the process
+    changed = str(tmp_path / "changed.safetensors")
+    Path(files[-1]).rename(changed)
+    with pytest.raises(ValueError, match="'steps' differs"):
+        mergekit_pytorch(ace_config([*files[:-1], changed]))
+
+
+def test_multi_stage_merges(tmp_path, mergekit_multi):
+    paths = save_family(tiny_llama(), tmp_path, experts=3)
+    first = {**ace_config(paths[:3]), "name": "first"}
+    second = ace_config([paths[0], "first", paths[3]])
+    out = mergekit_multi([first, second])
+    check_merge(LlamaForCausalLM, [paths[0], str(tmp_path / "between" / "first"), paths[3]], out)
+
+
+def test_conv1d_is_found_by_the_architecture_and_can_be_overruled(tmp_path, mergekit_yaml):
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=40, n_positions=32, n_embd=32, n_layer=2, n_head=4, pad_token_id=0, num_labels=3
+    )
+    paths = save_family(GPT2ForSequenceClassification(config), tmp_path)
+    _, layouts = check_merge(GPT2ForSequenceClassification, paths, mergekit_yaml(ace_config(paths)))
+    assert layouts["transposed"] == 8
+    stored = ace_config(paths, parameters={"layout": "matrix"})
+    out = mergekit_yaml(stored, out="stored")
+    base, *experts = (state(GPT2ForSequenceClassification, p)[1] for p in paths)
+    got = state(GPT2ForSequenceClassification, out)[1]
+    name = "transformer.h.1.mlp.c_fc.weight"
+    expected = naive_tensor(base[name], [e[name] for e in experts], "matrix")
+    assert task_vector_error(got[name], expected, base[name]) <= 5e-5
+
+
+def test_the_model_card_names_and_links_the_method(tmp_path, mergekit_yaml):
+    paths = save_family(tiny_llama(), tmp_path)
+    card = (mergekit_yaml(ace_config(paths)) / "README.md").read_text()
+    assert "[ACE-Merging](https://arxiv.org/abs/2603.02945) merge method" in card

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import ace_config, save_family, tiny_llama
+from matrices import HETEROGENEOUS, family
+from mergekit.merge_methods import merge_tensors
+from safetensors.torch import load_file
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_per_tensor(tmp_path, mergekit_yaml):
+    paths = save_family(tiny_llama(), tmp_path, scales=[0.001, 0.3])
+    report = tmp_path / "ace.jsonl"
+    mergekit_yaml(ace_config(paths, parameters={"report": str(report)}))
+    entries = {line["tensor"]: line for line in lines(report)}
+    base = load_file(Path(paths[0]) / "model.safetensors")
+    assert entries.keys() == base.keys()
+    for name, line in entries.items():
+        assert line["shape"] == list(base[name].shape)
+        assert line["layout"] == ("matrix" if base[name].ndim == 2 else "mean")
+        assert line["models"] == paths[1:]
+        assert line["seconds"] > 0
+        deltas = [load_file(Path(p) / "model.safetensors")[name] - base[name] for p in paths[1:]]
+        assert line["tau"] == pytest.approx([float(d.double().square().sum()) for d in deltas])
+    line = entries["model.layers.0.mlp.up_proj.weight"]
+    assert line["rule"] == "ace"
+    assert line["heterogeneous"] == (line["gamma"] > 0.3)
+    assert {"log_variance", "normalized", "refined", "epsilon", "rank", "condition"} <= line.keys()
+
+
+def test_what_a_line_says_about_the_heterogeneous_branch(rng, tmp_path):
+    base, experts = family(rng, 20, 10, 3, scales=HETEROGENEOUS)
+    report = tmp_path / "r.jsonl"
+    merge_tensors([base, *experts], "ace", base_index=0, parameters={"report": str(report)})
+    (line,) = lines(report)
+    assert line["tensor"] is None
+    assert line["models"] == ["1", "2", "3"]
+    assert line["rank"] == 3
+    assert line["sigma_iso"] > 0
+    assert len(line["epsilon"]) == 3
+    assert line["precision"] == "float64"
+
+
+def test_stacked_tensors_have_a_list_of_matrices(rng, tmp_path):
+    base = torch.randn(3, 5, 5, generator=rng)
+    experts = [base + torch.randn(3, 5, 5, generator=rng) for _ in range(2)]
+    report = tmp_path / "r.jsonl"
+    options = {"report": str(report), "layout": "stacked"}
+    merge_tensors([base, *experts], "ace", base_index=0, parameters=options)
+    (line,) = lines(report)
+    assert len(line["matrices"]) == 3
+    assert "tau" not in line
+
+
+def test_infinite_gamma_is_still_json(tmp_path):
+    base = torch.zeros(4, 4)
+    small, large = torch.eye(4) / 4, torch.eye(4)  # τ = 1/4 and 4: the mean of log τ is 0
+    report = tmp_path / "r.jsonl"
+    options = {"report": str(report)}
+    merge_tensors([base, small, large], "ace", base_index=0, parameters=options)
+    assert lines(report)[0]["gamma"] == "inf"
+
+
+def test_threads_do_not_mix_their_lines_or_results(rng, tmp_path):
+    """What --multi-gpu does."""
+    families = [family(rng, 30, 20, 2) for _ in range(40)]
+    report = tmp_path / "r.jsonl"
+
+    def merge(n: int) -> torch.Tensor:
+        base, experts = families[n]
+        options = {"report": str(report)}
+        return merge_tensors([base, *experts], "ace", base_index=0, name=str(n), parameters=options)
+
+    alone = [merge(n) for n in range(40)]
+    report.unlink()
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(merge, range(40)))
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    assert sorted(int(line["tensor"]) for line in lines(report)) == list(range(40))
