@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold for every family of matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from matrices import family
+from reference import naive_ace, task_vector_error
+from torch import Tensor
+
+from mergekit_ace import AceOptions, merge_matrix
+
+settings.register_profile("ours", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("ours")
+
+
+@dataclass(frozen=True)
+class Case:
+    base: Tensor
+    experts: list[Tensor]
+    weights: list[float]
+
+
+@st.composite
+def cases(draw) -> Case:
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    experts = draw(st.integers(2, 5))
+    exponents = draw(st.lists(st.floats(-2, 2), min_size=experts, max_size=experts))
+    base, members = family(
+        rng,
+        draw(st.integers(2, 24)),
+        draw(st.integers(1, 24)),
+        experts,
+        scales=[10.0**e for e in exponents],
+        rank=draw(st.integers(1, 6)),
+        noise=draw(st.sampled_from([0.01, 0.1, 1.0])),
+    )
+    weights = draw(st.lists(st.floats(0.1, 10), min_size=experts, max_size=experts))
+    return Case(base, members, weights)
+
+
+switches = st.fixed_dictionaries(
+    {
+        "adaptive_normalization": st.sampled_from(["auto", "always", "never"]),
+        "spectral_refinement": st.sampled_from(["auto", "always", "never"]),
+        "structural_prior": st.booleans(),
+        "epsilon_scale": st.sampled_from(["absolute", "relative"]),
+        "epsilon": st.sampled_from([1e-5, 1e-3, 1e-1]),
+    }
+)
+
+
+def merge(case: Case, **options):
+    return merge_matrix(case.base, case.experts, case.weights, AceOptions(**options))
+
+
+def close(got: Tensor, expected: Tensor, base: Tensor, bar: float) -> bool:
+    """Up to `bar` of the task vector, and to the rounding of a float32 weight."""
+    rounding = 2e-7 * float(expected.norm() / (expected - base).norm().clamp(min=1e-30))
+    return task_vector_error(got, expected, base) <= bar + rounding
+
+
+@given(cases(), switches)
+def test_agrees_with_the_reference_and_is_finite(case, options):
+    merged, record = merge(case, compute_dtype="float64", **options)
+    assert torch.isfinite(merged).all()
+    assume(record.rule == "ace")
+    expected = naive_ace(case.base, case.experts, case.weights, **options)
+    assert close(merged, expected, case.base, 1e-14 * record.condition + 1e-7)
+
+
+@given(cases(), st.randoms(use_true_random=False))
+def test_the_order_of_experts_does_not_matter(case, random):
+    order = list(range(len(case.experts)))
+    random.shuffle(order)
+    merged, record = merge(case, compute_dtype="float64")
+    shuffled = Case(case.base, [case.experts[t] for t in order], [case.weights[t] for t in order])
+    again, record_again = merge(shuffled, compute_dtype="float64")
+    assert close(again, merged, case.base, 1e-14 * (record.condition or 1) + 1e-9)
+    assert [record.tau[t] for t in order] == list(record_again.tau)
+
+
+@given(cases(), st.floats(-30, 30), st.booleans())
+def test_scaling_the_family_scales_the_result(case, exponent, prior):
+    unit = 2.0**exponent
+    options = {
+        "epsilon_scale": "relative",
+        "epsilon": 1e-2,
+        "adaptive_normalization": "never",
+        "spectral_refinement": "never",
+        "structural_prior": prior,
+        "compute_dtype": "float64",
+    }
+    merged, _ = merge(case, **options)
+    base = case.base.double() * unit
+    scaled = Case(base, [e.double() * unit for e in case.experts], case.weights)
+    again, _ = merge(scaled, **options)
+    assert close(again / unit, merged, case.base, 1e-9)
+
+
+@given(cases(), st.data())
+def test_an_expert_equal_to_the_base_changes_nothing(case, data):
+    place = data.draw(st.integers(0, len(case.experts)))
+    merged, _ = merge(case)
+    more = Case(
+        case.base,
+        [*case.experts[:place], case.base.clone(), *case.experts[place:]],
+        [*case.weights[:place], 7.0, *case.weights[place:]],
+    )
+    again, record = merge(more)
+    assert torch.equal(again, merged)
+    assert record.tau[place] == 0
+
+
+@given(cases(), switches)
+def test_float32_and_float64_agree(case, options):
+    exact, record = merge(case, compute_dtype="float64", **options)
+    assume(record.rule != "ace" or abs(record.gamma - 0.3) > 1e-3)
+    rounded, _ = merge(case, **options)
+    bar = max(5e-5, 2e-7 * (record.condition or 1))
+    assert close(rounded, exact, case.base, bar)
+
+
+@given(cases(), switches)
+def test_runs_are_bitwise_reproducible(case, options):
+    first, _ = merge(case, **options)
+    second, _ = merge(case, **options)
+    assert torch.equal(first, second)
+
+
+@given(cases(), st.floats(0.01, 100))
+def test_only_ratios_of_weights_matter(case, factor):
+    merged, record = merge(case, compute_dtype="float64")
+    scaled = Case(case.base, case.experts, [w * factor for w in case.weights])
+    again, _ = merge(scaled, compute_dtype="float64")
+    assert close(again, merged, case.base, 1e-14 * (record.condition or 1) + 1e-9)
