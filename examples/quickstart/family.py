@@ -38,7 +38,7 @@ class Recipe:
     new_share: float = 1 / 3
 
 
-BASE = Recipe(OLD_LANGUAGES, None, steps=600, peak=1e-3, seed=0)
+BASE = Recipe(OLD_LANGUAGES, None, steps=500, peak=1e-3, seed=0)
 EXPERTS = {
     language: Recipe(OLD_LANGUAGES, language, steps=200, peak=5e-4, seed=1 + n)
     for n, language in enumerate(NEW_LANGUAGES)

@@ -77,12 +77,12 @@ def report(rows: dict[str, Path]) -> None:
     arithmetic = [row for row in results if row.startswith("task_arithmetic")]
     best = max(arithmetic, key=lambda row: results[row][0])
     header = ["new skills", *NEW_LANGUAGES, "old skills"]
-    print("\n" + f"{'accuracy':<29}" + "".join(f"{title:>11}" for title in header))
+    print("\n" + f"{'accuracy':<36}" + "".join(f"{title:>11}" for title in header))
     for row, values in results.items():
         if row in arithmetic and row != best:
             continue
         title = row + " (best)" if row == best else row
-        print(f"{title:<29}" + "".join(f"{value:>11.3f}" for value in values))
+        print(f"{title:<36}" + "".join(f"{value:>11.3f}" for value in values))
 
 
 def ask(question: str) -> None:

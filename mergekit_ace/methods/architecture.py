@@ -16,6 +16,8 @@ from functools import lru_cache
 
 LOG = logging.getLogger(__name__)
 _LOCK = threading.Lock()  # threads of --multi-gpu wait for the first one's answer
+# Packed experts stored (E, in, out) whose class does not say so by transformers' `is_transposed`.
+_PACKED_TRANSPOSED = {"Llama4TextExperts"}
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -77,7 +79,7 @@ def _read_templates(model: object) -> frozenset[str]:
     for path, module in network.named_modules():
         if isinstance(module, Conv1D):
             names.add(f"{path}.weight")
-        elif getattr(module, "is_transposed", False):
+        elif getattr(module, "is_transposed", False) or type(module).__name__ in _PACKED_TRANSPOSED:
             names.update(f"{path}.{name}" for name, p in module.named_parameters() if p.ndim == 3)
     prefix = f"{network.base_model_prefix}."
     return frozenset(_NUMBER.sub("*", name.removeprefix(prefix)) for name in names)
