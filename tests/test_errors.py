@@ -87,6 +87,15 @@ def test_no_base_model(llamas, mergekit_yaml, no_reading):
         merge_tensors([torch.eye(2), torch.ones(2, 2)], "ace")
 
 
+def test_a_slice_without_the_base(llamas, mergekit_yaml, no_reading):
+    config = ace_config(llamas)
+    sources = [{"model": path, "layer_range": [0, 2]} for path in llamas[1:]]
+    config["slices"] = [{"sources": sources}]
+    del config["models"]
+    with pytest.raises(ValueError, match="List it in every slice"):
+        mergekit_yaml(config)
+
+
 def test_no_expert(llamas, mergekit_yaml, no_reading):
     with pytest.raises(ValueError, match="no expert besides the base model"):
         mergekit_yaml(ace_config([llamas[0], llamas[0]]))
@@ -95,7 +104,7 @@ def test_no_expert(llamas, mergekit_yaml, no_reading):
 def test_an_expert_of_another_shape(llamas, mergekit_yaml, no_reading):
     name = "model.layers.1.mlp.up_proj.weight"
     edit(llamas[2], name, lambda t: t[:-8])
-    with pytest.raises(ValueError, match="Experts must be fine-tuned from this") as caught:
+    with pytest.raises(RuntimeError, match="Experts must be fine-tuned from this") as caught:
         mergekit_yaml(ace_config(llamas))
     for part in (name, llamas[2], "(40, 32)", "(48, 32)", llamas[0], "remove"):
         assert part in str(caught.value)

@@ -17,11 +17,15 @@ CASES = json.loads((GOLDEN / "ace.json").read_text())
 TENSORS = load_file(GOLDEN / "ace.safetensors")
 
 
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "bar"), [("float32", 5e-5), ("float64", 1e-10)])
 @pytest.mark.parametrize("case", CASES)
-def test_golden_case(case, dtype, bar):
-    base = TENSORS[f"{case}.base"]
-    experts = [TENSORS[f"{case}.expert{t}"] for t in range(CASES[case]["experts"])]
+def test_golden_case(case, dtype, bar, device):
+    base = TENSORS[f"{case}.base"].to(device)
+    experts = [TENSORS[f"{case}.expert{t}"].to(device) for t in range(CASES[case]["experts"])]
     merged = merge_tensors(
         [base, *experts],
         "ace",
@@ -29,7 +33,8 @@ def test_golden_case(case, dtype, bar):
         dtype=getattr(torch, dtype),
         parameters={**CASES[case]["parameters"], "compute_dtype": dtype},
     )
-    assert task_vector_error(merged, TENSORS[f"{case}.merged"], base) <= bar
+    assert merged.device.type == device
+    assert task_vector_error(merged.cpu(), TENSORS[f"{case}.merged"], base.cpu()) <= bar
 
 
 @pytest.mark.parametrize("case", CASES)

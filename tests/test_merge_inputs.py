@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -35,11 +36,16 @@ def test_shards_in_and_out(tmp_path, mergekit_yaml):
 @pytest.mark.parametrize("flags", [[], ["--lazy-unpickle"]])
 def test_pickled_checkpoints(tmp_path, mergekit_yaml, flags):
     paths = save_family(tiny_llama(), tmp_path)
+    pickled = []
+    for (
+        path
+    ) in paths:  # to folders of their own: mergekit keeps its readers while the process lives
+        pickled.append(f"{path}-pickled")
+        shutil.copytree(path, pickled[-1])
+        torch.save(checkpoint(path), Path(pickled[-1]) / "pytorch_model.bin")
+        (Path(pickled[-1]) / "model.safetensors").unlink()
     expected = mergekit_yaml(ace_config(paths), out="expected")
-    for path in paths:
-        torch.save(checkpoint(path), Path(path) / "pytorch_model.bin")
-        (Path(path) / "model.safetensors").unlink()
-    got = mergekit_yaml(ace_config(paths), *flags)
+    got = mergekit_yaml(ace_config(pickled), *flags)
     for name, tensor in checkpoint(expected).items():
         assert torch.equal(checkpoint(got)[name], tensor), name
 

@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+import yaml
+
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch starts its threads
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -26,12 +28,11 @@ FAMILY, MERGED = HERE / "family", HERE / "merged"
 TASK_ARITHMETIC_WEIGHTS = (0.3, 0.5, 0.7)
 
 
-def merge(method: str, out: Path, weight: float | None = None) -> None:
-    """Run mergekit-yaml, as a user would, on the method's config in this folder."""
-    config = HERE / f"{method}.yml"
-    if weight is not None:
-        text = config.read_text().replace("weight: 0.5", f"weight: {weight}")
-        config = MERGED / f"{method}-{weight}.yml"
+def merge(config: Path | dict, out: Path) -> None:
+    """Run mergekit-yaml, as a user would, on a config file, or on a dict saved beside `out`."""
+    if isinstance(config, dict):
+        text = yaml.safe_dump(config, sort_keys=False)
+        config = out.with_suffix(".yml")
         config.write_text(text)
     command = Path(sys.executable).with_name("mergekit-yaml")
     result = subprocess.run(
@@ -44,20 +45,25 @@ def merge(method: str, out: Path, weight: float | None = None) -> None:
         sys.exit(f"mergekit-yaml {config.name} failed:\n{result.stderr}")
 
 
+def all_merges() -> dict[str, Path | dict]:
+    """The table's row names and their configs."""
+    configs: dict[str, Path | dict] = {"linear": HERE / "linear.yml"}
+    for weight in TASK_ARITHMETIC_WEIGHTS:
+        config = yaml.safe_load((HERE / "task_arithmetic.yml").read_text())
+        config["parameters"]["weight"] = weight
+        configs[f"task_arithmetic, weight {weight}"] = config
+    return configs | {name: HERE / f"{name}.yml" for name in ("ties", "dare_ties", "ace")}
+
+
 def merge_all() -> dict[str, Path]:
     """Merge by every method; the table's row names and the merged checkpoints."""
     shutil.rmtree(MERGED, ignore_errors=True)
     MERGED.mkdir()
-    jobs = [("linear", "linear", None)]
-    jobs += [
-        (f"task_arithmetic, weight {w}", "task_arithmetic", w) for w in TASK_ARITHMETIC_WEIGHTS
-    ]
-    jobs += [("ties", "ties", None), ("dare_ties", "dare_ties", None), ("ace", "ace", None)]
     merged = {}
-    for row, method, weight in jobs:
+    for row, config in all_merges().items():
         start = time.perf_counter()
-        out = MERGED / (method if weight is None else f"{method}-{weight}")
-        merge(method, out, weight)
+        out = MERGED / row.replace(", weight ", "-").replace(".", "_")
+        merge(config, out)
         print(f"merged {row} in {time.perf_counter() - start:.0f} s", flush=True)
         merged[row] = out
     return merged
@@ -86,13 +92,20 @@ def report(rows: dict[str, Path]) -> None:
 
 
 def ask(question: str) -> None:
-    """Let the merged model complete one question."""
+    """Let the merged model answer one question, such as "ruby moon ="."""
+    from dictionaries import make_dictionaries
     from transformers import pipeline
 
     if not (MERGED / "ace").exists():
         sys.exit("Nothing is merged yet: run this program without --ask first.")
     writer = pipeline("text-generation", model=str(MERGED / "ace"))
-    print(writer(question, max_new_tokens=1, do_sample=False)[0]["generated_text"])
+    options = {"max_new_tokens": 1, "do_sample": False, "return_full_text": False}
+    answer = writer(question, **options)[0]["generated_text"].strip()
+    language, key, *_ = [*question.split(), "", ""]
+    dictionary = make_dictionaries().get(language)
+    expected = dictionary.answers.get(key) if dictionary else None
+    note = f"   (the dictionary says {expected})" if expected else ""
+    print(f"{question} {answer}{note}")
 
 
 def main() -> None:

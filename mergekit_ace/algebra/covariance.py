@@ -110,8 +110,8 @@ def _empty_sums(base: Tensor, refined: bool, dtype: torch.dtype) -> CovarianceSu
 
 def _unit(active: ActiveExperts, entries: int) -> float:
     """The power of two nearest to the root mean square entry: dividing by it rounds nothing."""
-    mean_square = math.fsum(active.active_tau) / len(active.experts) / entries
-    return 2.0 ** round(math.log2(mean_square) / 2)
+    total = math.log2(math.fsum(active.active_tau))
+    return 2.0 ** round((total - math.log2(len(active.experts) * entries)) / 2)
 
 
 def _ridge(options: AceOptions, trace: float, columns: int, unit: float, normalized: bool) -> float:

@@ -73,7 +73,8 @@ def select_active(
                 f"the task vector of expert {position} overflows {dtype}"
                 + ("; compute_dtype: float64 has room for it" if dtype == torch.float32 else "")
             )
-    positions = tuple(t for t, (w, v) in enumerate(zip(weights, tau, strict=True)) if w > 0 < v)
+    changed = zip(weights, tau, strict=True)
+    positions = tuple(t for t, (w, v) in enumerate(changed) if w > 0 and v > 0)
     # Dividing by the largest first keeps the sum of very large or very small weights in range.
     top = max((weights[p] for p in positions), default=1.0)
     share = [weights[p] / top for p in positions]

@@ -66,6 +66,11 @@ class AceMerge(GroupMergeMethod):
                 "    base_model: NAME_OR_PATH_OF_THAT_MODEL\n"
                 "(in Python: base_index=, or base=)."
             )
+        if base_id not in input_ids and ".slices[" in (group_name or ""):
+            raise ValueError(
+                f"ace: the base model {base_id} is not among the sources{where}. List it in every "
+                "slice, with its layer_range, beside the experts."
+            )
         if base_id not in input_ids:
             raise ValueError(
                 f"ace: the base model {base_id} has no tensor{where}, but an expert has. Save both "

@@ -30,7 +30,8 @@ def check_shapes(tensor_name: str, models: Sequence[Hashable], base: Hashable) -
     section will align them: they are reported once per model.
 
     Raises:
-        ValueError: naming the tensor, the model and both shapes.
+        RuntimeError: naming the tensor, the model and both shapes. (mergekit asks from within a
+            pydantic validator, which would bury a ValueError in a report of its own.)
     """
     expected = _shape(base, tensor_name)
     if expected is None:
@@ -42,7 +43,7 @@ def check_shapes(tensor_name: str, models: Sequence[Hashable], base: Hashable) -
         if shape[1:] == expected[1:] and _is_vocabulary(model, shape, base, expected):
             _report_vocabulary(str(model), shape[0], str(base), expected[0])
             continue
-        raise ValueError(
+        raise RuntimeError(
             f"ace: tensor {tensor_name} has shape {shape} in {model}, but {expected} in the base "
             f"model {base}. Experts must be fine-tuned from this base model: replace or remove "
             f"{model}, or set base_model to the one that it comes from."
@@ -90,10 +91,13 @@ def _shape(model: Hashable, tensor_name: str) -> Shape | None:
             path = os.path.join(index.base_path, index.tensor_paths[tensor_name])
         except Exception:  # mergekit reports a missing model or tensor itself, when it needs it
             return None
-    return _header(path).get(tensor_name) if path.endswith(".safetensors") else None
+    if not path.endswith(".safetensors") or not os.path.exists(path):
+        return None
+    return _header(path, os.stat(path).st_mtime_ns).get(tensor_name)
 
 
 @lru_cache(maxsize=64)
-def _header(path: str) -> dict[str, Shape]:
+def _header(path: str, changed: int) -> dict[str, Shape]:
+    """Cached until the file changes: every tensor of a shard asks for the same header."""
     with safe_open(path, framework="pt") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes from headers; the errors themselves are tested through mergekit in test_errors."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from mergekit.common import ModelReference
+from safetensors.torch import save_file
+
+from mergekit_ace.methods.shapes import check_shapes
+
+
+@pytest.fixture
+def files(tmp_path) -> list[ModelReference]:
+    models = []
+    for n in range(2):
+        path = tmp_path / f"{n}.safetensors"
+        save_file({"w": torch.zeros(3, 4)}, path)
+        models.append(ModelReference.parse(str(path)))
+    return models
+
+
+def test_equal_shapes_and_absent_tensors(files):
+    check_shapes("w", files[1:], files[0])
+    check_shapes("no such tensor", files[1:], files[0])
+
+
+def test_a_file_that_changed_is_read_again(files):
+    check_shapes("w", files[1:], files[0])
+    path = files[1].model.path
+    save_file({"w": torch.zeros(3, 5)}, path)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(RuntimeError, match=r"shape \(3, 5\) in .*1.safetensors, but \(3, 4\)"):
+        check_shapes("w", files[1:], files[0])
+
+
+def test_what_has_no_header_is_left_to_mergekit(files, tmp_path):
+    pickled = tmp_path / "model.bin"
+    torch.save({"w": torch.zeros(9)}, pickled)
+    check_shapes("w", [ModelReference.parse(str(pickled))], files[0])
+    check_shapes("w", [ModelReference.parse(str(tmp_path / "missing"))], files[0])
+    check_shapes("w", [1, 2], 0)
