@@ -2,11 +2,11 @@
 """ACE-Merging for mergekit.
 
 Importing this package makes `merge_method: ace` known to mergekit, now or as soon as mergekit is
-imported; `mergekit_ace.pth` does that at the start of every Python process. The names below are
-loaded on first use, because that start must not load torch.
+imported; `mergekit_ace.pth` does that at the start of every Python process. So this file is all
+that such a start may cost: everything else, the names below too, is loaded on first use.
 """
 
-from mergekit_ace import _autoload
+import sys
 
 __version__ = "0.1.0"
 
@@ -24,8 +24,8 @@ __all__ = [
 _HOMES = {
     "AceOptions": "algebra.options",
     "IllConditionedError": "algebra.closed_form",
-    "MatrixRecord": "algebra.ace",
-    "TensorRecord": "algebra.layouts",
+    "MatrixRecord": "algebra.records",
+    "TensorRecord": "algebra.records",
     "merge_matrix": "algebra.ace",
     "merge_tensor": "algebra.layouts",
     "register": "plugin",
@@ -33,10 +33,11 @@ _HOMES = {
 
 TYPE_CHECKING = False  # typing itself would cost every Python process its import
 if TYPE_CHECKING:
-    from mergekit_ace.algebra.ace import MatrixRecord, merge_matrix
+    from mergekit_ace.algebra.ace import merge_matrix
     from mergekit_ace.algebra.closed_form import IllConditionedError
-    from mergekit_ace.algebra.layouts import TensorRecord, merge_tensor
+    from mergekit_ace.algebra.layouts import merge_tensor
     from mergekit_ace.algebra.options import AceOptions
+    from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
     from mergekit_ace.plugin import register
 
 
@@ -50,4 +51,21 @@ def __getattr__(name: str):
     return value
 
 
-_autoload.install()
+class _HostFinder:
+    """On `sys.meta_path`: lets every import pass but that of mergekit's merge methods."""
+
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        if fullname != "mergekit.merge_methods":
+            return None
+        from mergekit_ace._autoload import find_host
+
+        return find_host(cls, path, target)
+
+
+if not any(getattr(finder, "__module__", None) == __name__ for finder in sys.meta_path):
+    sys.meta_path.insert(0, _HostFinder)
+    if "mergekit.merge_methods" in sys.modules:
+        from mergekit_ace._autoload import register_quietly
+
+        register_quietly()

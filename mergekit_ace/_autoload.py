@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start-up hook: register our methods right after mergekit has imported its own.
+"""Register our methods right after mergekit has imported its own.
 
-mergekit looks for no plug-ins. `mergekit_ace.pth`, installed beside the package, imports this at
-the start of every Python process, so it must cost next to nothing and must not be able to fail:
-it uses only what the interpreter has loaded by then.
+mergekit looks for no plug-ins. `mergekit_ace.pth`, installed beside the package, imports the
+package at the start of every Python process, which puts a finder on `sys.meta_path`; when
+mergekit's merge methods are imported, that finder calls `find_host` here. Nothing of this may be
+able to fail.
 """
 
 import sys
 from _thread import get_ident
 
 HOST = "mergekit.merge_methods"
+
+_searching = set()  # threads that are asking the other finders
 
 
 def register_quietly():
@@ -24,9 +27,11 @@ def register_quietly():
 
 def _warn(message):
     # Not the warnings module: under -W error it would raise into mergekit's import.
-    if sys.stderr is not None:
+    try:
         line = " ".join(message.split())
         print(f"mergekit-ace: warning: {line}", file=sys.stderr)
+    except Exception:  # stderr is closed: there is nobody to tell
+        pass
 
 
 class RegisteringLoader:
@@ -47,39 +52,24 @@ class RegisteringLoader:
         register_quietly()
 
 
-class HostFinder:
-    """Finds the host where the other finders do, and wraps its loader."""
+def find_host(asking, path=None, target=None):
+    """The host's spec as the other finders have it, its loader wrapped; None if there is none.
 
-    def __init__(self):
-        self._searching = set()  # threads that are asking the other finders
-
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname != HOST or get_ident() in self._searching:
-            return None
-        self._searching.add(get_ident())
-        try:
-            return self._wrapped(fullname, path, target)
-        finally:
-            self._searching.discard(get_ident())
-
-    def _wrapped(self, fullname, path, target):
+    `asking` is the finder that calls; it is not asked again, nor is it from another finder that
+    asks all others in turn.
+    """
+    if get_ident() in _searching:
+        return None
+    _searching.add(get_ident())
+    try:
         for finder in list(sys.meta_path):
-            if finder is self or not hasattr(finder, "find_spec"):
+            if finder is asking or not hasattr(finder, "find_spec"):
                 continue
-            spec = finder.find_spec(fullname, path, target)
+            spec = finder.find_spec(HOST, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
                     spec.loader = RegisteringLoader(spec.loader)
                 return spec
         return None
-
-
-FINDER = HostFinder()
-
-
-def install():
-    """Watch for the host's import, or register at once where it has happened already."""
-    if FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, FINDER)
-        if HOST in sys.modules:
-            register_quietly()
+    finally:
+        _searching.discard(get_ident())

@@ -101,7 +101,7 @@ def _finite(model, inputs: dict) -> bool:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_merge_of_an_architecture(name, tmp_path, mergekit_yaml):
+def test_merge_of_an_architecture(name, tmp_path, mergekit_yaml, caplog):
     build, inputs = MODELS[name]
     torch.manual_seed(0)
     model = build()
@@ -113,6 +113,7 @@ def test_merge_of_an_architecture(name, tmp_path, mergekit_yaml):
     if name in HAS:
         assert layouts[HAS[name]] >= 4
     assert _finite(merged, inputs())
+    assert not [r for r in caplog.records if r.name.startswith("mergekit_ace")]
 
 
 def _whole_clip() -> tf.CLIPModel:

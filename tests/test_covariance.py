@@ -23,7 +23,7 @@ def test_sums_against_their_definitions(rng, shape, normalized):
         base, active, options, normalized=normalized, refined=True, dtype=torch.float64
     )
     unit = got.unit
-    want = {"system": 0, "product": 0, "ridged": 0, "total": 0, "mean_product": 0}
+    want = {"covariance": 0, "product": 0, "ridged": 0, "total": 0, "mean_product": 0}
     ridge = 0.0
     for expert, w in zip(experts, (1.0, 0.5, 1.5), strict=True):
         delta = (expert.double() - base.double()) / unit
@@ -33,7 +33,7 @@ def test_sums_against_their_definitions(rng, shape, normalized):
         trace = float(gram.trace())
         s = w * (gram / trace if normalized else gram)
         eps = w * 0.01 / unit**2 / (trace if normalized else 1)
-        want["system"] += s
+        want["covariance"] += s
         want["product"] += centred @ s
         want["ridged"] += eps * centred
         want["total"] += delta

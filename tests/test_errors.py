@@ -102,12 +102,38 @@ def test_no_expert(llamas, mergekit_yaml, no_reading):
 
 
 def test_an_expert_of_another_shape(llamas, mergekit_yaml, no_reading):
-    name = "model.layers.1.mlp.up_proj.weight"
-    edit(llamas[2], name, lambda t: t[:-8])
+    name = "model.layers.0.mlp.up_proj.weight"
+    tiny_llama(intermediate_size=40).save_pretrained(llamas[2])
     with pytest.raises(RuntimeError, match="Experts must be fine-tuned from this") as caught:
         mergekit_yaml(ace_config(llamas))
     for part in (name, llamas[2], "(40, 32)", "(48, 32)", llamas[0], "remove"):
         assert part in str(caught.value)
+
+
+def test_one_layer_of_another_shape(llamas, mergekit_yaml, caplog):
+    """Under slices: that need not be the layer that is merged: a warning, then mergekit's error."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit(llamas[2], name, lambda t: t[:-8])
+    with pytest.raises(ValueError, match=f"Tensor size mismatch for {name}"):
+        mergekit_yaml(ace_config(llamas))
+    (warning,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ace:")]
+    for part in (name, llamas[2], "(40, 32)", "(48, 32)", llamas[0], "remove"):
+        assert part in warning
+
+
+def test_a_pickled_expert_of_another_shape(llamas, mergekit_yaml, no_reading):
+    other = tiny_llama(intermediate_size=40)
+    other.save_pretrained(llamas[2])
+    torch.save(other.state_dict(), Path(llamas[2]) / "pytorch_model.bin")
+    (Path(llamas[2]) / "model.safetensors").unlink()
+    with pytest.raises(RuntimeError, match=r"shape \((40, 32|32, 40)\) in .*expert1, but"):
+        mergekit_yaml(ace_config(llamas))
+
+
+def test_shapes_in_memory():
+    tensors = [torch.zeros(3, 4), torch.ones(3, 4), torch.ones(3, 5)]
+    with pytest.raises(ValueError, match=r"tensor w has shape \(3, 5\) in 2, but \(3, 4\)"):
+        merge_tensors(tensors, "ace", base_index=0, name="w")
 
 
 def test_another_vocabulary_without_a_tokenizer_setting(tmp_path, mergekit_yaml, caplog):
@@ -137,11 +163,16 @@ def test_nan_and_inf(llamas, mergekit_yaml, tmp_path, bad, member, name):
         return tensor
 
     edit(llamas[member], name, spoil)
+    config = ace_config(llamas, parameters={"weight": 0.0 if member else 1.0})
+    # a shard per tensor: what is merged is written at once
     with pytest.raises(ValueError, match="contains NaN or Inf") as caught:
-        mergekit_yaml(ace_config(llamas, parameters={"weight": 0.0 if member else 1.0}))
+        mergekit_yaml(config, "--out-shard-size", "1")
     assert name in str(caught.value)
     assert llamas[member] in str(caught.value)
-    assert not list((tmp_path / "merged").glob("*.safetensors"))
+    written = [load_file(file) for file in (tmp_path / "merged").glob("*.safetensors")]
+    before = [n for n in load_file(Path(llamas[0]) / "model.safetensors") if n < name]
+    assert {n for shard in written for n in shard} <= set(before)
+    assert not list((tmp_path / "merged").glob("*.index.json"))
 
 
 def test_nan_that_all_models_share():

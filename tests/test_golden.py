@@ -12,6 +12,8 @@ from mergekit.merge_methods import merge_tensors
 from reference import naive_tensor, task_vector_error
 from safetensors.torch import load_file
 
+from mergekit_ace.algebra import ace
+
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "ace.json").read_text())
 TENSORS = load_file(GOLDEN / "ace.safetensors")
@@ -22,8 +24,10 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "bar"), [("float32", 5e-5), ("float64", 1e-10)])
+@pytest.mark.parametrize("small", [0, ace.SMALL_SYSTEM], ids=["as-if-large", "small"])
 @pytest.mark.parametrize("case", CASES)
-def test_golden_case(case, dtype, bar, device):
+def test_golden_case(case, dtype, bar, device, small, monkeypatch):
+    monkeypatch.setattr(ace, "SMALL_SYSTEM", small)
     base = TENSORS[f"{case}.base"].to(device)
     experts = [TENSORS[f"{case}.expert{t}"].to(device) for t in range(CASES[case]["experts"])]
     merged = merge_tensors(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import site
 import subprocess
 import sys
@@ -62,10 +63,12 @@ class Environment:
 def artifacts(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("dist")
     copy = tmp_path_factory.mktemp("source") / "project"
-    tracked = ["mergekit_ace", "pyproject.toml", "README.md", "LICENSE", "examples", "tests"]
     copy.mkdir()
-    for name in tracked:
-        run("cp", "-r", PROJECT / name, copy)
+    trained = shutil.ignore_patterns("family", "family-*", "merged", "__pycache__")
+    for name in ("mergekit_ace", "examples", "tests"):
+        shutil.copytree(PROJECT / name, copy / name, ignore=trained)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(PROJECT / name, copy)
     build = [sys.executable, "-m", "hatchling", "build", "-d", folder]
     result = subprocess.run([*build, "-t", "sdist"], cwd=copy, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -107,13 +110,36 @@ def test_known_to_mergekit_with_no_import_of_ours(installed):
     assert "mergekit-ace" not in result.stderr
 
 
-def test_mergekit_yaml_in_a_fresh_process(regular, tmp_path):
+@pytest.mark.parametrize("command", ["run_yaml", "multimerge", "merge_raw_pytorch"])
+def test_mergekit_commands_in_a_fresh_process(regular, tmp_path, command):
     paths = save_family(tiny_llama(), tmp_path)
-    config = tmp_path / "ace.yml"
-    config.write_text(yaml.safe_dump(ace_config(paths)))
-    out = tmp_path / "out"
-    run(regular.python, "-m", "mergekit.scripts.run_yaml", config, out, HF_HUB_OFFLINE="1")
+    source = ace_config(paths)
+    config, out = tmp_path / "ace.yml", tmp_path / "out"
+    arguments = [config, out]
+    if command == "multimerge":
+        arguments = [config, "-I", tmp_path / "between", "--out-path", out]
+    if command == "merge_raw_pytorch":
+        source = ace_config([f"{path}/model.safetensors" for path in paths])
+    config.write_text(yaml.safe_dump(source))
+    start = f"from mergekit.scripts.{command} import main; main()"
+    run(regular.python, "-c", start, *arguments, HF_HUB_OFFLINE="1")
+    if command == "merge_raw_pytorch":
+        shutil.copy(f"{paths[0]}/config.json", out)
     check_merge(LlamaForCausalLM, paths, out)
+
+
+def test_a_moved_checkout_is_one_line(artifacts, tmp_path):
+    """An editable install whose source is gone: no traceback at every start of Python."""
+    source = tmp_path / "source"
+    shutil.copytree(artifacts["editable"], source)
+    environment = Environment(tmp_path / "venv")
+    install(environment, "editable", source)
+    source.rename(tmp_path / "elsewhere")
+    result = environment.run("print(1)")
+    assert result.stdout == "1\n"
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("mergekit-ace: warning: not loaded: No module named 'mergekit_ace'")
+    assert not environment.run("print(1)", MERGEKIT_ACE_AUTOLOAD="0").stderr
 
 
 def test_sdist_and_source_build_the_same_wheel(artifacts):
@@ -140,10 +166,10 @@ def start_up(environment: Environment, **variables: str) -> dict[str, int]:
     return {name: int(microseconds) for microseconds, name in found}
 
 
-def test_start_up_loads_two_small_modules(installed):
+def test_start_up_loads_one_small_module(installed):
     without = start_up(installed, MERGEKIT_ACE_AUTOLOAD="0")
     with_us = start_up(installed)
-    assert with_us.keys() - without.keys() == {"mergekit_ace", "mergekit_ace._autoload"}
+    assert with_us.keys() - without.keys() == {"mergekit_ace"}
     costly = {"torch", "mergekit", "typing", "importlib.util", "importlib.abc"}
     assert not costly & with_us.keys()
 

@@ -49,6 +49,15 @@ def test_each_stacked_matrix_takes_its_own_branch(rng):
     assert torch.equal(merged[2].float(), alike)  # untouched by everyone: bit for bit
 
 
+def test_the_default_layout_goes_by_the_axes(rng):
+    for shape, layout in [((6,), "mean"), ((6, 5), "matrix"), ((2, 6, 5), "mean")]:
+        base = torch.randn(shape, generator=rng)
+        experts = [base + torch.randn(shape, generator=rng) for _ in range(2)]
+        merged, record = merge_tensor(base, experts, options=EXACT)
+        assert record.layout == layout
+        assert task_vector_error(merged, naive_tensor(base, experts, layout), base) <= 1e-9
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (3, 0, 4)])
 @pytest.mark.parametrize("layout", ["matrix", "stacked", "flattened", "transposed", "mean"])
 def test_empty_tensors(shape, layout):
@@ -72,6 +81,8 @@ def test_unchanged_tensors_come_back_as_they_are(layout):
         ("auto", "model.layers.0.mlp.experts.down_proj", 3, False, "stacked"),
         ("auto", "model.layers.0.mlp.experts.down_proj", 3, True, "transposed"),
         ("auto", "model.layers.0.my_experts_bank.weight", 3, False, "mean"),
+        ("auto", "model.layers.0.mlp.experts.gate_up_proj_bias", 2, False, "mean"),
+        ("auto", "model.layers.0.mlp.experts.3.w1.weight", 2, False, "matrix"),
         ("auto", "conv.weight", 3, False, "mean"),
         ("auto", "patch.weight", 4, False, "mean"),
         ("auto", "norm.weight", 1, False, "mean"),

@@ -87,6 +87,19 @@ def test_head_that_only_some_experts_have(tmp_path, mergekit_yaml):
     assert task_vector_error(out[name], expected, base[name]) <= 5e-5
 
 
+def test_tied_base_and_untied_experts(tmp_path, mergekit_yaml):
+    """mergekit reads the base's embedding as its head, too."""
+    paths = save_family(tiny_llama(), tmp_path)
+    base = checkpoint(paths[0])
+    base["lm_head.weight"] = base["model.embed_tokens.weight"].clone()
+    without = {name: tensor for name, tensor in base.items() if name != "lm_head.weight"}
+    save_file(without, Path(paths[0]) / "model.safetensors", {"format": "pt"})
+    out = checkpoint(mergekit_yaml(ace_config(paths)))
+    name = "lm_head.weight"
+    expected = naive_tensor(base[name], [checkpoint(p)[name] for p in paths[1:]])
+    assert task_vector_error(out[name], expected, base[name]) <= 5e-5
+
+
 def test_lora_adapters(tmp_path, mergekit_yaml):
     from peft import LoraConfig, get_peft_model
 

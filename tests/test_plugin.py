@@ -22,17 +22,23 @@ def empty_registry(monkeypatch):
     return methods
 
 
-def test_registered_without_our_help():
-    assert type(merge_methods.get("ace")).__module__ == "mergekit_ace.methods.ace"
-
-
 def test_twice_is_once(empty_registry):
     mergekit_ace.register()
     first = merge_methods.get("ace")
     mergekit_ace.register()
-    _autoload.install()
+    _autoload.register_quietly()
     assert merge_methods.get("ace") is first
-    assert sys.meta_path.count(_autoload.FINDER) == 1
+
+
+def test_reloading_the_package_installs_no_second_finder():
+    finders = list(sys.meta_path)
+    try:
+        importlib.reload(mergekit_ace)
+        importlib.reload(mergekit_ace)
+        ours = [f for f in sys.meta_path if getattr(f, "__name__", "") == "_HostFinder"]
+        assert len(ours) == 1
+    finally:
+        sys.meta_path[:] = finders
 
 
 def test_a_name_already_taken(empty_registry, capsys):
@@ -86,10 +92,13 @@ def test_a_bug_of_ours_is_one_line(monkeypatch, capsys, error):
     assert type(error).__name__ in line
 
 
-def test_no_stderr_no_crash(monkeypatch):
+def test_no_stderr_no_crash(monkeypatch, tmp_path):
     monkeypatch.setattr(plugin, "register", None)
-    monkeypatch.setattr(sys, "stderr", None)
-    _autoload.register_quietly()
+    closed = (tmp_path / "closed").open("w")
+    closed.close()
+    for stderr in (None, closed):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        _autoload.register_quietly()
 
 
 def test_the_host_keeps_its_own_loader():
@@ -100,20 +109,24 @@ def test_the_host_keeps_its_own_loader():
 
 
 def test_finds_nothing_else():
-    assert _autoload.FINDER.find_spec("mergekit") is None
-    assert _autoload.FINDER.find_spec("mergekit.merge_methods.base") is None
+    assert mergekit_ace._HostFinder.find_spec("mergekit") is None
+    assert mergekit_ace._HostFinder.find_spec("mergekit.merge_methods.base") is None
 
 
 def test_lives_with_another_finder_of_its_kind(monkeypatch):
     """One that asks all the others, as ours does."""
-    monkeypatch.setattr(sys, "meta_path", [_autoload.HostFinder(), *sys.meta_path])
+
+    class Other(mergekit_ace._HostFinder):
+        pass
+
+    monkeypatch.setattr(sys, "meta_path", [Other, *sys.meta_path])
     path = sys.modules["mergekit"].__path__
-    spec = sys.meta_path[0].find_spec(_autoload.HOST, path)
+    spec = Other.find_spec(_autoload.HOST, path)
     assert spec.origin == merge_methods.__file__
 
 
 def test_a_host_that_cannot_be_found():
-    assert _autoload.HostFinder().find_spec(_autoload.HOST, ["/nowhere"]) is None
+    assert mergekit_ace._HostFinder.find_spec(_autoload.HOST, ["/nowhere"]) is None
 
 
 def test_loader_registers_after_the_host(monkeypatch):

@@ -5,7 +5,8 @@ import pytest
 import torch
 from reference import naive_mean
 
-from mergekit_ace.algebra.task_vectors import apply_mean, select_active, squared_norm, task_vector
+from mergekit_ace.algebra.mean import merge_mean
+from mergekit_ace.algebra.task_vectors import select_active, squared_norm, task_vector
 
 
 def test_bfloat16_differences_are_exact():
@@ -26,8 +27,9 @@ def test_weights_are_rescaled_over_the_active_experts_only():
     active = select_active(base, experts, [3.0, 100.0, 1.0, 0.0], torch.float32)
     assert active.positions == (0, 2)
     assert active.weights == pytest.approx((1.5, 0.5))
-    assert active.tau == pytest.approx((9.0, 0.0, 36.0, 81.0))
-    assert active.active_tau == pytest.approx((9.0, 36.0))
+    assert active.all_tau == pytest.approx((9.0, 0.0, 36.0, 81.0))
+    assert active.tau == pytest.approx((9.0, 36.0))
+    assert active.spread(["a", "b"], None) == ("a", None, "b", None)
 
 
 @pytest.mark.parametrize("size", [1e-300, 1e300])
@@ -41,5 +43,7 @@ def test_mean_of_a_vector(rng):
     base = torch.randn(9, generator=rng)
     experts = [base + 0.1 * torch.randn(9, generator=rng) for _ in range(3)]
     active = select_active(base, experts, [1.0, 2.0, 0.0], torch.float64)
-    merged = apply_mean(base, active, 0.5, torch.float64)
+    merged, record = merge_mean(base, active, 0.5)
+    assert record.rule == "mean"
+    assert record.weight == pytest.approx((2 / 3, 4 / 3, 0))
     torch.testing.assert_close(merged, naive_mean(base, experts, [1.0, 2.0, 0.0], 0.5))

@@ -22,7 +22,8 @@ class Recipe:
 
     Attributes:
         languages: what a batch is drawn from; an expert rehearses the old languages too.
-        new_share: share of a batch that is the new language; 0 for the base.
+        new: the language that an expert learns; None for the base.
+        new_share: share of an expert's batch that is the new language.
         steps: optimiser steps.
         peak: peak of the one-cycle learning rate.
         batch: lines per step.

@@ -9,62 +9,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.closed_form import (
     IllConditionedError,
-    add_ridge,
+    factorize,
     solve,
     structural_prior,
 )
 from mergekit_ace.algebra.covariance import sum_covariances
 from mergekit_ace.algebra.heterogeneity import Heterogeneity, measure_heterogeneity
+from mergekit_ace.algebra.mean import merge_mean, merge_trivial
 from mergekit_ace.algebra.options import AceOptions
+from mergekit_ace.algebra.records import MatrixRecord
 from mergekit_ace.algebra.spectrum import covariance_residual, isotropic_component
-from mergekit_ace.algebra.task_vectors import (
-    ActiveExperts,
-    apply_mean,
-    apply_single,
-    select_active,
-)
+from mergekit_ace.algebra.task_vectors import ActiveExperts, select_active
 
 # Below this much work (multiplications of one Gram product) float64 costs milliseconds on anything.
 SMALL_SYSTEM = 2**29
-
-Rule = Literal["ace", "single", "mean", "base"]
-
-
-@dataclass(frozen=True)
-class MatrixRecord:
-    """What was measured and decided for one matrix; lists are in the order of the experts given.
-
-    Attributes:
-        rule: ``ace``; ``single`` (one expert changed it); ``mean``; ``base`` (nobody changed it).
-        tau: τ_t per expert, 0 where unchanged.
-        gamma, log_variance: the two statistics of heterogeneity; None with fewer than two experts.
-        heterogeneous: whether the chosen statistic exceeds the threshold.
-        normalized, refined: which steps were taken.
-        epsilon: ε_t of the experts in use, Eqs. 9-10, times w_t.
-        rank: k of the refinement; sigma_iso: its strength.
-        condition: estimated condition number of A.
-        precision: dtype of the sums and the solve.
-    """
-
-    rule: Rule
-    tau: tuple[float, ...]
-    gamma: float | None = None
-    log_variance: float | None = None
-    heterogeneous: bool | None = None
-    normalized: bool | None = None
-    refined: bool | None = None
-    epsilon: tuple[float, ...] | None = None
-    rank: int | None = None
-    sigma_iso: float | None = None
-    condition: float | None = None
-    precision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,12 +66,14 @@ def merge_matrix(
     options = options or AceOptions()
     weights = weights if weights is not None else [1.0] * len(experts)
     active = select_active(base, experts, weights, options.dtype)
-    trivial = _without_covariance(base, active, options)
+    trivial = merge_trivial(base, active, options.scale)
     if trivial is not None:
         return trivial
+    if base.shape[0] == 1:  # one row is its own column mean: a vector in the shape of a matrix
+        return merge_mean(base, active, options.scale)
     plan = _plan(active, base.shape, options)
-    wide = options.dtype == torch.float64 or math.prod(base.shape) * base.shape[1] <= SMALL_SYSTEM
-    if not wide:
+    small = math.prod(base.shape) * base.shape[1] <= SMALL_SYSTEM
+    if active.dtype == torch.float32 and not small:
         try:
             return _merge(base, active, options, plan, torch.float32)
         except IllConditionedError:
@@ -115,27 +81,8 @@ def merge_matrix(
     return _merge(base, active, options, plan, torch.float64)
 
 
-def _without_covariance(
-    base: Tensor, active: ActiveExperts, options: AceOptions
-) -> tuple[Tensor, MatrixRecord] | None:
-    """The cases in which no regression is to be solved; None otherwise."""
-    if not active.experts:
-        return base, MatrixRecord("base", active.tau)
-    if len(active.experts) == 1:
-        merged = apply_single(base, active.experts[0], options.scale, options.dtype)
-        return merged, MatrixRecord("single", active.tau)
-    if base.shape[0] == 1:  # one row is its own column mean: a vector in the shape of a matrix
-        return _mean(base, active, options)
-    return None
-
-
-def _mean(base: Tensor, active: ActiveExperts, options: AceOptions) -> tuple[Tensor, MatrixRecord]:
-    merged = apply_mean(base, active, options.scale, options.dtype)
-    return merged, MatrixRecord("mean", active.tau)
-
-
 def _plan(active: ActiveExperts, shape: Sequence[int], options: AceOptions) -> _Plan:
-    statistics = measure_heterogeneity(active.active_tau)
+    statistics = measure_heterogeneity(active.tau)
     value = statistics.gamma if options.heterogeneity == "gamma" else statistics.log_variance
     heterogeneous = value > options.heterogeneity_threshold
     switch = {"auto": heterogeneous, "always": True, "never": False}
@@ -156,11 +103,13 @@ def _merge(
         base, active, options, normalized=plan.normalized, refined=plan.rank > 0, dtype=dtype
     )
     if sums.tasks == 0:  # every expert moved all its rows alike
-        return _mean(base, active, options)
-    mean_tau = math.fsum(active.active_tau) / len(active.active_tau) if plan.normalized else None
-    prior = structural_prior(sums, mean_tau) if options.structural_prior else None
-    add_ridge(sums)
-    merged, condition = solve(sums, prior)
+        return merge_mean(base, active, options.scale)
+    prior = None
+    if options.structural_prior:
+        mean_tau = math.fsum(active.tau) / len(active.tau) if plan.normalized else None
+        prior = structural_prior(sums.covariance, mean_tau)
+    factor = factorize(sums.covariance, sums.ridge)
+    merged = solve(factor, sums.product + sums.ridged, prior)
     sigma_iso = None
     if plan.rank > 0:
         component, sigma_iso = isotropic_component(covariance_residual(sums) + merged, plan.rank)
@@ -168,16 +117,17 @@ def _merge(
         sigma_iso *= sums.unit
     record = MatrixRecord(
         rule="ace",
-        tau=active.tau,
+        weight=active.spread(active.weights, 0.0),
+        tau=active.all_tau,
         gamma=plan.statistics.gamma,
         log_variance=plan.statistics.log_variance,
         heterogeneous=plan.heterogeneous,
         normalized=plan.normalized,
         refined=plan.rank > 0,
-        epsilon=tuple(sums.epsilon),
+        epsilon=active.spread(sums.epsilon, None),
         rank=plan.rank,
         sigma_iso=sigma_iso,
-        condition=condition,
+        condition=factor.condition,
         precision=str(dtype).removeprefix("torch."),
     )
     return base.to(dtype).add(merged, alpha=options.scale * sums.unit), record

@@ -12,14 +12,14 @@ c is the mean row of Σ S_t, which commutes with A: the denominator is never bel
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.covariance import CovarianceSums
-
-# The relative error of a solve is about the condition number times the precision's 6e-8 or 1e-16.
-# Beyond these limits less than about four digits of a result would be right.
-CONDITION_LIMIT = {torch.float32: 2e3, torch.float64: 1e12}
+# The relative error of a solve is at most about 2e-7 (float32) or 4e-16 (float64) times the
+# condition number: beyond these limits it could exceed 5e-5, and 4e-4 in the last resort.
+CONDITION_LIMIT = {torch.float32: 250.0, torch.float64: 1e12}
 
 
 class IllConditionedError(ValueError):
@@ -34,71 +34,95 @@ class IllConditionedError(ValueError):
         self.condition = condition
 
 
-def add_ridge(sums: CovarianceSums) -> Tensor:
-    """Turn ``sums.system`` into A = Σ_t (S_t + ε_t I), (i, i), in place, and return it."""
-    sums.system.diagonal().add_(sums.ridge)
-    return sums.system
+@dataclass(frozen=True)
+class Factor:
+    """The Cholesky factor of A = S + ε̄ I.
 
-
-def structural_prior(sums: CovarianceSums, mean_tau: float | None) -> Tensor:
-    """c, (i,), the mean row of Σ S_t before the ridge (Eq. 12).
-
-    Args:
-        sums: with ``system`` not yet ridged.
-        mean_tau: mean_t τ_t of the original task vectors, by which c is divided exactly when S_t
-            was normalised by its trace (Eq. 13); None otherwise.
+    Attributes:
+        lower: L, (i, i), A = L Lᵀ.
+        condition: estimated condition number of A.
     """
-    prior = sums.system.mean(dim=0)
-    return prior if mean_tau is None else prior / mean_tau
+
+    lower: Tensor
+    condition: float
+
+    def solve(self, right: Tensor) -> Tensor:
+        """A⁻¹ R for a right-hand side R, (i, n)."""
+        return torch.cholesky_solve(right, self.lower)
 
 
-def solve(sums: CovarianceSums, prior: Tensor | None) -> tuple[Tensor, float]:
-    """X = B (A + 1 cᵀ)⁻¹ in units of ``sums.unit``, and the estimated condition number of A.
-
-    Equivalent to ``torch.linalg.solve(A + ones ⊗ c, B, left=False)``.
+def factorize(covariance: Tensor, ridge: float) -> Factor:
+    """Factor A = S + ε̄ I.
 
     Args:
-        sums: with ``system`` already ridged, (i, i).
-        prior: c, (i,), or None.
+        covariance: S, (i, i), symmetric and positive semidefinite; left as it is.
+        ridge: ε̄ ≥ 0.
 
     Raises:
         IllConditionedError: A has no Cholesky factor, or a condition number beyond
             `CONDITION_LIMIT` of its dtype.
     """
-    factor, info = torch.linalg.cholesky_ex(sums.system)
+    system = covariance.clone()
+    system.diagonal().add_(ridge)
+    lower, info = torch.linalg.cholesky_ex(system)
     if int(info) != 0:
         raise IllConditionedError(float("inf"))
-    condition = estimate_condition(sums.system, factor)
-    if not condition <= CONDITION_LIMIT[factor.dtype]:  # NaN, too, is no answer
+    condition = estimate_condition(system, lower)
+    if not condition <= CONDITION_LIMIT[lower.dtype]:  # NaN, too, is no answer
         raise IllConditionedError(condition)
-    solution = torch.cholesky_solve((sums.product + sums.ridged).mT, factor).mT
-    if prior is not None:
-        ones = torch.ones_like(prior)
-        inverse_ones, inverse_prior = torch.cholesky_solve(
-            torch.stack([ones, prior], dim=1), factor
-        ).unbind(dim=1)
-        shift = solution @ ones / (1 + prior @ inverse_ones)
-        solution = solution - torch.outer(shift, inverse_prior)
-    return solution, condition
+    return Factor(lower, condition)
 
 
-def estimate_condition(matrix: Tensor, factor: Tensor, steps: int = 6) -> float:
+def structural_prior(covariance: Tensor, mean_tau: float | None) -> Tensor:
+    """c, (i,), the mean row of Σ S_t without the ridge (Eq. 12).
+
+    Args:
+        covariance: Σ S_t, (i, i).
+        mean_tau: mean_t τ_t of the original task vectors, by which c is divided exactly when S_t
+            was normalised by its trace (Eq. 13); None otherwise.
+    """
+    prior = covariance.mean(dim=0)
+    return prior if mean_tau is None else prior / mean_tau
+
+
+def solve(factor: Factor, numerator: Tensor, prior: Tensor | None) -> Tensor:
+    """X = B (A + 1 cᵀ)⁻¹, (o, i).
+
+    Equivalent to ``torch.linalg.solve(A + ones ⊗ c, B, left=False)``.
+
+    Args:
+        factor: of A, (i, i).
+        numerator: B, (o, i).
+        prior: c, (i,), or None.
+    """
+    solution = factor.solve(numerator.mT).mT
+    if prior is None:
+        return solution
+    sides = torch.stack([torch.ones_like(prior), prior], dim=1)
+    inverse_ones, inverse_prior = factor.solve(sides).unbind(dim=1)
+    shift = solution.sum(dim=1) / (1 + prior @ inverse_ones)
+    return solution - torch.outer(shift, inverse_prior)
+
+
+def estimate_condition(matrix: Tensor, lower: Tensor, steps: int = 6) -> float:
     """λ_max/λ_min of a symmetric positive definite matrix, from a few power iterations.
 
-    A lower bound that is nearly always within a factor of two; costs 4·steps·i² operations.
+    A lower bound that is nearly always within a factor of two; costs 6·steps·i² operations.
 
     Args:
         matrix: A, (i, i).
-        factor: its lower Cholesky factor, (i, i).
+        lower: its Cholesky factor, (i, i).
         steps: power iterations on A and on A⁻¹.
     """
-    generator = torch.Generator().manual_seed(0)  # the same start everywhere, no global state
-    start = torch.randn(matrix.shape[0], 1, generator=generator, dtype=torch.float64)
+    # The same start everywhere, and none of the global random numbers. Named devices, because
+    # mergekit's --multi-gpu merges inside of `with torch.device(…)`.
+    generator = torch.Generator("cpu").manual_seed(0)
+    start = torch.randn(matrix.shape[0], 1, generator=generator, dtype=torch.float64, device="cpu")
     top = bottom = start.to(matrix)
     largest = inverse_smallest = 0.0
     for _ in range(steps):
         top = matrix @ (top / torch.linalg.vector_norm(top))
-        bottom = torch.cholesky_solve(bottom / torch.linalg.vector_norm(bottom), factor)
+        bottom = torch.cholesky_solve(bottom / torch.linalg.vector_norm(bottom), lower)
         largest = float(torch.linalg.vector_norm(top))
         inverse_smallest = float(torch.linalg.vector_norm(bottom))
     return largest * inverse_smallest

@@ -5,7 +5,7 @@ With C_t the column-centred task vector and G_t = C_tᵀC_t, the estimate is S_t
 s_t = w_t, or w_t / tr(G_t) when normalised. The sums that the closed form and the refinement need
 are collected in one pass over the experts, one centred task vector at a time:
 
-    A = Σ S_t,  H = Σ C_t S_t,  E = Σ ε_t C_t,  D = Σ Δ_t,  m = Σ S_t μ_t,  ε̄ = Σ ε_t
+    S = Σ S_t,  H = Σ C_t S_t,  E = Σ ε_t C_t,  D = Σ Δ_t,  m = Σ S_t μ_t,  ε̄ = Σ ε_t
 
 C_t S_t goes through the smaller of C_tᵀC_t and C_t C_tᵀ.
 """
@@ -30,25 +30,25 @@ class CovarianceSums:
     their third powers in H stay in range; a result X of these sums is X·unit in the base's unit.
 
     Attributes:
-        system: A, (i, i), without the ridge.
+        covariance: S, (i, i).
         product: H, (o, i).
         ridged: E, (o, i).
         total: D, (o, i); only where the refinement needs it.
         mean_product: m, (i,); only where the refinement needs it.
         unit: the scale that the task vectors were divided by.
-        covariance_unit: what S_t, A and ε̄ are measured in: unit², or 1 where S_t is normalised.
-        ridge: ε̄.
+        covariance_unit: what S_t and ε̄ are measured in: unit², or 1 where S_t is normalised.
+        ridge: ε̄, so that A = S + ε̄ I.
         epsilon: ε_t per expert as Eqs. 9-10 define it, in the base's unit; 0 for one left out.
         tasks: how many experts entered the sums.
     """
 
-    system: Tensor
+    covariance: Tensor
     product: Tensor
     ridged: Tensor
     total: Tensor | None
     mean_product: Tensor | None
-    unit: float = 1.0
-    covariance_unit: float = 1.0
+    unit: float
+    covariance_unit: float
     ridge: float = 0.0
     epsilon: list[float] = field(default_factory=list)
     tasks: int = 0
@@ -68,21 +68,18 @@ def sum_covariances(
     Args:
         base: W0, (o, i).
         active: the experts W_t, each (o, i), with their weights and τ_t.
-        options: ε and its scale; the dtype in which task vectors are formed.
+        options: ε and its scale.
         normalized: divide S_t and ε_t by tr(G_t), Eqs. 8 and 10.
         refined: collect D and m too.
-        dtype: of the products and sums; at least as wide as ``options.dtype``.
+        dtype: of the products and sums; at least as wide as ``active.dtype``.
 
     An expert whose rows all moved alike has C_t = 0. Nothing can be normalised by its trace, so
     with `normalized` it is left out (departure: the paper divides by zero there).
     """
-    rows, columns = base.shape
-    sums = _empty_sums(base, refined, dtype)
-    sums.unit = _unit(active, rows * columns)
-    sums.covariance_unit = 1.0 if normalized else sums.unit**2
-    noise = (8 * torch.finfo(options.dtype).eps) ** 2
-    for expert, weight, tau in zip(active.experts, active.weights, active.active_tau, strict=True):
-        delta = task_vector(expert, base, options.dtype).to(dtype).div_(sums.unit)
+    sums = _empty_sums(base, active, normalized, refined, dtype)
+    noise = (8 * torch.finfo(active.dtype).eps) ** 2
+    for expert, weight, tau in zip(active.experts, active.weights, active.tau, strict=True):
+        delta = task_vector(expert, base, active.dtype).to(dtype).div_(sums.unit)
         mean = delta.mean(dim=0)
         centred = delta.sub_(mean)
         trace = squared_norm(centred)  # tr(G_t) without forming G_t; in units of unit²
@@ -90,27 +87,32 @@ def sum_covariances(
             sums.epsilon.append(0.0)
             continue
         scale = weight / trace if normalized else weight
-        ridge = _ridge(options, trace, columns, sums.unit, normalized) * weight
+        ridge = weight * _ridge(options, trace, base.shape[1], sums.unit, normalized)
         _add_task(sums, centred, mean, scale, ridge)
         sums.epsilon.append(ridge * sums.covariance_unit)
     return sums
 
 
-def _empty_sums(base: Tensor, refined: bool, dtype: torch.dtype) -> CovarianceSums:
+def _empty_sums(
+    base: Tensor, active: ActiveExperts, normalized: bool, refined: bool, dtype: torch.dtype
+) -> CovarianceSums:
     rows, columns = base.shape
     new = {"dtype": dtype, "device": base.device}
+    unit = _unit(active, rows * columns)
     return CovarianceSums(
-        system=torch.zeros(columns, columns, **new),
+        covariance=torch.zeros(columns, columns, **new),
         product=torch.zeros(rows, columns, **new),
         ridged=torch.zeros(rows, columns, **new),
         total=torch.zeros(rows, columns, **new) if refined else None,
         mean_product=torch.zeros(columns, **new) if refined else None,
+        unit=unit,
+        covariance_unit=1.0 if normalized else unit**2,
     )
 
 
 def _unit(active: ActiveExperts, entries: int) -> float:
     """The power of two nearest to the root mean square entry: dividing by it rounds nothing."""
-    total = math.log2(math.fsum(active.active_tau))
+    total = math.log2(math.fsum(active.tau))
     return 2.0 ** round((total - math.log2(len(active.experts) * entries)) / 2)
 
 
@@ -128,11 +130,11 @@ def _add_task(
     rows, columns = centred.shape
     if rows < columns:
         sums.product.addmm_(centred @ centred.mT, centred, alpha=scale)
-        sums.system.addmm_(centred.mT, centred, alpha=scale)
+        sums.covariance.addmm_(centred.mT, centred, alpha=scale)
     else:
         gram = centred.mT @ centred
         sums.product.addmm_(centred, gram, alpha=scale)
-        sums.system.add_(gram, alpha=scale)
+        sums.covariance.add_(gram, alpha=scale)
     sums.ridged.add_(centred, alpha=ridge)
     if sums.total is not None and sums.mean_product is not None:
         sums.total.add_(centred).add_(mean)

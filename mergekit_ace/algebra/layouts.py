@@ -4,32 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.ace import MatrixRecord, merge_matrix
-from mergekit_ace.algebra.options import AceOptions, Layout
-from mergekit_ace.algebra.task_vectors import apply_mean, apply_single, select_active
-
-FixedLayout = Literal["matrix", "transposed", "stacked", "flattened", "mean"]
-
-
-@dataclass(frozen=True)
-class TensorRecord:
-    """What was done to one tensor.
-
-    Attributes:
-        shape: as stored.
-        layout: how it was read.
-        matrices: a record per matrix: one, or one per stacked matrix in row-major order.
-    """
-
-    shape: tuple[int, ...]
-    layout: FixedLayout
-    matrices: tuple[MatrixRecord, ...]
+from mergekit_ace.algebra.ace import merge_matrix
+from mergekit_ace.algebra.mean import merge_mean
+from mergekit_ace.algebra.options import AceOptions, FixedLayout, Layout
+from mergekit_ace.algebra.records import TensorRecord
+from mergekit_ace.algebra.task_vectors import select_active
 
 
 def resolve_layout(
@@ -40,13 +23,16 @@ def resolve_layout(
     Args:
         layout: as configured. What does not fit the tensor's axes falls back to ``mean``, so that
             one setting can stand for a whole model: a bias under ``layout: matrix`` is a vector.
-        name: of the tensor; ``auto`` looks for a component called ``experts``.
+        name: of the tensor; ``auto`` looks for a component called ``experts``, and for their packed
+            biases, (E, n), which are vectors.
         transposed: whether the architecture stores this weight as (…, in, out).
     """
     if layout == "auto":
-        if ndim == 3 and "experts" in (name or "").split("."):
+        components = (name or "").split(".")
+        packed = "experts" in components
+        if ndim == 3 and packed:
             return "transposed" if transposed else "stacked"
-        if ndim == 2:
+        if ndim == 2 and not (packed and components[-1].endswith("bias")):
             return "transposed" if transposed else "matrix"
         return "mean"
     fits = {"matrix": ndim == 2, "mean": True}.get(layout, ndim >= 2)
@@ -58,7 +44,7 @@ def merge_tensor(
     experts: Sequence[Tensor],
     weights: Sequence[float] | None = None,
     options: AceOptions | None = None,
-    layout: FixedLayout = "matrix",
+    layout: Layout = "auto",
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor.
 
@@ -68,7 +54,7 @@ def merge_tensor(
         experts: W_t, each shaped as `base`.
         weights: w_t ≥ 0 per expert, 1 by default.
         options: see `AceOptions`.
-        layout: see `resolve_layout`.
+        layout: see `resolve_layout`; ``auto`` knows no name and no architecture here.
 
     Returns:
         The merged tensor, shaped as `base`, in the compute dtype or wider, and its record. Where no
@@ -79,8 +65,10 @@ def merge_tensor(
     """
     options = options or AceOptions()
     weights = weights if weights is not None else [1.0] * len(experts)
+    layout = resolve_layout(layout, None, base.ndim)
     if layout == "mean" or base.numel() == 0:
-        merged, record = _merge_mean(base, experts, weights, options)
+        active = select_active(base, experts, weights, options.dtype)
+        merged, record = merge_mean(base, active, options.scale)
         return merged, TensorRecord(tuple(base.shape), "mean", (record,))
     views = [_as_matrices(tensor, layout) for tensor in (base, *experts)]
     parts, records = [], []
@@ -92,19 +80,6 @@ def merge_tensor(
     if any(record.rule != "base" for record in records):
         merged = _from_matrices(parts, base.shape, layout)
     return merged, TensorRecord(tuple(base.shape), layout, tuple(records))
-
-
-def _merge_mean(
-    base: Tensor, experts: Sequence[Tensor], weights: Sequence[float], options: AceOptions
-) -> tuple[Tensor, MatrixRecord]:
-    active = select_active(base, experts, weights, options.dtype)
-    if not active.experts:
-        return base, MatrixRecord("base", active.tau)
-    if len(active.experts) == 1:
-        merged = apply_single(base, active.experts[0], options.scale, options.dtype)
-        return merged, MatrixRecord("single", active.tau)
-    merged = apply_mean(base, active, options.scale, options.dtype)
-    return merged, MatrixRecord("mean", active.tau)
 
 
 def _as_matrices(tensor: Tensor, layout: FixedLayout) -> tuple[Tensor, ...]:

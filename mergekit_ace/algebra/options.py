@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+FixedLayout = Literal["matrix", "transposed", "stacked", "flattened", "mean"]
 Layout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean"]
 
 
@@ -38,7 +39,7 @@ class AceOptions(BaseModel):
         structural_prior: whether the rank-one prior 1 cᵀ enters (Eqs. 11-13).
         spectral_refinement: whether Eqs. 15-19 are applied; ``auto`` follows the statistic.
         rank_fraction: k_frac in [0, 1]; k = floor(k_frac · min(o, i)) directions are refined.
-        compute_dtype: the dtype in which task vectors are formed.
+        compute_dtype: the dtype in which task vectors are formed, unless the tensors are wider.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -15,17 +15,19 @@ from mergekit_ace.algebra.covariance import CovarianceSums
 
 
 def covariance_residual(sums: CovarianceSums) -> Tensor:
-    """R = Σ_t Δ_t (S_t − S̄), (o, i), with uncentred Δ_t and S̄ = A/T, in ``sums.unit`` (Eqs. 15-16).
+    """R = Σ_t Δ_t (S_t − S̄), (o, i), in ``sums.unit`` (Eqs. 15-16).
 
-    C_tᵀ1 = 0 makes Δ_t S_t = C_t S_t + 1 (S_t μ_t)ᵀ, hence R = H + 1 mᵀ − D A/T: one product.
+    Δ_t is uncentred and S̄ = A/T has the ridge. C_tᵀ1 = 0 makes Δ_t S_t = C_t S_t + 1 (S_t μ_t)ᵀ,
+    hence R = H + 1 mᵀ − D (S + ε̄ I)/T: one product, and no second pass over the experts.
 
     Args:
-        sums: with ``system`` already ridged, ``total`` and ``mean_product`` collected.
+        sums: with ``total`` and ``mean_product`` collected.
     """
     assert sums.total is not None
     assert sums.mean_product is not None
     residual = sums.product + sums.mean_product
-    residual.addmm_(sums.total, sums.system, alpha=-1 / sums.tasks)
+    residual.addmm_(sums.total, sums.covariance, alpha=-1 / sums.tasks)
+    residual.sub_(sums.total, alpha=sums.ridge / sums.tasks)
     return residual.mul_(sums.covariance_unit)  # S_t in the base's unit, which F = R + X depends on
 
 

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Task vectors Δ_t = W_t − W0, which experts take part, and the rules that need no covariance."""
+"""Task vectors Δ_t = W_t − W0, and which experts take part in a merge."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def task_vector(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
@@ -18,7 +21,7 @@ def task_vector(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         expert: W, any shape.
         base: W0, the shape of `expert`.
-        dtype: float32 or float64.
+        dtype: at least as wide as the tensors' own.
     """
     return expert.to(dtype).sub(base.to(dtype))
 
@@ -38,18 +41,25 @@ class ActiveExperts:
     Attributes:
         experts: weights W_t of the active experts, each shaped as the base.
         weights: w_t, rescaled to mean 1 over the active experts.
-        tau: τ_t = ‖Δ_t‖_F² (Eq. 43) of *all* experts given, in their order; 0 where unchanged.
+        tau: τ_t = ‖Δ_t‖_F² (Eq. 43) of the active experts.
+        all_tau: τ_t of *all* experts given, in their order; 0 where unchanged.
         positions: where the active ones stand among those given.
+        dtype: in which task vectors are formed.
     """
 
     experts: tuple[Tensor, ...]
     weights: tuple[float, ...]
     tau: tuple[float, ...]
+    all_tau: tuple[float, ...]
     positions: tuple[int, ...]
+    dtype: torch.dtype
 
-    @property
-    def active_tau(self) -> tuple[float, ...]:
-        return tuple(self.tau[p] for p in self.positions)
+    def spread(self, values: Sequence[T], absent: T) -> tuple[T, ...]:
+        """`values` of the active experts at their places among all experts given."""
+        spread = [absent] * len(self.all_tau)
+        for position, value in zip(self.positions, values, strict=True):
+            spread[position] = value
+        return tuple(spread)
 
 
 def select_active(
@@ -61,11 +71,12 @@ def select_active(
         base: W0, finite, any shape.
         experts: W_t, finite, shaped as `base`.
         weights: w_t ≥ 0, one per expert.
-        dtype: where the task vectors are formed.
+        dtype: where the task vectors are formed, unless the tensors are wider themselves.
 
     Raises:
         OverflowError: the squared norm of a task vector does not fit `dtype`'s or float64's range.
     """
+    dtype = torch.promote_types(dtype, base.dtype)
     tau = tuple(squared_norm(task_vector(expert, base, dtype)) for expert in experts)
     for position, value in enumerate(tau):
         if not value < float("inf"):
@@ -82,24 +93,8 @@ def select_active(
     return ActiveExperts(
         experts=tuple(experts[p] for p in positions),
         weights=tuple(s / mean for s in share),
-        tau=tau,
+        tau=tuple(tau[p] for p in positions),
+        all_tau=tau,
         positions=positions,
+        dtype=dtype,
     )
-
-
-def apply_mean(base: Tensor, active: ActiveExperts, scale: float, dtype: torch.dtype) -> Tensor:
-    """W0 + λ · Σ_t w_t Δ_t / Σ_t w_t, the rule for everything that is not a matrix.
-
-    Returns a tensor of `dtype`; `active` must not be empty.
-    """
-    merged = base.to(dtype, copy=True)
-    for expert, weight in zip(active.experts, active.weights, strict=True):
-        merged.add_(task_vector(expert, base, dtype), alpha=scale * weight / len(active.weights))
-    return merged
-
-
-def apply_single(base: Tensor, expert: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """W0 + λ Δ: with one expert the minimiser of Eq. 2 is that expert, whatever its covariance."""
-    if scale == 1:  # W0 + (W − W0) may round; W itself is exact
-        return expert.to(dtype)
-    return base.to(dtype).add(task_vector(expert, base, dtype), alpha=scale)

@@ -19,8 +19,9 @@ from mergekit.merge_methods.base import (
 from torch import Tensor
 
 from mergekit_ace.algebra.closed_form import IllConditionedError
-from mergekit_ace.algebra.layouts import TensorRecord, merge_tensor, resolve_layout
+from mergekit_ace.algebra.layouts import merge_tensor, resolve_layout
 from mergekit_ace.algebra.options import AceOptions, Layout
+from mergekit_ace.algebra.records import TensorRecord
 from mergekit_ace.methods.architecture import is_transposed
 from mergekit_ace.methods.parameters import (
     LAYOUT,
@@ -30,7 +31,7 @@ from mergekit_ace.methods.parameters import (
     WEIGHT,
 )
 from mergekit_ace.methods.report import append_report
-from mergekit_ace.methods.shapes import check_shapes
+from mergekit_ace.methods.shapes import check_shapes, shape_mismatch
 
 
 class AceMerge(GroupMergeMethod):
@@ -84,6 +85,13 @@ class AceMerge(GroupMergeMethod):
         super().validate_inputs(input_ids, base_id, group_name=group_name)
         if group_name is not None:
             check_shapes(group_name, experts, base_id)
+            is_transposed(base_id, group_name)  # mergekit plans on the main thread: see there
+
+    def __call__(self, groups: Sequence[TensorGroup], /, **options: Any) -> tuple[Tensor, ...]:
+        """Merge tensors in memory; mergekit's entry point for them, with its arguments."""
+        for group in groups:
+            _check_shapes_in_memory(group)
+        return super().__call__(groups, **options)
 
     @torch.no_grad()
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> Tensor:
@@ -131,6 +139,16 @@ def _needs_architecture(layout: Layout, ndim: int) -> bool:
     return layout == "auto" and ndim in (2, 3)
 
 
+def _check_shapes_in_memory(group: TensorGroup) -> None:
+    """Like `check_shapes`, for tensors that have no header."""
+    base = group.base
+    for entry in group.non_base if base is not None else ():
+        shape, expected = tuple(entry.tensor.shape), tuple(base.tensor.shape)
+        if shape != expected:
+            name = group.metadata.name
+            raise ValueError(shape_mismatch(name, entry.id, shape, base.id, expected))
+
+
 def _check_finite(group: TensorGroup) -> None:
     """Raise before anything is computed from NaN or Inf, naming the tensor and the model."""
     for entry in group.entries:
@@ -157,8 +175,9 @@ def _explain(error: Exception, name: str | None, experts: Sequence[str]) -> str:
     if isinstance(error, IllConditionedError):
         return (
             f"ace: {_tensor(name)} cannot be merged: {error}, too much to be solved even in "
-            "float64. Raise `epsilon` for this tensor (by a filter) or for all; experts that are "
-            "nearly copies of each other, or epsilon: 0, are the usual cause."
+            "float64. Raise `epsilon` for this tensor (by a filter) or for all; task vectors that "
+            "are large, or of low rank, against a tiny epsilon are the usual cause, and "
+            "epsilon_scale: relative adapts it to their size."
         )
     listed = ", ".join(f"{position}: {model}" for position, model in enumerate(experts))
     return f"ace: {_tensor(name)} cannot be merged: {error} (experts: {listed})."

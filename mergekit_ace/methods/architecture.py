@@ -13,9 +13,13 @@ import re
 import threading
 from collections.abc import Hashable
 from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 LOG = logging.getLogger(__name__)
-_LOCK = threading.Lock()  # threads of --multi-gpu wait for the first one's answer
+_LOCK = threading.Lock()  # one thread builds, the others wait
 # Packed experts stored (E, in, out) whose class does not say so by transformers' `is_transposed`.
 _PACKED_TRANSPOSED = {"Llama4TextExperts"}
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -25,7 +29,9 @@ def is_transposed(model: Hashable, tensor_name: str | None) -> bool:
     """Whether the architecture of `model` stores the weight `tensor_name` as (…, in, out).
 
     Layers are told by their kind, not by their number, so that a stack with more layers than
-    the base model has is answered too; a prefix that only a checkpoint has is ignored.
+    the base model has is answered too; a prefix that only a checkpoint has is ignored. The first
+    question about a model builds its architecture, which must happen on the main thread (mergekit's
+    other threads do not know whether remote code is trusted): ask while planning.
 
     Args:
         model: mergekit's reference to the base model. Anything else (an index into tensors in
@@ -64,7 +70,7 @@ def _transposed_templates(model: object) -> frozenset[str]:
 def _read_templates(model: object) -> frozenset[str]:
     """Instantiate the architecture on the meta device: names and types, no memory."""
     from accelerate import init_empty_weights
-    from mergekit.common import ModelReference, get_auto_cls
+    from mergekit.common import ModelReference
     from mergekit.io.tasks import LoaderCache
     from transformers.pytorch_utils import Conv1D
 
@@ -72,9 +78,7 @@ def _read_templates(model: object) -> frozenset[str]:
     trust = LoaderCache().trust_remote_code
     config = model.config(trust_remote_code=trust)
     with init_empty_weights(include_buffers=True):
-        network = get_auto_cls((config.architectures or [""])[0]).from_config(
-            config, trust_remote_code=trust
-        )
+        network = _instantiate(config, trust)
     names: set[str] = set()
     for path, module in network.named_modules():
         if isinstance(module, Conv1D):
@@ -83,3 +87,15 @@ def _read_templates(model: object) -> frozenset[str]:
             names.update(f"{path}.{name}" for name, p in module.named_parameters() if p.ndim == 3)
     prefix = f"{network.base_model_prefix}."
     return frozenset(_NUMBER.sub("*", name.removeprefix(prefix)) for name in names)
+
+
+def _instantiate(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    """The class that the config names, or what mergekit takes for it when it is remote code."""
+    import transformers
+    from mergekit.common import get_auto_cls
+
+    name = (config.architectures or [""])[0]
+    known = getattr(transformers, name, None)
+    if known is not None:
+        return known(config)
+    return get_auto_cls(name).from_config(config, trust_remote_code=trust_remote_code)

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mergekit_ace.algebra.ace import MatrixRecord
-from mergekit_ace.algebra.layouts import TensorRecord
+from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
 
 _LOCK = threading.Lock()  # --multi-gpu merges tensors side by side
 
@@ -22,8 +21,8 @@ def append_report(
     """Append the line of one tensor.
 
     A matrix's fields (see `MatrixRecord`) stand at the top level of the line; a stacked tensor has
-    a list of them under ``matrices`` instead. Lists over experts are in the order of ``models``,
-    ``epsilon`` in that of the experts in use. A number that JSON lacks (γ = ∞) is written as text.
+    a list of them under ``matrices`` instead. Lists over experts are in the order of ``models``. A
+    number that JSON lacks (γ = ∞) is written as text.
 
     Args:
         path: the file; it is created, or grows.

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import safe_open
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
+    from mergekit.io import ShardedTensorIndex
 
 LOG = logging.getLogger(__name__)
 Shape = tuple[int, ...]
@@ -25,9 +28,10 @@ Shape = tuple[int, ...]
 def check_shapes(tensor_name: str, models: Sequence[Hashable], base: Hashable) -> None:
     """Compare each model's tensor of this name with the base's.
 
-    Only safetensors have a header to read; for pickled checkpoints mergekit's own check stands.
     Differing vocabularies are no error here, since only mergekit knows whether a `tokenizer:`
-    section will align them: they are reported once per model.
+    section will align them: they are reported once per model. Nor is a tensor whose expected shape
+    the model has in another layer: under `slices:` that layer may be the one that is merged, and
+    mergekit names the tensor when its turn comes.
 
     Raises:
         RuntimeError: naming the tensor, the model and both shapes. (mergekit asks from within a
@@ -41,24 +45,44 @@ def check_shapes(tensor_name: str, models: Sequence[Hashable], base: Hashable) -
         if shape is None or shape == expected:
             continue
         if shape[1:] == expected[1:] and _is_vocabulary(model, shape, base, expected):
-            _report_vocabulary(str(model), shape[0], str(base), expected[0])
+            _warn_once(
+                f"{model} has a vocabulary of {shape[0]}, the base model {base} one of "
+                f"{expected[0]}. They merge only when the config aligns them, e.g. by\n"
+                "    tokenizer: {source: base}\n(or union; if yours does, all is well)."
+            )
             continue
-        raise RuntimeError(
-            f"ace: tensor {tensor_name} has shape {shape} in {model}, but {expected} in the base "
-            f"model {base}. Experts must be fine-tuned from this base model: replace or remove "
-            f"{model}, or set base_model to the one that it comes from."
-        )
+        message = shape_mismatch(tensor_name, model, shape, base, expected)
+        if not _in_another_layer(model, tensor_name, expected):
+            raise RuntimeError(message)
+        _warn_once(message.removeprefix("ace: "))
 
 
-@lru_cache(maxsize=64)
-def _report_vocabulary(model: str, rows: int, base: str, base_rows: int) -> None:
-    """Cached, so that every pair is reported once."""
-    LOG.warning(
-        "ace: %s has a vocabulary of %d, the base model %s one of %d. They merge only when the "
-        "config aligns them, e.g. by\n    tokenizer: {source: base}\n(or union; if yours does, "
-        "all is well).",
-        model, rows, base, base_rows,
-    )  # fmt: skip
+def shape_mismatch(
+    tensor_name: str | None, model: Hashable, shape: Shape, base: Hashable, expected: Shape
+) -> str:
+    """The message for a tensor of another shape than the base's."""
+    return (
+        f"ace: tensor {tensor_name} has shape {shape} in {model}, but {expected} in the base "
+        f"model {base}. Experts must be fine-tuned from this base model: replace or remove "
+        f"{model}, or set base_model to the one that it comes from. (Heads that take no part: "
+        "read the models without them by override_architecture.)"
+    )
+
+
+@lru_cache(maxsize=256)
+def _warn_once(message: str) -> None:
+    """Cached, so that what is asked for every tensor is said once."""
+    LOG.warning("ace: %s", message)
+
+
+def _in_another_layer(model: Hashable, tensor_name: str, expected: Shape) -> bool:
+    """Whether a tensor of the same name but for its numbers has the expected shape."""
+    kind = re.compile(re.sub(r"\d+", r"\\d+", re.escape(tensor_name)))
+    index = _index(model)
+    return any(
+        kind.fullmatch(name) and _shape(model, name) == expected
+        for name in (index.tensor_paths if index else ())
+    )
 
 
 def _is_vocabulary(model: Hashable, shape: Shape, base: Hashable, base_shape: Shape) -> bool:
@@ -77,27 +101,46 @@ def _vocabulary_size(model: ModelReference) -> int | None:
         return None
 
 
-def _shape(model: Hashable, tensor_name: str) -> Shape | None:
-    """The tensor's shape in the checkpoint's header; None where it cannot be known cheaply."""
+def _index(model: Hashable) -> ShardedTensorIndex | None:
+    """Where the tensors of a checkpoint folder lie; None for anything else."""
     from mergekit.common import ModelReference
     from mergekit.io.tasks import LoaderCache
+
+    if not isinstance(model, ModelReference) or os.path.isfile(model.model.path):
+        return None
+    try:
+        return LoaderCache().get(model).index
+    except Exception:  # mergekit reports a missing model itself, when it needs it
+        return None
+
+
+def _shape(model: Hashable, tensor_name: str) -> Shape | None:
+    """The tensor's shape in the checkpoint's header; None where it cannot be known."""
+    from mergekit.common import ModelReference
 
     if not isinstance(model, ModelReference):
         return None
     path = model.model.path
     if not os.path.isfile(path):
-        try:
-            index = LoaderCache().get(model).index
-            path = os.path.join(index.base_path, index.tensor_paths[tensor_name])
-        except Exception:  # mergekit reports a missing model or tensor itself, when it needs it
+        index = _index(model)
+        if index is None or tensor_name not in index.tensor_paths:
             return None
-    if not path.endswith(".safetensors") or not os.path.exists(path):
+        path = os.path.join(index.base_path, index.tensor_paths[tensor_name])
+    if not os.path.exists(path):
         return None
     return _header(path, os.stat(path).st_mtime_ns).get(tensor_name)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _header(path: str, changed: int) -> dict[str, Shape]:
-    """Cached until the file changes: every tensor of a shard asks for the same header."""
-    with safe_open(path, framework="pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    """The shapes in one file. Cached until it changes: all tensors of a shard ask for them."""
+    if path.endswith(".safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    try:
+        tensors = torch.load(path, map_location="meta", mmap=True, weights_only=True)
+    except Exception:  # an old pickle that cannot be mapped: mergekit's own check stands
+        return {}
+    tensors = tensors.get("state_dict", tensors)
+    return {name: tuple(t.shape) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
