@@ -9,7 +9,7 @@ from matrices import HETEROGENEOUS, family
 from reference import naive_ace, naive_mean, task_vector_error
 
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix
-from mergekit_ace.algebra import ace
+from mergekit_ace.algebra import ace, blocks
 
 SHAPES = [(24, 24), (16, 60), (60, 16), (2, 30), (30, 1), (7, 5)]
 
@@ -31,6 +31,19 @@ def test_against_the_reference(rng, size, shape, scales, dtype):
     bar = 5e-5 if dtype == "float32" else 1e-9
     assert task_vector_error(merged, naive_ace(base, experts), base) <= bar
     assert record.heterogeneous == (scales is not None)
+
+
+@pytest.mark.parametrize("shape", [(60, 16), (16, 60), (30, 30)])
+@pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["homogeneous", "heterogeneous"])
+@pytest.mark.parametrize("block", [1, 130])
+def test_blocks_change_nothing_but_rounding(rng, monkeypatch, shape, scales, block):
+    base, experts = family(rng, *shape, 3, scales=scales)
+    options = AceOptions(compute_dtype="float64")
+    expected, _ = merge_matrix(base, experts, options=options)
+    monkeypatch.setattr(blocks, "BLOCK_ENTRIES", block)
+    merged, record = merge_matrix(base, experts, options=options)
+    assert record.refined == (scales is not None)
+    assert task_vector_error(merged, expected, base) <= 1e-10
 
 
 @pytest.mark.parametrize("normalization", ["auto", "always", "never"])

@@ -7,14 +7,17 @@ import pytest
 import torch
 from matrices import HETEROGENEOUS, family
 
-from mergekit_ace.algebra.covariance import sum_covariances
+from mergekit_ace.algebra import blocks as row_blocks
+from mergekit_ace.algebra.covariance import add_ridge_terms, sum_covariances
 from mergekit_ace.algebra.options import AceOptions
 from mergekit_ace.algebra.task_vectors import select_active
 
 
 @pytest.mark.parametrize("shape", [(12, 30), (30, 12), (12, 12)])
 @pytest.mark.parametrize("normalized", [True, False])
-def test_sums_against_their_definitions(rng, shape, normalized):
+@pytest.mark.parametrize("block", [1, 100, 2**26])
+def test_sums_against_their_definitions(rng, monkeypatch, block, shape, normalized):
+    monkeypatch.setattr(row_blocks, "BLOCK_ENTRIES", block)
     base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS)
     weights = [2.0, 1.0, 3.0]
     active = select_active(base, experts, weights, torch.float64)
@@ -39,8 +42,11 @@ def test_sums_against_their_definitions(rng, shape, normalized):
         want["total"] += delta
         want["mean_product"] += s @ mean
         ridge += eps
+    ridged = want.pop("ridged")
     for name, value in want.items():
         torch.testing.assert_close(getattr(got, name), value, msg=name)
+    numerator = add_ridge_terms(got, base, active)
+    torch.testing.assert_close(numerator, want["product"] + ridged)
     assert got.ridge == pytest.approx(ridge)
     assert got.tasks == 3
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mergekit_ace.algebra.spectrum import isotropic_component
+from mergekit_ace.algebra.spectrum import WeakDirectionsError, blur, isotropic_component
 
 
 @pytest.mark.parametrize("shape", [(20, 30), (30, 20), (20, 20)])
 @pytest.mark.parametrize("rank", [1, 6, 20])
 def test_equals_the_full_decomposition(rng, shape, rank):
     matrix = torch.randn(shape, generator=rng, dtype=torch.float64)
-    component, strength = isotropic_component(matrix, rank)
+    component, strength = isotropic_component(matrix.clone(), rank)
     u, sigma, vh = torch.linalg.svd(matrix, full_matrices=False)
     assert strength == pytest.approx(float(sigma[:rank].mean()), rel=1e-12)
     torch.testing.assert_close(component, strength * (u[:, :rank] @ vh[:rank]))
@@ -22,18 +22,42 @@ def test_a_spiked_spectrum(rng):
     u, _ = torch.linalg.qr(torch.randn(40, 40, generator=rng, dtype=torch.float64))
     v, _ = torch.linalg.qr(torch.randn(40, 40, generator=rng, dtype=torch.float64))
     matrix = u * torch.logspace(0, -5, 40, dtype=torch.float64) @ v.T
-    component, strength = isotropic_component(matrix, 30)
+    component, strength = isotropic_component(matrix.clone(), 30)
     torch.testing.assert_close(component / strength, u[:, :30] @ v[:, :30].T, rtol=0, atol=1e-6)
 
 
 def test_directions_that_do_not_exist_are_not_invented(rng):
     """F of rank 3, refined with k = 8: five directions of a full SVD would be arbitrary."""
-    left = torch.randn(20, 3, generator=rng)
-    matrix = left @ torch.randn(3, 25, generator=rng)
-    component, strength = isotropic_component(matrix, 8)
+    left = torch.randn(20, 3, generator=rng, dtype=torch.float64)
+    matrix = left @ torch.randn(3, 25, generator=rng, dtype=torch.float64)
+    component, strength = isotropic_component(matrix.clone(), 8)
     assert torch.linalg.matrix_rank(component, rtol=1e-3) == 3
     sigma = torch.linalg.svdvals(matrix)
     assert strength == pytest.approx(float(sigma[:3].sum() / 8), rel=1e-4)
+
+
+def test_refuses_directions_that_the_error_hides(rng):
+    matrix = torch.diag(torch.tensor([1.0, 0.5, 0.01, 0.001])) @ torch.randn(4, 9, generator=rng)
+    isotropic_component(matrix.clone(), 2, error=1e-6)
+    isotropic_component(matrix.clone(), 4)
+    with pytest.raises(WeakDirectionsError):
+        isotropic_component(matrix, 4, error=1e-6)
+
+
+@pytest.mark.parametrize("decay", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("shape", [(12, 40), (40, 40), (60, 15)])
+def test_blur_is_the_size_of_the_error(rng, shape, decay):
+    u, sigma, vh = torch.linalg.svd(
+        torch.randn(shape, generator=rng, dtype=torch.float64), full_matrices=False
+    )
+    sigma = 10 ** -torch.linspace(0, decay, len(sigma), dtype=torch.float64)
+    matrix = u * sigma @ vh
+    expected, _ = isotropic_component(matrix.clone(), 4)
+    noise = torch.randn(shape, generator=rng, dtype=torch.float64)
+    noise *= 1e-6 * matrix.norm() / noise.norm()
+    got, _ = isotropic_component(matrix + noise, 4)
+    estimate = blur((sigma**2).flip(0), 4, max(shape), 1e-6)
+    assert estimate / 5 < (got - expected).norm() / expected.norm() < estimate * 2
 
 
 def test_a_zero_matrix_has_no_directions():

@@ -19,12 +19,16 @@ from mergekit_ace.algebra.closed_form import (
     solve,
     structural_prior,
 )
-from mergekit_ace.algebra.covariance import sum_covariances
+from mergekit_ace.algebra.covariance import add_ridge_terms, sum_covariances
 from mergekit_ace.algebra.heterogeneity import Heterogeneity, measure_heterogeneity
 from mergekit_ace.algebra.mean import merge_mean, merge_trivial
 from mergekit_ace.algebra.options import AceOptions
 from mergekit_ace.algebra.records import MatrixRecord
-from mergekit_ace.algebra.spectrum import covariance_residual, isotropic_component
+from mergekit_ace.algebra.spectrum import (
+    WeakDirectionsError,
+    covariance_residual,
+    isotropic_component,
+)
 from mergekit_ace.algebra.task_vectors import ActiveExperts, select_active
 
 # Below this much work (multiplications of one Gram product) float64 costs milliseconds on anything.
@@ -76,7 +80,7 @@ def merge_matrix(
     if active.dtype == torch.float32 and not small:
         try:
             return _merge(base, active, options, plan, torch.float32)
-        except IllConditionedError:
+        except (IllConditionedError, WeakDirectionsError):
             pass  # float64 has nine digits more
     return _merge(base, active, options, plan, torch.float64)
 
@@ -95,6 +99,11 @@ def _plan(active: ActiveExperts, shape: Sequence[int], options: AceOptions) -> _
     )
 
 
+def _float32_error(condition: float) -> float:
+    """Relative error of a float32 F = R + X, as seen: a few roundings, and those of the solve."""
+    return 3e-7 + 1e-7 * condition
+
+
 def _merge(
     base: Tensor, active: ActiveExperts, options: AceOptions, plan: _Plan, dtype: torch.dtype
 ) -> tuple[Tensor, MatrixRecord]:
@@ -108,13 +117,15 @@ def _merge(
     if options.structural_prior:
         mean_tau = math.fsum(active.tau) / len(active.tau) if plan.normalized else None
         prior = structural_prior(sums.covariance, mean_tau)
+    residual = covariance_residual(sums) if plan.rank > 0 else None
     factor = factorize(sums.covariance, sums.ridge)
-    merged = solve(factor, sums.product + sums.ridged, prior)
+    merged = solve(factor, add_ridge_terms(sums, base, active), prior)
     sigma_iso = None
-    if plan.rank > 0:
-        component, sigma_iso = isotropic_component(covariance_residual(sums) + merged, plan.rank)
-        merged = merged + component
-        sigma_iso *= sums.unit
+    if residual is not None:
+        error = _float32_error(factor.condition) if dtype == torch.float32 else 0.0
+        component, strength = isotropic_component(residual.add_(merged), plan.rank, error)
+        merged.add_(component)
+        sigma_iso = strength * sums.unit
     record = MatrixRecord(
         rule="ace",
         weight=active.spread(active.weights, 0.0),
@@ -130,4 +141,4 @@ def _merge(
         condition=factor.condition,
         precision=str(dtype).removeprefix("torch."),
     )
-    return base.to(dtype).add(merged, alpha=options.scale * sums.unit), record
+    return merged.mul_(options.scale * sums.unit).add_(base), record

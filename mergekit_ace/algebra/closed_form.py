@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mergekit_ace.algebra.blocks import blocks
+
 # The relative error of a solve is at most about 2e-7 (float32) or 4e-16 (float64) times the
 # condition number: beyond these limits it could exceed 5e-5, and 4e-4 in the last resort.
 CONDITION_LIMIT = {torch.float32: 250.0, torch.float64: 1e12}
@@ -55,19 +57,18 @@ def factorize(covariance: Tensor, ridge: float) -> Factor:
     """Factor A = S + ε̄ I.
 
     Args:
-        covariance: S, (i, i), symmetric and positive semidefinite; left as it is.
+        covariance: S, (i, i), symmetric and positive semidefinite; overwritten by A.
         ridge: ε̄ ≥ 0.
 
     Raises:
         IllConditionedError: A has no Cholesky factor, or a condition number beyond
             `CONDITION_LIMIT` of its dtype.
     """
-    system = covariance.clone()
-    system.diagonal().add_(ridge)
-    lower, info = torch.linalg.cholesky_ex(system)
+    covariance.diagonal().add_(ridge)
+    lower, info = torch.linalg.cholesky_ex(covariance)
     if int(info) != 0:
         raise IllConditionedError(float("inf"))
-    condition = estimate_condition(system, lower)
+    condition = estimate_condition(covariance, lower)
     if not condition <= CONDITION_LIMIT[lower.dtype]:  # NaN, too, is no answer
         raise IllConditionedError(condition)
     return Factor(lower, condition)
@@ -92,16 +93,17 @@ def solve(factor: Factor, numerator: Tensor, prior: Tensor | None) -> Tensor:
 
     Args:
         factor: of A, (i, i).
-        numerator: B, (o, i).
+        numerator: B, (o, i); overwritten by X and returned.
         prior: c, (i,), or None.
     """
-    solution = factor.solve(numerator.mT).mT
+    for rows in blocks(*numerator.shape):
+        numerator[rows] = factor.solve(numerator[rows].mT).mT
     if prior is None:
-        return solution
+        return numerator
     sides = torch.stack([torch.ones_like(prior), prior], dim=1)
     inverse_ones, inverse_prior = factor.solve(sides).unbind(dim=1)
-    shift = solution.sum(dim=1) / (1 + prior @ inverse_ones)
-    return solution - torch.outer(shift, inverse_prior)
+    shift = numerator.sum(dim=1) / (1 + prior @ inverse_ones)
+    return numerator.addr_(shift, inverse_prior, alpha=-1)
 
 
 def estimate_condition(matrix: Tensor, lower: Tensor, steps: int = 6) -> float:

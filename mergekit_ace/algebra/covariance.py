@@ -5,9 +5,9 @@ With C_t the column-centred task vector and G_t = C_tᵀC_t, the estimate is S_t
 s_t = w_t, or w_t / tr(G_t) when normalised. The sums that the closed form and the refinement need
 are collected in one pass over the experts, one centred task vector at a time:
 
-    S = Σ S_t,  H = Σ C_t S_t,  E = Σ ε_t C_t,  D = Σ Δ_t,  m = Σ S_t μ_t,  ε̄ = Σ ε_t
+    S = Σ S_t,  H = Σ C_t S_t,  D = Σ Δ_t,  m = Σ S_t μ_t,  ε̄ = Σ ε_t
 
-C_t S_t goes through the smaller of C_tᵀC_t and C_t C_tᵀ.
+C_t S_t goes through the smaller of C_tᵀC_t and C_t C_tᵀ, and tall matrices through blocks of rows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mergekit_ace.algebra.centred import CentredTaskVector
 from mergekit_ace.algebra.options import AceOptions
-from mergekit_ace.algebra.task_vectors import ActiveExperts, squared_norm, task_vector
+from mergekit_ace.algebra.task_vectors import ActiveExperts, squared_norm
 
 
 @dataclass
@@ -32,26 +33,32 @@ class CovarianceSums:
     Attributes:
         covariance: S, (i, i).
         product: H, (o, i).
-        ridged: E, (o, i).
         total: D, (o, i); only where the refinement needs it.
         mean_product: m, (i,); only where the refinement needs it.
         unit: the scale that the task vectors were divided by.
-        covariance_unit: what S_t and ε̄ are measured in: unit², or 1 where S_t is normalised.
-        ridge: ε̄, so that A = S + ε̄ I.
-        epsilon: ε_t per expert as Eqs. 9-10 define it, in the base's unit; 0 for one left out.
+        covariance_unit: what S_t and ε_t are measured in: unit², or 1 where S_t is normalised.
+        ridges: ε_t per expert; 0 for one left out.
         tasks: how many experts entered the sums.
     """
 
     covariance: Tensor
     product: Tensor
-    ridged: Tensor
     total: Tensor | None
     mean_product: Tensor | None
     unit: float
     covariance_unit: float
-    ridge: float = 0.0
-    epsilon: list[float] = field(default_factory=list)
+    ridges: list[float] = field(default_factory=list)
     tasks: int = 0
+
+    @property
+    def ridge(self) -> float:
+        """ε̄ = Σ ε_t, so that A = S + ε̄ I."""
+        return math.fsum(self.ridges)
+
+    @property
+    def epsilon(self) -> tuple[float, ...]:
+        """ε_t per expert as Eqs. 9-10 define it, in the base's unit."""
+        return tuple(ridge * self.covariance_unit for ridge in self.ridges)
 
 
 def sum_covariances(
@@ -79,18 +86,25 @@ def sum_covariances(
     sums = _empty_sums(base, active, normalized, refined, dtype)
     noise = (8 * torch.finfo(active.dtype).eps) ** 2
     for expert, weight, tau in zip(active.experts, active.weights, active.tau, strict=True):
-        delta = task_vector(expert, base, active.dtype).to(dtype).div_(sums.unit)
-        mean = delta.mean(dim=0)
-        centred = delta.sub_(mean)
-        trace = squared_norm(centred)  # tr(G_t) without forming G_t; in units of unit²
+        task = CentredTaskVector(expert, base, sums.unit, active.dtype, dtype)
+        trace = math.fsum(squared_norm(block) for _, block in task.blocks())  # tr(G_t), unit²
         if normalized and trace <= noise * tau / sums.unit**2:
-            sums.epsilon.append(0.0)
+            sums.ridges.append(0.0)
             continue
         scale = weight / trace if normalized else weight
-        ridge = weight * _ridge(options, trace, base.shape[1], sums.unit, normalized)
-        _add_task(sums, centred, mean, scale, ridge)
-        sums.epsilon.append(ridge * sums.covariance_unit)
+        sums.ridges.append(weight * _ridge(options, trace, base.shape[1], sums.unit, normalized))
+        _add_task(sums, task, scale)
     return sums
+
+
+def add_ridge_terms(sums: CovarianceSums, base: Tensor, active: ActiveExperts) -> Tensor:
+    """The numerator of Eq. 14, B = Σ_t C_t (S_t + ε_t I) = H + Σ ε_t C_t, (o, i), in H's place."""
+    for expert, ridge in zip(active.experts, sums.ridges, strict=True):
+        if ridge > 0:
+            task = CentredTaskVector(expert, base, sums.unit, active.dtype, sums.product.dtype)
+            for rows, centred in task.blocks():
+                sums.product[rows].add_(centred, alpha=ridge)
+    return sums.product
 
 
 def _empty_sums(
@@ -102,7 +116,6 @@ def _empty_sums(
     return CovarianceSums(
         covariance=torch.zeros(columns, columns, **new),
         product=torch.zeros(rows, columns, **new),
-        ridged=torch.zeros(rows, columns, **new),
         total=torch.zeros(rows, columns, **new) if refined else None,
         mean_product=torch.zeros(columns, **new) if refined else None,
         unit=unit,
@@ -123,21 +136,22 @@ def _ridge(options: AceOptions, trace: float, columns: int, unit: float, normali
     return options.epsilon / unit**2 / (trace if normalized else 1.0)
 
 
-def _add_task(
-    sums: CovarianceSums, centred: Tensor, mean: Tensor, scale: float, ridge: float
-) -> None:
-    """Add one expert's C_t, (o, i), to the sums."""
-    rows, columns = centred.shape
-    if rows < columns:
+def _add_task(sums: CovarianceSums, task: CentredTaskVector, scale: float) -> None:
+    """Add one expert to S and H, and where they are collected to D and m."""
+    rows, columns = sums.product.shape
+    if rows >= columns:
+        gram = torch.zeros_like(sums.covariance)
+        for _, centred in task.blocks():
+            gram.addmm_(centred.mT, centred)
+        sums.covariance.add_(gram, alpha=scale)
+        for block, centred in task.blocks():
+            sums.product[block].addmm_(centred, gram, alpha=scale)
+    else:  # C_t (C_tᵀ C_t) = (C_t C_tᵀ) C_t, through the smaller square
+        ((_, centred),) = task.blocks()
         sums.product.addmm_(centred @ centred.mT, centred, alpha=scale)
         sums.covariance.addmm_(centred.mT, centred, alpha=scale)
-    else:
-        gram = centred.mT @ centred
-        sums.product.addmm_(centred, gram, alpha=scale)
-        sums.covariance.add_(gram, alpha=scale)
-    sums.ridged.add_(centred, alpha=ridge)
     if sums.total is not None and sums.mean_product is not None:
-        sums.total.add_(centred).add_(mean)
-        sums.mean_product.add_(centred.mT @ (centred @ mean), alpha=scale)
-    sums.ridge += ridge
+        for block, centred in task.blocks():
+            sums.total[block].add_(centred).add_(task.mean)
+            sums.mean_product.add_(centred.mT @ (centred @ task.mean), alpha=scale)
     sums.tasks += 1

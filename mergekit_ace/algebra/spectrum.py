@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mergekit_ace.algebra.blocks import blocks
 from mergekit_ace.algebra.covariance import CovarianceSums
 
 
@@ -21,25 +22,37 @@ def covariance_residual(sums: CovarianceSums) -> Tensor:
     hence R = H + 1 mᵀ − D (S + ε̄ I)/T: one product, and no second pass over the experts.
 
     Args:
-        sums: with ``total`` and ``mean_product`` collected.
+        sums: with ``total`` and ``mean_product`` collected; ``total`` is overwritten by R.
     """
-    assert sums.total is not None
-    assert sums.mean_product is not None
-    residual = sums.product + sums.mean_product
-    residual.addmm_(sums.total, sums.covariance, alpha=-1 / sums.tasks)
-    residual.sub_(sums.total, alpha=sums.ridge / sums.tasks)
-    return residual.mul_(sums.covariance_unit)  # S_t in the base's unit, which F = R + X depends on
+    total, mean_product = sums.total, sums.mean_product
+    assert total is not None
+    assert mean_product is not None
+    for rows in blocks(*total.shape):
+        residual = sums.product[rows] + mean_product
+        residual.addmm_(total[rows], sums.covariance, alpha=-1 / sums.tasks)
+        residual.sub_(total[rows], alpha=sums.ridge / sums.tasks)
+        # S_t in the base's unit: R is cubic in it and X linear, so F = R + X depends on it
+        total[rows] = residual.mul_(sums.covariance_unit)
+    return total
 
 
-def isotropic_component(matrix: Tensor, rank: int) -> tuple[Tensor, float]:
+BLUR_LIMIT = 5e-5
+
+
+class WeakDirectionsError(ValueError):
+    """The error of F would show in its leading directions by more than `BLUR_LIMIT`."""
+
+
+def isotropic_component(matrix: Tensor, rank: int, error: float = 0.0) -> tuple[Tensor, float]:
     """σ_iso U_k V_kᵀ of F, and σ_iso (Eqs. 17-18).
 
     Args:
-        matrix: F, (o, i).
+        matrix: F, (o, i); overwritten by the component and returned.
         rank: k, 1 ≤ k ≤ min(o, i).
+        error: relative error of F, where the caller has a more exact one to fall back to; else 0.
 
-    Returns:
-        The component, (o, i), in F's dtype, and σ_iso.
+    Raises:
+        WeakDirectionsError: that error would show in the result, by its `blur`.
 
     The Gram matrix squares F's condition number, so it is formed and decomposed in float64.
     Directions below the rounding error of F are not its own but noise: they count in σ_iso with
@@ -47,18 +60,44 @@ def isotropic_component(matrix: Tensor, rank: int) -> tuple[Tensor, float]:
     there, which the paper's formula would add at full strength).
     """
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT  # (m, n), m ≤ n
-    exact = wide.to(torch.float64)
-    values, vectors = torch.linalg.eigh(exact @ exact.mT)  # ascending
+    gram = torch.zeros(wide.shape[0], wide.shape[0], dtype=torch.float64, device=wide.device)
+    for columns in blocks(*wide.shape[::-1]):
+        exact = wide[:, columns].to(torch.float64)
+        gram.addmm_(exact, exact.mT)
+    values, vectors = torch.linalg.eigh(gram)  # ascending
+    if error > 0 and blur(values, rank, wide.shape[1], error) > BLUR_LIMIT:
+        raise WeakDirectionsError("directions too weak, or too close to the next")
     singular = values[-rank:].clamp(min=0).sqrt()
     strength = float(singular.mean())
-    kept = singular > _noise_floor(matrix) * singular[-1]
+    # what the Gram matrix, which squares σ, cannot tell from zero in float64
+    noise = (wide.shape[0] * torch.finfo(torch.float64).eps) ** 0.5
+    kept = singular > noise * singular[-1]
     leading = vectors[:, -rank:][:, kept]
-    directions = (leading / singular[kept]) @ (leading.mT @ exact)
-    component = directions.mul_(strength).to(matrix.dtype)
-    return (component if wide is matrix else component.mT), strength
+    scaled = leading * (strength / singular[kept])
+    for columns in blocks(*wide.shape[::-1]):
+        exact = wide[:, columns].to(torch.float64)
+        wide[:, columns] = scaled @ (leading.mT @ exact)
+    return matrix, strength
 
 
-def _noise_floor(matrix: Tensor) -> float:
-    """σ/σ_1 below which a direction is rounding error: of the Gram matrix, or of F's entries."""
-    gram = (min(matrix.shape) * torch.finfo(torch.float64).eps) ** 0.5
-    return max(gram, 32 * torch.finfo(matrix.dtype).eps)
+def blur(eigenvalues: Tensor, rank: int, columns: int, error: float) -> float:
+    """Estimated relative error of U_k V_kᵀ when F has the relative error `error`.
+
+    To first order, noise of standard deviation s in the entries moves U_k V_kᵀ, whose norm is √k,
+    by s·√((m + n) Σ_{j≤k} 1/σ_j² + 2/(σ_k − σ_{k+1})²): weak directions turn, and the last one
+    mixes with the first one that is left out.
+
+    Args:
+        eigenvalues: of the Gram matrix, (m,), ascending: σ².
+        rank: k.
+        columns: n, F being (m, n) or its transpose.
+        error: ‖δF‖_F/‖F‖_F.
+    """
+    rows = len(eigenvalues)
+    squares = eigenvalues.clamp(min=0)
+    sigma = squares.sqrt()
+    noise = error * float(squares.sum() / (rows * columns)) ** 0.5
+    turned = (rows + columns) * float(sigma[-rank:].pow(-2).mean())
+    gap = float(sigma[-rank] - sigma[-rank - 1]) if rank < rows else float("inf")
+    mixed = 2 / rank / gap**2 if gap > 0 else float("inf")
+    return noise * (turned + mixed) ** 0.5 if noise > 0 else 0.0

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from mergekit_ace.algebra.blocks import blocks
 
 T = TypeVar("T")
 
@@ -77,7 +80,7 @@ def select_active(
         OverflowError: the squared norm of a task vector does not fit `dtype`'s or float64's range.
     """
     dtype = torch.promote_types(dtype, base.dtype)
-    tau = tuple(squared_norm(task_vector(expert, base, dtype)) for expert in experts)
+    tau = tuple(_squared_difference(expert, base, dtype) for expert in experts)
     for position, value in enumerate(tau):
         if not value < float("inf"):
             raise OverflowError(
@@ -97,4 +100,15 @@ def select_active(
         all_tau=tau,
         positions=positions,
         dtype=dtype,
+    )
+
+
+def _squared_difference(expert: Tensor, base: Tensor, dtype: torch.dtype) -> float:
+    """τ = ‖W − W0‖_F², in blocks along the first axis."""
+    if base.ndim == 0:
+        return squared_norm(task_vector(expert, base, dtype))
+    width = math.prod(base.shape[1:])
+    return math.fsum(
+        squared_norm(task_vector(expert[rows], base[rows], dtype))
+        for rows in blocks(base.shape[0], width)
     )

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of rows or columns, so that a tall matrix never exists twice in the compute dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+BLOCK_ENTRIES = 2**26  # 256 MiB in float32: large enough for full speed, small beside an embedding
+
+
+def blocks(length: int, width: int) -> Iterator[slice]:
+    """Slices of 0…length, each with about `BLOCK_ENTRIES` entries when every item has `width`."""
+    step = max(1, BLOCK_ENTRIES // max(1, width))
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
