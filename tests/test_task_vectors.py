@@ -17,8 +17,15 @@ def test_bfloat16_differences_are_exact():
     assert not torch.equal((expert - base).double(), delta.double())
 
 
-def test_squared_norm_does_not_overflow_float32():
-    assert squared_norm(torch.full((100,), 1e30)) == pytest.approx(1e62, rel=1e-6)
+@pytest.mark.parametrize("size", [1e-30, 1e-15, 1.0, 1e15, 1e30])
+@pytest.mark.parametrize("shape", [(100,), (10, 10), (2, 5, 10)])
+def test_squared_norm_in_and_out_of_the_range_of_float32(size, shape):
+    assert squared_norm(torch.full(shape, size)) == pytest.approx(100 * size**2, rel=1e-6)
+    mixed = torch.full(shape, size * 1e-20)
+    mixed.view(-1)[0] = size
+    expected = float(mixed.double().square().sum())
+    assert squared_norm(mixed) == pytest.approx(expected, rel=1e-6)
+    assert squared_norm(torch.zeros(shape)) == 0
 
 
 def test_weights_are_rescaled_over_the_active_experts_only():

@@ -39,7 +39,8 @@ class CentredTaskVector:
         total = torch.zeros(columns, dtype=torch.float64, device=base.device)
         for block in self._ranges:
             delta = self._delta(block)
-            total += delta.sum(dim=0, dtype=torch.float64)
+            for part in delta.split(1024):  # short sums in float32, long ones in float64
+                total += part.sum(dim=0)
         self.mean = (total / rows).to(dtype)
         self._whole = delta.sub_(self.mean) if len(self._ranges) == 1 else None
 
