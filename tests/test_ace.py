@@ -29,6 +29,8 @@ def test_against_the_reference(rng, size, shape, scales, dtype):
     base, experts = family(rng, *shape, 3, scales=scales)
     merged, record = merge_matrix(base, experts, options=AceOptions(compute_dtype=dtype))
     bar = 5e-5 if dtype == "float32" else 1e-9
+    if record.precision == "float32":
+        bar = max(bar, 2e-7 * record.condition)
     assert task_vector_error(merged, naive_ace(base, experts), base) <= bar
     assert record.heterogeneous == (scales is not None)
 
@@ -101,7 +103,7 @@ def test_ill_conditioned_large_matrices_turn_to_float64(rng, monkeypatch):
     base, experts = family(rng, 48, 200, 2, noise=1.0)
     merged, record = merge_matrix(base, experts)
     assert record.precision == "float64"
-    assert record.condition > 250
+    assert record.condition > 2e3
     assert task_vector_error(merged, naive_ace(base, experts), base) <= 5e-5
 
 
