@@ -119,9 +119,9 @@ def test_lora_adapters(tmp_path, mergekit_yaml):
         adapted.merge_and_unload().save_pretrained(experts[-1])
     config = ace_config([base, *(f"{base}+{adapter}" for adapter in adapters)])
     out = mergekit_yaml(config, "--lora-merge-cache", str(tmp_path / "cache"))
-    check_merge_of_frozen = checkpoint(out)
+    merged = checkpoint(out)
     for name, tensor in checkpoint(base).items():
-        got = check_merge_of_frozen[name]
+        got = merged[name]
         if "v_proj" in name:  # both adapters
             parts = [checkpoint(expert)[name] for expert in experts]
             assert task_vector_error(got, naive_tensor(tensor, parts), tensor) <= 5e-5

@@ -10,8 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from dictionaries import NEW_LANGUAGES, OLD_LANGUAGES, encode, make_dictionaries, make_tokenizer
-from dictionaries import random_lines as lines_of
+from dictionaries import (
+    NEW_LANGUAGES,
+    OLD_LANGUAGES,
+    encode,
+    make_dictionaries,
+    make_tokenizer,
+    random_lines,
+)
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -76,9 +82,9 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: R
     model.train()
     bar = tqdm(range(recipe.steps), desc=f"training {name:>6}", unit="step")
     for _ in bar:
-        lines = lines_of(old, recipe.batch - new_lines, rng)
+        lines = random_lines(old, recipe.batch - new_lines, rng)
         if recipe.new:
-            lines += lines_of([dictionaries[recipe.new]], new_lines, rng)
+            lines += random_lines([dictionaries[recipe.new]], new_lines, rng)
         ids, labels = encode(lines, tokenizer)
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()

@@ -20,6 +20,7 @@ class CentredTaskVector:
 
     Attributes:
         mean: μ_t, (i,), the column means of Δ_t.
+        tall: o ≥ i; otherwise there is a single block.
     """
 
     def __init__(
@@ -35,7 +36,8 @@ class CentredTaskVector:
         self._expert, self._base = expert, base
         self._unit, self._formed, self._dtype = unit, formed, dtype
         rows, columns = base.shape
-        self._ranges = list(blocks(rows, columns)) if rows >= columns else [slice(0, rows)]
+        self.tall = rows >= columns
+        self._ranges = list(blocks(rows, columns)) if self.tall else [slice(0, rows)]
         total = torch.zeros(columns, dtype=torch.float64, device=base.device)
         for block in self._ranges:
             delta = self._delta(block)

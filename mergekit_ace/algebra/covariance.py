@@ -138,8 +138,7 @@ def _ridge(options: AceOptions, trace: float, columns: int, unit: float, normali
 
 def _add_task(sums: CovarianceSums, task: CentredTaskVector, scale: float) -> None:
     """Add one expert to S and H, and where they are collected to D and m."""
-    rows, columns = sums.product.shape
-    if rows >= columns:
+    if task.tall:
         gram = torch.zeros_like(sums.covariance)
         for _, centred in task.blocks():
             gram.addmm_(centred.mT, centred)

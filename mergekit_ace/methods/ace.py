@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.closed_form import IllConditionedError
 from mergekit_ace.algebra.layouts import merge_tensor, resolve_layout
-from mergekit_ace.algebra.options import AceOptions, Layout
+from mergekit_ace.algebra.options import AceOptions
 from mergekit_ace.algebra.records import TensorRecord
 from mergekit_ace.methods.architecture import is_transposed
 from mergekit_ace.methods.parameters import (
@@ -112,8 +112,7 @@ class AceMerge(GroupMergeMethod):
                     parameters["layout"],
                     name,
                     base.tensor.ndim,
-                    transposed=_needs_architecture(parameters["layout"], base.tensor.ndim)
-                    and is_transposed(base.id, name),
+                    transposed=is_transposed(base.id, name),
                 ),
             )
         except (IllConditionedError, OverflowError, torch.linalg.LinAlgError) as error:
@@ -135,18 +134,14 @@ def _options(parameters: dict[str, Any]) -> AceOptions:
     )
 
 
-def _needs_architecture(layout: Layout, ndim: int) -> bool:
-    return layout == "auto" and ndim in (2, 3)
-
-
 def _check_shapes_in_memory(group: TensorGroup) -> None:
     """Like `check_shapes`, for tensors that have no header."""
     base = group.base
     for entry in group.non_base if base is not None else ():
         shape, expected = tuple(entry.tensor.shape), tuple(base.tensor.shape)
         if shape != expected:
-            name = group.metadata.name
-            raise ValueError(shape_mismatch(name, entry.id, shape, base.id, expected))
+            message = shape_mismatch(group.metadata.name, entry.id, shape, base.id, expected)
+            raise ValueError(f"ace: {message}")
 
 
 def _check_finite(group: TensorGroup) -> None:

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mergekit.common import ModelReference
     from transformers import PretrainedConfig, PreTrainedModel
 
 LOG = logging.getLogger(__name__)
@@ -49,11 +50,8 @@ def is_transposed(model: Hashable, tensor_name: str | None) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _transposed_templates(model: object) -> frozenset[str]:
+def _transposed_templates(model: ModelReference) -> frozenset[str]:
     """Names of the transposed weights, layer numbers replaced and the model's prefix removed."""
-    from mergekit.common import ModelReference
-
-    assert isinstance(model, ModelReference)
     if os.path.isfile(model.model.path):  # mergekit-pytorch: bare tensors, no architecture
         return frozenset()
     try:
@@ -67,14 +65,12 @@ def _transposed_templates(model: object) -> frozenset[str]:
         return frozenset()
 
 
-def _read_templates(model: object) -> frozenset[str]:
+def _read_templates(model: ModelReference) -> frozenset[str]:
     """Instantiate the architecture on the meta device: names and types, no memory."""
     from accelerate import init_empty_weights
-    from mergekit.common import ModelReference
     from mergekit.io.tasks import LoaderCache
     from transformers.pytorch_utils import Conv1D
 
-    assert isinstance(model, ModelReference)
     trust = LoaderCache().trust_remote_code
     config = model.config(trust_remote_code=trust)
     with init_empty_weights(include_buffers=True):

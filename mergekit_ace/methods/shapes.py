@@ -53,16 +53,16 @@ def check_shapes(tensor_name: str, models: Sequence[Hashable], base: Hashable) -
             continue
         message = shape_mismatch(tensor_name, model, shape, base, expected)
         if not _in_another_layer(model, tensor_name, expected):
-            raise RuntimeError(message)
-        _warn_once(message.removeprefix("ace: "))
+            raise RuntimeError(f"ace: {message}")
+        _warn_once(message)
 
 
 def shape_mismatch(
     tensor_name: str | None, model: Hashable, shape: Shape, base: Hashable, expected: Shape
 ) -> str:
-    """The message for a tensor of another shape than the base's."""
+    """What to say of a tensor of another shape than the base's."""
     return (
-        f"ace: tensor {tensor_name} has shape {shape} in {model}, but {expected} in the base "
+        f"tensor {tensor_name} has shape {shape} in {model}, but {expected} in the base "
         f"model {base}. Experts must be fine-tuned from this base model: replace or remove "
         f"{model}, or set base_model to the one that it comes from. (Heads that take no part: "
         "read the models without them by override_architecture.)"
