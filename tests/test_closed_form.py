@@ -1,16 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The closed form in each of its forms, against definitions."""
+
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
+from matrices import HETEROGENEOUS, family
 
+from mergekit_ace.algebra import blocks
 from mergekit_ace.algebra.closed_form import (
     IllConditionedError,
-    estimate_condition,
     factorize,
-    solve,
-    structural_prior,
+    inverse_norm,
+    largest_eigenvalue,
+    prior_row,
+    smallest_eigenvalue,
+    tolerance,
 )
+from mergekit_ace.algebra.covariance import estimate_covariances
+from mergekit_ace.algebra.dual import solve_dual
+from mergekit_ace.algebra.options import AceOptions
+from mergekit_ace.algebra.primal import solve_primal
+from mergekit_ace.algebra.tall import solve_tall
+from mergekit_ace.algebra.task_vectors import select_active
+
+SOLVERS = {"primal": solve_primal, "tall": solve_tall, "dual": solve_dual}
 
 
 def spd(rng: torch.Generator, size: int, condition: float) -> torch.Tensor:
@@ -20,36 +36,108 @@ def spd(rng: torch.Generator, size: int, condition: float) -> torch.Tensor:
     return basis * condition**-exponents @ basis.T
 
 
-@pytest.mark.parametrize("with_prior", [False, True])
-def test_equals_a_general_solve(rng, with_prior):
-    covariance = spd(rng, 20, 1e3)
+def estimates(base, experts, weights, *, normalized, **options):
+    active = select_active(base, experts, weights, torch.float64)
+    options = AceOptions(compute_dtype="float64", **options)
+    return estimate_covariances(base, active, options, normalized=normalized, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("form", SOLVERS)
+@pytest.mark.parametrize("shape", [(9, 30), (30, 9), (12, 12), (10, 16), (2, 40)])
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("prior", [True, False])
+@pytest.mark.parametrize("block", [1, 100, 2**22])
+def test_x_and_f_against_their_definitions(rng, monkeypatch, form, shape, normalized, prior, block):
+    if form == "dual" and 3 * shape[0] >= shape[1]:
+        shape = (shape[0], 3 * shape[0] + 1)  # the dual form is for N < i
+    monkeypatch.setattr(blocks, "BLOCK_ENTRIES", block)
+    base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS)
+    weights = [2.0, 1.0, 3.0]
+    covariances = estimates(base, experts, weights, normalized=normalized, epsilon=0.01)
+    got = SOLVERS[form](covariances, prior=prior, refined=True)
+
+    columns = shape[1]
+    deltas = [e.double() - base.double() for e in experts]
+    means = [d.mean(dim=0) for d in deltas]
+    centred = [d - m for d, m in zip(deltas, means, strict=True)]
+    grams = [c.T @ c for c in centred]
+    norms = [float(g.trace()) if normalized else 1.0 for g in grams]
+    scales = [w / 2 / n for w, n in zip(weights, norms, strict=True)]
+    s = [scale * g for scale, g in zip(scales, grams, strict=True)]
+    ridged = [x + 0.01 * f * torch.eye(columns).double() for x, f in zip(s, scales, strict=True)]
+    system = sum(ridged)
+    mean_tau = sum(float(d.square().sum()) for d in deltas) / 3 if normalized else 1.0
+    common = sum(s).mean(dim=0) / mean_tau
+    full = system + torch.ones(columns, 1).double() * common if prior else system
+    numerator = sum(c @ r for c, r in zip(centred, ridged, strict=True))
+    x = torch.linalg.solve(full, numerator, left=False)
+    residual = sum(d @ (t - system / 3) for d, t in zip(deltas, s, strict=True))
+
+    assert (x - got.merged).norm() <= 1e-9 * x.norm()
+    f = residual + x
+    assert (f - got.target).norm() <= 1e-9 * f.norm()
+    condition = float(torch.linalg.cond(system))
+    assert condition / 2 <= got.condition <= condition * 1.01
+    assert got.error < 1e-9
+
+
+@pytest.mark.parametrize("form", SOLVERS)
+def test_without_refinement_there_is_no_target(rng, form):
+    base, experts = family(rng, 4, 20, 3)
+    covariances = estimates(base, experts, [1.0] * 3, normalized=False)
+    plain = SOLVERS[form](covariances, prior=True, refined=False)
+    full = SOLVERS[form](covariances, prior=True, refined=True)
+    assert plain.target is None
+    assert torch.equal(plain.merged, full.merged)
+
+
+@pytest.mark.parametrize("form", SOLVERS)
+def test_singular(rng, form):
+    base, experts = family(rng, 3, 20, 2)
+    covariances = estimates(base, experts, [1.0, 1.0], normalized=False, epsilon=0)
+    with pytest.raises(IllConditionedError, match="condition number") as caught:
+        SOLVERS[form](covariances, prior=True, refined=False)
+    assert caught.value.condition > 1e12
+
+
+@pytest.mark.parametrize("form", SOLVERS)
+def test_refuses_what_float32_would_spoil(rng, form):
+    base, experts = family(rng, 6, 40, 3, scales=[1.0, 10.0, 100.0], noise=1e-3)
+    active = select_active(base, experts, [1.0] * 3, torch.float32)
+    covariances = estimate_covariances(
+        base, active, AceOptions(epsilon=1e-9), normalized=False, dtype=torch.float32
+    )
+    with pytest.raises(IllConditionedError):
+        SOLVERS[form](covariances, prior=True, refined=False)
+
+
+def test_the_prior_is_sherman_and_morrison(rng):
+    system, common = spd(rng, 20, 1e3), torch.rand(20, generator=rng).double()
     numerator = torch.randn(7, 20, generator=rng, dtype=torch.float64)
-    prior = structural_prior(covariance, mean_tau=0.3) if with_prior else None
-    solution = solve(factorize(covariance.clone(), 0.01), numerator.clone(), prior)
-    full = covariance + 0.01 * torch.eye(20, dtype=torch.float64)
-    if with_prior:
-        full = full + torch.ones(20, 1).double() * covariance.mean(dim=0) / 0.3
-    expected = torch.linalg.solve(full, numerator, left=False)
-    torch.testing.assert_close(solution, expected, rtol=1e-9, atol=1e-9)
+    y = torch.linalg.solve(system, numerator, left=False)
+    got = y - torch.outer(y.sum(dim=1), prior_row(torch.linalg.cholesky(system), common))
+    full = system + torch.ones(20, 1).double() * common
+    torch.testing.assert_close(got, torch.linalg.solve(full, numerator, left=False))
 
 
 @pytest.mark.parametrize("condition", [1.0, 1e2, 1e5, 1e8])
-def test_condition_is_estimated_within_a_factor_of_two(rng, condition):
+def test_estimates_from_the_factor(rng, condition):
     system = spd(rng, 60, condition)
-    estimate = estimate_condition(system, torch.linalg.cholesky(system))
+    lower = factorize(system.clone())
+    torch.testing.assert_close(lower, torch.linalg.cholesky(system))
+    estimate = largest_eigenvalue(lower) / smallest_eigenvalue(lower)
     assert condition / 2 <= estimate <= condition * 1.01
+    exact = float(torch.linalg.inv(system).norm()) / 60**0.5
+    assert inverse_norm(lower) == pytest.approx(exact, rel=0.5)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "condition"), [(torch.float32, 1e5), (torch.float64, 1e14), (torch.float64, None)]
-)
-def test_refuses_noise(rng, dtype, condition):
-    covariance = spd(rng, 30, condition) if condition else torch.zeros(30, 30, dtype=dtype)
-    with pytest.raises(IllConditionedError) as caught:
-        factorize(covariance.to(dtype), 0.0)
-    assert caught.value.condition > 1e4
+def test_no_factor():
+    for matrix in (torch.zeros(4, 4), torch.full((4, 4), math.nan)):
+        with pytest.raises(IllConditionedError):
+            factorize(matrix)
 
 
-def test_refuses_non_finite_sums():
-    with pytest.raises(IllConditionedError):
-        factorize(torch.full((4, 4), float("nan"), dtype=torch.float64), 1.0)
+def test_tolerance():
+    assert tolerance(1) == tolerance(100) == 2e-5
+    assert tolerance(1000) == pytest.approx(2e-4)
+    assert tolerance(1e7) == 1e-3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sums over experts against their definitions, formed one expert at a time."""
+"""Scales, ridges and traces against their definitions."""
 
 from __future__ import annotations
 
@@ -7,71 +7,89 @@ import pytest
 import torch
 from matrices import HETEROGENEOUS, family
 
-from mergekit_ace.algebra import blocks as row_blocks
-from mergekit_ace.algebra.covariance import add_ridge_terms, sum_covariances
+from mergekit_ace.algebra import covariance
+from mergekit_ace.algebra.covariance import estimate_covariances
 from mergekit_ace.algebra.options import AceOptions
 from mergekit_ace.algebra.task_vectors import select_active
 
 
-@pytest.mark.parametrize("shape", [(12, 30), (30, 12), (12, 12)])
-@pytest.mark.parametrize("normalized", [True, False])
-@pytest.mark.parametrize("block", [1, 100, 2**22])
-def test_sums_against_their_definitions(rng, monkeypatch, block, shape, normalized):
-    monkeypatch.setattr(row_blocks, "BLOCK_ENTRIES", block)
-    base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS)
-    weights = [2.0, 1.0, 3.0]
+def estimates(base, experts, weights, *, normalized, **options):
     active = select_active(base, experts, weights, torch.float64)
-    options = AceOptions(epsilon=0.01, compute_dtype="float64")
-    got = sum_covariances(
-        base, active, options, normalized=normalized, refined=True, dtype=torch.float64
+    options = AceOptions(compute_dtype="float64", **options)
+    return estimate_covariances(base, active, options, normalized=normalized, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("plain", [True, False])
+def test_against_their_definitions(rng, monkeypatch, normalized, relative, plain):
+    monkeypatch.setattr(covariance, "PLAIN_EXPONENT", 20 if plain else -1)
+    base, experts = family(rng, 12, 30, 3, scales=HETEROGENEOUS)
+    got = estimates(
+        base,
+        experts,
+        [2.0, 1.0, 3.0],
+        normalized=normalized,
+        epsilon=0.01,
+        epsilon_scale="relative" if relative else "absolute",
     )
-    unit = got.unit
-    want = {"covariance": 0, "product": 0, "ridged": 0, "total": 0, "mean_product": 0}
-    ridge = 0.0
-    for expert, w in zip(experts, (1.0, 0.5, 1.5), strict=True):
-        delta = (expert.double() - base.double()) / unit
-        mean = delta.mean(dim=0)
-        centred = delta - mean
+    assert (got.unit == 1) == plain
+    assert got.covariance_unit == (1 if normalized else got.unit**2)
+    taus = []
+    for t, (expert, w) in enumerate(zip(experts, (1.0, 0.5, 1.5), strict=True)):
+        delta = expert.double() - base.double()
+        centred = delta - delta.mean(dim=0)
         gram = centred.T @ centred
-        trace = float(gram.trace())
-        s = w * (gram / trace if normalized else gram)
-        eps = w * 0.01 / unit**2 / (trace if normalized else 1)
-        want["covariance"] += s
-        want["product"] += centred @ s
-        want["ridged"] += eps * centred
-        want["total"] += delta
-        want["mean_product"] += s @ mean
-        ridge += eps
-    ridged = want.pop("ridged")
-    for name, value in want.items():
-        torch.testing.assert_close(getattr(got, name), value, msg=name)
-    numerator = add_ridge_terms(got, base, active)
-    torch.testing.assert_close(numerator, want["product"] + ridged)
-    assert got.ridge == pytest.approx(ridge)
-    assert got.tasks == 3
-
-
-def test_epsilon_is_reported_in_the_unit_of_the_weights(rng):
-    base, experts = family(rng, 12, 10, 2)
-    active = select_active(base, experts, [1.0, 1.0], torch.float64)
-    options = AceOptions(epsilon=0.02, compute_dtype="float64")
-    sums = sum_covariances(
-        base, active, options, normalized=False, refined=False, dtype=torch.float64
-    )
-    assert sums.epsilon == pytest.approx([0.02, 0.02])
-    sums = sum_covariances(
-        base, active, options, normalized=True, refined=False, dtype=torch.float64
-    )
-    deltas = [e.double() - base.double() for e in experts]
-    traces = [float(((d - d.mean(dim=0)) ** 2).sum()) for d in deltas]
-    assert sums.epsilon == pytest.approx([0.02 / trace for trace in traces])
+        s = w * (gram / gram.trace() if normalized else gram)
+        eps = 0.01 * float(s.trace()) / 30 if relative else 0.01 * w
+        if normalized and not relative:
+            eps /= float(gram.trace())
+        task = got.tasks[t]
+        torch.testing.assert_close(task.centred() * got.unit, centred)
+        columns = slice(3, 7)
+        torch.testing.assert_close(
+            task.centred(slice(2, 5), columns) * got.unit, centred[2:5, columns]
+        )
+        ours = task.scale * task.centred().T @ task.centred() * got.covariance_unit
+        torch.testing.assert_close(ours, s)
+        assert got.epsilon[t] == pytest.approx(eps)
+        assert task.ridge * got.covariance_unit == pytest.approx(eps)
+        taus.append(float(delta.square().sum()))
+    assert got.mean_tau == pytest.approx(sum(taus) / 3 if normalized else 1)
+    assert got.ridge == pytest.approx(sum(task.ridge for task in got.tasks))
 
 
 def test_the_unit_is_a_power_of_two(rng):
     base, experts = family(rng, 12, 10, 2)
-    active = select_active(base, experts, [1.0, 1.0], torch.float32)
-    sums = sum_covariances(
-        base, active, AceOptions(), normalized=False, refined=False, dtype=torch.float32
-    )
-    mantissa, _ = torch.frexp(torch.tensor(sums.unit))
-    assert mantissa == 0.5
+    for size in (1e-12, 1e12):
+        got = estimates(base * size, [e * size for e in experts], [1.0, 1.0], normalized=False)
+        assert got.unit != 1
+        mantissa, _ = torch.frexp(torch.tensor(got.unit))
+        assert mantissa == 0.5
+
+
+def test_a_trace_that_the_means_drown(rng):
+    """τ − o‖μ‖² has no digit left where the rows moved almost alike."""
+    base = torch.zeros(20, 6)
+    rows = 1e-4 * torch.randn(20, 6, generator=rng)
+    experts = [base + 100 + rows, base + rows]
+    got = estimates(base, experts, [1.0, 1.0], normalized=True, epsilon=1.0)
+    for expert, epsilon in zip(experts, got.epsilon, strict=True):
+        delta = expert.double()
+        assert 1 / epsilon == pytest.approx(float((delta - delta.mean(0)).square().sum()), rel=1e-9)
+
+
+def test_the_reference_is_the_smallest_task_vector_of_full_weight(rng):
+    base, experts = family(rng, 12, 10, 4, scales=[1.0, 0.1, 10.0, 0.01])
+    got = estimates(base, experts, [1.0, 1.0, 1.0, 1e-6], normalized=False)
+    assert got.reference == 1
+
+
+def test_an_expert_without_a_covariance_has_no_estimate(rng):
+    base, experts = family(rng, 12, 10, 2)
+    base, experts = base.double(), [e.double() for e in experts]
+    alike = base + torch.randn(10, generator=rng)
+    got = estimates(base, [alike, *experts], [1.0, 1.0, 1.0], normalized=True)
+    assert len(got.tasks) == 2
+    assert got.epsilon[0] == 0
+    assert len(estimates(base, [alike, *experts], [1.0] * 3, normalized=False).tasks) == 3

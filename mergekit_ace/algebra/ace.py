@@ -13,26 +13,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import (
-    IllConditionedError,
-    factorize,
-    solve,
-    structural_prior,
-)
-from mergekit_ace.algebra.covariance import add_ridge_terms, sum_covariances
+from mergekit_ace.algebra.closed_form import IllConditionedError, tolerance
+from mergekit_ace.algebra.covariance import estimate_covariances
+from mergekit_ace.algebra.dual import solve_dual
+from mergekit_ace.algebra.forms import COSTS, Form, rank_forms
 from mergekit_ace.algebra.heterogeneity import Heterogeneity, measure_heterogeneity
 from mergekit_ace.algebra.mean import merge_mean, merge_trivial
 from mergekit_ace.algebra.options import AceOptions
+from mergekit_ace.algebra.primal import solve_primal
 from mergekit_ace.algebra.records import MatrixRecord
-from mergekit_ace.algebra.spectrum import (
-    WeakDirectionsError,
-    covariance_residual,
-    isotropic_component,
-)
-from mergekit_ace.algebra.task_vectors import ActiveExperts, select_active
+from mergekit_ace.algebra.spectrum import WeakDirectionsError, isotropic_component
+from mergekit_ace.algebra.tall import solve_tall
+from mergekit_ace.algebra.task_vectors import ActiveExperts, select_active, squared_norm
 
-# Below this much work (multiplications of one Gram product) float64 costs milliseconds on anything.
-SMALL_SYSTEM = 2**29
+SOLVERS = {"primal": solve_primal, "tall": solve_tall, "dual": solve_dual}
+# Below this many operations float64 costs milliseconds on anything.
+SMALL_SYSTEM = 2**32
 
 
 @dataclass(frozen=True)
@@ -43,6 +39,7 @@ class _Plan:
     heterogeneous: bool
     normalized: bool
     rank: int  # of the refinement; 0: none
+    forms: list[Form]
 
 
 def merge_matrix(
@@ -76,13 +73,25 @@ def merge_matrix(
     if base.shape[0] == 1:  # one row is its own column mean: a vector in the shape of a matrix
         return merge_mean(base, active, options.scale)
     plan = _plan(active, base.shape, options)
-    small = math.prod(base.shape) * base.shape[1] <= SMALL_SYSTEM
-    if active.dtype == torch.float32 and not small:
+    *attempts, last = _attempts(base, active, plan)
+    for attempt in attempts:
         try:
-            return _merge(base, active, options, plan, torch.float32)
+            return _merge(base, active, options, plan, *attempt)
         except (IllConditionedError, WeakDirectionsError):
-            pass  # float64 has nine digits more
-    return _merge(base, active, options, plan, torch.float64)
+            pass  # the next attempt keeps more digits
+    return _merge(base, active, options, plan, *last)
+
+
+def _attempts(base: Tensor, active: ActiveExperts, plan: _Plan) -> list[tuple[Form, torch.dtype]]:
+    """Forms and dtypes to be tried in turn; the last one is always in float64."""
+    first = plan.forms[0]
+    attempts: list[tuple[Form, torch.dtype]] = [(first, torch.float64)]
+    operations = COSTS[first](*base.shape, len(active.experts), plan.rank > 0).operations
+    if active.dtype == torch.float32 and operations > SMALL_SYSTEM:
+        if first == "primal" and "tall" in plan.forms:
+            attempts.insert(0, ("tall", torch.float32))
+        attempts.insert(0, (first, torch.float32))
+    return attempts
 
 
 def _plan(active: ActiveExperts, shape: Sequence[int], options: AceOptions) -> _Plan:
@@ -91,41 +100,40 @@ def _plan(active: ActiveExperts, shape: Sequence[int], options: AceOptions) -> _
     heterogeneous = value > options.heterogeneity_threshold
     switch = {"auto": heterogeneous, "always": True, "never": False}
     rank = int(options.rank_fraction * min(shape))
+    rank = rank if switch[options.spectral_refinement] else 0
+    rows, columns = shape
     return _Plan(
         statistics=statistics,
         heterogeneous=heterogeneous,
         normalized=switch[options.adaptive_normalization],
-        rank=rank if switch[options.spectral_refinement] else 0,
+        rank=rank,
+        forms=rank_forms(rows, columns, len(active.experts), refined=rank > 0),
     )
-
-
-def _float32_error(condition: float) -> float:
-    """Relative error of a float32 F = R + X, as seen: a few roundings, and those of the solve."""
-    return 3e-7 + 1e-7 * condition
 
 
 def _merge(
-    base: Tensor, active: ActiveExperts, options: AceOptions, plan: _Plan, dtype: torch.dtype
+    base: Tensor,
+    active: ActiveExperts,
+    options: AceOptions,
+    plan: _Plan,
+    form: Form,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, MatrixRecord]:
-    """Steps 2 to 6 with sums, factor and solve in `dtype`."""
-    sums = sum_covariances(
-        base, active, options, normalized=plan.normalized, refined=plan.rank > 0, dtype=dtype
+    """Steps 2 to 6 with products, factor and solve in `dtype`."""
+    covariances = estimate_covariances(
+        base, active, options, normalized=plan.normalized, dtype=dtype
     )
-    if sums.tasks == 0:  # every expert moved all its rows alike
+    if not covariances.tasks:  # every expert moved all its rows alike
         return merge_mean(base, active, options.scale)
-    prior = None
-    if options.structural_prior:
-        mean_tau = math.fsum(active.tau) / len(active.tau) if plan.normalized else None
-        prior = structural_prior(sums.covariance, mean_tau)
-    residual = covariance_residual(sums) if plan.rank > 0 else None
-    factor = factorize(sums.covariance, sums.ridge)
-    merged = solve(factor, add_ridge_terms(sums, base, active), prior)
-    sigma_iso = None
-    if residual is not None:
-        error = _float32_error(factor.condition) if dtype == torch.float32 else 0.0
-        component, strength = isotropic_component(residual.add_(merged), plan.rank, error)
+    solution = SOLVERS[form](covariances, prior=options.structural_prior, refined=plan.rank > 0)
+    merged, sigma_iso = solution.merged, None
+    if solution.target is not None:
+        size = squared_norm(merged) ** 0.5
+        error = solution.error * size if dtype == torch.float32 else 0.0
+        allowed = 0.5 * tolerance(solution.condition) * size
+        component, strength = isotropic_component(solution.target, plan.rank, error, allowed)
         merged.add_(component)
-        sigma_iso = strength * sums.unit
+        sigma_iso = strength * covariances.unit
     record = MatrixRecord(
         rule="ace",
         weight=active.spread(active.weights, 0.0),
@@ -135,10 +143,11 @@ def _merge(
         heterogeneous=plan.heterogeneous,
         normalized=plan.normalized,
         refined=plan.rank > 0,
-        epsilon=active.spread(sums.epsilon, None),
+        epsilon=active.spread(covariances.epsilon, None),
         rank=plan.rank,
         sigma_iso=sigma_iso,
-        condition=factor.condition,
+        form=form,
+        condition=solution.condition,
         precision=str(dtype).removeprefix("torch."),
     )
-    return merged.mul_(options.scale * sums.unit).add_(base), record
+    return merged.mul_(options.scale * covariances.unit).add_(base), record

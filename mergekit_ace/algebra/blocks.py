@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of rows or columns, so that a tall matrix never exists twice in the compute dtype."""
+"""Blocks of rows or columns, so that a large matrix never exists twice in the compute dtype."""
 
 from __future__ import annotations
 

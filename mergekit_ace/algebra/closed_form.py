@@ -1,14 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ridge regression that the covariances define (Eq. 14), with its rank-one prior (Eqs. 11-13).
-
-With A = Σ_t (S_t + ε_t I) and B = Σ_t C_t (S_t + ε_t I), the merged task vector is
-X = B (A + 1 cᵀ)⁻¹. A is symmetric and positive definite, so it is factored once by Cholesky, and
-the prior comes in by the formula of Sherman and Morrison:
-
-    X = Y − (Y 1)(cᵀA⁻¹) / (1 + cᵀA⁻¹1),    Y = B A⁻¹
-
-c is the mean row of Σ S_t, which commutes with A: the denominator is never below 1.
-"""
+"""What the two forms of the closed form (Eq. 14) share: a factor, its condition, a result."""
 
 from __future__ import annotations
 
@@ -17,12 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.blocks import blocks
-
-# The relative error of a solve is at most about 2e-7 (float32) or 4e-16 (float64) times the
-# condition number; half of that has been seen. At these limits it is 4e-4, a twentieth of what
-# storing a merged task vector in bfloat16 costs (README, `dtype`).
-CONDITION_LIMIT = {torch.float32: 2e3, torch.float64: 1e12}
+from mergekit_ace.algebra.symmetric import cholesky_
 
 
 class IllConditionedError(ValueError):
@@ -37,95 +23,94 @@ class IllConditionedError(ValueError):
         self.condition = condition
 
 
+def tolerance(condition: float) -> float:
+    """Relative error of a merged task vector that float32 may have, for a condition number of A.
+
+    Storing a merged task vector in bfloat16 costs ten times as much (README, `dtype`).
+    """
+    return max(2e-5, min(2e-7 * condition, 1e-3))
+
+
 @dataclass(frozen=True)
-class Factor:
-    """The Cholesky factor of A = S + ε̄ I.
+class Solution:
+    """The closed form of one matrix, in units of ``Covariances.unit``.
 
     Attributes:
-        lower: L, (i, i), A = L Lᵀ.
+        merged: X, (o, i).
+        target: F = R + X, (o, i), whose leading directions the refinement adds (Eq. 16); None
+            where it was not asked for.
         condition: estimated condition number of A.
+        error: estimated relative error of X and F.
     """
 
-    lower: Tensor
+    merged: Tensor
+    target: Tensor | None
     condition: float
-
-    def solve(self, right: Tensor) -> Tensor:
-        """A⁻¹ R for a right-hand side R, (i, n)."""
-        return torch.cholesky_solve(right, self.lower)
+    error: float
 
 
-def factorize(covariance: Tensor, ridge: float) -> Factor:
-    """Factor A = S + ε̄ I.
+def factorize(matrix: Tensor) -> Tensor:
+    """The Cholesky factor of a symmetric positive definite matrix, in its place.
 
     Args:
-        covariance: S, (i, i), symmetric and positive semidefinite; overwritten by A.
-        ridge: ε̄ ≥ 0.
+        matrix: (n, n), its lower triangle; overwritten by L, matrix = L Lᵀ.
 
     Raises:
-        IllConditionedError: A has no Cholesky factor, or a condition number beyond
-            `CONDITION_LIMIT` of its dtype.
+        IllConditionedError: there is no factor.
     """
-    covariance.diagonal().add_(ridge)
-    lower, info = torch.linalg.cholesky_ex(covariance)
-    if int(info) != 0:
+    if not cholesky_(matrix):
         raise IllConditionedError(float("inf"))
-    condition = estimate_condition(covariance, lower)
-    if not condition <= CONDITION_LIMIT[lower.dtype]:  # NaN, too, is no answer
-        raise IllConditionedError(condition)
-    return Factor(lower, condition)
+    return matrix
 
 
-def structural_prior(covariance: Tensor, mean_tau: float | None) -> Tensor:
-    """c, (i,), the mean row of Σ S_t without the ridge (Eq. 12).
+def prior_row(lower: Tensor, prior: Tensor) -> Tensor:
+    """q, (i,), with B (A + 1 cᵀ)⁻¹ = Y − (Y 1) qᵀ for Y = B A⁻¹ (Sherman and Morrison).
 
-    Args:
-        covariance: Σ S_t, (i, i).
-        mean_tau: mean_t τ_t of the original task vectors, by which c is divided exactly when S_t
-            was normalised by its trace (Eq. 13); None otherwise.
-    """
-    prior = covariance.mean(dim=0)
-    return prior if mean_tau is None else prior / mean_tau
-
-
-def solve(factor: Factor, numerator: Tensor, prior: Tensor | None) -> Tensor:
-    """X = B (A + 1 cᵀ)⁻¹, (o, i).
-
-    Equivalent to ``torch.linalg.solve(A + ones ⊗ c, B, left=False)``.
+    c is the mean row of Σ S_t, which commutes with A: 1 + cᵀA⁻¹1 is never below 1.
 
     Args:
-        factor: of A, (i, i).
-        numerator: B, (o, i); overwritten by X and returned.
-        prior: c, (i,), or None.
+        lower: the Cholesky factor of A, (i, i).
+        prior: c, (i,).
     """
-    for rows in blocks(*numerator.shape):
-        numerator[rows] = factor.solve(numerator[rows].mT).mT
-    if prior is None:
-        return numerator
     sides = torch.stack([torch.ones_like(prior), prior], dim=1)
-    inverse_ones, inverse_prior = factor.solve(sides).unbind(dim=1)
-    shift = numerator.sum(dim=1) / (1 + prior @ inverse_ones)
-    return numerator.addr_(shift, inverse_prior, alpha=-1)
+    inverse_ones, inverse_prior = torch.cholesky_solve(sides, lower).unbind(dim=1)
+    return inverse_prior / (1 + prior @ inverse_ones)
 
 
-def estimate_condition(matrix: Tensor, lower: Tensor, steps: int = 6) -> float:
-    """λ_max/λ_min of a symmetric positive definite matrix, from a few power iterations.
-
-    A lower bound that is nearly always within a factor of two; costs 6·steps·i² operations.
+def largest_eigenvalue(lower: Tensor, steps: int = 5) -> float:
+    """λ_max of L Lᵀ from a few power iterations: a lower bound, nearly always above half of it.
 
     Args:
-        matrix: A, (i, i).
-        lower: its Cholesky factor, (i, i).
-        steps: power iterations on A and on A⁻¹.
+        lower: L, (n, n), lower triangular.
+        steps: iterations of 4 n² operations.
     """
+    vector, value = _start(lower), 0.0
+    for _ in range(steps):
+        vector = lower @ (lower.mT @ (vector / torch.linalg.vector_norm(vector)))
+        value = float(torch.linalg.vector_norm(vector))
+    return value
+
+
+def smallest_eigenvalue(lower: Tensor, steps: int = 5) -> float:
+    """λ_min of L Lᵀ from a few inverse iterations: an upper bound, like `largest_eigenvalue`."""
+    vector, value = _start(lower), 0.0
+    for _ in range(steps):
+        vector = torch.cholesky_solve(vector / torch.linalg.vector_norm(vector), lower)
+        value = float(torch.linalg.vector_norm(vector))
+    return 1 / value if value else float("inf")
+
+
+def inverse_norm(lower: Tensor, probes: int = 8) -> float:
+    """‖(L Lᵀ)⁻¹‖_F/√n, the root mean square eigenvalue of the inverse, from random vectors."""
+    sides = _start(lower, probes)
+    inverse = torch.cholesky_solve(sides, lower)
+    return float(torch.linalg.vector_norm(inverse) / torch.linalg.vector_norm(sides))
+
+
+def _start(lower: Tensor, columns: int = 1) -> Tensor:
     # The same start everywhere, and none of the global random numbers. Named devices, because
     # mergekit's --multi-gpu merges inside of `with torch.device(…)`.
     generator = torch.Generator("cpu").manual_seed(0)
-    start = torch.randn(matrix.shape[0], 1, generator=generator, dtype=torch.float64, device="cpu")
-    top = bottom = start.to(matrix)
-    largest = inverse_smallest = 0.0
-    for _ in range(steps):
-        top = matrix @ (top / torch.linalg.vector_norm(top))
-        bottom = torch.cholesky_solve(bottom / torch.linalg.vector_norm(bottom), lower)
-        largest = float(torch.linalg.vector_norm(top))
-        inverse_smallest = float(torch.linalg.vector_norm(bottom))
-    return largest * inverse_smallest
+    shape = (len(lower), columns)
+    start = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return start.to(lower)

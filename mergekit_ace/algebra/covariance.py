@@ -1,132 +1,180 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Covariance estimates of the tasks, summed over experts (step 2 of ACE-Merging, Eqs. 5-10).
+"""Covariance estimates of the tasks (step 2 of ACE-Merging, Eqs. 5-10).
 
 With C_t the column-centred task vector and G_t = C_tᵀC_t, the estimate is S_t = s_t G_t, where
-s_t = w_t, or w_t / tr(G_t) when normalised. The sums that the closed form and the refinement need
-are collected in one pass over the experts, one centred task vector at a time:
-
-    S = Σ S_t,  H = Σ C_t S_t,  D = Σ Δ_t,  m = Σ S_t μ_t,  ε̄ = Σ ε_t
-
-C_t S_t goes through the smaller of C_tᵀC_t and C_t C_tᵀ, and tall matrices through blocks of rows.
+s_t = w_t, or w_t / tr(G_t) when normalised; its ridge is ε_t. No G_t is formed here: the traces
+follow from what is known of the task vectors, tr(G_t) = τ_t − o‖μ_t‖².
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.centred import CentredTaskVector
+from mergekit_ace.algebra.blocks import blocks
 from mergekit_ace.algebra.options import AceOptions
-from mergekit_ace.algebra.task_vectors import ActiveExperts, squared_norm
+from mergekit_ace.algebra.task_vectors import ActiveExperts, Moments, squared_norm, task_vector
+
+ALL = slice(None)
+# Task vectors whose root mean square entry lies within 2^±20 need no other unit: their third powers
+# stay far inside of float32's range.
+PLAIN_EXPONENT = 20
 
 
-@dataclass
-class CovarianceSums:
-    """The sums of one matrix over its experts, in units of `unit` for the weights.
-
-    Task vectors are divided by `unit`, a power of two near their root mean square entry, so that
-    their third powers in H stay in range; a result X of these sums is X·unit in the base's unit.
+@dataclass(frozen=True)
+class Task:
+    """One expert's estimate, in units of `unit` for the weights.
 
     Attributes:
-        covariance: S, (i, i).
-        product: H, (o, i).
-        total: D, (o, i); only where the refinement needs it.
-        mean_product: m, (i,); only where the refinement needs it.
-        unit: the scale that the task vectors were divided by.
-        covariance_unit: what S_t and ε_t are measured in: unit², or 1 where S_t is normalised.
-        ridges: ε_t per expert; 0 for one left out.
-        tasks: how many experts entered the sums.
+        expert, base: W_t and W0, (o, i).
+        mean: μ_t, (i,), in units.
+        scale: s_t.
+        ridge: ε_t.
+        unit: what Δ_t is divided by.
+        formed: dtype in which W_t − W0 is subtracted; that of `mean` is the one of the products.
     """
 
-    covariance: Tensor
-    product: Tensor
-    total: Tensor | None
-    mean_product: Tensor | None
+    expert: Tensor
+    base: Tensor
+    mean: Tensor
+    scale: float
+    ridge: float
+    unit: float
+    formed: torch.dtype
+
+    def centred(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        """C_t = Δ_t − 1 μ_tᵀ there, newly formed: the caller may write to it."""
+        delta = task_vector(self.expert[rows, columns], self.base[rows, columns], self.formed)
+        delta = delta.to(self.mean.dtype)
+        if self.unit != 1:
+            delta.div_(self.unit)
+        return delta.sub_(self.mean[columns])
+
+
+@dataclass(frozen=True)
+class Covariances:
+    """The estimates of all tasks of one matrix.
+
+    Task vectors are divided by `unit`, a power of two, so that their third powers stay in range; a
+    result X is X·unit in the base's unit.
+
+    Attributes:
+        tasks: the estimates; an expert whose rows all moved alike has none when normalised.
+        reference: the task r that the others are compared with. As Σ_t (S_t + ε_t I) = A, Eq. 14
+            without its prior is X = C_r + Σ_{t≠r} (C_t − C_r)(S_t + ε_t I) A⁻¹: a product fewer, and
+            where experts agree nothing is left that a solve could spoil. Every r is exact; the
+            smallest task vector cancels least, and a vanishing weight would be divided by.
+        unit: the scale that the task vectors were divided by.
+        covariance_unit: what S_t and ε_t are measured in: unit², or 1 where S_t is normalised.
+        epsilon: ε_t per active expert as Eqs. 9-10 define it, in the base's unit; 0 for one that
+            has no estimate.
+        mean_tau: mean_t τ_t of the original task vectors where S_t is normalised, by which the
+            structural prior is divided (Eq. 13); otherwise 1.
+    """
+
+    tasks: tuple[Task, ...]
+    reference: int
     unit: float
     covariance_unit: float
-    ridges: list[float] = field(default_factory=list)
-    tasks: int = 0
+    epsilon: tuple[float, ...]
+    mean_tau: float
 
     @property
     def ridge(self) -> float:
-        """ε̄ = Σ ε_t, so that A = S + ε̄ I."""
-        return math.fsum(self.ridges)
+        """ε̄ = Σ ε_t, so that A = Σ S_t + ε̄ I."""
+        return math.fsum(task.ridge for task in self.tasks)
 
     @property
-    def epsilon(self) -> tuple[float, ...]:
-        """ε_t per expert as Eqs. 9-10 define it, in the base's unit."""
-        return tuple(ridge * self.covariance_unit for ridge in self.ridges)
+    def mean(self) -> Tensor:
+        """μ̄, (i,), the mean of the μ_t."""
+        return torch.stack([task.mean for task in self.tasks]).mean(dim=0)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(o, i)."""
+        rows, columns = self.tasks[0].base.shape
+        return rows, columns
+
+    def new(self, *shape: int) -> Tensor:
+        """Zeros in the dtype of the products, where the tensors are."""
+        mean = self.tasks[0].mean
+        return torch.zeros(*shape, dtype=mean.dtype, device=mean.device)
 
 
-def sum_covariances(
+def estimate_covariances(
     base: Tensor,
     active: ActiveExperts,
     options: AceOptions,
     *,
     normalized: bool,
-    refined: bool,
     dtype: torch.dtype,
-) -> CovarianceSums:
-    """Collect the sums over the active experts of one matrix.
+) -> Covariances:
+    """The estimates of the active experts of one matrix.
 
     Args:
         base: W0, (o, i).
-        active: the experts W_t, each (o, i), with their weights and τ_t.
+        active: the experts W_t, each (o, i), with their weights, τ_t and μ_t.
         options: ε and its scale.
         normalized: divide S_t and ε_t by tr(G_t), Eqs. 8 and 10.
-        refined: collect D and m too.
-        dtype: of the products and sums; at least as wide as ``active.dtype``.
+        dtype: of the products to come; at least as wide as ``active.dtype``.
 
     An expert whose rows all moved alike has C_t = 0. Nothing can be normalised by its trace, so
-    with `normalized` it is left out (departure: the paper divides by zero there).
+    with `normalized` it has no estimate (departure: the paper divides by zero there).
     """
-    sums = _empty_sums(base, active, normalized, refined, dtype)
+    unit = _unit(active, base.numel())
     noise = (8 * torch.finfo(active.dtype).eps) ** 2
-    for expert, weight, tau in zip(active.experts, active.weights, active.tau, strict=True):
-        task = CentredTaskVector(expert, base, sums.unit, active.dtype, dtype)
-        trace = math.fsum(squared_norm(block) for _, block in task.blocks())  # tr(G_t), unit²
-        if normalized and trace <= noise * tau / sums.unit**2:
-            sums.ridges.append(0.0)
+    tasks, epsilon, order = [], [], []
+    members = zip(active.experts, active.weights, active.moments, strict=True)
+    for expert, weight, moments in members:
+        trace = _trace(expert, base, moments, unit, active.dtype)  # tr(G_t), unit²
+        if normalized and trace <= noise * moments.tau / unit**2:
+            epsilon.append(0.0)
             continue
-        scale = weight / trace if normalized else weight
-        sums.ridges.append(weight * _ridge(options, trace, base.shape[1], sums.unit, normalized))
-        _add_task(sums, task, scale)
-    return sums
-
-
-def add_ridge_terms(sums: CovarianceSums, base: Tensor, active: ActiveExperts) -> Tensor:
-    """The numerator of Eq. 14, B = Σ_t C_t (S_t + ε_t I) = H + Σ ε_t C_t, (o, i), in H's place."""
-    for expert, ridge in zip(active.experts, sums.ridges, strict=True):
-        if ridge > 0:
-            task = CentredTaskVector(expert, base, sums.unit, active.dtype, sums.product.dtype)
-            for rows, centred in task.blocks():
-                sums.product[rows].add_(centred, alpha=ridge)
-    return sums.product
-
-
-def _empty_sums(
-    base: Tensor, active: ActiveExperts, normalized: bool, refined: bool, dtype: torch.dtype
-) -> CovarianceSums:
-    rows, columns = base.shape
-    new = {"dtype": dtype, "device": base.device}
-    unit = _unit(active, rows * columns)
-    return CovarianceSums(
-        covariance=torch.zeros(columns, columns, **new),
-        product=torch.zeros(rows, columns, **new),
-        total=torch.zeros(rows, columns, **new) if refined else None,
-        mean_product=torch.zeros(columns, **new) if refined else None,
+        ridge = weight * _ridge(options, trace, base.shape[1], unit, normalized)
+        tasks.append(
+            Task(
+                expert=expert,
+                base=base,
+                mean=(moments.mean / unit).to(dtype),
+                scale=weight / trace if normalized else weight,
+                ridge=ridge,
+                unit=unit,
+                formed=active.dtype,
+            )
+        )
+        epsilon.append(ridge * (1.0 if normalized else unit**2))
+        order.append((weight >= 1e-3 * max(active.weights), -moments.tau))
+    return Covariances(
+        tasks=tuple(tasks),
+        reference=order.index(max(order)) if order else 0,
         unit=unit,
         covariance_unit=1.0 if normalized else unit**2,
+        epsilon=tuple(epsilon),
+        mean_tau=math.fsum(active.tau) / len(active.tau) if normalized else 1.0,
     )
 
 
 def _unit(active: ActiveExperts, entries: int) -> float:
-    """The power of two nearest to the root mean square entry: dividing by it rounds nothing."""
+    """1, or the power of two nearest to the root mean square entry: dividing by it rounds nothing."""
     total = math.log2(math.fsum(active.tau))
-    return 2.0 ** round((total - math.log2(len(active.experts) * entries)) / 2)
+    exponent = round((total - math.log2(len(active.experts) * entries)) / 2)
+    return 1.0 if abs(exponent) <= PLAIN_EXPONENT else 2.0**exponent
+
+
+def _trace(
+    expert: Tensor, base: Tensor, moments: Moments, unit: float, dtype: torch.dtype
+) -> float:
+    """tr(G_t) = ‖C_t‖_F² = τ_t − o‖μ_t‖², in units of unit²."""
+    mean = moments.mean / unit
+    trace = moments.tau / unit**2 - len(base) * float(mean.square().sum())
+    if trace > 1e-2 * moments.tau / unit**2:
+        return trace
+    # the means make up nearly all of τ_t, and the difference would lose its digits
+    task = Task(expert, base, mean.to(dtype), 1.0, 0.0, unit, dtype)
+    return math.fsum(squared_norm(task.centred(rows)) for rows in blocks(*base.shape))
 
 
 def _ridge(options: AceOptions, trace: float, columns: int, unit: float, normalized: bool) -> float:
@@ -134,23 +182,3 @@ def _ridge(options: AceOptions, trace: float, columns: int, unit: float, normali
     if options.epsilon_scale == "relative":  # ε times the mean eigenvalue tr(S_t)/i
         return options.epsilon * (1.0 if normalized else trace) / columns
     return options.epsilon / unit**2 / (trace if normalized else 1.0)
-
-
-def _add_task(sums: CovarianceSums, task: CentredTaskVector, scale: float) -> None:
-    """Add one expert to S and H, and where they are collected to D and m."""
-    if task.tall:
-        gram = torch.zeros_like(sums.covariance)
-        for _, centred in task.blocks():
-            gram.addmm_(centred.mT, centred)
-        sums.covariance.add_(gram, alpha=scale)
-        for block, centred in task.blocks():
-            sums.product[block].addmm_(centred, gram, alpha=scale)
-    else:  # C_t (C_tᵀ C_t) = (C_t C_tᵀ) C_t, through the smaller square
-        ((_, centred),) = task.blocks()
-        sums.product.addmm_(centred @ centred.mT, centred, alpha=scale)
-        sums.covariance.addmm_(centred.mT, centred, alpha=scale)
-    if sums.total is not None and sums.mean_product is not None:
-        for block, centred in task.blocks():
-            sums.total[block].add_(centred).add_(task.mean)
-            sums.mean_product.add_(centred.mT @ (centred @ task.mean), alpha=scale)
-    sums.tasks += 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mergekit_ace.algebra.forms import Form
 from mergekit_ace.algebra.options import FixedLayout
 
 Rule = Literal["ace", "single", "mean", "base"]
@@ -24,6 +25,7 @@ class MatrixRecord:
         normalized, refined: which steps were taken.
         epsilon: ε_t of Eqs. 9-10 times w_t; None for an expert that is not in use.
         rank: k of the refinement; sigma_iso: its strength.
+        form: how the closed form was computed, see `forms.choose_form`.
         condition: estimated condition number of A.
         precision: dtype of the sums and the solve.
     """
@@ -39,6 +41,7 @@ class MatrixRecord:
     epsilon: tuple[float | None, ...] | None = None
     rank: int | None = None
     sigma_iso: float | None = None
+    form: Form | None = None
     condition: float | None = None
     precision: str | None = None
 

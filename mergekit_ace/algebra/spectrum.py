@@ -12,44 +12,23 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.blocks import blocks
-from mergekit_ace.algebra.covariance import CovarianceSums
-
-
-def covariance_residual(sums: CovarianceSums) -> Tensor:
-    """R = Σ_t Δ_t (S_t − S̄), (o, i), in ``sums.unit`` (Eqs. 15-16).
-
-    Δ_t is uncentred and S̄ = A/T has the ridge. C_tᵀ1 = 0 makes Δ_t S_t = C_t S_t + 1 (S_t μ_t)ᵀ,
-    hence R = H + 1 mᵀ − D (S + ε̄ I)/T: one product, and no second pass over the experts.
-
-    Args:
-        sums: with ``total`` and ``mean_product`` collected; ``total`` is overwritten by R.
-    """
-    total, mean_product = sums.total, sums.mean_product
-    assert total is not None
-    assert mean_product is not None
-    for rows in blocks(*total.shape):
-        residual = sums.product[rows] + mean_product
-        residual.addmm_(total[rows], sums.covariance, alpha=-1 / sums.tasks)
-        residual.sub_(total[rows], alpha=sums.ridge / sums.tasks)
-        # S_t in the base's unit: R is cubic in it and X linear, so F = R + X depends on it
-        total[rows] = residual.mul_(sums.covariance_unit)
-    return total
-
-
-BLUR_LIMIT = 5e-5
 
 
 class WeakDirectionsError(ValueError):
-    """The error of F would show in its leading directions by more than `BLUR_LIMIT`."""
+    """The error of F would show in its leading directions by more than is allowed."""
 
 
-def isotropic_component(matrix: Tensor, rank: int, error: float = 0.0) -> tuple[Tensor, float]:
+def isotropic_component(
+    matrix: Tensor, rank: int, error: float = 0.0, allowed: float = 0.0
+) -> tuple[Tensor, float]:
     """σ_iso U_k V_kᵀ of F, and σ_iso (Eqs. 17-18).
 
     Args:
         matrix: F, (o, i); overwritten by the component and returned.
         rank: k, 1 ≤ k ≤ min(o, i).
-        error: relative error of F, where the caller has a more exact one to fall back to; else 0.
+        error: of F, in the Frobenius norm, beside its rounding; where the caller has no more exact
+            F to fall back to, 0.
+        allowed: Frobenius norm of the component's error that may come of it.
 
     Raises:
         WeakDirectionsError: that error would show in the result, by its `blur`.
@@ -65,10 +44,14 @@ def isotropic_component(matrix: Tensor, rank: int, error: float = 0.0) -> tuple[
         exact = wide[:, columns].to(torch.float64)
         gram.addmm_(exact, exact.mT)
     values, vectors = torch.linalg.eigh(gram)  # ascending
-    if error > 0 and blur(values, rank, wide.shape[1], error) > BLUR_LIMIT:
-        raise WeakDirectionsError("directions too weak, or too close to the next")
     singular = values[-rank:].clamp(min=0).sqrt()
     strength = float(singular.mean())
+    if error > 0:
+        total = float(values.clamp(min=0).sum()) ** 0.5  # ‖F‖
+        error = error / total + 2 * torch.finfo(matrix.dtype).eps
+        size = strength * rank**0.5  # of the component
+    if error > 0 and size * blur(values, rank, wide.shape[1], error) > allowed:
+        raise WeakDirectionsError("directions too weak, or too close to the next")
     # what the Gram matrix, which squares σ, cannot tell from zero in float64
     noise = (wide.shape[0] * torch.finfo(torch.float64).eps) ** 0.5
     kept = singular > noise * singular[-1]

@@ -29,6 +29,38 @@ def task_vector(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
     return expert.to(dtype, copy=True).sub_(base)  # base is widened entry by entry
 
 
+@dataclass(frozen=True)
+class Moments:
+    """What is measured of a task vector before anything is decided.
+
+    Attributes:
+        tau: τ = ‖Δ‖_F² (Eq. 43).
+        mean: μ, the means over Δ's first axis, float64; of a matrix (o, i): its column means, (i,).
+    """
+
+    tau: float
+    mean: Tensor
+
+
+def measure(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Moments:
+    """τ and μ of one task vector, in one sweep over blocks of its first axis.
+
+    Args:
+        expert, base: W and W0, of one shape.
+        dtype: in which W − W0 is formed.
+    """
+    rows = base.reshape(base.shape[:1] + (math.prod(base.shape[1:]),) if base.ndim else (1, 1))
+    versions = expert.reshape(rows.shape)
+    tau = []
+    total = torch.zeros(rows.shape[1], dtype=torch.float64, device=base.device)
+    for block in blocks(*rows.shape):
+        delta = task_vector(versions[block], rows[block], dtype)
+        tau.append(squared_norm(delta))
+        for part in delta.split(1024):  # short sums in float32, long ones in float64
+            total += part.sum(dim=0)
+    return Moments(math.fsum(tau), total.div_(max(1, len(rows))).reshape(base.shape[1:]))
+
+
 def squared_norm(tensor: Tensor) -> float:
     """‖X‖_F² of a tensor of any shape and size of entries.
 
@@ -53,7 +85,7 @@ class ActiveExperts:
     Attributes:
         experts: weights W_t of the active experts, each shaped as the base.
         weights: w_t, rescaled to mean 1 over the active experts.
-        tau: τ_t = ‖Δ_t‖_F² (Eq. 43) of the active experts.
+        moments: τ_t and μ_t of the active experts.
         all_tau: τ_t of *all* experts given, in their order; 0 where unchanged.
         positions: where the active ones stand among those given.
         dtype: in which task vectors are formed.
@@ -61,10 +93,15 @@ class ActiveExperts:
 
     experts: tuple[Tensor, ...]
     weights: tuple[float, ...]
-    tau: tuple[float, ...]
+    moments: tuple[Moments, ...]
     all_tau: tuple[float, ...]
     positions: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def tau(self) -> tuple[float, ...]:
+        """τ_t of the active experts."""
+        return tuple(moments.tau for moments in self.moments)
 
     def spread(self, values: Sequence[T], absent: T) -> tuple[T, ...]:
         """`values` of the active experts at their places among all experts given."""
@@ -89,7 +126,8 @@ def select_active(
         OverflowError: the squared norm of a task vector does not fit `dtype`'s or float64's range.
     """
     dtype = torch.promote_types(dtype, base.dtype)
-    tau = tuple(_squared_difference(expert, base, dtype) for expert in experts)
+    moments = [measure(expert, base, dtype) for expert in experts]
+    tau = tuple(m.tau for m in moments)
     for position, value in enumerate(tau):
         if not value < float("inf"):
             raise OverflowError(
@@ -105,19 +143,8 @@ def select_active(
     return ActiveExperts(
         experts=tuple(experts[p] for p in positions),
         weights=tuple(s / mean for s in share),
-        tau=tuple(tau[p] for p in positions),
+        moments=tuple(moments[p] for p in positions),
         all_tau=tau,
         positions=positions,
         dtype=dtype,
-    )
-
-
-def _squared_difference(expert: Tensor, base: Tensor, dtype: torch.dtype) -> float:
-    """τ = ‖W − W0‖_F², in blocks along the first axis."""
-    if base.ndim == 0:
-        return squared_norm(task_vector(expert, base, dtype))
-    width = math.prod(base.shape[1:])
-    return math.fsum(
-        squared_norm(task_vector(expert[rows], base[rows], dtype))
-        for rows in blocks(base.shape[0], width)
     )

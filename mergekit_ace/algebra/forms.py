@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which form of the closed form is cheaper for a matrix: counted operations and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from mergekit_ace.algebra.primal import through_gram
+
+Form = Literal["primal", "tall", "dual"]
+
+# Operations that take as long as a byte from memory. Two cores of a server do 200 Gflop/s and
+# 15 GB/s, a data-centre GPU 50 Tflop/s and 3 TB/s in float32: both about 16.
+OPERATIONS_PER_BYTE = 16
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a form takes for one matrix.
+
+    Attributes:
+        operations: floating-point operations of products, factors and solves.
+        bytes: moved to and from memory, where it is not part of a product.
+        memory: bytes of working memory beside inputs and result.
+    """
+
+    operations: float
+    bytes: float
+    memory: float
+
+    @property
+    def total(self) -> float:
+        """In operations."""
+        return self.operations + OPERATIONS_PER_BYTE * self.bytes
+
+
+def primal_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
+    """Of the (i, i) system, for T matrices (o, i) in a dtype of `itemsize` bytes."""
+    area, square = rows * columns, columns**2
+    gram = through_gram(rows, columns)
+    numerator = 2 * area * columns if gram else 4 * area * rows
+    operations = tasks * area * columns + (tasks - 1) * numerator  # symmetric products count half
+    operations += columns**3 / 3 + (2 + 2 * refined) * area * columns
+    formed = (3 * tasks if gram else 2 * tasks) + refined * tasks  # task vectors
+    moved = 3 * formed * area + 6 * tasks * square
+    memory = (1 + gram) * square + refined * area
+    return Cost(operations, itemsize * moved, itemsize * memory)
+
+
+def tall_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
+    """Of the (i, i) system with a mixing matrix per task; float64 counts double."""
+    area, square = rows * columns, columns**2
+    operations = tasks * area * columns + (1 + refined) * (tasks - 1) * 2 * area * columns
+    operations += 2 * (columns**3 / 3 + (tasks - 1) * 2 * columns**3)
+    moved = 3 * 2 * tasks * area + 8 * tasks * square
+    memory = (tasks - 1) * (1 + refined) * square + refined * area
+    return Cost(operations, itemsize * moved, itemsize * memory + 8 * square)
+
+
+def dual_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
+    """Of the (N, N) system, N = T·o."""
+    area, size = rows * columns, rows * tasks
+    operations = size**2 * columns + size**3 / 3 + 2 * size**2 * rows
+    operations += (2 + 2 * refined) * size * area
+    moved = 3 * 2 * tasks * area + 6 * size**2
+    memory = size**2 + (1 + refined) * size * rows + refined * area
+    return Cost(operations, itemsize * moved, itemsize * memory)
+
+
+# Working memory beside inputs and result, in matrices of max(i², o·i) entries (of max(N², o·i) in the
+# dual form). The primal and the dual form keep to it whatever T is.
+MATRICES = 4
+
+COSTS: dict[Form, Callable[..., Cost]] = {
+    "primal": primal_cost,
+    "tall": tall_cost,
+    "dual": dual_cost,
+}
+
+
+def rank_forms(
+    rows: int, columns: int, tasks: int, *, refined: bool, itemsize: int = 4
+) -> list[Form]:
+    """The forms that fit a matrix, the cheapest first.
+
+    Args:
+        rows, columns: o and i.
+        tasks: T.
+        refined: whether the spectral refinement follows.
+        itemsize: bytes of an entry.
+
+    A form that takes more than `MATRICES` is left out, and the dual one where N ≥ i: M Mᵀ is as
+    large as A there, and singular.
+    """
+    costs = {form: cost(rows, columns, tasks, refined, itemsize) for form, cost in COSTS.items()}
+    if rows * tasks >= columns:
+        del costs["dual"]
+    if costs["tall"].memory > MATRICES * itemsize * columns * max(rows, columns):
+        del costs["tall"]
+    return sorted(costs, key=lambda form: costs[form].total)
