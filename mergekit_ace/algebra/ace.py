@@ -6,7 +6,6 @@ task vectors -> heterogeneity -> covariance sums -> closed form -> spectrum -> a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 

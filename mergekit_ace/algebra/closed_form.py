@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.symmetric import cholesky_
+from mergekit_ace.algebra.symmetric import cholesky_, solve_
 
 
 class IllConditionedError(ValueError):
@@ -72,8 +72,7 @@ def prior_row(lower: Tensor, prior: Tensor) -> Tensor:
         lower: the Cholesky factor of A, (i, i).
         prior: c, (i,).
     """
-    sides = torch.stack([torch.ones_like(prior), prior], dim=1)
-    inverse_ones, inverse_prior = torch.cholesky_solve(sides, lower).unbind(dim=1)
+    inverse_ones, inverse_prior = solve_(torch.stack([torch.ones_like(prior), prior]), lower)
     return inverse_prior / (1 + prior @ inverse_ones)
 
 
@@ -86,7 +85,7 @@ def largest_eigenvalue(lower: Tensor, steps: int = 5) -> float:
     """
     vector, value = _start(lower), 0.0
     for _ in range(steps):
-        vector = lower @ (lower.mT @ (vector / torch.linalg.vector_norm(vector)))
+        vector = (vector / torch.linalg.vector_norm(vector)) @ lower @ lower.mT
         value = float(torch.linalg.vector_norm(vector))
     return value
 
@@ -95,7 +94,7 @@ def smallest_eigenvalue(lower: Tensor, steps: int = 5) -> float:
     """λ_min of L Lᵀ from a few inverse iterations: an upper bound, like `largest_eigenvalue`."""
     vector, value = _start(lower), 0.0
     for _ in range(steps):
-        vector = torch.cholesky_solve(vector / torch.linalg.vector_norm(vector), lower)
+        vector = solve_(vector / torch.linalg.vector_norm(vector), lower)
         value = float(torch.linalg.vector_norm(vector))
     return 1 / value if value else float("inf")
 
@@ -103,14 +102,14 @@ def smallest_eigenvalue(lower: Tensor, steps: int = 5) -> float:
 def inverse_norm(lower: Tensor, probes: int = 8) -> float:
     """‖(L Lᵀ)⁻¹‖_F/√n, the root mean square eigenvalue of the inverse, from random vectors."""
     sides = _start(lower, probes)
-    inverse = torch.cholesky_solve(sides, lower)
-    return float(torch.linalg.vector_norm(inverse) / torch.linalg.vector_norm(sides))
+    norm = torch.linalg.vector_norm(sides)
+    return float(torch.linalg.vector_norm(solve_(sides, lower)) / norm)
 
 
-def _start(lower: Tensor, columns: int = 1) -> Tensor:
+def _start(lower: Tensor, rows: int = 1) -> Tensor:
     # The same start everywhere, and none of the global random numbers. Named devices, because
     # mergekit's --multi-gpu merges inside of `with torch.device(…)`.
     generator = torch.Generator("cpu").manual_seed(0)
-    shape = (len(lower), columns)
+    shape = (rows, len(lower))
     start = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return start.to(lower)

@@ -9,14 +9,14 @@ follow from what is known of the task vectors, tr(G_t) = τ_t − o‖μ_t‖².
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.blocks import blocks
 from mergekit_ace.algebra.options import AceOptions
-from mergekit_ace.algebra.task_vectors import ActiveExperts, Moments, squared_norm, task_vector
+from mergekit_ace.algebra.task_vectors import ActiveExperts, Moments, squared_norm
 
 ALL = slice(None)
 # Task vectors whose root mean square entry lies within 2^±20 need no other unit: their third powers
@@ -34,7 +34,6 @@ class Task:
         scale: s_t.
         ridge: ε_t.
         unit: what Δ_t is divided by.
-        formed: dtype in which W_t − W0 is subtracted; that of `mean` is the one of the products.
     """
 
     expert: Tensor
@@ -43,12 +42,17 @@ class Task:
     scale: float
     ridge: float
     unit: float
-    formed: torch.dtype
 
-    def centred(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        """C_t = Δ_t − 1 μ_tᵀ there, newly formed: the caller may write to it."""
-        delta = task_vector(self.expert[rows, columns], self.base[rows, columns], self.formed)
-        delta = delta.to(self.mean.dtype)
+    def centred(self, rows: slice = ALL, columns: slice = ALL, out: Tensor | None = None) -> Tensor:
+        """C_t = Δ_t − 1 μ_tᵀ there, formed anew in the dtype of μ_t: the caller may write to it.
+
+        Args:
+            rows, columns: which part.
+            out: where, if not in a new tensor.
+        """
+        part = self.expert[rows, columns]
+        delta = torch.empty_like(part, dtype=self.mean.dtype) if out is None else out
+        delta.copy_(part).sub_(self.base[rows, columns])  # the base is widened entry by entry
         if self.unit != 1:
             delta.div_(self.unit)
         return delta.sub_(self.mean[columns])
@@ -64,8 +68,8 @@ class Covariances:
     Attributes:
         tasks: the estimates; an expert whose rows all moved alike has none when normalised.
         reference: the task r that the others are compared with. As Σ_t (S_t + ε_t I) = A, Eq. 14
-            without its prior is X = C_r + Σ_{t≠r} (C_t − C_r)(S_t + ε_t I) A⁻¹: a product fewer, and
-            where experts agree nothing is left that a solve could spoil. Every r is exact; the
+            without its prior is X = C_r + Σ_{t≠r} (C_t − C_r)(S_t + ε_t I) A⁻¹: a product fewer,
+            and where experts agree nothing is left that a solve could spoil. Every r is exact; the
             smallest task vector cancels least, and a vanishing weight would be divided by.
         unit: the scale that the task vectors were divided by.
         covariance_unit: what S_t and ε_t are measured in: unit², or 1 where S_t is normalised.
@@ -81,6 +85,17 @@ class Covariances:
     covariance_unit: float
     epsilon: tuple[float, ...]
     mean_tau: float
+    _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def buffer(self, name: str, rows: int, columns: int) -> Tensor:
+        """Room for a block, (rows, columns), the same memory for the same name.
+
+        Fresh memory comes from the system page by page, which takes as long as what is done on it.
+        """
+        size = rows * columns
+        if name not in self._buffers or len(self._buffers[name]) < size:
+            self._buffers[name] = torch.empty_like(self.tasks[0].mean[:1].expand(size))
+        return self._buffers[name][:size].view(rows, columns)
 
     @property
     def ridge(self) -> float:
@@ -142,7 +157,6 @@ def estimate_covariances(
                 scale=weight / trace if normalized else weight,
                 ridge=ridge,
                 unit=unit,
-                formed=active.dtype,
             )
         )
         epsilon.append(ridge * (1.0 if normalized else unit**2))
@@ -158,7 +172,7 @@ def estimate_covariances(
 
 
 def _unit(active: ActiveExperts, entries: int) -> float:
-    """1, or the power of two nearest to the root mean square entry: dividing by it rounds nothing."""
+    """1, or the power of two nearest to the root mean square entry: exact to divide by."""
     total = math.log2(math.fsum(active.tau))
     exponent = round((total - math.log2(len(active.experts) * entries)) / 2)
     return 1.0 if abs(exponent) <= PLAIN_EXPONENT else 2.0**exponent
@@ -173,7 +187,7 @@ def _trace(
     if trace > 1e-2 * moments.tau / unit**2:
         return trace
     # the means make up nearly all of τ_t, and the difference would lose its digits
-    task = Task(expert, base, mean.to(dtype), 1.0, 0.0, unit, dtype)
+    task = Task(expert, base, mean.to(dtype), 1.0, 0.0, unit)
     return math.fsum(squared_norm(task.centred(rows)) for rows in blocks(*base.shape))
 
 

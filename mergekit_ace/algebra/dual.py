@@ -29,7 +29,7 @@ from mergekit_ace.algebra.closed_form import (
     tolerance,
 )
 from mergekit_ace.algebra.covariance import Covariances
-from mergekit_ace.algebra.symmetric import add_gram, mirror
+from mergekit_ace.algebra.symmetric import add_gram, mirror, solve_
 from mergekit_ace.algebra.task_vectors import squared_norm
 
 CONDITION_LIMIT = {torch.float32: 1e7, torch.float64: 1e14}
@@ -38,7 +38,7 @@ CONDITION_LIMIT = {torch.float32: 1e7, torch.float64: 1e14}
 def solve_dual(covariances: Covariances, *, prior: bool, refined: bool) -> Solution:
     """X, and with `refined` F, from the (N, N) system.
 
-    Needs memory for one (N, N) and one (o, N) matrix beside X; with `refined` another (o, N), and F.
+    Needs memory for an (N, N) and an (o, N) matrix beside X; with `refined` another (o, N), and F.
 
     Args:
         covariances: the estimates of at least one task.
@@ -91,7 +91,7 @@ def _coefficients(
     if not condition <= CONDITION_LIMIT[lower.dtype]:  # NaN, too, is no answer
         raise IllConditionedError(condition)
     for block in blocks(*left.shape):
-        left[block] = torch.cholesky_solve(left[block].mT, lower).mT
+        solve_(left[block], lower)
     growth = (squared_norm(left) * largest) ** 0.5
     _finish(covariances, lower, left, sides[:, 0] if prior else None)
     if residual is not None:
@@ -106,7 +106,12 @@ def _roots(covariances: Covariances) -> list[float]:
 
 def _stack(covariances: Covariances, columns: slice) -> Tensor:
     """[C_t]_t in some columns, (N, n)."""
-    return torch.cat([task.centred(columns=columns) for task in covariances.tasks])
+    rows, _ = covariances.shape
+    size = rows * len(covariances.tasks)
+    stack = covariances.buffer("stack", size, columns.stop - columns.start)
+    for t, task in enumerate(covariances.tasks):
+        task.centred(columns=columns, out=stack[t * rows : (t + 1) * rows])
+    return stack
 
 
 def _products(covariances: Covariances) -> tuple[Tensor, Tensor]:
@@ -177,8 +182,8 @@ def _residual(covariances: Covariances, grid: _Grid, sides: Tensor) -> Tensor:
 def _system(covariances: Covariances, grid: _Grid) -> None:
     """K in the place of the products.
 
-    The rows of C_t sum to zero, so K is as small as the ridge along the indicator of every task, and
-    M is zero there. K may be anything in these directions: it is given its mean eigenvalue.
+    The rows of C_t sum to zero, so K is as small as the ridge along the indicator of every task,
+    and M is zero there. K may be anything in these directions: it is given its mean eigenvalue.
     """
     rows, _ = covariances.shape
     roots = _roots(covariances)
@@ -206,7 +211,7 @@ def _finish(covariances: Covariances, lower: Tensor, left: Tensor, ones: Tensor 
     if ones is None:
         return
     stacked = scales * ones  # M 1
-    inverse = torch.cholesky_solve(stacked[:, None], lower).squeeze(1)
+    inverse = solve_(stacked[None].clone(), lower).squeeze(0)
     inverse.div_(columns * covariances.mean_tau)  # A⁻¹c = Mᵀ times it
     shift = (left @ ones) / (1 + stacked @ inverse)
     left.addr_(shift, scales * inverse, alpha=-1)
@@ -222,7 +227,7 @@ def _expand(
     row = covariances.mean * (covariances.ridge * covariances.covariance_unit)
     for block in blocks(columns, left.shape[1]):
         stack = _stack(covariances, block)
-        merged[:, block] = left @ stack
+        torch.mm(left, stack, out=merged[:, block])
         if target is not None:
-            target[:, block] = (target_left @ stack).sub_(row[block])
+            torch.mm(target_left, stack, out=target[:, block]).sub_(row[block])
     return merged, target

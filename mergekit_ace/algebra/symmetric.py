@@ -70,3 +70,18 @@ def cholesky_(matrix: Tensor) -> bool:
     corner.copy_(torch.linalg.solve_triangular(first.mT, corner, upper=True, left=False))
     matrix[:middle, middle:] = 0
     return cholesky_(add_gram(matrix[middle:, middle:], corner, -1.0))
+
+
+def solve_(rows: Tensor, lower: Tensor) -> Tensor:
+    """rows ← rows (L Lᵀ)⁻¹, in place.
+
+    Equivalent to ``rows.copy_(torch.cholesky_solve(rows.mT, lower).mT)``, which copies L first, to
+    another memory layout: for a block of rows that takes as long as the solve.
+
+    Args:
+        rows: (m, n), contiguous; overwritten and returned.
+        lower: L, (n, n), of which the lower triangle is read.
+    """
+    solve = torch.linalg.solve_triangular
+    solve(lower.mT, rows, upper=True, left=False, out=rows)
+    return solve(lower, rows, upper=False, left=False, out=rows)

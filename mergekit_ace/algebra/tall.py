@@ -5,7 +5,7 @@ Since A = Σ_t (S_t + ε_t I), the matrices W_t = (S_t + ε_t I) A⁻¹ sum to t
 reference r (see `Covariances`)
 
     Y = Σ_t C_t W_t = C_r + Σ_{t≠r} (C_t − C_r) W_t,
-    R = Σ_{t≠r} (C_t − C_r)(S_t − S/T) − ε̄ C̄ + 1 aᵀ        (a, S and the prior: see `primal`).
+    R = Σ_{t≠r} (C_t − C_r)(S_t − S/T) − ε̄ C̄ + 1 aᵀ        (a, S, q: see `primal`).
 
 All that is tall is formed, multiplied and forgotten in blocks of rows. What is solved is (i, i), so
 that float64 is cheap there: what a float32 solve loses to the condition of A is won back.
@@ -31,7 +31,7 @@ from mergekit_ace.algebra.closed_form import (
 )
 from mergekit_ace.algebra.covariance import Covariances, Task
 from mergekit_ace.algebra.primal import add_task_gram, residual_row
-from mergekit_ace.algebra.symmetric import mirror
+from mergekit_ace.algebra.symmetric import mirror, solve_
 from mergekit_ace.algebra.task_vectors import squared_norm
 
 CONDITION_LIMIT = {torch.float32: 1e7, torch.float64: 1e13}
@@ -65,7 +65,7 @@ def solve_tall(covariances: Covariances, *, prior: bool, refined: bool) -> Solut
     for task, matrix in zip(_others(covariances), mixing, strict=True):
         matrix.diagonal().add_(task.ridge)
         for block in blocks(*matrix.shape):  # rows of S_t, which is symmetric, to rows of W_t
-            matrix[block] = torch.cholesky_solve(matrix[block].double().mT, lower).mT
+            matrix[block] = solve_(matrix[block].to(lower.dtype, copy=True), lower)
     row = None if common is None else prior_row(lower, common).to(turned)
     return Solution(*_mix(covariances, mixing, row, residual), condition, error)
 
@@ -93,11 +93,11 @@ def _covariances(covariances: Covariances) -> tuple[Tensor, list[Tensor], Tensor
     _, columns = covariances.shape
     reference = covariances.tasks[covariances.reference]
     first = covariances.new(columns, columns)
-    add_task_gram(first, reference, reference.scale)
+    add_task_gram(covariances, first, reference)
     total, others, turned = mirror(first).double(), [], covariances.new(columns)
     for task in _others(covariances):
         other = covariances.new(columns, columns)
-        add_task_gram(other, task, task.scale)
+        add_task_gram(covariances, other, task)
         total.add_(mirror(other))
         turned.addmv_(other, task.mean - reference.mean)
         others.append(other)
@@ -134,17 +134,22 @@ def _mix(
     """X and F."""
     merged = covariances.new(*covariances.shape)
     target = torch.empty_like(merged) if residual is not None else None
+    others = _others(covariances)
     for block in blocks(*merged.shape):
-        first = covariances.tasks[covariances.reference].centred(block)
-        differences = [task.centred(block).sub_(first) for task in _others(covariances)]
-        part = merged[block].copy_(first)
+        part = merged[block]
+        first = covariances.tasks[covariances.reference].centred(block, out=part)
+        mean = covariances.buffer("mean", *part.shape).copy_(first)
+        differences = [
+            task.centred(block, out=covariances.buffer(f"difference {t}", *part.shape)).sub_(first)
+            for t, task in enumerate(others)
+        ]
         for difference, matrix in zip(differences, mixing, strict=True):
+            mean.add_(difference, alpha=1 / len(covariances.tasks))
             part.addmm_(difference, matrix)
         if row is not None:
             part.addr_(part.sum(dim=1), row, alpha=-1)
         if residual is None or target is None:
             continue
-        mean = first.add_(sum(differences), alpha=1 / len(covariances.tasks))
         torch.add(part, residual.row, out=target[block]).sub_(mean, alpha=residual.ridge)
         for difference, matrix in zip(differences, residual.factors, strict=True):
             target[block].addmm_(difference, matrix)

@@ -49,12 +49,15 @@ def measure(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Moments:
         expert, base: W and W0, of one shape.
         dtype: in which W − W0 is formed.
     """
-    rows = base.reshape(base.shape[:1] + (math.prod(base.shape[1:]),) if base.ndim else (1, 1))
+    rows = base.reshape((*base.shape[:1], math.prod(base.shape[1:])) if base.ndim else (1, 1))
     versions = expert.reshape(rows.shape)
     tau = []
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=base.device)
+    room = None
     for block in blocks(*rows.shape):
-        delta = task_vector(versions[block], rows[block], dtype)
+        if room is None:  # the first block is the largest; fresh memory would cost page by page
+            room = torch.empty_like(rows[block], dtype=dtype)
+        delta = room[: block.stop - block.start].copy_(versions[block]).sub_(rows[block])
         tau.append(squared_norm(delta))
         for part in delta.split(1024):  # short sums in float32, long ones in float64
             total += part.sum(dim=0)

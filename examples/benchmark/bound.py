@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The unavoidable products and factorisations of a merge, without anything around them.
+
+No task vector is formed, centred or measured, nothing is added up, copied or checked: only the
+large matrix operations that the closed form and its refinement consist of, on matrices that are
+there already. A merge cannot be faster than the cheaper of the two systems that it can solve.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mergekit_ace.algebra.symmetric import add_gram, cholesky_
+
+
+def operations(
+    rows: int, columns: int, tasks: int, refined: bool, device: str
+) -> dict[str, list[Callable[[], object]]]:
+    """The large operations of the two systems, as calls without arguments.
+
+    Args:
+        rows, columns: o and i.
+        tasks: T.
+        refined: with the spectral refinement.
+        device: of the matrices.
+    """
+    systems = {"primal": _primal(rows, columns, tasks, refined, device)}
+    if rows * tasks < columns:
+        systems["dual"] = _dual(rows, columns, tasks, refined, device)
+    return systems
+
+
+def measure(operations: list[Callable[[], object]], synchronize: Callable[[], None]) -> float:
+    """Seconds for all of them, one after the other."""
+    synchronize()
+    start = time.perf_counter()
+    for operation in operations:
+        operation()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def _primal(
+    rows: int, columns: int, tasks: int, refined: bool, device: str
+) -> list[Callable[[], object]]:
+    matrix = torch.randn(rows, columns, device=device)
+    square, system = torch.zeros(columns, columns, device=device), _definite(columns, device)
+    result = torch.empty(rows, columns, device=device)
+    calls: list[Callable[[], object]] = [lambda: add_gram(square, matrix.mT)] * tasks
+    if rows >= columns / 2:  # (C_t − C_r) S_t for all tasks but one
+        calls += [lambda: torch.mm(matrix, system, out=result)] * (tasks - 1)
+    else:
+        small = torch.empty(rows, rows, device=device)
+        calls += [lambda: torch.mm(matrix, matrix.mT, out=small)] * (tasks - 1)
+        calls += [lambda: torch.mm(small, matrix, out=result)] * (tasks - 1)
+    calls.append(lambda: cholesky_(system.clone()))
+    factor = torch.linalg.cholesky(system)
+    calls.append(lambda: torch.cholesky_solve(matrix.mT, factor))
+    if refined:
+        calls.append(lambda: torch.mm(matrix, system, out=result))
+        calls += _spectrum(matrix, result)
+    return calls
+
+
+def _dual(
+    rows: int, columns: int, tasks: int, refined: bool, device: str
+) -> list[Callable[[], object]]:
+    size = rows * tasks
+    stack = torch.randn(size, columns, device=device)
+    products, system = torch.zeros(size, size, device=device), _definite(size, device)
+    left = torch.randn(rows, size, device=device)
+    result = torch.empty(rows, columns, device=device)
+    factor = torch.linalg.cholesky(system)
+    calls: list[Callable[[], object]] = [
+        lambda: add_gram(products, stack),
+        lambda: cholesky_(system.clone()),
+        lambda: torch.cholesky_solve(left.mT, factor),
+        lambda: torch.mm(left, stack, out=result),
+    ]
+    if refined:
+        calls.append(lambda: torch.mm(left, stack, out=result))
+        calls += _spectrum(stack[:rows], result)
+    return calls
+
+
+def _spectrum(matrix: Tensor, result: Tensor) -> list[Callable[[], object]]:
+    """U_k V_kᵀ: a Gram matrix and its eigenvectors in float64, and a product with them."""
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+    exact = wide.double()
+    gram = torch.zeros(len(wide), len(wide), dtype=torch.float64, device=matrix.device)
+    definite = _definite(len(wide), str(matrix.device)).double()
+    projector = torch.randn(len(wide), len(wide), device=matrix.device)
+    target = result if matrix.shape[0] <= matrix.shape[1] else result.mT
+    return [
+        lambda: add_gram(gram, exact),
+        lambda: torch.linalg.eigh(definite),
+        lambda: torch.mm(projector, wide, out=target),
+    ]
+
+
+def _definite(size: int, device: str) -> Tensor:
+    matrix = torch.randn(size, size, device=device)
+    matrix = matrix @ matrix.mT
+    matrix.diagonal().add_(size)
+    return matrix

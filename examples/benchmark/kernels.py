@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time the merge of single matrices against a plain transcription and against a lower bound.
+
+    python examples/benchmark/kernels.py --model Llama-3.2-1B --experts 3 --json kernels.json
+
+In every round each of the three runs once, in turn, so that whatever else the machine does hits all
+of them; a ratio is the median over rounds. A model's total counts every matrix as often as a layer
+(or, for GPT-2 and ViT-L/14, the whole model) has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from bound import measure, operations
+from plain import plain_ace
+from torch import Tensor
+
+from mergekit_ace import AceOptions, merge_matrix
+
+# (out, in): how many there are
+MODELS: dict[str, dict[tuple[int, int], int]] = {
+    "Llama-3.2-1B": {(2048, 2048): 2, (512, 2048): 2, (8192, 2048): 2, (2048, 8192): 1},
+    "Llama-3.1-8B": {(4096, 4096): 2, (1024, 4096): 2, (14336, 4096): 2, (4096, 14336): 1},
+    "GPT-2": {
+        (50257, 768): 1,
+        (1024, 768): 1,
+        (2304, 768): 12,
+        (768, 768): 12,
+        (3072, 768): 12,
+        (768, 3072): 12,
+    },
+    "ViT-L/14": {(1024, 1024): 96, (4096, 1024): 24, (1024, 4096): 24},
+}
+
+
+@dataclass
+class Row:
+    """Medians for one matrix, in seconds; ratios are medians over rounds.
+
+    `memory` is the peak of device memory in bytes, inputs and result included; None on a CPU.
+    """
+
+    model: str
+    rows: int
+    columns: int
+    count: int
+    experts: int
+    heterogeneous: bool
+    form: str
+    precision: str
+    condition: float
+    ours: float
+    plain: float | None
+    bound: float
+    speedup: float | None
+    over_bound: float
+    memory: int | None
+
+
+def family(
+    rows: int, columns: int, experts: int, heterogeneous: bool, device: str
+) -> tuple[Tensor, list[Tensor]]:
+    """A base, and experts whose task vectors are of rank 16 plus noise, in float32.
+
+    The experts of a heterogeneous family differ in scale by a factor of 30 altogether.
+    """
+    rng = torch.Generator(device).manual_seed(0)
+    new = {"generator": rng, "device": device}
+    base = 0.02 * torch.randn(rows, columns, **new)
+    members = []
+    for t in range(experts):
+        low = torch.randn(rows, 16, **new) @ torch.randn(16, columns, **new) / 4
+        delta = 1e-3 * (low + torch.randn(rows, columns, **new))
+        scale = 30 ** (t / (experts - 1) - 0.5) if heterogeneous else 1.0
+        members.append(base + scale * delta)
+    return base, members
+
+
+def time_matrix(
+    model: str,
+    shape: tuple[int, int],
+    experts: int,
+    heterogeneous: bool,
+    rounds: int,
+    device: str,
+    plain: bool,
+) -> Row:
+    """Time one matrix in `rounds` alternating rounds."""
+    switch = "always" if heterogeneous else "never"
+    options = AceOptions(adaptive_normalization=switch, spectral_refinement=switch)
+    base, members = family(*shape, experts, heterogeneous, device)
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    seconds: dict[str, list[float]] = {"ours": [], "plain": [], "bound": []}
+    memory = None
+    for turn in range(rounds + 1):  # the first one warms up
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        started = _clock(synchronize)
+        _, record = merge_matrix(base, members, options=options)
+        ours = _clock(synchronize) - started
+        if device == "cuda":
+            memory = torch.cuda.max_memory_allocated()
+        systems = operations(*shape, experts, heterogeneous, device)
+        bound = min(measure(calls, synchronize) for calls in systems.values())
+        del systems
+        started = _clock(synchronize)
+        if plain:
+            plain_ace(base, members, heterogeneous=heterogeneous)
+        theirs = _clock(synchronize) - started
+        if turn > 0 or rounds == 0:
+            for name, value in (("ours", ours), ("plain", theirs), ("bound", bound)):
+                seconds[name].append(value)
+    ratio = lambda a, b: statistics.median(x / y for x, y in zip(a, b, strict=True))  # noqa: E731
+    return Row(
+        model=model,
+        rows=shape[0],
+        columns=shape[1],
+        count=MODELS[model][shape],
+        experts=experts,
+        heterogeneous=heterogeneous,
+        form=record.form,
+        precision=record.precision,
+        condition=record.condition,
+        ours=statistics.median(seconds["ours"]),
+        plain=statistics.median(seconds["plain"]) if plain else None,
+        bound=statistics.median(seconds["bound"]),
+        speedup=ratio(seconds["plain"], seconds["ours"]) if plain else None,
+        over_bound=ratio(seconds["ours"], seconds["bound"]),
+        memory=memory,
+    )
+
+
+def _clock(synchronize: Callable[[], None]) -> float:
+    synchronize()
+    return time.perf_counter()
+
+
+def print_row(row: Row) -> None:
+    branch = "heterogeneous" if row.heterogeneous else "homogeneous"
+    plain = f"{row.plain:8.3f} {row.speedup:8.2f}" if row.plain is not None else " " * 17
+    print(
+        f"{row.rows:6d} x {row.columns:<6d} {row.experts:2d}  {branch:13}  {row.form:6} "
+        f"{row.precision:8} {row.condition:9.1e} {row.ours:8.3f} {plain} {row.bound:8.3f} "
+        f"{row.over_bound:8.2f}",
+        flush=True,
+    )
+
+
+def print_total(rows: list[Row]) -> None:
+    ours = sum(row.count * row.ours for row in rows)
+    bound = sum(row.count * row.bound for row in rows)
+    line = f"  all together: ours {ours:.3f} s"
+    if all(row.plain is not None for row in rows):
+        plain = sum(row.count * row.plain for row in rows)
+        line += f", plain {plain:.3f} s ({plain / ours:.2f} times as long)"
+    line += f", lower bound {bound:.3f} s (ours {ours / bound:.2f} times as long)"
+    memory = [row.memory for row in rows if row.memory is not None]
+    if memory:
+        line += f", at most {max(memory) / 1e9:.2f} GB of device memory"
+    print(line, flush=True)
+
+
+def machine(device: str) -> dict[str, str | int]:
+    """What the figures were measured on."""
+    name = torch.cuda.get_device_name() if device == "cuda" else _processor()
+    return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["Llama-3.2-1B"])
+    parser.add_argument("--experts", nargs="+", type=int, default=[3])
+    parser.add_argument("--branch", nargs="+", choices=["homogeneous", "heterogeneous"])
+    parser.add_argument("--rounds", type=int, default=3, help="0: a single one, not warmed up")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--no-plain", action="store_true", help="leave the plain one out")
+    parser.add_argument("--json", help="write the figures there")
+    arguments = parser.parse_args()
+    about = machine(arguments.device)
+    print(f"{about['device']}, {about['threads']} threads, torch {about['torch']}")
+    print(
+        "    matrix       T  branch         form   solved in condition     ours    plain"
+        "  speedup    bound  x bound"
+    )
+    rows: list[Row] = []
+    for model in arguments.model:
+        for experts in arguments.experts:
+            for branch in arguments.branch or ["homogeneous", "heterogeneous"]:
+                print(f"{model}, {experts} experts, {branch}")
+                group = []
+                for shape in MODELS[model]:
+                    row = time_matrix(
+                        model,
+                        shape,
+                        experts,
+                        branch == "heterogeneous",
+                        arguments.rounds,
+                        arguments.device,
+                        not arguments.no_plain,
+                    )
+                    print_row(row)
+                    group.append(row)
+                print_total(group)
+                rows += group
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump({"machine": about, "rows": [asdict(row) for row in rows]}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
