@@ -17,6 +17,7 @@ from mergekit_ace.algebra.covariance import estimate_covariances
 from mergekit_ace.algebra.dual import solve_dual
 from mergekit_ace.algebra.forms import COSTS, Form, rank_forms
 from mergekit_ace.algebra.heterogeneity import Heterogeneity, measure_heterogeneity
+from mergekit_ace.algebra.lean import solve_lean
 from mergekit_ace.algebra.mean import merge_mean, merge_trivial
 from mergekit_ace.algebra.options import AceOptions
 from mergekit_ace.algebra.primal import solve_primal
@@ -25,7 +26,7 @@ from mergekit_ace.algebra.spectrum import WeakDirectionsError, isotropic_compone
 from mergekit_ace.algebra.tall import solve_tall
 from mergekit_ace.algebra.task_vectors import ActiveExperts, select_active, squared_norm
 
-SOLVERS = {"primal": solve_primal, "tall": solve_tall, "dual": solve_dual}
+SOLVERS = {"primal": solve_primal, "tall": solve_tall, "lean": solve_lean, "dual": solve_dual}
 # Below this many operations float64 costs milliseconds on anything.
 SMALL_SYSTEM = 2**32
 
@@ -83,14 +84,18 @@ def merge_matrix(
 
 def _attempts(base: Tensor, active: ActiveExperts, plan: _Plan) -> list[tuple[Form, torch.dtype]]:
     """Forms and dtypes to be tried in turn; the last one is always in float64."""
-    first = plan.forms[0]
-    attempts: list[tuple[Form, torch.dtype]] = [(first, torch.float64)]
-    operations = COSTS[first](*base.shape, len(active.experts), plan.rank > 0).operations
-    if active.dtype == torch.float32 and operations > SMALL_SYSTEM:
-        if first == "primal" and "tall" in plan.forms:
-            attempts.insert(0, ("tall", torch.float32))
-        attempts.insert(0, (first, torch.float32))
-    return attempts
+    cheapest = plan.forms[0]
+    exact: tuple[Form, torch.dtype] = (cheapest, torch.float64)
+    operations = COSTS[cheapest](*base.shape, len(active.experts), plan.rank > 0).operations
+    if active.dtype != torch.float32 or operations <= SMALL_SYSTEM:
+        return [exact]
+    forms = [cheapest]
+    if cheapest == "primal":
+        # The other form with an (i, i) system takes longer and keeps a digit more, without which
+        # the refinement nearly always fails.
+        careful = next(form for form in plan.forms if form in ("tall", "lean"))
+        forms = [careful] if plan.rank > 0 else ["primal", careful]
+    return [*((form, torch.float32) for form in forms), exact]
 
 
 def _plan(active: ActiveExperts, shape: Sequence[int], options: AceOptions) -> _Plan:
@@ -129,7 +134,7 @@ def _merge(
     if solution.target is not None:
         size = squared_norm(merged) ** 0.5
         error = solution.error * size if dtype == torch.float32 else 0.0
-        allowed = 0.5 * tolerance(solution.condition) * size
+        allowed = tolerance(solution.condition) * size
         component, strength = isotropic_component(solution.target, plan.rank, error, allowed)
         merged.add_(component)
         sigma_iso = strength * covariances.unit

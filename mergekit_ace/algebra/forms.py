@@ -9,7 +9,7 @@ from typing import Literal
 
 from mergekit_ace.algebra.primal import through_gram
 
-Form = Literal["primal", "tall", "dual"]
+Form = Literal["primal", "tall", "lean", "dual"]
 
 # Operations that take as long as a byte from memory. Two cores of a server do 200 Gflop/s and
 # 15 GB/s, a data-centre GPU 50 Tflop/s and 3 TB/s in float32: both about 16.
@@ -59,6 +59,16 @@ def tall_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int 
     return Cost(operations, itemsize * moved, itemsize * memory + 8 * square)
 
 
+def lean_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
+    """Of the same with one mixing matrix at a time."""
+    area, square = rows * columns, columns**2
+    operations = (2 * tasks - 1) * area * columns + (tasks - 1) * 2 * area * columns
+    operations += refined * tasks * 2 * area * columns
+    operations += 2 * (columns**3 / 3 + (tasks - 1) * 2 * columns**3)
+    moved = 3 * (4 * tasks + refined * tasks) * area + 8 * tasks * square
+    return Cost(operations, itemsize * moved, (itemsize + 8) * square + itemsize * refined * area)
+
+
 def dual_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
     """Of the (N, N) system, N = T·o."""
     area, size = rows * columns, rows * tasks
@@ -76,6 +86,7 @@ MATRICES = 4
 COSTS: dict[Form, Callable[..., Cost]] = {
     "primal": primal_cost,
     "tall": tall_cost,
+    "lean": lean_cost,
     "dual": dual_cost,
 }
 
@@ -91,12 +102,14 @@ def rank_forms(
         refined: whether the spectral refinement follows.
         itemsize: bytes of an entry.
 
-    A form that takes more than `MATRICES` is left out, and the dual one where N ≥ i: M Mᵀ is as
-    large as A there, and singular.
+    The tall form is left out where it takes more than `MATRICES`, and the lean one elsewhere; the
+    dual one where N ≥ i: M Mᵀ is as large as A there, and singular.
     """
     costs = {form: cost(rows, columns, tasks, refined, itemsize) for form, cost in COSTS.items()}
     if rows * tasks >= columns:
         del costs["dual"]
     if costs["tall"].memory > MATRICES * itemsize * columns * max(rows, columns):
         del costs["tall"]
+    else:
+        del costs["lean"]
     return sorted(costs, key=lambda form: costs[form].total)

@@ -102,8 +102,7 @@ def _sum_up(covariances: Covariances) -> tuple[Tensor, Tensor, Tensor]:
             turned.addmv_(mirror(gram), task.mean - reference.mean)
             gram.diagonal().add_(task.ridge)
             for block in blocks(rows, columns):
-                difference = _difference(covariances, task, block)
-                numerator[block].addmm_(difference, gram)
+                numerator[block].addmm_(difference(covariances, task, block), gram)
     return mirror(total), numerator, turned
 
 
@@ -119,15 +118,16 @@ def through_gram(rows: int, columns: int) -> bool:
     return columns <= 2 * rows
 
 
-def add_task_gram(covariances: Covariances, total: Tensor, task: Task) -> None:
+def add_task_gram(covariances: Covariances, total: Tensor, task: Task) -> Tensor:
     """total += S_t, in the lower triangle."""
     columns = task.base.shape[1]
     for block in blocks(*task.base.shape):
         room = covariances.buffer("task", block.stop - block.start, columns)
         add_gram(total, task.centred(block, out=room).mT, task.scale)
+    return total
 
 
-def _difference(covariances: Covariances, task: Task, block: slice) -> Tensor:
+def difference(covariances: Covariances, task: Task, block: slice) -> Tensor:
     """C_t − C_r in a block of rows."""
     shape = (block.stop - block.start, covariances.shape[1])
     reference = covariances.tasks[covariances.reference]
@@ -158,9 +158,9 @@ def _residual(covariances: Covariances, total: Tensor, numerator: Tensor, turned
         shift = covariances.buffer("shift", *part.shape).zero_()  # C̄ − C_r
         for task in tasks:
             if task is not reference:
-                difference = _difference(covariances, task, block)
-                part.sub_(difference, alpha=task.ridge)
-                shift.add_(difference, alpha=1 / count)
+                moved = difference(covariances, task, block)
+                part.sub_(moved, alpha=task.ridge)
+                shift.add_(moved, alpha=1 / count)
         part.addmm_(shift, total, alpha=-1).sub_(shift, alpha=ridge)
         first = reference.centred(block, out=covariances.buffer("reference", *part.shape))
         part.sub_(first, alpha=ridge).mul_(covariances.covariance_unit)
