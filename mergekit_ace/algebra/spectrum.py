@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.blocks import blocks
+from mergekit_ace.algebra.symmetric import add_gram
 
 
 class WeakDirectionsError(ValueError):
@@ -41,9 +42,8 @@ def isotropic_component(
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT  # (m, n), m ≤ n
     gram = torch.zeros(wide.shape[0], wide.shape[0], dtype=torch.float64, device=wide.device)
     for columns in blocks(*wide.shape[::-1]):
-        exact = wide[:, columns].to(torch.float64)
-        gram.addmm_(exact, exact.mT)
-    values, vectors = torch.linalg.eigh(gram)  # ascending
+        add_gram(gram, wide[:, columns].to(torch.float64))
+    values, vectors = torch.linalg.eigh(gram)  # ascending; of the lower triangle
     singular = values[-rank:].clamp(min=0).sqrt()
     strength = float(singular.mean())
     if error > 0:
@@ -56,10 +56,10 @@ def isotropic_component(
     noise = (wide.shape[0] * torch.finfo(torch.float64).eps) ** 0.5
     kept = singular > noise * singular[-1]
     leading = vectors[:, -rank:][:, kept]
-    scaled = leading * (strength / singular[kept])
+    scaled = (leading * (strength / singular[kept])).to(wide)
+    leading = leading.to(wide)
     for columns in blocks(*wide.shape[::-1]):
-        exact = wide[:, columns].to(torch.float64)
-        wide[:, columns] = scaled @ (leading.mT @ exact)
+        wide[:, columns] = scaled @ (leading.mT @ wide[:, columns])
     return matrix, strength
 
 
