@@ -15,7 +15,7 @@ from torch import Tensor
 from mergekit_ace.algebra.closed_form import IllConditionedError, tolerance
 from mergekit_ace.algebra.covariance import estimate_covariances
 from mergekit_ace.algebra.dual import solve_dual
-from mergekit_ace.algebra.forms import COSTS, Form, rank_forms
+from mergekit_ace.algebra.forms import COSTS, Form, choose_forms
 from mergekit_ace.algebra.heterogeneity import Heterogeneity, measure_heterogeneity
 from mergekit_ace.algebra.lean import solve_lean
 from mergekit_ace.algebra.mean import merge_mean, merge_trivial
@@ -56,6 +56,11 @@ def merge_matrix(
         weights: w_t ≥ 0, one per expert; only their ratios matter; 0 leaves an expert out.
         options: see `AceOptions`.
 
+    Working memory, beside the inputs and the result: at most four float32 matrices of max(i², o·i)
+    entries, or in the dual form of max(N², o·i) with N = T·o, whatever T is, and six blocks of
+    4 MiB (of 16 MiB in the dual form). Twice that for the few matrices that have to be solved in
+    float64, and for float64 weights.
+
     Returns:
         W0 + λ X, (o, i), in the compute dtype or wider (the base itself, uncast, where no expert
         changed it), and the record of what was done.
@@ -84,18 +89,12 @@ def merge_matrix(
 
 def _attempts(base: Tensor, active: ActiveExperts, plan: _Plan) -> list[tuple[Form, torch.dtype]]:
     """Forms and dtypes to be tried in turn; the last one is always in float64."""
-    cheapest = plan.forms[0]
-    exact: tuple[Form, torch.dtype] = (cheapest, torch.float64)
-    operations = COSTS[cheapest](*base.shape, len(active.experts), plan.rank > 0).operations
+    first = plan.forms[0]
+    exact: tuple[Form, torch.dtype] = (first, torch.float64)
+    operations = COSTS[first](*base.shape, len(active.experts), plan.rank > 0).operations
     if active.dtype != torch.float32 or operations <= SMALL_SYSTEM:
         return [exact]
-    forms = [cheapest]
-    if cheapest == "primal":
-        # The other form with an (i, i) system takes longer and keeps a digit more, without which
-        # the refinement nearly always fails.
-        careful = next(form for form in plan.forms if form in ("tall", "lean"))
-        forms = [careful] if plan.rank > 0 else ["primal", careful]
-    return [*((form, torch.float32) for form in forms), exact]
+    return [*((form, torch.float32) for form in plan.forms), exact]
 
 
 def _plan(active: ActiveExperts, shape: Sequence[int], options: AceOptions) -> _Plan:
@@ -111,7 +110,7 @@ def _plan(active: ActiveExperts, shape: Sequence[int], options: AceOptions) -> _
         heterogeneous=heterogeneous,
         normalized=switch[options.adaptive_normalization],
         rank=rank,
-        forms=rank_forms(rows, columns, len(active.experts), refined=rank > 0),
+        forms=choose_forms(rows, columns, len(active.experts), refined=rank > 0),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.blocks import blocks
+from mergekit_ace.algebra.eigen import leading_eigenpairs
 from mergekit_ace.algebra.symmetric import add_gram
 
 
@@ -40,47 +41,49 @@ def isotropic_component(
     there, which the paper's formula would add at full strength).
     """
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT  # (m, n), m ≤ n
-    gram = torch.zeros(wide.shape[0], wide.shape[0], dtype=torch.float64, device=wide.device)
-    for columns in blocks(*wide.shape[::-1]):
+    side, length = wide.shape
+    gram = torch.zeros(side, side, dtype=torch.float64, device=wide.device)
+    for columns in blocks(length, side):
         add_gram(gram, wide[:, columns].to(torch.float64))
-    values, vectors = torch.linalg.eigh(gram)  # ascending; of the lower triangle
+    size = float(gram.trace()) ** 0.5  # ‖F‖
+    values, vectors = leading_eigenpairs(gram, min(rank + 1, side), lean=length < 2 * side)
+    del gram
     singular = values[-rank:].clamp(min=0).sqrt()
     strength = float(singular.mean())
     if error > 0:
-        total = float(values.clamp(min=0).sum()) ** 0.5  # ‖F‖
-        error = error / total + 2 * torch.finfo(matrix.dtype).eps
-        size = strength * rank**0.5  # of the component
-    if error > 0 and size * blur(values, rank, wide.shape[1], error) > allowed:
-        raise WeakDirectionsError("directions too weak, or too close to the next")
+        relative = error / size + 2 * torch.finfo(matrix.dtype).eps
+        if strength * rank**0.5 * blur(values, rank, (side, length), size * relative) > allowed:
+            raise WeakDirectionsError("directions too weak, or too close to the next")
     # what the Gram matrix, which squares σ, cannot tell from zero in float64
-    noise = (wide.shape[0] * torch.finfo(torch.float64).eps) ** 0.5
+    noise = (side * torch.finfo(torch.float64).eps) ** 0.5
     kept = singular > noise * singular[-1]
     leading = vectors[:, -rank:][:, kept]
     scaled = (leading * (strength / singular[kept])).to(wide)
     leading = leading.to(wide)
-    for columns in blocks(*wide.shape[::-1]):
+    del vectors
+    for columns in blocks(length, side):
         wide[:, columns] = scaled @ (leading.mT @ wide[:, columns])
     return matrix, strength
 
 
-def blur(eigenvalues: Tensor, rank: int, columns: int, error: float) -> float:
-    """Estimated relative error of U_k V_kᵀ when F has the relative error `error`.
+def blur(values: Tensor, rank: int, shape: tuple[int, int], error: float) -> float:
+    """Estimated relative error of U_k V_kᵀ when F has the error ‖δF‖_F = `error`.
 
     To first order, noise of standard deviation s in the entries moves U_k V_kᵀ, whose norm is √k,
     by s·√((m + n) Σ_{j≤k} 1/σ_j² + 2/(σ_k − σ_{k+1})²): weak directions turn, and the last one
     mixes with the first one that is left out.
 
     Args:
-        eigenvalues: of the Gram matrix, (m,), ascending: σ².
+        values: the largest eigenvalues of the Gram matrix, ascending: σ²; at least k + 1 of them
+            unless it has no more.
         rank: k.
-        columns: n, F being (m, n) or its transpose.
-        error: ‖δF‖_F/‖F‖_F.
+        shape: of F, or of its transpose.
+        error: of F.
     """
-    rows = len(eigenvalues)
-    squares = eigenvalues.clamp(min=0)
-    sigma = squares.sqrt()
-    noise = error * float(squares.sum() / (rows * columns)) ** 0.5
+    rows, columns = shape
+    sigma = values.clamp(min=0).sqrt()
+    noise = error / (rows * columns) ** 0.5
     turned = (rows + columns) * float(sigma[-rank:].pow(-2).mean())
-    gap = float(sigma[-rank] - sigma[-rank - 1]) if rank < rows else float("inf")
+    gap = float(sigma[-rank] - sigma[-rank - 1]) if rank < len(sigma) else float("inf")
     mixed = 2 / rank / gap**2 if gap > 0 else float("inf")
     return noise * (turned + mixed) ** 0.5 if noise > 0 else 0.0

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Working memory of a merge, as the operating system counts it.
+
+Beyond the inputs and the result at most four float32 matrices of max(i², o·i), or in the dual form
+of max(N², o·i), whatever T is, and a few blocks. Each case runs in a process of its own, in which memory that is
+freed goes back to the system at once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+from mergekit_ace import AceOptions, merge_matrix
+from mergekit_ace.algebra import blocks
+
+blocks.BLOCK_ENTRIES = 2**16
+rows, columns, experts, refined = (int(argument) for argument in sys.argv[1:])
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+def family(rows, columns):
+    rng = torch.Generator().manual_seed(0)
+    base = torch.randn(rows, columns, generator=rng)
+    return base, [base + 1e-3 * torch.randn(rows, columns, generator=rng) for _ in range(experts)]
+
+switch = "always" if refined else "never"
+options = AceOptions(adaptive_normalization=switch, spectral_refinement=switch)
+base, members = family(rows, columns)
+merge_matrix(base, members, options=options)  # the libraries allocate buffers of their own
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+merged, record = merge_matrix(base, members, options=options)
+assert record.precision == "float32", record
+side = rows * experts if record.form == "dual" else columns
+result = merged.numel() * merged.element_size()
+few = 6 * 4 * blocks.BLOCK_ENTRIES
+used = status("VmHWM") - before - result - few
+print(record.form, used / (4 * max(side**2, rows * columns)))
+"""
+
+
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's account of peak memory"
+)
+@pytest.mark.parametrize("refined", [0, 1], ids=["homogeneous", "heterogeneous"])
+@pytest.mark.parametrize(
+    ("shape", "experts", "forms"),
+    [
+        ((1024, 1024), 3, {"primal", "lean"}),
+        ((1024, 1024), 8, {"primal", "lean"}),
+        ((4000, 800), 3, {"tall"}),
+        ((500, 2400), 3, {"dual"}),
+        ((300, 1400), 8, {"primal", "lean"}),
+    ],
+)
+def test_four_matrices(shape, experts, forms, refined):
+    environment = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "0",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    command = [sys.executable, "-c", PROGRAM, *map(str, (*shape, experts, refined))]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    form, matrices = output.stdout.split()
+    assert form in forms
+    assert float(matrices) <= 4
