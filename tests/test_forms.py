@@ -55,3 +55,12 @@ def test_operations_of_the_primal_form_by_hand():
     assert cost.operations == pytest.approx(3 * product / 2 + 2 * product + 10**3 / 3 + product)
     refined = COSTS["primal"](50, 10, 3, True)
     assert refined.operations == pytest.approx(cost.operations + product)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (640, 64), (64, 640), (10, 999)])
+@pytest.mark.parametrize("refined", [False, True])
+def test_the_lean_choice_takes_the_least_memory(shape, refined):
+    (lean,) = choose_forms(*shape, 3, refined=refined, lean=True)
+    least = COSTS[lean](*shape, 3, refined).memory
+    for form in choose_forms(*shape, 3, refined=refined):
+        assert least <= COSTS[form](*shape, 3, refined).memory

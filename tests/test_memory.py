@@ -2,8 +2,8 @@
 """Working memory of a merge, as the operating system counts it.
 
 Beyond the inputs and the result at most four float32 matrices of max(i², o·i), or in the dual form
-of max(N², o·i), whatever T is, and a few blocks. Each case runs in a process of its own, in which memory that is
-freed goes back to the system at once.
+of max(N², o·i), whatever T is, and a few blocks. Each case runs in a process of its own, in which
+memory that is freed goes back to the system at once.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from mergekit_ace.algebra.heterogeneity import Heterogeneity, measure_heterogene
 from mergekit_ace.algebra.lean import solve_lean
 from mergekit_ace.algebra.mean import merge_mean, merge_trivial
 from mergekit_ace.algebra.options import AceOptions
+from mergekit_ace.algebra.precision import full_precision
 from mergekit_ace.algebra.primal import solve_primal
 from mergekit_ace.algebra.records import MatrixRecord
 from mergekit_ace.algebra.spectrum import WeakDirectionsError, isotropic_component
@@ -42,6 +43,7 @@ class _Plan:
     forms: list[Form]
 
 
+@full_precision()
 def merge_matrix(
     base: Tensor,
     experts: Sequence[Tensor],
@@ -110,7 +112,7 @@ def _plan(active: ActiveExperts, shape: Sequence[int], options: AceOptions) -> _
         heterogeneous=heterogeneous,
         normalized=switch[options.adaptive_normalization],
         rank=rank,
-        forms=choose_forms(rows, columns, len(active.experts), refined=rank > 0),
+        forms=choose_forms(rows, columns, len(active.experts), refined=rank > 0, lean=options.lean),
     )
 
 

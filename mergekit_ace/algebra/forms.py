@@ -91,13 +91,16 @@ COSTS: dict[Form, Callable[..., Cost]] = {
 }
 
 
-def choose_forms(rows: int, columns: int, tasks: int, *, refined: bool) -> list[Form]:
+def choose_forms(
+    rows: int, columns: int, tasks: int, *, refined: bool, lean: bool = False
+) -> list[Form]:
     """The forms for a matrix, in the order in which they are to be tried in float32.
 
     Args:
         rows, columns: o and i.
         tasks: T.
         refined: whether the spectral refinement follows.
+        lean: whether memory counts, instead of time.
 
     The dual form is out of the question where N ≥ i: M Mᵀ is as large as A there, and singular. Of
     the other three, ``primal`` takes the fewest products unless the matrix is tall; ``tall``, and
@@ -105,9 +108,13 @@ def choose_forms(rows: int, columns: int, tasks: int, *, refined: bool) -> list[
     where ``primal`` was not enough, and come first with a refinement, which is nearly always so.
     """
     costs = {form: cost(rows, columns, tasks, refined) for form, cost in COSTS.items()}
+    if rows * tasks >= columns:
+        del costs["dual"]
+    if lean:
+        return [min(costs, key=lambda form: costs[form].memory)]
     limit = MATRICES * 4 * columns * max(rows, columns)
     careful: Form = "tall" if costs["tall"].memory <= limit else "lean"
     cheapest = min(("primal", careful), key=lambda form: costs[form].total)
-    if rows * tasks < columns and costs["dual"].total < costs[cheapest].total:
+    if "dual" in costs and costs["dual"].total < costs[cheapest].total:
         return ["dual"]
     return [careful] if refined or cheapest == careful else ["primal", careful]

@@ -40,6 +40,8 @@ class AceOptions(BaseModel):
         spectral_refinement: whether Eqs. 15-19 are applied; ``auto`` follows the statistic.
         rank_fraction: k_frac in [0, 1]; k = floor(k_frac · min(o, i)) directions are refined.
         compute_dtype: the dtype in which task vectors are formed, unless the tensors are wider.
+        lean: take the form with the least working memory instead of the fastest; not a parameter of
+            the merge method, which turns to it by itself.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,6 +56,7 @@ class AceOptions(BaseModel):
     spectral_refinement: Literal["auto", "always", "never"] = "auto"
     rank_fraction: Fraction = 0.3
     compute_dtype: Literal["float32", "float64"] = "float32"
+    lean: bool = False
 
     @property
     def dtype(self) -> torch.dtype:

@@ -19,7 +19,7 @@ from mergekit.merge_methods.base import (
 from torch import Tensor
 
 from mergekit_ace.algebra.closed_form import IllConditionedError
-from mergekit_ace.algebra.layouts import merge_tensor, resolve_layout
+from mergekit_ace.algebra.layouts import resolve_layout
 from mergekit_ace.algebra.options import AceOptions
 from mergekit_ace.algebra.records import TensorRecord
 from mergekit_ace.methods.architecture import is_transposed
@@ -32,6 +32,7 @@ from mergekit_ace.methods.parameters import (
 )
 from mergekit_ace.methods.report import append_report
 from mergekit_ace.methods.shapes import check_shapes, shape_mismatch
+from mergekit_ace.methods.sparing import merge_sparingly
 
 
 class AceMerge(GroupMergeMethod):
@@ -103,7 +104,7 @@ class AceMerge(GroupMergeMethod):
         _check_finite(group)
         weights = parameters["weight"]
         try:
-            merged, record = merge_tensor(
+            merged, record = merge_sparingly(
                 base.tensor,
                 [expert.tensor for expert in experts],
                 [weights[expert.id] for expert in experts],
@@ -114,10 +115,10 @@ class AceMerge(GroupMergeMethod):
                     base.tensor.ndim,
                     transposed=is_transposed(base.id, name),
                 ),
+                _tensor(name),
             )
         except (IllConditionedError, OverflowError, torch.linalg.LinAlgError) as error:
             raise ValueError(_explain(error, name, [str(e.id) for e in experts])) from error
-        merged = merged.to(base.tensor.dtype)
         if not _is_finite(merged):
             raise ValueError(
                 f"ace: {_tensor(name)} came out too large for {merged.dtype}. Use a dtype with "

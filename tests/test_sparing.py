@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device that runs out of memory: imitated, since a test machine may have none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from matrices import family
+from mergekit.merge_methods import merge_tensors
+
+from mergekit_ace.algebra.layouts import merge_tensor
+from mergekit_ace.methods import sparing
+
+
+@pytest.fixture
+def full_device(monkeypatch):
+    """Let the first `failures` attempts run out of memory; collects the options of all."""
+
+    def arrange(failures: int) -> list:
+        seen = []
+
+        def merge(base, experts, weights, options, layout):
+            seen.append(options)
+            if len(seen) <= failures:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return merge_tensor(base, experts, weights, options, layout)
+
+        monkeypatch.setattr(sparing, "merge_tensor", merge)
+        return seen
+
+    return arrange
+
+
+@pytest.mark.parametrize(("failures", "where"), [(1, "least"), (2, "CPU")])
+def test_goes_on_with_one_warning(rng, caplog, full_device, failures, where):
+    base, experts = family(rng, 30, 20, 3)
+    expected = merge_tensors([base, *experts], "ace", base_index=0)
+    assert not caplog.records
+    seen = full_device(failures)
+    merged = merge_tensors([base, *experts], "ace", base_index=0)
+    torch.testing.assert_close(merged, expected)
+    assert [options.lean for options in seen] == [False, True, True][: failures + 1]
+    (record,) = caplog.records
+    assert where in record.getMessage()
+    assert "a tensor does not fit" in record.getMessage()
+
+
+def test_names_the_tensor(rng, caplog, full_device):
+    base, experts = family(rng, 6, 5, 2)
+    full_device(1)
+    sparing.merge_sparingly(
+        base, experts, [1.0, 1.0], sparing.AceOptions(), "matrix", "tensor model.norm.weight"
+    )
+    assert "tensor model.norm.weight does not fit" in caplog.text
+
+
+def test_no_memory_anywhere(rng, full_device):
+    base, experts = family(rng, 6, 5, 2)
+    full_device(3)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+        merge_tensors([base, *experts], "ace", base_index=0)
