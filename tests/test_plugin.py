@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
 import sys
 
 import pytest
@@ -163,3 +164,16 @@ def test_typed():
     from importlib.resources import files
 
     assert (files("mergekit_ace") / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("module", ["ace", "parameters", "sparing"])
+def test_a_module_of_ours_may_be_the_first_to_import_mergekit(module):
+    """Registration then begins while that module is only half there."""
+    program = (
+        f"import mergekit_ace.methods.{module}\n"
+        "from mergekit.merge_methods import get\n"
+        "assert type(get('ace')).__name__ == 'AceMerge'"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "not registered" not in done.stderr
