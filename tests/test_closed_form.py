@@ -21,10 +21,9 @@ from mergekit_ace.algebra.closed_form import (
 )
 from mergekit_ace.algebra.covariance import estimate_covariances
 from mergekit_ace.algebra.dual import solve_dual
-from mergekit_ace.algebra.lean import solve_lean
+from mergekit_ace.algebra.mixing import solve_lean, solve_tall
 from mergekit_ace.algebra.options import AceOptions
 from mergekit_ace.algebra.primal import solve_primal
-from mergekit_ace.algebra.tall import solve_tall
 from mergekit_ace.algebra.task_vectors import select_active
 
 SOLVERS = {"primal": solve_primal, "tall": solve_tall, "lean": solve_lean, "dual": solve_dual}

@@ -20,9 +20,10 @@ import sys
 from pathlib import Path
 import torch
 from mergekit_ace import AceOptions, merge_matrix
-from mergekit_ace.algebra import blocks
+from mergekit_ace.algebra import blocks, symmetric
 
-blocks.BLOCK_ENTRIES = 2**16
+# all that is of one size whatever the matrix, on the scale of these small ones
+blocks.BLOCK_ENTRIES, symmetric.FACTOR_SIZE, symmetric.PRODUCT_SIZE = 2**16, 64, 64
 rows, columns, experts, refined = (int(argument) for argument in sys.argv[1:])
 
 def status(field):
@@ -44,7 +45,7 @@ merged, record = merge_matrix(base, members, options=options)
 assert record.precision == "float32", record
 side = rows * experts if record.form == "dual" else columns
 result = merged.numel() * merged.element_size()
-few = 6 * 4 * blocks.BLOCK_ENTRIES
+few = 6 * 4 * blocks.BLOCK_ENTRIES + 2**21  # and what the BLAS packs matrices into
 used = status("VmHWM") - before - result - few
 print(record.form, used / (4 * max(side**2, rows * columns)))
 """

@@ -17,14 +17,13 @@ from mergekit_ace.algebra.covariance import estimate_covariances
 from mergekit_ace.algebra.dual import solve_dual
 from mergekit_ace.algebra.forms import COSTS, Form, choose_forms
 from mergekit_ace.algebra.heterogeneity import Heterogeneity, measure_heterogeneity
-from mergekit_ace.algebra.lean import solve_lean
 from mergekit_ace.algebra.mean import merge_mean, merge_trivial
+from mergekit_ace.algebra.mixing import solve_lean, solve_tall
 from mergekit_ace.algebra.options import AceOptions
 from mergekit_ace.algebra.precision import full_precision
 from mergekit_ace.algebra.primal import solve_primal
 from mergekit_ace.algebra.records import MatrixRecord
 from mergekit_ace.algebra.spectrum import WeakDirectionsError, isotropic_component
-from mergekit_ace.algebra.tall import solve_tall
 from mergekit_ace.algebra.task_vectors import ActiveExperts, select_active, squared_norm
 
 SOLVERS = {"primal": solve_primal, "tall": solve_tall, "lean": solve_lean, "dual": solve_dual}

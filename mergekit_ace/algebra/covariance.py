@@ -113,10 +113,10 @@ class Covariances:
         rows, columns = self.tasks[0].base.shape
         return rows, columns
 
-    def new(self, *shape: int) -> Tensor:
-        """Zeros in the dtype of the products, where the tensors are."""
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Zeros in the dtype of the products, unless in another, where the tensors are."""
         mean = self.tasks[0].mean
-        return torch.zeros(*shape, dtype=mean.dtype, device=mean.device)
+        return torch.zeros(*shape, dtype=dtype or mean.dtype, device=mean.device)
 
 
 def estimate_covariances(

@@ -42,31 +42,35 @@ def primal_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: in
     gram = through_gram(rows, columns)
     numerator = 2 * area * columns if gram else 4 * area * rows
     operations = tasks * area * columns + (tasks - 1) * numerator  # symmetric products count half
-    operations += columns**3 / 3 + (2 + 2 * refined) * area * columns
+    operations += columns**3 / 3 + (1 + refined) * 2 * area * columns
     formed = (3 * tasks if gram else 2 * tasks) + refined * tasks  # task vectors
     moved = 3 * formed * area + 6 * tasks * square
-    memory = (1 + gram) * square + refined * area
+    memory = square + max(gram * square, refined * (square + area))
     return Cost(operations, itemsize * moved, itemsize * memory)
 
 
 def tall_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
     """Of the (i, i) system with a mixing matrix per task; float64 counts double."""
-    area, square = rows * columns, columns**2
-    operations = tasks * area * columns + (1 + refined) * (tasks - 1) * 2 * area * columns
-    operations += 2 * (columns**3 / 3 + (tasks - 1) * 2 * columns**3)
-    moved = 3 * 2 * tasks * area + 8 * tasks * square
-    memory = (tasks - 1) * (1 + refined) * square + refined * area
-    return Cost(operations, itemsize * moved, itemsize * memory + 8 * square)
+    return _mixing_cost(rows, columns, tasks, refined, itemsize, tasks - 1)
 
 
 def lean_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
     """Of the same with one mixing matrix at a time."""
-    area, square = rows * columns, columns**2
-    operations = (2 * tasks - 1) * area * columns + (tasks - 1) * 2 * area * columns
-    operations += refined * tasks * 2 * area * columns
+    return _mixing_cost(rows, columns, tasks, refined, itemsize, 1)
+
+
+def _mixing_cost(
+    rows: int, columns: int, tasks: int, refined: bool, itemsize: int, kept: int
+) -> Cost:
+    area, square, again = rows * columns, columns**2, max(0, tasks - 1 - kept)
+    operations = (tasks + again) * area * columns + (tasks - 1 + refined) * 2 * area * columns
     operations += 2 * (columns**3 / 3 + (tasks - 1) * 2 * columns**3)
-    moved = 3 * (4 * tasks + refined * tasks) * area + 8 * tasks * square
-    return Cost(operations, itemsize * moved, (itemsize + 8) * square + itemsize * refined * area)
+    formed = 2 * tasks + again + refined * tasks
+    moved = 3 * formed * area + 8 * (tasks + again) * square
+    memory = max(
+        itemsize * (kept + refined) * square + 8 * square, itemsize * refined * (square + area)
+    )
+    return Cost(operations, itemsize * moved, memory)
 
 
 def dual_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
