@@ -36,7 +36,7 @@ from mergekit_ace.algebra.residual import (
     reference_block,
     residual_row,
 )
-from mergekit_ace.algebra.symmetric import mirror, solve_
+from mergekit_ace.algebra.symmetric import mirror, narrow_, solve_
 from mergekit_ace.algebra.task_vectors import squared_norm
 
 CONDITION_LIMIT = {torch.float32: 1e7, torch.float64: 1e13}
@@ -82,7 +82,7 @@ def _solve(covariances: Covariances, prior: bool, refined: bool, kept: int) -> S
     lower, condition, error = _factorize(total, dtype)
     row = None if common is None else prior_row(lower, common).to(dtype)
     if condition <= NARROW_CONDITION and NARROW_LOSS * error <= tolerance(condition) / 4:
-        lower, error = _narrow(lower, dtype), NARROW_LOSS * error
+        lower, error = narrow_(lower, dtype), NARROW_LOSS * error
 
     merged, turned = covariances.new(*covariances.shape), covariances.new(covariances.shape[1])
     while remembered:
@@ -141,16 +141,6 @@ def _factorize(system: Tensor, dtype: torch.dtype) -> tuple[Tensor, float, float
     if not condition <= CONDITION_LIMIT[dtype] or error > tolerance(condition):
         raise IllConditionedError(condition)
     return lower, condition, error
-
-
-def _narrow(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float64 matrix in `dtype`, in its own memory, row by row from the first."""
-    if matrix.dtype == dtype:
-        return matrix
-    narrow = matrix.view(-1).view(dtype)[: matrix.numel()].view(matrix.shape)
-    for block in blocks(*matrix.shape):
-        narrow[block] = matrix[block].to(dtype)
-    return narrow
 
 
 def _error(growth: float, columns: int, dtype: torch.dtype) -> float:

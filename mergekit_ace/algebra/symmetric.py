@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mergekit_ace.algebra.blocks import blocks
+
 # Squares on the diagonal that are no longer halved: large enough for full speed. Held against
 # sizes from 128 to 1024, at 2048 and 6144 rows.
 PRODUCT_SIZE = 256
@@ -46,6 +48,21 @@ def mirror(matrix: Tensor) -> Tensor:
     mirror(matrix[:middle, :middle])
     mirror(matrix[middle:, middle:])
     return matrix
+
+
+def narrow_(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """A matrix in a narrower dtype, or in its own, in its own memory: `matrix` is lost.
+
+    Args:
+        matrix: (m, n), contiguous.
+        dtype: of at most the bytes of the matrix's.
+    """
+    if matrix.dtype == dtype:
+        return matrix
+    narrow = matrix.view(-1).view(dtype)[: matrix.numel()].view(matrix.shape)
+    for block in blocks(*matrix.shape):  # no row is written to before it was read
+        narrow[block] = matrix[block].to(dtype)
+    return narrow
 
 
 def cholesky_(matrix: Tensor) -> bool:
