@@ -92,8 +92,7 @@ def _coefficients(
     condition = largest / covariances.ridge
     if not condition <= CONDITION_LIMIT[lower.dtype]:  # NaN, too, is no answer
         raise IllConditionedError(condition)
-    for block in blocks(*left.shape):
-        solve_(left[block], lower)
+    solve_(left, lower)
     growth = (squared_norm(left) * largest) ** 0.5
     _finish(covariances, lower, left, sides[:, 0] if prior else None)
     if residual is not None:

@@ -160,7 +160,10 @@ def _error(growth: float, columns: int, dtype: torch.dtype) -> float:
 def _mix(matrix: Tensor, ridge: float, lower: Tensor) -> None:
     """W_t = (S_t + ε_t I) A⁻¹ in the place of S_t, (i, i); solved in the factor's dtype."""
     matrix.diagonal().add_(ridge)
-    for block in blocks(*matrix.shape):  # rows of S_t, which is symmetric, to rows of W_t
+    if matrix.dtype == lower.dtype:  # rows of S_t, which is symmetric, to rows of W_t
+        solve_(matrix, lower)
+        return
+    for block in blocks(*matrix.shape):
         matrix[block] = solve_(matrix[block].to(lower.dtype, copy=True), lower)
 
 

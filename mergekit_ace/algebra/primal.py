@@ -60,8 +60,7 @@ def solve_primal(covariances: Covariances, *, prior: bool, refined: bool) -> Sol
         raise IllConditionedError(condition)
     growth = squared_norm(numerator) ** 0.5 * inverse_norm(lower)
     row = None if common is None else prior_row(lower, common)
-    for block in blocks(*numerator.shape):
-        solve_(numerator[block], lower)
+    solve_(numerator, lower)
     target = complete_(covariances, numerator, row, residual)
     error = _error(growth / squared_norm(numerator) ** 0.5, numerator.dtype)
     if error > tolerance(condition):
