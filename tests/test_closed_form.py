@@ -9,7 +9,7 @@ import pytest
 import torch
 from matrices import HETEROGENEOUS, family
 
-from mergekit_ace.algebra import blocks
+from mergekit_ace.algebra import blocks, mixing
 from mergekit_ace.algebra.closed_form import (
     IllConditionedError,
     factorize,
@@ -109,6 +109,25 @@ def test_refuses_what_float32_would_spoil(rng, form):
     )
     with pytest.raises(IllConditionedError):
         SOLVERS[form](covariances, prior=True, refined=False)
+
+
+@pytest.mark.parametrize("form", ["tall", "lean"])
+@pytest.mark.parametrize("epsilon", [1.0, 1e-3])
+@pytest.mark.parametrize("loss", [mixing.NARROW_LOSS, math.inf], ids=["float32", "float64"])
+def test_mixing_matrices_in_either_precision(rng, monkeypatch, form, epsilon, loss):
+    monkeypatch.setattr(mixing, "NARROW_LOSS", loss)
+    base, experts = family(rng, 70, 60, 4, scales=[1.0, 1.5, 2.0, 3.0], noise=1e-2)
+    members = select_active(base, experts, [1.0] * 4, torch.float32)
+    options = AceOptions(epsilon=epsilon)
+    exact, coarse = (
+        estimate_covariances(base, members, options, normalized=True, dtype=dtype)
+        for dtype in (torch.float64, torch.float32)
+    )
+    expected = SOLVERS["primal"](exact, prior=True, refined=True)
+    got = SOLVERS[form](coarse, prior=True, refined=True)
+    error = (got.merged - expected.merged).norm() / expected.merged.norm()
+    assert error <= got.error <= tolerance(got.condition)
+    assert (got.target - expected.target).norm() <= 2 * got.error * expected.target.norm()
 
 
 def test_the_prior_is_sherman_and_morrison(rng):

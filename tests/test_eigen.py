@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mergekit_ace.algebra.eigen import leading_eigenpairs
+from mergekit_ace.algebra.eigen import SPIKES, deflate_, leading_eigenpairs
 
 
 @pytest.mark.parametrize("lean", [True, False])
@@ -17,3 +17,28 @@ def test_leading_eigenpairs(rng, lean, count):
     torch.testing.assert_close(values, torch.linalg.eigvalsh(matrix)[-count:])
     torch.testing.assert_close(matrix @ vectors, vectors * values)
     torch.testing.assert_close(vectors.T @ vectors, torch.eye(count, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("spikes", [0, 1, 7])
+def test_spikes_are_taken_out(rng, spikes):
+    values = torch.linspace(1, 2, 100, dtype=torch.float64)
+    values[100 - spikes :] = torch.logspace(3, 8, spikes, dtype=torch.float64)
+    vectors, _ = torch.linalg.qr(torch.randn(100, 100, generator=rng, dtype=torch.float64))
+    matrix = vectors * values @ vectors.T
+    lower = matrix.tril() + torch.full_like(matrix, 7.0).triu(1)
+    found, directions = deflate_(lower)
+    torch.testing.assert_close(found, values[100 - spikes :])
+    rest = vectors[:, : 100 - spikes]
+    assert (rest.T @ directions).norm() < 1e-9
+    expected = rest * values[: 100 - spikes] @ rest.T
+    assert (lower - expected).norm() <= 1e-14 * matrix.norm() + 1e-9 * expected.norm()
+
+
+def test_a_slow_decay_has_no_spikes(rng):
+    values = torch.linspace(1, 10, 300, dtype=torch.float64)
+    vectors, _ = torch.linalg.qr(torch.randn(300, 300, generator=rng, dtype=torch.float64))
+    matrix = vectors * values @ vectors.T
+    rest = matrix.clone()
+    found, _ = deflate_(rest)
+    assert len(found) < SPIKES / 8
+    assert torch.linalg.eigvalsh(rest)[-1] <= values[-1] * (1 + 1e-12)

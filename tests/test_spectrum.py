@@ -4,6 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mergekit_ace.algebra import spectrum
 from mergekit_ace.algebra.spectrum import WeakDirectionsError, blur, isotropic_component
 
 
@@ -42,6 +43,45 @@ def test_refuses_directions_that_the_error_hides(rng):
     isotropic_component(matrix.clone(), 4)
     with pytest.raises(WeakDirectionsError):
         isotropic_component(matrix, 4, error=1e-6, allowed=1e-4)
+
+
+SPECTRA = {
+    "flat": torch.linspace(2, 1, 60),
+    "a few spikes": torch.cat([torch.tensor([1e4, 3e3, 1e3]), torch.linspace(2, 1, 57)]),
+    "a hundredfold": torch.logspace(1, -1, 60),
+    "steep": torch.logspace(0, -12, 60),
+    "many spikes": torch.cat([torch.linspace(2e4, 1e4, 20), torch.linspace(2, 1, 40)]),
+    "low rank": torch.cat([torch.ones(5), torch.zeros(55)]),
+}
+
+
+def with_spectrum(rng, shape, sigma):
+    """A matrix with these singular values, in float64."""
+    rows, columns = shape
+    u, _ = torch.linalg.qr(torch.randn(rows, len(sigma), generator=rng, dtype=torch.float64))
+    v, _ = torch.linalg.qr(torch.randn(columns, len(sigma), generator=rng, dtype=torch.float64))
+    return u * sigma @ v.T
+
+
+@pytest.mark.parametrize("shape", [(60, 90), (90, 60), (60, 60)])
+@pytest.mark.parametrize("kind", SPECTRA)
+def test_float32_where_it_is_enough(rng, monkeypatch, kind, shape):
+    monkeypatch.setattr(spectrum, "SMALL_SIDE", 10)
+    exact = with_spectrum(rng, shape, SPECTRA[kind].double())
+    matrix = exact.float()
+    u, sigma, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    rank = {"low rank": 5, "many spikes": 30}.get(kind, 18)
+    expected = sigma[:rank].mean() * (u[:, :rank] @ vh[:rank])
+    allowed = 2e-5 * float(expected.norm())
+    taken = []
+    for name in ("_narrow_directions", "_exact_directions"):
+        inner = getattr(spectrum, name)
+        monkeypatch.setattr(
+            spectrum, name, lambda *a, inner=inner, name=name: taken.append(name) or inner(*a)
+        )
+    component, _ = isotropic_component(matrix, rank, 0.0, allowed)
+    assert (component - expected).norm() <= allowed
+    assert ("_exact_directions" in taken) == (kind == "many spikes"), taken
 
 
 @pytest.mark.parametrize("decay", [0.3, 1.0, 2.0])

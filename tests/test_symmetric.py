@@ -4,8 +4,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mergekit_ace.algebra import symmetric
-from mergekit_ace.algebra.symmetric import add_gram, cholesky_, mirror
+from mergekit_ace.algebra import blocks, symmetric
+from mergekit_ace.algebra.symmetric import add_gram, cholesky_, mirror, narrow_
 
 
 @pytest.fixture(params=[1, 3, 1000], autouse=True)
@@ -41,6 +41,18 @@ def test_cholesky_in_place(rng, size):
         got[square, square:] = matrix[square, square:]
     assert cholesky_(got)
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("block", [1, 7, 2**20])
+def test_narrowed_in_its_own_memory(rng, monkeypatch, block):
+    monkeypatch.setattr(blocks, "BLOCK_ENTRIES", block)
+    matrix = torch.randn(5, 7, generator=rng, dtype=torch.float64)
+    expected = matrix.float()
+    place = matrix.data_ptr()
+    got = narrow_(matrix, torch.float32)
+    assert torch.equal(got, expected)
+    assert got.is_contiguous()
+    assert got.data_ptr() == place
 
 
 @pytest.mark.parametrize("place", [0, 3, 6])

@@ -88,17 +88,20 @@ def _dual(
 
 
 def _spectrum(matrix: Tensor, result: Tensor) -> list[Callable[[], object]]:
-    """U_k V_kᵀ: a Gram matrix and its eigenvectors in float64, and a product with them."""
+    """U_k V_kᵀ, k = 0.3 m: a Gram matrix in float64, its eigenvectors in float32, two products."""
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+    side, length = wide.shape
     exact = wide.double()
-    gram = torch.zeros(len(wide), len(wide), dtype=torch.float64, device=matrix.device)
-    definite = _definite(len(wide), str(matrix.device)).double()
-    projector = torch.randn(len(wide), len(wide), device=matrix.device)
+    gram = torch.zeros(side, side, dtype=torch.float64, device=matrix.device)
+    definite = _definite(side, str(matrix.device))
+    leading = torch.randn(side, int(0.3 * side), device=matrix.device)
+    along = torch.empty(leading.shape[1], length, device=matrix.device)
     target = result if matrix.shape[0] <= matrix.shape[1] else result.mT
     return [
         lambda: add_gram(gram, exact),
         lambda: torch.linalg.eigh(definite),
-        lambda: torch.mm(projector, wide, out=target),
+        lambda: torch.mm(leading.mT, wide, out=along),
+        lambda: torch.mm(leading, along, out=target),
     ]
 
 

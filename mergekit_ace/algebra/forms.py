@@ -50,7 +50,7 @@ def primal_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: in
 
 
 def tall_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
-    """Of the (i, i) system with a mixing matrix per task; float64 counts double."""
+    """Of the (i, i) system with a mixing matrix per task; float64, of the factor, counts double."""
     return _mixing_cost(rows, columns, tasks, refined, itemsize, tasks - 1)
 
 
@@ -64,7 +64,7 @@ def _mixing_cost(
 ) -> Cost:
     area, square, again = rows * columns, columns**2, max(0, tasks - 1 - kept)
     operations = (tasks + again) * area * columns + (tasks - 1 + refined) * 2 * area * columns
-    operations += 2 * (columns**3 / 3 + (tasks - 1) * 2 * columns**3)
+    operations += 2 * columns**3 / 3 + (tasks - 1) * 2 * columns**3
     formed = 2 * tasks + again + refined * tasks
     moved = 3 * formed * area + 8 * (tasks + again) * square
     memory = max(

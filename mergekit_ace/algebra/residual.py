@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the closed form without its prior to the merge X and the target F of its refinement.
 
-What the (i, i) forms solve for is Y − C_r, where Y = Σ_t C_t (S_t + ε_t I) A⁻¹. All else follows:
+What the (i, i) forms solve for is Y − C_r with Y = Σ_t C_t (S_t + ε_t I) A⁻¹. All else follows:
 
-    X = Y − (Y 1) qᵀ,        qᵀ = cᵀA⁻¹ / (1 + cᵀA⁻¹1)        (Sherman and Morrison: see `prior_row`)
+    X = Y − (Y 1) qᵀ,        qᵀ = cᵀA⁻¹ / (1 + cᵀA⁻¹1)        (see `prior_row`)
     R = Σ_t Δ_t (S_t − S̄) = (Y − C̄) A − Σ_t ε_t C_t + 1 aᵀ,   F = R + X
     a = Σ_t S_t μ_t − A μ̄ = Σ_{t≠r} S_t (μ_t − μ_r) + S (μ_r − μ̄) − ε̄ μ̄
 
-with C̄ and μ̄ the means over the T tasks. Since Y A is the numerator of Eq. 14, the residual takes one
-product whatever T is, and what a weak direction of A magnified in Y, A makes small again.
+with C̄ and μ̄ the means over the T tasks. Since Y A is the numerator of Eq. 14, the residual takes
+one product whatever T is, and what a weak direction of A magnified in Y, A makes small again.
 """
 
 from __future__ import annotations
