@@ -26,8 +26,9 @@ def test_spikes_are_taken_out(rng, spikes):
     vectors, _ = torch.linalg.qr(torch.randn(100, 100, generator=rng, dtype=torch.float64))
     matrix = vectors * values @ vectors.T
     lower = matrix.tril() + torch.full_like(matrix, 7.0).triu(1)
-    found, directions = deflate_(lower)
+    found, directions, largest = deflate_(lower)
     torch.testing.assert_close(found, values[100 - spikes :])
+    assert largest <= values[99 - spikes] * (1 + 1e-9)
     rest = vectors[:, : 100 - spikes]
     assert (rest.T @ directions).norm() < 1e-9
     expected = rest * values[: 100 - spikes] @ rest.T
@@ -39,6 +40,7 @@ def test_a_slow_decay_has_no_spikes(rng):
     vectors, _ = torch.linalg.qr(torch.randn(300, 300, generator=rng, dtype=torch.float64))
     matrix = vectors * values @ vectors.T
     rest = matrix.clone()
-    found, _ = deflate_(rest)
+    found, _, largest = deflate_(rest)
+    assert 5 < largest <= 10
     assert len(found) < SPIKES / 8
     assert torch.linalg.eigvalsh(rest)[-1] <= values[-1] * (1 + 1e-12)

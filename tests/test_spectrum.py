@@ -81,7 +81,8 @@ def test_float32_where_it_is_enough(rng, monkeypatch, kind, shape):
         )
     component, _ = isotropic_component(matrix, rank, 0.0, allowed)
     assert (component - expected).norm() <= allowed
-    assert ("_exact_directions" in taken) == (kind == "many spikes"), taken
+    if kind != "steep":  # either may be right there
+        assert ("_exact_directions" in taken) == (kind == "many spikes"), taken
 
 
 @pytest.mark.parametrize("decay", [0.3, 1.0, 2.0])

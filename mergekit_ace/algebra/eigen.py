@@ -39,7 +39,7 @@ def leading_eigenpairs(matrix: Tensor, count: int, *, lean: bool = False) -> tup
     return values[-count:], vectors[:, -count:]
 
 
-def deflate_(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def deflate_(matrix: Tensor) -> tuple[Tensor, Tensor, float]:
     """Take the eigenvalues far above all others out of a matrix.
 
     What float32 rounds in a decomposition is measured by the largest eigenvalue, and magnified by
@@ -51,7 +51,8 @@ def deflate_(matrix: Tensor) -> tuple[Tensor, Tensor]:
             G − Y diag(θ) Yᵀ, all of it.
 
     Returns:
-        θ, (l,), ascending, and Y, (m, l), orthonormal; l ≤ `SPIKES`, often 0.
+        θ, (l,), ascending, and Y, (m, l), orthonormal; l ≤ `SPIKES`, often 0. And an estimate of
+        the largest eigenvalue left.
     """
     size = len(mirror(matrix))
     count = min(SPIKES, size // 4)
@@ -70,6 +71,7 @@ def deflate_(matrix: Tensor) -> tuple[Tensor, Tensor]:
     angle = residual / (values - values[0])
     found = angle * values.clamp(min=0).sqrt() <= 1e-7 * level**0.5
     first = count - int(found.flip(0).long().cumprod(0).sum())
+    largest = float(values[max(first - 1, 0)])
     values, vectors = values[first:], vectors[:, first:]
     matrix.addmm_(vectors * values, vectors.mT, alpha=-1)
-    return values, vectors
+    return values, vectors, largest

@@ -24,6 +24,8 @@ from mergekit_ace.algebra.symmetric import add_gram, narrow_
 
 # Below it, a decomposition in float64 takes milliseconds.
 SMALL_SIDE = 512
+# Directions on either side of the k-th that are turned into place in float64.
+WINDOW = 16
 # What float32 rounds in vectors and products whatever the spectrum.
 FLOOR = 2e-6
 # Directions with σ above this multiple of σ_k are spikes.
@@ -72,7 +74,7 @@ def isotropic_component(
     there, which the paper's formula would add at full strength).
     """
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-    directions = _narrow_directions(wide, rank, allowed) or _exact_directions(wide, rank)
+    directions = _directions(wide, rank, allowed)
     values = directions.values
     singular = values[-rank:].clamp(min=0).sqrt()
     strength = float(singular.mean())
@@ -94,9 +96,30 @@ def _gram(wide: Tensor) -> Tensor:
     return gram
 
 
-def _exact_directions(wide: Tensor, rank: int) -> _Directions:
+def _directions(wide: Tensor, rank: int, allowed: float) -> _Directions:
+    """By a decomposition in float32 if that is likely to be exact enough, and is."""
+    side, _ = wide.shape
+    gram = _gram(wide)
+    if wide.dtype != torch.float32 or allowed <= 0 or side <= SMALL_SIDE:
+        return _exact_directions(wide, gram, rank)
+    energy = float(gram.trace())
+    spike_values, spikes, largest = deflate_(gram)
+    # the smallest error and the least strength that are possible with what is known already
+    rest = max(energy - float(spike_values.sum()), 0.0)
+    strength = float(spike_values.sqrt().sum()) / rank
+    rounding = _EPS32 / 2 * largest + _EPS64 * energy
+    if rank > len(spikes.T) and strength * rank**0.5 * rounding * rank <= allowed * rest:
+        found = _narrow_directions(wide, gram, (spike_values, spikes), energy, rank)
+        if found.error * float(found.values[-rank:].sqrt().mean()) * rank**0.5 <= allowed / 2:
+            return found
+        return _exact_directions(wide, _gram(wide), rank)
+    gram.addmm_(spikes * spike_values, spikes.mT)
+    return _exact_directions(wide, gram, rank)
+
+
+def _exact_directions(wide: Tensor, gram: Tensor, rank: int) -> _Directions:
     side, length = wide.shape
-    values, vectors = leading_eigenpairs(_gram(wide), min(rank + 1, side), lean=length < 2 * side)
+    values, vectors = leading_eigenpairs(gram, min(rank + 1, side), lean=length < 2 * side)
     # The singular values are the square roots, and the smallest wanted one may be noise.
     floor = SPIKE**2 * max(float(values[-rank]), side * _EPS64 * float(values[-1]))
     count = min(SPIKES, rank, int((values > floor).sum()))
@@ -104,30 +127,53 @@ def _exact_directions(wide: Tensor, rank: int) -> _Directions:
     return _Directions(values, vectors[:, split:], vectors[:, :split].to(wide), 0.0)
 
 
-def _narrow_directions(wide: Tensor, rank: int, allowed: float) -> _Directions | None:
-    """The same by a decomposition in float32; None where that is of no use, or not exact enough."""
+def _narrow_directions(
+    wide: Tensor, gram: Tensor, deflated: tuple[Tensor, Tensor], energy: float, rank: int
+) -> _Directions:
+    """The same by a decomposition in float32.
+
+    It answers for a Gram matrix with an error of about u λ in the spectral norm, λ the largest
+    eigenvalue left. What it mixes most are neighbours, and only mixing across the k-th does harm:
+    `_sharpen` undoes it there. Over families of five kinds and two algorithms, the estimated error
+    was between the error and 15 times it.
+
+    Args:
+        wide: F, (m, n).
+        gram: F Fᵀ without its spikes; lost.
+        deflated: θ and Y of the spikes, fewer than k.
+        energy: ‖F‖_F².
+        rank: k.
+    """
     side, length = wide.shape
-    if wide.dtype != torch.float32 or allowed <= 0 or side <= SMALL_SIDE or rank + 1 > side:
-        return None
-    gram = _gram(wide)
-    energy = float(gram.trace())
-    spike_values, spikes = deflate_(gram)
-    count = rank + 1 - len(spike_values)
-    if count < 2:
-        return None
-    others_values, others = leading_eigenpairs(
-        narrow_(gram, torch.float32), count, lean=length < 2 * side
+    spike_values, spikes = deflated
+    below, above = min(WINDOW, side - rank), min(WINDOW, rank - len(spike_values))
+    values, others = leading_eigenpairs(
+        narrow_(gram, torch.float32), rank - len(spike_values) + below, lean=length < 2 * side
     )
-    values = torch.cat([others_values.double(), spike_values])
-    # the error of the Gram matrix of which these are the eigenpairs, in the spectral norm
-    rounding = _EPS32 / 2 * float(others_values[-1]) + _EPS64 * energy
+    values = values.to(torch.float64)
+    rounding = _EPS32 / 2 * float(values[-1]) + _EPS64 * energy
+    gap = float("inf")
+    if below > 0:
+        window = slice(0, below + above)
+        values[window], others[:, window] = _sharpen(wide, spikes, others[:, window])
+        gap = float(min(values[below] - values[0], values[below + above - 1] - values[below - 1]))
+    values = torch.cat([values, spike_values]).clamp(min=0)
     turned = float(values[-rank:].clamp(min=rounding).pow(-2).mean())
-    gap = max(float(values[1] - values[0]), 1e-3 * rounding)
-    error = rounding * (turned + 18 / (rank * side * gap**2)) ** 0.5 + FLOOR
-    strength = float(values[-rank:].clamp(min=0).sqrt().mean())
-    if strength * rank**0.5 * error > allowed / 2:
-        return None
-    return _Directions(values, spikes, others, error)
+    error = rounding * (turned + 18 / rank / max(gap, 1e-3 * rounding) ** 2) ** 0.5 + FLOOR
+    left_out = max(0, below - 1)
+    return _Directions(values[left_out:], spikes, others[:, left_out:], error)
+
+
+def _sharpen(wide: Tensor, spikes: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenpairs of F Fᵀ in the span of a few approximate eigenvectors, (m, w), in float64."""
+    basis = vectors.to(torch.float64)
+    basis = torch.linalg.qr(basis.addmm(spikes, spikes.mT @ basis, alpha=-1)).Q
+    small = torch.zeros(basis.shape[1], basis.shape[1], dtype=torch.float64, device=basis.device)
+    for columns in blocks(wide.shape[1], len(wide)):
+        along = basis.mT @ wide[:, columns].to(torch.float64)
+        small.addmm_(along, along.mT)
+    values, rotation = torch.linalg.eigh(small)
+    return values, (basis @ rotation).to(vectors.dtype)
 
 
 def _project_(wide: Tensor, directions: _Directions, singular: Tensor, strength: float) -> None:
