@@ -2,7 +2,7 @@
 """Working memory of a merge, as the operating system counts it.
 
 Beyond the inputs and the result at most four float32 matrices of max(i², o·i), or in the dual form
-of max(N², o·i), whatever T is, and a few blocks. Each case runs in a process of its own, in which
+of max(N², o·i), whatever T is, and six blocks. Each case runs in a process of its own, in which
 memory that is freed goes back to the system at once.
 """
 
@@ -45,7 +45,8 @@ merged, record = merge_matrix(base, members, options=options)
 assert record.precision == "float32", record
 side = rows * experts if record.form == "dual" else columns
 result = merged.numel() * merged.element_size()
-few = 6 * 4 * blocks.BLOCK_ENTRIES + 2**21  # and what the BLAS packs matrices into
+few = 6 * 4 * blocks.block_entries(rows * columns)
+few += 2**21  # and what the BLAS packs matrices into
 used = status("VmHWM") - before - result - few
 print(record.form, used / (4 * max(side**2, rows * columns)))
 """

@@ -59,8 +59,8 @@ def merge_matrix(
 
     Working memory, beside the inputs and the result: at most four float32 matrices of max(i², o·i)
     entries, or in the dual form of max(N², o·i) with N = T·o, whatever T is, and six blocks of
-    4 MiB (of 16 MiB in the dual form). Twice that for the few matrices that have to be solved in
-    float64, and for float64 weights.
+    4 MiB, or of an eighth of a matrix up to 16 MiB. Twice that for the few matrices that have to be
+    solved in float64, and for float64 weights.
 
     Returns:
         W0 + λ X, (o, i), in the compute dtype or wider (the base itself, uncast, where no expert

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two forms of the closed form (Eq. 14) share: a factor, its condition, a result."""
+"""What the forms of the closed form (Eq. 14) share: a factor, its condition, a result."""
 
 from __future__ import annotations
 

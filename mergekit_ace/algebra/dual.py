@@ -32,8 +32,6 @@ from mergekit_ace.algebra.covariance import Covariances
 from mergekit_ace.algebra.symmetric import add_gram, mirror, solve_
 from mergekit_ace.algebra.task_vectors import squared_norm
 
-# Blocks of M are this much larger than others: K is read and written once per block, and large.
-STACK = 4
 CONDITION_LIMIT = {torch.float32: 1e7, torch.float64: 1e14}
 
 
@@ -122,7 +120,7 @@ def _products(covariances: Covariances) -> tuple[Tensor, Tensor]:
     means = [task.mean for task in covariances.tasks]
     vectors = torch.stack([torch.ones_like(means[0]), *means], dim=1)
     products, sides = covariances.new(size, size), covariances.new(size, vectors.shape[1])
-    for block in blocks(columns, size, STACK):
+    for block in blocks(columns, size):
         stack = _stack(covariances, block)
         add_gram(products, stack)
         sides.addmm_(stack, vectors[block])
@@ -226,7 +224,7 @@ def _expand(
     merged = covariances.new(rows, columns)
     target = covariances.new(rows, columns) if target_left is not None else None
     row = covariances.mean * (covariances.ridge * covariances.covariance_unit)
-    for block in blocks(columns, left.shape[1], STACK):
+    for block in blocks(columns, left.shape[1]):
         stack = _stack(covariances, block)
         torch.mm(left, stack, out=merged[:, block])
         if target is not None:

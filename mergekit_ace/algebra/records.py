@@ -25,7 +25,7 @@ class MatrixRecord:
         normalized, refined: which steps were taken.
         epsilon: ε_t of Eqs. 9-10 times w_t; None for an expert that is not in use.
         rank: k of the refinement; sigma_iso: its strength.
-        form: how the closed form was computed, see `forms.choose_form`.
+        form: how the closed form was computed, see `forms.choose_forms`.
         condition: estimated condition number of A.
         precision: dtype of the sums and the solve.
     """
