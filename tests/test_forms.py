@@ -57,6 +57,16 @@ def test_operations_of_the_primal_form_by_hand():
     assert refined.operations == pytest.approx(cost.operations + product)
 
 
+def test_operations_of_mixing_by_hand():
+    """As many symmetric products, two others, a factor in float64, and two solves of 10 rows."""
+    tall, lean = (COSTS[form](50, 10, 3, False) for form in ("tall", "lean"))
+    product = 2 * 50 * 10 * 10
+    solves = 2 * 10**3 / 3 + 2 * 2 * 10**3
+    assert tall.operations == pytest.approx(3 * product / 2 + 2 * product + solves)
+    assert lean.operations == pytest.approx(tall.operations + product / 2)  # one formed again
+    assert COSTS["lean"](50, 10, 3, True).operations == pytest.approx(lean.operations + product)
+
+
 @pytest.mark.parametrize("shape", [(64, 64), (640, 64), (64, 640), (10, 999)])
 @pytest.mark.parametrize("refined", [False, True])
 def test_the_lean_choice_takes_the_least_memory(shape, refined):

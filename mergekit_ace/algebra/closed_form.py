@@ -63,6 +63,19 @@ def factorize(matrix: Tensor) -> Tensor:
     return matrix
 
 
+def factorize_within(matrix: Tensor, limit: float) -> tuple[Tensor, float]:
+    """The factor of a symmetric positive definite matrix, in its place, and its condition number.
+
+    Raises:
+        IllConditionedError: there is no factor, or the condition number is beyond `limit`.
+    """
+    lower = factorize(matrix)
+    condition = largest_eigenvalue(lower) / smallest_eigenvalue(lower)
+    if not condition <= limit:  # NaN, too, is no answer
+        raise IllConditionedError(condition)
+    return lower, condition
+
+
 def prior_row(lower: Tensor, prior: Tensor) -> Tensor:
     """q, (i,), with B (A + 1 cᵀ)⁻¹ = Y − (Y 1) qᵀ for Y = B A⁻¹ (Sherman and Morrison).
 

@@ -2,7 +2,7 @@
 """Covariance estimates of the tasks (step 2 of ACE-Merging, Eqs. 5-10).
 
 With C_t the column-centred task vector and G_t = C_tᵀC_t, the estimate is S_t = s_t G_t, where
-s_t = w_t, or w_t / tr(G_t) when normalised; its ridge is ε_t. No G_t is formed here: the traces
+s_t = w_t, or w_t / tr(G_t) when normalised; its ridge is ε_t. No scale needs a G_t: the traces
 follow from what is known of the task vectors, tr(G_t) = τ_t − o‖μ_t‖².
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.blocks import blocks
 from mergekit_ace.algebra.options import AceOptions
+from mergekit_ace.algebra.symmetric import add_gram
 from mergekit_ace.algebra.task_vectors import ActiveExperts, Moments, squared_norm
 
 ALL = slice(None)
@@ -94,8 +95,35 @@ class Covariances:
         """
         size = rows * columns
         if name not in self._buffers or len(self._buffers[name]) < size:
-            self._buffers[name] = torch.empty_like(self.tasks[0].mean[:1].expand(size))
+            self._buffers[name] = self.tasks[0].mean.new_empty(size)
         return self._buffers[name][:size].view(rows, columns)
+
+    @property
+    def reference_task(self) -> Task:
+        """The task r."""
+        return self.tasks[self.reference]
+
+    @property
+    def others(self) -> list[Task]:
+        """The tasks t ≠ r."""
+        return [task for t, task in enumerate(self.tasks) if t != self.reference]
+
+    def reference_block(self, block: slice) -> Tensor:
+        """C_r in a block of rows, in a buffer of its own."""
+        room = self.buffer("reference", block.stop - block.start, self.shape[1])
+        return self.reference_task.centred(block, out=room)
+
+    def difference(self, task: Task, block: slice, first: Tensor) -> Tensor:
+        """C_t − C_r in a block of rows, where C_r is `first`; in another buffer."""
+        return task.centred(block, out=self.buffer("task", *first.shape)).sub_(first)
+
+    def add_estimate(self, total: Tensor, task: Task) -> Tensor:
+        """total += S_t, (i, i), in the lower triangle."""
+        rows, columns = self.shape
+        for block in blocks(rows, columns):
+            room = self.buffer("task", block.stop - block.start, columns)
+            add_gram(total, task.centred(block, out=room).mT, task.scale)
+        return total
 
     @property
     def ridge(self) -> float:

@@ -84,7 +84,7 @@ def dual_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int 
 
 
 # Working memory beside inputs and result, in matrices of max(i², o·i) entries (of max(N², o·i) in
-# the dual form). The primal and the dual form keep to it whatever T is.
+# the dual form). All but ``tall`` keep to it whatever T is.
 MATRICES = 4
 
 COSTS: dict[Form, Callable[..., Cost]] = {

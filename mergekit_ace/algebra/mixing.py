@@ -21,21 +21,13 @@ from mergekit_ace.algebra.blocks import blocks
 from mergekit_ace.algebra.closed_form import (
     IllConditionedError,
     Solution,
-    factorize,
+    factorize_within,
     inverse_norm,
-    largest_eigenvalue,
     prior_row,
-    smallest_eigenvalue,
     tolerance,
 )
 from mergekit_ace.algebra.covariance import Covariances, Task
-from mergekit_ace.algebra.primal import add_task_gram
-from mergekit_ace.algebra.residual import (
-    complete_,
-    difference,
-    reference_block,
-    residual_row,
-)
+from mergekit_ace.algebra.residual import complete_, residual_row
 from mergekit_ace.algebra.symmetric import mirror, narrow_, solve_
 from mergekit_ace.algebra.task_vectors import squared_norm
 
@@ -70,8 +62,7 @@ def solve_lean(covariances: Covariances, *, prior: bool, refined: bool) -> Solut
 
 
 def _solve(covariances: Covariances, prior: bool, refined: bool, kept: int) -> Solution:
-    reference = covariances.tasks[covariances.reference]
-    others = [task for task in covariances.tasks if task is not reference]
+    reference, others = covariances.reference_task, covariances.others
     split = max(0, len(others) - kept)
     forgotten, remembered = others[:split], others[split:]
     total, matrices = _covariances(covariances, [reference, *forgotten], remembered)
@@ -92,7 +83,7 @@ def _solve(covariances: Covariances, prior: bool, refined: bool, kept: int) -> S
         _add_products(covariances, merged, remembered, matrices)
         remembered, matrices = forgotten[:1], matrices[:1]
         for task in remembered:
-            mirror(add_task_gram(covariances, matrices[0].zero_(), task))
+            mirror(covariances.add_estimate(matrices[0].zero_(), task))
         forgotten = forgotten[1:]
     del total, lower, matrices
     residual = None if system is None else (system, residual_row(covariances, system, turned))
@@ -108,13 +99,13 @@ def _covariances(
     total = covariances.new(columns, columns, dtype=torch.float64)
     matrices = [covariances.new(columns, columns)]
     for task in forgotten:
-        _widen(total, add_task_gram(covariances, matrices[0].zero_(), task))
+        _widen(total, covariances.add_estimate(matrices[0].zero_(), task))
     for t, task in enumerate(remembered):
         if t == 0:
             matrices[0].zero_()
         else:
             matrices.append(covariances.new(columns, columns))
-        _widen(total, mirror(add_task_gram(covariances, matrices[t], task)))
+        _widen(total, mirror(covariances.add_estimate(matrices[t], task)))
     return mirror(total), matrices[: len(remembered)]
 
 
@@ -135,10 +126,9 @@ def _factorize(system: Tensor, dtype: torch.dtype) -> tuple[Tensor, float, float
         IllConditionedError: see `solve_tall`.
     """
     size = squared_norm(system) ** 0.5
-    lower = factorize(system)
-    condition = largest_eigenvalue(lower) / smallest_eigenvalue(lower)
+    lower, condition = factorize_within(system, CONDITION_LIMIT[dtype])
     error = _error(size * inverse_norm(lower), len(lower), dtype)
-    if not condition <= CONDITION_LIMIT[dtype] or error > tolerance(condition):
+    if error > tolerance(condition):
         raise IllConditionedError(condition)
     return lower, condition, error
 
@@ -172,6 +162,6 @@ def _add_products(
 ) -> None:
     """total += Σ (C_t − C_r) W_t, (o, i)."""
     for block in blocks(*total.shape):
-        first = reference_block(covariances, block)
+        first = covariances.reference_block(block)
         for task, matrix in zip(tasks, matrices, strict=True):
-            total[block].addmm_(difference(covariances, task, block, first), matrix)
+            total[block].addmm_(covariances.difference(task, block, first), matrix)

@@ -15,20 +15,13 @@ from mergekit_ace.algebra.blocks import blocks
 from mergekit_ace.algebra.closed_form import (
     IllConditionedError,
     Solution,
-    factorize,
+    factorize_within,
     inverse_norm,
-    largest_eigenvalue,
     prior_row,
-    smallest_eigenvalue,
     tolerance,
 )
 from mergekit_ace.algebra.covariance import Covariances, Task
-from mergekit_ace.algebra.residual import (
-    complete_,
-    difference,
-    reference_block,
-    residual_row,
-)
+from mergekit_ace.algebra.residual import complete_, residual_row
 from mergekit_ace.algebra.symmetric import add_gram, mirror, solve_
 from mergekit_ace.algebra.task_vectors import squared_norm
 
@@ -54,10 +47,7 @@ def solve_primal(covariances: Covariances, *, prior: bool, refined: bool) -> Sol
     common = total.mean(dim=0) / covariances.mean_tau if prior else None
     total.diagonal().add_(covariances.ridge)
     residual = (total.clone(), residual_row(covariances, total, turned)) if refined else None
-    lower = factorize(total)
-    condition = largest_eigenvalue(lower) / smallest_eigenvalue(lower)
-    if not condition <= CONDITION_LIMIT[lower.dtype]:  # NaN, too, is no answer
-        raise IllConditionedError(condition)
+    lower, condition = factorize_within(total, CONDITION_LIMIT[total.dtype])
     growth = squared_norm(numerator) ** 0.5 * inverse_norm(lower)
     row = None if common is None else prior_row(lower, common)
     solve_(numerator, lower)
@@ -88,36 +78,26 @@ def _sum_up(covariances: Covariances) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = covariances.shape
     total = covariances.new(columns, columns)
     numerator, turned = covariances.new(rows, columns), covariances.new(columns)
-    reference = covariances.tasks[covariances.reference]
+    reference = covariances.reference_task
     gram = covariances.new(columns, columns) if through_gram(rows, columns) else None
-    for task in covariances.tasks:
-        if task is reference:
-            add_task_gram(covariances, total, task)
-        elif gram is None:
+    covariances.add_estimate(total, reference)
+    for task in covariances.others:
+        if gram is None:
             _add_through_rows(total, numerator, turned, task, reference)
         else:
-            add_task_gram(covariances, gram.zero_(), task)
+            covariances.add_estimate(gram.zero_(), task)
             total.add_(gram)
             turned.addmv_(mirror(gram), task.mean - reference.mean)
             gram.diagonal().add_(task.ridge)
             for block in blocks(rows, columns):
-                first = reference_block(covariances, block)
-                numerator[block].addmm_(difference(covariances, task, block, first), gram)
+                first = covariances.reference_block(block)
+                numerator[block].addmm_(covariances.difference(task, block, first), gram)
     return mirror(total), numerator, turned
 
 
 def through_gram(rows: int, columns: int) -> bool:
     """Whether C_tᵀC_t is formed for the numerator, or rather (C_t − C_r) C_tᵀ, (o, o)."""
     return columns <= 2 * rows
-
-
-def add_task_gram(covariances: Covariances, total: Tensor, task: Task) -> Tensor:
-    """total += S_t, in the lower triangle."""
-    columns = task.base.shape[1]
-    for block in blocks(*task.base.shape):
-        room = covariances.buffer("task", block.stop - block.start, columns)
-        add_gram(total, task.centred(block, out=room).mT, task.scale)
-    return total
 
 
 def _add_through_rows(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.blocks import blocks
-from mergekit_ace.algebra.covariance import Covariances, Task
+from mergekit_ace.algebra.covariance import Covariances
 
 
 def complete_(
@@ -37,20 +37,19 @@ def complete_(
     Returns:
         F, (o, i), where it is wanted.
     """
-    tasks, reference = covariances.tasks, covariances.tasks[covariances.reference]
+    count = len(covariances.tasks)
     target = None if residual is None else torch.empty_like(merged)
     for block in blocks(*merged.shape):
         part = merged[block]
-        first = reference_block(covariances, block)
+        first = covariances.reference_block(block)
         if target is not None and residual is not None:
             system, row = residual
             beyond = covariances.buffer("beyond", *part.shape).copy_(part)  # Y − C̄
             rest = torch.sub(row, first, alpha=covariances.ridge, out=target[block])
-            for task in tasks:
-                if task is not reference:
-                    moved = difference(covariances, task, block, first)
-                    beyond.sub_(moved, alpha=1 / len(tasks))
-                    rest.sub_(moved, alpha=task.ridge)
+            for task in covariances.others:
+                moved = covariances.difference(task, block, first)
+                beyond.sub_(moved, alpha=1 / count)
+                rest.sub_(moved, alpha=task.ridge)
             rest.addmm_(beyond, system)
         part.add_(first)
         if prior is not None:
@@ -60,22 +59,10 @@ def complete_(
     return target
 
 
-def reference_block(covariances: Covariances, block: slice) -> Tensor:
-    """C_r in a block of rows, in a buffer of its own."""
-    shape = (block.stop - block.start, covariances.shape[1])
-    reference = covariances.tasks[covariances.reference]
-    return reference.centred(block, out=covariances.buffer("reference", *shape))
-
-
-def difference(covariances: Covariances, task: Task, block: slice, first: Tensor) -> Tensor:
-    """C_t − C_r in a block of rows, where C_r is `first`; in another buffer."""
-    return task.centred(block, out=covariances.buffer("task", *first.shape)).sub_(first)
-
-
 def residual_row(covariances: Covariances, system: Tensor, turned: Tensor) -> Tensor:
     """a, (i,), from A and Σ_{t≠r} S_t (μ_t − μ_r).
 
     A (μ_r − μ̄) has ε̄ μ_r where S (μ_r − μ̄) − ε̄ μ̄ has none.
     """
-    mean, reference = covariances.mean, covariances.tasks[covariances.reference].mean
+    mean, reference = covariances.mean, covariances.reference_task.mean
     return turned + system @ (reference - mean) - covariances.ridge * reference

@@ -30,6 +30,8 @@ WINDOW = 16
 FLOOR = 2e-6
 # Directions with σ above this multiple of σ_k are spikes.
 SPIKE = 16.0
+_EPS32 = torch.finfo(torch.float32).eps
+_EPS64 = torch.finfo(torch.float64).eps
 
 
 class WeakDirectionsError(ValueError):
@@ -98,9 +100,8 @@ def _gram(wide: Tensor) -> Tensor:
 
 def _directions(wide: Tensor, rank: int, allowed: float) -> _Directions:
     """By a decomposition in float32 if that is likely to be exact enough, and is."""
-    side, _ = wide.shape
     gram = _gram(wide)
-    if wide.dtype != torch.float32 or allowed <= 0 or side <= SMALL_SIDE:
+    if wide.dtype != torch.float32 or allowed <= 0 or len(wide) <= SMALL_SIDE:
         return _exact_directions(wide, gram, rank)
     energy = float(gram.trace())
     spike_values, spikes, largest = deflate_(gram)
@@ -108,7 +109,7 @@ def _directions(wide: Tensor, rank: int, allowed: float) -> _Directions:
     rest = max(energy - float(spike_values.sum()), 0.0)
     strength = float(spike_values.sqrt().sum()) / rank
     rounding = _EPS32 / 2 * largest + _EPS64 * energy
-    if rank > len(spikes.T) and strength * rank**0.5 * rounding * rank <= allowed * rest:
+    if rank > len(spike_values) and strength * rank**0.5 * rounding * rank <= allowed * rest:
         found = _narrow_directions(wide, gram, (spike_values, spikes), energy, rank)
         if found.error * float(found.values[-rank:].sqrt().mean()) * rank**0.5 <= allowed / 2:
             return found
@@ -219,7 +220,3 @@ def blur(values: Tensor, rank: int, shape: tuple[int, int], error: float) -> flo
     gap = float(sigma[-rank] - sigma[-rank - 1]) if rank < len(sigma) else float("inf")
     mixed = 2 / rank / gap**2 if gap > 0 else float("inf")
     return noise * (turned + mixed) ** 0.5 if noise > 0 else 0.0
-
-
-_EPS32 = torch.finfo(torch.float32).eps
-_EPS64 = torch.finfo(torch.float64).eps

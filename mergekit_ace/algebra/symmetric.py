@@ -14,7 +14,7 @@ from torch import Tensor
 from mergekit_ace.algebra.blocks import blocks
 
 # Squares on the diagonal that are no longer halved: large enough for full speed. Held against
-# sizes from 128 to 1024, at 2048 and 6144 rows.
+# sizes from 64 to 512, at 2048 and 6144 rows.
 PRODUCT_SIZE = 256
 FACTOR_SIZE = 256
 
