@@ -17,8 +17,9 @@ _FIRST, _BEYOND = (0, 1, 5), (0, 2)
 def our_methods() -> tuple[MergeMethod, ...]:
     """One instance of every merge method of this package."""
     from mergekit_ace.methods.ace import AceMerge
+    from mergekit_ace.methods.statsmerging import StatsMerge
 
-    return (AceMerge(),)
+    return (AceMerge(), StatsMerge())
 
 
 def register() -> None:

@@ -22,9 +22,11 @@ class NamedParameter(ParameterSpec):
 
     Attributes:
         allowed: what a value may be, in words.
+        method: the merge method that has it.
     """
 
     allowed: str = ""
+    method: str = "ace"
 
     def validate(self, value: Any) -> Any:
         """`value` as its type.
@@ -39,7 +41,8 @@ class NamedParameter(ParameterSpec):
             cause = detail.get("ctx", {}).get("error")
             reason = f" ({cause})" if cause else ""
             raise ValueError(
-                f"ace: parameter {self.name!r} is {value!r}{reason}; allowed: {self.allowed}"
+                f"{self.method}: parameter {self.name!r} is {value!r}{reason}; "
+                f"allowed: {self.allowed}"
             ) from None
 
 

@@ -25,7 +25,15 @@ LOG = logging.getLogger(__name__)
 Shape = tuple[int, ...]
 
 
-def check_shapes(tensor_name: str, models: Sequence[Hashable], base: Hashable) -> None:
+def tensor_names(model: Hashable) -> tuple[str, ...] | None:
+    """Names of all tensors of a checkpoint, from its header; None where it cannot be read."""
+    index = _index(model)
+    return tuple(index.tensor_paths) if index else None
+
+
+def check_shapes(
+    tensor_name: str, models: Sequence[Hashable], base: Hashable, *, method: str = "ace"
+) -> None:
     """Compare each model's tensor of this name with the base's.
 
     Differing vocabularies are no error here, since only mergekit knows whether a `tokenizer:`
@@ -46,15 +54,15 @@ def check_shapes(tensor_name: str, models: Sequence[Hashable], base: Hashable) -
             continue
         if shape[1:] == expected[1:] and _is_vocabulary(model, shape, base, expected):
             _warn_once(
-                f"{model} has a vocabulary of {shape[0]}, the base model {base} one of "
+                f"{method}: {model} has a vocabulary of {shape[0]}, the base model {base} one of "
                 f"{expected[0]}. They merge only when the config aligns them, e.g. by\n"
                 "    tokenizer: {source: base}\n(or union; if yours does, all is well)."
             )
             continue
         message = shape_mismatch(tensor_name, model, shape, base, expected)
         if not _in_another_layer(model, tensor_name, expected):
-            raise RuntimeError(f"ace: {message}")
-        _warn_once(message)
+            raise RuntimeError(f"{method}: {message}")
+        _warn_once(f"{method}: {message}")
 
 
 def shape_mismatch(
@@ -72,7 +80,7 @@ def shape_mismatch(
 @lru_cache(maxsize=256)
 def _warn_once(message: str) -> None:
     """Cached, so that what is asked for every tensor is said once."""
-    LOG.warning("ace: %s", message)
+    LOG.warning("%s", message)
 
 
 def _in_another_layer(model: Hashable, tensor_name: str, expected: Shape) -> bool:

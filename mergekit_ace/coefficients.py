@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The coefficient file: what the trainer found, for `merge_method: statsmerging` to apply.
+
+One safetensors file. Its tensors are `coefficients` (K, L), `statistics` (K, L, F), `depths` (L,)
+and the learner's weights as `learner.…`; everything else is one JSON text in the metadata. Nothing
+is unpickled, and whatever does not fit is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mergekit_ace.learner import Learner, LearnerConfig
+
+FORMAT = "mergekit-ace coefficients"
+VERSION = 1
+Granularity = Literal["tensor", "block", "task"]
+_LEARNER = "learner."
+
+
+class CoefficientFileError(ValueError):
+    """A coefficient file that cannot be used; the message says why and what to do."""
+
+
+class Expert(BaseModel):
+    """An expert as it was called at training.
+
+    Attributes:
+        task: its name, unique in the file; the model reference unless another was given.
+        model: mergekit's reference, as text.
+        revision: the commit that was read from a Hub, where that is known.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    task: str
+    model: str
+    revision: str | None = None
+
+
+class MergedTensor(BaseModel):
+    """A tensor of the merge.
+
+    Attributes:
+        name: of the parameter in memory.
+        stored: names of the tensors on disk that hold it; several where it is packed from them, or
+            tied under two names.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    stored: tuple[str, ...]
+
+
+class Contents(BaseModel):
+    """What is in the file beside tensors.
+
+    Attributes:
+        base_model: mergekit's reference, as text.
+        experts: K of them, in the order of the rows.
+        tensors: L of them, in the order of the columns, input first.
+        frozen: tensors on disk that take no part: the merge has the base's.
+        granularity: what one coefficient was learned for.
+        learner: its configuration.
+        config: of the training, as it was resolved.
+        scores: of the comparison at its end.
+        package: version of this package.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    base_model: str
+    experts: tuple[Expert, ...]
+    tensors: tuple[MergedTensor, ...]
+    frozen: tuple[str, ...] = ()
+    granularity: Granularity = "tensor"
+    learner: LearnerConfig
+    config: dict[str, Any] = {}
+    scores: dict[str, Any] = {}
+    package: str = ""
+
+
+class CoefficientFile:
+    """Coefficients with everything needed to apply them.
+
+    Attributes:
+        contents: names, configuration, scores.
+        coefficients: λ, (K, L), float32.
+        statistics: (K, L, F), float64, what the learner was given.
+        depths: (L,), float32.
+        learner_state: of the trained network.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        coefficients: Tensor,
+        statistics: Tensor,
+        depths: Tensor,
+        learner_state: Mapping[str, Tensor],
+    ):
+        self.contents = contents
+        self.coefficients = coefficients
+        self.statistics = statistics
+        self.depths = depths
+        self.learner_state = dict(learner_state)
+        self._check()
+
+    @cached_property
+    def columns(self) -> dict[str, int]:
+        """The column of every name that a tensor has, in memory or on disk."""
+        columns = {}
+        for column, tensor in enumerate(self.contents.tensors):
+            columns |= dict.fromkeys((tensor.name, *tensor.stored), column)
+        return columns
+
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """Names on disk of what keeps the base's values."""
+        return frozenset(self.contents.frozen)
+
+    @cached_property
+    def learner(self) -> Learner:
+        """The trained network."""
+        network = Learner(self.contents.learner, *self.coefficients.shape)
+        network.load_state_dict(self.learner_state)
+        return network.eval().requires_grad_(False)
+
+    def row(self, model: str, task: str | None = None) -> int | None:
+        """The row of an expert, by its task where one is given, else by its model; None if absent.
+
+        A folder is the same under a relative and an absolute path.
+        """
+        for row, expert in enumerate(self.contents.experts):
+            if task is not None and task == expert.task:
+                return row
+            if task is None and (model == expert.model or _same_folder(model, expert.model)):
+                return row
+        return None
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the file whole or not at all."""
+        tensors = {
+            "coefficients": self.coefficients.float().contiguous(),
+            "statistics": self.statistics.double().contiguous(),
+            "depths": self.depths.float().contiguous(),
+        }
+        for name, tensor in self.learner_state.items():
+            tensors[_LEARNER + name] = tensor.detach().cpu().contiguous().clone()
+        metadata = {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "contents": self.contents.model_dump_json(),
+        }
+        partial = Path(f"{os.fspath(path)}.partial")
+        save_file(tensors, partial, metadata)
+        os.replace(partial, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> CoefficientFile:
+        """Read and check a file.
+
+        Raises:
+            CoefficientFileError: it is missing, damaged, of another format version or inconsistent.
+        """
+        path = os.path.expanduser(os.fspath(path))
+        if not os.path.isfile(path):
+            raise CoefficientFileError(
+                f"there is no coefficient file {path}; `mergekit-ace train` writes one, called "
+                "coefficients.safetensors, into its output folder"
+            )
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                _check_format(path, metadata)
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            contents = Contents.model_validate_json(metadata["contents"])
+            return cls(
+                contents,
+                tensors.pop("coefficients"),
+                tensors.pop("statistics"),
+                tensors.pop("depths"),
+                {n.removeprefix(_LEARNER): t for n, t in tensors.items() if n.startswith(_LEARNER)},
+            )
+        except CoefficientFileError:
+            raise
+        except (SafetensorError, ValidationError, KeyError, ValueError) as error:
+            raise CoefficientFileError(
+                f"the coefficient file {path} is damaged ({type(error).__name__}: {error}); copy "
+                "it again, or train again"
+            ) from error
+
+    def _check(self) -> None:
+        shape = (len(self.contents.experts), len(self.contents.tensors))
+        features = len(self.contents.learner.features)
+        expected = (shape, (*shape, features), shape[1:])
+        found = tuple(tuple(t.shape) for t in (self.coefficients, self.statistics, self.depths))
+        if found != expected:
+            raise ValueError(f"tensors have shapes {found}, expected {expected}")
+        if not self.coefficients.isfinite().all():
+            raise ValueError("there are coefficients that are NaN or Inf")
+        tasks = [expert.task for expert in self.contents.experts]
+        if len(set(tasks)) != len(tasks):
+            raise ValueError(f"experts share a task name: {tasks}")
+
+
+def expand(values: Tensor, groups: Tensor) -> Tensor:
+    """Values per group, (K, G, …), as values per tensor, (K, L, …); `groups` is (L,)."""
+    return values.index_select(1, groups)
+
+
+def _check_format(path: str, metadata: Mapping[str, str]) -> None:
+    if metadata.get("format") != FORMAT:
+        raise CoefficientFileError(
+            f"{path} is a safetensors file, but not one of coefficients; give the "
+            "coefficients.safetensors that `mergekit-ace train` wrote"
+        )
+    version = metadata.get("version")
+    if version != str(VERSION):
+        raise CoefficientFileError(
+            f"{path} has format version {version}, this release of mergekit-ace reads version "
+            f"{VERSION}; install the release that wrote it, or train again"
+        )
+
+
+def _same_folder(one: str, other: str) -> bool:
+    if not (os.path.isdir(one) and os.path.isdir(other)):
+        return False
+    return os.path.samefile(one, other)

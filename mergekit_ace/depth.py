@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where in a network a tensor stands, told by its name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+# `model.layers.11.mlp.up_proj.weight`: stack `model.layers`, block 11. Experts of a mixture and
+# members of a Sequential inside of a block are numbered too; the first number is the block.
+_BLOCK = re.compile(r"(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.")
+_INPUT = re.compile(r"embed|shared|patch|(^|\.)(wte|wpe|cls_token|class_token|stem|conv1)(\.|$)")
+
+
+def block_of(name: str) -> str:
+    """The block that a tensor belongs to: `model.layers.11`, or its module outside of blocks.
+
+    Args:
+        name: of a tensor, in memory or on disk, such as `model.layers.11.mlp.up_proj.weight`.
+    """
+    match = _BLOCK.match(name)
+    if match:
+        return name[: match.end() - 1]
+    return name.rpartition(".")[0] or name
+
+
+def relative_depths(names: Iterable[str]) -> dict[str, float]:
+    """Relative depth of every tensor of a network, from 0 (its input) to 1 (its output).
+
+    Block b of a stack of B blocks, counted from 0, stands at (b + 1) / (B + 1); embeddings at 0,
+    and whatever else is outside of the stacks (final norms, heads) at 1. An encoder and a decoder
+    are two stacks. Networks of different depth share this scale, which is what lets coefficients
+    be carried from one to the other.
+
+    Args:
+        names: of all tensors of one checkpoint or one model in memory, in any order.
+    """
+    names = list(names)
+    positions = {name: _position(name) for name in names}
+    sizes: dict[str, int] = {}
+    for stack, number in filter(None, positions.values()):
+        sizes[stack] = max(sizes.get(stack, 0), number + 1)
+    depths = {}
+    for name in names:
+        position = positions[name]
+        if position is None:
+            depths[name] = 0.0 if _INPUT.search(name) else 1.0
+        else:
+            stack, number = position
+            depths[name] = (number + 1) / (sizes[stack] + 1)
+    return depths
+
+
+def _position(name: str) -> tuple[str, int] | None:
+    match = _BLOCK.match(name)
+    return (match["stack"] or "", int(match["number"])) if match else None

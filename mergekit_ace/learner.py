@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StatsMergeLearner: the small network from statistics of weights to merging coefficients."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+from mergekit_ace.algebra.options import Number
+from mergekit_ace.statistics import STATISTICS, Statistic, feature_names
+
+HEADS = 4
+
+
+class LearnerConfig(BaseModel):
+    """Which network, on which statistics.
+
+    Attributes:
+        input: ``shared``: the statistics of one (expert, tensor) pair, and the tensor's relative
+            depth, give one coefficient; nothing is tied to the number of experts or tensors, so
+            that a trained learner serves other experts. ``concatenated``: the statistics of all
+            tensors of one expert in one vector give all its coefficients (A.3.1). ``direct``: no
+            network, the coefficients themselves are the parameters; for comparison.
+        network: ``mlp``, or ``transformer`` (Table 13): attention over the experts of one tensor
+            (``shared``) or over the tensors of one expert (``concatenated``).
+        layers: of weights in the MLP, or of the transformer; ≥ 1.
+        hidden: width; a multiple of 4 for the transformer.
+        statistics: at least one; `statistics.STATISTICS`.
+        rank: r, how many singular values, 1 to 64.
+        statistics_of: the expert's task vector Δ_k or its weights θ_k.
+        activation: over the raw outputs: ``softmax`` over the experts, ``relu`` or ``identity``.
+        initial: what every coefficient starts at with ``relu`` and ``identity``. Softmax starts
+            at 1/K.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    input: Literal["shared", "concatenated", "direct"] = "shared"
+    network: Literal["mlp", "transformer"] = "mlp"
+    layers: Annotated[int, Field(ge=1, le=16)] = 2
+    hidden: Annotated[int, Field(ge=4, le=4096)] = 256
+    statistics: tuple[Statistic, ...] = STATISTICS
+    rank: Annotated[int, Field(ge=1, le=64)] = 3
+    statistics_of: Literal["task_vector", "weights"] = "task_vector"
+    activation: Literal["softmax", "relu", "identity"] = "softmax"
+    initial: Number = 0.3
+
+    @model_validator(mode="after")
+    def _check(self) -> LearnerConfig:
+        if not self.statistics or len(set(self.statistics)) != len(self.statistics):
+            raise ValueError(f"statistics must be different ones of {', '.join(STATISTICS)}")
+        if self.network == "transformer" and self.hidden % HEADS:
+            raise ValueError(f"hidden must be a multiple of {HEADS} for network: transformer")
+        return self
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the F features."""
+        return feature_names(self.statistics, self.rank)
+
+
+class Standardizer(nn.Module):
+    """Signed logarithm, then zero mean and unit variance, by constants saved with the learner.
+
+    Experts of one base differ by little, and statistics of one kind span decades over the tensors
+    of a model; without this the raw numbers barely tell the experts apart.
+
+    Attributes:
+        unit: (F,), below it the logarithm turns linear: sign(x) log(1 + |x| / unit).
+        centre, width: (F,), mean and standard deviation of the logarithms.
+    """
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.register_buffer("unit", torch.ones(features, dtype=torch.float64))
+        self.register_buffer("centre", torch.zeros(features, dtype=torch.float64))
+        self.register_buffer("width", torch.ones(features, dtype=torch.float64))
+
+    def fit(self, statistics: Tensor) -> Standardizer:
+        """Take the constants from all experts and tensors.
+
+        Args:
+            statistics: (K, L, F), float64.
+        """
+        for n, column in enumerate(statistics.flatten(0, 1).unbind(-1)):
+            sizes = column.abs()[column != 0]
+            self.unit[n] = torch.quantile(sizes, 0.01) if len(sizes) else 1.0
+        logarithms = self._logarithm(statistics).flatten(0, 1)
+        self.centre.copy_(logarithms.mean(0))
+        width = logarithms.std(0, correction=0)
+        # A feature that is the same everywhere says nothing: it stays 0 instead of being magnified.
+        self.width.copy_(torch.where(width > 1e-9, width, 1.0))
+        return self
+
+    def forward(self, statistics: Tensor) -> Tensor:
+        """(…, F) float64 to (…, F) float32."""
+        return ((self._logarithm(statistics) - self.centre) / self.width).float()
+
+    def _logarithm(self, statistics: Tensor) -> Tensor:
+        return statistics.sign() * torch.log1p(statistics.abs() / self.unit)
+
+
+class Learner(nn.Module):
+    """From statistics (K, L, F) to coefficients (K, L)."""
+
+    def __init__(self, config: LearnerConfig, experts: int, tensors: int):
+        """
+        Args:
+            config: see `LearnerConfig`.
+            experts: K; only ``direct`` is tied to it.
+            tensors: L; ``concatenated`` and ``direct`` are tied to it.
+        """
+        super().__init__()
+        self.config = config
+        self.standardizer = Standardizer(len(config.features))
+        if config.input == "direct":
+            self.network: nn.Module = _Table(experts, tensors)
+        elif config.input == "shared":
+            self.network = _Shared(config)
+        else:
+            self.network = _Concatenated(config, tensors)
+
+    def forward(self, statistics: Tensor, depths: Tensor) -> Tensor:
+        """Coefficients λ, (K, L) in float32.
+
+        Args:
+            statistics: (K, L, F), float64.
+            depths: (L,), relative depth of each tensor, 0 to 1.
+        """
+        standard = self.standardizer(statistics)
+        depths = depths.to(standard.dtype)[None, :, None].expand(len(standard), -1, 1)
+        raw = self.network(torch.cat((standard, 2 * depths - 1), dim=-1))
+        if self.config.activation == "softmax":
+            return raw.softmax(dim=0)
+        raw = raw + self.config.initial
+        return raw.relu() if self.config.activation == "relu" else raw
+
+
+def _starting_at_zero(layer: nn.Linear) -> nn.Linear:
+    """Training starts at plain task arithmetic, and not at an accident of initialisation."""
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def _mlp(inputs: int, config: LearnerConfig, outputs: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(config.layers - 1):
+        layers += [nn.Linear(inputs, config.hidden), nn.GELU()]
+        inputs = config.hidden
+    return nn.Sequential(*layers, _starting_at_zero(nn.Linear(inputs, outputs)))
+
+
+def _transformer(inputs: int, config: LearnerConfig) -> nn.Sequential:
+    """Tokens (B, N, inputs) to one number each, (B, N, 1)."""
+    layer = nn.TransformerEncoderLayer(
+        config.hidden, HEADS, 2 * config.hidden, dropout=0.0, batch_first=True, norm_first=True
+    )
+    return nn.Sequential(
+        nn.Linear(inputs, config.hidden),
+        nn.TransformerEncoder(layer, config.layers, enable_nested_tensor=False),
+        _starting_at_zero(nn.Linear(config.hidden, 1)),
+    )
+
+
+class _Table(nn.Module):
+    """The coefficients themselves."""
+
+    def __init__(self, experts: int, tensors: int):
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(experts, tensors))
+
+    def forward(self, inputs: Tensor) -> Tensor:  # (K, L, F + 1), not looked at
+        return self.values
+
+
+class _Shared(nn.Module):
+    """One network for every pair of expert and tensor."""
+
+    def __init__(self, config: LearnerConfig):
+        super().__init__()
+        inputs = len(config.features) + 1
+        self.attends = config.network == "transformer"
+        self.body = _transformer(inputs, config) if self.attends else _mlp(inputs, config, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:  # (K, L, F + 1) -> (K, L)
+        if self.attends:  # over the experts of one tensor
+            return self.body(inputs.transpose(0, 1)).squeeze(-1).T
+        return self.body(inputs).squeeze(-1)
+
+
+class _Concatenated(nn.Module):
+    """All statistics of one expert at once."""
+
+    def __init__(self, config: LearnerConfig, tensors: int):
+        super().__init__()
+        inputs = len(config.features) + 1
+        self.attends = config.network == "transformer"
+        if self.attends:
+            self.place = nn.Parameter(0.02 * torch.randn(tensors, inputs))
+            self.body = _transformer(inputs, config)
+        else:
+            self.body = _mlp(tensors * inputs, config, tensors)
+
+    def forward(self, inputs: Tensor) -> Tensor:  # (K, L, F + 1) -> (K, L)
+        if self.attends:  # over the tensors of one expert
+            return self.body(inputs + self.place).squeeze(-1)
+        return self.body(inputs.flatten(start_dim=1))

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every merge method here asks of its inputs, with errors that say what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from mergekit.merge_methods.base import TensorGroup
+from torch import Tensor
+
+from mergekit_ace.methods.shapes import shape_mismatch
+
+
+def check_models(
+    method: str, input_ids: Sequence[Hashable], base_id: Hashable | None, group_name: str | None
+) -> list[Hashable]:
+    """The experts, once there is a base model among the inputs and at least one expert.
+
+    Raises:
+        ValueError: naming `method` and the line to add or change.
+    """
+    where = f" (for {group_name})" if group_name else ""
+    experts = [model for model in input_ids if model != base_id]
+    if base_id is None:
+        raise ValueError(
+            f"{method}: there is no base model{where}. The method works on the differences between "
+            "experts and the model they were fine-tuned from. Add to the config a line\n"
+            "    base_model: NAME_OR_PATH_OF_THAT_MODEL\n"
+            "(in Python: base_index=, or base=)."
+        )
+    if base_id not in input_ids and ".slices[" in (group_name or ""):
+        raise ValueError(
+            f"{method}: the base model {base_id} is not among the sources{where}. List it in every "
+            "slice, with its layer_range, beside the experts."
+        )
+    if base_id not in input_ids:
+        raise ValueError(
+            f"{method}: the base model {base_id} has no tensor{where}, but an expert has. Save "
+            "both with the same heads, tied or untied, or take the tensor out of the expert."
+        )
+    if not experts:
+        raise ValueError(
+            f"{method}: there is no expert besides the base model {base_id}{where}. List at least "
+            "one fine-tuned model under models:."
+        )
+    return experts
+
+
+def check_shapes_in_memory(method: str, group: TensorGroup) -> None:
+    """Like `shapes.check_shapes`, for tensors that have no header."""
+    base = group.base
+    for entry in group.non_base if base is not None else ():
+        shape, expected = tuple(entry.tensor.shape), tuple(base.tensor.shape)
+        if shape != expected:
+            message = shape_mismatch(group.metadata.name, entry.id, shape, base.id, expected)
+            raise ValueError(f"{method}: {message}")
+
+
+def check_finite(method: str, group: TensorGroup) -> None:
+    """Raise before anything is computed from NaN or Inf, naming the tensor and the model."""
+    for entry in group.entries:
+        if not is_finite(entry.tensor):
+            raise ValueError(
+                f"{method}: {describe(group.metadata.name)} of model {entry.id} contains NaN or "
+                "Inf. The checkpoint is damaged, or its dtype overflowed: check it, or leave the "
+                "model out."
+            )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor Inf; without a copy of it."""
+    if tensor.numel() == 0:
+        return True
+    smallest, largest = torch.aminmax(tensor)  # both are NaN if any entry is
+    return bool(torch.isfinite(smallest) and torch.isfinite(largest))
+
+
+def describe(name: str | None) -> str:
+    """A tensor in words."""
+    return f"tensor {name}" if name else "a tensor"

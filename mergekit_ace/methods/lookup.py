@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The coefficients of one tensor: found in a coefficient file, or predicted by its learner."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from mergekit.merge_methods.base import TensorGroup
+from torch import Tensor
+
+from mergekit_ace.coefficients import CoefficientFile, CoefficientFileError
+from mergekit_ace.depth import relative_depths
+from mergekit_ace.methods.inputs import describe
+from mergekit_ace.methods.shapes import tensor_names
+from mergekit_ace.statistics import features, measure_moments
+from mergekit_ace.transfer import resample
+
+LISTED = 8  # names in an error before it says how many more there are
+
+
+def load(path: str) -> CoefficientFile:
+    """A coefficient file, read once until it changes.
+
+    Raises:
+        CoefficientFileError: see `CoefficientFile.load`.
+    """
+    path = os.path.abspath(os.path.expanduser(path))
+    return _load(path, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
+
+
+@lru_cache(maxsize=8)
+def _load(path: str, changed: int) -> CoefficientFile:
+    return CoefficientFile.load(path)
+
+
+class FileCoefficients:
+    """Coefficients as the trainer left them.
+
+    Args:
+        path: of the file.
+        by_depth: carry them over to another architecture by relative depth, instead of by name.
+    """
+
+    def __init__(self, path: str, *, by_depth: bool = False):
+        self.path = path
+        self.file = load(path)
+        self.by_depth = by_depth
+
+    def find(
+        self,
+        group: TensorGroup,
+        tasks: Sequence[str | None],
+        *,
+        missing: Literal["error", "mean"] = "error",
+    ) -> list[float]:
+        """λ_k of the experts of `group`; all 0 for a tensor that takes no part.
+
+        Raises:
+            CoefficientFileError: an expert or the tensor is not in the file.
+        """
+        rows = self._rows([str(expert.id) for expert in group.non_base], tasks)
+        name = group.metadata.name
+        assert group.base is not None
+        if name in self.file.frozen:
+            return [0.0] * len(rows)
+        if self.by_depth:
+            depth = _depth(group.base.id, name)
+            return resample(self.file, name or "", depth)[rows].tolist()
+        column = self.file.columns.get(name or "")
+        if column is not None:
+            return self.file.coefficients[rows, column].tolist()
+        if missing == "mean":
+            return [1 / len(rows)] * len(rows)
+        raise CoefficientFileError(self._unknown_tensors(name, group.base.id))
+
+    def _rows(self, models: Sequence[str], tasks: Sequence[str | None]) -> list[int]:
+        rows = [self.file.row(model, task) for model, task in zip(models, tasks, strict=True)]
+        absent = [
+            f"{model} (task: {task})" if task is not None else model
+            for model, task, row in zip(models, tasks, rows, strict=True)
+            if row is None
+        ]
+        if absent:
+            held = "\n".join(f"    {e.task} ({e.model})" for e in self.file.contents.experts)
+            raise CoefficientFileError(
+                f"statsmerging: {self.path} has no coefficients for {', '.join(absent)}. It holds\n"
+                f"{held}\nIf a checkpoint has moved, give it the name above as `task:` under its "
+                "parameters."
+            )
+        found = [row for row in rows if row is not None]
+        if len(set(found)) != len(found):
+            raise CoefficientFileError(
+                "statsmerging: two experts have the same row of the coefficient file; give each a "
+                "`task:` of its own"
+            )
+        return found
+
+    def _unknown_tensors(self, name: str | None, base: Hashable) -> str:
+        if name is None:
+            return "statsmerging: a tensor without a name cannot be looked up in a coefficient file"
+        known = self.file.columns.keys() | self.file.frozen
+        unknown = sorted({name, *(tensor_names(base) or ())} - known)
+        held = [tensor.name for tensor in self.file.contents.tensors]
+        return (
+            f"statsmerging: {self.path} has no coefficients for {_some(unknown)}. It holds those "
+            f"of {_some(held)}, trained on {self.file.contents.base_model}. `missing: mean` merges "
+            "such tensors by the mean of the task vectors; `match: depth` carries coefficients "
+            "over from another architecture."
+        )
+
+
+class LearnerCoefficients:
+    """Coefficients predicted from the statistics of the tensors themselves, for any experts.
+
+    Args:
+        path: of a file whose learner is ``shared``.
+
+    Raises:
+        CoefficientFileError: the learner is tied to the experts or tensors of its training.
+    """
+
+    def __init__(self, path: str):
+        self.file = load(path)
+        config = self.file.contents.learner
+        if config.input != "shared" or self.file.contents.granularity != "tensor":
+            raise CoefficientFileError(
+                f"statsmerging: the learner in {path} has input: {config.input} and granularity: "
+                f"{self.file.contents.granularity}; only one with input: shared, trained per "
+                "tensor, can predict coefficients for other experts. Use `coefficients: PATH` for "
+                "the experts it was trained on."
+            )
+
+    def predict(self, group: TensorGroup) -> list[float]:
+        """λ_k of the experts of `group`."""
+        assert group.base is not None
+        name = group.metadata.name
+        if name in self.file.frozen:
+            return [0.0] * len(group.non_base)
+        config = self.file.contents.learner
+        rows = []
+        for expert in group.non_base:
+            weights = _described(expert.tensor, group.base.tensor, config.statistics_of)
+            moments = measure_moments(weights, config.rank)
+            rows.append(features(moments, config.statistics, config.rank))
+        statistics = torch.tensor(rows, dtype=torch.float64, device="cpu")[:, None]
+        depth = torch.tensor([_depth(group.base.id, name)], device="cpu")
+        # the network lives on the CPU, also inside of mergekit's `with torch.device(…)`
+        coefficients = self.file.learner(statistics, depth)
+        return coefficients[:, 0].tolist()
+
+
+def _described(expert: Tensor, base: Tensor, what: str) -> Tensor:
+    """What the statistics describe: the weights, or the task vector."""
+    dtype = torch.promote_types(torch.float32, expert.dtype)
+    return expert.to(dtype) if what == "weights" else expert.to(dtype) - base.to(dtype)
+
+
+def _depth(base: Hashable, name: str | None) -> float:
+    """Relative depth of a tensor; the middle for one without a name."""
+    if name is None:
+        return 0.5
+    depth = _depths(base).get(name)
+    return relative_depths([name])[name] if depth is None else depth
+
+
+@lru_cache(maxsize=8)
+def _depths(base: Hashable) -> dict[str, float]:
+    return relative_depths(tensor_names(base) or ())
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:LISTED])
+    more = len(names) - LISTED
+    return f"{shown} and {more} more" if more > 0 else shown or describe(None)

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a `train.yml` may say. Unknown keys are errors, and so are wrong types and ranges."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from mergekit_ace.algebra.options import Number
+from mergekit_ace.coefficients import Granularity
+from mergekit_ace.learner import LearnerConfig
+
+Task = Literal["causal-lm", "seq2seq-lm", "sequence-classification", "image-classification"]
+LanguageTask = ("causal-lm", "seq2seq-lm")
+Labels = Literal["hard", "soft", "true"]
+Storage = Literal["disk", "cpu", "device"]
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[Number, Field(gt=0)]
+
+
+class Strict(BaseModel):
+    """No unknown keys, no changes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataConfig(Strict):
+    """The data of one expert, and which of its columns are used.
+
+    Attributes:
+        path: a .jsonl, .json, .csv, .parquet or .txt file, a folder that `datasets` knows or has
+            saved, or the name of a data set on the Hub.
+        name: configuration of a data set on the Hub.
+        split: which is read.
+        validation_split, test_split: splits for these purposes; by default a tenth each of what is
+            read, held out.
+        samples: how many are read, drawn at random by the seed; all by default.
+        text, text_pair: columns of texts; with ``text`` a language model is supervised at every
+            token.
+        prompt, completion: columns; a language model is supervised on the completion. Without a
+            completion (or null) the expert writes its own, greedily.
+        messages: column of chat messages, through the tokenizer's template; supervised on the last
+            answer, which the expert writes where the last message is not the assistant's.
+        image: column of images, or of pixel values (channels, height, width).
+        label: column of the true class, 0, 1, …; only evaluation sees it, unless ``labels: true``.
+        max_length: in tokens; longer texts are cut.
+        max_new_tokens: of completions that the expert writes.
+    """
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+    validation_split: str | None = None
+    test_split: str | None = None
+    samples: Count | None = None
+    text: str | None = None
+    text_pair: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    messages: str | None = None
+    image: str | None = None
+    label: str | None = None
+    max_length: Count = 1024
+    max_new_tokens: Count = 256
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        kinds = [n for n in ("text", "prompt", "messages", "image") if getattr(self, n) is not None]
+        if len(kinds) != 1:
+            raise ValueError(
+                f"data {self.path} names {' and '.join(kinds) or 'none'} of the columns text, "
+                "prompt, messages, image; give exactly one"
+            )
+        for inner, outer in (("completion", "prompt"), ("text_pair", "text")):
+            if getattr(self, inner) is not None and getattr(self, outer) is None:
+                raise ValueError(f"data {self.path}: {inner} goes with {outer}, which is missing")
+        return self
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns that are read, by purpose."""
+        purposes = ("text", "text_pair", "prompt", "completion", "messages", "image", "label")
+        named = {purpose: getattr(self, purpose) for purpose in purposes}
+        return {purpose: column for purpose, column in named.items() if column is not None}
+
+
+class ExpertConfig(Strict):
+    """An expert and its data.
+
+    Attributes:
+        model: mergekit's reference: folder or Hub name, `@revision`, `+adapter`.
+        data: see `DataConfig`.
+        task: name of the expert in the coefficient file; its model reference by default.
+    """
+
+    model: str
+    data: DataConfig
+    task: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not values.get("task") and values.get("model"):
+            return {**values, "task": str(values["model"])}
+        return values
+
+
+class SchedulerConfig(Strict):
+    """The learning rate is multiplied by `gamma` every `step` epochs."""
+
+    step: Count = 100
+    gamma: Annotated[Number, Field(gt=0, le=1)] = 0.1
+
+
+class TrainingConfig(Strict):
+    """The loop.
+
+    Attributes:
+        epochs: passes over the data of the largest expert; smaller sets start over.
+        batch_size: samples per expert, process and backward pass.
+        gradient_accumulation: backward passes per expert and step.
+        learning_rate: of Adam.
+        scheduler: see `SchedulerConfig`.
+        seed: of the learner's initialisation, the splits and the order of samples.
+        max_steps: ends training earlier.
+        evaluate_every: steps between evaluations on the held-out split; an epoch by default.
+        patience: evaluations without improvement after which training ends; 0: never.
+        checkpoint_every: steps between checkpoints.
+    """
+
+    epochs: Count = 500
+    batch_size: Count = 8
+    gradient_accumulation: Count = 1
+    learning_rate: Positive = 1e-3
+    scheduler: SchedulerConfig = SchedulerConfig()
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    max_steps: Count | None = None
+    evaluate_every: Count | None = None
+    patience: Annotated[int, Field(ge=0)] = 20
+    checkpoint_every: Count = 100
+
+
+class ComparisonConfig(Strict):
+    """What the result is compared with at the end, on the test split.
+
+    Attributes:
+        task_arithmetic: weights to try.
+        direct: train coefficients without a learner, too; as long as the training itself.
+    """
+
+    task_arithmetic: tuple[Number, ...] = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
+    direct: bool = True
+
+
+class TrainConfig(Strict):
+    """A whole `train.yml`.
+
+    Attributes:
+        base_model: the model that all experts were fine-tuned from.
+        models: at least one expert.
+        task: what the models do.
+        granularity: one coefficient per expert and ``tensor`` (the paper's layer-wise), per
+            transformer ``block``, or per expert (``task``).
+        learner: see `LearnerConfig`.
+        labels: ``hard`` (the expert's arg max), ``soft`` (its distribution) or ``true``.
+        top_k: how many log-probabilities of a language model's soft label are kept.
+        training, compare: see there.
+        exclude: substrings of tensor names that keep the base's values.
+        expert_storage: where the experts' weights lie during training: ``disk`` (memory-mapped),
+            ``cpu`` or ``device``.
+        dtype: of the merged model during training.
+        mixed_precision: of its forward pass, as accelerate has it.
+        device_map: ``auto`` spreads a model over several GPUs.
+        trust_remote_code: as in transformers.
+    """
+
+    base_model: str
+    models: Annotated[tuple[ExpertConfig, ...], Field(min_length=1)]
+    task: Task
+    granularity: Granularity = "tensor"
+    learner: LearnerConfig = LearnerConfig()
+    labels: Labels = "hard"
+    top_k: Count = 32
+    training: TrainingConfig = TrainingConfig()
+    compare: ComparisonConfig = ComparisonConfig()
+    exclude: tuple[str, ...] = ()
+    expert_storage: Storage = "disk"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    mixed_precision: Literal["no", "fp16", "bf16"] = "no"
+    device_map: Literal["auto"] | None = None
+    trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        tasks = [expert.task for expert in self.models]
+        twice = sorted({task for task in tasks if tasks.count(task) > 1})
+        if twice:
+            raise ValueError(f"two experts are called {twice[0]!r}: give each a `task` of its own")
+        for expert in self.models:
+            self._check_columns(expert)
+        return self
+
+    def _check_columns(self, expert: ExpertConfig) -> None:
+        columns = expert.data.columns
+        allowed = {
+            "causal-lm": {"text", "prompt", "messages"},
+            "seq2seq-lm": {"prompt"},
+            "sequence-classification": {"text"},
+            "image-classification": {"image"},
+        }[self.task]
+        if not allowed & columns.keys():
+            raise ValueError(
+                f"the data of {expert.task} needs the column {' or '.join(sorted(allowed))} for "
+                f"task: {self.task}"
+            )
+        language = self.task in LanguageTask
+        if self.labels == "true" and language and columns.keys() == {"prompt"}:
+            raise ValueError(
+                f"labels: true needs the `completion` column of {expert.task}; without one the "
+                "expert writes the completions, which are not the truth"
+            )
+        if self.labels == "true" and not language and "label" not in columns:
+            raise ValueError(f"labels: true needs the `label` column of {expert.task}")
