@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The coefficient file: what the trainer found, for `merge_method: statsmerging` to apply.
 
-One safetensors file. Its tensors are `coefficients` (K, L), `statistics` (K, L, F), `depths` (L,)
-and the learner's weights as `learner.…`; everything else is one JSON text in the metadata. Nothing
-is unpickled, and whatever does not fit is refused with the reason.
+One safetensors file. Its tensors are `coefficients` (K, L), `statistics` (K, L, F), `depths` (L,),
+`groups` (L,) and the learner's weights as `learner.…`; everything else is one JSON text in the
+metadata. Nothing is unpickled, and whatever does not fit is refused with the reason.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -99,6 +100,8 @@ class CoefficientFile:
         statistics: (K, L, F), float64, what the learner was given.
         depths: (L,), float32.
         learner_state: of the trained network.
+        groups: (L,), int64: tensors of one group, 0 … G − 1, share a coefficient; by default each
+            has its own.
     """
 
     def __init__(
@@ -108,12 +111,14 @@ class CoefficientFile:
         statistics: Tensor,
         depths: Tensor,
         learner_state: Mapping[str, Tensor],
+        groups: Tensor | None = None,
     ):
         self.contents = contents
         self.coefficients = coefficients
         self.statistics = statistics
         self.depths = depths
         self.learner_state = dict(learner_state)
+        self.groups = torch.arange(len(depths)) if groups is None else groups
         self._check()
 
     @cached_property
@@ -132,7 +137,8 @@ class CoefficientFile:
     @cached_property
     def learner(self) -> Learner:
         """The trained network."""
-        network = Learner(self.contents.learner, *self.coefficients.shape)
+        groups = int(self.groups.max()) + 1
+        network = Learner(self.contents.learner, len(self.coefficients), groups)
         network.load_state_dict(self.learner_state)
         return network.eval().requires_grad_(False)
 
@@ -154,6 +160,7 @@ class CoefficientFile:
             "coefficients": self.coefficients.float().contiguous(),
             "statistics": self.statistics.double().contiguous(),
             "depths": self.depths.float().contiguous(),
+            "groups": self.groups.contiguous(),
         }
         for name, tensor in self.learner_state.items():
             tensors[_LEARNER + name] = tensor.detach().cpu().contiguous().clone()
@@ -191,6 +198,7 @@ class CoefficientFile:
                 tensors.pop("statistics"),
                 tensors.pop("depths"),
                 {n.removeprefix(_LEARNER): t for n, t in tensors.items() if n.startswith(_LEARNER)},
+                tensors["groups"],
             )
         except CoefficientFileError:
             raise
@@ -203,8 +211,10 @@ class CoefficientFile:
     def _check(self) -> None:
         shape = (len(self.contents.experts), len(self.contents.tensors))
         features = len(self.contents.learner.features)
-        expected = (shape, (*shape, features), shape[1:])
-        found = tuple(tuple(t.shape) for t in (self.coefficients, self.statistics, self.depths))
+        expected = (shape, (*shape, features), shape[1:], shape[1:])
+        found = tuple(
+            tuple(t.shape) for t in (self.coefficients, self.statistics, self.depths, self.groups)
+        )
         if found != expected:
             raise ValueError(f"tensors have shapes {found}, expected {expected}")
         if not self.coefficients.isfinite().all():

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `mergekit-ace`: load, validate, call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import yaml
+from pydantic import BaseModel, ValidationError
+
+import mergekit_ace
+
+M = TypeVar("M", bound=BaseModel)
+
+
+@click.group()
+@click.version_option(mergekit_ace.__version__, package_name="mergekit-ace")
+def main() -> None:
+    """Learn what to merge; `mergekit-yaml` merges."""
+
+
+@main.command()
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--overwrite", is_flag=True, help="Drop the state of another run in OUT.")
+@click.option("--quiet", is_flag=True, help="No progress bars.")
+def train(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
+    """Learn merging coefficients as CONFIG says; OUT gets them, with configs that merge.
+
+    A run that was interrupted goes on when the same command is given again.
+    """
+    from mergekit_ace.training.config import TrainConfig
+    from mergekit_ace.training.errors import TrainingError
+    from mergekit_ace.training.run import run_training
+
+    settings = read_config(config, TrainConfig)
+    try:
+        run_training(settings, out, overwrite=overwrite, quiet=quiet)
+    except TrainingError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def read_config(path: Path, model: type[M]) -> M:
+    """A YAML file as `model`; what is wrong in it is said by line of the config.
+
+    Raises:
+        click.ClickException: the file is no YAML, or says something that `model` does not allow.
+    """
+    try:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return model.model_validate(content)
+    except yaml.YAMLError as error:
+        raise click.ClickException(f"{path} is not YAML: {error}") from error
+    except ValidationError as error:
+        raise click.ClickException(f"{path}:\n{explain(error)}") from error
+
+
+def explain(error: ValidationError) -> str:
+    """A line per mistake: where it is, what is wrong, and what was found."""
+    lines = []
+    for detail in error.errors():
+        where = ".".join(str(part) for part in detail["loc"]) or "the file"
+        what = "there is no such setting" if detail["type"] == "extra_forbidden" else detail["msg"]
+        found = detail["input"]
+        shown = f" (found: {found!r})" if isinstance(found, str | int | float | bool) else ""
+        lines.append(f"    {where}: {what.removeprefix('Value error, ')}{shown}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What learning was worth: the learned coefficients beside simple ones, on the test split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from mergekit_ace.training.session import Score, Session
+
+
+def score_coefficients(session: Session, coefficients: Tensor, split: str = "test") -> Score:
+    """The merge by λ per group, (K, G)."""
+    session.write(coefficients)
+    return session.evaluate(split)
+
+
+def simple_merges(session: Session, shape: Sequence[int]) -> dict[str, Score]:
+    """The base model, the mean of the experts, and task arithmetic.
+
+    Args:
+        session: model and data.
+        shape: (K, G).
+
+    Returns:
+        Scores on the test split by name. Of the weights of task arithmetic, that with the least
+        loss on the validation split.
+    """
+    rows = {
+        "base model": score_coefficients(session, torch.zeros(*shape)),
+        "uniform (mean of the experts)": score_coefficients(
+            session, torch.full(tuple(shape), 1 / shape[0])
+        ),
+    }
+    weights = session.config.compare.task_arithmetic
+    if weights:
+        losses = {
+            w: score_coefficients(session, torch.full(tuple(shape), w), "validation").loss
+            for w in weights
+        }
+        best = min(losses, key=losses.__getitem__)
+        rows[f"task arithmetic, weight {best:g} (best of {len(weights)})"] = score_coefficients(
+            session, torch.full(tuple(shape), best)
+        )
+    return rows
+
+
+def as_table(rows: dict[str, Score], tasks: Sequence[str]) -> str:
+    """The scores as a Markdown table: accuracy of all experts' data, of each, and the loss."""
+    header = ["accuracy on the test split", "mean", *map(_short, tasks), "loss"]
+    lines = [header, ["---"] * len(header)]
+    for name, score in rows.items():
+        shares = [f"{share:.3f}" for share in (score.mean_accuracy, *score.accuracy)]
+        lines.append([name, *shares, f"{score.loss:.4f}"])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def as_json(rows: dict[str, Score]) -> dict[str, dict]:
+    """The scores as JSON has them."""
+    return {name: asdict(score) for name, score in rows.items()}
+
+
+def _short(task: str) -> str:
+    return task.rstrip("/").rpartition("/")[2] or task

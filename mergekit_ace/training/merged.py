@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One ordinary model whose weights are the merge, and the gradient of its coefficients.
+
+The merge θ_0 + Σ_k λ_k Δ_k is linear in the coefficients, so for any loss
+∂L/∂λ_k^l = ⟨∂L/∂θ^l, Δ_k^l⟩. As soon as a parameter's gradient is ready, its K inner products
+with the experts' task vectors are taken and the gradient is freed. Task vectors are formed in
+blocks from the stored weights, so that beyond the model, its activations and one gradient there is
+one block in memory, however many experts there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mergekit_ace.training.config import Storage
+
+BLOCK = 2**18  # entries; a float32 block of 1 MiB stays in a core's cache
+
+
+class MergedModel:
+    """A model that is written anew for given coefficients and collects their gradient.
+
+    Attributes:
+        module: the model; only merged parameters require gradients.
+        names: of the L merged parameters.
+        products: (K, L), float64: ∂L/∂λ, summed over backward passes since `clear`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        base: Mapping[str, Tensor],
+        experts: Sequence[Mapping[str, Tensor]],
+        names: Sequence[str],
+        storage: Storage = "disk",
+    ):
+        """
+        Args:
+            module: holds the parameters `names`; its other ones stay as they are.
+            base: θ_0 by name.
+            experts: θ_k by name.
+            names: of the parameters that are merged.
+            storage: ``disk``: read the weights where they are mapped; ``cpu``, ``device``: keep
+                them, in their own dtype, in memory or where the parameter is.
+        """
+        self.module = module
+        self.names = tuple(names)
+        self.parameters = [module.get_parameter(name) for name in names]
+        self.products = torch.zeros(len(experts), len(names), dtype=torch.float64)
+        self._base, *self._experts = (self._keep(w, storage) for w in (base, *experts))
+        self._partial: list[Tensor | None] = [None] * len(names)
+        module.requires_grad_(False)
+        for column, parameter in enumerate(self.parameters):
+            parameter.requires_grad_(True)
+            parameter.register_post_accumulate_grad_hook(self._collector(column))
+
+    @torch.no_grad()
+    def write(self, coefficients: Tensor) -> None:
+        """Set every merged parameter to θ_0 + Σ_k λ_k Δ_k.
+
+        Args:
+            coefficients: λ, (K, L).
+        """
+        rows = coefficients.detach().T.tolist()
+        for column, (parameter, row) in enumerate(zip(self.parameters, rows, strict=True)):
+            flat = parameter.data.view(-1)
+            for part, base, deltas in self._blocks(column, parameter.device, row):
+                total = base.float() if base.dtype != torch.float32 else base.clone()
+                for coefficient, delta in deltas:
+                    total.add_(delta, alpha=coefficient)
+                flat[part].copy_(total)
+
+    def clear(self) -> None:
+        """Forget the gradient."""
+        self.products.zero_()
+
+    def collect(self) -> None:
+        """Add what the last backward pass left on the devices to `products`."""
+        for column, partial in enumerate(self._partial):
+            if partial is not None:
+                self.products[:, column] += partial.cpu()
+        self._partial = [None] * len(self.names)
+
+    def _collector(self, column: int) -> Callable[[Tensor], None]:
+        @torch.no_grad()
+        def collect(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            assert gradient is not None
+            flat = gradient.reshape(-1)
+            sums = torch.zeros(len(self._experts), dtype=torch.float64, device=parameter.device)
+            ones = [1.0] * len(self._experts)
+            for part, _, deltas in self._blocks(column, parameter.device, ones):
+                piece = flat[part].float()
+                for expert, (_, delta) in enumerate(deltas):
+                    sums[expert] += torch.dot(piece, delta)
+            known = self._partial[column]
+            self._partial[column] = sums if known is None else known + sums
+            parameter.grad = None
+
+        return collect
+
+    def _blocks(
+        self, column: int, device: torch.device, coefficients: Sequence[float]
+    ) -> Iterator[tuple[slice, Tensor, Iterator[tuple[float, Tensor]]]]:
+        """Blocks of one parameter: where, θ_0 there, and the coefficients with their Δ_k there."""
+        name = self.names[column]
+        base = self._base[name].reshape(-1)
+        experts = [expert[name].reshape(-1) for expert in self._experts]
+        used = [(c, e) for c, e in zip(coefficients, experts, strict=True) if c != 0]
+        for start in range(0, len(base), BLOCK):
+            part = slice(start, min(start + BLOCK, len(base)))
+            origin = base[part].to(device)
+            yield (
+                part,
+                origin,
+                (
+                    (c, e[part].to(device, torch.float32) - origin.to(torch.float32))
+                    for c, e in used
+                ),
+            )
+
+    def _keep(self, weights: Mapping[str, Tensor], storage: Storage) -> Mapping[str, Tensor]:
+        if storage == "disk":
+            return weights
+        kept = {}
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            where = parameter.device if storage == "device" else "cpu"
+            kept[name] = weights[name].to(where, copy=True)
+        return kept

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading models and their processors; which of their parameters are merged."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+
+from mergekit_ace.training.config import TrainConfig
+from mergekit_ace.training.errors import TrainingError
+from mergekit_ace.training.tasks import Kind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str:
+    """The folder of a model: itself, downloaded from the Hub, or with its adapter merged in.
+
+    Args:
+        reference: mergekit's: folder or Hub name, `@revision`, `+adapter`.
+        adapters: where a model with its adapter is kept once merged.
+        trust_remote_code: as in transformers.
+    """
+    from mergekit.common import ModelReference
+
+    try:
+        parsed = ModelReference.model_validate(reference)
+        merged = parsed.merged(str(adapters), trust_remote_code, "float32")
+        folder = merged.local_path()
+    except Exception as error:  # of many kinds, from pydantic, the Hub and the file system
+        raise TrainingError(
+            f"model {reference} can neither be found as a folder nor loaded from the Hub: {error}"
+        ) from error
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise TrainingError(f"the folder {folder} of model {reference} has no config.json")
+    return folder
+
+
+def load_model(
+    folder: str, kind: Kind, config: TrainConfig, dtype: torch.dtype | str = "auto", **options: Any
+) -> PreTrainedModel:
+    """A model for inference, as transformers loads it."""
+    auto_class = getattr(transformers, kind.auto_class)
+    with _quiet():
+        try:
+            model = auto_class.from_pretrained(
+                folder,
+                dtype=dtype,
+                trust_remote_code=config.trust_remote_code,
+                local_files_only=True,
+                **options,
+            )
+        except (OSError, ValueError) as error:
+            raise TrainingError(
+                f"model {folder} cannot be loaded for task: {config.task}: {error}"
+            ) from error
+    return model.eval().requires_grad_(False)
+
+
+def load_processor(folders: list[str], kind: Kind, config: TrainConfig) -> Any:
+    """The tokenizer of the first folder that has one, which all others must share.
+
+    For images the image processor of the first folder that has one, or None.
+    """
+    if config.task == "image-classification":
+        for folder in folders:
+            if os.path.isfile(os.path.join(folder, "preprocessor_config.json")):
+                return transformers.AutoImageProcessor.from_pretrained(folder)
+        return None
+    tokenizers = {f: t for f in folders if (t := _tokenizer(f, config)) is not None}
+    if not tokenizers:
+        raise TrainingError(f"neither the base model {folders[0]} nor an expert has a tokenizer")
+    first, tokenizer = next(iter(tokenizers.items()))
+    for folder, other in tokenizers.items():
+        if other.get_vocab() != tokenizer.get_vocab():
+            raise TrainingError(
+                f"the tokenizer of {folder} is not that of {first}; experts of one merge need one "
+                "tokenizer (align them first, e.g. by mergekit's `tokenizer:` section)"
+            )
+    return tokenizer
+
+
+def _tokenizer(folder: str, config: TrainConfig) -> Any:
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt")
+    if not any(os.path.isfile(os.path.join(folder, name)) for name in names):
+        return None
+    return transformers.AutoTokenizer.from_pretrained(
+        folder, trust_remote_code=config.trust_remote_code
+    )
+
+
+def head_names(model: PreTrainedModel, kind: Kind) -> list[str]:
+    """The children of a classifier that are its head: all but the backbone."""
+    if not kind.has_heads:
+        return []
+    if not hasattr(model, model.base_model_prefix):
+        raise TrainingError(
+            f"{type(model).__name__} does not tell its backbone from its head; this architecture "
+            "cannot be merged for classification"
+        )
+    return [name for name, _ in model.named_children() if name != model.base_model_prefix]
+
+
+def merged_parameters(model: PreTrainedModel, kind: Kind, exclude: tuple[str, ...]) -> list[str]:
+    """Names in memory of the parameters that are merged: no heads, nothing excluded."""
+    heads = tuple(f"{head}." for head in head_names(model, kind))
+    names = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point()
+        and not name.startswith(heads)
+        and not any(part in name for part in exclude)
+    ]
+    if not names:
+        raise TrainingError(f"`exclude` leaves nothing to merge: {', '.join(exclude)}")
+    return names
+
+
+def check_expert(
+    expert: PreTrainedModel, base: PreTrainedModel, names: list[str], reference: str
+) -> None:
+    """Raise unless the expert has all merged parameters, with the base's shapes."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in expert.named_parameters()}
+    expected = {name: tuple(base.get_parameter(name).shape) for name in names}
+    missing = [name for name in names if name not in shapes]
+    if missing:
+        raise TrainingError(
+            f"expert {reference} has no parameter {missing[0]}"
+            + (f" (nor {len(missing) - 1} others)" if len(missing) > 1 else "")
+            + "; experts must be fine-tuned from the base model"
+        )
+    for name in names:
+        if shapes[name] != expected[name]:
+            raise TrainingError(
+                f"parameter {name} has shape {shapes[name]} in {reference}, but {expected[name]} "
+                "in the base model; experts must be fine-tuned from the base model"
+            )
+
+
+class Heads:
+    """The heads of all experts, to be put on one backbone in turn."""
+
+    def __init__(self) -> None:
+        self.modules: list[dict[str, nn.Module]] = []
+
+    def add(self, expert: PreTrainedModel, kind: Kind) -> None:
+        """Keep the head of the next expert."""
+        names = head_names(expert, kind)
+        self.modules.append({name: expert.get_submodule(name) for name in names})
+
+    def put_on(self, model: PreTrainedModel, expert: int) -> None:
+        """Make `model` answer as that expert's classes."""
+        for name, module in self.modules[expert].items():
+            module.to(model.device, model.dtype)
+            setattr(model, name, module)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' warnings about heads that the base model does not have."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)

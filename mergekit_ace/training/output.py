@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configs that merge with learned coefficients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mergekit_ace.coefficients import CoefficientFile
+
+OUT_DTYPE = {"float16": "float16", "bfloat16": "bfloat16"}
+
+
+def merge_config(
+    file: CoefficientFile, path: Path, *, task: str, out_dtype: str | None
+) -> dict[str, Any]:
+    """`merge.yml`: looks the coefficients up in the file at `path`."""
+    return {
+        **_frame(file, task, out_dtype),
+        "models": [
+            {"model": _reference(expert.model), "parameters": {"task": expert.task}}
+            for expert in file.contents.experts
+        ],
+        "parameters": {"coefficients": str(path.resolve())},
+    }
+
+
+def inline_config(file: CoefficientFile, *, task: str, out_dtype: str | None) -> dict[str, Any]:
+    """`inline.yml`: the same merge with every coefficient in it.
+
+    mergekit takes the first filter that is part of a tensor's name, so longer names come first.
+    """
+    names = [
+        (name, column)
+        for column, tensor in enumerate(file.contents.tensors)
+        for name in tensor.stored or (tensor.name,)
+    ]
+    names.sort(key=lambda pair: (-len(pair[0]), pair[0]))
+    models = []
+    for expert, row in zip(file.contents.experts, file.coefficients.tolist(), strict=True):
+        weights: list[dict[str, Any]] = [
+            {"filter": name, "value": row[column]} for name, column in names
+        ]
+        # Whatever takes no part: the base's values. Longer names may contain those of others.
+        weights += [{"value": 0.0}]
+        frozen = [{"filter": name, "value": 0.0} for name in file.contents.frozen]
+        weights = sorted(frozen + weights[:-1], key=lambda w: -len(w["filter"])) + weights[-1:]
+        models.append({"model": _reference(expert.model), "parameters": {"weight": weights}})
+    return {**_frame(file, task, out_dtype), "models": models}
+
+
+def write_config(path: Path, config: dict[str, Any], notes: Sequence[str]) -> None:
+    """A config with comments on top."""
+    text = "".join(f"# {note}\n" for note in notes) + yaml.safe_dump(config, sort_keys=False)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _frame(file: CoefficientFile, task: str, out_dtype: str | None) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "merge_method": "statsmerging",
+        "base_model": _reference(file.contents.base_model),
+        "dtype": "float32",
+    }
+    if out_dtype is not None:
+        config["out_dtype"] = out_dtype
+    if task in ("causal-lm", "seq2seq-lm", "sequence-classification"):
+        config["tokenizer"] = {"source": "base"}
+    return config
+
+
+def _reference(model: str) -> str:
+    """A model such that the config works from every folder."""
+    paths = [os.path.abspath(part) if os.path.isdir(part) else part for part in model.split("+")]
+    return "+".join(paths)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run keeps on disk while it works, so that a killed one goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from mergekit_ace.training.errors import TrainingError
+
+# Settings that do not change the result: a run may go on with others.
+_FREE = {("expert_storage",), ("training", "checkpoint_every"), ("device_map",)}
+
+
+class RunFolder:
+    """The output folder of one run; what it needs to go on is under `state/`.
+
+    Attributes:
+        path: the folder.
+        state: its subfolder for what is only needed until the run is complete.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        self.state = self.path / "state"
+
+    def claim(self, identity: dict[str, Any], *, overwrite: bool) -> None:
+        """Make the folder this run's, or find that it is already.
+
+        Args:
+            identity: config and inputs, as JSON has them.
+            overwrite: drop another run's state.
+
+        Raises:
+            TrainingError: the folder holds another run's state.
+        """
+        record = self.state / "run.json"
+        known = _read_json(record)
+        if known is not None and overwrite and _differences(known, identity):
+            shutil.rmtree(self.state)
+            known = None
+        if known is not None:
+            changed = _differences(known, identity)
+            if changed:
+                raise TrainingError(
+                    f"{self.path} holds the state of another run; changed since then: "
+                    f"{', '.join(changed)}. Choose another folder, or --overwrite to drop it"
+                )
+            return
+        if self.state.exists() and any(self.state.iterdir()) and not overwrite:
+            raise TrainingError(
+                f"{self.state} is not empty, but not the state of a run; choose another folder, or "
+                "--overwrite to drop it"
+            )
+        shutil.rmtree(self.state, ignore_errors=True)
+        self.state.mkdir(parents=True)
+        write_text(record, json.dumps(identity, indent=1))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Tensors and JSON-able facts in one safetensors file, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    owned = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(owned, partial, {"facts": json.dumps(facts)})
+    os.replace(partial, path)
+
+
+def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """What `save_checkpoint` wrote; None where there is nothing.
+
+    Raises:
+        TrainingError: the file is damaged.
+    """
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            return tensors, json.loads(file.metadata()["facts"])
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise TrainingError(
+            f"{path} is damaged ({error}); delete it to repeat what it was made for"
+        ) from error
+
+
+def module_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """The state of a module under prefixed names."""
+    return {prefix + name: tensor for name, tensor in module.state_dict().items()}
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The state of an optimiser as tensors: `optimizer.0.exp_avg`, …"""
+    state = optimizer.state_dict()["state"]
+    return {
+        f"optimizer.{parameter}.{name}": value
+        for parameter, values in state.items()
+        for name, value in values.items()
+    }
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """The inverse of `optimizer_tensors`."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if key.startswith("optimizer."):
+            _, parameter, name = key.split(".")
+            state.setdefault(int(parameter), {})[name] = tensor
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names start with `prefix`, without it."""
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def _differences(one: Any, other: Any, path: tuple[str, ...] = ()) -> list[str]:
+    """Dotted names of what differs between two JSON values."""
+    if path[-1:] and (path[-1:] in _FREE or path[-2:] in _FREE):
+        return []
+    if isinstance(one, dict) and isinstance(other, dict):
+        names = list(dict.fromkeys([*one, *other]))
+        return [d for n in names for d in _differences(one.get(n), other.get(n), (*path, n))]
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = enumerate(zip(one, other, strict=True))
+        return [d for n, (a, b) in pairs for d in _differences(a, b, (*path, str(n)))]
+    return [] if one == other else [".".join(path)]

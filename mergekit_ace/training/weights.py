@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters of checkpoints by their names in memory, mapped from disk.
+
+transformers stores some models under other names, or packed otherwise, than it holds them in
+memory. So a checkpoint's own files are used only after every parameter has been found in them,
+equal to the one in memory; else a converted copy is written once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class MappedWeights(Mapping[str, Tensor]):
+    """Tensors of safetensors files under names of our own; read when used.
+
+    What is mapped is the system's cache of the file, not memory of this process.
+
+    Attributes:
+        sources: our name to (file, name there).
+    """
+
+    def __init__(self, sources: Mapping[str, tuple[str, str]]):
+        self.sources = dict(sources)
+        self._files = {path: safe_open(path, framework="pt") for path in self.files}
+
+    @property
+    def files(self) -> list[str]:
+        """The files, sorted."""
+        return sorted({path for path, _ in self.sources.values()})
+
+    def __getitem__(self, name: str) -> Tensor:
+        path, stored = self.sources[name]
+        return self._files[path].get_tensor(stored)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sources)
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+
+def stored_tensors(folder: str | os.PathLike) -> dict[str, tuple[str, str]]:
+    """Every tensor in the safetensors files of a checkpoint folder: name to (file, name)."""
+    sources = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            sources |= {name: (str(path), name) for name in file.keys()}  # noqa: SIM118
+    return sources
+
+
+def map_weights(
+    model: PreTrainedModel, names: Iterable[str], folder: str | os.PathLike, copy: Path
+) -> MappedWeights:
+    """The parameters `names` of `model`, mapped from the files it was loaded from, or from a copy.
+
+    Args:
+        model: loaded from `folder`, in the dtype it is stored in.
+        names: of parameters in memory.
+        folder: of the checkpoint.
+        copy: file that a converted copy goes to where the stored tensors are not the parameters.
+    """
+    parameters = dict(model.named_parameters())
+    parameters = {name: parameters[name].detach() for name in names}
+    sources = stored_tensors(folder)
+    direct = {name: _same_name(name, model, sources) for name in parameters}
+    if all(stored is not None for stored in direct.values()):
+        mapped = MappedWeights({name: sources[stored] for name, stored in direct.items() if stored})
+        if all(_equal(mapped[name], parameter) for name, parameter in parameters.items()):
+            return mapped
+    if not copy.exists():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        partial = copy.with_name(copy.name + ".partial")
+        save_file({name: p.cpu().contiguous() for name, p in parameters.items()}, partial)
+        os.replace(partial, copy)
+    return MappedWeights({name: (str(copy), name) for name in parameters})
+
+
+def _same_name(name: str, model: PreTrainedModel, sources: Mapping[str, object]) -> str | None:
+    """The stored name that differs at most by the prefix of the backbone."""
+    prefix = f"{model.base_model_prefix}."
+    candidates = (name, name.removeprefix(prefix), prefix + name)
+    return next((candidate for candidate in candidates if candidate in sources), None)
+
+
+def _equal(stored: Tensor, parameter: Tensor) -> bool:
+    return stored.shape == parameter.shape and torch.equal(stored, parameter.to(stored.dtype).cpu())
+
+
+def stored_names(
+    model: PreTrainedModel, names: Iterable[str], folder: str | os.PathLike
+) -> dict[str, tuple[str, ...]]:
+    """The names under which a checkpoint on disk holds parameters in memory.
+
+    Told by tags: every parameter is replaced by one number, and transformers' own way of saving is
+    followed; where a number ends up, that parameter is stored.
+
+    Args:
+        model: as transformers loaded it from `folder`.
+        names: of parameters in memory.
+        folder: of the checkpoint.
+
+    Returns:
+        Stored names per parameter; empty for one that the checkpoint does not have.
+    """
+    names = list(names)
+    known = stored_tensors(folder)
+    identities = {id(p): n for n, p in model.named_parameters() if n in set(names)}
+    tags: dict[str, Tensor] = {}
+    numbers = {name: number for number, name in enumerate(names)}
+    # Tied parameters have several names and are one: all of them lead to it.
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in identities:
+            tag = torch.tensor(float(numbers[identities[id(parameter)]]))
+            tags[name] = tag.expand(parameter.shape)
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for renamed in (tags, _as_saved(model, tags)):
+        for name, tag in renamed.items():
+            stored = _same_name(name, model, known)
+            if stored is not None and tag.numel():
+                found[names[int(tag.flatten()[0])]].add(stored)
+    return {name: tuple(sorted(stored)) for name, stored in found.items()}
+
+
+def _as_saved(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`state` under the names, and in the packing, that transformers saves."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before transformers 5, names in memory were those on disk
+        return state
+    try:
+        return revert_weight_conversion(model, dict(state))
+    except Exception:  # a conversion that needs real tensors: names in memory must do
+        return state
