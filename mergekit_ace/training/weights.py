@@ -135,10 +135,8 @@ def stored_names(
 
 def _as_saved(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """`state` under the names, and in the packing, that transformers saves."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before transformers 5, names in memory were those on disk
-        return state
+    from transformers.core_model_loading import revert_weight_conversion
+
     try:
         return revert_weight_conversion(model, dict(state))
     except Exception:  # a conversion that needs real tensors: names in memory must do

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Coefficient files for tests, with random coefficients and an untrained but stirred learner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mergekit_ace.coefficients import CoefficientFile, Contents, Expert, MergedTensor
+from mergekit_ace.depth import relative_depths
+from mergekit_ace.learner import Learner, LearnerConfig
+
+
+def make_file(
+    names: Sequence[str],
+    models: Sequence[str],
+    *,
+    tasks: Sequence[str] | None = None,
+    frozen: Sequence[str] = (),
+    learner: LearnerConfig | None = None,
+    **contents,
+) -> CoefficientFile:
+    config = learner or LearnerConfig(hidden=8)
+    generator = torch.Generator().manual_seed(5)
+    shape = (len(models), len(names))
+    torch.manual_seed(6)
+    network = Learner(config, *shape)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    depths = relative_depths(names)
+    statistics = torch.rand(*shape, len(config.features), generator=generator, dtype=torch.float64)
+    return CoefficientFile(
+        Contents(
+            base_model="base",
+            experts=tuple(
+                Expert(task=task, model=model)
+                for task, model in zip(tasks or models, models, strict=True)
+            ),
+            tensors=tuple(MergedTensor(name=name, stored=(name,)) for name in names),
+            frozen=tuple(frozen),
+            learner=config,
+            **contents,
+        ),
+        torch.randn(shape, generator=generator),
+        statistics,
+        torch.tensor([depths[name] for name in names]),
+        network.state_dict(),
+    )

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+import torch
+from coefficient_files import make_file
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from mergekit_ace.coefficients import CoefficientFile, CoefficientFileError
+from mergekit_ace.learner import LearnerConfig
+from mergekit_ace.transfer import resample
+
+NAMES = ["embed.weight", "layers.0.up.weight", "layers.1.up.weight", "norm.weight"]
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    file = make_file(NAMES, ["a", "b"], frozen=["head.weight"], scores={"x": {"loss": 1.0}})
+    file.save(tmp_path / "c.safetensors")
+    again = CoefficientFile.load(tmp_path / "c.safetensors")
+    assert again.contents == file.contents
+    for name in ("coefficients", "statistics", "depths", "groups"):
+        assert torch.equal(getattr(again, name), getattr(file, name))
+    assert again.learner_state.keys() == file.learner_state.keys()
+    predicted = again.learner(again.statistics, again.depths)
+    assert torch.equal(predicted, file.learner(file.statistics, file.depths))
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("kind", ["concatenated", "direct"])
+def test_learners_tied_to_their_tensors_load_too(tmp_path, kind):
+    file = make_file(NAMES, ["a", "b"], learner=LearnerConfig(input=kind, hidden=8))
+    file.save(tmp_path / "c.safetensors")
+    again = CoefficientFile.load(tmp_path / "c.safetensors")
+    assert again.learner(again.statistics, again.depths).shape == (2, 4)
+
+
+def test_experts_are_found_by_task_or_by_model(tmp_path):
+    folder = tmp_path / "expert"
+    folder.mkdir()
+    file = make_file(NAMES, [str(folder), "org/b"], tasks=["math", "code"])
+    assert file.row("org/b") == 1
+    assert file.row("elsewhere", "math") == 0
+    assert file.row(str(tmp_path / "." / "expert")) == 0  # the same folder, written otherwise
+    assert file.row("org/c") is None
+    assert file.row("org/b", "law") is None  # a task that is given has to be right
+
+
+def test_a_missing_file():
+    with pytest.raises(CoefficientFileError, match="there is no coefficient file"):
+        CoefficientFile.load("nowhere.safetensors")
+
+
+def _rewritten(path, metadata=None, drop=()):
+    with safe_open(path, framework="pt") as file:
+        tensors = {n: file.get_tensor(n) for n in file.keys() if n not in drop}  # noqa: SIM118
+        known = file.metadata()
+    save_file(tensors, path, known | (metadata or {}))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "drop", "message"),
+    [
+        ({"version": "2"}, (), "format version 2, this release .* version 1"),
+        ({"format": "something"}, (), "not one of coefficients"),
+        ({"contents": "{"}, (), "damaged"),
+        ({"contents": "{}"}, (), "damaged"),
+        ({}, ("coefficients",), "damaged"),
+        ({}, ("depths",), "damaged"),
+    ],
+)
+def test_other_and_damaged_files_are_refused(tmp_path, metadata, drop, message):
+    path = tmp_path / "c.safetensors"
+    make_file(NAMES, ["a", "b"]).save(path)
+    _rewritten(path, metadata, drop)
+    with pytest.raises(CoefficientFileError, match=message):
+        CoefficientFile.load(path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -10])
+def test_a_truncated_file_is_refused(tmp_path, keep):
+    path = tmp_path / "c.safetensors"
+    make_file(NAMES, ["a", "b"]).save(path)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CoefficientFileError, match="damaged"):
+        CoefficientFile.load(path)
+
+
+def test_a_pickle_is_not_opened(tmp_path):
+    path = tmp_path / "c.safetensors"
+    torch.save({"coefficients": torch.ones(2, 4)}, path)
+    with pytest.raises(CoefficientFileError, match="damaged"):
+        CoefficientFile.load(path)
+
+
+def test_inconsistent_contents_are_refused():
+    good = make_file(NAMES, ["a", "b"])
+    parts = (good.statistics, good.depths, good.learner_state)
+    with pytest.raises(ValueError, match="shapes"):
+        CoefficientFile(good.contents, good.coefficients[:, :2], *parts)
+    with pytest.raises(ValueError, match="NaN"):
+        CoefficientFile(good.contents, good.coefficients * float("nan"), *parts)
+    with pytest.raises(ValueError, match="share a task"):
+        make_file(NAMES, ["a", "b"], tasks=["x", "x"])
+
+
+def test_resampling_keeps_what_is_known_and_interpolates_between():
+    names = [f"layers.{n}.up.weight" for n in range(3)] + ["embed.weight", "norm.weight"]
+    file = make_file(names, ["a", "b"])
+    for column, name in enumerate(names):
+        at = resample(file, name, float(file.depths[column]))
+        torch.testing.assert_close(at, file.coefficients[:, column])
+    # six layers instead of three: a depth between two known ones
+    between = resample(file, "layers.4.up.weight", 0.625)
+    torch.testing.assert_close(between, file.coefficients[:, 1:3].mean(1))
+    # beyond the ends: constant
+    torch.testing.assert_close(resample(file, "layers.9.up.weight", 0.99), file.coefficients[:, 2])
+    # a kind that the file does not have: the mean of a depth
+    torch.testing.assert_close(
+        resample(file, "layers.0.conv.weight", 0.25), file.coefficients[:, 0]
+    )
+
+
+def test_resampling_from_a_single_depth():
+    file = make_file(["a.weight", "b.weight"], ["a", "b"])
+    torch.testing.assert_close(resample(file, "c.weight", 0.3), file.coefficients.mean(1))

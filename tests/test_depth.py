@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+
+from mergekit_ace.depth import block_of, relative_depths
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("model.layers.11.mlp.up_proj.weight", "model.layers.11"),
+        ("model.layers.3.mlp.experts.7.w1.weight", "model.layers.3"),
+        ("encoder.block.0.layer.1.DenseReluDense.wi.weight", "encoder.block.0"),
+        ("0.weight", "0"),
+        ("model.embed_tokens.weight", "model.embed_tokens"),
+        ("shared", "shared"),
+        ("model.layers2.weight", "model.layers2"),
+    ],
+)
+def test_the_first_number_is_the_block(name, block):
+    assert block_of(name) == block
+
+
+def test_depth_runs_from_embeddings_to_head():
+    names = [f"model.layers.{n}.mlp.weight" for n in (2, 0, 1)]
+    depths = relative_depths(["lm_head.weight", "model.norm.weight", *names, "model.embed.weight"])
+    assert depths["model.embed.weight"] == 0
+    assert [depths[f"model.layers.{n}.mlp.weight"] for n in range(3)] == [0.25, 0.5, 0.75]
+    assert depths["model.norm.weight"] == depths["lm_head.weight"] == 1
+
+
+def test_encoder_and_decoder_are_two_stacks():
+    depths = relative_depths(["encoder.block.0.a", "decoder.block.0.a", "decoder.block.2.a"])
+    assert depths == {
+        "encoder.block.0.a": 0.5,
+        "decoder.block.0.a": 0.25,
+        "decoder.block.2.a": 0.75,
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["wte.weight", "transformer.wpe.weight", "shared.weight", "vit.embeddings.cls_token"]
+)
+def test_input_sides_of_many_architectures(name):
+    assert relative_depths([name])[name] == 0
+
+
+def test_nothing_has_no_depth():
+    assert relative_depths([]) == {}
