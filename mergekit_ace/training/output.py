@@ -12,8 +12,6 @@ import yaml
 
 from mergekit_ace.coefficients import CoefficientFile
 
-OUT_DTYPE = {"float16": "float16", "bfloat16": "bfloat16"}
-
 
 def merge_config(
     file: CoefficientFile, path: Path, *, task: str, out_dtype: str | None
@@ -32,25 +30,36 @@ def merge_config(
 def inline_config(file: CoefficientFile, *, task: str, out_dtype: str | None) -> dict[str, Any]:
     """`inline.yml`: the same merge with every coefficient in it.
 
-    mergekit takes the first filter that is part of a tensor's name, so longer names come first.
+    Where coefficients sum to one, mergekit's own `linear` makes the same of it: it counts the base
+    model among the inputs, whose weight is therefore given, 0 except where nothing is merged.
     """
-    names = [
-        (name, column)
+    columns = {
+        name: column
         for column, tensor in enumerate(file.contents.tensors)
         for name in tensor.stored or (tensor.name,)
-    ]
-    names.sort(key=lambda pair: (-len(pair[0]), pair[0]))
+    }
+    untouched = dict.fromkeys(file.contents.frozen, 0.0)
     models = []
     for expert, row in zip(file.contents.experts, file.coefficients.tolist(), strict=True):
-        weights: list[dict[str, Any]] = [
-            {"filter": name, "value": row[column]} for name, column in names
-        ]
-        # Whatever takes no part: the base's values. Longer names may contain those of others.
-        weights += [{"value": 0.0}]
-        frozen = [{"filter": name, "value": 0.0} for name in file.contents.frozen]
-        weights = sorted(frozen + weights[:-1], key=lambda w: -len(w["filter"])) + weights[-1:]
-        models.append({"model": _reference(expert.model), "parameters": {"weight": weights}})
-    return {**_frame(file, task, out_dtype), "models": models}
+        values = {name: row[column] for name, column in columns.items()} | untouched
+        parameters = {"weight": _filters(values, 0.0)}
+        models.append({"model": _reference(expert.model), "parameters": parameters})
+    frozen = dict.fromkeys(file.contents.frozen, 1.0)
+    merged = dict.fromkeys((n for n in columns if any(f in n for f in frozen)), 0.0)
+    return {
+        **_frame(file, task, out_dtype),
+        "models": models,
+        "parameters": {"weight": _filters(merged | frozen, 0.0)},
+    }
+
+
+def _filters(values: dict[str, float], other: float) -> list[dict[str, Any]]:
+    """A mergekit setting with a value per tensor.
+
+    mergekit takes the first filter that is part of a tensor's name, so longer names come first.
+    """
+    names = sorted(values, key=lambda name: (-len(name), name))
+    return [{"filter": name, "value": values[name]} for name in names] + [{"value": other}]
 
 
 def write_config(path: Path, config: dict[str, Any], notes: Sequence[str]) -> None:

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`merge_method: statsmerging` through mergekit's own commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from checkpoints import save_family, tiny_llama
+from coefficient_files import make_file
+from mergekit.merge_methods import merge_state_dicts, merge_tensors
+from safetensors.torch import load_file
+
+from mergekit_ace.coefficients import CoefficientFileError
+from mergekit_ace.depth import relative_depths
+from mergekit_ace.learner import LearnerConfig
+from mergekit_ace.statistics import features, measure_moments
+from mergekit_ace.training.output import inline_config
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> list[str]:
+    return save_family(tiny_llama(), tmp_path_factory.mktemp("family"), experts=3)
+
+
+def tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
+
+
+@pytest.fixture
+def names(family) -> list[str]:
+    return list(tensors(family[0]))
+
+
+def config(family, parameters=None, experts=None, **more) -> dict:
+    models = [{"model": path} for path in family[1:]]
+    for model, own in zip(models, experts or (), strict=False):
+        model["parameters"] = own
+    return {
+        "merge_method": "statsmerging",
+        "base_model": family[0],
+        "models": models,
+        "dtype": "float32",
+        **({"parameters": parameters} if parameters else {}),
+        **more,
+    }
+
+
+def check(family, merged, coefficients) -> None:
+    """Against the formula in float64; `coefficients` gives K numbers for a name."""
+    base, *experts = (tensors(path) for path in family)
+    got = tensors(merged)
+    assert got.keys() == base.keys()
+    for name, origin in base.items():
+        expected = origin.double()
+        for coefficient, expert in zip(coefficients(name), experts, strict=True):
+            expected = expected + float(coefficient) * (expert[name].double() - origin.double())
+        torch.testing.assert_close(got[name].double(), expected, rtol=3e-7, atol=3e-7)
+
+
+def test_coefficients_of_a_file(family, names, tmp_path, mergekit_yaml):
+    path = tmp_path / "c.safetensors"
+    file = make_file(names, family[1:])
+    file.save(path)
+    merged = mergekit_yaml(config(family, {"coefficients": str(path)}))
+    check(family, merged, lambda name: file.coefficients[:, names.index(name)])
+    card = (merged / "README.md").read_text()
+    assert "StatsMerging" in card
+    assert "2506.04567" in card
+
+
+def test_experts_in_another_order_or_moved(family, names, tmp_path, mergekit_yaml):
+    path = tmp_path / "c.safetensors"
+    file = make_file(names, ["org/x", "org/y", "org/z"], tasks=["x", "y", "z"])
+    file.save(path)
+    tasks = [{"task": "z"}, {"task": "x"}, {"task": "y"}]
+    merged = mergekit_yaml(config(family, {"coefficients": str(path)}, tasks))
+    check(family, merged, lambda name: file.coefficients[[2, 0, 1], names.index(name)])
+
+
+def test_frozen_tensors_are_the_base_bit_for_bit(family, names, tmp_path, mergekit_yaml):
+    path = tmp_path / "c.safetensors"
+    frozen = ["lm_head.weight", "model.norm.weight"]
+    make_file([n for n in names if n not in frozen], family[1:], frozen=frozen).save(path)
+    merged = mergekit_yaml(config(family, {"coefficients": str(path)}))
+    for name in frozen:
+        assert torch.equal(tensors(merged)[name], tensors(family[0])[name])
+
+
+def test_weights_in_the_config(family, mergekit_yaml):
+    weights = [
+        {"weight": [{"filter": "mlp", "value": -0.5}, {"value": 1}]},
+        {"weight": 0},
+        {"weight": "1e-1"},
+    ]
+    merged = mergekit_yaml(config(family, None, weights))
+    check(family, merged, lambda name: (-0.5 if "mlp" in name else 1, 0, 0.1))
+
+
+def test_one_expert_with_weight_one_is_that_expert(family, mergekit_yaml):
+    merged = mergekit_yaml(config(family, None, [{"weight": w} for w in (0, 1, 0)]))
+    expert = tensors(family[2])
+    assert all(torch.equal(t, expert[n]) for n, t in tensors(merged).items())
+
+
+@pytest.mark.parametrize("activation", ["softmax", "identity"])
+def test_inline_weights_are_the_same_merge(family, names, tmp_path, mergekit_yaml, activation):
+    path = tmp_path / "c.safetensors"
+    file = make_file(names, family[1:])
+    if activation == "softmax":
+        file.coefficients = file.coefficients.softmax(0)
+    file.contents.base_model = family[0]
+    file.save(path)
+    looked_up = mergekit_yaml(config(family, {"coefficients": str(path)}), out="looked-up")
+    inline = inline_config(file, task="causal-lm", out_dtype=None)
+    del inline["tokenizer"]  # the tiny family has none
+    merged = mergekit_yaml(inline, out="inline")
+    assert all(torch.equal(t, tensors(looked_up)[n]) for n, t in tensors(merged).items())
+    if activation == "softmax":  # they sum to one, so mergekit's own method does the same
+        linear = mergekit_yaml(yaml.safe_load(yaml.safe_dump(inline)) | {"merge_method": "linear"})
+        for name, tensor in tensors(linear).items():
+            torch.testing.assert_close(tensor, tensors(merged)[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("what", ["task_vector", "weights"])
+def test_a_learner_predicts_for_experts_it_never_saw(family, names, tmp_path, mergekit_yaml, what):
+    path = tmp_path / "c.safetensors"
+    learner = LearnerConfig(hidden=8, statistics_of=what)
+    file = make_file(["other.0.weight", "other.1.weight"], ["a", "b"], learner=learner)
+    file.save(path)
+    merged = mergekit_yaml(config(family, {"learner": str(path)}))
+    base, *experts = (tensors(p) for p in family)
+    depths = relative_depths(names)
+
+    def predicted(name):
+        rows = []
+        for expert in experts:
+            described = expert[name] - base[name] if what == "task_vector" else expert[name]
+            rows.append(features(measure_moments(described, 3), learner.statistics, 3))
+        statistics = torch.tensor(rows, dtype=torch.float64)[:, None]
+        return file.learner(statistics, torch.tensor([depths[name]]))[:, 0]
+
+    check(family, merged, predicted)
+    assert len({tuple(predicted(name).tolist()) for name in names}) > 1
+
+
+def test_coefficients_of_another_architecture_by_depth(tmp_path, family, names, mergekit_yaml):
+    path = tmp_path / "c.safetensors"
+    deep = [n.replace("layers.1.", "layers.3.") for n in names if "layers.1." in n]
+    others = [
+        n.replace("layers.1.", f"layers.{d}.") for n in names if "layers.1." in n for d in (0, 1, 2)
+    ]
+    rest = [n for n in names if "layers." not in n]
+    file = make_file([*rest, *others, *deep], family[1:])
+    file.save(path)
+    merged = mergekit_yaml(config(family, {"coefficients": str(path), "match": "depth"}))
+    got, base = tensors(merged), tensors(family[0])
+    assert any(not torch.equal(t, base[n]) for n, t in got.items())
+    # embeddings are at the same depth in both
+    column = file.columns["model.embed_tokens.weight"]
+    expected = base["model.embed_tokens.weight"].double() + sum(
+        float(c) * (tensors(p)["model.embed_tokens.weight"] - base["model.embed_tokens.weight"])
+        for c, p in zip(file.coefficients[:, column], family[1:], strict=True)
+    )
+    torch.testing.assert_close(
+        got["model.embed_tokens.weight"].double(), expected, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_missing_tensors_are_listed_before_anything_is_merged(
+    family, names, tmp_path, mergekit_yaml
+):
+    path = tmp_path / "c.safetensors"
+    make_file([n for n in names if "norm" not in n], family[1:]).save(path)
+    with pytest.raises(CoefficientFileError, match="no coefficients for") as error:
+        mergekit_yaml(config(family, {"coefficients": str(path)}))
+    assert "model.layers.0.input_layernorm.weight" in str(error.value)
+    assert "model.norm.weight" in str(error.value)
+    assert "missing: mean" in str(error.value)
+    merged = mergekit_yaml(config(family, {"coefficients": str(path), "missing": "mean"}))
+    mean = sum(tensors(p)["model.norm.weight"].double() for p in family[1:]) / 3
+    torch.testing.assert_close(
+        tensors(merged)["model.norm.weight"].double(), mean, rtol=1e-6, atol=1e-6
+    )
+
+
+def test_missing_experts_are_listed(family, names, tmp_path, mergekit_yaml):
+    path = tmp_path / "c.safetensors"
+    make_file(names, [family[1], "org/law"], tasks=["maths", "law"]).save(path)
+    with pytest.raises(CoefficientFileError, match="has no coefficients for") as error:
+        mergekit_yaml(config(family, {"coefficients": str(path)}))
+    assert family[2] in str(error.value)
+    assert "law (org/law)" in str(error.value)
+    tasks = [{"task": "maths"}, {"task": "maths"}, {"task": "law"}]
+    with pytest.raises(CoefficientFileError, match="same row"):
+        mergekit_yaml(config(family, {"coefficients": str(path)}, tasks))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "experts", "message"),
+    [
+        ({}, [], "no coefficients; give exactly one"),
+        ({}, [{"weight": 1}], "no weight for"),
+        ({"coefficients": "FILE"}, [{"weight": 1}], "coefficients and weight; give exactly one"),
+        ({"coefficients": "FILE", "learner": "FILE"}, [], "coefficients and learner"),
+        ({"coefficients": "nowhere"}, [], "there is no coefficient file .*allowed: the path"),
+        ({"coefficients": "FILE", "missing": "skip"}, [], "allowed: one of error, mean"),
+        ({}, [{"weight": "heavy"}], "parameter 'weight' is 'heavy'; allowed: a finite number"),
+        ({}, [{"weight": float("inf")}], "allowed: a finite number"),
+    ],
+)
+def test_wrong_configs_are_explained(
+    family, names, tmp_path, mergekit_yaml, parameters, experts, message
+):
+    path = tmp_path / "c.safetensors"
+    make_file(names, family[1:]).save(path)
+    parameters = {k: str(path) if v == "FILE" else v for k, v in parameters.items()}
+    with pytest.raises(Exception, match="(?s)statsmerging: .*" + message):
+        mergekit_yaml(config(family, parameters, experts))
+
+
+@pytest.mark.parametrize(
+    "learner", [LearnerConfig(input="direct"), LearnerConfig(input="concatenated", hidden=8)]
+)
+def test_only_a_shared_learner_predicts(family, names, tmp_path, mergekit_yaml, learner):
+    path = tmp_path / "c.safetensors"
+    make_file(names, family[1:], learner=learner).save(path)
+    with pytest.raises(CoefficientFileError, match="only one with input: shared"):
+        mergekit_yaml(config(family, {"learner": str(path)}))
+
+
+def test_a_learner_per_block_does_not_predict_tensors(family, names, tmp_path, mergekit_yaml):
+    path = tmp_path / "c.safetensors"
+    make_file(names, family[1:], granularity="block").save(path)
+    with pytest.raises(CoefficientFileError, match="granularity: block"):
+        mergekit_yaml(config(family, {"learner": str(path)}))
+
+
+def test_no_base_model(family, mergekit_yaml):
+    wrong = config(family, None, [{"weight": 1}] * 3)
+    del wrong["base_model"]
+    with pytest.raises(Exception, match="base_model"):
+        mergekit_yaml(wrong)
+
+
+def test_tensors_in_memory(rng):
+    base, *experts = (torch.randn(3, 4, generator=rng).bfloat16() for _ in range(3))
+    merged = merge_tensors(
+        [base, *experts], "statsmerging", base_index=0, parameters={"weight": [0.25, -2.0]}
+    )
+    expected = base.double()
+    for weight, expert in zip((0.25, -2.0), experts, strict=True):
+        expected = expected + weight * (expert.double() - base.double())
+    assert merged.dtype == torch.bfloat16
+    torch.testing.assert_close(merged.double(), expected, rtol=2**-8, atol=0)
+
+
+def test_state_dicts_with_a_file(tmp_path, rng):
+    state = {"layers.0.weight": torch.randn(3, 4, generator=rng)}
+    models = {
+        m: {n: t + torch.randn(t.shape, generator=rng) for n, t in state.items()}
+        for m in ("a", "b")
+    }
+    path = tmp_path / "c.safetensors"
+    file = make_file(list(state), ["a", "b"])
+    file.save(path)
+    merged = merge_state_dicts(
+        {"base": state} | models,
+        "statsmerging",
+        base="base",
+        parameters={"coefficients": str(path)},
+    )
+    expected = state["layers.0.weight"] + sum(
+        c * (models[m]["layers.0.weight"] - state["layers.0.weight"])
+        for c, m in zip(file.coefficients[:, 0], ("a", "b"), strict=True)
+    )
+    torch.testing.assert_close(merged["layers.0.weight"], expected)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_damaged_inputs_are_named(bad):
+    base, expert = torch.zeros(2, 2), torch.zeros(2, 2)
+    expert[0, 1] = bad
+    with pytest.raises(ValueError, match=r"statsmerging: .* of model 1 contains NaN or Inf"):
+        merge_tensors([base, expert], "statsmerging", base_index=0, parameters={"weight": [1.0]})
+
+
+def test_a_result_out_of_range_is_named():
+    base, expert = torch.zeros(2, 2).half(), torch.full((2, 2), 6e4).half()
+    with pytest.raises(ValueError, match=r"too large for torch\.float16"):
+        merge_tensors([base, expert], "statsmerging", base_index=0, parameters={"weight": [2.0]})

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny families of every kind with data, and trainings on them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from checkpoints import fine_tuned, tiny_llama
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTModel,
+)
+
+from mergekit_ace.training.config import TrainConfig
+
+WORDS = [f"w{n}" for n in range(36)]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """40 tokens, the vocabulary of the tiny Llama."""
+    words = ["<pad>", "<unk>", "<s>", "</s>", *WORDS]
+    inner = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+    )
+
+
+def sentence(rng: random.Random, length: int | None = None) -> str:
+    return " ".join(rng.choices(WORDS, k=length or rng.randint(3, 8)))
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def _save(model, folder: Path) -> str:
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def _config(base: str, experts: list[tuple[str, dict]], task: str, **settings) -> dict:
+    return {
+        "base_model": base,
+        "models": [
+            {"model": model, "task": f"task{k}", "data": data}
+            for k, (model, data) in enumerate(experts)
+        ],
+        "task": task,
+        "learner": {"hidden": 8, "activation": "identity"},
+        "training": {"epochs": 2, "batch_size": 4, "learning_rate": 0.01},
+        "compare": {"task_arithmetic": [0.3], "direct": False},
+        **settings,
+    }
+
+
+def llama_family(folder: Path, experts: int = 2, rows: int = 20, **settings) -> dict:
+    """A `train.yml` for a tiny Llama and experts on texts."""
+    model = tiny_llama()
+    made = []
+    for k in range(experts):
+        path = _save(fine_tuned(model, seed=20 + k, scale=0.1), folder / f"expert{k}")
+        rng = random.Random(k)
+        data = write_rows(folder / f"data{k}.jsonl", [{"text": sentence(rng)} for _ in range(rows)])
+        made.append((path, {"path": data, "text": "text"}))
+    return _config(_save(model, folder / "base"), made, "causal-lm", **settings)
+
+
+def bert_family(folder: Path, **settings) -> dict:
+    """Text classifiers with heads of different size, on a base without a head."""
+    shape = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "max_position_embeddings": 32,
+    }
+    torch.manual_seed(0)
+    base = BertModel(BertConfig(**shape))
+    made = []
+    for k, classes in enumerate((2, 5)):
+        torch.manual_seed(k)
+        expert = BertForSequenceClassification(BertConfig(**shape, num_labels=classes))
+        expert.bert.load_state_dict(base.state_dict())
+        path = _save(fine_tuned(expert, seed=30 + k, scale=0.1), folder / f"expert{k}")
+        rng = random.Random(k)
+        rows = [{"sentence": sentence(rng), "label": rng.randrange(classes)} for _ in range(20)]
+        data = write_rows(folder / f"data{k}.jsonl", rows)
+        made.append((path, {"path": data, "text": "sentence", "label": "label"}))
+    return _config(_save(base, folder / "base"), made, "sequence-classification", **settings)
+
+
+def vit_family(folder: Path, **settings) -> dict:
+    """Image classifiers; on disk their tensors have other names than in memory."""
+    shape = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "image_size": 8,
+        "patch_size": 4,
+        "num_channels": 1,
+    }
+    torch.manual_seed(0)
+    base = ViTModel(ViTConfig(**shape), add_pooling_layer=False)
+    base.save_pretrained(folder / "base")
+    made = []
+    for k, classes in enumerate((3, 4)):
+        torch.manual_seed(k)
+        expert = ViTForImageClassification(ViTConfig(**shape, num_labels=classes))
+        expert.vit.load_state_dict(base.state_dict())
+        path = folder / f"expert{k}"
+        fine_tuned(expert, seed=40 + k, scale=0.1).save_pretrained(path)
+        generator = torch.Generator().manual_seed(k)
+        rows = [{"pixels": torch.rand(1, 8, 8, generator=generator).tolist()} for _ in range(20)]
+        data = write_rows(folder / f"data{k}.jsonl", rows)
+        made.append((str(path), {"path": data, "image": "pixels"}))
+    return _config(str(folder / "base"), made, "image-classification", **settings)
+
+
+def t5_family(folder: Path, completion: str | None, **settings) -> dict:
+    """Encoders with decoders, with or without given targets."""
+    torch.manual_seed(0)
+    base = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=40,
+            d_model=16,
+            d_kv=8,
+            d_ff=24,
+            num_layers=2,
+            num_heads=2,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+            eos_token_id=3,
+        )
+    )
+    made = []
+    folder.mkdir()
+    for k in range(2):
+        expert = fine_tuned(base, seed=50 + k, scale=0.1)
+        rng = random.Random(k)
+        rows = [{"q": sentence(rng), "a": sentence(rng)} for _ in range(20)]
+        data = write_rows(folder / f"data{k}.jsonl", rows)
+        columns = {"prompt": "q", "completion": completion, "max_new_tokens": 5}
+        made.append((_save(expert, folder / f"expert{k}"), {"path": data, **columns}))
+    return _config(_save(base, folder / "base"), made, "seq2seq-lm", **settings)
+
+
+def parsed(config: dict) -> TrainConfig:
+    return TrainConfig.model_validate(config)

@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole trainings of tiny families."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from checkpoints import fine_tuned
+from families import (
+    bert_family,
+    llama_family,
+    parsed,
+    t5_family,
+    vit_family,
+    write_rows,
+)
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mergekit_ace.coefficients import CoefficientFile
+from mergekit_ace.training import run as run_module
+from mergekit_ace.training import session as session_module
+from mergekit_ace.training import teachers as teachers_module
+from mergekit_ace.training.errors import Diverged, TrainingError
+from mergekit_ace.training.run import run_training
+
+
+def run(config: dict, out: Path, **options) -> CoefficientFile:
+    return run_training(parsed(config), out, quiet=True, **options)
+
+
+def changed(config: dict, **training) -> dict:
+    config = copy.deepcopy(config)
+    config["training"] |= training
+    return config
+
+
+def log_of(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "training.jsonl").read_text().splitlines()]
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*.safetensors"))
+    }
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> dict:
+    return llama_family(tmp_path_factory.mktemp("llama"))
+
+
+def test_a_training_from_config_to_merged_model(llama, tmp_path, mergekit_yaml):
+    source = Path(llama["base_model"]).parent
+    before = hashes(source)
+    out = tmp_path / "out"
+    file = run(llama, out)
+    assert hashes(source) == before, "base and experts are frozen"
+    assert {p.name for p in out.iterdir()} >= {
+        "coefficients.safetensors",
+        "merge.yml",
+        "inline.yml",
+        "training.jsonl",
+        "scores.md",
+    }
+    assert file.coefficients.std() > 0
+    again = CoefficientFile.load(out / "coefficients.safetensors")
+    assert torch.equal(again.coefficients, file.coefficients)
+    # the learner in the file gives the coefficients in the file
+    predicted = again.learner(again.statistics, again.depths)
+    torch.testing.assert_close(predicted, again.coefficients)
+
+    merged = mergekit_yaml(yaml.safe_load((out / "merge.yml").read_text()), out="merged")
+    inline = mergekit_yaml(yaml.safe_load((out / "inline.yml").read_text()), out="inline")
+    tensors, others = (load_file(f / "model.safetensors") for f in (merged, inline))
+    assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
+    base = load_file(Path(llama["base_model"]) / "model.safetensors")
+    experts = [load_file(Path(m["model"]) / "model.safetensors") for m in llama["models"]]
+    for name, tensor in tensors.items():
+        column = file.columns[name]
+        expected = base[name].double() + sum(
+            float(file.coefficients[k, column]) * (e[name].double() - base[name].double())
+            for k, e in enumerate(experts)
+        )
+        torch.testing.assert_close(tensor.double(), expected, rtol=1e-6, atol=1e-6)
+    assert _loss_on_test(llama, merged, out) == pytest.approx(
+        again.contents.scores["StatsMerging"]["loss"], rel=1e-5
+    )
+
+
+def _loss_on_test(config: dict, folder: Path, out: Path) -> float:
+    """The score again, from the merged checkpoint alone and the labels, by hand."""
+    from mergekit_ace.training.examples import load_examples
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    losses = []
+    for row in range(len(config["models"])):
+        splits, _ = load_examples(out / "state" / f"labels-{row}.safetensors")
+        total, count = 0.0, 0
+        for sample in splits["test"]:
+            with torch.no_grad():
+                logits = model(input_ids=sample["input_ids"][None]).logits[0, :-1]
+            logits = logits[sample["supervised"][1:]].log_softmax(-1)
+            total -= float(logits.gather(1, sample["hard"][:, None]).sum())
+            count += len(sample["hard"])
+        losses.append(total / count)
+    return sum(losses) / len(losses)
+
+
+def test_labels_are_the_experts_own_answers(llama, tmp_path):
+    from mergekit_ace.training.examples import load_examples
+
+    run(changed(llama, max_steps=1), tmp_path / "out")
+    for row, expert in enumerate(llama["models"]):
+        model = AutoModelForCausalLM.from_pretrained(expert["model"]).eval()
+        tokenizer = AutoTokenizer.from_pretrained(expert["model"])
+        lines = Path(expert["data"]["path"]).read_text().splitlines()
+        texts = [json.loads(line)["text"] for line in lines]
+        answers = {}
+        for text in texts:
+            ids = torch.tensor([tokenizer(text)["input_ids"]])
+            with torch.no_grad():
+                answers[tuple(ids[0].tolist())] = model(input_ids=ids).logits[0, :-1].argmax(-1)
+        splits, _ = load_examples(tmp_path / "out" / "state" / f"labels-{row}.safetensors")
+        seen = [sample for split in splits.values() for sample in split]
+        assert len(seen) == len(texts)
+        for sample in seen:
+            assert torch.equal(sample["hard"], answers[tuple(sample["input_ids"].tolist())])
+
+
+class Killed(BaseException):
+    """Like a signal: nothing in the package catches it."""
+
+
+def _killed_after(monkeypatch, owner, name: str, calls: int) -> None:
+    original = getattr(owner, name)
+    left = [calls]
+
+    def dying(*args, **options):
+        if left[0] == 0:
+            raise Killed
+        left[0] -= 1
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, name, dying)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "calls"),
+    [
+        (teachers_module, "_label", 7),  # in the labels of the second expert
+        (run_module, "measure_moments", 5),  # in the statistics
+        (session_module.Session, "gradient", 1),  # before the first checkpoint
+        (session_module.Session, "gradient", 5),  # after one
+        (session_module.Session, "evaluate", 2),  # in an evaluation
+        (run_module, "write_config", 1),  # while the results are written
+    ],
+)
+def test_a_killed_run_goes_on_to_the_same_coefficients(
+    llama, tmp_path, monkeypatch, owner, name, calls
+):
+    config = changed(llama, checkpoint_every=3, epochs=3)
+    whole = run(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        _killed_after(patch, owner, name, calls)
+        with pytest.raises(Killed):
+            run(config, tmp_path / "killed")
+    assert not (tmp_path / "killed" / "coefficients.safetensors").exists()
+    resumed = run(config, tmp_path / "killed")
+    assert torch.equal(resumed.coefficients, whole.coefficients)
+    assert resumed.contents.scores == whole.contents.scores
+    for name in ("training.jsonl", "scores.md"):
+        assert (tmp_path / "killed" / name).read_text() == (tmp_path / "whole" / name).read_text()
+
+
+def test_labels_that_are_known_are_not_asked_for_again(llama, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        _killed_after(patch, session_module.Session, "gradient", 0)
+        with pytest.raises(Killed):
+            run(llama, tmp_path / "out")
+
+    def forbidden(*_, **__):
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(teachers_module, "_label", forbidden)
+    monkeypatch.setattr(run_module, "measure_moments", forbidden)
+    run(llama, tmp_path / "out")
+
+
+def test_another_run_s_folder_is_refused_unless_overwritten(llama, tmp_path):
+    out = tmp_path / "out"
+    first = run(llama, out)
+    other = changed(llama, learning_rate=0.02)
+    with pytest.raises(TrainingError, match=r"another run; changed .*config\.training\.learning"):
+        run(other, out)
+    assert torch.equal(run(llama, out).coefficients, first.coefficients)
+    assert not torch.equal(run(other, out, overwrite=True).coefficients, first.coefficients)
+
+
+def test_a_changed_checkpoint_is_another_run(tmp_path):
+    config = llama_family(tmp_path / "family")
+    run(changed(config, max_steps=1), tmp_path / "out")
+    folder = config["models"][0]["model"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    fine_tuned(model, seed=99).save_pretrained(folder)
+    with pytest.raises(TrainingError, match=r"changed since then: files\..*expert0"):
+        run(changed(config, max_steps=1), tmp_path / "out")
+
+
+def test_where_the_experts_lie_changes_nothing(llama, tmp_path):
+    results = [
+        run({**llama, "expert_storage": storage}, tmp_path / storage).coefficients
+        for storage in ("disk", "cpu", "device")
+    ]
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("granularity", ["block", "task"])
+@pytest.mark.parametrize("kind", ["shared", "concatenated", "direct"])
+def test_coefficients_per_block_and_task(llama, tmp_path, granularity, kind):
+    learner = {"hidden": 8, "input": kind, "activation": "identity"}
+    file = run({**llama, "granularity": granularity, "learner": learner}, tmp_path / "out")
+    file = CoefficientFile.load(tmp_path / "out" / "coefficients.safetensors")
+    for name, column in file.columns.items():
+        partner = {
+            "block": name.replace("q_proj", "k_proj"),
+            "task": "model.norm.weight",
+        }[granularity]
+        assert torch.equal(
+            file.coefficients[:, column], file.coefficients[:, file.columns[partner]]
+        )
+    assert file.coefficients[0].unique().numel() == {"block": 5, "task": 1}[granularity]
+
+
+@pytest.mark.parametrize("labels", ["hard", "soft"])
+@pytest.mark.parametrize("activation", ["softmax", "relu", "identity"])
+def test_training_lowers_the_loss(llama, tmp_path, labels, activation):
+    learner = {"hidden": 8, "activation": activation}
+    config = {**llama, "learner": learner, "labels": labels, "top_k": 5}
+    run(changed(config, epochs=10), tmp_path / "out")
+    losses = [line["loss"] for line in log_of(tmp_path / "out") if "loss" in line]
+    epoch = len(losses) // 10
+    assert sum(losses[-epoch:]) < sum(losses[:epoch])
+
+
+def test_the_kept_network_is_that_of_the_best_evaluation(llama, tmp_path):
+    out = tmp_path / "out"
+    config = changed(llama, evaluate_every=1, epochs=4, learning_rate=0.1)  # it gets worse again
+    file = run(config, out)
+    log = log_of(out)
+    losses = {e["step"]: e["validation_loss"] for e in log if "validation_loss" in e}
+    best = min(losses, key=losses.__getitem__)
+    assert 0 < best < max(losses)
+    short = run(changed(config, max_steps=best), tmp_path / "short")
+    torch.testing.assert_close(file.coefficients, short.coefficients)
+
+
+def test_patience_ends_a_training(llama, tmp_path):
+    run(changed(llama, epochs=50, learning_rate=0.5, patience=2), tmp_path / "out")
+    log = log_of(tmp_path / "out")
+    losses = [line["validation_loss"] for line in log if "validation_loss" in line]
+    assert len(losses) < 51
+    assert min(losses) == losses[-3]
+
+
+def test_excluded_tensors_stay_the_base_s(llama, tmp_path, mergekit_yaml):
+    file = run({**llama, "exclude": ["embed_tokens", "norm"]}, tmp_path / "out")
+    assert "model.embed_tokens.weight" in file.contents.frozen
+    assert "model.norm.weight" in file.contents.frozen
+    merged = mergekit_yaml(yaml.safe_load((tmp_path / "out" / "merge.yml").read_text()))
+    got, base = (load_file(Path(f) / "model.safetensors") for f in (merged, llama["base_model"]))
+    assert torch.equal(got["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+    assert not torch.equal(got["lm_head.weight"], base["lm_head.weight"])
+
+
+def test_text_classifiers_with_heads_of_their_own(tmp_path):
+    file = run(bert_family(tmp_path / "family"), tmp_path / "out")
+    assert not any("classifier" in name for name in file.columns)
+    scores = file.contents.scores
+    assert len(scores["each expert on its own"]["accuracy"]) == 2
+    stored = {name for tensor in file.contents.tensors for name in tensor.stored}
+    assert stored == set(load_file(tmp_path / "family" / "base" / "model.safetensors"))
+
+
+def test_image_classifiers_whose_names_differ_on_disk(tmp_path):
+    file = run(vit_family(tmp_path / "family"), tmp_path / "out")
+    stored = {name for tensor in file.contents.tensors for name in tensor.stored}
+    assert stored == set(load_file(tmp_path / "family" / "base" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("completion", ["a", None])
+def test_encoders_with_decoders(tmp_path, completion):
+    file = run(t5_family(tmp_path / "family", completion), tmp_path / "out")
+    assert file.coefficients.isfinite().all()
+
+
+@pytest.mark.parametrize("family", [bert_family, vit_family])
+def test_heads_are_not_trained(tmp_path, family, monkeypatch):
+    seen = []
+    original = session_module.Session.evaluate
+
+    def watching(self, split):
+        seen.append(
+            [
+                {n: t.clone() for n, t in m.state_dict().items()}
+                for heads in self.heads.modules
+                for m in heads.values()
+            ]
+        )
+        return original(self, split)
+
+    monkeypatch.setattr(session_module.Session, "evaluate", watching)
+    run(family(tmp_path / "family"), tmp_path / "out")
+    for heads in seen[1:]:
+        for head, first in zip(heads, seen[0], strict=True):
+            assert all(torch.equal(tensor, first[name]) for name, tensor in head.items())
+
+
+def test_true_labels_are_used_only_on_request(tmp_path):
+    config = bert_family(tmp_path / "family")
+    hard = run(config, tmp_path / "hard")
+    assert not torch.equal(
+        hard.coefficients, run({**config, "labels": "true"}, tmp_path / "true").coefficients
+    )
+
+
+def test_a_loss_that_is_no_number_names_the_task_and_keeps_the_best(llama, tmp_path, monkeypatch):
+    original = session_module.summed_loss
+    calls = [0]
+
+    def breaking(logits, labels):
+        calls[0] += 1
+        loss = original(logits, labels)
+        return loss * float("nan") if calls[0] > 30 and logits.requires_grad else loss
+
+    monkeypatch.setattr(session_module, "summed_loss", breaking)
+    with pytest.raises(Diverged, match=r"data of task\d became nan in step \d+; the best network"):
+        run(changed(llama, epochs=20, checkpoint_every=1000), tmp_path / "out")
+    assert (tmp_path / "out" / "state" / "learner.safetensors").exists()
+    monkeypatch.setattr(session_module, "summed_loss", original)
+    run(changed(llama, epochs=20, checkpoint_every=1000), tmp_path / "out")  # it goes on
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c["models"][0]["data"].update(path="nowhere.jsonl"), "there is no data file"),
+        (lambda c: c["models"][0]["data"].update(text="body"), "has no column body; it has text"),
+        (lambda c: c["models"][0].update(model="./nowhere"), "can neither be found"),
+        (lambda c: c.update(base_model="./nowhere"), "can neither be found"),
+        (lambda c: c.update(exclude=["."]), "leaves nothing to merge"),
+        (lambda c: c["models"][1]["data"].update(samples=2), "too few rows"),
+    ],
+)
+def test_wrong_inputs_are_named(llama, tmp_path, change, message):
+    config = copy.deepcopy(llama)
+    change(config)
+    with pytest.raises(TrainingError, match=message):
+        run(config, tmp_path / "out")
+
+
+def test_an_empty_data_set(llama, tmp_path):
+    config = copy.deepcopy(llama)
+    config["models"][0]["data"]["path"] = write_rows(tmp_path / "empty.jsonl", [])
+    with pytest.raises(TrainingError, match=r"empty"):
+        run(config, tmp_path / "out")
+
+
+def test_a_label_outside_of_the_head(tmp_path):
+    config = bert_family(tmp_path / "family")
+    path = Path(config["models"][0]["data"]["path"])
+    path.write_text(path.read_text() + json.dumps({"sentence": "w1 w2", "label": 7}) + "\n")
+    with pytest.raises(TrainingError, match=r"has the label 7, but its expert knows .* 0 to 1"):
+        run(config, tmp_path / "out")
+
+
+def test_other_tokenizers_are_refused(tmp_path):
+    config = llama_family(tmp_path / "family")
+    folder = Path(config["models"][1]["model"])
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["w0"], vocabulary["w1"] = vocabulary["w1"], vocabulary["w0"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(TrainingError, match=r"tokenizer of .*expert1 is not that of .*base"):
+        run(config, tmp_path / "out")
+
+
+def test_experts_of_another_shape_are_refused(tmp_path):
+    from checkpoints import tiny_llama
+
+    config = llama_family(tmp_path / "family")
+    tiny_llama(intermediate_size=64).save_pretrained(config["models"][1]["model"])
+    with pytest.raises(
+        TrainingError, match=r"mlp.* has shape \(64, 32\) in .*expert1, but \(48, 32\)"
+    ):
+        run(config, tmp_path / "out")
