@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,6 +144,24 @@ def check_expert(
                 f"parameter {name} has shape {shapes[name]} in {reference}, but {expected[name]} "
                 "in the base model; experts must be fine-tuned from the base model"
             )
+
+
+def save_backbone(model: PreTrainedModel, folder: Path) -> None:
+    """Save a classifier without its head, under the names it has in memory; once.
+
+    mergekit merges checkpoints of one architecture with the same tensors. Classifiers with heads of
+    their own are not that, and of some architectures it overlooks the names on disk; backbones
+    under these names are.
+    """
+    if folder.exists():
+        return
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    backbone = model.base_model
+    architectures = backbone.config.architectures
+    backbone.save_pretrained(partial, save_original_format=False)
+    backbone.config.architectures = architectures
+    os.replace(partial, folder)
 
 
 class Heads:

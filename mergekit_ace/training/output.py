@@ -14,20 +14,36 @@ from mergekit_ace.coefficients import CoefficientFile
 
 
 def merge_config(
-    file: CoefficientFile, path: Path, *, task: str, out_dtype: str | None
+    file: CoefficientFile,
+    path: Path,
+    *,
+    task: str,
+    out_dtype: str | None,
+    folders: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """`merge.yml`: looks the coefficients up in the file at `path`."""
+    """`merge.yml`: looks the coefficients up in the file at `path`.
+
+    Args:
+        file: the coefficients.
+        path: where they are.
+        task: what the models do.
+        out_dtype: of the merge, float32 by default.
+        folders: what is merged instead of the models named in the file, the base first.
+    """
+    base, *experts = _models(file, folders)
+    pairs = zip(experts, file.contents.experts, strict=True)
     return {
-        **_frame(file, task, out_dtype),
+        **_frame(base, task, out_dtype),
         "models": [
-            {"model": _reference(expert.model), "parameters": {"task": expert.task}}
-            for expert in file.contents.experts
+            {"model": model, "parameters": {"task": expert.task}} for model, expert in pairs
         ],
         "parameters": {"coefficients": str(path.resolve())},
     }
 
 
-def inline_config(file: CoefficientFile, *, task: str, out_dtype: str | None) -> dict[str, Any]:
+def inline_config(
+    file: CoefficientFile, *, task: str, out_dtype: str | None, folders: Sequence[str] = ()
+) -> dict[str, Any]:
     """`inline.yml`: the same merge with every coefficient in it.
 
     Where coefficients sum to one, mergekit's own `linear` makes the same of it: it counts the base
@@ -39,15 +55,16 @@ def inline_config(file: CoefficientFile, *, task: str, out_dtype: str | None) ->
         for name in tensor.stored or (tensor.name,)
     }
     untouched = dict.fromkeys(file.contents.frozen, 0.0)
+    base, *experts = _models(file, folders)
     models = []
-    for expert, row in zip(file.contents.experts, file.coefficients.tolist(), strict=True):
+    for expert, row in zip(experts, file.coefficients.tolist(), strict=True):
         values = {name: row[column] for name, column in columns.items()} | untouched
         parameters = {"weight": _filters(values, 0.0)}
-        models.append({"model": _reference(expert.model), "parameters": parameters})
+        models.append({"model": expert, "parameters": parameters})
     frozen = dict.fromkeys(file.contents.frozen, 1.0)
     merged = dict.fromkeys((n for n in columns if any(f in n for f in frozen)), 0.0)
     return {
-        **_frame(file, task, out_dtype),
+        **_frame(base, task, out_dtype),
         "models": models,
         "parameters": {"weight": _filters(merged | frozen, 0.0)},
     }
@@ -70,15 +87,29 @@ def write_config(path: Path, config: dict[str, Any], notes: Sequence[str]) -> No
     os.replace(partial, path)
 
 
-def _frame(file: CoefficientFile, task: str, out_dtype: str | None) -> dict[str, Any]:
+def _models(file: CoefficientFile, folders: Sequence[str]) -> list[Any]:
+    """The base and the experts, such that a config works from every folder.
+
+    Backbones have an architecture that mergekit 0.1.5 does not know: it then takes the tensors that
+    it finds, where its own list of BERT's leads to an error.
+    """
+    if folders:
+        base, *experts = folders
+        unknown = {"override_architecture": "Backbone"}
+        return [base, *({"model": {"path": expert}, **unknown} for expert in experts)]
+    named = (file.contents.base_model, *(expert.model for expert in file.contents.experts))
+    return [_reference(model) for model in named]
+
+
+def _frame(base: str, task: str, out_dtype: str | None) -> dict[str, Any]:
     config: dict[str, Any] = {
         "merge_method": "statsmerging",
-        "base_model": _reference(file.contents.base_model),
+        "base_model": base,
         "dtype": "float32",
     }
     if out_dtype is not None:
         config["out_dtype"] = out_dtype
-    if task in ("causal-lm", "seq2seq-lm", "sequence-classification"):
+    if task in ("causal-lm", "seq2seq-lm"):
         config["tokenizer"] = {"source": "base"}
     return config
 

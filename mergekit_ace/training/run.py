@@ -32,6 +32,7 @@ from mergekit_ace.training.models import (
     load_processor,
     local_folder,
     merged_parameters,
+    save_backbone,
 )
 from mergekit_ace.training.output import inline_config, merge_config, write_config
 from mergekit_ace.training.plots import draw
@@ -154,6 +155,8 @@ class Family:
         names = merged_parameters(base, kind, config.exclude)
         _check_base(base, names, models.base)
         weights = map_weights(base, names, models.base, folder.state / "base.safetensors")
+        if kind.has_heads and accelerator.is_main_process:
+            save_backbone(base, folder.backbone(None))
         experts, data, teachers, heads = [], [], [], Heads()
         for row, (expert, path) in enumerate(zip(config.models, models.experts, strict=True)):
             model = load_model(path, kind, config)
@@ -161,6 +164,8 @@ class Family:
             copy = folder.state / f"expert-{row}.safetensors"
             if accelerator.is_main_process:
                 map_weights(model, names, path, copy)
+                if kind.has_heads:
+                    save_backbone(model, folder.backbone(row))
                 _label(config, models, model, row, folder, accelerator, quiet=quiet)
             accelerator.wait_for_everyone()
             experts.append(map_weights(model, names, path, copy))
@@ -227,6 +232,9 @@ class Family:
     ) -> CoefficientFile:
         """The result, expanded from groups to tensors."""
         stored = stored_names(self.module, self.names, self.models.base)
+        if self.models.kind.has_heads:  # as in the backbones, and in merges of them
+            prefix = f"{self.module.base_model_prefix}."
+            stored = {n: tuple({*s, n.removeprefix(prefix)}) for n, s in stored.items()}
         merged = {name for names in stored.values() for name in names}
         contents = Contents(
             base_model=self.config.base_model,
@@ -375,7 +383,10 @@ def _write(
     write_text(folder.path / "scores.md", table + "\n")
     write_log(folder.path / "training.jsonl", trained.progress)
     path = folder.path / "coefficients.safetensors"
-    options = {"task": config.task, "out_dtype": _stored_dtype(family.base)}
+    options: dict[str, Any] = {"task": config.task, "out_dtype": _stored_dtype(family.base)}
+    if family.models.kind.has_heads:
+        rows_of = range(len(config.models))
+        options["folders"] = [str(folder.backbone(row).resolve()) for row in (None, *rows_of)]
     notes = ["StatsMerging with learned coefficients: mergekit-yaml THIS_FILE OUTPUT_FOLDER"]
     write_config(folder.path / "merge.yml", merge_config(file, path, **options), notes)
     notes = ["The same merge with every coefficient in the config: it needs no other file."]

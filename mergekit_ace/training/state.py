@@ -33,6 +33,10 @@ class RunFolder:
         self.path = Path(path)
         self.state = self.path / "state"
 
+    def backbone(self, expert: int | None) -> Path:
+        """Where the backbone of a classifier is kept; None for that of the base model."""
+        return self.path / "backbones" / ("base" if expert is None else f"expert-{expert}")
+
     def claim(self, identity: dict[str, Any], *, overwrite: bool) -> None:
         """Make the folder this run's, or find that it is already.
 
@@ -47,6 +51,7 @@ class RunFolder:
         known = _read_json(record)
         if known is not None and overwrite and _differences(known, identity):
             shutil.rmtree(self.state)
+            shutil.rmtree(self.path / "backbones", ignore_errors=True)
             known = None
         if known is not None:
             changed = _differences(known, identity)

@@ -145,6 +145,8 @@ def t5_family(folder: Path, completion: str | None, **settings) -> dict:
             d_model=16,
             d_kv=8,
             d_ff=24,
+            feed_forward_proj="gated-gelu",  # the T5 that mergekit knows
+            tie_word_embeddings=False,
             num_layers=2,
             num_heads=2,
             decoder_start_token_id=0,

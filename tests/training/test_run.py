@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
 from checkpoints import fine_tuned
 from families import (
@@ -290,10 +291,47 @@ def test_text_classifiers_with_heads_of_their_own(tmp_path):
     assert stored == set(load_file(tmp_path / "family" / "base" / "model.safetensors"))
 
 
+@pytest.mark.parametrize("config", ["merge.yml", "inline.yml"])
+@pytest.mark.parametrize("family", [bert_family, vit_family])
+def test_merged_backbones_carry_every_head(tmp_path, mergekit_yaml, family, config):
+    """Put each expert's head on the merged backbone: the scores are those of the training."""
+    from mergekit_ace.training.examples import load_examples
+    from mergekit_ace.training.tasks import kind_of
+
+    settings = family(tmp_path / "family")
+    file = run(settings, tmp_path / "out")
+    merged = mergekit_yaml(yaml.safe_load((tmp_path / "out" / config).read_text()))
+    kind = kind_of(settings["task"])
+    right, total = [], []
+    for row, expert in enumerate(settings["models"]):
+        model = getattr(transformers, kind.auto_class).from_pretrained(expert["model"])
+        backbone, info = type(model.base_model).from_pretrained(
+            merged, output_loading_info=True, **options_of(model)
+        )
+        assert not info["missing_keys"]
+        model.base_model.load_state_dict(backbone.state_dict())
+        splits, _ = load_examples(tmp_path / "out" / "state" / f"labels-{row}.safetensors")
+        samples = list(splits["test"])
+        with torch.no_grad():
+            answers = kind.logits(model.eval(), kind.collate(samples)).argmax(-1)
+        truth = torch.cat([s.get("true", s["hard"]) for s in samples])
+        right.append(int((answers == truth).sum()))
+        total.append(len(truth))
+    shares = tuple(r / t for r, t in zip(right, total, strict=True))
+    assert tuple(file.contents.scores["StatsMerging"]["accuracy"]) == shares
+
+
+def options_of(model) -> dict:
+    """A ViT for classification has no pooler."""
+    return {"add_pooling_layer": False} if model.base_model_prefix == "vit" else {}
+
+
 def test_image_classifiers_whose_names_differ_on_disk(tmp_path):
     file = run(vit_family(tmp_path / "family"), tmp_path / "out")
     stored = {name for tensor in file.contents.tensors for name in tensor.stored}
-    assert stored == set(load_file(tmp_path / "family" / "base" / "model.safetensors"))
+    on_disk = set(load_file(tmp_path / "family" / "base" / "model.safetensors"))
+    assert stored > on_disk, "the names in memory, under which backbones are saved, too"
+    assert not file.contents.frozen
 
 
 @pytest.mark.parametrize("completion", ["a", None])
