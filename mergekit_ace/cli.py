@@ -42,6 +42,27 @@ def train(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
         raise click.ClickException(str(error)) from error
 
 
+@main.command()
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--overwrite", is_flag=True, help="Drop the state of another run in OUT.")
+@click.option("--quiet", is_flag=True, help="No progress bars.")
+def distill(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
+    """Distil a teacher of any architecture into the base's, so that it can be merged.
+
+    A run that was interrupted goes on when the same command is given again.
+    """
+    from mergekit_ace.training.distill import run_distillation
+    from mergekit_ace.training.distill_config import DistillConfig
+    from mergekit_ace.training.errors import TrainingError
+
+    settings = read_config(config, DistillConfig)
+    try:
+        run_distillation(settings, out, overwrite=overwrite, quiet=quiet)
+    except TrainingError as error:
+        raise click.ClickException(str(error)) from error
+
+
 def read_config(path: Path, model: type[M]) -> M:
     """A YAML file as `model`; what is wrong in it is said by line of the config.
 

@@ -14,12 +14,16 @@ import torch
 import transformers
 from torch import nn
 
-from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.errors import TrainingError
 from mergekit_ace.training.tasks import Kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from mergekit_ace.training.config import TrainConfig
+    from mergekit_ace.training.distill_config import DistillConfig
+
+    Settings = TrainConfig | DistillConfig  # what is asked of them here is in both
 
 
 def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str:
@@ -46,7 +50,7 @@ def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str
 
 
 def load_model(
-    folder: str, kind: Kind, config: TrainConfig, dtype: torch.dtype | str = "auto", **options: Any
+    folder: str, kind: Kind, config: Settings, dtype: torch.dtype | str = "auto", **options: Any
 ) -> PreTrainedModel:
     """A model for inference, as transformers loads it."""
     auto_class = getattr(transformers, kind.auto_class)
@@ -66,7 +70,7 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def load_processor(folders: list[str], kind: Kind, config: TrainConfig) -> Any:
+def load_processor(folders: list[str], kind: Kind, config: Settings) -> Any:
     """The tokenizer of the first folder that has one, which all others must share.
 
     For images the image processor of the first folder that has one, or None.
@@ -89,7 +93,7 @@ def load_processor(folders: list[str], kind: Kind, config: TrainConfig) -> Any:
     return tokenizer
 
 
-def _tokenizer(folder: str, config: TrainConfig) -> Any:
+def _tokenizer(folder: str, config: Settings) -> Any:
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt")
     if not any(os.path.isfile(os.path.join(folder, name)) for name in names):
         return None

@@ -52,6 +52,7 @@ class RunFolder:
         if known is not None and overwrite and _differences(known, identity):
             shutil.rmtree(self.state)
             shutil.rmtree(self.path / "backbones", ignore_errors=True)
+            (self.path / "distillation.json").unlink(missing_ok=True)
             known = None
         if known is not None:
             changed = _differences(known, identity)
