@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from mergekit_ace.training.config import Storage
 
 BLOCK = 2**18  # entries; a float32 block of 1 MiB stays in a core's cache
+# Up to so many entries (norms, biases) the task vectors of a tensor are kept: its share of a model
+# is nothing, but a dozen operations for each expert would take longer than its part of the network.
+SMALL = 2**14
 
 
 class MergedModel:
@@ -52,6 +55,7 @@ class MergedModel:
         self.products = torch.zeros(len(experts), len(names), dtype=torch.float64)
         self._base, *self._experts = (self._keep(w, storage) for w in (base, *experts))
         self._partial: list[Tensor | None] = [None] * len(names)
+        self._small: dict[int, tuple[Tensor, Tensor]] = {}
         module.requires_grad_(False)
         for column, parameter in enumerate(self.parameters):
             parameter.requires_grad_(True)
@@ -64,9 +68,15 @@ class MergedModel:
         Args:
             coefficients: λ, (K, L).
         """
-        rows = coefficients.detach().T.tolist()
-        for column, (parameter, row) in enumerate(zip(self.parameters, rows, strict=True)):
+        columns = coefficients.detach().float().T.contiguous()
+        for column, (parameter, row) in enumerate(
+            zip(self.parameters, columns.tolist(), strict=True)
+        ):
             flat = parameter.data.view(-1)
+            if len(flat) <= SMALL:
+                base, deltas = self._kept(column, parameter.device)
+                flat.copy_(base + columns[column].to(parameter.device) @ deltas)
+                continue
             for part, base, deltas in self._blocks(column, parameter.device, row):
                 total = base.float() if base.dtype != torch.float32 else base.clone()
                 for coefficient, delta in deltas:
@@ -90,17 +100,36 @@ class MergedModel:
             gradient = parameter.grad
             assert gradient is not None
             flat = gradient.reshape(-1)
+            if len(flat) <= SMALL:
+                sums = (self._kept(column, parameter.device)[1] @ flat.float()).double()
+                self._add(column, sums)
+                parameter.grad = None
+                return
             sums = torch.zeros(len(self._experts), dtype=torch.float64, device=parameter.device)
             ones = [1.0] * len(self._experts)
             for part, _, deltas in self._blocks(column, parameter.device, ones):
                 piece = flat[part].float()
                 for expert, (_, delta) in enumerate(deltas):
                     sums[expert] += torch.dot(piece, delta)
-            known = self._partial[column]
-            self._partial[column] = sums if known is None else known + sums
+            self._add(column, sums)
             parameter.grad = None
 
         return collect
+
+    def _add(self, column: int, sums: Tensor) -> None:
+        known = self._partial[column]
+        self._partial[column] = sums if known is None else known + sums
+
+    def _kept(self, column: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """θ_0, (n,), and all Δ_k, (K, n), of a small tensor, in float32."""
+        if column not in self._small:
+            name = self.names[column]
+            base = self._base[name].reshape(-1).to(device, torch.float32, copy=True)
+            experts = [
+                expert[name].reshape(-1).to(device, torch.float32) for expert in self._experts
+            ]
+            self._small[column] = (base, torch.stack(experts) - base)
+        return self._small[column]
 
     def _blocks(
         self, column: int, device: torch.device, coefficients: Sequence[float]

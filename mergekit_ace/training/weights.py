@@ -34,6 +34,7 @@ class MappedWeights(Mapping[str, Tensor]):
     def __init__(self, sources: Mapping[str, tuple[str, str]]):
         self.sources = dict(sources)
         self._files = {path: safe_open(path, framework="pt") for path in self.files}
+        self._views: dict[str, Tensor] = {}
 
     @property
     def files(self) -> list[str]:
@@ -41,8 +42,10 @@ class MappedWeights(Mapping[str, Tensor]):
         return sorted({path for path, _ in self.sources.values()})
 
     def __getitem__(self, name: str) -> Tensor:
-        path, stored = self.sources[name]
-        return self._files[path].get_tensor(stored)
+        if name not in self._views:  # a view of the mapped file: keeping it keeps no memory
+            path, stored = self.sources[name]
+            self._views[name] = self._files[path].get_tensor(stored)
+        return self._views[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sources)

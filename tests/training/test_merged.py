@@ -15,9 +15,18 @@ from mergekit_ace.coefficients import expand
 from mergekit_ace.depth import block_of
 from mergekit_ace.learner import Learner, LearnerConfig
 from mergekit_ace.statistics import features, measure_moments
+from mergekit_ace.training import merged as merged_module
 from mergekit_ace.training.merged import MergedModel
 
 EXPERTS = 3
+
+
+@pytest.fixture(autouse=True, params=["kept", "in blocks"])
+def way(request, monkeypatch) -> None:
+    """Task vectors of small tensors are kept; here all tensors are small."""
+    if request.param == "in blocks":
+        monkeypatch.setattr(merged_module, "SMALL", 0)
+        monkeypatch.setattr(merged_module, "BLOCK", 100)
 
 
 class Family:
