@@ -145,7 +145,8 @@ def run_row(family: str, change: Settings) -> dict[str, Any]:
 
 def run_ace(family: str) -> dict[str, Any]:
     """Data-free ACE of the same models, scored on the same test data."""
-    from mergekit_ace.training.run import Family, Models, _accelerator
+    from mergekit_ace.training.family import Family, Models
+    from mergekit_ace.training.run import new_accelerator
     from mergekit_ace.training.state import RunFolder
 
     out = HERE / f"run-{family}"
@@ -158,7 +159,7 @@ def run_ace(family: str) -> dict[str, Any]:
     (out / "ace.yml").write_text(yaml.safe_dump(merge))
     command = str(Path(sys.executable).parent / "mergekit-yaml")
     subprocess.run([command, out / "ace.yml", out / "ace", "--quiet"], check=True)
-    accelerator, folder = _accelerator(config), RunFolder(out)
+    accelerator, folder = new_accelerator(config), RunFolder(out)
     models = Models.find(config, folder)
     family_ = Family.prepare(config, models, folder, accelerator, quiet=True)
     session = family_.session(config, accelerator)

@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.errors import TrainingError
 
@@ -88,7 +90,6 @@ def _read(config: DataConfig, split: str) -> Dataset:
 
 
 def _draw(data: Dataset, config: DataConfig, seed: int) -> Dataset:
-    data = data.shuffle(seed=seed)
-    if config.samples is not None and config.samples < len(data):
-        data = data.select(range(config.samples))
-    return data
+    # Not `data.shuffle`: it writes a cache beside the data.
+    order = torch.randperm(len(data), generator=torch.Generator("cpu").manual_seed(seed))
+    return data.select(order[: config.samples].tolist())

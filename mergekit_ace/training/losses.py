@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div
 
 from mergekit_ace.training.config import Labels
 from mergekit_ace.training.examples import Examples
@@ -49,6 +49,27 @@ def summed_loss(logits: Tensor, labels: dict[str, Tensor]) -> Tensor:
         rest, my_rest = _rest(teacher), _rest(mine)
         loss = loss + (rest.exp() * (rest - my_rest)).sum()
     return loss
+
+
+def distillation_loss(
+    student: Tensor, teacher: Tensor | None, labels: Tensor, alpha: float, temperature: float
+) -> Tensor:
+    """Eq. 8, summed: α CE(student, labels) + (1 − α) T² KL(teacher at T ‖ student at T).
+
+    Args:
+        student, teacher: logits, (P, C); without a teacher's, its words are the only labels, and
+            the loss is their cross-entropy.
+        labels: (P,), the teacher's arg max, or its words.
+        alpha: α, the share of the hard labels.
+        temperature: T > 0.
+    """
+    hard = cross_entropy(student.float(), labels, reduction="sum")
+    if teacher is None:
+        return hard
+    target = (teacher.float() / temperature).log_softmax(-1)
+    guess = (student.float() / temperature).log_softmax(-1)
+    soft = kl_div(guess, target, reduction="sum", log_target=True)
+    return alpha * hard + (1 - alpha) * temperature**2 * soft
 
 
 def _rest(log_probabilities: Tensor) -> Tensor:

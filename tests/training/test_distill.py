@@ -25,9 +25,10 @@ from transformers import (
 )
 
 from mergekit_ace.training import distill as distill_module
-from mergekit_ace.training.distill import distillation_loss, run_distillation
+from mergekit_ace.training.distill import run_distillation
 from mergekit_ace.training.distill_config import DistillConfig
 from mergekit_ace.training.errors import Diverged, TrainingError
+from mergekit_ace.training.losses import distillation_loss
 
 FAST = {"epochs": 6, "batch_size": 8, "learning_rate": 0.003}
 

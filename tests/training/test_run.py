@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergekit_ace.coefficients import CoefficientFile
-from mergekit_ace.training import run as run_module
+from mergekit_ace.training import family as family_module
+from mergekit_ace.training import results as results_module
 from mergekit_ace.training import session as session_module
 from mergekit_ace.training import teachers as teachers_module
 from mergekit_ace.training.errors import Diverged, TrainingError
@@ -157,11 +158,11 @@ def _killed_after(monkeypatch, owner, name: str, calls: int) -> None:
     ("owner", "name", "calls"),
     [
         (teachers_module, "_label", 7),  # in the labels of the second expert
-        (run_module, "measure_moments", 5),  # in the statistics
+        (family_module, "measure_moments", 5),  # in the statistics
         (session_module.Session, "gradient", 1),  # before the first checkpoint
         (session_module.Session, "gradient", 5),  # after one
         (session_module.Session, "evaluate", 2),  # in an evaluation
-        (run_module, "write_config", 1),  # while the results are written
+        (results_module, "write_config", 1),  # while the results are written
     ],
 )
 def test_a_killed_run_goes_on_to_the_same_coefficients(
@@ -191,7 +192,7 @@ def test_labels_that_are_known_are_not_asked_for_again(llama, tmp_path, monkeypa
         raise AssertionError("asked again")
 
     monkeypatch.setattr(teachers_module, "_label", forbidden)
-    monkeypatch.setattr(run_module, "measure_moments", forbidden)
+    monkeypatch.setattr(family_module, "measure_moments", forbidden)
     run(llama, tmp_path / "out")
 
 

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classifiers of texts and images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mergekit_ace.training.config import DataConfig
+from mergekit_ace.training.encoding import Batch, pad, padding_mask, text_of
+from mergekit_ace.training.errors import TrainingError
+from mergekit_ace.training.examples import Example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class _Classification:
+    """One answer per sample. Each expert keeps its own head."""
+
+    has_heads = True
+
+    def unanswered(self, sample: Example) -> bool:
+        """A class is never written, always told."""
+        return False
+
+    def complete(self, model, samples, data, processor) -> list[Example]:
+        """Nothing is ever missing here."""
+        return list(samples)
+
+    @staticmethod
+    def truth(row: dict[str, Any], data: DataConfig) -> Example:
+        """`true` (1,), where the data has the column."""
+        if data.label is None:
+            return {}
+        label = row[data.label]
+        if isinstance(label, bool) or not isinstance(label, int):
+            raise TrainingError(
+                f"data {data.path}: column {data.label} holds {label!r}; labels are the numbers of "
+                "the classes: 0, 1, …"
+            )
+        return {"true": torch.tensor([label])}
+
+
+class SequenceClassification(_Classification):
+    """Texts, or pairs of them."""
+
+    auto_class = "AutoModelForSequenceClassification"
+
+    def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example:
+        """What the tokenizer makes of the text: `input_ids` (n,), maybe `token_type_ids` (n,)."""
+        texts = [text_of(row, data, "text")]
+        if data.text_pair is not None:
+            texts.append(text_of(row, data, "text_pair"))
+        encoded = processor(*texts, truncation=True, max_length=data.max_length)
+        names = [name for name in encoded if name in ("input_ids", "token_type_ids")]
+        return {name: torch.tensor(encoded[name]) for name in names} | self.truth(row, data)
+
+    def collate(self, samples: Sequence[Example]) -> Batch:
+        """Samples padded at the end, (B, n)."""
+        names = [name for name in samples[0] if name in ("input_ids", "token_type_ids")]
+        batch = {name: pad([sample[name] for sample in samples]) for name in names}
+        return batch | {"attention_mask": padding_mask([sample["input_ids"] for sample in samples])}
+
+    def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """(B, classes)."""
+        return model(**batch).logits
+
+
+class ImageClassification(_Classification):
+    """Images, or pixel values (channels, height, width) as they are."""
+
+    auto_class = "AutoModelForImageClassification"
+
+    def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example:
+        """`pixel_values` (1, channels, height, width)."""
+        image = row[data.columns["image"]]
+        if isinstance(image, list):
+            pixels = torch.tensor(image, dtype=torch.float32)
+        elif processor is None:
+            raise TrainingError(
+                f"data {data.path} holds images, but the base model has no image processor "
+                "(preprocessor_config.json); add one, or give pixel values"
+            )
+        else:
+            pixels = processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
+        if pixels.ndim != 3:
+            raise TrainingError(
+                f"data {data.path}: column {data.image} holds arrays with {pixels.ndim} axes; "
+                "pixel values have three: channels, height, width"
+            )
+        return {"pixel_values": pixels[None]} | self.truth(row, data)
+
+    def collate(self, samples: Sequence[Example]) -> Batch:
+        """(B, channels, height, width)."""
+        return {"pixel_values": torch.cat([sample["pixel_values"] for sample in samples])}
+
+    def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """(B, classes)."""
+        return model(**batch).logits

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base model with its experts and their data: everything that is known before training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from mergekit_ace.depth import block_of, relative_depths
+from mergekit_ace.statistics import Moments, combine, features, measure_moments
+from mergekit_ace.training.config import TrainConfig
+from mergekit_ace.training.data import load_rows
+from mergekit_ace.training.errors import TrainingError
+from mergekit_ace.training.examples import load_examples, save_examples
+from mergekit_ace.training.merged import MergedModel
+from mergekit_ace.training.models import (
+    Heads,
+    check_expert,
+    load_model,
+    load_processor,
+    local_folder,
+    merged_parameters,
+    save_backbone,
+)
+from mergekit_ace.training.session import Session
+from mergekit_ace.training.state import RunFolder, load_checkpoint, save_checkpoint
+from mergekit_ace.training.tasks import Kind, kind_of
+from mergekit_ace.training.teachers import label_rows
+from mergekit_ace.training.weights import MappedWeights, map_weights, stored_names
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Models:
+    """Where the models lie, and what they have in common.
+
+    Attributes:
+        base, experts: folders.
+        processor: tokenizer, or image processor (or None).
+        kind: what they do.
+    """
+
+    base: str
+    experts: tuple[str, ...]
+    processor: Any
+    kind: Kind
+
+    @classmethod
+    def find(cls, config: TrainConfig, folder: RunFolder) -> Models:
+        """Find all models before anything is computed."""
+        kind = kind_of(config.task)
+        adapters = folder.path / "adapters"
+        base, *experts = (
+            local_folder(reference, adapters, config.trust_remote_code)
+            for reference in (config.base_model, *(expert.model for expert in config.models))
+        )
+        return cls(base, tuple(experts), load_processor([base, *experts], kind, config), kind)
+
+
+@dataclass
+class Family:
+    """The base model with its experts, mapped from disk, and their labelled data.
+
+    Attributes:
+        config, models: what it was made of.
+        module: the model that is written; holds the base at first.
+        names: of the L merged parameters, input first.
+        base, experts: their weights.
+        heads: of the experts.
+        data: splits by expert.
+        teachers: accuracy of each expert on its own test split, None without true labels.
+        groups: (L,), which coefficient each tensor has; 0 … G − 1.
+    """
+
+    config: TrainConfig
+    models: Models
+    module: PreTrainedModel
+    names: list[str]
+    base: MappedWeights
+    experts: list[MappedWeights]
+    heads: Heads
+    data: list[dict]
+    teachers: list[float | None]
+    groups: Tensor
+
+    @classmethod
+    def prepare(
+        cls,
+        config: TrainConfig,
+        models: Models,
+        folder: RunFolder,
+        accelerator: Accelerator,
+        *,
+        quiet: bool,
+    ) -> Family:
+        """Load one model after the other; label what is not labelled yet."""
+        kind = models.kind
+        base = load_model(models.base, kind, config)
+        names = merged_parameters(base, kind, config.exclude)
+        _check_base(base, names, models.base)
+        weights = map_weights(base, names, models.base, folder.state / "base.safetensors")
+        if kind.has_heads and accelerator.is_main_process:
+            save_backbone(base, folder.backbone(None))
+        experts, data, teachers, heads = [], [], [], Heads()
+        for row, (expert, path) in enumerate(zip(config.models, models.experts, strict=True)):
+            model = load_model(path, kind, config)
+            check_expert(model, base, names, expert.model)
+            copy = folder.state / f"expert-{row}.safetensors"
+            if accelerator.is_main_process:
+                map_weights(model, names, path, copy)
+                if kind.has_heads:
+                    save_backbone(model, folder.backbone(row))
+                _label(config, models, model, row, folder, accelerator, quiet=quiet)
+            accelerator.wait_for_everyone()
+            experts.append(map_weights(model, names, path, copy))
+            splits, metadata = load_examples(folder.state / f"labels-{row}.safetensors")
+            data.append(splits)
+            teachers.append(json.loads(metadata["accuracy"]))
+            heads.add(model, kind)
+            del model
+        dtype = getattr(torch, config.dtype)
+        if config.device_map is not None:
+            base = load_model(models.base, kind, config, dtype, device_map=config.device_map)
+        base = base.to(dtype) if config.device_map else base.to(accelerator.device, dtype)
+        groups = _groups(names, config)
+        return cls(config, models, base, names, weights, experts, heads, data, teachers, groups)
+
+    def session(self, config: TrainConfig, accelerator: Accelerator) -> Session:
+        """What training and evaluation work with."""
+        storage = config.expert_storage
+        merged = MergedModel(self.module, self.base, self.experts, self.names, storage)
+        kind = self.models.kind
+        return Session(config, kind, accelerator, merged, self.heads, self.data, self.groups)
+
+    def statistics(
+        self, folder: RunFolder, accelerator: Accelerator, *, quiet: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(K, G, F) in float64, and the relative depth of each group, (G,)."""
+        path = folder.state / "statistics.safetensors"
+        if accelerator.is_main_process and not path.exists():
+            save_checkpoint(path, {"statistics": self._measure(quiet=quiet)}, {})
+        accelerator.wait_for_everyone()
+        known = load_checkpoint(path)
+        assert known is not None
+        by_name = relative_depths(name for name, _ in self.module.named_parameters())
+        depths = torch.tensor([by_name[name] for name in self.names])
+        counts = self.groups.bincount()
+        grouped = torch.zeros(len(counts)).index_add_(0, self.groups, depths) / counts
+        return known[0]["statistics"], grouped
+
+    def _measure(self, *, quiet: bool) -> Tensor:
+        learner = self.config.learner
+        rank = learner.rank
+        bar = tqdm(
+            total=len(self.experts) * len(self.names),
+            desc="statistics",
+            unit="tensor",
+            disable=quiet,
+        )
+        rows = []
+        for weights in self.experts:
+            parts: list[list[Moments]] = [[] for _ in range(int(self.groups.max()) + 1)]
+            for group, name in zip(self.groups.tolist(), self.names, strict=True):
+                tensor = weights[name].float()
+                if learner.statistics_of == "task_vector":
+                    tensor = tensor - self.base[name].float()
+                parts[group].append(measure_moments(tensor, rank))
+                bar.update()
+            groups = [combine(part, rank) if len(part) > 1 else part[0] for part in parts]
+            rows.append([features(group, learner.statistics, rank) for group in groups])
+        bar.close()
+        return torch.tensor(rows, dtype=torch.float64)
+
+
+def _check_base(base: PreTrainedModel, names: Sequence[str], folder: str) -> None:
+    missing = [name for name, stored in stored_names(base, names, folder).items() if not stored]
+    if missing:
+        raise TrainingError(
+            f"the base model {folder} has no {missing[0]} on disk"
+            + (f" (nor {len(missing) - 1} others)" if len(missing) > 1 else "")
+            + "; leave such tensors out by `exclude`, or use the base that the experts come from"
+        )
+
+
+def _label(
+    config: TrainConfig,
+    models: Models,
+    model: PreTrainedModel,
+    row: int,
+    folder: RunFolder,
+    accelerator: Accelerator,
+    *,
+    quiet: bool,
+) -> None:
+    path = folder.state / f"labels-{row}.safetensors"
+    if path.exists():
+        return
+    expert = config.models[row]
+    model.to(accelerator.device)
+    splits = label_rows(
+        model,
+        load_rows(expert.data, config.training.seed),
+        expert.data,
+        models.kind,
+        models.processor,
+        labels=config.labels,
+        top_k=config.top_k,
+        batch_size=config.training.batch_size,
+        progress=lambda batches, split: tqdm(
+            batches, desc=f"labels of {expert.task}, {split}", unit="batch", disable=quiet
+        ),
+    )
+    model.cpu()
+    test = splits["test"]
+    accuracy = None
+    if "true" in test.fields:
+        accuracy = float((test.fields["true"][0] == test.fields["hard"][0]).float().mean())
+    save_examples(splits, path, {"accuracy": json.dumps(accuracy)})
+
+
+def _groups(names: Sequence[str], config: TrainConfig) -> Tensor:
+    """Which coefficient each tensor has, numbered in order of appearance."""
+    if config.granularity == "task":
+        keys = [""] * len(names)
+    elif config.granularity == "block":
+        keys = [block_of(name) for name in names]
+    else:
+        keys = list(names)
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return torch.tensor([numbers[key] for key in keys])

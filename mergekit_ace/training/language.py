@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Language models: which tokens are supervised, and what is said before them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mergekit_ace.training.config import DataConfig
+from mergekit_ace.training.encoding import Batch, pad, padding_mask, text_of
+from mergekit_ace.training.errors import TrainingError
+from mergekit_ace.training.examples import Example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class CausalLanguageModel:
+    """Supervised at the tokens of a text, of a completion, or of the last answer of a chat."""
+
+    auto_class = "AutoModelForCausalLM"
+    has_heads = False
+
+    def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
+        """A row as tensors: `input_ids` (n,) and `supervised` (n,), tokens to be predicted.
+
+        None where nothing is left to predict within `max_length`. A row without completion has no
+        supervised token yet: see `complete`.
+        """
+        prompt, completion = _token_ids(row, data, processor)
+        ids = (prompt + (completion or []))[: data.max_length]
+        supervised = [False] * len(prompt) + [True] * len(completion or [])
+        supervised = supervised[: len(ids)]
+        if supervised:
+            supervised[0] = False  # nothing comes before it
+        # A prompt that fills max_length leaves no room for an answer.
+        if len(prompt) >= data.max_length or (completion is not None and not any(supervised)):
+            return None
+        example = {"input_ids": torch.tensor(ids), "supervised": torch.tensor(supervised)}
+        if completion is not None:
+            example["true"] = example["input_ids"][example["supervised"]]
+        return example
+
+    def unanswered(self, sample: Example) -> bool:
+        """Whether the expert has to write the completion."""
+        return not bool(sample["supervised"].any())
+
+    @torch.no_grad()
+    def complete(
+        self, model: PreTrainedModel, samples: Sequence[Example], data: DataConfig, processor: Any
+    ) -> list[Example]:
+        """Let the expert write what follows each prompt, greedily."""
+        width = max(len(sample["input_ids"]) for sample in samples)
+        filler = _filler(processor)
+        ids = torch.full((len(samples), width), filler)
+        mask = torch.zeros_like(ids)
+        for n, sample in enumerate(samples):  # flush right, so that writing starts at one column
+            ids[n, width - len(sample["input_ids"]) :] = sample["input_ids"]
+            mask[n, width - len(sample["input_ids"]) :] = 1
+        written = _generate(model, ids, mask, data, filler)[:, width:]
+        completed = []
+        for sample, answer in zip(samples, written, strict=True):
+            answer = _until_end(answer, model, filler)
+            known = sample["input_ids"]
+            supervised = torch.arange(len(known) + len(answer)) >= len(known)
+            completed.append({"input_ids": torch.cat((known, answer)), "supervised": supervised})
+        return completed
+
+    def collate(self, samples: Sequence[Example]) -> Batch:
+        """Samples padded at the end, (B, n)."""
+        return {
+            "input_ids": pad([sample["input_ids"] for sample in samples]),
+            "attention_mask": padding_mask([sample["input_ids"] for sample in samples]),
+            "supervised": pad([sample["supervised"] for sample in samples]),
+        }
+
+    def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """What the model says before each supervised token, (P, vocabulary)."""
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return logits[:, :-1][batch["supervised"][:, 1:]]
+
+
+class Seq2SeqLanguageModel:
+    """Supervised at every token of the target."""
+
+    auto_class = "AutoModelForSeq2SeqLM"
+    has_heads = False
+
+    def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
+        """`input_ids` (n,) of the source and, where there is a target, `target_ids` (m,)."""
+        source = processor(
+            text_of(row, data, "prompt"), truncation=True, max_length=data.max_length
+        )
+        example = {"input_ids": torch.tensor(source["input_ids"])}
+        if data.completion is None:
+            return example
+        target = processor(
+            text_target=text_of(row, data, "completion"),
+            truncation=True,
+            max_length=data.max_length,
+        )
+        example["target_ids"] = example["true"] = torch.tensor(target["input_ids"])
+        return example if len(example["true"]) else None
+
+    def unanswered(self, sample: Example) -> bool:
+        """Whether the expert has to write the target."""
+        return "target_ids" not in sample
+
+    @torch.no_grad()
+    def complete(
+        self, model: PreTrainedModel, samples: Sequence[Example], data: DataConfig, processor: Any
+    ) -> list[Example]:
+        """Let the expert write the targets, greedily."""
+        batch = self.collate([{**s, "target_ids": s["input_ids"][:0]} for s in samples])
+        filler = _filler(processor)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        written = _generate(model, ids, mask, data, filler)[:, 1:]  # after the start token
+        answers = [_until_end(answer, model, filler) for answer in written]
+        pairs = zip(samples, answers, strict=True)
+        return [{**sample, "target_ids": answer} for sample, answer in pairs]
+
+    def collate(self, samples: Sequence[Example]) -> Batch:
+        """Sources and targets padded at the end, (B, n) and (B, m)."""
+        return {
+            "input_ids": pad([sample["input_ids"] for sample in samples]),
+            "attention_mask": padding_mask([sample["input_ids"] for sample in samples]),
+            "target_ids": pad([sample["target_ids"] for sample in samples]),
+            "supervised": padding_mask([sample["target_ids"] for sample in samples]).bool(),
+        }
+
+    def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """What the model says at each token of the target, (P, vocabulary)."""
+        targets = batch["target_ids"]
+        start = _start_token(model)
+        shifted = torch.cat((torch.full_like(targets[:, :1], start), targets[:, :-1]), dim=1)
+        logits = model(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            decoder_input_ids=shifted,
+            use_cache=False,
+        ).logits
+        return logits[batch["supervised"]]
+
+
+def _token_ids(
+    row: dict[str, Any], data: DataConfig, tokenizer: Any
+) -> tuple[list[int], list[int] | None]:
+    """Prompt and completion; no completion where the expert has to write it."""
+    if data.text is not None:
+        return [], tokenizer(text_of(row, data, "text"))["input_ids"]
+    if data.messages is not None:
+        return _chat_ids(row[data.messages], data, tokenizer)
+    prompt = tokenizer(text_of(row, data, "prompt"))["input_ids"]
+    if data.completion is None:
+        return prompt, None
+    answer = tokenizer(text_of(row, data, "completion"), add_special_tokens=False)["input_ids"]
+    end = tokenizer.eos_token_id
+    return prompt, answer + ([end] if end is not None else [])
+
+
+def _chat_ids(
+    messages: Any, data: DataConfig, tokenizer: Any
+) -> tuple[list[int], list[int] | None]:
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise TrainingError(
+            f"data {data.path} holds chat messages, but the tokenizer has no chat template"
+        )
+
+    def render(part: list, **options: bool) -> list[int]:
+        return tokenizer.apply_chat_template(part, tokenize=True, return_dict=False, **options)
+
+    if not messages or messages[-1].get("role") != "assistant":
+        return render(messages, add_generation_prompt=True), None
+    prompt = render(messages[:-1], add_generation_prompt=True)
+    whole = render(messages)
+    if whole[: len(prompt)] == prompt:
+        return prompt, whole[len(prompt) :]
+    # A template that writes past answers differently: the answer as plain text.
+    answer = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
+    return prompt, answer
+
+
+def _filler(tokenizer: Any) -> int:
+    """A token for padding; what it is does not matter, since it is masked."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return token
+    return 0
+
+
+def _generate(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, data: DataConfig, filler: int
+) -> Tensor:
+    return model.generate(
+        input_ids=ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        max_new_tokens=data.max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        pad_token_id=filler,
+    ).cpu()
+
+
+def _until_end(answer: Tensor, model: PreTrainedModel, filler: int) -> Tensor:
+    """What was written up to and with the first end token; at least one token."""
+    ends = model.generation_config.eos_token_id
+    ends = torch.tensor([ends] if isinstance(ends, int) else list(ends or ()), dtype=torch.long)
+    stops = torch.isin(answer, ends).nonzero()
+    return answer[: int(stops[0]) + 1] if len(stops) else answer
+
+
+def _start_token(model: PreTrainedModel) -> int:
+    start = model.config.decoder_start_token_id
+    return start if start is not None else model.config.pad_token_id

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import copy
+
+import pytest
+from click.testing import CliRunner
+from pydantic import ValidationError
+
+from mergekit_ace.cli import main
+from mergekit_ace.training.config import TrainConfig
+
+GOOD = {
+    "base_model": "org/base",
+    "models": [
+        {"model": "org/math", "data": {"path": "m.jsonl", "prompt": "q", "completion": None}},
+        {"model": "org/code", "data": {"path": "org/code-data", "text": "content", "samples": 9}},
+    ],
+    "task": "causal-lm",
+}
+
+
+def test_the_defaults_are_the_paper_s():
+    config = TrainConfig.model_validate(GOOD)
+    training = config.training
+    assert (training.epochs, training.learning_rate) == (500, 1e-3)
+    assert (training.scheduler.step, training.scheduler.gamma) == (100, 0.1)
+    assert config.labels == "hard"
+    assert config.granularity == "tensor"
+    assert (config.learner.network, config.learner.layers, config.learner.rank) == ("mlp", 2, 3)
+    assert [expert.task for expert in config.models] == ["org/math", "org/code"]
+
+
+def test_yaml_s_numbers_in_scientific_notation():
+    config = {**GOOD, "training": {"learning_rate": "1e-4"}}
+    assert TrainConfig.model_validate(config).training.learning_rate == 1e-4
+
+
+def changed(path: str, value) -> dict:
+    config = copy.deepcopy(GOOD)
+    *parents, last = path.split(".")
+    target = config
+    for name in parents:
+        target = target[int(name)] if isinstance(target, list) else target.setdefault(name, {})
+    target[last] = value
+    return config
+
+
+WRONG = [
+    ("epochs", 3, "Extra inputs"),
+    ("training.epoch", 3, "Extra inputs"),
+    ("training.epochs", 0, "greater than or equal to 1"),
+    ("training.epochs", "many", "valid integer"),
+    ("training.learning_rate", True, "not a boolean"),
+    ("training.learning_rate", -1, "greater than 0"),
+    ("models", [], "at least 1 item"),
+    ("models.0.data.text", "t", "names text and prompt of the columns"),
+    ("models.0.data.prompt", None, "names none of the columns"),
+    ("models.1.data.completion", "c", "completion goes with prompt"),
+    ("models.1.task", "org/math", "two experts are called 'org/math'"),
+    ("task", "image-classification", "needs the column image"),
+    ("task", "seq2seq-lm", "data of org/code needs the column prompt"),
+    ("task", "speech", "causal-lm"),
+    ("labels", "true", "needs the `completion` column of org/math"),
+    ("learner.hidden", 3, "greater than or equal to 4"),
+    ("expert_storage", "cloud", "disk"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), WRONG)
+def test_what_is_wrong_is_said(path, value, message):
+    with pytest.raises(ValidationError, match=message):
+        TrainConfig.model_validate(changed(path, value))
+
+
+def test_true_classes_need_a_column():
+    config = {
+        **GOOD,
+        "task": "sequence-classification",
+        "labels": "true",
+        "models": [{"model": "m", "data": {"path": "d", "text": "t"}}],
+    }
+    with pytest.raises(ValidationError, match="needs the `label` column of m"):
+        TrainConfig.model_validate(config)
+
+
+def invoke(tmp_path, command: str, text: str) -> str:
+    path = tmp_path / "config.yml"
+    path.write_text(text)
+    result = CliRunner().invoke(main, [command, str(path), str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "out").exists()
+    return result.output
+
+
+@pytest.mark.parametrize("command", ["train", "distill"])
+def test_the_command_says_every_mistake_and_where(tmp_path, command):
+    text = "task: causal-lm\nmodels: 3\nepochz: 4\ntraining: {epochs: 0, batchsize: 2}\n"
+    output = invoke(tmp_path, command, text)
+    assert "epochz: there is no such setting (found: 4)" in output
+    assert "training.batchsize: there is no such setting" in output
+    assert "training.epochs: Input should be greater than or equal to 1 (found: 0)" in output
+
+
+@pytest.mark.parametrize("text", ["a: [", "", "just words"])
+def test_files_that_hold_no_config(tmp_path, text):
+    assert "config.yml" in invoke(tmp_path, "train", text)
+
+
+def test_errors_of_a_run_are_one_line(tmp_path):
+    import yaml
+
+    output = invoke(tmp_path, "train", yaml.safe_dump(changed("base_model", "./nowhere")))
+    assert output.startswith("Error: model ./nowhere can neither be found")
