@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -20,8 +21,60 @@ from mergekit.merge_methods.base import ParameterScope
 from reference import naive_tensor, task_vector_error
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
+from mergekit_ace.training.config import TrainConfig
+from mergekit_ace.training.distill_config import DistillConfig
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-CONFIGS = sorted(EXAMPLES.glob("*/*.yml"))
+OURS = {"train": TrainConfig, "distill": DistillConfig}
+CONFIGS = sorted(p for p in EXAMPLES.glob("*/*.yml") if p.stem.split("-")[0] not in OURS)
+TRAININGS = sorted(p for p in EXAMPLES.glob("*/*.yml") if p.stem.split("-")[0] in OURS)
+README = EXAMPLES.parent / "README.md"
+
+
+@pytest.mark.parametrize("path", TRAININGS, ids=lambda path: path.stem)
+def test_training_configs_are_valid(path):
+    OURS[path.stem.split("-")[0]].model_validate(yaml.safe_load(path.read_text()))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_readme_s_configs_are_valid(name):
+    blocks = re.findall(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)
+    (block,) = [block for block in blocks if block.startswith(f"# {name}.yml")]
+    OURS[name].model_validate(yaml.safe_load(block))
+
+
+def test_the_images_of_the_vision_family(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES / "statsmerging")
+    import images
+
+    for name in images.MAKERS:
+        parts = images.splits(name)
+        pictures = torch.cat([part[0] for part in parts.values()])
+        assert pictures.shape[1:] == (1, 8, 8)
+        assert 0 <= pictures.min() < pictures.max() <= 1
+        assert len(pictures) == len(images.MAKERS[name]()[0]), "every image is in one share"
+        kinds = [set(part[1].tolist()) for part in parts.values()]
+        assert all(kind == kinds[0] for kind in kinds)
+        assert len(kinds[0]) > 1
+
+
+@pytest.mark.parametrize("family", ["images", "languages"])
+def test_every_row_of_the_table_is_a_valid_training(monkeypatch, family):
+    monkeypatch.syspath_prepend(EXAMPLES / "statsmerging")
+    monkeypatch.syspath_prepend(EXAMPLES / "quickstart")
+    import images
+    import languages
+    import statsmerging
+
+    monkeypatch.setattr(images, "train_family", lambda folder: None)
+    monkeypatch.setattr(languages, "prepare", lambda folder: "base")
+    monkeypatch.setattr(statsmerging, "distil_wines", lambda folder: None)
+    table = statsmerging.rows(family)
+    seen = []
+    for change in table.values():
+        config = TrainConfig.model_validate(statsmerging.settings(family, change))
+        assert config not in seen, "two rows are the same training"
+        seen.append(config)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

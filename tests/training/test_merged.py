@@ -145,6 +145,18 @@ def test_products_are_the_gradient_wherever_the_experts_lie(storage):
     assert not merged.products.any()
 
 
+def test_experts_of_different_dtypes():
+    family = Family("tensor")
+    rounded = {name: tensor.bfloat16() for name, tensor in weights(family.experts[1]).items()}
+    mixed = [weights(family.experts[0]), rounded]
+    merged = MergedModel(copy.deepcopy(family.base), weights(family.base), mixed, family.names)
+    merged.write(torch.full((2, len(family.names)), 0.5))
+    for name in family.names:
+        parts = [weights(family.base)[name].double(), *(e[name].double() for e in mixed)]
+        expected = parts[0] + sum(0.5 * (part - parts[0]) for part in parts[1:])
+        assert relative_error(weights(merged.module)[name], expected) <= 1e-6
+
+
 def test_gradients_are_freed_and_nothing_else_moves():
     family = Family("tensor")
     frozen = "model.norm.weight"

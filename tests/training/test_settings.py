@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters, precision, device maps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from families import llama_family, parsed, tokenizer
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from mergekit_ace.training.run import run_training
+
+
+def test_experts_that_are_adapters(tmp_path, mergekit_yaml):
+    config = llama_family(tmp_path / "family")
+    base = AutoModelForCausalLM.from_pretrained(config["base_model"])
+    torch.manual_seed(3)
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    tokenizer().save_pretrained(tmp_path / "adapter")
+    config["models"][0]["model"] = f"{config['base_model']}+{tmp_path / 'adapter'}"
+    file = run_training(parsed(config), tmp_path / "out", quiet=True)
+
+    merge = yaml.safe_load((tmp_path / "out" / "merge.yml").read_text())
+    flags = ("--lora-merge-cache", str(tmp_path / "cache"), "--lora-merge-dtype", "float32")
+    got = load_file(mergekit_yaml(merge, *flags) / "model.safetensors")
+    origin = load_file(Path(config["base_model"]) / "model.safetensors")
+    other = load_file(Path(config["models"][1]["model"]) / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    whole = adapted.merge_and_unload().state_dict()[name]
+    first, second = file.coefficients[:, file.columns[name]].double()
+    expected = origin[name] + first * (whole - origin[name]) + second * (other[name] - origin[name])
+    torch.testing.assert_close(got[name].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> dict:
+    return llama_family(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "bar"),
+    [
+        ({"mixed_precision": "bf16"}, 0.05),
+        ({"dtype": "bfloat16"}, 0.05),
+        ({"device_map": "auto"}, 0.0),
+    ],
+)
+def test_the_first_gradient_is_nearly_that_of_float32(llama, tmp_path, settings, bar):
+    """After one step of plain descent the coefficients tell the gradient."""
+    from mergekit_ace.training.family import Family, Models
+    from mergekit_ace.training.run import new_accelerator
+    from mergekit_ace.training.state import RunFolder
+
+    gradients = []
+    for number, change in enumerate(({}, settings)):
+        config = parsed({**llama, **change})
+        folder = RunFolder(tmp_path / str(number))
+        folder.state.mkdir(parents=True)
+        accelerator = new_accelerator(config)
+        models = Models.find(config, folder)
+        family = Family.prepare(config, models, folder, accelerator, quiet=True)
+        session = family.session(config, accelerator)
+        start = torch.full((2, len(family.names)), 0.3)
+        gradients.append(session.gradient(start, 0)[0])
+    exact, rough = gradients
+    assert (rough - exact).norm() <= bar * exact.norm()
