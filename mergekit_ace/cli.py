@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,18 @@ import mergekit_ace
 M = TypeVar("M", bound=BaseModel)
 
 
+def run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What every command takes that reads a config and works in a folder."""
+    for add in (
+        click.option("--quiet", is_flag=True, help="No progress bars."),
+        click.option("--overwrite", is_flag=True, help="Drop the state of another run in OUT."),
+        click.argument("out", type=click.Path(file_okay=False, path_type=Path)),
+        click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path)),
+    ):
+        command = add(command)
+    return command
+
+
 @click.group()
 @click.version_option(mergekit_ace.__version__, package_name="mergekit-ace")
 def main() -> None:
@@ -22,10 +35,7 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--overwrite", is_flag=True, help="Drop the state of another run in OUT.")
-@click.option("--quiet", is_flag=True, help="No progress bars.")
+@run_options
 def train(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
     """Learn merging coefficients as CONFIG says; OUT gets them, with configs that merge.
 
@@ -43,10 +53,7 @@ def train(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
 
 
 @main.command()
-@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--overwrite", is_flag=True, help="Drop the state of another run in OUT.")
-@click.option("--quiet", is_flag=True, help="No progress bars.")
+@run_options
 def distill(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
     """Distil a teacher of any architecture into the base's, so that it can be merged.
 

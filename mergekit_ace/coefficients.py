@@ -138,7 +138,8 @@ class CoefficientFile:
     def learner(self) -> Learner:
         """The trained network."""
         groups = int(self.groups.max()) + 1
-        network = Learner(self.contents.learner, len(self.coefficients), groups)
+        with torch.device("cpu"):  # also inside of mergekit's own `with torch.device(…)`
+            network = Learner(self.contents.learner, len(self.coefficients), groups)
         network.load_state_dict(self.learner_state)
         return network.eval().requires_grad_(False)
 

@@ -19,11 +19,12 @@ class LearnerConfig(BaseModel):
     """Which network, on which statistics.
 
     Attributes:
-        input: ``shared``: the statistics of one (expert, tensor) pair, and the tensor's relative
+        input: what the network sees at once, which the paper leaves open. ``concatenated``: the
+            statistics of all tensors of one expert in one vector give all its coefficients (A.3.1).
+            ``shared``: the statistics of one (expert, tensor) pair, and the tensor's relative
             depth, give one coefficient; nothing is tied to the number of experts or tensors, so
-            that a trained learner serves other experts. ``concatenated``: the statistics of all
-            tensors of one expert in one vector give all its coefficients (A.3.1). ``direct``: no
-            network, the coefficients themselves are the parameters; for comparison.
+            that a trained learner serves other experts. ``direct``: no network, the coefficients
+            themselves are the parameters; for comparison.
         network: ``mlp``, or ``transformer`` (Table 13): attention over the experts of one tensor
             (``shared``) or over the tensors of one expert (``concatenated``).
         layers: of weights in the MLP, or of the transformer; ≥ 1.
@@ -38,7 +39,7 @@ class LearnerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    input: Literal["shared", "concatenated", "direct"] = "shared"
+    input: Literal["shared", "concatenated", "direct"] = "concatenated"
     network: Literal["mlp", "transformer"] = "mlp"
     layers: Annotated[int, Field(ge=1, le=16)] = 2
     hidden: Annotated[int, Field(ge=4, le=4096)] = 256

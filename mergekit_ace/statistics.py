@@ -132,13 +132,16 @@ def leading_singular_values(tensor: Tensor, rank: int) -> tuple[float, ...]:
     scale = float(matrix.abs().max())
     if short <= SMALL:
         wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-        rows = wide.double() / scale
-        squares = torch.linalg.eigvalsh(rows @ rows.mT)[-rank:].flip(0)
+        gram = torch.zeros(short, short, dtype=torch.float64, device=wide.device)
+        for block in wide.split(2**12, dim=1):  # no float64 copy of the whole
+            rows = block.double() / scale
+            gram.addmm_(rows, rows.mT)
+        squares = torch.linalg.eigvalsh(gram)[-rank:].flip(0)
         return tuple(scale * math.sqrt(max(square, 0.0)) for square in squares.tolist())
     values = svds(
         _operator(matrix / scale),
         k=rank,
-        tol=1e-6,
+        tol=1e-3,  # squared by scipy; the error of a singular value is of that order
         v0=np.ones(short, dtype=_numpy_dtype(matrix)) / math.sqrt(short),
         return_singular_vectors=False,
     )

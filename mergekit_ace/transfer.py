@@ -22,7 +22,11 @@ def resample(file: CoefficientFile, name: str, depth: float) -> Tensor:
         name: of the tensor.
         depth: see `depth.relative_depths`.
     """
-    kind = _kind(name)
+    with torch.device("cpu"):  # also inside of mergekit's own `with torch.device(…)`
+        return _interpolated(file, _kind(name), depth)
+
+
+def _interpolated(file: CoefficientFile, kind: str, depth: float) -> Tensor:
     alike = [
         column
         for column, tensor in enumerate(file.contents.tensors)

@@ -21,7 +21,7 @@ def make_file(
     learner: LearnerConfig | None = None,
     **contents,
 ) -> CoefficientFile:
-    config = learner or LearnerConfig(hidden=8)
+    config = learner or LearnerConfig(input="shared", hidden=8)
     generator = torch.Generator().manual_seed(5)
     shape = (len(models), len(names))
     torch.manual_seed(6)

@@ -58,7 +58,7 @@ def test_activations(kind, network):
 
 @pytest.mark.parametrize("network", ["mlp", "transformer"])
 def test_a_shared_learner_serves_other_experts_and_tensors(network):
-    config = LearnerConfig(network=network, hidden=8)
+    config = LearnerConfig(input="shared", network=network, hidden=8)
     learner = stirred(config)
     assert learner(*inputs(config, 6, 11)).shape == (6, 11)
     # one tensor at a time gives what all at once give: that is how a merge predicts

@@ -127,7 +127,7 @@ def test_inline_weights_are_the_same_merge(family, names, tmp_path, mergekit_yam
 @pytest.mark.parametrize("what", ["task_vector", "weights"])
 def test_a_learner_predicts_for_experts_it_never_saw(family, names, tmp_path, mergekit_yaml, what):
     path = tmp_path / "c.safetensors"
-    learner = LearnerConfig(hidden=8, statistics_of=what)
+    learner = LearnerConfig(input="shared", hidden=8, statistics_of=what)
     file = make_file(["other.0.weight", "other.1.weight"], ["a", "b"], learner=learner)
     file.save(path)
     merged = mergekit_yaml(config(family, {"learner": str(path)}))

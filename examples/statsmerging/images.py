@@ -93,7 +93,7 @@ MAKERS: dict[str, Callable[[], Task]] = {
 
 def splits(name: str) -> dict[str, Task]:
     """Disjoint shares of a task's images, the same in every run."""
-    images, classes = MAKERS[name]()
+    images, classes = MAKERS[name.removesuffix("-student")]()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(7))
     parts, start = {}, 0
     for split, share in SHARES.items():

@@ -95,20 +95,24 @@ def settings(family: str, change: Settings) -> Settings:
             distil_wines(folder)
             names = (*names, "wines-student")
         experts = images.expert_configs(folder, names)
-        count = 359  # training images of the largest task
+        counts = [len(images.splits(name)["train"][0]) for name in names]
     else:
         import languages
 
         base, task = languages.prepare(folder), "causal-lm"
-        experts, count = languages.expert_configs(folder), languages.LINES["train"]
+        experts = languages.expert_configs(folder)
+        counts = [languages.LINES["train"]] * len(experts)
     common = COMMON[family]
     if "share" in change:
-        samples = max(round(change["share"] * count), 1)
-        for expert in experts:  # as many steps as with all the data
-            expert["data"]["samples"] = samples
-        per_epoch = -(-samples // common["batch_size"])
-        whole = -(-count // common["batch_size"])
-        common = {**common, "epochs": -(-common["epochs"] * whole // per_epoch), "patience": 0}
+        samples = [max(round(change["share"] * count), 1) for count in counts]
+        for expert, most in zip(experts, samples, strict=True):
+            expert["data"]["samples"] = most
+        # As many steps, and as many evaluations, as with all the data.
+        every = -(-max(counts) // common["batch_size"])
+        steps = common["epochs"] * every
+        epochs = steps // -(-max(samples) // common["batch_size"]) + 1
+        common = {**common, "epochs": epochs, "max_steps": steps, "evaluate_every": every}
+        common["scheduler"] = {"step": epochs}
     return {
         "base_model": base,
         "models": experts,
@@ -146,7 +150,7 @@ def run_row(family: str, change: Settings) -> dict[str, Any]:
 def run_ace(family: str) -> dict[str, Any]:
     """Data-free ACE of the same models, scored on the same test data."""
     from mergekit_ace.training.family import Family, Models
-    from mergekit_ace.training.run import new_accelerator
+    from mergekit_ace.training.processes import new_accelerator
     from mergekit_ace.training.state import RunFolder
 
     out = HERE / f"run-{family}"
@@ -159,8 +163,8 @@ def run_ace(family: str) -> dict[str, Any]:
     (out / "ace.yml").write_text(yaml.safe_dump(merge))
     command = str(Path(sys.executable).parent / "mergekit-yaml")
     subprocess.run([command, out / "ace.yml", out / "ace", "--quiet"], check=True)
-    accelerator, folder = new_accelerator(config), RunFolder(out)
-    models = Models.find(config, folder)
+    accelerator, folder = new_accelerator(config.mixed_precision), RunFolder(out)
+    models = Models.find(config, folder, accelerator)
     family_ = Family.prepare(config, models, folder, accelerator, quiet=True)
     session = family_.session(config, accelerator)
     merged = (

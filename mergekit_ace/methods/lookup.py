@@ -148,7 +148,6 @@ class LearnerCoefficients:
             rows.append(features(moments, config.statistics, config.rank))
         statistics = torch.tensor(rows, dtype=torch.float64, device="cpu")[:, None]
         depth = torch.tensor([_depth(group.base.id, name)], device="cpu")
-        # the network lives on the CPU, also inside of mergekit's `with torch.device(…)`
         coefficients = self.file.learner(statistics, depth)
         return coefficients[:, 0].tolist()
 

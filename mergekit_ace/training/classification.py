@@ -55,7 +55,8 @@ class SequenceClassification(_Classification):
         texts = [text_of(row, data, "text")]
         if data.text_pair is not None:
             texts.append(text_of(row, data, "text_pair"))
-        encoded = processor(*texts, truncation=True, max_length=data.max_length)
+        longest = min(data.max_length, processor.model_max_length)
+        encoded = processor(*texts, truncation=True, max_length=longest)
         names = [name for name in encoded if name in ("input_ids", "token_type_ids")]
         return {name: torch.tensor(encoded[name]) for name in names} | self.truth(row, data)
 
@@ -66,8 +67,22 @@ class SequenceClassification(_Classification):
         return batch | {"attention_mask": padding_mask([sample["input_ids"] for sample in samples])}
 
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """(B, classes)."""
-        return model(**batch).logits
+        """(B, classes).
+
+        Decoders read their answer at the last token that is no padding, which they tell by its
+        number; where they have none, one stands in that this batch does not contain.
+        """
+        config = model.config.get_text_config()
+        ids, present = batch["input_ids"], batch["attention_mask"] == 1
+        known = config.pad_token_id
+        if known is None:
+            used = set(ids[present].tolist())
+            config.pad_token_id = next(n for n in range(len(used) + 1) if n not in used)
+        try:
+            padded = ids.masked_fill(~present, config.pad_token_id)
+            return model(**batch | {"input_ids": padded}).logits
+        finally:
+            config.pad_token_id = known
 
 
 class ImageClassification(_Classification):

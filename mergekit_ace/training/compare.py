@@ -37,7 +37,7 @@ def simple_merges(session: Session, shape: Sequence[int]) -> dict[str, Score]:
     }
     weights = session.config.compare.task_arithmetic
     if weights:
-        losses = {
+        losses: dict[float, float] = {
             w: score_coefficients(session, torch.full(tuple(shape), w), "validation").loss
             for w in weights
         }
@@ -54,7 +54,8 @@ def as_table(rows: dict[str, Score], tasks: Sequence[str]) -> str:
     lines = [header, ["---"] * len(header)]
     for name, score in rows.items():
         shares = [f"{share:.3f}" for share in (score.mean_accuracy, *score.accuracy)]
-        lines.append([name, *shares, f"{score.loss:.4f}"])
+        loss = "–" if score.loss is None else f"{score.loss:.4f}"
+        lines.append([name, *shares, loss])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -36,6 +36,7 @@ class DataConfig(Strict):
         validation_split, test_split: splits for these purposes; by default a tenth each of what is
             read, held out.
         samples: how many are read, drawn at random by the seed; all by default.
+        held_out: of a named validation or test split at most so many.
         text, text_pair: columns of texts; with ``text`` a language model is supervised at every
             token.
         prompt, completion: columns; a language model is supervised on the completion. Without a
@@ -54,6 +55,7 @@ class DataConfig(Strict):
     validation_split: str | None = None
     test_split: str | None = None
     samples: Count | None = None
+    held_out: Count = 1024
     text: str | None = None
     text_pair: str | None = None
     prompt: str | None = None
@@ -193,6 +195,8 @@ class TrainConfig(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
+        if self.device_map is not None and self.task not in LanguageTask:
+            raise ValueError("device_map is for language models; classifiers' heads change place")
         tasks = [expert.task for expert in self.models]
         twice = sorted({task for task in tasks if tasks.count(task) > 1})
         if twice:
@@ -215,7 +219,8 @@ class TrainConfig(Strict):
                 f"task: {self.task}"
             )
         language = self.task in LanguageTask
-        if self.labels == "true" and language and columns.keys() == {"prompt"}:
+        written = expert.data.prompt is not None and expert.data.completion is None
+        if self.labels == "true" and language and written:
             raise ValueError(
                 f"labels: true needs the `completion` column of {expert.task}; without one the "
                 "expert writes the completions, which are not the truth"

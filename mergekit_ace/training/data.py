@@ -40,11 +40,11 @@ def load_rows(config: DataConfig, seed: int) -> Rows:
     Raises:
         TrainingError: naming the data and what is missing: the file, a column, rows.
     """
-    data = _draw(_read(config, config.split), config, seed)
+    data = _draw(_read(config, config.split), config.samples, seed)
     held_out = {}
     for split, name in (("test", config.test_split), ("validation", config.validation_split)):
         if name is not None:
-            held_out[split] = _draw(_read(config, name), config, seed)
+            held_out[split] = _draw(_read(config, name), config.held_out, seed)
             continue
         count = max(len(data) // 10, 1) if split == "test" else max(len(data) // 9, 1)
         if len(data) <= count:
@@ -64,6 +64,12 @@ def _read(config: DataConfig, split: str) -> Dataset:
     reader = _READERS.get(os.path.splitext(path)[1].lower())
     if reader and not os.path.isfile(path):
         raise TrainingError(f"there is no data file {config.path}")
+    one_split = TrainingError(
+        f"data {config.path} is one split, so it has no other called {split}; leave out "
+        "validation_split and test_split, and a tenth each is held out"
+    )
+    if reader and split != config.split:
+        raise one_split
     try:
         if reader:
             data = load_dataset(reader, data_files={split: path}, split=split)
@@ -71,9 +77,14 @@ def _read(config: DataConfig, split: str) -> Dataset:
             os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")
         ):
             data = load_from_disk(path)
+            if not isinstance(data, DatasetDict) and split != config.split:
+                raise one_split
             data = data[split] if isinstance(data, DatasetDict) else data
         else:
-            data = load_dataset(config.path, config.name, split=split)
+            place = path if os.path.exists(path) else config.path
+            data = load_dataset(place, config.name, split=split)
+    except TrainingError:
+        raise
     except Exception as error:  # of many kinds, from readers, the file system and the Hub
         raise TrainingError(
             f"data {config.path} (split {split}) cannot be read: {type(error).__name__}: {error}"
@@ -89,7 +100,7 @@ def _read(config: DataConfig, split: str) -> Dataset:
     return data
 
 
-def _draw(data: Dataset, config: DataConfig, seed: int) -> Dataset:
+def _draw(data: Dataset, most: int | None, seed: int) -> Dataset:
     # Not `data.shuffle`: it writes a cache beside the data.
     order = torch.randperm(len(data), generator=torch.Generator("cpu").manual_seed(seed))
-    return data.select(order[: config.samples].tolist())
+    return data.select(order[:most].tolist())

@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -17,9 +17,11 @@ from mergekit_ace.training.distill_config import DistillConfig
 from mergekit_ace.training.errors import Diverged
 from mergekit_ace.training.models import local_folder
 from mergekit_ace.training.order import step_indices
+from mergekit_ace.training.processes import new_accelerator
 from mergekit_ace.training.school import School
 from mergekit_ace.training.state import (
     RunFolder,
+    file_states,
     load_checkpoint,
     module_tensors,
     optimizer_tensors,
@@ -45,28 +47,35 @@ def run_distillation(
     Raises:
         TrainingError: something about the config, the models or the data is wrong.
     """
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(mixed_precision=config.mixed_precision)
+    accelerator = new_accelerator(config.mixed_precision)
     quiet = quiet or not accelerator.is_main_process
     folder = RunFolder(out)
     kind = kind_of(config.task)
-    places = [
-        local_folder(reference, folder.path / "adapters", config.trust_remote_code)
-        for reference in (config.teacher, config.student)
-    ]
+    with accelerator.main_process_first():
+        places = [
+            local_folder(reference, folder.path / "adapters", config.trust_remote_code)
+            for reference in (config.teacher, config.student)
+        ]
     if accelerator.is_main_process:
-        folder.claim(
-            {"config": config.model_dump(mode="json"), "files": _sizes(places)},
-            overwrite=overwrite,
-        )
+        identity = {
+            "config": config.model_dump(mode="json"),
+            "processes": accelerator.num_processes,
+            "files": file_states([*places, config.data.path]),
+        }
+        folder.claim(identity, overwrite=overwrite)
     accelerator.wait_for_everyone()
     if (folder.path / RECORD).exists():  # this very run, complete
         return folder.path
     school = School.open(config, kind, places, folder, accelerator, quiet=quiet)
     progress = _train(school, folder, quiet=quiet)
+    accelerator.wait_for_everyone()
+    best = load_checkpoint(folder.state / "best.safetensors")
+    assert best is not None
+    school.student.load_state_dict(with_prefix(best[0], "student."))
+    loss, agreement = school.evaluate("test")
     if accelerator.is_main_process:
-        _write(school, progress, folder)
+        scores = {"test_loss": loss, "test_agreement": agreement, "kept": best[1]}
+        _write(school, {**scores, "log": progress.log}, folder)
     accelerator.wait_for_everyone()
     return folder.path
 
@@ -144,6 +153,8 @@ def _step(school: School, optimizer: torch.optim.Optimizer, step: int, count: in
         totals += torch.tensor([float(loss.detach()), positions], dtype=torch.float64)
     total, positions = school.sum(totals).tolist()
     for parameter in school.student.parameters():
+        if parameter.grad is None and school.accelerator.num_processes > 1:
+            parameter.grad = torch.zeros_like(parameter)  # every process takes part in every sum
         if parameter.grad is not None:
             if school.accelerator.num_processes > 1:
                 parameter.grad = school.accelerator.reduce(parameter.grad, reduction="sum")
@@ -165,16 +176,11 @@ def _judge(school: School, progress: Progress, folder: RunFolder) -> None:
             save_checkpoint(folder.state / "best.safetensors", best, line)
 
 
-def _write(school: School, progress: Progress, folder: RunFolder) -> None:
-    """The best student as an ordinary checkpoint; last the record, which says it is complete."""
-    best = load_checkpoint(folder.state / "best.safetensors")
-    assert best is not None
-    school.student.load_state_dict(with_prefix(best[0], "student."))
+def _write(school: School, record: dict[str, Any], folder: RunFolder) -> None:
+    """The student as an ordinary checkpoint; last the record, which says it is complete."""
     school.student.save_pretrained(folder.path)
     if school.processor is not None:
         school.processor.save_pretrained(folder.path)
-    loss, agreement = school.evaluate("test")
-    record = {"test_loss": loss, "test_agreement": agreement, "kept": best[1], "log": progress.log}
     write_text(folder.path / RECORD, json.dumps(record, indent=1))
     for path in folder.state.glob("*.safetensors"):
         path.unlink()
@@ -188,8 +194,3 @@ def _learning_rate(config: DistillConfig, step: int, total: int) -> float:
         return training.learning_rate * (step + 1) / warmup
     share = (step - warmup) / max(total - warmup, 1)
     return training.learning_rate * 0.5 * (1 + math.cos(math.pi * share))
-
-
-def _sizes(places: Sequence[str]) -> dict[str, list[int]]:
-    files = [p for place in places for p in sorted(Path(place).glob("*.safetensors"))]
-    return {str(p): [p.stat().st_size, p.stat().st_mtime_ns] for p in files}

@@ -55,14 +55,15 @@ class Models:
     kind: Kind
 
     @classmethod
-    def find(cls, config: TrainConfig, folder: RunFolder) -> Models:
+    def find(cls, config: TrainConfig, folder: RunFolder, accelerator: Accelerator) -> Models:
         """Find all models before anything is computed."""
         kind = kind_of(config.task)
         adapters = folder.path / "adapters"
-        base, *experts = (
-            local_folder(reference, adapters, config.trust_remote_code)
-            for reference in (config.base_model, *(expert.model for expert in config.models))
-        )
+        with accelerator.main_process_first():  # the first one downloads, and merges adapters
+            base, *experts = (
+                local_folder(reference, adapters, config.trust_remote_code)
+                for reference in (config.base_model, *(expert.model for expert in config.models))
+            )
         return cls(base, tuple(experts), load_processor([base, *experts], kind, config), kind)
 
 
@@ -107,7 +108,8 @@ class Family:
         base = load_model(models.base, kind, config)
         names = merged_parameters(base, kind, config.exclude)
         _check_base(base, names, models.base)
-        weights = map_weights(base, names, models.base, folder.state / "base.safetensors")
+        with accelerator.main_process_first():  # the first one writes a copy, if one is needed
+            weights = map_weights(base, names, models.base, folder.state / "base.safetensors")
         if kind.has_heads and accelerator.is_main_process:
             save_backbone(base, folder.backbone(None))
         experts, data, teachers, heads = [], [], [], Heads()
@@ -128,9 +130,17 @@ class Family:
             heads.add(model, kind)
             del model
         dtype = getattr(torch, config.dtype)
-        if config.device_map is not None:
-            base = load_model(models.base, kind, config, dtype, device_map=config.device_map)
-        base = base.to(dtype) if config.device_map else base.to(accelerator.device, dtype)
+        # Loaded anew where the dtype differs: `to` would round the buffers of rotary embeddings.
+        if config.device_map is not None or base.dtype != dtype:
+            del base
+            base = load_model(models.base, kind, config, dtype, **_placement(config))
+        if config.device_map is None:
+            base = base.to(accelerator.device)
+        elif any(parameter.is_meta for parameter in base.parameters()):
+            raise TrainingError(
+                f"the base model {config.base_model} does not fit into the memory of all GPUs "
+                "together; try dtype: bfloat16"
+            )
         groups = _groups(names, config)
         return cls(config, models, base, names, weights, experts, heads, data, teachers, groups)
 
@@ -205,7 +215,10 @@ def _label(
     if path.exists():
         return
     expert = config.models[row]
-    model.to(accelerator.device)
+    if config.device_map is None:
+        model.to(accelerator.device)
+    else:
+        model = load_model(models.experts[row], models.kind, config, **_placement(config))
     splits = label_rows(
         model,
         load_rows(expert.data, config.training.seed),
@@ -219,12 +232,18 @@ def _label(
             batches, desc=f"labels of {expert.task}, {split}", unit="batch", disable=quiet
         ),
     )
-    model.cpu()
+    if config.device_map is None:
+        model.cpu()
     test = splits["test"]
     accuracy = None
     if "true" in test.fields:
         accuracy = float((test.fields["true"][0] == test.fields["hard"][0]).float().mean())
     save_examples(splits, path, {"accuracy": json.dumps(accuracy)})
+
+
+def _placement(config: TrainConfig) -> dict[str, Any]:
+    """How transformers shall place a model."""
+    return {} if config.device_map is None else {"device_map": config.device_map}
 
 
 def _groups(names: Sequence[str], config: TrainConfig) -> Tensor:

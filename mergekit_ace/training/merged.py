@@ -91,7 +91,7 @@ class MergedModel:
         """Add what the last backward pass left on the devices to `products`."""
         for column, partial in enumerate(self._partial):
             if partial is not None:
-                self.products[:, column] += partial.cpu()
+                self.products[:, column] += partial.cpu().double()
         self._partial = [None] * len(self.names)
 
     def _collector(self, column: int) -> Callable[[Tensor], None]:
@@ -101,11 +101,13 @@ class MergedModel:
             assert gradient is not None
             flat = gradient.reshape(-1)
             if len(flat) <= SMALL:
-                sums = (self._kept(column, parameter.device)[1] @ flat.float()).double()
+                sums = self._kept(column, parameter.device)[1] @ flat.float()
                 self._add(column, sums)
                 parameter.grad = None
                 return
-            sums = torch.zeros(len(self._experts), dtype=torch.float64, device=parameter.device)
+            # Apple's devices have no float64
+            wide = torch.float32 if parameter.device.type == "mps" else torch.float64
+            sums = torch.zeros(len(self._experts), dtype=wide, device=parameter.device)
             ones = [1.0] * len(self._experts)
             for part, _, deltas in self._blocks(column, parameter.device, ones):
                 piece = flat[part].float()

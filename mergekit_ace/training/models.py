@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,18 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from torch import nn
 
 from mergekit_ace.training.errors import TrainingError
 from mergekit_ace.training.tasks import Kind
 
 if TYPE_CHECKING:
+    from mergekit.common import ModelReference
     from transformers import PreTrainedModel
 
     from mergekit_ace.training.config import TrainConfig
     from mergekit_ace.training.distill_config import DistillConfig
 
     Settings = TrainConfig | DistillConfig  # what is asked of them here is in both
+
+
+# Of a model on the Hub.
+_NEEDED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.py", "*.jinja"]
 
 
 def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str:
@@ -38,15 +45,34 @@ def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str
 
     try:
         parsed = ModelReference.model_validate(reference)
-        merged = parsed.merged(str(adapters), trust_remote_code, "float32")
-        folder = merged.local_path()
+        folder = _merged(parsed, adapters, trust_remote_code) if parsed.lora else parsed.model.path
+        if not os.path.exists(folder):
+            folder = snapshot_download(
+                parsed.model.path, revision=parsed.model.revision, allow_patterns=_NEEDED
+            )
     except Exception as error:  # of many kinds, from pydantic, the Hub and the file system
         raise TrainingError(
             f"model {reference} can neither be found as a folder nor loaded from the Hub: {error}"
         ) from error
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise TrainingError(f"the folder {folder} of model {reference} has no config.json")
+    if not any(name.endswith(".safetensors") for name in os.listdir(folder)):
+        raise TrainingError(
+            f"model {reference} has no safetensors files; load it with transformers and save it "
+            "again by save_pretrained, which writes them"
+        )
     return folder
+
+
+def _merged(reference: ModelReference, adapters: Path, trust_remote_code: bool) -> str:
+    """The folder of a model with its adapter, which appears there only when it is complete."""
+    name = hashlib.sha256(str(reference).encode()).hexdigest()[:16]
+    if not (adapters / name).exists():
+        partial = adapters / "partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        whole = reference.merged(str(partial), trust_remote_code, "float32")
+        os.replace(whole.model.path, adapters / name)
+    return str(adapters / name)
 
 
 def load_model(

@@ -12,6 +12,7 @@ import mergekit_ace
 from mergekit_ace.coefficients import CoefficientFile, Contents, Expert, MergedTensor, expand
 from mergekit_ace.training.compare import as_json, as_table, score_coefficients, simple_merges
 from mergekit_ace.training.config import TrainConfig
+from mergekit_ace.training.errors import Diverged
 from mergekit_ace.training.family import Family
 from mergekit_ace.training.loop import Trained, train, write_log
 from mergekit_ace.training.output import inline_config, merge_config, write_config
@@ -36,13 +37,16 @@ def compare(
     rows: dict[str, Score] = {}
     if all(accuracy is not None for accuracy in family.teachers):
         accuracies = tuple(float(accuracy) for accuracy in family.teachers if accuracy is not None)
-        rows["each expert on its own"] = Score(0.0, accuracies)
+        rows["each expert on its own"] = Score(None, accuracies)
     rows |= simple_merges(session, statistics.shape[:2])
     if config.compare.direct and config.learner.input != "direct":
         direct = config.learner.model_copy(update={"input": "direct"})
         path = folder.state / "direct.safetensors"
-        other = train(session, direct, statistics, depths, path, quiet=quiet)
-        rows["coefficients learned directly"] = score_coefficients(session, other.coefficients)
+        try:
+            other = train(session, direct, statistics, depths, path, quiet=quiet)
+            rows["coefficients learned directly"] = score_coefficients(session, other.coefficients)
+        except Diverged:  # a row less, no reason to lose the others
+            pass
     rows["StatsMerging"] = score_coefficients(session, trained.coefficients)
     return rows
 
@@ -60,6 +64,9 @@ def coefficient_file(
         prefix = f"{family.module.base_model_prefix}."
         stored = {n: tuple({*s, n.removeprefix(prefix)}) for n, s in stored.items()}
     merged = {name for names in stored.values() for name in names}
+    frozen = set(stored_tensors(family.models.base))
+    if family.models.kind.has_heads:
+        frozen |= set(family.module.base_model.state_dict())
     contents = Contents(
         base_model=family.config.base_model,
         experts=tuple(
@@ -67,7 +74,7 @@ def coefficient_file(
             for expert, path in zip(family.config.models, family.models.experts, strict=True)
         ),
         tensors=tuple(MergedTensor(name=name, stored=stored[name]) for name in family.names),
-        frozen=tuple(sorted(set(stored_tensors(family.models.base)) - merged)),
+        frozen=tuple(sorted(frozen - merged)),
         granularity=family.config.granularity,
         learner=family.config.learner,
         config=family.config.model_dump(mode="json"),

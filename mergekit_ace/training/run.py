@@ -4,19 +4,15 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
-
-from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
 
 from mergekit_ace.coefficients import CoefficientFile
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.family import Family, Models
 from mergekit_ace.training.loop import train
+from mergekit_ace.training.processes import new_accelerator
 from mergekit_ace.training.results import coefficient_file, compare, write_results
-from mergekit_ace.training.state import RunFolder
+from mergekit_ace.training.state import RunFolder, file_states
 
 
 def run_training(
@@ -27,12 +23,12 @@ def run_training(
     Raises:
         TrainingError: something about the config, the models or the data is wrong.
     """
-    accelerator = new_accelerator(config)
+    accelerator = new_accelerator(config.mixed_precision)
     quiet = quiet or not accelerator.is_main_process
     folder = RunFolder(out)
-    models = Models.find(config, folder)
+    models = Models.find(config, folder, accelerator)
     if accelerator.is_main_process:
-        folder.claim(_identity(config, models), overwrite=overwrite)
+        folder.claim(_identity(config, models, accelerator.num_processes), overwrite=overwrite)
     accelerator.wait_for_everyone()
     family = Family.prepare(config, models, folder, accelerator, quiet=quiet)
     session = family.session(config, accelerator)
@@ -53,20 +49,11 @@ def run_training(
     return file
 
 
-def new_accelerator(config: TrainConfig) -> Accelerator:
-    """One accelerator, alone or of several processes."""
-    # While one process lets the experts answer, the others wait: for hours, if need be.
-    patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
-    return Accelerator(mixed_precision=config.mixed_precision, kwargs_handlers=[patience])
-
-
-def _identity(config: TrainConfig, models: Models) -> dict[str, Any]:
+def _identity(config: TrainConfig, models: Models, processes: int) -> dict[str, Any]:
     """Config and files: what makes two runs the same."""
-    files = {}
-    paths = [Path(e.data.path) for e in config.models if os.path.isfile(e.data.path)]
-    for folder in (models.base, *models.experts):
-        paths += sorted(Path(folder).glob("*.safetensors"))
-    for path in paths:
-        status = path.stat()
-        files[str(path)] = [status.st_size, status.st_mtime_ns]
-    return {"config": config.model_dump(mode="json"), "files": files}
+    data = [expert.data.path for expert in config.models]
+    return {
+        "config": config.model_dump(mode="json"),
+        "processes": processes,
+        "files": file_states([models.base, *models.experts, *data]),
+    }

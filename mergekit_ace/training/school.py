@@ -202,8 +202,10 @@ def _encode(
                 pairs.append(pair)
         if not pairs:
             raise TrainingError(f"data {config.data.path}: nothing to learn in the {split} split")
-        if pairs and kind.unanswered(pairs[0][0]):
-            pairs = [_completed(pair, config, kind, teacher, theirs) for pair in pairs]
+        pairs = [
+            _completed(pair, config, kind, teacher, theirs) if kind.unanswered(pair[0]) else pair
+            for pair in pairs
+        ]
         sides[f"mine-{split}"] = Examples.pack([pair[0] for pair in pairs])
         sides[f"theirs-{split}"] = Examples.pack([pair[1] for pair in pairs])
     return sides

@@ -33,12 +33,13 @@ class Score:
     """How the merge does on one split.
 
     Attributes:
-        loss: mean over experts of the mean loss per position, against the labels.
+        loss: mean over experts of the mean loss per position, against the labels; None where it
+            was not measured.
         accuracy: share of right answers per expert, 0 to 1: against the truth where the data has
             it, else against the expert's own answers.
     """
 
-    loss: float
+    loss: float | None
     accuracy: tuple[float, ...]
 
     @property
@@ -92,7 +93,8 @@ class Session:
         self.write(coefficients)
         self.merged.clear()
         losses = torch.zeros(len(self.data), dtype=torch.float64)
-        scale = FLOAT16_SCALE if self.config.mixed_precision == "fp16" else 1.0
+        half = self.config.mixed_precision == "fp16" or self.config.dtype == "float16"
+        scale = FLOAT16_SCALE if half else 1.0
         for task, splits in enumerate(self.data):
             examples = splits["train"]
             indices = step_indices(self.config.training.seed, task, step, self.batch, len(examples))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,13 @@ class RunFolder:
         """Where the backbone of a classifier is kept; None for that of the base model."""
         return self.path / "backbones" / ("base" if expert is None else f"expert-{expert}")
 
+    def _drop(self) -> None:
+        """Everything of the run that was here; what is complete looks so no longer."""
+        for name in ("coefficients.safetensors", "distillation.json", "merge.yml", "inline.yml"):
+            (self.path / name).unlink(missing_ok=True)
+        for folder in (self.state, self.path / "backbones"):
+            shutil.rmtree(folder, ignore_errors=True)
+
     def claim(self, identity: dict[str, Any], *, overwrite: bool) -> None:
         """Make the folder this run's, or find that it is already.
 
@@ -50,9 +57,7 @@ class RunFolder:
         record = self.state / "run.json"
         known = _read_json(record)
         if known is not None and overwrite and _differences(known, identity):
-            shutil.rmtree(self.state)
-            shutil.rmtree(self.path / "backbones", ignore_errors=True)
-            (self.path / "distillation.json").unlink(missing_ok=True)
+            self._drop()
             known = None
         if known is not None:
             changed = _differences(known, identity)
@@ -70,6 +75,18 @@ class RunFolder:
         shutil.rmtree(self.state, ignore_errors=True)
         self.state.mkdir(parents=True)
         write_text(record, json.dumps(identity, indent=1))
+
+
+def file_states(paths: Iterable[str]) -> dict[str, list[int]]:
+    """Size and time of change of every file at or below `paths`; names on a Hub have none."""
+    states = {}
+    for path in map(Path, map(os.path.expanduser, paths)):
+        files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
+        for file in files:
+            if file.is_file():
+                status = file.stat()
+                states[str(file)] = [status.st_size, status.st_mtime_ns]
+    return states
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from mergekit_ace.training.config import DataConfig, Labels
 from mergekit_ace.training.data import SPLITS, Rows
+from mergekit_ace.training.encoding import Batch
 from mergekit_ace.training.errors import TrainingError
 from mergekit_ace.training.examples import Example, Examples
-from mergekit_ace.training.tasks import Batch, Kind
+from mergekit_ace.training.tasks import Kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,6 +67,10 @@ def label_rows(
                 answered += kind.complete(teacher, open_ones, data, processor)
             labelled += _label(teacher, answered, kind, data, labels, top_k)
         splits[split] = Examples.pack(labelled)
+        if labels == "true" and "true" not in splits[split].fields:
+            raise TrainingError(
+                f"labels: true, but not all {split} samples of data {data.path} have the truth"
+            )
     return splits
 
 

@@ -64,6 +64,7 @@ WRONG = [
     ("labels", "true", "needs the `completion` column of org/math"),
     ("learner.hidden", 3, "greater than or equal to 4"),
     ("expert_storage", "cloud", "disk"),
+    ("device_map", "cpu", "auto"),
 ]
 
 
@@ -71,6 +72,13 @@ WRONG = [
 def test_what_is_wrong_is_said(path, value, message):
     with pytest.raises(ValidationError, match=message):
         TrainConfig.model_validate(changed(path, value))
+
+
+def test_a_device_map_is_for_language_models():
+    data = {"path": "d", "text": "t"}
+    config = {**GOOD, "task": "sequence-classification", "device_map": "auto"}
+    with pytest.raises(ValidationError, match="device_map is for language models"):
+        TrainConfig.model_validate({**config, "models": [{"model": "m", "data": data}]})
 
 
 def test_true_classes_need_a_column():

@@ -83,6 +83,21 @@ def test_data_that_cannot_be_used(tmp_path, rows, settings, message):
         load_rows(config(path, **settings), 0)
 
 
+def test_one_split_has_no_others(tmp_path):
+    path = write_rows(tmp_path / "d.jsonl", ROWS)
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    for source in (path, tmp_path / "saved"):
+        with pytest.raises(TrainingError, match="is one split, so it has no other called test"):
+            load_rows(config(source, test_split="test"), 0)
+
+
+def test_named_splits_are_limited_by_held_out(tmp_path):
+    parts = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS)}
+    DatasetDict(parts).save_to_disk(tmp_path / "d")
+    rows = load_rows(config(tmp_path / "d", test_split="test", samples=20, held_out=30), 0)
+    assert (len(rows.train) + len(rows.validation), len(rows.test)) == (20, 30)
+
+
 def test_files_that_are_missing_or_broken(tmp_path):
     with pytest.raises(TrainingError, match="there is no data file"):
         load_rows(config(tmp_path / "d.jsonl"), 0)

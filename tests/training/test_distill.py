@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from checkpoints import fine_tuned, tiny_llama
 from families import sentence, tokenizer, vit_family, write_rows
 from pydantic import ValidationError
@@ -125,6 +129,25 @@ def test_a_finished_run_is_not_repeated(images, tmp_path, monkeypatch):
     assert distil(config, tmp_path / "out") == out
     with pytest.raises(TrainingError, match=r"another run; changed .*config\.alpha"):
         distil({**config, "alpha": 0.5}, tmp_path / "out")
+
+
+def test_two_processes_are_one_with_twice_the_batch(images, tmp_path):
+    _, config = images
+    config = {**config, "training": {**FAST, "epochs": 2, "batch_size": 4}}
+    (tmp_path / "distill.yml").write_text(yaml.safe_dump(config))
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "mergekit_ace.cli", "distill", tmp_path / "distill.yml", tmp_path / "two"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    config["training"]["batch_size"] = 8
+    one = record(distil(config, tmp_path / "one"))
+    two = record(tmp_path / "two")
+    for mine, other in zip(one["log"], two["log"], strict=True):
+        assert mine == pytest.approx(other, rel=1e-3)
+    assert one["test_loss"] == pytest.approx(two["test_loss"], rel=1e-3)
 
 
 class Killed(BaseException):

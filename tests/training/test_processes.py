@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from families import llama_family, parsed
@@ -40,7 +41,9 @@ def test_two_processes_are_one_with_twice_the_batch(tmp_path):
     torch.testing.assert_close(two.coefficients, one.coefficients, rtol=1e-5, atol=1e-5)
     assert one.coefficients.std() > 0.01
     for name, score in two.contents.scores.items():
-        assert abs(score["loss"] - one.contents.scores[name]["loss"]) < 1e-5
+        other = one.contents.scores[name]
+        assert score["accuracy"] == pytest.approx(other["accuracy"], abs=1e-5)
+        assert score["loss"] == pytest.approx(other["loss"], abs=1e-5)
 
 
 def test_accumulated_gradients_are_one_with_twice_the_batch(tmp_path):

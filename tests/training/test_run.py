@@ -206,6 +206,45 @@ def test_another_run_s_folder_is_refused_unless_overwritten(llama, tmp_path):
     assert not torch.equal(run(other, out, overwrite=True).coefficients, first.coefficients)
 
 
+def test_overwriting_leaves_nothing_that_looks_complete(llama, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    run(changed(llama, max_steps=1), out)
+    _killed_after(monkeypatch, session_module.Session, "gradient", 0)
+    with pytest.raises(Killed):
+        run(changed(llama, max_steps=2), out, overwrite=True)
+    assert not (out / "coefficients.safetensors").exists()
+    assert not (out / "merge.yml").exists()
+
+
+def test_a_comparison_that_diverges_loses_nothing(llama, tmp_path, monkeypatch):
+    def diverging(*_, **__):
+        raise Diverged("only the comparison")
+
+    monkeypatch.setattr(results_module, "train", diverging)
+    file = run({**llama, "compare": {"direct": True}}, tmp_path / "out")
+    assert "StatsMerging" in file.contents.scores
+    assert "coefficients learned directly" not in file.contents.scores
+
+
+def test_changed_data_is_another_run(tmp_path):
+    config = llama_family(tmp_path / "family")
+    run(changed(config, max_steps=1), tmp_path / "out")
+    path = Path(config["models"][0]["data"]["path"])
+    path.write_text(path.read_text() + json.dumps({"text": "w1 w2 w3"}) + "\n")
+    with pytest.raises(TrainingError, match=r"changed since then: files\..*data0"):
+        run(changed(config, max_steps=1), tmp_path / "out")
+
+
+def test_an_excluded_part_of_a_backbone(tmp_path, mergekit_yaml):
+    run({**bert_family(tmp_path / "family"), "exclude": ["embeddings"]}, tmp_path / "out")
+    merged = mergekit_yaml(yaml.safe_load((tmp_path / "out" / "merge.yml").read_text()))
+    got, base = (
+        load_file(f / "model.safetensors") for f in (merged, tmp_path / "out/backbones/base")
+    )
+    name = "embeddings.word_embeddings.weight"
+    assert torch.equal(got[name], base[name])
+
+
 def test_a_changed_checkpoint_is_another_run(tmp_path):
     config = llama_family(tmp_path / "family")
     run(changed(config, max_steps=1), tmp_path / "out")
@@ -229,7 +268,8 @@ def test_where_the_experts_lie_changes_nothing(llama, tmp_path):
 @pytest.mark.parametrize("kind", ["shared", "concatenated", "direct"])
 def test_coefficients_per_block_and_task(llama, tmp_path, granularity, kind):
     learner = {"hidden": 8, "input": kind, "activation": "identity"}
-    file = run({**llama, "granularity": granularity, "learner": learner}, tmp_path / "out")
+    config = {**llama, "granularity": granularity, "learner": learner}
+    run(changed(config, evaluate_every=1, epochs=4, learning_rate=0.03), tmp_path / "out")
     file = CoefficientFile.load(tmp_path / "out" / "coefficients.safetensors")
     for name, column in file.columns.items():
         partner = {
@@ -253,16 +293,23 @@ def test_training_lowers_the_loss(llama, tmp_path, labels, activation):
     assert sum(losses[-epoch:]) < sum(losses[:epoch])
 
 
-def test_the_kept_network_is_that_of_the_best_evaluation(llama, tmp_path):
-    out = tmp_path / "out"
-    config = changed(llama, evaluate_every=1, epochs=4, learning_rate=0.1)  # it gets worse again
-    file = run(config, out)
-    log = log_of(out)
-    losses = {e["step"]: e["validation_loss"] for e in log if "validation_loss" in e}
-    best = min(losses, key=losses.__getitem__)
-    assert 0 < best < max(losses)
-    short = run(changed(config, max_steps=best), tmp_path / "short")
-    torch.testing.assert_close(file.coefficients, short.coefficients)
+def test_the_kept_network_is_that_of_the_best_evaluation(llama, tmp_path, monkeypatch):
+    losses = [5.0, 4.0, 3.0, 3.5, 3.0, 6.0]
+    seen = []
+
+    def scripted(self, split):
+        seen.append(split)
+        return session_module.Score(losses[min(seen.count("validation"), 6) - 1], (0.5, 0.5))
+
+    monkeypatch.setattr(session_module.Session, "evaluate", scripted)
+    file = run(changed(llama, evaluate_every=1, max_steps=5), tmp_path / "out")
+    assert [e["validation_loss"] for e in log_of(tmp_path / "out") if "loss" not in e] == losses
+    seen.clear()
+    short = run(changed(llama, evaluate_every=1, max_steps=2), tmp_path / "short")
+    assert torch.equal(file.coefficients, short.coefficients)
+    seen.clear()
+    longer = run(changed(llama, evaluate_every=1, max_steps=3), tmp_path / "longer")
+    assert torch.equal(longer.coefficients, short.coefficients)
 
 
 def test_patience_ends_a_training(llama, tmp_path):

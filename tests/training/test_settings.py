@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from families import llama_family, parsed, tokenizer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -37,7 +38,8 @@ def test_experts_that_are_adapters(tmp_path, mergekit_yaml):
     name = "model.layers.1.mlp.up_proj.weight"
     whole = adapted.merge_and_unload().state_dict()[name]
     first, second = file.coefficients[:, file.columns[name]].double()
-    expected = origin[name] + first * (whole - origin[name]) + second * (other[name] - origin[name])
+    zero = origin[name].double()
+    expected = zero + first * (whole.double() - zero) + second * (other[name].double() - zero)
     torch.testing.assert_close(got[name].double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -46,6 +48,15 @@ def llama(tmp_path_factory) -> dict:
     return llama_family(tmp_path_factory.mktemp("llama"))
 
 
+@pytest.fixture
+def no_accelerator():
+    """accelerate knows one precision a process; a user has one process a training."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("no_accelerator")
 @pytest.mark.parametrize(
     ("settings", "bar"),
     [
@@ -57,7 +68,7 @@ def llama(tmp_path_factory) -> dict:
 def test_the_first_gradient_is_nearly_that_of_float32(llama, tmp_path, settings, bar):
     """After one step of plain descent the coefficients tell the gradient."""
     from mergekit_ace.training.family import Family, Models
-    from mergekit_ace.training.run import new_accelerator
+    from mergekit_ace.training.processes import new_accelerator
     from mergekit_ace.training.state import RunFolder
 
     gradients = []
@@ -65,8 +76,9 @@ def test_the_first_gradient_is_nearly_that_of_float32(llama, tmp_path, settings,
         config = parsed({**llama, **change})
         folder = RunFolder(tmp_path / str(number))
         folder.state.mkdir(parents=True)
-        accelerator = new_accelerator(config)
-        models = Models.find(config, folder)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = new_accelerator(config.mixed_precision)
+        models = Models.find(config, folder, accelerator)
         family = Family.prepare(config, models, folder, accelerator, quiet=True)
         session = family.session(config, accelerator)
         start = torch.full((2, len(family.names)), 0.3)

@@ -24,7 +24,8 @@ def words():
 
 
 def supervised(example, words) -> str:
-    return words.decode(example["input_ids"][example["supervised"]])
+    chosen = example["input_ids"][example["supervised"]]
+    return " ".join(words.convert_ids_to_tokens(chosen.tolist()))
 
 
 def encode(row, words, task="causal-lm", **columns):
@@ -39,7 +40,7 @@ def test_every_token_of_a_text_but_the_first(words):
 
 def test_a_completion_and_its_end(words):
     row = {"q": "w1 w2", "a": "w3 w4"}
-    assert supervised(encode(row, words, prompt="q", completion="a"), words) == "w3 w4</s>"
+    assert supervised(encode(row, words, prompt="q", completion="a"), words) == "w3 w4 </s>"
     open_one = encode(row, words, prompt="q")
     assert not open_one["supervised"].any()
     assert "true" not in open_one

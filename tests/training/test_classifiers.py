@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classifiers that read their answer at the last token, whatever pads the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import tokenizer
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from mergekit_ace.training.config import DataConfig
+from mergekit_ace.training.tasks import kind_of
+
+
+@pytest.mark.parametrize("pad", [None, 0, 5])
+def test_a_padded_batch_is_answered_like_each_alone(pad):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_labels=3,
+        pad_token_id=pad,
+    )
+    model = LlamaForSequenceClassification(config).eval()
+    kind, data = kind_of("sequence-classification"), DataConfig(path="d", text="t")
+    texts = ["w1 w2 w3 w4 w5 w6", "w7 w8", "w9 w10 w11 <pad>"]  # the last ends in token 0
+    samples = [kind.encode({"t": text}, data, tokenizer()) for text in texts]
+    if pad == 0:
+        samples = samples[:2]
+    with torch.no_grad():
+        together = kind.logits(model, kind.collate(samples))
+        alone = torch.cat([kind.logits(model, kind.collate([sample])) for sample in samples])
+        states = [model.model(input_ids=s["input_ids"][None]).last_hidden_state for s in samples]
+        naive = torch.cat([model.score(state[:, -1]) for state in states])
+    torch.testing.assert_close(together, naive, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(alone, naive, rtol=1e-4, atol=1e-5)
+    assert model.config.pad_token_id == pad
+
+
+def test_texts_are_cut_to_what_the_model_can_read():
+    words = tokenizer()
+    words.model_max_length = 4
+    data = DataConfig(path="d", text="t")
+    sample = kind_of("sequence-classification").encode({"t": "w1 " * 9}, data, words)
+    assert len(sample["input_ids"]) == 4
