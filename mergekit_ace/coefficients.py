@@ -11,15 +11,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from mergekit_ace.files import save_tensors
 from mergekit_ace.learner import Learner, LearnerConfig
 
 FORMAT = "mergekit-ace coefficients"
@@ -170,9 +169,7 @@ class CoefficientFile:
             "version": str(VERSION),
             "contents": self.contents.model_dump_json(),
         }
-        partial = Path(f"{os.fspath(path)}.partial")
-        save_file(tensors, partial, metadata)
-        os.replace(partial, path)
+        save_tensors(path, tensors, metadata)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> CoefficientFile:

@@ -166,7 +166,7 @@ def run_ace(family: str) -> dict[str, Any]:
     accelerator, folder = new_accelerator(config.mixed_precision), RunFolder(out)
     models = Models.find(config, folder, accelerator)
     family_ = Family.prepare(config, models, folder, accelerator, quiet=True)
-    session = family_.session(config, accelerator)
+    session = family_.session(accelerator)
     merged = (
         type(session.merged.module).from_pretrained(
             out / "ace", num_labels=2, ignore_mismatched_sizes=True

@@ -29,22 +29,16 @@ def simple_merges(session: Session, shape: Sequence[int]) -> dict[str, Score]:
         Scores on the test split by name. Of the weights of task arithmetic, that with the least
         loss on the validation split.
     """
-    rows = {
-        "base model": score_coefficients(session, torch.zeros(*shape)),
-        "uniform (mean of the experts)": score_coefficients(
-            session, torch.full(tuple(shape), 1 / shape[0])
-        ),
-    }
+
+    def equal(weight: float, split: str = "test") -> Score:
+        return score_coefficients(session, torch.full(tuple(shape), float(weight)), split)
+
+    rows = {"base model": equal(0), "uniform (mean of the experts)": equal(1 / shape[0])}
     weights = session.config.compare.task_arithmetic
     if weights:
-        losses: dict[float, float] = {
-            w: score_coefficients(session, torch.full(tuple(shape), w), "validation").loss
-            for w in weights
-        }
+        losses = {weight: equal(weight, "validation").loss for weight in weights}
         best = min(losses, key=losses.__getitem__)
-        rows[f"task arithmetic, weight {best:g} (best of {len(weights)})"] = score_coefficients(
-            session, torch.full(tuple(shape), best)
-        )
+        rows[f"task arithmetic, weight {best:g} (best of {len(weights)})"] = equal(best)
     return rows
 
 

@@ -58,31 +58,8 @@ def load_rows(config: DataConfig, seed: int) -> Rows:
 
 
 def _read(config: DataConfig, split: str) -> Dataset:
-    from datasets import DatasetDict, load_dataset, load_from_disk
-
-    path = os.path.expanduser(config.path)
-    reader = _READERS.get(os.path.splitext(path)[1].lower())
-    if reader and not os.path.isfile(path):
-        raise TrainingError(f"there is no data file {config.path}")
-    one_split = TrainingError(
-        f"data {config.path} is one split, so it has no other called {split}; leave out "
-        "validation_split and test_split, and a tenth each is held out"
-    )
-    if reader and split != config.split:
-        raise one_split
     try:
-        if reader:
-            data = load_dataset(reader, data_files={split: path}, split=split)
-        elif any(
-            os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")
-        ):
-            data = load_from_disk(path)
-            if not isinstance(data, DatasetDict) and split != config.split:
-                raise one_split
-            data = data[split] if isinstance(data, DatasetDict) else data
-        else:
-            place = path if os.path.exists(path) else config.path
-            data = load_dataset(place, config.name, split=split)
+        data = _open(config, split)
     except TrainingError:
         raise
     except Exception as error:  # of many kinds, from readers, the file system and the Hub
@@ -96,6 +73,29 @@ def _read(config: DataConfig, split: str) -> Dataset:
         raise TrainingError(
             f"data {config.path} has no column {', '.join(missing)}; it has "
             f"{', '.join(data.column_names)}"
+        )
+    return data
+
+
+def _open(config: DataConfig, split: str) -> Dataset:
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    path = os.path.expanduser(config.path)
+    reader = _READERS.get(os.path.splitext(path)[1].lower())
+    if reader and not os.path.isfile(path):
+        raise TrainingError(f"there is no data file {config.path}")
+    if reader:
+        data = load_dataset(reader, data_files=path, split="train")
+    elif any(os.path.isfile(os.path.join(path, n)) for n in ("state.json", "dataset_dict.json")):
+        data = load_from_disk(path)
+        if isinstance(data, DatasetDict):
+            return data[split]
+    else:
+        return load_dataset(path if os.path.exists(path) else config.path, config.name, split=split)
+    if split != config.split:
+        raise TrainingError(
+            f"data {config.path} is one split, so it has no other called {split}; leave out "
+            "validation_split and test_split, and a tenth each is held out"
         )
     return data
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from mergekit_ace.files import write_text
 from mergekit_ace.training.distill_config import DistillConfig
 from mergekit_ace.training.errors import Diverged
 from mergekit_ace.training.models import local_folder
 from mergekit_ace.training.order import step_indices
-from mergekit_ace.training.processes import new_accelerator
+from mergekit_ace.training.processes import new_accelerator, sum_over_processes
 from mergekit_ace.training.school import School
 from mergekit_ace.training.state import (
     RunFolder,
@@ -28,7 +29,6 @@ from mergekit_ace.training.state import (
     restore_optimizer,
     save_checkpoint,
     with_prefix,
-    write_text,
 )
 from mergekit_ace.training.tasks import kind_of
 
@@ -151,14 +151,12 @@ def _step(school: School, optimizer: torch.optim.Optimizer, step: int, count: in
         loss, _, positions = school.loss("train", part)
         loss.backward()
         totals += torch.tensor([float(loss.detach()), positions], dtype=torch.float64)
-    total, positions = school.sum(totals).tolist()
+    total, positions = sum_over_processes(school.accelerator, totals).tolist()
     for parameter in school.student.parameters():
         if parameter.grad is None and school.accelerator.num_processes > 1:
             parameter.grad = torch.zeros_like(parameter)  # every process takes part in every sum
         if parameter.grad is not None:
-            if school.accelerator.num_processes > 1:
-                parameter.grad = school.accelerator.reduce(parameter.grad, reduction="sum")
-            parameter.grad /= positions
+            parameter.grad = sum_over_processes(school.accelerator, parameter.grad) / positions
     torch.nn.utils.clip_grad_norm_(school.student.parameters(), 1.0)
     optimizer.step()
     return total / positions

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from mergekit_ace.files import save_tensors
 
 # A sample: inputs of a model and, after the teacher has seen it, `hard` (P,), `soft_values` and
 # `soft_indices` (P, k) and `true` (P,), for its P supervised positions.
@@ -70,9 +70,7 @@ def save_examples(splits: Mapping[str, Examples], path: Path, metadata: dict[str
         for name, (tensor, ends) in examples.fields.items():
             tensors[f"{split}/{name}"] = tensor.contiguous()
             tensors[f"{split}/{name}/ends"] = ends
-    partial = path.with_name(path.name + ".partial")
-    save_file(tensors, partial, metadata)
-    os.replace(partial, path)
+    save_tensors(path, tensors, metadata)
 
 
 def load_examples(path: Path) -> tuple[dict[str, Examples], dict[str, str]]:

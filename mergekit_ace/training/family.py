@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from tqdm import tqdm
 from mergekit_ace.depth import block_of, relative_depths
 from mergekit_ace.statistics import Moments, combine, features, measure_moments
 from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.data import load_rows
+from mergekit_ace.training.data import Rows, load_rows
 from mergekit_ace.training.errors import TrainingError
 from mergekit_ace.training.examples import load_examples, save_examples
 from mergekit_ace.training.merged import MergedModel
@@ -24,6 +25,7 @@ from mergekit_ace.training.models import (
     check_expert,
     load_model,
     load_processor,
+    load_skeleton,
     local_folder,
     merged_parameters,
     save_backbone,
@@ -75,6 +77,7 @@ class Family:
         config, models: what it was made of.
         module: the model that is written; holds the base at first.
         names: of the L merged parameters, input first.
+        stored: under which names the base has them on disk.
         base, experts: their weights.
         heads: of the experts.
         data: splits by expert.
@@ -86,6 +89,7 @@ class Family:
     models: Models
     module: PreTrainedModel
     names: list[str]
+    stored: dict[str, tuple[str, ...]]
     base: MappedWeights
     experts: list[MappedWeights]
     heads: Heads
@@ -107,24 +111,27 @@ class Family:
         kind = models.kind
         base = load_model(models.base, kind, config)
         names = merged_parameters(base, kind, config.exclude)
-        _check_base(base, names, models.base)
+        stored = stored_names(base, names, models.base)
+        _check_base(stored, models.base)
+        for expert, path in zip(config.models, models.experts, strict=True):
+            check_expert(load_skeleton(path, kind, config), base, names, expert.model)
+        rows = _unlabelled_rows(config, folder) if accelerator.is_main_process else {}
         with accelerator.main_process_first():  # the first one writes a copy, if one is needed
             weights = map_weights(base, names, models.base, folder.state / "base.safetensors")
         if kind.has_heads and accelerator.is_main_process:
             save_backbone(base, folder.backbone(None))
         experts, data, teachers, heads = [], [], [], Heads()
-        for row, (expert, path) in enumerate(zip(config.models, models.experts, strict=True)):
+        for row, path in enumerate(models.experts):
             model = load_model(path, kind, config)
-            check_expert(model, base, names, expert.model)
             copy = folder.state / f"expert-{row}.safetensors"
-            if accelerator.is_main_process:
-                map_weights(model, names, path, copy)
-                if kind.has_heads:
-                    save_backbone(model, folder.backbone(row))
-                _label(config, models, model, row, folder, accelerator, quiet=quiet)
+            with accelerator.main_process_first():
+                experts.append(map_weights(model, names, path, copy))
+            if kind.has_heads and accelerator.is_main_process:
+                save_backbone(model, folder.backbone(row))
+            if row in rows:
+                _label(config, models, model, row, rows[row], folder, accelerator, quiet=quiet)
             accelerator.wait_for_everyone()
-            experts.append(map_weights(model, names, path, copy))
-            splits, metadata = load_examples(folder.state / f"labels-{row}.safetensors")
+            splits, metadata = load_examples(_labels(folder, row))
             data.append(splits)
             teachers.append(json.loads(metadata["accuracy"]))
             heads.add(model, kind)
@@ -142,11 +149,13 @@ class Family:
                 "together; try dtype: bfloat16"
             )
         groups = _groups(names, config)
-        return cls(config, models, base, names, weights, experts, heads, data, teachers, groups)
+        return cls(
+            config, models, base, names, stored, weights, experts, heads, data, teachers, groups
+        )
 
-    def session(self, config: TrainConfig, accelerator: Accelerator) -> Session:
+    def session(self, accelerator: Accelerator) -> Session:
         """What training and evaluation work with."""
-        storage = config.expert_storage
+        config, storage = self.config, self.config.expert_storage
         merged = MergedModel(self.module, self.base, self.experts, self.names, storage)
         kind = self.models.kind
         return Session(config, kind, accelerator, merged, self.heads, self.data, self.groups)
@@ -191,8 +200,22 @@ class Family:
         return torch.tensor(rows, dtype=torch.float64)
 
 
-def _check_base(base: PreTrainedModel, names: Sequence[str], folder: str) -> None:
-    missing = [name for name, stored in stored_names(base, names, folder).items() if not stored]
+def _unlabelled_rows(config: TrainConfig, folder: RunFolder) -> dict[int, Rows]:
+    """The data of the experts that have not answered yet, read before the first one does."""
+    return {
+        row: load_rows(expert.data, config.training.seed)
+        for row, expert in enumerate(config.models)
+        if not _labels(folder, row).exists()
+    }
+
+
+def _labels(folder: RunFolder, row: int) -> Path:
+    """Where the samples and labels of an expert are kept."""
+    return folder.state / f"labels-{row}.safetensors"
+
+
+def _check_base(stored: dict[str, tuple[str, ...]], folder: str) -> None:
+    missing = [name for name, known in stored.items() if not known]
     if missing:
         raise TrainingError(
             f"the base model {folder} has no {missing[0]} on disk"
@@ -206,14 +229,12 @@ def _label(
     models: Models,
     model: PreTrainedModel,
     row: int,
+    rows: Rows,
     folder: RunFolder,
     accelerator: Accelerator,
     *,
     quiet: bool,
 ) -> None:
-    path = folder.state / f"labels-{row}.safetensors"
-    if path.exists():
-        return
     expert = config.models[row]
     if config.device_map is None:
         model.to(accelerator.device)
@@ -221,7 +242,7 @@ def _label(
         model = load_model(models.experts[row], models.kind, config, **_placement(config))
     splits = label_rows(
         model,
-        load_rows(expert.data, config.training.seed),
+        rows,
         expert.data,
         models.kind,
         models.processor,
@@ -238,7 +259,7 @@ def _label(
     accuracy = None
     if "true" in test.fields:
         accuracy = float((test.fields["true"][0] == test.fields["hard"][0]).float().mean())
-    save_examples(splits, path, {"accuracy": json.dumps(accuracy)})
+    save_examples(splits, _labels(folder, row), {"accuracy": json.dumps(accuracy)})
 
 
 def _placement(config: TrainConfig) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class CausalLanguageModel:
         written = _generate(model, ids, mask, data, filler)[:, width:]
         completed = []
         for sample, answer in zip(samples, written, strict=True):
-            answer = _until_end(answer, model, filler)
+            answer = _until_end(answer, model)
             known = sample["input_ids"]
             supervised = torch.arange(len(known) + len(answer)) >= len(known)
             completed.append({"input_ids": torch.cat((known, answer)), "supervised": supervised})
@@ -119,7 +119,7 @@ class Seq2SeqLanguageModel:
         filler = _filler(processor)
         ids, mask = batch["input_ids"], batch["attention_mask"]
         written = _generate(model, ids, mask, data, filler)[:, 1:]  # after the start token
-        answers = [_until_end(answer, model, filler) for answer in written]
+        answers = [_until_end(answer, model) for answer in written]
         pairs = zip(samples, answers, strict=True)
         return [{**sample, "target_ids": answer} for sample, answer in pairs]
 
@@ -205,7 +205,7 @@ def _generate(
     ).cpu()
 
 
-def _until_end(answer: Tensor, model: PreTrainedModel, filler: int) -> Tensor:
+def _until_end(answer: Tensor, model: PreTrainedModel) -> Tensor:
     """What was written up to and with the first end token; at least one token."""
     ends = model.generation_config.eos_token_id
     ends = torch.tensor([ends] if isinstance(ends, int) else list(ends or ()), dtype=torch.long)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from mergekit_ace.files import write_text
 from mergekit_ace.learner import Learner, LearnerConfig
 from mergekit_ace.training.config import TrainingConfig
-from mergekit_ace.training.errors import Diverged, TrainingError
+from mergekit_ace.training.errors import Diverged
 from mergekit_ace.training.session import Session
 from mergekit_ace.training.state import (
     load_checkpoint,
@@ -196,7 +197,4 @@ def _learning_rate(training: TrainingConfig, epoch: int) -> float:
 
 def write_log(path: Path, progress: Progress) -> None:
     """`training.jsonl`: a line per step and per evaluation."""
-    try:
-        path.write_text("".join(json.dumps(line) + "\n" for line in progress.log))
-    except OSError as error:
-        raise TrainingError(f"{path} cannot be written: {error}") from error
+    write_text(path, "".join(json.dumps(line) + "\n" for line in progress.log))

@@ -78,7 +78,7 @@ class MergedModel:
                 flat.copy_(base + columns[column].to(parameter.device) @ deltas)
                 continue
             for part, base, deltas in self._blocks(column, parameter.device, row):
-                total = base.float() if base.dtype != torch.float32 else base.clone()
+                total = base.to(torch.float32, copy=True)
                 for coefficient, delta in deltas:
                     total.add_(delta, alpha=coefficient)
                 flat[part].copy_(total)

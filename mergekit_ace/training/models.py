@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from huggingface_hub import snapshot_download
 from torch import nn
 
 from mergekit_ace.training.errors import TrainingError
+from mergekit_ace.training.state import file_states
 from mergekit_ace.training.tasks import Kind
 
 if TYPE_CHECKING:
@@ -66,7 +68,9 @@ def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str
 
 def _merged(reference: ModelReference, adapters: Path, trust_remote_code: bool) -> str:
     """The folder of a model with its adapter, which appears there only when it is complete."""
-    name = hashlib.sha256(str(reference).encode()).hexdigest()[:16]
+    parts = [reference.model.path, reference.lora.path]
+    identity = json.dumps([str(reference), file_states(parts)])
+    name = hashlib.sha256(identity.encode()).hexdigest()[:16]
     if not (adapters / name).exists():
         partial = adapters / "partial"
         shutil.rmtree(partial, ignore_errors=True)
@@ -94,6 +98,20 @@ def load_model(
                 f"model {folder} cannot be loaded for task: {config.task}: {error}"
             ) from error
     return model.eval().requires_grad_(False)
+
+
+def load_skeleton(folder: str, kind: Kind, config: Settings) -> PreTrainedModel:
+    """The architecture of a model without its weights: names and shapes, no memory."""
+    from accelerate import init_empty_weights
+
+    with _quiet():
+        settings = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=config.trust_remote_code
+        )
+        with init_empty_weights():
+            return getattr(transformers, kind.auto_class).from_config(
+                settings, trust_remote_code=config.trust_remote_code
+            )
 
 
 def load_processor(folders: list[str], kind: Kind, config: Settings) -> Any:

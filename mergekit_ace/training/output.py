@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from mergekit_ace.coefficients import CoefficientFile
+from mergekit_ace.files import write_text
 
 
 def merge_config(
@@ -82,9 +83,7 @@ def _filters(values: dict[str, float], other: float) -> list[dict[str, Any]]:
 def write_config(path: Path, config: dict[str, Any], notes: Sequence[str]) -> None:
     """A config with comments on top."""
     text = "".join(f"# {note}\n" for note in notes) + yaml.safe_dump(config, sort_keys=False)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, text)
 
 
 def _models(file: CoefficientFile, folders: Sequence[str]) -> list[Any]:

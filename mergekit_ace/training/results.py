@@ -10,16 +10,16 @@ from torch import Tensor
 
 import mergekit_ace
 from mergekit_ace.coefficients import CoefficientFile, Contents, Expert, MergedTensor, expand
+from mergekit_ace.files import write_text
 from mergekit_ace.training.compare import as_json, as_table, score_coefficients, simple_merges
-from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.errors import Diverged
 from mergekit_ace.training.family import Family
 from mergekit_ace.training.loop import Trained, train, write_log
 from mergekit_ace.training.output import inline_config, merge_config, write_config
 from mergekit_ace.training.plots import draw
 from mergekit_ace.training.session import Score, Session
-from mergekit_ace.training.state import RunFolder, write_text
-from mergekit_ace.training.weights import MappedWeights, stored_names, stored_tensors
+from mergekit_ace.training.state import RunFolder
+from mergekit_ace.training.weights import MappedWeights, stored_tensors
 
 
 def compare(
@@ -59,7 +59,7 @@ def coefficient_file(
     rows: dict[str, Score],
 ) -> CoefficientFile:
     """The result, expanded from groups to tensors."""
-    stored = stored_names(family.module, family.names, family.models.base)
+    stored = family.stored
     if family.models.kind.has_heads:  # as in the backbones, and in merges of them
         prefix = f"{family.module.base_model_prefix}."
         stored = {n: tuple({*s, n.removeprefix(prefix)}) for n, s in stored.items()}
@@ -94,7 +94,6 @@ def coefficient_file(
 
 def write_results(
     file: CoefficientFile,
-    config: TrainConfig,
     family: Family,
     trained: Trained,
     rows: dict[str, Score],
@@ -103,6 +102,7 @@ def write_results(
     quiet: bool,
 ) -> None:
     """All files of the output folder; the coefficients last, so that they mean it is complete."""
+    config = family.config
     table = as_table(rows, [expert.task for expert in config.models])
     write_text(folder.path / "scores.md", table + "\n")
     write_log(folder.path / "training.jsonl", trained.progress)

@@ -31,7 +31,7 @@ def run_training(
         folder.claim(_identity(config, models, accelerator.num_processes), overwrite=overwrite)
     accelerator.wait_for_everyone()
     family = Family.prepare(config, models, folder, accelerator, quiet=quiet)
-    session = family.session(config, accelerator)
+    session = family.session(accelerator)
     statistics, depths = family.statistics(folder, accelerator, quiet=quiet)
     trained = train(
         session,
@@ -44,7 +44,7 @@ def run_training(
     rows = compare(session, trained, family, statistics, depths, folder, quiet=quiet)
     file = coefficient_file(family, trained, statistics, depths, rows)
     if accelerator.is_main_process:
-        write_results(file, config, family, trained, rows, folder, quiet=quiet)
+        write_results(file, family, trained, rows, folder, quiet=quiet)
     accelerator.wait_for_everyone()
     return file
 

@@ -17,6 +17,7 @@ from mergekit_ace.training.errors import TrainingError
 from mergekit_ace.training.examples import Example, Examples, load_examples, save_examples
 from mergekit_ace.training.losses import distillation_loss
 from mergekit_ace.training.models import load_model, load_processor
+from mergekit_ace.training.processes import own_batches, samples_per_step, sum_over_processes
 from mergekit_ace.training.state import RunFolder, with_prefix
 from mergekit_ace.training.tasks import CausalLanguageModel, Kind
 from mergekit_ace.training.teachers import move
@@ -98,14 +99,13 @@ class School:
     def batch(self) -> int:
         """Samples in a step, all processes together."""
         training = self.config.training
-        processes = self.accelerator.num_processes
-        return training.batch_size * training.gradient_accumulation * processes
+        return samples_per_step(
+            self.accelerator, training.batch_size, training.gradient_accumulation
+        )
 
     def shares(self, indices: list[int]) -> list[list[int]]:
         """This process's samples, in batches."""
-        mine = indices[self.accelerator.process_index :: self.accelerator.num_processes]
-        size = self.config.training.batch_size
-        return [mine[start : start + size] for start in range(0, len(mine), size)]
+        return own_batches(self.accelerator, indices, self.config.training.batch_size)
 
     def loss(self, split: str, indices: list[int]) -> tuple[Tensor, int, int]:
         """Summed loss, how often the student says what the teacher says, and positions."""
@@ -139,15 +139,8 @@ class School:
             loss, right, positions = self.loss(split, part)
             totals += torch.tensor([float(loss), right, positions], dtype=torch.float64)
         self.student.train()
-        loss, right, positions = self.sum(totals).tolist()
+        loss, right, positions = sum_over_processes(self.accelerator, totals).tolist()
         return loss / positions, right / positions
-
-    def sum(self, numbers: Tensor) -> Tensor:
-        """Over all processes."""
-        if self.accelerator.num_processes == 1:
-            return numbers
-        numbers = numbers.to(self.accelerator.device)
-        return self.accelerator.reduce(numbers, reduction="sum").cpu()
 
 
 def _by_text(config: DistillConfig, theirs: Any, mine: Any) -> bool:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from mergekit_ace.training.losses import collate_labels, summed_loss
 from mergekit_ace.training.merged import MergedModel
 from mergekit_ace.training.models import Heads
 from mergekit_ace.training.order import step_indices
+from mergekit_ace.training.processes import own_batches, samples_per_step, sum_over_processes
 from mergekit_ace.training.tasks import Kind
 from mergekit_ace.training.teachers import move
 
@@ -72,8 +73,9 @@ class Session:
     def batch(self) -> int:
         """Samples of each expert in a step, all processes together."""
         training = self.config.training
-        processes = self.accelerator.num_processes
-        return training.batch_size * training.gradient_accumulation * processes
+        return samples_per_step(
+            self.accelerator, training.batch_size, training.gradient_accumulation
+        )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -99,13 +101,13 @@ class Session:
             examples = splits["train"]
             indices = step_indices(self.config.training.seed, task, step, self.batch, len(examples))
             positions = sum(examples.length("hard", index) for index in indices)
-            for part in self._mine(indices):
+            for part in self._own(indices):
                 loss = self._loss(task, examples, part) / positions
                 (scale * loss / len(self.data)).backward()
                 losses[task] += loss.detach().double().cpu()
             self.merged.collect()
-        losses = self._sum(losses)
-        gradient = self._sum(self.merged.products) / scale
+        losses = sum_over_processes(self.accelerator, losses)
+        gradient = sum_over_processes(self.accelerator, self.merged.products) / scale
         for task, loss in enumerate(losses.tolist()):
             if loss != loss or loss == float("inf"):
                 name = self.config.models[task].task
@@ -122,9 +124,9 @@ class Session:
         totals = torch.zeros(len(self.data), 3, dtype=torch.float64)  # loss, right, positions
         for task, splits in enumerate(self.data):
             examples = splits[split]
-            for part in self._mine(list(range(len(examples)))):
+            for part in self._own(list(range(len(examples)))):
                 totals[task] += self._totals(task, examples, part)
-        loss, right, positions = self._sum(totals).unbind(1)
+        loss, right, positions = sum_over_processes(self.accelerator, totals).unbind(1)
         return Score(float((loss / positions).mean()), tuple((right / positions).tolist()))
 
     def _totals(self, task: int, examples: Examples, indices: list[int]) -> Tensor:
@@ -148,15 +150,5 @@ class Session:
         labels = collate_labels(examples, indices, self.config.labels)
         return logits, move(labels, logits.device)
 
-    def _mine(self, indices: list[int]) -> Iterator[list[int]]:
-        """This process's share, in batches."""
-        mine = indices[self.accelerator.process_index :: self.accelerator.num_processes]
-        size = self.config.training.batch_size
-        return (mine[start : start + size] for start in range(0, len(mine), size))
-
-    def _sum(self, numbers: Tensor) -> Tensor:
-        """Over all processes."""
-        if self.accelerator.num_processes == 1:
-            return numbers.clone()
-        device = self.accelerator.device
-        return self.accelerator.reduce(numbers.to(device), reduction="sum").cpu()
+    def _own(self, indices: list[int]) -> list[list[int]]:
+        return own_batches(self.accelerator, indices, self.config.training.batch_size)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from mergekit_ace.files import save_tensors, write_text
 from mergekit_ace.training.errors import TrainingError
 
 # Settings that do not change the result: a run may go on with others.
@@ -56,24 +56,22 @@ class RunFolder:
         """
         record = self.state / "run.json"
         known = _read_json(record)
-        if known is not None and overwrite and _differences(known, identity):
-            self._drop()
-            known = None
-        if known is not None:
-            changed = _differences(known, identity)
-            if changed:
-                raise TrainingError(
-                    f"{self.path} holds the state of another run; changed since then: "
-                    f"{', '.join(changed)}. Choose another folder, or --overwrite to drop it"
-                )
+        changed = _differences(known, identity) if known is not None else []
+        if known is not None and not changed:
             return
-        if self.state.exists() and any(self.state.iterdir()) and not overwrite:
+        if overwrite:
+            self._drop()
+        elif changed:
+            raise TrainingError(
+                f"{self.path} holds the state of another run; changed since then: "
+                f"{', '.join(changed)}. Choose another folder, or --overwrite to drop it"
+            )
+        elif self.state.exists() and any(self.state.iterdir()):
             raise TrainingError(
                 f"{self.state} is not empty, but not the state of a run; choose another folder, or "
                 "--overwrite to drop it"
             )
-        shutil.rmtree(self.state, ignore_errors=True)
-        self.state.mkdir(parents=True)
+        self.state.mkdir(parents=True, exist_ok=True)
         write_text(record, json.dumps(identity, indent=1))
 
 
@@ -89,19 +87,10 @@ def file_states(paths: Iterable[str]) -> dict[str, list[int]]:
     return states
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
 def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Tensors and JSON-able facts in one safetensors file, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
     owned = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    save_file(owned, partial, {"facts": json.dumps(facts)})
-    os.replace(partial, path)
+    save_tensors(path, owned, {"facts": json.dumps(facts)})
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from mergekit_ace.files import save_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,9 +85,7 @@ def map_weights(
             return mapped
     if not copy.exists():
         copy.parent.mkdir(parents=True, exist_ok=True)
-        partial = copy.with_name(copy.name + ".partial")
-        save_file({name: p.cpu().contiguous() for name, p in parameters.items()}, partial)
-        os.replace(partial, copy)
+        save_tensors(copy, {name: p.cpu().contiguous() for name, p in parameters.items()})
     return MappedWeights({name: (str(copy), name) for name in parameters})
 
 

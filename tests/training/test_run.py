@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from checkpoints import fine_tuned
+from checkpoints import fine_tuned, tiny_llama
 from families import (
     bert_family,
     llama_family,
@@ -453,6 +453,24 @@ def test_wrong_inputs_are_named(llama, tmp_path, change, message):
         run(config, tmp_path / "out")
 
 
+@pytest.mark.parametrize("what", ["data", "shapes"])
+def test_mistakes_of_the_last_expert_are_found_before_the_first_answers(
+    tmp_path, monkeypatch, what
+):
+    config = llama_family(tmp_path / "family")
+    if what == "data":
+        config["models"][1]["data"]["text"] = "body"
+    else:
+        tiny_llama(intermediate_size=64).save_pretrained(config["models"][1]["model"])
+
+    def forbidden(*_, **__):
+        raise AssertionError("an expert was asked")
+
+    monkeypatch.setattr(teachers_module, "_label", forbidden)
+    with pytest.raises(TrainingError):
+        run(config, tmp_path / "out")
+
+
 def test_an_empty_data_set(llama, tmp_path):
     config = copy.deepcopy(llama)
     config["models"][0]["data"]["path"] = write_rows(tmp_path / "empty.jsonl", [])
@@ -480,8 +498,6 @@ def test_other_tokenizers_are_refused(tmp_path):
 
 
 def test_experts_of_another_shape_are_refused(tmp_path):
-    from checkpoints import tiny_llama
-
     config = llama_family(tmp_path / "family")
     tiny_llama(intermediate_size=64).save_pretrained(config["models"][1]["model"])
     with pytest.raises(

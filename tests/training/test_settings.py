@@ -80,7 +80,7 @@ def test_the_first_gradient_is_nearly_that_of_float32(llama, tmp_path, settings,
         accelerator = new_accelerator(config.mixed_precision)
         models = Models.find(config, folder, accelerator)
         family = Family.prepare(config, models, folder, accelerator, quiet=True)
-        session = family.session(config, accelerator)
+        session = family.session(accelerator)
         start = torch.full((2, len(family.names)), 0.3)
         gradients.append(session.gradient(start, 0)[0])
     exact, rough = gradients
