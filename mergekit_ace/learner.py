@@ -32,7 +32,9 @@ class LearnerConfig(BaseModel):
         statistics: at least one; `statistics.STATISTICS`.
         rank: r, how many singular values, 1 to 64.
         statistics_of: the expert's task vector Δ_k or its weights θ_k.
-        activation: over the raw outputs: ``softmax`` over the experts, ``relu`` or ``identity``.
+        activation: over the raw outputs: ``softmax`` over the experts, ``relu`` or ``identity``. The
+            paper has both softmax and its "without softmax" variant; of the two, the default is
+            the one that merged better on both families of examples/statsmerging.
         initial: what every coefficient starts at with ``relu`` and ``identity``. Softmax starts
             at 1/K.
     """
@@ -46,7 +48,7 @@ class LearnerConfig(BaseModel):
     statistics: tuple[Statistic, ...] = STATISTICS
     rank: Annotated[int, Field(ge=1, le=64)] = 3
     statistics_of: Literal["task_vector", "weights"] = "task_vector"
-    activation: Literal["softmax", "relu", "identity"] = "softmax"
+    activation: Literal["softmax", "relu", "identity"] = "identity"
     initial: Number = 0.3
 
     @model_validator(mode="after")

@@ -19,7 +19,12 @@ from dictionaries import (
     random_lines,
 )
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,9 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, name: str):
+def train(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, name: str
+) -> None:
     """Train in place, with a progress bar."""
     rng = random.Random(recipe.seed)
     dictionaries = make_dictionaries()
@@ -102,17 +109,18 @@ def train_family(folder: Path) -> None:
         torch.manual_seed(BASE.seed)
         model = new_model(tokenizer)
         train(model, tokenizer, BASE, "base")
-        _save(model, tokenizer, folder / "base")
+        save_model(model, tokenizer, folder / "base")
     for language, recipe in EXPERTS.items():
         if (folder / language).exists():
             continue
         torch.manual_seed(recipe.seed)
         model = LlamaForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
         train(model, tokenizer, recipe, language)
-        _save(model, tokenizer, folder / language)
+        save_model(model, tokenizer, folder / language)
 
 
-def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, target: Path) -> None:
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, target: Path) -> None:
+    """Write the checkpoint whole or not at all."""
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)

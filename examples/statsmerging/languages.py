@@ -11,10 +11,18 @@ from pathlib import Path
 QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 
-from dictionaries import KEYS, NEW_LANGUAGES, PAIRS, make_dictionaries  # noqa: E402
-from family import train_family  # noqa: E402
+from dictionaries import (  # noqa: E402
+    KEYS,
+    NEW_LANGUAGES,
+    PAIRS,
+    make_dictionaries,
+    make_tokenizer,
+    random_lines,
+)
+from family import Recipe, save_model, train, train_family  # noqa: E402
 
 LINES = {"train": 256, "validation": 128, "test": 384}
+DISTILLED_LINES = 512
 
 
 def write_data(folder: Path) -> None:
@@ -67,3 +75,38 @@ def prepare(folder: Path) -> str:
     write_data(folder)
     save_splits(folder)
     return str(QUICKSTART / "family" / "base")
+
+
+def train_gpt2(folder: Path) -> str:
+    """A GPT-2 that knows the first new language and no other; its folder."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    target = folder / "gpt2"
+    if not target.exists():
+        tokenizer = make_tokenizer()
+        torch.manual_seed(9)
+        config = GPT2Config(
+            vocab_size=len(tokenizer),
+            n_positions=64,
+            n_embd=128,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        model = GPT2LMHeadModel(config)
+        recipe = Recipe(NEW_LANGUAGES[:1], None, steps=400, peak=2e-3, seed=9)
+        train(model, tokenizer, recipe, "GPT-2")
+        save_model(model, tokenizer, target)
+    return str(target)
+
+
+def write_lines(folder: Path) -> str:
+    """Whole lines of the first new language, for the distillation; the file."""
+    path = folder / "lines.jsonl"
+    dictionary = make_dictionaries()[NEW_LANGUAGES[0]]
+    lines = random_lines([dictionary], DISTILLED_LINES, random.Random(200))
+    path.write_text("".join(json.dumps({"line": line}) + "\n" for line in lines))
+    return str(path)

@@ -3,10 +3,11 @@
 
 python examples/statsmerging/statsmerging.py images       # pip install scikit-learn
 python examples/statsmerging/statsmerging.py languages
-python examples/statsmerging/statsmerging.py images --only "rank 1" "rank 5"
+python examples/statsmerging/statsmerging.py images --only "rank 1" "rank 5" --seeds 0 1 2
 
 Every row is a training of its own, kept in `results-FAMILY.jsonl`: rows that are there are not
-repeated, so a run that was stopped goes on.
+repeated, so a run that was stopped goes on. A seed changes the learner's first weights and the
+order of the samples; the family stays the same.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from mergekit_ace.training.run import run_training
 HERE = Path(__file__).resolve().parent
 STATISTICS = ("mean", "variance", "magnitude", "singular_values")
 Settings = dict[str, Any]
+Row = dict[str, Any]
 
 # What every row starts from. Shared and concatenated learners want different learning rates.
 COMMON: dict[str, Settings] = {
@@ -59,8 +61,6 @@ def rows(family: str) -> dict[str, Settings]:
         "statistics of the weights": {"learner": {"statistics_of": "weights"}},
         "soft labels": {"labels": "soft"},
     }
-    if family == "languages":
-        return table
     table |= {
         f"without {name.replace('_', ' ')}": {
             "learner": {"statistics": [other for other in STATISTICS if other != name]}
@@ -68,8 +68,9 @@ def rows(family: str) -> dict[str, Settings]:
         for name in STATISTICS
     }
     table |= {f"rank {rank}": {"learner": {"rank": rank}} for rank in (1, 2, 4, 5)}
+    if family == "images":  # the languages' experts are always right: true labels are the hard ones
+        table["true labels"] = {"labels": "true"}
     table |= {
-        "true labels": {"labels": "true"},
         "transformer, shared": {
             "learner": {"input": "shared", "network": "transformer", "hidden": 64}
         },
@@ -82,7 +83,7 @@ def rows(family: str) -> dict[str, Settings]:
     return table
 
 
-def settings(family: str, change: Settings) -> Settings:
+def settings(family: str, change: Settings, seed: int = 0) -> Settings:
     """A `train.yml`."""
     folder = HERE / f"family-{family}"
     if family == "images":
@@ -101,6 +102,8 @@ def settings(family: str, change: Settings) -> Settings:
 
         base, task = languages.prepare(folder), "causal-lm"
         experts = languages.expert_configs(folder)
+        if change.get("heterogeneous"):
+            experts[0]["model"] = distil_gpt2(folder, base)
         counts = [languages.LINES["train"]] * len(experts)
     common = COMMON[family]
     if "share" in change:
@@ -113,6 +116,7 @@ def settings(family: str, change: Settings) -> Settings:
         epochs = steps // -(-max(samples) // common["batch_size"]) + 1
         common = {**common, "epochs": epochs, "max_steps": steps, "evaluate_every": every}
         common["scheduler"] = {"step": epochs}
+    rate = change.get("rate", common["learning_rate"])
     return {
         "base_model": base,
         "models": experts,
@@ -120,7 +124,7 @@ def settings(family: str, change: Settings) -> Settings:
         "granularity": change.get("granularity", "tensor"),
         "labels": change.get("labels", "hard"),
         "learner": DEFAULT | change.get("learner", {}),
-        "training": common | ({"learning_rate": change["rate"]} if "rate" in change else {}),
+        "training": common | {"learning_rate": rate, "seed": seed},
         "compare": {"direct": False},
     }
 
@@ -137,12 +141,28 @@ def distil_wines(folder: Path) -> None:
     run_distillation(DistillConfig.model_validate(config), folder / "wines-student", quiet=True)
 
 
-def run_row(family: str, change: Settings) -> dict[str, Any]:
+def distil_gpt2(folder: Path, base: str) -> str:
+    """The first language of a GPT-2 into the Llama's architecture; the student's folder."""
+    import languages
+
+    config = {
+        "teacher": languages.train_gpt2(folder),
+        "student": base,
+        "task": "causal-lm",
+        "data": {"path": languages.write_lines(folder), "text": "line"},
+        "training": {"epochs": 10, "batch_size": 32, "learning_rate": 5e-4},
+    }
+    student = folder / "gpt2-student"
+    run_distillation(DistillConfig.model_validate(config), student, quiet=True)
+    return str(student)
+
+
+def run_row(family: str, change: Settings, seed: int) -> dict[str, Any]:
     """Train; the scores of all merges of the final comparison."""
     out = HERE / f"run-{family}"
     shutil.rmtree(out, ignore_errors=True)
     start = time.perf_counter()
-    config = TrainConfig.model_validate(settings(family, change))
+    config = TrainConfig.model_validate(settings(family, change, seed))
     file = run_training(config, out, quiet=True)
     return {"scores": file.contents.scores, "seconds": time.perf_counter() - start}
 
@@ -185,44 +205,60 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("family", choices=("images", "languages"))
     parser.add_argument("--only", nargs="+", metavar="ROW", help="rows to run, by their names")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
     parser.add_argument("--fresh", action="store_true", help="forget known results")
     arguments = parser.parse_args()
     disable_progress_bars()
     path = HERE / f"results-{arguments.family}.jsonl"
     if arguments.fresh:
         path.unlink(missing_ok=True)
-    known = {}
-    if path.exists():
-        known = {row["name"]: row for row in map(json.loads, path.read_text().splitlines())}
-    for name, change in rows(arguments.family).items():
-        if name in known or (arguments.only and name not in arguments.only):
-            continue
-        results = {name: run_row(arguments.family, change)}
-        if name == "layer-wise, concatenated":
-            results["ACE (no data)"] = run_ace(arguments.family)
-        for title, result in results.items():
-            known[title] = {"name": title, **result}
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(known[title]) + "\n")
-            print(f"{title}: {mean(known[title]):.3f} in {result['seconds']:.0f} s", flush=True)
+    known = read_results(path)
+    for seed in arguments.seeds:
+        for name, change in rows(arguments.family).items():
+            if (name, seed) in known or (arguments.only and name not in arguments.only):
+                continue
+            results = {name: run_row(arguments.family, change, seed)}
+            if name == "layer-wise, concatenated" and seed == 0:
+                results["ACE (no data)"] = run_ace(arguments.family)
+            for title, result in results.items():
+                row = {"name": title, "seed": seed, **result}
+                known[title, seed] = row
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(f"{title} ({seed}): {mean(own_accuracy(row)):.3f}", flush=True)
     print_table(known)
 
 
-def mean(row: dict[str, Any]) -> float:
-    """Mean accuracy of a row's own merge."""
-    accuracy = list(row["scores"].values())[-1]["accuracy"]
-    return sum(accuracy) / len(accuracy)
+def read_results(path: Path) -> dict[tuple[str, int], Row]:
+    """What earlier runs found, by name and seed."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {(row["name"], row["seed"]): row for row in map(json.loads, lines)}
 
 
-def print_table(known: dict[str, dict[str, Any]]) -> None:
-    """Markdown: the simple merges first."""
+def own_accuracy(row: Row) -> list[float]:
+    """Accuracy of a row's own merge, per task."""
+    return list(row["scores"].values())[-1]["accuracy"]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def print_table(known: dict[tuple[str, int], Row]) -> None:
+    """Markdown: the simple merges first; mean over tasks and seeds, the seeds' range, the tasks."""
     first = next(iter(known.values()))
-    lines = {name: score for name, score in first["scores"].items() if name != "StatsMerging"}
-    lines |= {name: list(row["scores"].values())[-1] for name, row in known.items()}
-    for name, score in lines.items():
-        shares = " | ".join(f"{share:.3f}" for share in score["accuracy"])
-        total = sum(score["accuracy"]) / len(score["accuracy"])
-        print(f"| {name} | {total:.3f} | {shares} |")
+    runs = {
+        name: [score["accuracy"]]
+        for name, score in first["scores"].items()
+        if name != "StatsMerging"
+    }
+    for (name, _), row in known.items():
+        runs.setdefault(name, []).append(own_accuracy(row))
+    for name, accuracies in runs.items():
+        totals = [mean(accuracy) for accuracy in accuracies]
+        spread = f"{min(totals):.3f}–{max(totals):.3f}" if len(totals) > 1 else ""
+        tasks = [f"{mean(list(task)):.3f}" for task in zip(*accuracies, strict=True)]
+        print(f"| {name} | {mean(totals):.3f} | {spread} | {' | '.join(tasks)} |")
 
 
 if __name__ == "__main__":
