@@ -6,8 +6,9 @@ task vectors -> heterogeneity -> covariance sums -> closed form -> spectrum -> a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from mergekit_ace.algebra.records import MatrixRecord
 from mergekit_ace.algebra.spectrum import WeakDirectionsError, isotropic_component
 from mergekit_ace.algebra.task_vectors import ActiveExperts, select_active, squared_norm
 
+Stage = Literal["closed form", "refined"]
+Observer = Callable[[Stage, Tensor], None]
 SOLVERS = {"primal": solve_primal, "tall": solve_tall, "lean": solve_lean, "dual": solve_dual}
 # Below this many operations float64 costs milliseconds on anything.
 SMALL_SYSTEM = 2**32
@@ -48,6 +51,7 @@ def merge_matrix(
     experts: Sequence[Tensor],
     weights: Sequence[float] | None = None,
     options: AceOptions | None = None,
+    observe: Observer | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge the versions of one matrix.
 
@@ -56,6 +60,8 @@ def merge_matrix(
         experts: W_t, each (o, i), finite.
         weights: w_t ≥ 0, one per expert; only their ratios matter; 0 leaves an expert out.
         options: see `AceOptions`.
+        observe: called with X, (o, i), of the closed form, and again once it is refined; from the
+            start if that has to be computed anew with more digits. It must not write to X.
 
     Working memory, beside the inputs and the result: at most four float32 matrices of max(i², o·i)
     entries, or in the dual form of max(N², o·i) with N = T·o, whatever T is, and six blocks of
@@ -82,10 +88,10 @@ def merge_matrix(
     *attempts, last = _attempts(base, active, plan)
     for attempt in attempts:
         try:
-            return _merge(base, active, options, plan, *attempt)
+            return _merge(base, active, options, plan, *attempt, observe)
         except (IllConditionedError, WeakDirectionsError):
             pass  # the next attempt keeps more digits
-    return _merge(base, active, options, plan, *last)
+    return _merge(base, active, options, plan, *last, observe)
 
 
 def _attempts(base: Tensor, active: ActiveExperts, plan: _Plan) -> list[tuple[Form, torch.dtype]]:
@@ -122,6 +128,7 @@ def _merge(
     plan: _Plan,
     form: Form,
     dtype: torch.dtype,
+    observe: Observer | None,
 ) -> tuple[Tensor, MatrixRecord]:
     """Steps 2 to 6 with products, factor and solve in `dtype`."""
     covariances = estimate_covariances(
@@ -131,6 +138,7 @@ def _merge(
         return merge_mean(base, active, options.scale)
     solution = SOLVERS[form](covariances, prior=options.structural_prior, refined=plan.rank > 0)
     merged, sigma_iso = solution.merged, None
+    _show(observe, "closed form", merged, covariances.unit)
     if solution.target is not None:
         size = squared_norm(merged) ** 0.5
         error = solution.error * size if dtype == torch.float32 else 0.0
@@ -138,6 +146,7 @@ def _merge(
         component, strength = isotropic_component(solution.target, plan.rank, error, allowed)
         merged.add_(component)
         sigma_iso = strength * covariances.unit
+        _show(observe, "refined", merged, covariances.unit)
     record = MatrixRecord(
         rule="ace",
         weight=active.spread(active.weights, 0.0),
@@ -155,3 +164,8 @@ def _merge(
         precision=str(dtype).removeprefix("torch."),
     )
     return merged.mul_(options.scale * covariances.unit).add_(base), record
+
+
+def _show(observe: Observer | None, stage: Stage, merged: Tensor, unit: float) -> None:
+    if observe is not None:
+        observe(stage, merged if unit == 1 else merged * unit)

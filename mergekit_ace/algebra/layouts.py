@@ -70,7 +70,7 @@ def merge_tensor(
         active = select_active(base, experts, weights, options.dtype)
         merged, record = merge_mean(base, active, options.scale)
         return merged, TensorRecord(tuple(base.shape), "mean", (record,))
-    views = [_as_matrices(tensor, layout) for tensor in (base, *experts)]
+    views = [as_matrices(tensor, layout) for tensor in (base, *experts)]
     parts, records = [], []
     for matrices in zip(*views, strict=True):
         part, record = merge_matrix(matrices[0], matrices[1:], weights, options)
@@ -82,7 +82,7 @@ def merge_tensor(
     return merged, TensorRecord(tuple(base.shape), layout, tuple(records))
 
 
-def _as_matrices(tensor: Tensor, layout: FixedLayout) -> tuple[Tensor, ...]:
+def as_matrices(tensor: Tensor, layout: FixedLayout) -> tuple[Tensor, ...]:
     """The matrices (o, i) of a tensor, as views where strides allow."""
     if layout == "flattened":
         return (tensor.flatten(start_dim=1),)
@@ -92,7 +92,7 @@ def _as_matrices(tensor: Tensor, layout: FixedLayout) -> tuple[Tensor, ...]:
 
 
 def _from_matrices(parts: Sequence[Tensor], shape: torch.Size, layout: FixedLayout) -> Tensor:
-    """The inverse of `_as_matrices`; the parts may differ in dtype, the widest one wins."""
+    """The inverse of `as_matrices`; the parts may differ in dtype, the widest one wins."""
     widest = parts[0].dtype
     for part in parts[1:]:
         widest = torch.promote_types(widest, part.dtype)

@@ -109,9 +109,14 @@ def _train(school: School, folder: RunFolder, *, quiet: bool) -> Progress:
             group["lr"] = rate
         loss = _step(school, optimizer, progress.step, count)
         if not math.isfinite(loss):
+            kept = (
+                f"the best student so far, of step {progress.best_step}, is kept in {folder.state}"
+                if math.isfinite(progress.best_loss)
+                else "no student was evaluated before that"
+            )
             raise Diverged(
-                f"the loss became {loss} in step {progress.step}; the best student so far, of step "
-                f"{progress.best_step}, is kept in {folder.state}. Lower training.learning_rate"
+                f"the loss became {loss} in step {progress.step}; {kept}. Lower "
+                "training.learning_rate"
             )
         progress.step += 1
         progress.log.append({"step": progress.step, "loss": loss, "learning_rate": rate})

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every number of a report against a plain computation in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from matrices import HETEROGENEOUS, family
+from reference import naive_ace
+from torch import Tensor
+
+from mergekit_ace.algebra import comparison
+from mergekit_ace.algebra.comparison import BINS, REACH, compare, compare_subspaces
+from mergekit_ace.algebra.directions import leading_directions, leading_spectrum
+from mergekit_ace.algebra.inspection import evenly_spaced, inspect_tensor
+from mergekit_ace.algebra.options import AceOptions
+
+OPTIONS = AceOptions()
+
+
+def deltas_of(base: Tensor, experts: list[Tensor]) -> list[Tensor]:
+    return [expert.double() - base.double() for expert in experts]
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (7,), (2, 5, 6), ()])
+def test_comparison(rng, shape):
+    base = torch.randn(shape, generator=rng)
+    experts = [base + s * torch.randn(shape, generator=rng) for s in (0.01, 1.0, 3.0)]
+    experts[1] = torch.where(torch.rand(shape, generator=rng) < 0.5, base, experts[1])
+    found = compare(base, experts)
+    deltas = [d.flatten() for d in deltas_of(base, experts)]
+    assert found.base_norm == pytest.approx(float(base.double().norm()))
+    assert found.norm == pytest.approx([float(d.norm()) for d in deltas])
+    assert found.unchanged == pytest.approx([float((d == 0).double().mean()) for d in deltas])
+    for s, one in enumerate(deltas):
+        for t, other in enumerate(deltas):
+            if one.norm() == 0 or other.norm() == 0:
+                assert found.cosine[s][t] is None
+                continue
+            cosine = float(one @ other / one.norm() / other.norm())
+            assert found.cosine[s][t] == pytest.approx(cosine, abs=1e-12)
+    unit = math.sqrt(sum(float(d.square().sum()) for d in deltas) / sum(len(d) for d in deltas))
+    assert found.unit == pytest.approx(unit)
+    width = 2 * REACH / BINS
+    for counts, delta in zip(found.histogram, deltas, strict=True):
+        expected = [0] * (BINS + 2)
+        for entry in (delta / unit).tolist():
+            place = math.floor((entry + REACH) / width)
+            expected[min(max(place, -1), BINS) + 1] += 1
+        assert list(counts) == expected
+
+
+def test_a_histogram_of_a_large_tensor_counts_evenly_spaced_entries(rng, monkeypatch):
+    monkeypatch.setattr(comparison, "SAMPLE", 100)
+    base = torch.randn(30, 20, generator=rng)
+    expert = base + torch.randn(30, 20, generator=rng)
+    counts = compare(base, [expert]).histogram[0]
+    assert sum(counts) == 100
+    whole = (expert - base).double()
+    sampled = whole.flatten()[::6] / whole.square().mean().sqrt()
+    assert counts[0] == (sampled < -REACH).sum()
+    inside = torch.histc(sampled, BINS, -REACH, REACH)
+    assert counts[1:-1] == tuple(inside.long().tolist())
+
+
+def test_comparison_of_what_cannot_be_compared():
+    base = torch.ones(3, 4)
+    found = compare(base, [base.clone(), base + 1])
+    assert found.unchanged == (1.0, 0.0)
+    assert found.cosine[0] == (None, None)
+    assert found.cosine[1] == (None, pytest.approx(1))
+    empty = compare(torch.ones(0, 4), [torch.ones(0, 4)])
+    assert empty.unchanged == (1.0,)
+    assert empty.unit == 0
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_comparison_of_huge_and_tiny_task_vectors(rng, scale):
+    base = torch.zeros(6, 8)
+    experts = [scale * torch.randn(6, 8, generator=rng) for _ in range(2)]
+    found = compare(base, experts)
+    a, b = deltas_of(base, experts)
+    assert found.cosine[0][1] == pytest.approx(float((a * b).sum() / a.norm() / b.norm()))
+    subspaces = compare_subspaces(base, experts, torch.float32)
+    assert subspaces.stable_rank[0] == pytest.approx(
+        float(a.norm() ** 2 / torch.linalg.matrix_norm(a, 2) ** 2), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (5, 9), (1, 6)])
+def test_subspaces(rng, shape):
+    base = torch.randn(shape, generator=rng)
+    experts = [base + torch.randn(shape, generator=rng) for _ in range(2)]
+    experts.append(base.clone())
+    found = compare_subspaces(base, experts, torch.float32)
+    k = min(16, *shape)
+    assert found.size == k
+    svds = [torch.linalg.svd(d, full_matrices=False) for d in deltas_of(base, experts[:2])]
+    for t, (_, sigma, _) in enumerate(svds):
+        rank = float(sigma.square().sum() / sigma[0] ** 2)
+        assert found.stable_rank[t] == pytest.approx(rank, rel=1e-5)
+    assert found.stable_rank[2] is None
+    inputs = float((svds[0][2][:k] @ svds[1][2][:k].T).square().sum()) / k
+    outputs = float((svds[0][0][:, :k].T @ svds[1][0][:, :k]).square().sum()) / k
+    assert found.inputs[0][1] == pytest.approx(inputs, abs=1e-5)
+    assert found.outputs[1][0] == pytest.approx(outputs, abs=1e-5)
+    assert found.inputs[0][0] == pytest.approx(1, abs=1e-5)
+    assert found.inputs[0][2] is None
+
+
+@pytest.mark.parametrize("shape", [(300, 300), (700, 280), (270, 900)])
+@pytest.mark.parametrize("decay", [0.0, 0.7])
+def test_leading_parts_of_large_matrices(rng, shape, decay):
+    """Without a decomposition, to three digits at least; a flat spectrum is the hardest."""
+    matrix = torch.randn(shape, generator=rng, dtype=torch.float64)
+    left, sigma, right = torch.linalg.svd(matrix, full_matrices=False)
+    if decay:
+        sigma = torch.arange(1, len(sigma) + 1).double() ** -decay
+        matrix = (left * sigma) @ right
+    count = 15
+    found = leading_spectrum(matrix.float(), count)
+    assert found.energy == pytest.approx(float(sigma.square().sum()), rel=1e-5)
+    share = float(sigma[:count].square().sum() / sigma.square().sum())
+    assert found.share == pytest.approx(share, rel=2e-3)
+    u, values, v = leading_directions(matrix.float(), 8)
+    assert u.shape == (shape[0], 8)
+    assert v.shape == (shape[1], 8)
+    assert float(values[0]) == pytest.approx(float(sigma[0]), rel=2e-2 if not decay else 1e-5)
+    if decay:
+        side = left if shape[0] <= shape[1] else right.T
+        torch.testing.assert_close(
+            (found.vectors[:, :5].double() * side[:, :5]).sum(0).abs(),
+            torch.ones(5, dtype=torch.float64), atol=1e-4, rtol=0,
+        )  # fmt: skip
+        overlap = (v.double().T @ right[:8].T).square().sum() / 8
+        assert float(overlap) == pytest.approx(1, abs=1e-4)
+
+
+def test_looking_uses_no_global_random_numbers(rng):
+    matrix = torch.randn(300, 300, generator=rng)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first = leading_spectrum(matrix, 5)
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(leading_spectrum(matrix, 5).values, first.values)
+
+
+def naive_merge(base, experts, refined: bool) -> Tensor:
+    switch = "always" if refined else "never"
+    return naive_ace(base, experts, spectral_refinement=switch) - base.double()
+
+
+@pytest.mark.parametrize("shape", [(48, 40), (30, 64)])
+@pytest.mark.parametrize("heterogeneous", [False, True])
+def test_the_spectrum_of_the_merge(rng, shape, heterogeneous):
+    base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS if heterogeneous else None)
+    found = inspect_tensor(base, experts, [1, 1, 1], OPTIONS, "matrix")
+    (matrix,) = found.matrices
+    spectrum = matrix.spectrum
+    assert matrix.record.heterogeneous == heterogeneous
+    k = math.ceil(0.05 * min(shape))
+    assert spectrum.leading == k
+    merges = [naive_merge(base, experts, refined) for refined in (False, heterogeneous)]
+    svds = [torch.linalg.svd(x, full_matrices=False) for x in merges]
+    for (_, sigma, _), values, share in (
+        (svds[0], spectrum.before, spectrum.share_before),
+        (svds[1], spectrum.after, spectrum.share_after),
+    ):
+        assert values == pytest.approx(sigma[:k].tolist(), rel=1e-4)
+        assert share == pytest.approx(float(sigma[:k].square().sum() / sigma.square().sum()), 1e-4)
+    if not heterogeneous:
+        assert spectrum.alignment is None
+        return
+    side = 0 if shape[0] <= shape[1] else 2
+    for j, cosine in enumerate(spectrum.alignment):
+        one, other = (s[side][:, j] if side == 0 else s[side][j] for s in svds)
+        assert cosine == pytest.approx(abs(float(one @ other)), abs=1e-3)
+
+
+def test_the_branch_is_the_merges_own(rng):
+    """`inspect` says what a merge would do, with its options."""
+    base, experts = family(rng, 20, 30, 3, scales=HETEROGENEOUS)
+    options = OPTIONS.model_copy(update={"heterogeneity_threshold": 1e9})
+    record = inspect_tensor(base, experts, [1, 1, 0], options, "matrix").matrices[0].record
+    assert not record.heterogeneous
+    assert record.weight[2] == 0
+    taus = [float(d.square().sum()) for d in deltas_of(base, experts)]
+    assert record.tau == pytest.approx(taus)
+
+
+def test_layouts(rng):
+    base = torch.randn(6, 8, 10, generator=rng)
+    experts = [base + torch.randn(6, 8, 10, generator=rng) for _ in range(2)]
+    stacked = inspect_tensor(base, experts, [1, 1], OPTIONS, "stacked")
+    assert len(stacked.matrices) == 6
+    looked_at = [n for n, matrix in enumerate(stacked.matrices) if matrix.spectrum]
+    assert looked_at == [0, 2, 3, 5]
+    alone = inspect_tensor(base[2], [e[2] for e in experts], [1, 1], OPTIONS, "matrix")
+    assert stacked.matrices[2].record.tau == alone.matrices[0].record.tau
+    assert stacked.matrices[2].subspaces == alone.matrices[0].subspaces
+    mean = inspect_tensor(base, experts, [1, 1], OPTIONS, "mean")
+    assert mean.matrices[0].record.rule == "mean"
+    assert mean.matrices[0].spectrum is None
+    turned = inspect_tensor(base[0], [e[0] for e in experts], [1, 1], OPTIONS, "transposed")
+    plain = inspect_tensor(base[0].T, [e[0].T for e in experts], [1, 1], OPTIONS, "matrix")
+    assert turned.matrices[0].record.tau == pytest.approx(plain.matrices[0].record.tau)
+
+
+def test_frozen_and_single(rng):
+    base = torch.randn(8, 8, generator=rng)
+    nobody = inspect_tensor(base, [base, base], [1, 1], OPTIONS, "matrix")
+    assert nobody.matrices[0].record.rule == "base"
+    assert nobody.matrices[0].spectrum is None
+    one = inspect_tensor(base, [base, base + 1], [1, 1], OPTIONS, "matrix")
+    assert one.matrices[0].record.rule == "single"
+    assert one.comparison.unchanged == (1.0, 0.0)
+
+
+def test_evenly_spaced():
+    assert evenly_spaced(3, 8) == [0, 1, 2]
+    assert evenly_spaced(9, 3) == [0, 4, 8]
+    assert evenly_spaced(9, 1) == [4]
+    assert evenly_spaced(0, 4) == []
