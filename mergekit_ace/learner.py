@@ -32,9 +32,9 @@ class LearnerConfig(BaseModel):
         statistics: at least one; `statistics.STATISTICS`.
         rank: r, how many singular values, 1 to 64.
         statistics_of: the expert's task vector Δ_k or its weights θ_k.
-        activation: over the raw outputs: ``softmax`` over the experts, ``relu`` or ``identity``. The
-            paper has both softmax and its "without softmax" variant; of the two, the default is
-            the one that merged better on both families of examples/statsmerging.
+        activation: over the raw outputs: ``softmax`` over the experts, ``relu`` or ``identity``.
+            The paper has merges with and without softmax; the default is what did better on both
+            families of examples/statsmerging.
         initial: what every coefficient starts at with ``relu`` and ``identity``. Softmax starts
             at 1/K.
     """

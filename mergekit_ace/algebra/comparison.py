@@ -128,9 +128,7 @@ def compare_subspaces(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtyp
     return Subspaces(size, tuple(ranks), inputs=overlap(right), outputs=overlap(left))
 
 
-def _symmetric(
-    count: int, entry: Callable[[int, int], float], size: Sequence[float]
-) -> Matrix:
+def _symmetric(count: int, entry: Callable[[int, int], float], size: Sequence[float]) -> Matrix:
     """A T × T matrix from its entries; None wherever a size is zero."""
     return tuple(
         tuple(entry(s, t) if size[s] and size[t] else None for t in range(count))

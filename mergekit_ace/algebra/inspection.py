@@ -105,9 +105,7 @@ def inspect_tensor(
         _, record = merge_mean(base, active, options.scale)
         matrices = (MatrixInspection(record),)
         return TensorInspection(tuple(base.shape), "mean", comparison, matrices)
-    stacks = list(
-        zip(*(as_matrices(tensor, layout) for tensor in (base, *experts)), strict=True)
-    )
+    stacks = list(zip(*(as_matrices(tensor, layout) for tensor in (base, *experts)), strict=True))
     looked_at = set(evenly_spaced(len(stacks), STACK_SAMPLE))
     matrices = tuple(
         _inspect_matrix(stack[0], stack[1:], weights, options, closely=n in looked_at)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from mergekit_ace.algebra.closed_form import IllConditionedError
 from mergekit_ace.algebra.layouts import resolve_layout
-from mergekit_ace.algebra.options import AceOptions
 from mergekit_ace.algebra.records import TensorRecord
 from mergekit_ace.methods.architecture import is_transposed
 from mergekit_ace.methods.inputs import (
@@ -32,10 +31,10 @@ from mergekit_ace.methods.inputs import (
 )
 from mergekit_ace.methods.parameters import (
     LAYOUT,
-    OPTION_NAMES,
     OPTION_PARAMETERS,
     REPORT,
     WEIGHT,
+    ace_options,
 )
 from mergekit_ace.methods.report import append_report
 from mergekit_ace.methods.shapes import check_shapes
@@ -92,7 +91,7 @@ class AceMerge(GroupMergeMethod):
                 base.tensor,
                 [expert.tensor for expert in experts],
                 [weights[expert.id] for expert in experts],
-                _options(parameters),
+                ace_options(parameters),
                 resolve_layout(
                     parameters["layout"],
                     name,
@@ -111,12 +110,6 @@ class AceMerge(GroupMergeMethod):
         if parameters["report"] is not None:
             _report(parameters["report"], group, record, time.perf_counter() - start)
         return merged
-
-
-def _options(parameters: dict[str, Any]) -> AceOptions:
-    return AceOptions(
-        **{OPTION_NAMES.get(p.name, p.name): parameters[p.name] for p in OPTION_PARAMETERS}
-    )
 
 
 def _explain(error: Exception, name: str | None, experts: Sequence[str]) -> str:

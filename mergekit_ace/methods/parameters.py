@@ -7,6 +7,7 @@ mergekit validates every value while it plans a merge, before a tensor is read.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -107,6 +108,14 @@ OPTION_PARAMETERS: tuple[NamedParameter, ...] = tuple(
         "compute_dtype",
     )
 )
+
+
+def ace_options(parameters: Mapping[str, Any]) -> AceOptions:
+    """The options among the resolved parameters of a tensor."""
+    return AceOptions(
+        **{OPTION_NAMES.get(p.name, p.name): parameters[p.name] for p in OPTION_PARAMETERS}
+    )
+
 
 WEIGHT = NamedParameter(
     "weight",

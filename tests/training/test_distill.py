@@ -272,7 +272,10 @@ def test_tokenizers_that_differ_are_explained(tmp_path, same, columns, signal, m
 def test_a_loss_that_is_no_number(images, tmp_path, monkeypatch):
     _, config = images
     monkeypatch.setattr(distill_module, "_step", lambda *_: float("nan"))
-    with pytest.raises(Diverged, match=r"became nan in step 0; no student was evaluated.*Lower training\.learning_rate"):
+    with pytest.raises(
+        Diverged,
+        match=r"became nan in step 0; no student was evaluated.*Lower training\.learning_rate",
+    ):
         distil(config, tmp_path / "out")
 
 
