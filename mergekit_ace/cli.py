@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.group()
 @click.version_option(mergekit_ace.__version__, package_name="mergekit-ace")
 def main() -> None:
-    """Learn what to merge; `mergekit-yaml` merges."""
+    """Learn what to merge, and see it; `mergekit-yaml` merges."""
 
 
 @main.command()
@@ -67,6 +68,67 @@ def distill(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
     try:
         run_distillation(settings, out, overwrite=overwrite, quiet=quiet)
     except TrainingError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def merge_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Those flags of `mergekit-yaml` that change what is read, and where it is computed."""
+    for add in (
+        click.option("--lazy-unpickle", is_flag=True, help="Read .bin files tensor by tensor."),
+        click.option("--transformers-cache", help="Where downloaded models are."),
+        click.option("--lora-merge-dtype", help="Of adapters that are merged first."),
+        click.option("--lora-merge-cache", help="Where BASE+ADAPTER models are merged first."),
+        click.option("--allow-crimes", is_flag=True, help="Mix architectures."),
+        click.option("--trust-remote-code", is_flag=True, help="Run code that models bring."),
+        click.option("--read-to-gpu", is_flag=True, help="Read straight to the device."),
+        click.option("--device", help="Of the matrix work."),
+        click.option("--cuda", is_flag=True, help="Matrix work on the GPU."),
+        click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path)),
+    ):
+        command = add(command)
+    return command
+
+
+@main.command()
+@merge_flags
+@click.argument("folder", metavar="REPORT_DIR", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--tensors", multiple=True, metavar="PART", help="Only names that contain it.")
+@click.option("--sample", type=click.IntRange(min=1), help="At most so many, over all depths.")
+@click.option("--overwrite", is_flag=True, help="Drop another inspection in REPORT_DIR.")
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+def inspect(config: Path, folder: Path, **options: Any) -> None:
+    """Look at all task vectors of a merge, without merging: REPORT_DIR/report.html.
+
+    CONFIG is that of the merge. An inspection that was interrupted goes on when the same command is
+    given again.
+    """
+    from mergekit_ace.report.commands import run_inspection
+
+    own = {name: options.pop(name) for name in ("tensors", "sample", "overwrite", "quiet")}
+    with failures():
+        run_inspection(config, folder, options, **own)
+
+
+@main.command()
+@click.argument("lines", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "-o", "--out", type=click.Path(dir_okay=False, path_type=Path), default="report.html",
+    show_default=True,
+)  # fmt: skip
+def report(lines: Path, out: Path) -> None:
+    """Show the report of a merge, the file under `report:` in its config, as a page."""
+    from mergekit_ace.report.commands import show_report
+
+    with failures():
+        show_report(lines, out)
+
+
+@contextmanager
+def failures() -> Iterator[None]:
+    """Errors as one message, without a traceback: mergekit's own as well as ours."""
+    try:
+        yield
+    except (ValueError, RuntimeError, OSError) as error:
         raise click.ClickException(str(error)) from error
 
 

@@ -54,3 +54,9 @@ def relative_depths(names: Iterable[str]) -> dict[str, float]:
 def _position(name: str) -> tuple[str, int] | None:
     match = _BLOCK.match(name)
     return (match["stack"] or "", int(match["number"])) if match else None
+
+
+def layer_of(name: str) -> int | None:
+    """The number of a tensor's layer in its stack, from 0; None outside of stacks."""
+    position = _position(name)
+    return position[1] if position else None

@@ -153,6 +153,8 @@ def _merge(
         tau=active.all_tau,
         gamma=plan.statistics.gamma,
         log_variance=plan.statistics.log_variance,
+        statistic=options.heterogeneity,
+        threshold=options.heterogeneity_threshold,
         heterogeneous=plan.heterogeneous,
         normalized=plan.normalized,
         refined=plan.rank > 0,

@@ -11,6 +11,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 FixedLayout = Literal["matrix", "transposed", "stacked", "flattened", "mean"]
 Layout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean"]
 
+Statistic = Literal["gamma", "log_variance"]
+
 
 def _number(value: Any) -> Any:
     """Pydantic reads a bool as 0 or 1; a YAML `yes` where a number belongs is a mistake."""
@@ -49,7 +51,7 @@ class AceOptions(BaseModel):
     scale: Number = 1.0
     epsilon: NonNegative = 1e-5
     epsilon_scale: Literal["absolute", "relative"] = "absolute"
-    heterogeneity: Literal["gamma", "log_variance"] = "gamma"
+    heterogeneity: Statistic = "gamma"
     heterogeneity_threshold: NonNegative = 0.3
     adaptive_normalization: Literal["auto", "always", "never"] = "auto"
     structural_prior: bool = True

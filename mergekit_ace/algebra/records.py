@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mergekit_ace.algebra.forms import Form
-from mergekit_ace.algebra.options import FixedLayout
+from mergekit_ace.algebra.options import FixedLayout, Statistic
 
 Rule = Literal["ace", "single", "mean", "base"]
 
@@ -21,7 +21,8 @@ class MatrixRecord:
         weight: w_t, rescaled to mean 1 over the experts in use; 0 for one that is not.
         tau: τ_t, 0 where unchanged.
         gamma, log_variance: the two statistics of heterogeneity; None with fewer than two experts.
-        heterogeneous: whether the chosen statistic exceeds the threshold.
+        statistic, threshold: which of the two is compared, and with what.
+        heterogeneous: whether it exceeds the threshold.
         normalized, refined: which steps were taken.
         epsilon: ε_t of Eqs. 9-10 times w_t; None for an expert that is not in use.
         rank: k of the refinement; sigma_iso: its strength.
@@ -35,6 +36,8 @@ class MatrixRecord:
     tau: tuple[float, ...]
     gamma: float | None = None
     log_variance: float | None = None
+    statistic: Statistic | None = None
+    threshold: float | None = None
     heterogeneous: bool | None = None
     normalized: bool | None = None
     refined: bool | None = None

@@ -39,17 +39,23 @@ def append_report(
         "seconds": round(seconds, 6),
     }
     if len(record.matrices) == 1:
-        line |= _fields(record.matrices[0])
+        line |= record_fields(record.matrices[0])
     else:
-        line["matrices"] = [_fields(matrix) for matrix in record.matrices]
-    text = json.dumps(line, allow_nan=False) + "\n"
+        line["matrices"] = [record_fields(matrix) for matrix in record.matrices]
+    text = json.dumps(finite(line), allow_nan=False) + "\n"
     with _LOCK, open(path, "a", encoding="utf-8") as file:
         file.write(text)
 
 
-def _fields(matrix: MatrixRecord) -> dict[str, Any]:
-    return {
-        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in asdict(matrix).items()
-        if value is not None
-    }
+def record_fields(matrix: MatrixRecord) -> dict[str, Any]:
+    """What a line says of one matrix."""
+    return {key: value for key, value in asdict(matrix).items() if value is not None}
+
+
+def finite(value: Any) -> Any:
+    """A JSON value with numbers that JSON lacks (γ = ∞) as text."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -116,7 +116,7 @@ class StatsMerge(GroupMergeMethod):
         base, experts = group.base, group.non_base
         assert base is not None  # the contract requires it
         check_finite(NAME, group)
-        coefficients = _coefficients(group, parameters)
+        coefficients = coefficients_of(group, parameters)
         tensors = [expert.tensor for expert in experts]
         merged = merge_linear(base.tensor, tensors, coefficients).to(base.tensor.dtype)
         if not is_finite(merged):
@@ -127,8 +127,13 @@ class StatsMerge(GroupMergeMethod):
         return merged
 
 
-def _coefficients(group: TensorGroup, parameters: dict[str, Any]) -> list[float]:
-    """λ_k of one tensor, from the one source that the config names."""
+def coefficients_of(group: TensorGroup, parameters: Mapping[str, Any]) -> list[float]:
+    """λ_k of one tensor, from the one source that the config names.
+
+    Args:
+        group: the tensor's versions.
+        parameters: resolved; those of experts by model.
+    """
     weights = [parameters["weight"][expert.id] for expert in group.non_base]
     weighted = any(weight is not None for weight in weights)
     given = [name for name in ("coefficients", "learner") if parameters[name] is not None]

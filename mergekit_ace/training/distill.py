@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from mergekit_ace.files import write_text
+from mergekit_ace.identity import file_states
 from mergekit_ace.training.distill_config import DistillConfig
 from mergekit_ace.training.errors import Diverged
 from mergekit_ace.training.models import local_folder
@@ -22,7 +23,6 @@ from mergekit_ace.training.processes import new_accelerator, sum_over_processes
 from mergekit_ace.training.school import School
 from mergekit_ace.training.state import (
     RunFolder,
-    file_states,
     load_checkpoint,
     module_tensors,
     optimizer_tensors,

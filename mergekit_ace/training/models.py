@@ -17,8 +17,8 @@ import transformers
 from huggingface_hub import snapshot_download
 from torch import nn
 
+from mergekit_ace.identity import file_states
 from mergekit_ace.training.errors import TrainingError
-from mergekit_ace.training.state import file_states
 from mergekit_ace.training.tasks import Kind
 
 if TYPE_CHECKING:

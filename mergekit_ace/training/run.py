@@ -7,12 +7,13 @@ import os
 from typing import Any
 
 from mergekit_ace.coefficients import CoefficientFile
+from mergekit_ace.identity import file_states
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.family import Family, Models
 from mergekit_ace.training.loop import train
 from mergekit_ace.training.processes import new_accelerator
 from mergekit_ace.training.results import coefficient_file, compare, write_results
-from mergekit_ace.training.state import RunFolder, file_states
+from mergekit_ace.training.state import RunFolder
 
 
 def run_training(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from mergekit_ace.files import save_tensors, write_text
+from mergekit_ace.identity import differences
 from mergekit_ace.training.errors import TrainingError
 
 # Settings that do not change the result: a run may go on with others.
-_FREE = {("expert_storage",), ("training", "checkpoint_every"), ("device_map",)}
+_FREE = frozenset({("expert_storage",), ("training", "checkpoint_every"), ("device_map",)})
 
 
 class RunFolder:
@@ -56,7 +57,7 @@ class RunFolder:
         """
         record = self.state / "run.json"
         known = _read_json(record)
-        changed = _differences(known, identity) if known is not None else []
+        changed = differences(known, identity, _FREE) if known is not None else []
         if known is not None and not changed:
             return
         if overwrite:
@@ -73,18 +74,6 @@ class RunFolder:
             )
         self.state.mkdir(parents=True, exist_ok=True)
         write_text(record, json.dumps(identity, indent=1))
-
-
-def file_states(paths: Iterable[str]) -> dict[str, list[int]]:
-    """Size and time of change of every file at or below `paths`; names on a Hub have none."""
-    states = {}
-    for path in map(Path, map(os.path.expanduser, paths)):
-        files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
-        for file in files:
-            if file.is_file():
-                status = file.stat()
-                states[str(file)] = [status.st_size, status.st_mtime_ns]
-    return states
 
 
 def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -146,16 +135,3 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-
-
-def _differences(one: Any, other: Any, path: tuple[str, ...] = ()) -> list[str]:
-    """Dotted names of what differs between two JSON values."""
-    if path[-1:] and (path[-1:] in _FREE or path[-2:] in _FREE):
-        return []
-    if isinstance(one, dict) and isinstance(other, dict):
-        names = list(dict.fromkeys([*one, *other]))
-        return [d for n in names for d in _differences(one.get(n), other.get(n), (*path, n))]
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        pairs = enumerate(zip(one, other, strict=True))
-        return [d for n, (a, b) in pairs for d in _differences(a, b, (*path, str(n)))]
-    return [] if one == other else [".".join(path)]

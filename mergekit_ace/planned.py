@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A merge as mergekit itself plans it: which tensors of which models, with which parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from mergekit import merge_methods
+from mergekit.architecture import get_architecture_info
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.io.tasks import LoaderCache, SaveTensor
+from mergekit.merge_methods import MergeMethod
+from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
+from mergekit.options import MergeOptions
+from mergekit.plan import MergePlanner
+
+from mergekit_ace.algebra.layouts import resolve_layout
+from mergekit_ace.algebra.options import AceOptions, FixedLayout
+from mergekit_ace.headers import check_folder
+from mergekit_ace.methods.architecture import is_transposed
+from mergekit_ace.methods.parameters import ace_options
+
+
+class ConfigError(ValueError):
+    """A config that mergekit cannot work with; the message says what and where."""
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor of the result.
+
+    Attributes:
+        task: mergekit's, with the models, their tensors' names and the resolved parameters.
+    """
+
+    task: ExecuteMergeMethodTask
+
+    @property
+    def name(self) -> str:
+        """Of the tensor that is written."""
+        return self.task.output_weight.name
+
+    @property
+    def base(self) -> ModelReference | None:
+        """The base model."""
+        return self.task.base_model
+
+    @property
+    def experts(self) -> tuple[ModelReference, ...]:
+        """All other models, in their order."""
+        return tuple(model for model in self.task.model_order if model != self.base)
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """Those of the tensor, by name."""
+        return dict(self.task.parameters.items())
+
+    def expert_parameter(self, name: str, default: Any) -> tuple[Any, ...]:
+        """A parameter of every expert, in their order; `default` where the method has none."""
+        own = self.task.input_parameters
+        return tuple(dict(own[model].items()).get(name, default) for model in self.experts)
+
+    @property
+    def options(self) -> AceOptions:
+        """The switches of `ace`; its defaults where the config merges by another method."""
+        return ace_options(self.parameters) if self.task.method_name == "ace" else AceOptions()
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """w_t of `ace`; 1 where the config merges by another method."""
+        if self.task.method_name != "ace":
+            return (1.0,) * len(self.experts)
+        return self.expert_parameter("weight", 1.0)
+
+    def layout(self, ndim: int) -> FixedLayout:
+        """How `ace` reads this tensor of so many axes."""
+        chosen = self.parameters.get("layout", "auto") if self.task.method_name == "ace" else "auto"
+        transposed = is_transposed(self.base, self.name)
+        return resolve_layout(chosen, self.name, ndim, transposed=transposed)
+
+
+@dataclass(frozen=True)
+class PlannedMerge:
+    """A whole merge.
+
+    Attributes:
+        config: mergekit's configuration, as it was read.
+        source: its YAML.
+        options: mergekit's flags.
+        tensors: in mergekit's order.
+    """
+
+    config: MergeConfiguration
+    source: str
+    options: MergeOptions
+    tensors: tuple[PlannedTensor, ...]
+
+    @cached_property
+    def method(self) -> MergeMethod:
+        """The merge method."""
+        return merge_methods.get(self.config.merge_method)
+
+
+def read_merge_config(path: Path) -> tuple[MergeConfiguration, str]:
+    """A mergekit configuration and its source.
+
+    Raises:
+        ConfigError: it is no YAML, or not a configuration that mergekit accepts.
+    """
+    try:
+        source = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(source)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(content, dict) or "merge_method" not in content:
+        raise ConfigError(f"{path} is no config of mergekit: it has no line `merge_method:`")
+    try:
+        return MergeConfiguration.model_validate(content), source
+    except (ValueError, RuntimeError) as error:  # mergekit's own validators raise both
+        raise ConfigError(f"{path} is no config that mergekit accepts: {error}") from error
+
+
+def plan_merge(config: MergeConfiguration, source: str, options: MergeOptions) -> PlannedMerge:
+    """What `mergekit-yaml` would do; reads configs and headers, and merges adapters if need be.
+
+    Raises:
+        DamagedFileError: a file of a local checkpoint is damaged.
+        RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says to the plan.
+    """
+    LoaderCache().setup(options)
+    for model in config.referenced_models():
+        for part in filter(None, (model.model, model.lora)):
+            check_folder(Path(part.path).expanduser())  # a name on a Hub has no files there
+    copy = config.model_copy(deep=True)  # planning rewrites the configuration
+    architecture = get_architecture_info(copy, options)
+    first = copy.base_model or copy.referenced_models()[0]
+    out = first.config(trust_remote_code=options.trust_remote_code)
+    planner = MergePlanner(copy, architecture, options=options, out_model_config=out)
+    targets = planner.plan_to_disk("")  # only a plan: nothing is written
+    saved = (target for target in targets if isinstance(target, SaveTensor))
+    tensors = tuple(PlannedTensor(target.tensor_task) for target in saved)
+    return PlannedMerge(config, source, options, tensors)

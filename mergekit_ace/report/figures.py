@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pictures of a report, as plotly figures, each with what good looks like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+
+from mergekit_ace.algebra.comparison import BINS, REACH
+from mergekit_ace.algebra.inspection import evenly_spaced
+from mergekit_ace.report.tables import Report, Row
+
+# Told apart on white and on black, and by most colour-blind readers.
+COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#e11d48", "#8b5cf6", "#06b6d4", "#a16207", "#ec4899")
+CHOICES = 12  # entries of a menu of tensors
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure and the words around it.
+
+    Attributes:
+        name: its anchor in the page.
+        title: what it shows.
+        caption: how to read it, and what good looks like.
+        figure: plotly's.
+    """
+
+    name: str
+    title: str
+    caption: str
+    figure: go.Figure
+
+
+def draw(report: Report) -> list[Picture]:
+    """All pictures for which the report has the numbers."""
+    made = (maker(report) for maker in MAKERS)
+    return [picture for picture in made if picture is not None]
+
+
+def _strength(report: Report) -> Picture | None:
+    rows = [row for row in report.rows if any(row.matrix["tau"])]
+    if not rows:
+        return None
+    figure = _by_depth(rows, "τ = ‖Δ‖² (squared units of the weights)", log=True)
+    for t, name in enumerate(report.experts):
+        values = [report.spread(row.line, row.matrix["tau"])[t] or None for row in rows]
+        _points(figure, rows, values, name, t)
+    return Picture(
+        "tau",
+        "How far each expert moved, by depth",
+        "τ of every expert in every tensor, from input to output (Figs. 1 and 4–7 of the paper). "
+        "Good: the experts' points lie within a factor of ten of each other. An expert far below "
+        "the others is easily drowned; gaps are tensors that it left alone.",
+        figure,
+    )
+
+
+def _relative(report: Report) -> Picture | None:
+    rows = [
+        row for row in report.rows if "relative_size" in row.line and "matrices" not in row.line
+    ]
+    if not rows:
+        return None
+    figure = _by_depth(rows, "‖Δ‖ / ‖W0‖ (share of the base's norm)", log=True)
+    for t, name in enumerate(report.experts):
+        values = [report.spread(row.line, row.line["relative_size"])[t] or None for row in rows]
+        _points(figure, rows, values, name, t)
+    return Picture(
+        "relative-size",
+        "Size of the change against the base, by depth",
+        "Good: below a few percent, as fine-tuning does. Near 1 the expert is another model, or "
+        "was trained from another base.",
+        figure,
+    )
+
+
+def _heterogeneity(report: Report) -> Picture | None:
+    rows = report.solved
+    if not rows:
+        return None
+    figure = _by_depth(rows, "variance of log τ, and γ (no unit)", log=True)
+    for number, (key, name) in enumerate((("gamma", "γ"), ("log_variance", "variance of log τ"))):
+        values = [row.matrix[key] or None for row in rows]
+        values = [value if value is None or math.isfinite(value) else None for value in values]
+        _points(figure, rows, values, name, number)
+    threshold = rows[0].matrix["threshold"]
+    if threshold > 0:
+        figure.add_hline(y=threshold, line_dash="dash", line_color=COLORS[3], line_width=1)
+        figure.add_annotation(
+            x=1, xref="paper", y=math.log10(threshold), text="threshold", showarrow=False,
+            xanchor="right", yanchor="bottom", font_color=COLORS[3],
+        )  # fmt: skip
+    return Picture(
+        "gamma",
+        "How much the experts differ in scale, by depth",
+        "Where the chosen statistic lies above the dashed line, a matrix counts as heterogeneous: "
+        "it is normalised and refined. Good: γ and the variance of log τ agree on which side a "
+        "matrix is. γ far above the other means that τ happens to be close to 1 there.",
+        figure,
+    )
+
+
+def _similarity(report: Report) -> Picture | None:
+    if len(report.models) < 2 or not report.looked_at:
+        return None
+    views = [
+        ("cosine of the task vectors", report.cosines, -1.0),
+        ("overlap of leading inputs", report.mean_overlap("inputs"), 0.0),
+        ("overlap of leading outputs", report.mean_overlap("outputs"), 0.0),
+    ]
+    figure = go.Figure()
+    for number, (_, values, low) in enumerate(views):
+        figure.add_heatmap(
+            x=report.experts, y=report.experts, z=values, zmin=low, zmax=1, visible=number == 0,
+            colorscale="RdBu_r" if low < 0 else "Blues", texttemplate="%{z:.2f}", hoverongaps=False,
+        )  # fmt: skip
+    figure.update_yaxes(autorange="reversed", title="expert", type="category")
+    figure.update_xaxes(title="expert", type="category")
+    _menu(figure, [name for name, _, _ in views], lambda n: [n])
+    return Picture(
+        "similarity",
+        "How alike the experts are",
+        "Cosines over the whole model, and overlaps of the 16 leading singular directions of the "
+        "task vectors, averaged over matrices (1: the same subspace). Good: cosines near 0 and "
+        "overlaps near what random directions have, for then experts write to different places. "
+        "Overlapping inputs with different outputs are what ACE is made for.",
+        figure,
+    )
+
+
+def _spectra(report: Report) -> Picture | None:
+    rows = [row for row in report.solved if "spectrum" in row.matrix]
+    if not rows:
+        return None
+    refined = [row for row in rows if row.matrix["spectrum"]["alignment"] is not None]
+    rows = _choice(refined or rows)
+    figure = go.Figure()
+    for number, row in enumerate(rows):
+        spectrum = row.matrix["spectrum"]
+        curves = [
+            ("before the refinement" if refined else "no refinement", spectrum["before"], "y"),
+            ("after it", spectrum["after"] if refined else [], "y"),
+            ("cosine of the directions", spectrum["alignment"] or [], "y2"),
+        ]
+        for color, (name, values, axis) in zip(COLORS, curves, strict=False):
+            figure.add_scatter(
+                x=list(range(1, len(values) + 1)), y=values, name=name, mode="lines+markers",
+                visible=number == 0, line_color=color, yaxis=axis, marker_size=5,
+            )  # fmt: skip
+    figure.update_xaxes(title="number of the singular value")
+    figure.update_layout(
+        yaxis={"title": "singular value (unit of the weights)", "rangemode": "tozero"}
+    )
+    if refined:
+        axis = {"title": "cosine", "overlaying": "y", "side": "right", "range": [0, 1.02]}
+        figure.update_layout(yaxis2={**axis, "dtick": 0.25})
+    _menu(figure, [row.label for row in rows], lambda n: [3 * n, 3 * n + 1, 3 * n + 2])
+    return Picture(
+        "spectra",
+        "Top 5 % of the merge's singular values",
+        "Before and after the spectral refinement, with the cosine between the directions of the "
+        "same number (Fig. 2 of the paper). Good: after the refinement the curve is lifted as a "
+        "whole, and the directions keep their places (cosine near 1). Without refinement both "
+        "curves are one.",
+        figure,
+    )
+
+
+def _energy(report: Report) -> Picture | None:
+    rows = [row for row in report.solved if "spectrum" in row.matrix]
+    if not rows:
+        return None
+    figure = _by_depth(rows, "share of ‖X‖² (0 to 1)", log=False)
+    refined = any(row.matrix["spectrum"]["alignment"] is not None for row in rows)
+    series = [("share_before", "before the refinement" if refined else "no refinement")]
+    series += [("share_after", "after it")] if refined else []
+    for number, (key, name) in enumerate(series):
+        _points(figure, rows, [row.matrix["spectrum"][key] for row in rows], name, number)
+    figure.update_yaxes(range=[0, 1.02])
+    return Picture(
+        "energy",
+        "Energy in the top 5 % of singular values, by depth",
+        "How much of the merged task vector a few directions hold, before and after the "
+        "refinement. Good: no matrix near 1 after it; there one direction would speak for all "
+        "experts.",
+        figure,
+    )
+
+
+def _condition(report: Report) -> Picture | None:
+    rows = report.solved
+    if not rows:
+        return None
+    figure = _by_depth(rows, "condition number of A (no unit)", log=True)
+    _points(figure, rows, [row.matrix["condition"] for row in rows], "condition", 0)
+    figure.update_layout(showlegend=False)
+    return Picture(
+        "condition",
+        "How well-posed the merge is, by depth",
+        "Condition number of the summed covariances. The merge is exact whatever it is; but above "
+        "1e5 or so it follows the noise in the task vectors. Good: below that. A larger `epsilon` "
+        "lowers it.",
+        figure,
+    )
+
+
+def _stable_rank(report: Report) -> Picture | None:
+    rows = [row for row in report.rows if "subspaces" in row.matrix]
+    if not rows:
+        return None
+    figure = _by_depth(rows, "‖Δ‖² / σ₁² (1 to the rank)", log=True)
+    for t, name in enumerate(report.experts):
+        values = [
+            report.spread(row.line, row.matrix["subspaces"]["stable_rank"])[t] for row in rows
+        ]
+        _points(figure, rows, values, name, t)
+    return Picture(
+        "stable-rank",
+        "Stable rank of the task vectors, by depth",
+        "How many directions an expert's change really uses. Good for merging: small against the "
+        "width of the model, so that there is room for all. Adapters stay below their rank.",
+        figure,
+    )
+
+
+def _histograms(report: Report) -> Picture | None:
+    lines = [line for line in report.looked_at if line["unit"] > 0]
+    if not lines:
+        return None
+    lines = [lines[n] for n in evenly_spaced(len(lines), CHOICES)]
+    figure = go.Figure()
+    width = 2 * REACH / BINS
+    count = len(report.models)
+    for number, line in enumerate(lines):
+        centres = [(-REACH + width * (n + 0.5)) * line["unit"] for n in range(BINS)]
+        for t, counts in enumerate(report.spread(line, line["histogram"])):
+            total = sum(counts or [])
+            figure.add_scatter(
+                x=centres, y=[n / total for n in counts[1:-1]] if counts else [],
+                name=report.experts[t], mode="lines", line_shape="hvh", visible=number == 0,
+                line_color=COLORS[t % len(COLORS)],
+            )  # fmt: skip
+    figure.update_xaxes(title="entry of Δ (unit of the weights)", exponentformat="e")
+    figure.update_yaxes(title="share of entries (per bin)", type="log", exponentformat="e")
+    _menu(
+        figure,
+        [str(line["tensor"]) for line in lines],
+        lambda n: [n * count + t for t in range(count)],
+    )
+    return Picture(
+        "histograms",
+        "Entries of the task vectors",
+        "Distribution of the entries of Δ in one tensor (Fig. 3 of the paper), out to five root "
+        "mean squares. Good: bells of similar width. A needle at zero is a tensor that was hardly "
+        "trained, single bins far out are outliers.",
+        figure,
+    )
+
+
+def _coefficients(report: Report) -> Picture | None:
+    lines = [line for line in report.lines if "coefficients" in line]
+    if not lines:
+        return None
+    columns = [report.spread(line, line["coefficients"]) for line in lines]
+    values = [list(row) for row in zip(*columns, strict=True)]
+    largest = max((abs(v) for row in values for v in row if v is not None), default=1.0) or 1.0
+    figure = go.Figure()
+    figure.add_heatmap(
+        x=list(range(len(lines))), y=report.experts, z=values, zmin=-largest, zmax=largest,
+        colorscale="RdBu_r", customdata=[[str(line["tensor"]) for line in lines]] * len(values),
+        hovertemplate="%{customdata}<br>%{y}: %{z:.3f}<extra></extra>", colorbar_title="λ",
+    )  # fmt: skip
+    figure.update_xaxes(title="tensor, from input to output")
+    figure.update_yaxes(title="expert", autorange="reversed", type="category")
+    return Picture(
+        "coefficients",
+        "Merging coefficients",
+        "λ of every expert and tensor (Fig. 6 of the StatsMerging paper). Good: structure, such as "
+        "rows that change with depth or with the kind of tensor. One colour throughout means that "
+        "task arithmetic would have done.",
+        figure,
+    )
+
+
+MAKERS: tuple[Callable[[Report], Picture | None], ...] = (
+    _strength,
+    _relative,
+    _heterogeneity,
+    _similarity,
+    _coefficients,
+    _spectra,
+    _energy,
+    _condition,
+    _stable_rank,
+    _histograms,
+)
+
+
+def _by_depth(rows: Sequence[Row], unit: str, *, log: bool) -> go.Figure:
+    """An empty figure whose horizontal axis runs over tensors in depth order."""
+    figure = go.Figure()
+    starts = [n for n in range(len(rows)) if n == 0 or rows[n].layer != rows[n - 1].layer]
+    starts = [n for n in starts if rows[n].layer is not None]
+    shown = [starts[n] for n in evenly_spaced(len(starts), 12)]
+    figure.update_xaxes(
+        title="layer (tensors from input to output)",
+        tickvals=shown,
+        ticktext=[str(rows[n].layer) for n in shown],
+        range=[-1, len(rows)],
+        zeroline=False,
+    )
+    figure.update_yaxes(title=unit, type="log" if log else "linear")
+    if log:
+        figure.update_yaxes(exponentformat="e", dtick=1)
+    return figure
+
+
+def _points(
+    figure: go.Figure, rows: Sequence[Row], values: Iterable[Any], name: str, number: int
+) -> None:
+    figure.add_scatter(
+        x=list(range(len(rows))), y=list(values), name=name, mode="markers",
+        marker={"size": 6, "color": COLORS[number % len(COLORS)], "opacity": 0.8},
+        text=[row.label for row in rows],
+        hovertemplate="%{text}<br>%{y:.3g}<extra>%{fullData.name}</extra>",
+    )  # fmt: skip
+
+
+def _choice(rows: Sequence[Row]) -> list[Row]:
+    return [rows[n] for n in evenly_spaced(len(rows), CHOICES)]
+
+
+def _menu(figure: go.Figure, labels: Sequence[str], traces: Callable[[int], list[int]]) -> None:
+    """A menu above the picture that shows some of its traces."""
+    buttons = []
+    for number, label in enumerate(labels):
+        visible = [False] * len(figure.data)
+        for trace in traces(number):
+            visible[trace] = True
+        buttons.append({"label": label, "method": "restyle", "args": [{"visible": visible}]})
+    figure.update_layout(
+        updatemenus=[
+            {
+                "buttons": buttons, "direction": "down", "x": 0, "xanchor": "left", "y": 1.02,
+                "yanchor": "bottom", "showactive": True,
+            }
+        ]
+    )  # fmt: skip

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`report.html`: one file with everything in it, that opens without a network."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from plotly.io import to_json
+from plotly.offline import get_plotlyjs
+
+from mergekit_ace.report.figures import draw
+from mergekit_ace.report.tables import Report, Row
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a cell shows, and the number that it is sorted by; text is sorted as text."""
+
+    text: str
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table.
+
+    Attributes:
+        title: its heading.
+        help: what the heading means.
+        cell: from a row.
+        textual: whether cells are words.
+    """
+
+    title: str
+    help: str
+    cell: Callable[[Row], Cell]
+    textual: bool = False
+
+
+def render(report: Report, sentences: Sequence[str], title: str, subtitle: str) -> str:
+    """The page.
+
+    Args:
+        report: what is shown.
+        sentences: the summary.
+        title, subtitle: plain text.
+    """
+    template = files("mergekit_ace.report").joinpath("page.html.jinja").read_text("utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    pictures = draw(report)
+    figures = {picture.name: json.loads(to_json(picture.figure)) for picture in pictures}
+    columns = _columns(report)
+    return environment.from_string(template).render(
+        title=title,
+        subtitle=subtitle,
+        sentences=sentences,
+        pictures=pictures,
+        columns=columns,
+        rows=[[column.cell(row) for column in columns] for row in report.rows],
+        plotly=get_plotlyjs(),
+        figures=_inside_script(figures),
+    )
+
+
+def _inside_script(value: Any) -> str:
+    """JSON that cannot end the element it stands in."""
+    return json.dumps(value, separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\!--")
+
+
+def _number(value: float | None) -> Cell:
+    if value is None:
+        return Cell("")
+    if not math.isfinite(value):
+        return Cell("∞", 1e308)
+    return Cell(f"{value:.3g}", value)
+
+
+def _share(value: float | None) -> Cell:
+    return Cell("") if value is None else Cell(f"{value:.1%}", value)
+
+
+def _columns(report: Report) -> list[Column]:
+    def of(key: str) -> Callable[[Row], Cell]:
+        return lambda row: _number(row.matrix.get(key))
+
+    def expert(t: int) -> Callable[[Row], Cell]:
+        return lambda row: _number(report.spread(row.line, row.matrix["tau"])[t])
+
+    def branch(row: Row) -> Cell:
+        heterogeneous = row.matrix.get("heterogeneous")
+        words = {True: "heterogeneous", False: "homogeneous", None: ""}
+        return Cell(words[heterogeneous])
+
+    def shape(row: Row) -> Cell:
+        lengths = row.line["shape"]
+        return Cell(" × ".join(map(str, lengths)) or "scalar", float(math.prod(lengths)))
+
+    columns = [
+        Column("tensor", "Name, as it is written", lambda row: Cell(row.label)),
+        Column("shape", "As stored; sorted by entries", shape),
+        Column("rule", "How the tensor is merged", lambda row: Cell(row.matrix["rule"]), True),
+        Column("branch", "What step 1 of ACE decides", branch, True),
+        Column("form", "How it is computed", lambda row: Cell(row.matrix.get("form") or ""), True),
+        Column("γ", "Heterogeneity, Eq. 7", of("gamma")),
+        Column("var log τ", "Variance of log τ, which has no unit", of("log_variance")),
+        Column("condition", "Estimated condition number of A", of("condition")),
+    ]
+    columns += [
+        Column(f"τ {name}", f"Squared norm of the task vector of {name}", expert(t))
+        for t, name in enumerate(report.experts)
+    ]
+    if report.looked_at:
+        columns += _closer_columns()
+    return columns
+
+
+def _closer_columns() -> list[Column]:
+    """What only `inspect` knows."""
+
+    def largest(key: str) -> Callable[[Row], Cell]:
+        def cell(row: Row) -> Cell:
+            values = [value for value in row.line.get(key, ()) if value is not None]
+            return _share(max(values, default=None))
+
+        return cell
+
+    def cosine(row: Row) -> Cell:
+        rows = row.line.get("cosine", ())
+        pairs = [rows[a][b] for a in range(len(rows)) for b in range(a)]
+        known = [value for value in pairs if value is not None]
+        return _number(max(known, default=None))
+
+    def energy(key: str) -> Callable[[Row], Cell]:
+        return lambda row: _share((row.matrix.get("spectrum") or {}).get(key))
+
+    return [
+        Column("largest ‖Δ‖/‖W0‖", "Largest over the experts", largest("relative_size")),
+        Column("unchanged", "Largest share of entries that an expert left", largest("unchanged")),
+        Column("largest cosine", "Between two experts", cosine),
+        Column("top 5 % before", "Share of energy before the refinement", energy("share_before")),
+        Column("top 5 % after", "Share of energy after the refinement", energy("share_after")),
+    ]

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a report says, in words."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from mergekit_ace.report.tables import Report, Row
+
+# An expert "barely differs" outside of the layers that hold this share of its change …
+MOST = 0.95
+# … if those are at most this share of all layers.
+FEW = 0.6
+ALIKE, OPPOSED = 0.9, -0.1
+WEAK = 0.1  # of the strongest expert's norm
+FAR = 0.3  # ‖Δ‖/‖W0‖ at which an expert is hardly a fine-tune of this base
+ADAPTER = 0.3  # share of unchanged entries that is worth a word
+ILL_CONDITIONED = 1e5
+CROWDED = 3.0  # times the overlap of random subspaces
+
+
+def summarize(report: Report) -> dict[str, Any]:
+    """The content of `summary.json`: numbers, and the sentences that the page begins with."""
+    rules = Counter(row.matrix["rule"] for row in report.rows)
+    exceeding = [row for row in report.solved if row.matrix["heterogeneous"]]
+    return {
+        "experts": report.models,
+        "tensors": len(report.lines),
+        "matrices": dict(rules),
+        "skipped": [line["tensor"] for line in report.skipped],
+        "norm": report.norms,
+        "relative_size": relative_sizes(report),
+        "unchanged": report.unchanged,
+        "cosine": report.cosines,
+        "heterogeneous": len(exceeding),
+        "heterogeneous_by_unit": len([row for row in exceeding if by_unit_alone(row)]),
+        "refined": len([row for row in report.solved if row.matrix["refined"]]),
+        "largest_condition": max((r.matrix["condition"] for r in report.solved), default=None),
+        "sentences": list(sentences(report)),
+    }
+
+
+def relative_sizes(report: Report) -> list[float | None]:
+    """‖Δ_t‖/‖W0‖ over the whole model; None if nobody looked."""
+    base = report.base_norm
+    return [norm / base if base else None for norm in report.norms]
+
+
+def by_unit_alone(row: Row) -> bool:
+    """Whether γ calls a matrix heterogeneous though the experts' log τ hardly spread.
+
+    γ divides by the squared mean of log τ, which vanishes where τ is close to 1.
+    """
+    matrix = row.matrix
+    return matrix["statistic"] == "gamma" and matrix["log_variance"] <= matrix["threshold"]
+
+
+def sentences(report: Report) -> Iterator[str]:
+    """The summary, most important first."""
+    yield _overview(report)
+    yield from _experts(report)
+    yield from _pairs(report)
+    yield from _branches(report)
+    yield from _numerics(report)
+    if report.skipped:
+        yield (
+            f"{_count(len(report.skipped), 'tensor')} cannot be compared: "
+            f"{_listed([str(line['tensor']) for line in report.skipped])}."
+        )
+
+
+def _overview(report: Report) -> str:
+    rules = Counter(row.matrix["rule"] for row in report.rows)
+    words = {
+        "ace": "merged by the closed form",
+        "mean": "by the mean (vectors)",
+        "single": "taken from the only expert that changed it",
+        "base": "as in the base, because no expert changed it",
+    }
+    parts = [f"{rules[rule]} {text}" for rule, text in words.items() if rules[rule]]
+    return (
+        f"{_count(len(report.lines), 'tensor')} of {_count(len(report.models), 'expert')}: "
+        f"{_listed(parts)}."
+    )
+
+
+def _experts(report: Report) -> Iterator[str]:
+    strongest = max(report.norms, default=0.0)
+    sizes = relative_sizes(report)
+    for t, name in enumerate(report.experts):
+        norm, size, unchanged = report.norms[t], sizes[t], report.unchanged[t]
+        if norm == 0:
+            yield f"{name} does not differ from the base at all: is it the right checkpoint?"
+            continue
+        if size is not None and size > FAR:
+            yield (
+                f"{name} is {size:.0%} of the base's size away from it: was it really fine-tuned "
+                "from this base?"
+            )
+        if norm < WEAK * strongest:
+            yield (
+                f"{name} has moved {strongest / norm:.0f} times less than the strongest expert; "
+                "what it learned is easily lost in a merge."
+            )
+        span = changed_layers(report, t)
+        if span is not None:
+            yield f"{name} barely differs from the base outside layers {span[0]}–{span[1]}."
+        if unchanged is not None and unchanged > ADAPTER:
+            yield (
+                f"{name} left {unchanged:.0%} of all entries exactly as they were (frozen layers, "
+                "or an adapter)."
+            )
+
+
+def changed_layers(report: Report, expert: int) -> tuple[int, int] | None:
+    """The shortest run of layers with most of an expert's change in layers, if it is short."""
+    layers = list(report.layer_squares)
+    change = [report.layer_squares[layer][expert] for layer in layers]
+    total = math.fsum(change)
+    if total == 0 or len(layers) < 3:
+        return None
+    best: tuple[int, int] | None = None
+    for start in range(len(layers)):
+        held = 0.0
+        for end in range(start, len(layers)):
+            held += change[end]
+            if held >= MOST * total:
+                if best is None or end - start < best[1] - best[0]:
+                    best = (start, end)
+                break
+    if best is None or best[1] - best[0] + 1 > FEW * len(layers):
+        return None
+    return layers[best[0]], layers[best[1]]
+
+
+def _pairs(report: Report) -> Iterator[str]:
+    cosines, names = report.cosines, report.experts
+    pairs = [(a, b) for a in range(len(names)) for b in range(a)]
+    known = [(value, b, a) for a, b in pairs if (value := cosines[a][b]) is not None]
+    for value, a, b in sorted(known, reverse=True):
+        if value > ALIKE:
+            yield (
+                f"{names[a]} and {names[b]} learned nearly the same (cosine {value:.2f}): together "
+                "they count double."
+            )
+        elif value < OPPOSED:
+            yield f"{names[a]} and {names[b]} pull in opposite directions (cosine {value:.2f})."
+    if known:
+        value, a, b = max(known)
+        if OPPOSED <= value <= ALIKE:
+            yield (
+                f"The most similar experts are {names[a]} and {names[b]}, with a cosine of "
+                f"{value:.2f} between their task vectors."
+            )
+    overlap, chance = input_overlap(report)
+    if overlap is not None and overlap > CROWDED * chance:
+        yield (
+            f"Two experts share {overlap:.0%} of their leading input directions on average, where "
+            f"random ones would share {chance:.0%}: they answer to the same inputs, and averaging "
+            "would blur them."
+        )
+
+
+def input_overlap(report: Report) -> tuple[float | None, float]:
+    """Mean overlap of the leading input directions over pairs and matrices, and that of chance."""
+    values, chances = [], []
+    for row in report.rows:
+        subspaces = row.matrix.get("subspaces")
+        if subspaces is None:
+            continue
+        columns = row.line["shape"][-1 if row.line["layout"] != "transposed" else -2]
+        inputs = subspaces["inputs"]
+        found = [inputs[a][b] for a in range(len(inputs)) for b in range(a)]
+        values += [value for value in found if value is not None]
+        chances.append(min(1.0, subspaces["size"] / max(1, columns)))
+    if not values:
+        return None, 0.0
+    return math.fsum(values) / len(values), math.fsum(chances) / len(chances)
+
+
+def _branches(report: Report) -> Iterator[str]:
+    solved = report.solved
+    if not solved:
+        return
+    exceeding = [row for row in solved if row.matrix["heterogeneous"]]
+    statistic = {"gamma": "γ", "log_variance": "The variance of log τ"}[
+        solved[0].matrix["statistic"]
+    ]
+    if not exceeding:
+        yield (
+            f"{statistic} stays below the threshold in all {len(solved)} matrices: the experts "
+            "differ little in scale, and nothing is normalised or refined unless you ask for it."
+        )
+        return
+    alone = [row for row in exceeding if by_unit_alone(row)]
+    text = f"{statistic} exceeds the threshold in {len(exceeding)} of {len(solved)} matrices"
+    if alone:
+        how_many = "all" if len(alone) == len(exceeding) else str(len(alone))
+        text += (
+            f", in {how_many} of them only because τ is close to 1; `heterogeneity: log_variance` "
+            "does not depend on that"
+        )
+    yield text + "."
+    refined = [row.matrix["spectrum"] for row in solved if "spectrum" in row.matrix]
+    refined = [spectrum for spectrum in refined if spectrum["alignment"] is not None]
+    if refined:
+        before = math.fsum(spectrum["share_before"] for spectrum in refined) / len(refined)
+        after = math.fsum(spectrum["share_after"] for spectrum in refined) / len(refined)
+        yield (
+            f"The refinement of {_count(len(refined), 'matrix', 'matrices')} changes the share of "
+            f"the energy in the top 5 % of singular values from {before:.0%} to {after:.0%}."
+        )
+
+
+def _numerics(report: Report) -> Iterator[str]:
+    bad = [row for row in report.solved if row.matrix["condition"] > ILL_CONDITIONED]
+    if bad:
+        worst = max(bad, key=lambda row: row.matrix["condition"])
+        yield (
+            f"The condition number exceeds {ILL_CONDITIONED:.0e} in "
+            f"{_count(len(bad), 'matrix', 'matrices')} (at most {worst.matrix['condition']:.0e}, "
+            f"{worst.label}): the merge is exact, but sensitive there; a larger epsilon calms it."
+        )
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _listed(parts: list[str], most: int = 6) -> str:
+    shown = parts if len(parts) <= most else [*parts[:most], f"{len(parts) - most} more"]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines of reports, made by hand where a test needs certain numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:
+    """A matrix of 10 × 20 that was looked at, W0 of norm 100, task vectors all orthogonal."""
+    count = len(tau)
+    identity = [[float(a == b) for b in range(count)] for a in range(count)]
+    return {
+        "tensor": name,
+        "shape": [10, 20],
+        "layout": "matrix",
+        "models": [f"org/expert-{t}" for t in range(count)],
+        "seconds": 0.1,
+        "relative_size": [math.sqrt(value) / 100 for value in tau],
+        "base_norm": 100.0,
+        "norm": [math.sqrt(value) for value in tau],
+        "unchanged": [0.0] * count,
+        "cosine": identity,
+        "unit": 0.1,
+        "histogram": [[0] * 25 + [100, 100] + [0] * 25] * count,
+        "rule": "ace",
+        "weight": [1.0] * count,
+        "tau": tau,
+        "gamma": 0.01,
+        "log_variance": 0.02,
+        "statistic": "gamma",
+        "threshold": 0.3,
+        "heterogeneous": False,
+        "normalized": False,
+        "refined": False,
+        "epsilon": [1e-5] * count,
+        "rank": 0,
+        "form": "primal",
+        "condition": 1000.0,
+        "precision": "float32",
+        "subspaces": {
+            "size": 2,
+            "stable_rank": [3.0] * count,
+            "inputs": identity,
+            "outputs": identity,
+        },
+        "spectrum": {
+            "leading": 1,
+            "before": [2.0],
+            "after": [2.0],
+            "share_before": 0.4,
+            "share_after": 0.4,
+            "alignment": None,
+        },
+        **changes,
+    }
+
+
+def layers(count: int, tau: list[float], **changes: Any) -> list[dict[str, Any]]:
+    return [made_line(f"model.layers.{n}.mlp.up_proj.weight", tau, **changes) for n in range(count)]

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mergekit-ace inspect` on whole checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from checkpoints import ace_config, fine_tuned, save_family, tiny_llama
+from click.testing import CliRunner
+from coefficient_files import make_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from mergekit_ace.cli import main
+from mergekit_ace.report.inspect import InspectTensor
+
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def inspect(tmp_path):
+    """Run the command on a config; the report's folder, or the error's message."""
+
+    def run(config: dict, *flags: str, out: str = "report", fails: bool = False):
+        path = tmp_path / "inspected.yml"
+        path.write_text(yaml.safe_dump(config))
+        arguments = ["inspect", str(path), str(tmp_path / out), "--quiet", *flags]
+        result = CliRunner().invoke(main, arguments)
+        assert (result.exit_code != 0) == fails, result.output
+        if fails:
+            assert isinstance(result.exception, SystemExit), result.exception
+            return result.output
+        return tmp_path / out
+
+    return run
+
+
+def lines_of(folder: Path) -> dict[str, dict]:
+    lines = map(json.loads, (folder / "report.jsonl").read_text().splitlines())
+    return {line["tensor"]: line for line in lines}
+
+
+def tensors_of(path: str) -> dict[str, Tensor]:
+    return {n: t.double() for n, t in load_file(Path(path) / "model.safetensors").items()}
+
+
+def naive_condition(deltas: list[Tensor], heterogeneous: bool, epsilon: float = 1e-5) -> float:
+    total = 0
+    for delta in deltas:
+        centred = delta - delta.mean(0)
+        gram = centred.T @ centred
+        trace = float(gram.trace()) if heterogeneous else 1.0
+        total = total + (gram + epsilon * torch.eye(len(gram), dtype=gram.dtype)) / trace
+    return float(torch.linalg.cond(total))
+
+
+@pytest.mark.parametrize(
+    ("scales", "branches"), [([0.02, 0.02, 0.03], {False, True}), ([0.001, 0.3, 0.05], {True})]
+)
+def test_every_number_against_float64(tmp_path, inspect, scales, branches):
+    paths = save_family(tiny_llama(), tmp_path, experts=3, scales=scales)
+    folder = inspect(ace_config(paths))
+    base, *experts = map(tensors_of, paths)
+    lines = lines_of(folder)
+    assert lines.keys() == base.keys()
+    seen = set()
+    for name, line in lines.items():
+        deltas = [expert[name] - base[name] for expert in experts]
+        tau = [float(d.square().sum()) for d in deltas]
+        assert line["tau"] == pytest.approx(tau)
+        assert line["relative_size"] == pytest.approx(
+            [math.sqrt(t) / float(base[name].norm()) for t in tau]
+        )
+        assert line["unchanged"] == [float((d == 0).double().mean()) for d in deltas]
+        cosine = float((deltas[0] * deltas[2]).sum()) / math.sqrt(tau[0] * tau[2])
+        assert line["cosine"][0][2] == pytest.approx(cosine, abs=1e-6)
+        if base[name].ndim < 2:
+            assert line["rule"] == "mean"
+            assert "subspaces" not in line
+            continue
+        logs = [math.log(t) for t in tau]
+        mean = sum(logs) / 3
+        variance = sum((v - mean) ** 2 for v in logs) / 2
+        assert line["log_variance"] == pytest.approx(variance)
+        # where τ is close to 1 it has a pole, and float32's last digits show
+        assert line["gamma"] == pytest.approx(variance / mean**2, rel=1e-4)
+        assert line["heterogeneous"] == line["refined"] == (variance / mean**2 > 0.3)
+        seen.add(line["heterogeneous"])
+        sigma = torch.linalg.matrix_norm(deltas[1], 2)
+        assert line["subspaces"]["stable_rank"][1] == pytest.approx(float(tau[1] / sigma**2), 1e-4)
+        exact = naive_condition(deltas, line["normalized"])
+        assert exact / 2.5 < line["condition"] < 1.1 * exact
+    assert seen == branches
+
+
+def test_files_and_words(tmp_path, inspect):
+    paths = save_family(tiny_llama(), tmp_path, scales=[0.02, 0.001])
+    folder = inspect(ace_config(paths))
+    summary = json.loads((folder / "summary.json").read_text())
+    base, *experts = map(tensors_of, paths)
+    deltas = [torch.cat([(e[n] - base[n]).flatten() for n in base]) for e in experts]
+    whole = torch.cat([t.flatten() for t in base.values()])
+    assert summary["norm"] == pytest.approx([float(d.norm()) for d in deltas])
+    assert summary["relative_size"] == pytest.approx(
+        [float(d.norm() / whole.norm()) for d in deltas]
+    )
+    cosine = float(deltas[0] @ deltas[1] / deltas[0].norm() / deltas[1].norm())
+    assert summary["cosine"][0][1] == pytest.approx(cosine, abs=1e-6)
+    times = f"expert1 has moved {summary['norm'][0] / summary['norm'][1]:.0f} times less"
+    assert any(times in sentence for sentence in summary["sentences"])
+    page = (folder / "report.html").read_text()
+    assert times in page
+    assert "model.layers.1.mlp.down_proj.weight" in page
+
+
+def test_a_killed_inspection_goes_on(tmp_path, inspect, monkeypatch):
+    config = ace_config(save_family(tiny_llama(), tmp_path))
+    whole = lines_of(inspect(config, out="whole"))
+    execute, calls = InspectTensor.execute, []
+
+    def dies(self, **arguments):
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        calls.append(self.merge.output_weight.name)
+        return execute(self, **arguments)
+
+    monkeypatch.setattr(InspectTensor, "execute", dies)
+    inspect(config, fails=True)
+    monkeypatch.undo()
+    report = tmp_path / "report" / "report.jsonl"
+    assert len(report.read_text().splitlines()) == 7
+    assert not (tmp_path / "report" / "report.html").exists()
+    with open(report, "a") as file:
+        file.write('{"tensor": "model.norm.we')  # cut in the middle of a line
+    again = []
+
+    def counted(self, **arguments):
+        again.append(self.merge.output_weight.name)
+        return execute(self, **arguments)
+
+    monkeypatch.setattr(InspectTensor, "execute", counted)
+    found = lines_of(inspect(config))
+    assert not set(again) & set(calls)
+    assert len(again) + len(calls) == len(whole)
+    for line in (*found.values(), *whole.values()):
+        del line["seconds"]
+    assert found == whole
+
+
+def test_another_inspection_in_the_folder(tmp_path, inspect):
+    config = ace_config(save_family(tiny_llama(), tmp_path))
+    inspect(config)
+    config["parameters"] = {"epsilon": 0.01, "adaptive_normalization": "never"}
+    message = inspect(config, fails=True)
+    assert "changed since then: config.parameters" in message
+    assert "--overwrite" in message
+    folder = inspect(config, "--overwrite")
+    assert lines_of(folder)[QUERY]["epsilon"] == [0.01, 0.01]
+
+
+def test_changed_checkpoints_are_another_inspection(tmp_path, inspect):
+    paths = save_family(tiny_llama(), tmp_path)
+    inspect(ace_config(paths))
+    os.utime(Path(paths[1]) / "model.safetensors", ns=(1, 1))
+    assert "changed since then: files" in inspect(ace_config(paths), fails=True)
+
+
+def test_filters_and_samples(tmp_path, inspect):
+    model = tiny_llama(num_hidden_layers=6)
+    config = ace_config(save_family(model, tmp_path))
+    names = lines_of(inspect(config, "--tensors", "q_proj", "--tensors", "norm", out="some"))
+    assert all("q_proj" in name or "norm" in name for name in names)
+    assert len(names) == 6 * 3 + 1
+    sampled = lines_of(inspect(config, "--tensors", "proj", "--sample", "14", out="few"))
+    assert len(sampled) == 14
+    assert {f"model.layers.{n}.mlp.up_proj.weight" for n in (0, 5)} <= sampled.keys()
+    assert len(lines_of(inspect(config, "--sample", "2", out="two"))) == 2
+    assert "no tensor contains 'router'" in inspect(config, "--tensors", "router", fails=True)
+
+
+def test_conv1d_weights_are_looked_at_as_they_are_merged(tmp_path, inspect):
+    config = GPT2Config(vocab_size=40, n_positions=16, n_embd=32, n_layer=2, n_head=4)
+    torch.manual_seed(0)
+    paths = save_family(GPT2LMHeadModel(config), tmp_path)
+    lines = lines_of(inspect(ace_config(paths)))
+    base, *experts = map(tensors_of, paths)
+    name = next(n for n in lines if n.endswith("h.0.mlp.c_fc.weight"))
+    assert lines[name]["layout"] == "transposed"
+    stored = name if name in base else name.removeprefix("transformer.")
+    deltas = [(expert[stored] - base[stored]).T for expert in experts]
+    exact = naive_condition(deltas, heterogeneous=False)
+    assert exact / 2.5 < lines[name]["condition"] < 1.1 * exact
+
+
+def test_parameters_with_filters_and_layer_gradients(tmp_path, inspect):
+    config = ace_config(save_family(tiny_llama(num_hidden_layers=3), tmp_path))
+    config["parameters"] = {
+        "epsilon": [0.1, 0.3],
+        "adaptive_normalization": "never",
+        "layout": [{"filter": "embed", "value": "mean"}, {"value": "auto"}],
+    }
+    config["models"][1]["parameters"] = {"weight": [{"filter": "k_proj", "value": 0}, {"value": 1}]}
+    lines = lines_of(inspect(config))
+    assert lines["model.embed_tokens.weight"]["rule"] == "mean"
+    assert lines["model.layers.1.mlp.up_proj.weight"]["epsilon"] == pytest.approx([0.2, 0.2])
+    assert lines["model.layers.1.self_attn.k_proj.weight"]["rule"] == "single"
+
+
+def test_other_methods_are_looked_at_with_the_defaults_of_ace(tmp_path, inspect):
+    paths = save_family(tiny_llama(), tmp_path)
+    config = ace_config(paths, merge_method="task_arithmetic", parameters={"weight": 0.5})
+    expected = lines_of(inspect(ace_config(paths), out="ace"))
+    found = lines_of(inspect(config))
+    assert found[QUERY]["tau"] == expected[QUERY]["tau"]
+    assert found[QUERY]["condition"] == expected[QUERY]["condition"]
+
+
+def test_coefficients_of_statsmerging(tmp_path, inspect):
+    paths = save_family(tiny_llama(), tmp_path)
+    names = list(load_file(Path(paths[0]) / "model.safetensors"))
+    file = make_file(names, paths[1:])
+    file.save(tmp_path / "coefficients.safetensors")
+    path = str(tmp_path / "coefficients.safetensors")
+    config = ace_config(paths, merge_method="statsmerging", parameters={"coefficients": path})
+    folder = inspect(config)
+    for name, line in lines_of(folder).items():
+        expected = file.coefficients[:, names.index(name)].tolist()
+        assert line["coefficients"] == pytest.approx(expected)
+    assert "Merging coefficients" in (folder / "report.html").read_text()
+
+
+def test_tied_heads_and_a_model_without_a_base(tmp_path, inspect):
+    base = tiny_llama(tie_word_embeddings=True)
+    paths = save_family(base, tmp_path)
+    fine_tuned(tiny_llama(), seed=3).save_pretrained(tmp_path / "untied")
+    lines = lines_of(inspect(ace_config(paths)))
+    assert "lm_head.weight" not in lines
+    linear = {"merge_method": "linear", "models": [{"model": p} for p in paths]}
+    linear["parameters"] = {"weight": 1}
+    assert "add a line base_model:" in inspect(linear, out="linear", fails=True)
+
+
+def test_nan_names_tensor_and_model(tmp_path, inspect):
+    paths = save_family(tiny_llama(), tmp_path)
+    file = Path(paths[2]) / "model.safetensors"
+    tensors = load_file(file)
+    tensors[QUERY][0, 0] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    message = inspect(ace_config(paths), fails=True)
+    assert QUERY in message
+    assert paths[2] in message
+    assert "NaN" in message
+    assert not (tmp_path / "report" / "report.html").exists()
+
+
+def test_damaged_files(tmp_path, inspect):
+    paths = save_family(tiny_llama(), tmp_path)
+    file = Path(paths[1]) / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-100])
+    message = inspect(ace_config(paths), fails=True)
+    assert "expert0/model.safetensors is damaged" in message
+    assert f"{len(content):,}" in message
+    assert not (tmp_path / "report").exists()
+
+
+def test_missing_models_and_folders_that_cannot_be_used(tmp_path, inspect):
+    paths = save_family(tiny_llama(), tmp_path)
+    missing = ace_config([*paths, str(tmp_path / "nowhere")])
+    assert "nowhere" in inspect(missing, fails=True)
+    (tmp_path / "file").write_text("")
+    assert "cannot be used" in inspect(ace_config(paths), out="file/report", fails=True)
+
+
+def test_configs_that_are_none(tmp_path):
+    path = tmp_path / "bad.yml"
+    for text, message in (
+        ("models: [", "is not YAML"),
+        ("models: []", "no line `merge_method:`"),
+        ("merge_method: ace\nmodels: [{mode: a}]", "no config that mergekit accepts"),
+    ):
+        path.write_text(text)
+        result = CliRunner().invoke(main, ["inspect", str(path), str(tmp_path / "out")])
+        assert result.exit_code == 1
+        assert message in result.output

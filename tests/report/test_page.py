@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import ace_config, save_family, tiny_llama
+from click.testing import CliRunner
+from lines import layers, made_line
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from mergekit_ace.cli import main
+from mergekit_ace.report.errors import ReportError
+from mergekit_ace.report.figures import draw
+from mergekit_ace.report.output import write_page
+from mergekit_ace.report.tables import Report
+
+# No calls home, and no sandbox, which root cannot have.
+FLAGS = """--no-sandbox --disable-gpu --no-first-run --disable-background-networking
+    --disable-component-update --disable-sync --disable-quic""".split()
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "msedge")
+VIEWS = {
+    "laptop, light": (1280, 800, "light"),
+    "phone, dark": (390, 844, "dark"),
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    assert found, f"the tests of the report need a browser: install one of {', '.join(NAMES)}"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser):
+    """Open a page and wait until it is drawn; nothing may go wrong or be fetched."""
+    contexts, problems = [], []
+
+    def open_page(path: Path, view: str = "laptop, light") -> Page:
+        width, height, scheme = VIEWS[view]
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme, offline=True
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None
+        )
+        page.on("request", lambda r: problems.append(r.url) if "http" in r.url[:5] else None)
+        page.goto(path.as_uri())
+        page.wait_for_selector("body[data-ready=yes]", timeout=60_000)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert not problems
+
+
+@pytest.fixture(scope="module")
+def report_page(tmp_path_factory) -> Path:
+    """Of a heterogeneous family, so that every picture is there."""
+    folder = tmp_path_factory.mktemp("page")
+    lines = layers(12, [1.0, 4.0, 0.5])
+    refined = made_line(
+        "model.layers.3.mlp.down_proj.weight",
+        [1.0, 400.0, 0.5],
+        heterogeneous=True,
+        refined=True,
+        gamma=3.0,
+        log_variance=11.0,
+        condition=5e4,
+        spectrum={
+            "leading": 2,
+            "before": [2.0, 1.0],
+            "after": [4.0, 3.0],
+            "share_before": 0.4,
+            "share_after": 0.6,
+            "alignment": [0.99, 0.9],
+        },
+    )
+    vector = made_line("model.norm.weight", [0.1, 0.1, 0.0], rule="mean", shape=[20])
+    for key in ("subspaces", "spectrum", "gamma", "log_variance", "condition", "heterogeneous"):
+        del vector[key]
+    path = folder / "report.html"
+    coefficients = {"coefficients": [0.1, 0.5, -0.2]}
+    everything = [line | coefficients for line in (*lines, refined, vector)]
+    write_page(everything, path, "Three <b>experts</b> & a base", "</script> is no end")
+    return path
+
+
+PICTURES = """tau relative-size gamma similarity coefficients spectra energy condition stable-rank
+    histograms""".split()
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_is_on_the_page(report_page, visit, view):
+    page = visit(report_page, view)
+    assert page.title() == "Three <b>experts</b> & a base"
+    assert "</script> is no end" in page.inner_text("header")
+    assert page.locator(".summary li").count() >= 3
+    assert [p.get_attribute("id") for p in page.locator(".plot").all()] == [
+        f"plot-{name}" for name in PICTURES
+    ]
+    for name in PICTURES:
+        plot = page.locator(f"#plot-{name}")
+        assert plot.locator("svg.main-svg").count() >= 1, name
+        caption = page.locator(f"section:has(#{name}) figcaption").inner_text()
+        assert "Good" in caption, name
+        titles = plot.locator(".xtitle, .ytitle").all_text_contents()
+        assert len(titles) >= 2, name
+        assert all(titles), name
+    # nothing is cut off or has to be scrolled sideways, but for the table in its own frame
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def luminance(color: str) -> float:
+    numbers = [float(n) for n in color[color.index("(") + 1 : -1].split(",")[:3]]
+    return sum(numbers) / 3
+
+
+@pytest.mark.parametrize(("view", "light"), [("laptop, light", True), ("phone, dark", False)])
+def test_light_and_dark(report_page, visit, view, light):
+    page = visit(report_page, view)
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    text = page.evaluate("getComputedStyle(document.querySelector('#plot-tau .xtitle')).fill")
+    assert (luminance(ground) > 128) == light
+    assert (luminance(text) < 128) == light
+    page.emulate_media(color_scheme="dark" if light else "light")
+    page.wait_for_function(
+        "before => getComputedStyle(document.querySelector('#plot-tau .xtitle')).fill !== before",
+        arg=text,
+    )
+
+
+def column(page: Page, number: int) -> list[str]:
+    cells = page.locator(f"#table tbody tr:not([hidden]) td:nth-child({number + 1})")
+    return cells.all_inner_texts()
+
+
+def test_the_table_is_sorted_and_filtered(report_page, visit):
+    page = visit(report_page)
+    titles = page.locator("#table thead th").all_inner_texts()
+    by_name = titles.index("tensor")
+    assert page.locator("#table tbody tr").count() == 14
+    heading = page.get_by_role("button", name="tensor")
+    heading.click()
+    names = column(page, by_name)
+    assert names[:3] == [
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.2.mlp.up_proj.weight",
+    ]
+    assert names.index("model.layers.10.mlp.up_proj.weight") > names.index(
+        "model.layers.9.mlp.up_proj.weight"
+    )
+    heading.click()
+    assert column(page, by_name) == names[::-1]
+    page.get_by_role("button", name="condition").click()
+    assert page.locator("th[aria-sort=ascending]").inner_text().startswith("condition")
+    page.get_by_role("button", name="condition").click()
+    assert column(page, by_name)[0] == "model.layers.3.mlp.down_proj.weight"
+    assert column(page, by_name)[-1] == "model.norm.weight"  # no number: last either way
+    page.get_by_label("Only tensors with").fill("down")
+    assert column(page, by_name) == ["model.layers.3.mlp.down_proj.weight"]
+    assert "1 of 14 shown" in page.inner_text("#shown")
+
+
+def test_menus_change_what_is_drawn(report_page, visit):
+    page = visit(report_page)
+    plot = page.locator("#plot-similarity")
+    assert plot.locator(".updatemenu-item-text").first.text_content().startswith("cosine")
+    plot.locator(".updatemenu-header").click()
+    plot.get_by_text("overlap of leading outputs").click()
+    page.wait_for_function(
+        "document.getElementById('plot-similarity').data.map(t => t.visible).join() "
+        "=== 'false,false,true'"
+    )
+
+
+def test_a_click_on_the_legend_hides_an_expert(report_page, visit):
+    page = visit(report_page)
+    page.locator("#plot-tau .legendtoggle").first.click()
+    page.wait_for_function("document.getElementById('plot-tau').data[0].visible === 'legendonly'")
+
+
+def test_links_lead_to_the_pictures(report_page, visit):
+    page = visit(report_page)
+    for link in page.locator("nav a").all():
+        assert page.locator(link.get_attribute("href")).count() == 1
+    page.get_by_role("link", name="All tensors").click()
+    assert page.evaluate("scrollY") > 0
+
+
+def test_what_is_drawn_are_the_numbers_of_the_report():
+    lines = layers(5, [1.0, 4.0])
+    lines[2]["tau"] = [7.0, 0.0]
+    pictures = {picture.name: picture.figure for picture in draw(Report(lines))}
+    assert list(pictures["tau"].data[0].y) == [1, 1, 7, 1, 1]
+    assert list(pictures["tau"].data[1].y) == [4, 4, None, 4, 4]  # no point at log 0
+    assert list(pictures["gamma"].data[0].y) == [0.01] * 5
+    assert pictures["similarity"].data[0].z[0] == [1.0, 0.0]
+    assert list(pictures["condition"].data[0].y) == [1000.0] * 5
+    assert list(pictures["energy"].data[0].y) == [0.4] * 5
+    histogram = pictures["histograms"].data[0]
+    assert sum(histogram.y) == pytest.approx(1)
+    assert histogram.x[0] == pytest.approx(-0.49)  # the middle of the first of 50 bins
+
+
+def test_the_report_of_a_merge_as_a_page(tmp_path, mergekit_yaml, visit):
+    paths = save_family(tiny_llama(), tmp_path, scales=[0.02, 0.3])
+    report = tmp_path / "ace.jsonl"
+    mergekit_yaml(ace_config(paths, parameters={"report": str(report)}))
+    out = tmp_path / "page.html"
+    result = CliRunner().invoke(main, ["report", str(report), "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    page = visit(out)
+    rows = page.locator("#table tbody tr").count()
+    assert rows == len(report.read_text().splitlines())
+    assert page.locator("#plot-tau").count() == 1
+    assert page.locator("#plot-similarity").count() == 0  # a merge does not look that closely
+
+
+def test_a_page_that_cannot_be_written(tmp_path):
+    lines = layers(1, [1.0])
+    with pytest.raises(ReportError, match="cannot be written"):
+        write_page(lines, tmp_path / "none" / "r.html", "", "")
+    report = tmp_path / "r.jsonl"
+    report.write_text(json.dumps({"tensor": "a", "models": [], "skipped": "why"}) + "\n")
+    result = CliRunner().invoke(main, ["report", str(report), "-o", str(tmp_path / "r.html")])
+    assert result.exit_code == 1
+    assert "nothing to show" in result.output
+    assert not (tmp_path / "r.html").exists()

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from lines import layers, made_line
+
+from mergekit_ace.report.errors import ReportError
+from mergekit_ace.report.lines import read_lines
+from mergekit_ace.report.summary import summarize
+from mergekit_ace.report.tables import Report
+
+
+def said(lines: list[dict]) -> str:
+    return "\n".join(summarize(Report(lines))["sentences"])
+
+
+def test_an_ordinary_family():
+    text = said([*layers(4, [1.0, 2.0]), made_line("model.norm.weight", [1.0, 2.0], rule="mean")])
+    assert "5 tensors of 2 experts: 4 merged by the closed form and 1 by the mean" in text
+    assert "The most similar experts are expert-0 and expert-1, with a cosine of 0.00" in text
+    assert "γ stays below the threshold in all 4 matrices" in text
+    for word in ("barely", "opposite", "condition", "base at all", "frozen"):
+        assert word not in text
+
+
+def test_layers_outside_of_which_an_expert_barely_differs():
+    lines = layers(30, [1.0, 1e-4])
+    for n in range(20, 28):
+        lines[n]["tau"] = [1.0, 1.0]
+    text = said(lines)
+    assert "expert-1 barely differs from the base outside layers 20–27." in text
+    assert "expert-0 barely" not in text
+
+
+def test_layers_are_in_the_order_of_their_numbers():
+    lines = layers(12, [1.0])[::-1]
+    labels = [row.layer for row in Report(lines).rows]
+    assert labels == list(range(12))
+
+
+def test_gamma_because_of_the_unit():
+    """What the specification measured: the same spread, γ of 0.09 and 0.95."""
+    flagged = {"heterogeneous": True, "normalized": True, "refined": True}
+    lines = layers(10, [1.0, 2.0])
+    for line in lines[:4]:
+        line |= {**flagged, "gamma": 0.95, "log_variance": 0.05}
+    lines[4] |= {**flagged, "gamma": 2.0, "log_variance": 1.5}
+    summary = summarize(Report(lines))
+    assert summary["heterogeneous"] == 5
+    assert summary["heterogeneous_by_unit"] == 4
+    text = "\n".join(summary["sentences"])
+    assert "γ exceeds the threshold in 5 of 10 matrices, in 4 of them only because τ" in text
+    assert "heterogeneity: log_variance" in text
+
+
+def test_log_variance_has_no_unit():
+    lines = layers(3, [1.0, 2.0], statistic="log_variance")
+    lines[0] |= {"heterogeneous": True, "refined": True, "log_variance": 0.31}
+    text = said(lines)
+    assert "The variance of log τ exceeds the threshold in 1 of 3 matrices." in text
+
+
+def test_experts_that_are_odd():
+    lines = layers(4, [0.0, 1.0, 4000.0])
+    text = said(lines)
+    assert "expert-0 does not differ from the base at all" in text
+    assert "expert-1 has moved 63 times less than the strongest expert" in text
+    assert "expert-2 is 63% of the base's size away" in text
+
+
+def test_frozen_entries_are_counted_by_size():
+    lines = layers(2, [1.0, 1.0])
+    lines[0]["unchanged"] = [1.0, 0.0]
+    lines[1] |= {"shape": [10, 60], "unchanged": [0.5, 0.2]}
+    report = Report(lines)
+    assert report.unchanged == pytest.approx([(200 + 300) / 800, 120 / 800])
+    assert "expert-0 left 62% of all entries exactly as they were" in said(lines)
+
+
+@pytest.mark.parametrize(
+    ("cosine", "sentence"),
+    [
+        (0.97, "learned nearly the same (cosine 0.97)"),
+        (-0.5, "pull in opposite directions (cosine -0.50)"),
+        (0.3, "with a cosine of 0.30"),
+    ],
+)
+def test_pairs(cosine, sentence):
+    lines = layers(3, [1.0, 4.0], cosine=[[1.0, cosine], [cosine, 1.0]])
+    report = Report(lines)
+    assert report.cosines[0][1] == pytest.approx(cosine)
+    text = said(lines)
+    assert sentence in text
+    assert text.count("cosine") == 1
+
+
+def test_cosines_of_whole_models_weigh_tensors_by_size():
+    one = made_line("a.0.weight", [1.0, 1.0], cosine=[[1.0, 1.0], [1.0, 1.0]])
+    two = made_line("a.1.weight", [9.0, 9.0], cosine=[[1.0, 0.0], [0.0, 1.0]])
+    assert Report([one, two]).cosines[0][1] == pytest.approx(0.1)
+
+
+def test_overlap_against_chance():
+    crowded = {"size": 2, "stable_rank": [3.0, 3.0], "outputs": [[1, 0], [0, 1]]}
+    inputs = [[1.0, 0.6], [0.6, 1.0]]
+    text = said(layers(3, [1.0, 1.0], subspaces={**crowded, "inputs": inputs}))
+    assert "share 60% of their leading input directions" in text
+    assert "random ones would share 10%" in text
+
+
+def test_an_expert_that_lacks_a_tensor():
+    lines = layers(2, [1.0, 2.0])
+    lines.append(made_line("model.layers.2.mlp.up_proj.weight", [5.0], models=["org/expert-1"]))
+    lines.append({"tensor": "lm_head.weight", "models": [], "skipped": "the base lacks it"})
+    report = Report(lines)
+    assert report.models == ["org/expert-0", "org/expert-1"]
+    assert report.norms == pytest.approx([math.sqrt(2), 3])
+    text = said(lines)
+    assert "1 tensor cannot be compared: lm_head.weight." in text
+
+
+def test_condition_numbers():
+    lines = layers(3, [1.0, 1.0])
+    lines[1]["condition"] = 3e6
+    assert "exceeds 1e+05 in 1 matrix (at most 3e+06, model.layers.1.mlp" in said(lines)
+
+
+def test_refinement():
+    spectrum = {"leading": 2, "before": [2.0, 1.0], "after": [3.0, 2.0], "alignment": [0.9, 0.8]}
+    spectrum |= {"share_before": 0.2, "share_after": 0.5}
+    flagged = {"heterogeneous": True, "refined": True, "spectrum": spectrum}
+    text = said(layers(4, [1.0, 2.0], **flagged, gamma=0.5, log_variance=0.6))
+    assert "The refinement of 4 matrices changes" in text
+    assert "from 20% to 50%" in text
+
+
+def test_names_that_are_not_told_apart_by_their_last_part():
+    lines = layers(1, [1.0, 1.0], models=["a/final", "b/final"])
+    assert Report(lines).experts == ["a/final", "b/final"]
+
+
+def test_reading_lines(tmp_path):
+    path = tmp_path / "r.jsonl"
+    first = made_line("a.weight", [1.0, 2.0])
+    newer = made_line("a.weight", [3.0, 4.0], gamma="inf")
+    path.write_text("\n".join(map(json.dumps, (first, newer))) + "\n")
+    (line,) = read_lines(path)  # a merge that was repeated appends to the same file
+    assert line["tau"] == [3.0, 4.0]
+    assert line["gamma"] == math.inf
+    for text, message in (
+        ("", "no lines"),
+        ("{}", "line 1 of"),
+        ("[1]", "line 1"),
+        ("{", "line 1"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ReportError, match=message):
+            read_lines(path)
+    with pytest.raises(ReportError, match="cannot be read"):
+        read_lines(tmp_path / "none.jsonl")
