@@ -91,6 +91,30 @@ def merge_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 @main.command()
 @merge_flags
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Where the result will go."
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def check(config: Path, out: Path | None, as_json: bool, **flags: Any) -> None:
+    """Check a merge before it starts: exit status 1 if something in it is wrong.
+
+    CONFIG is that of the merge. Only configs, tokenizers and the headers of files are read.
+    """
+    import json
+
+    from mergekit.options import MergeOptions
+
+    from mergekit_ace.preflight.check import check_merge
+    from mergekit_ace.preflight.text import to_text
+
+    result = check_merge(config, MergeOptions(**flags, quiet=True), out)
+    click.echo(json.dumps(result.as_json(), indent=1) if as_json else to_text(result))
+    if not result.ok:
+        raise SystemExit(1)
+
+
+@main.command()
+@merge_flags
 @click.argument("folder", metavar="REPORT_DIR", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--tensors", multiple=True, metavar="PART", help="Only names that contain it.")
 @click.option("--sample", type=click.IntRange(min=1), help="At most so many, over all depths.")

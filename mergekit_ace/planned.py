@@ -14,7 +14,7 @@ from mergekit import merge_methods
 from mergekit.architecture import get_architecture_info
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
-from mergekit.io.tasks import LoaderCache, SaveTensor
+from mergekit.io.tasks import GatherTensors, LoaderCache, SaveTensor
 from mergekit.merge_methods import MergeMethod
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
@@ -45,6 +45,12 @@ class PlannedTensor:
     def name(self) -> str:
         """Of the tensor that is written."""
         return self.task.output_weight.name
+
+    @property
+    def gather(self) -> GatherTensors:
+        """What it is read from; embeddings may be aligned afterwards."""
+        task = self.task.gather_tensors
+        return getattr(task, "gather_tensors", task)
 
     @property
     def base(self) -> ModelReference | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,14 @@ SIZES = {
         "num_key_value_heads": 8,
         "vocab_size": 128256,
     },
+    "70B": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
 }
 SHARD_BYTES = 2**30
 
@@ -69,6 +78,38 @@ def write_family(
         )
         write_model(path, config, tensors)
     return paths
+
+
+def write_headers(folder: Path, size: str, experts: int) -> list[Path]:
+    """The same family without any weights: files of full length that take no room on the disk."""
+    config = LlamaConfig(dtype="bfloat16", architectures=["LlamaForCausalLM"], **SIZES[size])
+    paths = []
+    for model in range(experts + 1):
+        path = folder / ("base" if model == 0 else f"expert{model}")
+        path.mkdir(parents=True, exist_ok=True)
+        places, shard, number = {}, {}, 1
+        for name, shape in [*shapes(config), ("", ())]:
+            begin = max((entry["data_offsets"][1] for entry in shard.values()), default=0)
+            end = begin + 2 * math.prod(shape)
+            if shard and (not name or end > 5 * SHARD_BYTES):
+                write_hollow(path / f"model-{number:05d}.safetensors", shard)
+                shard, number, begin, end = {}, number + 1, 0, end - begin
+            if name:
+                shard[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+                places[name] = f"model-{number:05d}.safetensors"
+        config.save_pretrained(path)
+        index = json.dumps({"metadata": {}, "weight_map": places})
+        (path / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+        paths.append(path)
+    return paths
+
+
+def write_hollow(path: Path, entries: dict) -> None:
+    """A safetensors file whose weights are a hole."""
+    header = json.dumps(entries).encode()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + max(e["data_offsets"][1] for e in entries.values()))
 
 
 def shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoints of a merge by their headers: in folders, in the Hub's cache, or on the Hub."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mergekit.common import ModelReference
+from mergekit.io import LazyTensorLoader, ShardedTensorIndex
+from mergekit.io.tasks import LoaderCache
+
+from mergekit_ace.headers import DamagedFileError, TensorHeader, check_folder, read_headers
+
+INDEX_FILES = ("model.safetensors.index.json", "model.safetensors")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One model without its weights.
+
+    Attributes:
+        model: mergekit's reference; the headers of an adapter's are those of its base.
+        folder: where its files are; None on the Hub.
+        index: which file holds which tensor.
+        headers: by tensor name; without those of old pickles, which have none.
+    """
+
+    model: ModelReference
+    folder: Path | None
+    index: ShardedTensorIndex
+    headers: Mapping[str, TensorHeader]
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """`config.json`; empty where there is none."""
+        return self.read_json("config.json")
+
+    @cached_property
+    def adapter(self) -> dict[str, Any]:
+        """`adapter_config.json` of a local adapter; empty where there is none."""
+        if self.model.lora is None:
+            return {}
+        return _json(Path(self.model.lora.path).expanduser() / "adapter_config.json")
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """A file of the checkpoint; fetched, if it is small and the model on the Hub."""
+        path = self.file(name)
+        return _json(path) if path else {}
+
+    def file(self, name: str) -> Path | None:
+        """Where a small file of the checkpoint lies; None where there is none."""
+        if self.folder is not None:
+            path = self.folder / name
+            return path if path.is_file() else None
+        from huggingface_hub import hf_hub_download
+
+        try:
+            reference = self.model.model
+            return Path(hf_hub_download(reference.path, name, revision=reference.revision))
+        except Exception:  # no such file, or no connection: nothing to compare
+            return None
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors."""
+        return sum(header.bytes for header in self.headers.values())
+
+
+def read_checkpoint(model: ModelReference) -> Checkpoint:
+    """The headers of a model, wherever it is; no weight is read or downloaded.
+
+    Raises:
+        DamagedFileError: a file is damaged, or there is no such model.
+    """
+    folder = _folder(model)
+    if folder is None:
+        return _from_hub(model)
+    check_folder(folder)  # first: mergekit opens single files without saying which is damaged
+    try:
+        index = ShardedTensorIndex.from_disk(str(folder))
+    except Exception as error:
+        raise DamagedFileError(f"{folder} holds no weights: {error}") from error
+    return Checkpoint(model, folder, index, read_headers(index.tensor_paths, index.base_path))
+
+
+def _folder(model: ModelReference) -> Path | None:
+    """A local folder, or the snapshot in the Hub's cache if it holds weights."""
+    path = Path(model.model.path).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or model.model.path.startswith(".") or model.model.path.count("/") > 1:
+        raise DamagedFileError(f"there is no folder {path}")
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in INDEX_FILES:
+        found = try_to_load_from_cache(model.model.path, name, revision=model.model.revision)
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+def _from_hub(model: ModelReference) -> Checkpoint:
+    from huggingface_hub import get_safetensors_metadata
+
+    try:
+        metadata = get_safetensors_metadata(model.model.path, revision=model.model.revision)
+    except Exception as error:
+        raise DamagedFileError(
+            f"{model.model.path} is no folder here, and the Hub has no safetensors of it that can "
+            f"be read ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        ) from error
+    headers = {
+        name: TensorHeader(info.dtype, tuple(info.shape), file)
+        for file, content in metadata.files_metadata.items()
+        for name, info in content.tensors.items()
+    }
+    paths = {name: header.file for name, header in headers.items()}
+    return Checkpoint(model, None, ShardedTensorIndex("", True, paths, []), headers)
+
+
+@contextmanager
+def headers_only(checkpoints: Sequence[Checkpoint]) -> Iterator[None]:
+    """Let mergekit plan with these indices, so that it downloads nothing and merges no adapter."""
+    loaders = LoaderCache().loaders
+    before = dict(loaders)
+    for checkpoint in checkpoints:
+        loaders[checkpoint.model] = LazyTensorLoader(checkpoint.index)
+    try:
+        yield
+    finally:
+        loaders.clear()
+        loaders.update(before)
+
+
+def _json(path: str | os.PathLike) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mergekit-ace check`: whatever is wrong with a merge is said before it starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from checkpoints import ace_config, fine_tuned, save_family, tiny_llama
+from click.testing import CliRunner
+from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, ViTConfig, ViTModel
+
+from mergekit_ace.algebra.forms import choose_forms
+from mergekit_ace.cli import main, merge_flags
+from mergekit_ace.headers import TensorHeader
+from mergekit_ace.preflight import check as check_module
+
+
+@pytest.fixture
+def check(tmp_path):
+    """Run the command on a config; its JSON."""
+
+    def run(config: dict, *flags: str) -> dict:
+        path = tmp_path / "checked.yml"
+        path.write_text(yaml.safe_dump(config))
+        result = CliRunner().invoke(main, ["check", str(path), "--json", *flags])
+        answer = json.loads(result.output[result.output.index("{") :])
+        assert result.exit_code == (0 if answer["ok"] else 1), result.output
+        assert answer["ok"] == all(f["level"] != "error" for f in answer["findings"])
+        return answer
+
+    return run
+
+
+def texts(answer: dict, level: str | None = None) -> str:
+    return "\n".join(
+        f"{f['subject']}: {f['message']} → {f['remedy']}"
+        for f in answer["findings"]
+        if level in (None, f["level"])
+    )
+
+
+def rewrite(path: str, change) -> None:
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def configure(path: str, **changes) -> None:
+    file = Path(path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.fixture
+def paths(tmp_path) -> list[str]:
+    return save_family(tiny_llama(), tmp_path)
+
+
+def test_a_merge_that_is_all_right(check, paths, mergekit_yaml):
+    config = ace_config(paths)
+    answer = check(config)
+    assert answer["findings"] == []
+    tensors = load_file(Path(paths[0]) / "model.safetensors")
+    assert answer["tensors"] == len(tensors)
+    estimate = answer["estimate"]
+    assert estimate["rules"] == {
+        "matrix": sum(t.ndim == 2 for t in tensors.values()),
+        "mean": sum(t.ndim == 1 for t in tensors.values()),
+    }
+    forms = [choose_forms(*t.shape, 2, refined=False)[0] for t in tensors.values() if t.ndim == 2]
+    assert estimate["forms"] == {form: forms.count(form) for form in set(forms)}
+    assert estimate["read"] == 3 * sum(t.nbytes for t in tensors.values())
+    assert estimate["written"] == sum(t.nbytes for t in tensors.values())
+    assert 0 < estimate["operations"][0] <= estimate["operations"][1]
+    assert [model["role"] for model in answer["models"]] == ["base", "expert", "expert"]
+    mergekit_yaml(config)
+
+
+def test_for_people(tmp_path, paths):
+    path = tmp_path / "a.yml"
+    path.write_text(yaml.safe_dump(ace_config(paths)))
+    result = CliRunner().invoke(main, ["check", str(path)])
+    assert result.exit_code == 0
+    assert "nothing to complain about" in result.output
+    assert "15 matrix" in result.output or "matrix" in result.output
+    path.write_text(yaml.safe_dump(ace_config(paths, parameters={"epsilom": 1})))
+    result = CliRunner().invoke(main, ["check", str(path)])
+    assert result.exit_code == 1
+    assert "error: config: parameters: there is no parameter 'epsilom' of ace" in result.output
+    assert "→ did you mean 'epsilon'?" in result.output
+    assert "1 errors, 0 warnings" in result.output
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parameters": {"epsilom": 1}}, "did you mean 'epsilon'?"),
+        ({"parametes": {"epsilon": 1}}, "no setting 'parametes'"),
+        ({"merge_method": "acee"}, "there is no method 'acee'"),
+        ({"parameters": {"epsilon": -1}}, "parameter 'epsilon' is -1"),
+        ({"parameters": {"heterogeneity": "gama"}}, "one of gamma, log_variance"),
+        ({"parameters": {"report": "/nowhere/r.jsonl"}}, "there is no folder /nowhere"),
+        ({"base_model": None}, "base_model:"),
+    ],
+)
+def test_settings(check, paths, change, message):
+    answer = check({**ace_config(paths), **change})
+    assert not answer["ok"]
+    assert message in texts(answer, "error")
+
+
+def test_settings_of_models_and_slices(check, paths):
+    config = ace_config(paths)
+    config["models"][0] |= {"parameters": {"wieght": 0.5}, "weight": 1}
+    config["models"][1]["parameters"] = {"epsilon": 0.1}
+    found = texts(check(config), "error")
+    assert "models.0: there is no setting 'weight'" in found
+    assert "models.0.parameters: there is no parameter 'wieght'" in found
+    assert "models.1.parameters: epsilon is a parameter of whole tensors" in found
+    sources = [{"model": path, "layer_range": [0, 2], "wight": 1} for path in paths]
+    config = {**ace_config(paths), "slices": [{"sources": sources}]}
+    del config["models"]
+    assert "slices.0.sources.2: there is no setting 'wight'" in texts(check(config))
+
+
+def test_a_missing_tensor(check, paths):
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(paths[2], lambda tensors: tensors.pop(name))
+    found = texts(check(ace_config(paths)), "error")
+    assert f"{paths[2]} lacks 1 of 21 tensors: {name}" in found
+
+
+def test_tensors_that_nobody_merges(check, tmp_path):
+    """mergekit-yaml overlooks the encoder of ViT under the names that it has on the Hub."""
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=40,
+        image_size=8, patch_size=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    paths = save_family(ViTModel(config, add_pooling_layer=False), tmp_path)
+    answer = check(ace_config(paths))
+    assert not answer["ok"]
+    assert "mergekit plans no merge of" in texts(answer, "error")
+    assert "save_original_format=False" in texts(answer, "error")
+    small = save_family(tiny_llama(), tmp_path / "small")
+    rewrite(small[1], lambda t: t.update(rotary=torch.zeros(1)))
+    answer = check(ace_config(small))
+    assert answer["ok"]
+    assert "rotary" in texts(answer, "warning")
+
+
+def test_shapes(check, paths, tmp_path):
+    tiny_llama(intermediate_size=64).save_pretrained(paths[1])
+    found = texts(check(ace_config(paths)), "error")
+    assert paths[1] in found
+    assert "(64, 32)" in found
+    assert "(48, 32)" in found
+    linear = ace_config(paths, merge_method="task_arithmetic", parameters={"weight": 1})
+    found = texts(check(linear), "error")  # all of them, where the method does not end the plan
+    assert f"shapes: {paths[1]} has 6 tensors of another shape" in found
+
+
+def test_vocabularies(check, paths):
+    fine_tuned(tiny_llama(vocab_size=44), seed=1).save_pretrained(paths[1])
+    found = texts(check(ace_config(paths)), "error")
+    assert f"vocabularies: {paths[1]} has another vocabulary" in found
+    assert "tokenizer: {source: base}" in found
+
+
+def save_tokenizer(path: str, words: list[str]) -> None:
+    tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+
+
+def test_tokenizers(check, paths):
+    for path in paths[:2]:
+        save_tokenizer(path, ["a", "b", "c", "d"])
+    save_tokenizer(paths[2], ["a", "c", "b", "d", "e"])
+    config = ace_config(paths)
+    found = texts(check(config), "error")
+    assert f"{paths[2]} numbers 2 tokens differently from the base model: 'b', 'c'" in found
+    assert paths[1] not in found
+    assert check({**config, "tokenizer": {"source": "base"}})["ok"]
+    save_tokenizer(paths[2], ["a", "b", "c", "d", "e"])  # more tokens of the same numbers
+    assert check(config)["ok"]
+
+
+def test_dtypes(check, tmp_path):
+    paths = save_family(tiny_llama(), tmp_path)
+    fine_tuned(tiny_llama(), seed=2).bfloat16().save_pretrained(paths[2])
+    config = ace_config(paths)
+    assert check(config)["ok"]
+    del config["dtype"]
+    assert "have different dtypes" in texts(check(config), "error")
+    answer = check({**config, "dtype": "bfloat16"})
+    assert answer["ok"]
+    assert f"rounds {paths[1]}, stored as F32" in texts(answer, "warning")
+    assert paths[2] not in texts(answer, "warning")
+    assert "out_dtype: bfloat16" in texts(answer, "warning")
+    rewrite(paths[1], lambda t: t.update({n: x.to(torch.int8) for n, x in t.items()}))
+    assert "stored as I8, which cannot be merged" in texts(check(config), "error")
+
+
+def test_tied_heads(check, tmp_path):
+    tied = save_family(tiny_llama(tie_word_embeddings=True), tmp_path / "tied")
+    untied = save_family(tiny_llama(), tmp_path / "untied")
+    found = texts(check(ace_config([tied[0], tied[1], untied[1]])), "error")
+    assert f"{untied[1]} has a head of its own, which the result will lose" in found
+    found = texts(check(ace_config([untied[0], untied[1], tied[1]])), "error")
+    assert f"heads: {tied[1]} ties its head" in found
+
+
+def test_configs(check, paths):
+    configure(paths[1], max_position_embeddings=64, rms_norm_eps=1e-3)
+    answer = check(ace_config(paths))
+    assert answer["ok"]
+    found = texts(answer, "warning")
+    assert "max_position_embeddings: 64 instead of 32" in found
+    assert "rms_norm_eps: 0.001" in found
+    assert "writes the base's config.json" in found
+
+
+def test_adapters(check, paths, tmp_path):
+    model = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.peft_config["default"].base_model_name_or_path = "somewhere/else"
+    adapter = tmp_path / "adapter"
+    model.save_pretrained(adapter)
+    config = ace_config([paths[0], paths[1], f"{paths[0]}+{adapter}"])
+    found = texts(check(config), "error")
+    assert "--lora-merge-cache DIR" in found
+    cache = tmp_path / "cache"
+    answer = check(config, "--lora-merge-cache", str(cache))
+    assert answer["ok"], answer
+    assert "was trained on somewhere/else" in texts(answer, "warning")
+    assert not cache.exists()  # nothing was merged for it
+    assert not any(model.lora for model in LoaderCache().loaders)
+    (adapter / "adapter_config.json").unlink()
+    assert "holds no adapter_config.json" in texts(check(config), "error")
+
+
+def test_models_that_are_not_there(check, paths, tmp_path):
+    missing = ace_config([*paths, str(tmp_path / "none")])
+    found = texts(check(missing), "error")
+    assert f"there is no folder {tmp_path / 'none'}" in found
+    (tmp_path / "empty").mkdir()
+    assert "holds no weights" in texts(check(ace_config([*paths, str(tmp_path / "empty")])))
+    found = texts(check(ace_config([*paths, "org/unknown"])), "error")
+    assert "org/unknown is no folder here, and the Hub" in found
+
+
+@pytest.mark.parametrize("cut", [1, 5000])
+def test_damaged_files(check, paths, cut):
+    file = Path(paths[1]) / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-cut])
+    assert "model.safetensors is damaged" in texts(check(ace_config(paths)), "error")
+    file.write_bytes(b"\x00" * 20)
+    assert "it is no safetensors file" in texts(check(ace_config(paths)), "error")
+
+
+def test_a_missing_shard(check, tmp_path):
+    paths = save_family(tiny_llama(), tmp_path, max_shard_size="20KB")
+    shards = sorted(Path(paths[2]).glob("*.safetensors"))
+    assert len(shards) > 2
+    shards[1].unlink()
+    found = texts(check(ace_config(paths)), "error")
+    assert f"{shards[1]} is missing" in found
+
+
+def test_room_on_the_disk(check, paths, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(10, 9, 1000))
+    found = texts(check(ace_config(paths), "--out", "/a/b/c"), "error")
+    assert "but / has 1 kB left" in found
+
+
+def test_a_model_on_the_hub_is_judged_by_its_headers(check, paths, monkeypatch):
+    """What the Hub would answer is imitated: there is no network here."""
+    tensors = load_file(Path(paths[1]) / "model.safetensors")
+    info = namedtuple("info", "dtype shape")
+    content = namedtuple("content", "tensors")
+    metadata = namedtuple("metadata", "files_metadata")
+    answer = {n: info("F32", list(t.shape)) for n, t in tensors.items()}
+    import huggingface_hub
+    from mergekit.common import ModelReference
+
+    monkeypatch.setattr(
+        huggingface_hub,
+        "get_safetensors_metadata",
+        lambda name, revision: metadata({"model.safetensors": content(answer)}),
+    )
+    config_of = ModelReference.config
+
+    def config(self, trust_remote_code=False):
+        known = ModelReference.parse(paths[0]) if self.model.path == "org/expert" else self
+        return config_of(known, trust_remote_code)
+
+    monkeypatch.setattr(ModelReference, "config", config)
+    found = check(ace_config([*paths, "org/expert"]))
+    assert found["ok"], found
+    assert found["models"][-1] | {"dtypes": None} == {
+        "model": "org/expert", "role": "expert", "tensors": 21, "dtypes": None,
+        "bytes": sum(t.nbytes for t in tensors.values()), "vocabulary": None,
+        "place": "on the Hub",
+    }  # fmt: skip
+    answer["model.norm.weight"] = info("F32", [31])
+    assert "shapes: org/expert has 1 tensors" in texts(check(ace_config([*paths, "org/expert"])))
+
+
+def test_other_methods(check, paths):
+    config = ace_config(paths, merge_method="ties", parameters={"weight": 0.5, "density": 0.5})
+    answer = check(config)
+    assert answer["ok"]
+    assert answer["estimate"]["seconds"] is None
+    assert answer["estimate"]["rules"] == {"ties": 21}
+
+
+def test_flags_are_mergekits_own():
+    command = merge_flags(lambda **_: None)
+    options = {o.name for o in command.__click_params__ if o.name != "config"}
+    assert options <= set(MergeOptions.model_fields)
+
+
+def test_the_estimate_covers_what_a_merge_takes(paths, tmp_path):
+    """Memory: what the largest tensor needs, and the shard that is being filled."""
+    path = tmp_path / "a.yml"
+    path.write_text(yaml.safe_dump(ace_config(paths)))
+    result = check_module.check_merge(path, MergeOptions())
+    tensors = load_file(Path(paths[0]) / "model.safetensors")
+    whole = sum(t.nbytes for t in tensors.values())
+    largest = max(t.nbytes for t in tensors.values())
+    assert result.estimate.memory > 7e8 + largest * 5
+    assert result.estimate.memory < 1e9 + 10 * whole
+    assert result.estimate.device_memory is None
+
+
+def test_headers():
+    header = TensorHeader("BF16", (3, 4), "f")
+    assert header.entries == 12
+    assert header.bytes == 24
