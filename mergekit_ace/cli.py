@@ -147,6 +147,24 @@ def report(lines: Path, out: Path) -> None:
         show_report(lines, out)
 
 
+@main.command()
+@click.argument("folder", metavar="OUT_DIR", type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--report", "lines", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
+@click.option("--seed", type=int, help="Of mergekit-yaml --random-seed.")
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+def card(folder: Path, lines: Path, seed: int | None, quiet: bool) -> None:
+    """Write into the model card of a merge how it was made; again renews what is there.
+
+    OUT_DIR is what mergekit-yaml wrote, --report the file of the merge, or of `inspect`.
+    """
+    from mergekit_ace.report.commands import update_card
+
+    with failures():
+        update_card(folder, lines, seed=seed, quiet=quiet)
+
+
 @contextmanager
 def failures() -> Iterator[None]:
     """Errors as one message, without a traceback: mergekit's own as well as ours."""

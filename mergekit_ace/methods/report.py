@@ -8,6 +8,8 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import lru_cache
+from importlib.metadata import version
 from typing import Any
 
 from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
@@ -37,6 +39,7 @@ def append_report(
         "layout": record.layout,
         "models": list(models),
         "seconds": round(seconds, 6),
+        "versions": versions(),
     }
     if len(record.matrices) == 1:
         line |= record_fields(record.matrices[0])
@@ -45,6 +48,12 @@ def append_report(
     text = json.dumps(finite(line), allow_nan=False) + "\n"
     with _LOCK, open(path, "a", encoding="utf-8") as file:
         file.write(text)
+
+
+@lru_cache(maxsize=1)
+def versions() -> dict[str, str]:
+    """Of the packages that a merge depends on."""
+    return {name: version(name) for name in ("mergekit", "mergekit-ace", "torch")}
 
 
 def record_fields(matrix: MatrixRecord) -> dict[str, Any]:

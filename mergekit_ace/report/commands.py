@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import click
 from mergekit.options import MergeOptions
 
 from mergekit_ace.planned import PlannedMerge, plan_merge, read_merge_config
+from mergekit_ace.report.card import write_card
 from mergekit_ace.report.inspect import inspect_merge
 from mergekit_ace.report.lines import read_lines
 from mergekit_ace.report.output import write_page, write_summary
@@ -65,3 +67,11 @@ def show_report(lines: Path, out: Path) -> None:
     models = ", ".join(found[0]["models"])
     write_page(found, out, f"ACE-Merging: {models}", f"From {lines.name}, written by the merge.")
     click.echo(str(out))
+
+
+def update_card(folder: Path, lines: Path, *, seed: int | None = None, quiet: bool = False) -> None:
+    """`mergekit-ace card`: the section of a model card, and its pictures."""
+    card = write_card(folder, lines, seed=seed, quiet=quiet)
+    if find_spec("matplotlib") is None:
+        click.echo("without pictures, which need: pip install 'mergekit-ace[plots]'")
+    click.echo(str(card))

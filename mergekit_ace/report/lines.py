@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mergekit_ace.algebra.inspection import MatrixInspection, TensorInspection
-from mergekit_ace.methods.report import finite, record_fields
+from mergekit_ace.methods.report import finite, record_fields, versions
 from mergekit_ace.report.errors import ReportError
 
 Line = dict[str, Any]
@@ -35,6 +35,7 @@ def inspection_line(
         "layout": inspection.layout,
         "models": list(models),
         "seconds": round(seconds, 6),
+        "versions": versions(),
         "relative_size": [norm / base if base else None for norm in comparison.norm],
         **asdict(comparison),
     }

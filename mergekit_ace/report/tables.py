@@ -65,6 +65,11 @@ class Report:
         return list(dict.fromkeys([*longest, *others]))
 
     @cached_property
+    def versions(self) -> dict[str, str]:
+        """Of the packages that wrote the report; the last line's, empty if it does not say."""
+        return self.lines[-1].get("versions", {}) if self.lines else {}
+
+    @cached_property
     def experts(self) -> list[str]:
         """Short names: the last part of a path, where that tells them apart."""
         short = [PurePath(model).name or model for model in self.models]

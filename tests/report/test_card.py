@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mergekit-ace card`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+from checkpoints import ace_config, save_family, tiny_llama
+from click.testing import CliRunner
+from coefficient_files import make_file
+from huggingface_hub import ModelCard
+from PIL import Image
+from safetensors.torch import load_file
+
+from mergekit_ace.cli import main
+
+TITLE = "## How this merge was made"
+
+
+@pytest.fixture
+def merged(tmp_path, mergekit_yaml) -> tuple[Path, Path, list[str]]:
+    """A merge, its report, and its models."""
+    paths = save_family(tiny_llama(), tmp_path, scales=[0.02, 0.05])
+    report = tmp_path / "ace.jsonl"
+    out = mergekit_yaml(ace_config(paths, parameters={"report": str(report)}))
+    return out, report, paths
+
+
+def card(out: Path, report: Path, *flags: str, fails: bool = False) -> str:
+    arguments = ["card", str(out), "--report", str(report), "--quiet", *flags]
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code != 0) == fails, result.output
+    return result.output if fails else (out / "README.md").read_text()
+
+
+def test_what_the_section_says(merged):
+    out, report, paths = merged
+    before = (out / "README.md").read_text()
+    text = card(out, report)
+    assert text.startswith(before.rstrip())
+    assert text.count(TITLE) == 1
+    assert "[ACE-Merging](https://arxiv.org/abs/2603.02945)" in text
+    assert "@inproceedings{xu2026ace," in text
+    for package in ("mergekit", "mergekit-ace", "torch"):
+        assert f"{package} {version(package)}" in text
+    assert "draws no random numbers" in text
+    assert "21 tensors of 2 experts" in text
+    for path in paths:
+        whole = hashlib.sha256()
+        file = (Path(path) / "model.safetensors").read_bytes()
+        whole.update(hashlib.sha256(file).digest())
+        assert f"| {path} | SHA-256 `{whole.hexdigest()}` |" in text
+    base, *experts = (load_file(Path(p) / "model.safetensors") for p in paths)
+    squares = [sum(float((e[n] - base[n]).square().sum()) for n in base) for e in experts]
+    for path, square in zip(paths[1:], squares, strict=True):
+        assert f"| {path} | 1 | {square**0.5:.3g} | {square / sum(squares):.0%} |" in text
+    for name in ("merge_task_vectors.png", "merge_experts.png"):
+        assert f"]({name})" in text
+        assert Image.open(out / name).size == (960, 480)
+
+
+def test_twice_is_one_section(merged):
+    out, report, _ = merged
+    once = card(out, report)
+    assert card(out, report) == once
+    (out / "README.md").write_text(once + "\nWritten by hand afterwards.\n")
+    again = card(out, report, "--seed", "7")
+    assert again.count(TITLE) == 1
+    assert "Written by hand afterwards." in again
+    assert "| seed | 7 |" in again
+
+
+def test_the_card_still_parses(merged):
+    out, report, _ = merged
+    card(out, report)
+    parsed = ModelCard.load(out / "README.md")
+    assert parsed.data.library_name == "transformers"
+    assert "mergekit" in parsed.data.tags
+    assert TITLE in parsed.text
+
+
+def test_with_an_inspection(merged, tmp_path):
+    out, _, paths = merged
+    config = tmp_path / "merged.yml"
+    inspected = tmp_path / "inspected"
+    result = CliRunner().invoke(main, ["inspect", str(config), str(inspected), "--quiet"])
+    assert result.exit_code == 0, result.output
+    text = card(out, inspected / "report.jsonl")
+    assert "% of the base |" in text
+    assert "![How alike the experts are](merge_experts.png)" in text
+    assert paths[1] in text
+
+
+def test_learned_coefficients(tmp_path, mergekit_yaml):
+    paths = save_family(tiny_llama(), tmp_path)
+    names = list(load_file(Path(paths[0]) / "model.safetensors"))
+    file = make_file(names, paths[1:], config={"training": {"seed": 11}})
+    file.save(tmp_path / "c.safetensors")
+    parameters = {"coefficients": str(tmp_path / "c.safetensors")}
+    config = ace_config(paths, merge_method="statsmerging", parameters=parameters)
+    out = mergekit_yaml(config)
+    inspected = tmp_path / "inspected"
+    CliRunner().invoke(main, ["inspect", str(tmp_path / "merged.yml"), str(inspected), "--quiet"])
+    text = card(out, inspected / "report.jsonl")
+    assert "| seed | 11 (of the training of the coefficients) |" in text
+    low, high = file.coefficients[0].min(), file.coefficients[0].max()
+    assert f"| {paths[1]} | {low:.3g} to {high:.3g} |" in text
+    assert "arXiv:2506.04567" in text
+
+
+def test_inputs_that_are_gone(merged):
+    out, report, paths = merged
+    (Path(paths[2]) / "model.safetensors").unlink()
+    assert f"| {paths[2]} | not on the machine that wrote this |" in card(out, report)
+
+
+def test_without_matplotlib(merged, monkeypatch):
+    out, report, _ = merged
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    text = card(out, report)
+    assert "![" not in text
+    assert TITLE in text
+
+
+def test_errors(merged, tmp_path):
+    out, report, paths = merged
+    lines = [json.loads(line) for line in report.read_text().splitlines()]
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({**line, "models": ["a", "b"]}) + "\n" for line in lines))
+    assert "the report is of another merge" in card(out, other, fails=True)
+    other.write_text(json.dumps({**lines[0], "tensor": "h.0.attn.weight"}) + "\n")
+    assert "has no tensor h.0.attn.weight" in card(out, other, fails=True)
+    (out / "mergekit_config.yml").rename(out / "c.yml")
+    assert "no mergekit_config.yml" in card(out, report, fails=True)
+    (out / "README.md").unlink()
+    assert "without --no-write-model-card" in card(out, report, fails=True)
+    assert yaml.safe_load((out / "c.yml").read_text())["base_model"] == paths[0]
