@@ -40,7 +40,7 @@ def test_comparison(rng, shape):
                 assert found.cosine[s][t] is None
                 continue
             cosine = float(one @ other / one.norm() / other.norm())
-            assert found.cosine[s][t] == pytest.approx(cosine, abs=1e-12)
+            assert found.cosine[s][t] == pytest.approx(cosine, abs=1e-6)
     unit = math.sqrt(sum(float(d.square().sum()) for d in deltas) / sum(len(d) for d in deltas))
     assert found.unit == pytest.approx(unit)
     width = 2 * REACH / BINS
@@ -123,7 +123,7 @@ def test_leading_parts_of_large_matrices(rng, shape, decay):
     found = leading_spectrum(matrix.float(), count)
     assert found.energy == pytest.approx(float(sigma.square().sum()), rel=1e-5)
     share = float(sigma[:count].square().sum() / sigma.square().sum())
-    assert found.share == pytest.approx(share, rel=2e-3)
+    assert found.share == pytest.approx(share, rel=1e-5 if decay else 1e-2)
     u, values, v = leading_directions(matrix.float(), 8)
     assert u.shape == (shape[0], 8)
     assert v.shape == (shape[1], 8)

@@ -6,6 +6,7 @@
 writes the family (once; nothing is downloaded), merges it in turn by each method, and prints wall
 time, time per stage, peak resident memory and, on a GPU, peak device memory. Every merge is a
 process of its own. What follows `--` is passed on to mergekit-yaml, for example `-- --cuda`.
+`--methods ace inspect` compares a merge by `ace` with `mergekit-ace inspect` of the same config.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ METHODS = ["task_arithmetic", "ties", "ace"]
 def merge(method: str, models: list[Path], folder: Path, flags: list[str]) -> dict[str, float]:
     """Seconds by stage, and bytes of memory, of one merge in its own process."""
     listed = [{"model": f"./{path.relative_to(folder)}"} for path in models[1:]]
-    if method != "ace":
+    if method not in ("ace", "inspect"):
         for entry in listed:
             entry["parameters"] = {"weight": 1 / len(listed), "density": 0.5}
             if method == "task_arithmetic":
                 del entry["parameters"]["density"]
     config = {
-        "merge_method": method,
+        "merge_method": "ace" if method == "inspect" else method,
         "base_model": f"./{models[0].relative_to(folder)}",
         "models": listed,
         "dtype": "bfloat16",
@@ -44,6 +45,9 @@ def merge(method: str, models: list[Path], folder: Path, flags: list[str]) -> di
     shutil.rmtree(folder / "merged", ignore_errors=True)
     program = Path(__file__).with_name("stages.py").resolve()
     command = [sys.executable, str(program), "figures.json", "merge.yml", "merged", *flags]
+    if method == "inspect":
+        command = [sys.executable, "-m", "mergekit_ace.cli", "inspect", "merge.yml", "merged"]
+        command += flags
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     start = time.perf_counter()
     with open(folder / "merge.log", "wb") as log:
@@ -54,7 +58,9 @@ def merge(method: str, models: list[Path], folder: Path, flags: list[str]) -> di
     if process.returncode != 0:
         raise SystemExit((folder / "merge.log").read_text(encoding="utf-8"))
     shutil.rmtree(folder / "merged")
-    figures = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+    figures = dict.fromkeys(("read", "compute", "write"), float("nan"))
+    if method != "inspect":
+        figures = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
     return {"wall": wall, "resident_bytes": usage.ru_maxrss * 1024, **figures}
 
 
@@ -73,7 +79,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the size has")
     parser.add_argument("--experts", type=int, default=3)
     parser.add_argument("--heterogeneous", action="store_true", help="experts of unequal scale")
-    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--methods", nargs="+", default=METHODS, metavar="METHOD")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, required=True, help="for the family; stays")
     parser.add_argument("--json", type=Path, help="write the figures there")

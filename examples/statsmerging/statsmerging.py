@@ -169,36 +169,58 @@ def run_row(family: str, change: Settings, seed: int) -> dict[str, Any]:
 
 def run_ace(family: str) -> dict[str, Any]:
     """Data-free ACE of the same models, scored on the same test data."""
+    config = TrainConfig.model_validate(settings(family, {}))
+    return {"scores": {"ACE": score_merge(family, config, "ace", {})}, "seconds": 0.0}
+
+
+def score_merge(
+    family: str, config: TrainConfig, method: str, parameters: Settings
+) -> dict[str, Any]:
+    """Merge the models of the last training in stock mergekit, and score the result."""
     from mergekit_ace.training.family import Family, Models
     from mergekit_ace.training.processes import new_accelerator
     from mergekit_ace.training.state import RunFolder
 
     out = HERE / f"run-{family}"
-    config = TrainConfig.model_validate(settings(family, {}))
     merge = yaml.safe_load((out / "merge.yml").read_text())
-    merge["merge_method"] = "ace"
-    merge.pop("parameters")
+    merge["merge_method"], merge["parameters"] = method, parameters
     for model in merge["models"]:
         model.pop("parameters")
-    (out / "ace.yml").write_text(yaml.safe_dump(merge))
+    (out / "other.yml").write_text(yaml.safe_dump(merge))
     command = str(Path(sys.executable).parent / "mergekit-yaml")
-    subprocess.run([command, out / "ace.yml", out / "ace", "--quiet"], check=True)
+    subprocess.run([command, out / "other.yml", out / "other", "--quiet"], check=True)
     accelerator, folder = new_accelerator(config.mixed_precision), RunFolder(out)
     models = Models.find(config, folder, accelerator)
     family_ = Family.prepare(config, models, folder, accelerator, quiet=True)
     session = family_.session(accelerator)
-    merged = (
-        type(session.merged.module).from_pretrained(
-            out / "ace", num_labels=2, ignore_mismatched_sizes=True
-        )
-        if models.kind.has_heads
-        else type(session.merged.module).from_pretrained(out / "ace")
-    )
+    heads = {"num_labels": 2, "ignore_mismatched_sizes": True} if models.kind.has_heads else {}
+    merged = type(session.merged.module).from_pretrained(out / "other", **heads)
     with torch.no_grad():
         for name in family_.names:
             session.merged.module.get_parameter(name).copy_(merged.get_parameter(name))
     score = session.evaluate("test")
-    return {"scores": {"ACE": {"loss": score.loss, "accuracy": score.accuracy}}, "seconds": 0.0}
+    return {"loss": score.loss, "accuracy": score.accuracy}
+
+
+def run_transfer(family: str, seed: int) -> list[Row]:
+    """A `shared` learner of two experts on two others that it never saw (A.5.2)."""
+    shared: Settings = {"learner": {"input": "shared"}, "rate": 1e-2}
+    first = settings(family, shared, seed)
+    others = {**first, "models": first["models"][2:]}
+    first["models"] = first["models"][:2]
+    learner = HERE / f"run-{family}-learner.safetensors"
+    out = HERE / f"run-{family}"
+    shutil.rmtree(out, ignore_errors=True)
+    run_training(TrainConfig.model_validate(first), out, quiet=True)
+    shutil.copy(out / "coefficients.safetensors", learner)
+    shutil.rmtree(out)
+    config = TrainConfig.model_validate(others)
+    scores = run_training(config, out, quiet=True).contents.scores
+    scores["a learner of their own"] = scores.pop("StatsMerging")
+    scores["the learner of the first two"] = score_merge(
+        family, config, "statsmerging", {"learner": str(learner)}
+    )
+    return [{"name": name, "seed": seed, "scores": {name: score}} for name, score in scores.items()]
 
 
 def main() -> None:
@@ -206,9 +228,14 @@ def main() -> None:
     parser.add_argument("family", choices=("images", "languages"))
     parser.add_argument("--only", nargs="+", metavar="ROW", help="rows to run, by their names")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
+    parser.add_argument("--transfer", action="store_true", help="only: a learner on new experts")
     parser.add_argument("--fresh", action="store_true", help="forget known results")
     arguments = parser.parse_args()
     disable_progress_bars()
+    if arguments.transfer:
+        found = [row for seed in arguments.seeds for row in run_transfer(arguments.family, seed)]
+        print_table({(row["name"], row["seed"]): row for row in found}, simple=False)
+        return
     path = HERE / f"results-{arguments.family}.jsonl"
     if arguments.fresh:
         path.unlink(missing_ok=True)
@@ -244,13 +271,13 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def print_table(known: dict[tuple[str, int], Row]) -> None:
+def print_table(known: dict[tuple[str, int], Row], *, simple: bool = True) -> None:
     """Markdown: the simple merges first; mean over tasks and seeds, the seeds' range, the tasks."""
     first = next(iter(known.values()))
     runs = {
         name: [score["accuracy"]]
         for name, score in first["scores"].items()
-        if name != "StatsMerging"
+        if simple and name != "StatsMerging"
     }
     for (name, _), row in known.items():
         runs.setdefault(name, []).append(own_accuracy(row))

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.blocks import blocks
 from mergekit_ace.algebra.directions import leading_directions
 from mergekit_ace.algebra.task_vectors import squared_norm, task_vector
 
@@ -19,6 +18,9 @@ REACH = 5.0
 BINS = 50
 # Entries that it counts; of a larger tensor that many, evenly spaced.
 SAMPLE = 2**18
+# Entries that are compared at once: their task vectors stay in a cache, and their products are sums
+# short enough for float32.
+CHUNK = 2**18
 # Leading directions that span the subspaces compared.
 SUBSPACE = 16
 
@@ -75,23 +77,24 @@ def compare(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
         experts: W_t, shaped as `base`.
     """
     flat = [tensor.reshape(-1) for tensor in (base, *experts)]
+    count, dtype = base.numel(), torch.promote_types(torch.float32, base.dtype)
     products = torch.zeros(len(experts), len(experts), dtype=torch.float64, device=base.device)
-    base_square, unchanged = 0.0, [0] * len(experts)
-    for block in blocks(len(flat[0]), 1):
-        origin = flat[0][block].double()
-        deltas = torch.stack([expert[block].double().sub_(origin) for expert in flat[1:]])
-        base_square += float(origin.square().sum())
-        products.addmm_(deltas, deltas.mT)
-        for t, count in enumerate((deltas == 0).sum(dim=1).tolist()):
-            unchanged[t] += count
-    count = base.numel()
+    changed = torch.zeros(len(experts), dtype=torch.int64, device=base.device)
+    base_square = 0.0
+    for start in range(0, count, CHUNK):
+        block = slice(start, min(start + CHUNK, count))
+        origin = flat[0][block].to(dtype)
+        deltas = torch.stack([expert[block].to(dtype) for expert in flat[1:]]).sub_(origin)
+        base_square += squared_norm(origin)
+        products += _products(deltas)
+        changed += torch.count_nonzero(deltas, dim=1)
     squares = products.diagonal().tolist()
     unit = math.sqrt(math.fsum(squares) / max(1, count * len(experts)))
     norm = tuple(math.sqrt(square) for square in squares)
     return Comparison(
         base_norm=math.sqrt(base_square),
         norm=norm,
-        unchanged=tuple(equal / count if count else 1.0 for equal in unchanged),
+        unchanged=tuple(1 - n / count if count else 1.0 for n in changed.tolist()),
         cosine=_symmetric(
             len(experts), lambda s, t: float(products[s, t]) / (norm[s] * norm[t]), norm
         ),
@@ -126,6 +129,16 @@ def compare_subspaces(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtyp
         return _symmetric(len(experts), of, largest)
 
     return Subspaces(size, tuple(ranks), inputs=overlap(right), outputs=overlap(left))
+
+
+def _products(rows: Tensor) -> Tensor:
+    """Inner products of rows, (T, n), in float64; formed in it where float32 lacks the range."""
+    products = (rows @ rows.mT).double()
+    diagonal = products.diagonal()
+    if rows.dtype == torch.float32 and not bool(((diagonal > 1e-20) & (diagonal < 1e30)).all()):
+        rows = rows.double()
+        products = rows @ rows.mT
+    return products
 
 
 def _symmetric(count: int, entry: Callable[[int, int], float], size: Sequence[float]) -> Matrix:

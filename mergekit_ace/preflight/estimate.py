@@ -28,6 +28,7 @@ class TensorEstimate:
 
     Attributes:
         name: of it.
+        shape: as stored.
         rule: `matrix`, `stacked`, … as `ace` reads it; another method's name.
         form: of the closed form, without and with the refinement; None for what needs none.
         operations: of the merge, without the refinement and with it.
@@ -39,6 +40,7 @@ class TensorEstimate:
     """
 
     name: str
+    shape: tuple[int, ...]
     rule: str
     form: tuple[str, str] | None
     operations: tuple[float, float]
@@ -61,6 +63,7 @@ class Estimate:
         memory: bytes of the process at its largest, about; without what the system caches of files.
         device_memory: bytes on the accelerator; None without one.
         read, written: bytes of disk.
+        tensors: one by one.
     """
 
     rules: dict[str, int]
@@ -71,6 +74,7 @@ class Estimate:
     device_memory: int | None
     read: int
     written: int
+    tensors: tuple[TensorEstimate, ...]
 
 
 def estimate_tensor(
@@ -104,6 +108,7 @@ def estimate_tensor(
             working = int(max(cost.memory for cost in costs)) + BLOCKS
     return TensorEstimate(
         name=tensor.name,
+        shape=header.shape,
         rule=rule,
         form=form,
         operations=operations,
@@ -159,6 +164,7 @@ def estimate_merge(
         device_memory=max((p.inputs + p.working for p in known), default=0) if on_device else None,
         read=read,
         written=written,
+        tensors=tuple(known),
     )
 
 

@@ -83,6 +83,12 @@ def test_a_merge_that_is_all_right(check, paths, mergekit_yaml):
     assert estimate["forms"] == {form: forms.count(form) for form in set(forms)}
     assert estimate["read"] == 3 * sum(t.nbytes for t in tensors.values())
     assert estimate["written"] == sum(t.nbytes for t in tensors.values())
+    by_name = {part["name"]: part for part in estimate["tensors"]}
+    assert by_name.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert by_name[name]["shape"] == list(tensor.shape)
+        assert by_name[name]["rule"] == ("matrix" if tensor.ndim == 2 else "mean")
+        assert by_name[name]["inputs"] == 3 * tensor.nbytes
     assert 0 < estimate["operations"][0] <= estimate["operations"][1]
     assert [model["role"] for model in answer["models"]] == ["base", "expert", "expert"]
     mergekit_yaml(config)

@@ -15,8 +15,10 @@ from checkpoints import ace_config, fine_tuned, save_family, tiny_llama
 from click.testing import CliRunner
 from coefficient_files import make_file
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from mergekit_ace.cli import main
 from mergekit_ace.report.inspect import InspectTensor
@@ -211,6 +213,37 @@ def test_parameters_with_filters_and_layer_gradients(tmp_path, inspect):
     assert lines["model.embed_tokens.weight"]["rule"] == "mean"
     assert lines["model.layers.1.mlp.up_proj.weight"]["epsilon"] == pytest.approx([0.2, 0.2])
     assert lines["model.layers.1.self_attn.k_proj.weight"]["rule"] == "single"
+
+
+def test_slices_read_the_layers_that_they_name(tmp_path, inspect):
+    paths = save_family(tiny_llama(num_hidden_layers=3), tmp_path)
+    config = ace_config(paths)
+    del config["models"]
+    config["slices"] = [{"sources": [{"model": p, "layer_range": [1, 3]} for p in paths]}]
+    lines = lines_of(inspect(config))
+    base, expert, _ = map(tensors_of, paths)
+    for written, read in ((0, 1), (1, 2)):
+        name = f"model.layers.{read}.mlp.up_proj.weight"
+        tau = float((expert[name] - base[name]).square().sum())
+        line = lines[f"model.layers.{written}.mlp.up_proj.weight"]
+        assert line["tau"][0] == pytest.approx(tau)
+    assert "model.layers.2.mlp.up_proj.weight" not in lines
+
+
+def test_vocabularies_are_aligned_as_in_the_merge(tmp_path, inspect):
+    paths = save_family(tiny_llama(), tmp_path)
+    words = [f"w{n}" for n in range(40)]
+    for path, more in zip(paths, ([], [], ["new", "words"]), strict=True):
+        if more:
+            fine_tuned(tiny_llama(vocab_size=42), seed=4).save_pretrained(path)
+        tokenizer = Tokenizer(WordLevel({w: n for n, w in enumerate(words + more)}, unk_token="w0"))
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    folder = inspect({**ace_config(paths), "tokenizer": {"source": "base"}})
+    line = lines_of(folder)["model.embed_tokens.weight"]
+    assert line["shape"] == [40, 32]
+    base, _, expert = map(tensors_of, paths)
+    delta = expert["model.embed_tokens.weight"][:40] - base["model.embed_tokens.weight"]
+    assert line["tau"][1] == pytest.approx(float(delta.square().sum()))
 
 
 def test_other_methods_are_looked_at_with_the_defaults_of_ace(tmp_path, inspect):
