@@ -25,7 +25,7 @@ SMALL = 256
 # Width of the random block, and size of the span in directions wanted. Held against wider blocks
 # and fewer products: half the time for the same digits.
 BLOCK = 32
-SPAN = 6
+SPAN = 5
 # Entries between these bounds have squares, and sums of them, well inside of float32's range.
 PLAIN = (1e-12, 1e12)
 
@@ -120,7 +120,7 @@ def _leading(apply: Callable[[Tensor], Tensor], like: Tensor, count: int) -> tup
         like: a tensor of m rows, in the dtype and on the device of the work.
         count: k.
     """
-    side, steps = len(like), 1 + math.ceil(SPAN * count / BLOCK)
+    side, steps = len(like), 2 + math.ceil(SPAN * count / BLOCK)
     generator = torch.Generator("cpu").manual_seed(0)  # none of the global random numbers
     start = torch.randn(side, BLOCK, generator=generator, device="cpu")
     spans, products = [_orthonormal(start.to(like))], []
