@@ -102,7 +102,7 @@ def inspect_tensor(
     comparison = compare(base, experts)
     if layout == "mean" or base.numel() == 0:
         active = select_active(base, experts, weights, options.dtype)
-        _, record = merge_mean(base, active, options.scale)
+        record = merge_mean(base, active, options.scale)[1]
         matrices = (MatrixInspection(record),)
         return TensorInspection(tuple(base.shape), "mean", comparison, matrices)
     stacks = list(zip(*(as_matrices(tensor, layout) for tensor in (base, *experts)), strict=True))
@@ -137,7 +137,8 @@ def _inspect_matrix(
     def observe(stage: Stage, merged: Tensor) -> None:
         spectra[stage] = leading_spectrum(merged, leading)
 
-    _, record = merge_matrix(base, experts, weights, options, observe if closely else None)
+    # Only the record: the merged matrix is not kept while the next things are looked at.
+    record = merge_matrix(base, experts, weights, options, observe if closely else None)[1]
     if not closely:
         return MatrixInspection(record)
     subspaces = compare_subspaces(base, experts, options.dtype)

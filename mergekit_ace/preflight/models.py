@@ -132,6 +132,14 @@ def check_tokenizers(
     for model, checkpoint in checkpoints.items():
         if model == base or model.lora is not None:
             continue
+        pieces = [_digest(c.file("tokenizer.model")) for c in (origin, checkpoint)]
+        if all(pieces) and pieces[0] != pieces[1] and not checkpoint.file("tokenizer.json"):
+            yield Finding(
+                "warning",
+                "tokenizers",
+                f"the tokenizer.model of {model} differs from the base model's",
+                "if tokens have other numbers, add the line `tokenizer: {source: base}`",
+            )
         different = _different_tokens(origin, checkpoint)
         if different:
             yield Finding(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from tqdm import tqdm
 
 import mergekit_ace
 from mergekit_ace.algebra.closed_form import IllConditionedError
-from mergekit_ace.algebra.inspection import inspect_tensor
+from mergekit_ace.algebra.inspection import TensorInspection, inspect_tensor
 from mergekit_ace.files import write_text
 from mergekit_ace.identity import differences, file_states
 from mergekit_ace.methods.inputs import check_finite
@@ -29,6 +30,9 @@ from mergekit_ace.planned import PlannedMerge, PlannedTensor
 from mergekit_ace.report.errors import ReportError
 from mergekit_ace.report.lines import Line, complete_lines, inspection_line, read_lines
 from mergekit_ace.report.selection import select
+
+
+LOG = logging.getLogger(__name__)
 
 
 class InspectTensor(Task[Line]):
@@ -63,12 +67,11 @@ class InspectTensor(Task[Line]):
         group = _group(planned, tensors, present)
         weights = dict(zip(planned.experts, planned.weights, strict=True))
         try:
-            inspection = inspect_tensor(
+            inspection = _inspect(
+                planned,
                 base,
                 [tensors[model] for model in experts],
                 [weights[model] for model in experts],
-                planned.options,
-                planned.layout(base.ndim),
             )
         except (IllConditionedError, OverflowError) as error:
             raise ReportError(f"tensor {planned.name} cannot be merged by ace: {error}") from error
@@ -77,6 +80,22 @@ class InspectTensor(Task[Line]):
         if self.merge.method_name == "statsmerging":
             line["coefficients"] = _coefficients(planned, group)
         return line
+
+
+def _inspect(
+    planned: PlannedTensor, base: Tensor, experts: list[Tensor], weights: list[float]
+) -> TensorInspection:
+    """On the device, or on the CPU where that is full: as the merge itself."""
+    layout = planned.layout(base.ndim)
+    try:
+        return inspect_tensor(base, experts, weights, planned.options, layout)
+    except torch.OutOfMemoryError:
+        pass  # not here: the error holds on to the tensors of its frames
+    LOG.warning("inspect: %s does not fit on %s; done on the CPU", planned.name, base.device)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    lean = planned.options.model_copy(update={"lean": True})
+    return inspect_tensor(base.cpu(), [e.cpu() for e in experts], weights, lean, layout)
 
 
 def _short_line(planned: PlannedTensor, reason: str) -> Line:

@@ -203,6 +203,14 @@ def test_tokenizers(check, paths):
     assert check(config)["ok"]
 
 
+def test_sentencepiece_models_are_compared_as_files(check, paths):
+    for path, content in zip(paths, (b"one", b"one", b"other"), strict=True):
+        (Path(path) / "tokenizer.model").write_bytes(content)
+    found = texts(check(ace_config(paths)), "warning")
+    assert f"the tokenizer.model of {paths[2]} differs" in found
+    assert paths[1] not in found
+
+
 def test_dtypes(check, tmp_path):
     paths = save_family(tiny_llama(), tmp_path)
     fine_tuned(tiny_llama(), seed=2).bfloat16().save_pretrained(paths[2])

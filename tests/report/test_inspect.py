@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from mergekit_ace.cli import main
+from mergekit_ace.report import inspect as inspect_module
 from mergekit_ace.report.inspect import InspectTensor
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
@@ -278,6 +279,29 @@ def test_tied_heads_and_a_model_without_a_base(tmp_path, inspect):
     linear = {"merge_method": "linear", "models": [{"model": p} for p in paths]}
     linear["parameters"] = {"weight": 1}
     assert "add a line base_model:" in inspect(linear, out="linear", fails=True)
+
+
+def test_a_device_that_is_full(tmp_path, inspect, monkeypatch, caplog):
+    """Simulated: the tensor is done in the leanest form on the CPU, with a warning."""
+    config = ace_config(save_family(tiny_llama(), tmp_path))
+    expected = lines_of(inspect(config, out="expected"))
+    real, failed = inspect_module.inspect_tensor, []
+
+    def full(base, experts, weights, options, layout):
+        if not options.lean and base.shape == (48, 32):
+            failed.append(1)
+            raise torch.OutOfMemoryError("simulated")
+        return real(base, experts, weights, options, layout)
+
+    monkeypatch.setattr(inspect_module, "inspect_tensor", full)
+    found = lines_of(inspect(config))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert failed
+    assert found[name]["tau"] == expected[name]["tau"]
+    assert found[name]["spectrum"]["before"] == pytest.approx(
+        expected[name]["spectrum"]["before"], rel=1e-4
+    )
+    assert name in caplog.text
 
 
 def test_nan_names_tensor_and_model(tmp_path, inspect):
