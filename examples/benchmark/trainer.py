@@ -29,7 +29,6 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mergekit_ace.training.memory import return_large_blocks
 from mergekit_ace.training.merged import MergedModel
 from mergekit_ace.training.weights import MappedWeights, stored_tensors
 
@@ -174,7 +173,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     if options.child:
-        return_large_blocks()  # as the trainer does
         folder, experts, storage = json.loads(options.child)
         plain = experts == 0
         result = (

@@ -31,7 +31,6 @@ from mergekit_ace.report.errors import ReportError
 from mergekit_ace.report.lines import Line, complete_lines, inspection_line, read_lines
 from mergekit_ace.report.selection import select
 
-
 LOG = logging.getLogger(__name__)
 
 

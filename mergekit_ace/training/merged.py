@@ -55,7 +55,12 @@ class MergedModel:
         self.products = torch.zeros(len(experts), len(names), dtype=torch.float64)
         self._base, *self._experts = (self._keep(w, storage) for w in (base, *experts))
         self._partial: list[Tensor | None] = [None] * len(names)
-        self._small: dict[int, tuple[Tensor, Tensor]] = {}
+        # All at once, before anything large: small blocks between gradients would pin their memory.
+        self._small = {
+            column: self._kept(column)
+            for column, parameter in enumerate(self.parameters)
+            if parameter.numel() <= SMALL
+        }
         module.requires_grad_(False)
         for column, parameter in enumerate(self.parameters):
             parameter.requires_grad_(True)
@@ -73,8 +78,8 @@ class MergedModel:
             zip(self.parameters, columns.tolist(), strict=True)
         ):
             flat = parameter.data.view(-1)
-            if len(flat) <= SMALL:
-                base, deltas = self._kept(column, parameter.device)
+            if column in self._small:
+                base, deltas = self._small[column]
                 flat.copy_(base + columns[column].to(parameter.device) @ deltas)
                 continue
             for part, base, deltas in self._blocks(column, parameter.device, row):
@@ -100,8 +105,8 @@ class MergedModel:
             gradient = parameter.grad
             assert gradient is not None
             flat = gradient.reshape(-1)
-            if len(flat) <= SMALL:
-                sums = self._kept(column, parameter.device)[1] @ flat.float()
+            if column in self._small:
+                sums = self._small[column][1] @ flat.float()
                 self._add(column, sums)
                 parameter.grad = None
                 return
@@ -122,16 +127,12 @@ class MergedModel:
         known = self._partial[column]
         self._partial[column] = sums if known is None else known + sums
 
-    def _kept(self, column: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _kept(self, column: int) -> tuple[Tensor, Tensor]:
         """θ_0, (n,), and all Δ_k, (K, n), of a small tensor, in float32."""
-        if column not in self._small:
-            name = self.names[column]
-            base = self._base[name].reshape(-1).to(device, torch.float32, copy=True)
-            experts = [
-                expert[name].reshape(-1).to(device, torch.float32) for expert in self._experts
-            ]
-            self._small[column] = (base, torch.stack(experts) - base)
-        return self._small[column]
+        name, device = self.names[column], self.parameters[column].device
+        base = self._base[name].reshape(-1).to(device, torch.float32, copy=True)
+        experts = [expert[name].reshape(-1).to(device, torch.float32) for expert in self._experts]
+        return base, torch.stack(experts) - base
 
     def _blocks(
         self, column: int, device: torch.device, coefficients: Sequence[float]

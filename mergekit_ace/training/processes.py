@@ -9,8 +9,6 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 
-from mergekit_ace.training.memory import return_large_blocks
-
 
 def new_accelerator(mixed_precision: str) -> Accelerator:
     """An accelerator, alone or one of several processes.
@@ -18,10 +16,7 @@ def new_accelerator(mixed_precision: str) -> Accelerator:
     While one process lets the experts answer, the others wait: for hours, if need be.
     """
     patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
-    accelerator = Accelerator(mixed_precision=mixed_precision, kwargs_handlers=[patience])
-    if accelerator.device.type == "cpu":
-        return_large_blocks()
-    return accelerator
+    return Accelerator(mixed_precision=mixed_precision, kwargs_handlers=[patience])
 
 
 def samples_per_step(accelerator: Accelerator, batch_size: int, accumulation: int) -> int:

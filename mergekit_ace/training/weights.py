@@ -34,8 +34,10 @@ class MappedWeights(Mapping[str, Tensor]):
 
     def __init__(self, sources: Mapping[str, tuple[str, str]]):
         self.sources = dict(sources)
-        self._files = {path: safe_open(path, framework="pt") for path in self.files}
-        self._views: dict[str, Tensor] = {}
+        files = {path: safe_open(path, framework="pt") for path in self.files}
+        # Views of the mapped files keep no memory. They are made at once, before anything large:
+        # even what little they take would pin the memory of the gradients between which it lies.
+        self._views = {n: files[path].get_tensor(stored) for n, (path, stored) in sources.items()}
 
     @property
     def files(self) -> list[str]:
@@ -43,9 +45,6 @@ class MappedWeights(Mapping[str, Tensor]):
         return sorted({path for path, _ in self.sources.values()})
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._views:  # a view of the mapped file: keeping it keeps no memory
-            path, stored = self.sources[name]
-            self._views[name] = self._files[path].get_tensor(stored)
         return self._views[name]
 
     def __iter__(self) -> Iterator[str]:
