@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from mergekit.architecture import WeightInfo
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
@@ -166,8 +165,3 @@ def _main_dtype(checkpoint: Checkpoint) -> str:
     for header in checkpoint.headers.values():
         counts[header.dtype] += header.entries
     return counts.most_common(1)[0][0] if counts else ""
-
-
-def dtypes_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Tensors by dtype."""
-    return dict(Counter(header.dtype for header in checkpoint.headers.values()))
