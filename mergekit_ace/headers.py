@@ -18,8 +18,11 @@ ITEM_SIZES = {
 _LARGEST_HEADER = 100_000_000  # as the format's own readers have it
 
 
-class DamagedFileError(ValueError):
-    """A file that is not what its name says; the message names it and the remedy."""
+class DamagedFileError(RuntimeError):
+    """A file that is not what its name says; the message names it and the remedy.
+
+    No ValueError: mergekit plans within pydantic validators, which would bury one in a report.
+    """
 
 
 @dataclass(frozen=True)

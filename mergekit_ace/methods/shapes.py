@@ -12,10 +12,12 @@ import os
 import re
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+
+from mergekit_ace.headers import read_file_header
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
@@ -143,9 +145,7 @@ def _shape(model: Hashable, tensor_name: str) -> Shape | None:
 def _header(path: str, changed: int) -> dict[str, Shape]:
     """The shapes in one file. Cached until it changes: all tensors of a shard ask for them."""
     if path.endswith(".safetensors"):
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+        return {name: header.shape for name, header in read_file_header(Path(path)).items()}
     try:
         tensors = torch.load(path, map_location="meta", mmap=True, weights_only=True)
     except Exception:  # an old pickle that cannot be mapped: mergekit's own check stands
