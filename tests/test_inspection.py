@@ -138,6 +138,26 @@ def test_leading_parts_of_large_matrices(rng, shape, decay):
         assert float(overlap) == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.parametrize("rank", [1, 4, 16, 40])
+@pytest.mark.parametrize("noise", [0.0, 1e-6])
+def test_large_matrices_of_low_rank(rng, rank, noise):
+    """Adapters: no direction may count twice when there are no others left."""
+    matrix = torch.randn(600, rank, generator=rng) @ torch.randn(rank, 700, generator=rng)
+    matrix += noise * torch.randn(600, 700, generator=rng)
+    sigma = torch.linalg.svdvals(matrix.double())
+    found = leading_spectrum(matrix, 30)
+    known = min(rank, 30)
+    assert found.values[:known].tolist() == pytest.approx(sigma[:known].tolist(), rel=1e-4)
+    assert (found.values[known:] < 1e-3 * sigma[0]).all()
+    share = float(sigma[:30].square().sum() / sigma.square().sum())
+    assert found.share == pytest.approx(share, rel=1e-4)
+    left, values, right = leading_directions(matrix, 16)
+    known = min(rank, 16)
+    assert values[:known].tolist() == pytest.approx(sigma[:known].tolist(), rel=1e-4)
+    for basis in (left, right):
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(16), atol=1e-4, rtol=0)
+
+
 def test_looking_uses_no_global_random_numbers(rng):
     matrix = torch.randn(300, 300, generator=rng)
     torch.manual_seed(5)

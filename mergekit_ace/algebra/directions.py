@@ -130,9 +130,11 @@ def _leading(apply: Callable[[Tensor], Tensor], like: Tensor, count: int) -> tup
         if step == steps - 1 or known.shape[1] + BLOCK > side:
             break
         new = products[-1]
-        for _ in range(2):  # once leaves a trace of what is taken out
-            new = new - known @ (known.mT @ new)
-        spans.append(_orthonormal(new))
+        # Twice, and brought to length in between: of a matrix of low rank nothing is left but
+        # rounding errors, which must not repeat a direction that is known already.
+        for _ in range(2):
+            new = _orthonormal(new - known @ (known.mT @ new))
+        spans.append(new)
     small = (known.mT @ torch.cat(products, dim=1)).double()
     values, rotation = torch.linalg.eigh((small + small.mT) / 2)
     return values.flip(0)[:count], known @ rotation.flip(1)[:, :count].to(known)
@@ -143,8 +145,8 @@ def _orthonormal(columns: Tensor) -> Tensor:
     exact = columns.double()
     exact = exact / torch.linalg.vector_norm(exact, dim=0).clamp(min=1e-300)
     factor, failed = torch.linalg.cholesky_ex(exact.mT @ exact)
-    # A factor of nearly dependent columns is noise: the diagonal tells.
-    if int(failed) or float(factor.diagonal().min()) < 1e-6:
+    # What is lost grows with the inverse square of the diagonal, small for dependent columns.
+    if int(failed) or float(factor.diagonal().min()) < 1e-4:
         return torch.linalg.qr(columns).Q
     basis = torch.linalg.solve_triangular(factor, exact.mT, upper=False).mT
     return basis.to(columns.dtype)
