@@ -130,9 +130,9 @@ def _leading(apply: Callable[[Tensor], Tensor], like: Tensor, count: int) -> tup
         if step == steps - 1 or known.shape[1] + BLOCK > side:
             break
         new = products[-1]
-        # Twice, and brought to length in between: of a matrix of low rank nothing is left but
+        # Again and again, brought to length in between: of a matrix of low rank nothing is left but
         # rounding errors, which must not repeat a direction that is known already.
-        for _ in range(2):
+        for _ in range(3):
             new = _orthonormal(new - known @ (known.mT @ new))
         spans.append(new)
     small = (known.mT @ torch.cat(products, dim=1)).double()
