@@ -60,3 +60,17 @@ def layer_of(name: str) -> int | None:
     """The number of a tensor's layer in its stack, from 0; None outside of stacks."""
     position = _position(name)
     return position[1] if position else None
+
+
+def stack_size(name: str, names: Iterable[str]) -> int:
+    """How many layers the stack of a tensor has; 0 for a tensor outside of stacks.
+
+    Args:
+        name: of the tensor.
+        names: of all tensors.
+    """
+    position = _position(name)
+    if position is None:
+        return 0
+    numbers = [p[1] for p in map(_position, names) if p is not None and p[0] == position[0]]
+    return max([position[1], *numbers]) + 1

@@ -26,6 +26,9 @@ from mergekit_ace.headers import check_folder
 from mergekit_ace.methods.architecture import is_transposed
 from mergekit_ace.methods.parameters import ace_options
 
+# Those that solve a ridge regression, with weights of experts in it.
+RIDGE_METHODS = ("ace", "ace_relative")
+
 
 class ConfigError(ValueError):
     """A config that mergekit cannot work with; the message says what and where."""
@@ -79,14 +82,14 @@ class PlannedTensor:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """w_t of `ace`; 1 where the config merges by another method."""
-        if self.task.method_name != "ace":
+        """w_t of `ace` and `ace_relative`; 1 where the config merges by another method."""
+        if self.task.method_name not in RIDGE_METHODS:
             return (1.0,) * len(self.experts)
         return self.expert_parameter("weight", 1.0)
 
     def layout(self, ndim: int) -> FixedLayout:
-        """How `ace` reads this tensor of so many axes."""
-        chosen = self.parameters.get("layout", "auto") if self.task.method_name == "ace" else "auto"
+        """How this tensor of so many axes is read, by `ace` if its method does not say."""
+        chosen = self.parameters.get("layout", "auto")
         transposed = is_transposed(self.base, self.name)
         return resolve_layout(chosen, self.name, ndim, transposed=transposed)
 

@@ -17,9 +17,11 @@ _FIRST, _BEYOND = (0, 1, 5), (0, 2)
 def our_methods() -> tuple[MergeMethod, ...]:
     """One instance of every merge method of this package."""
     from mergekit_ace.methods.ace import AceMerge
+    from mergekit_ace.methods.ace_relative import RelativeAceMerge
     from mergekit_ace.methods.statsmerging import StatsMerge
+    from mergekit_ace.peers import peer_methods
 
-    return (AceMerge(), StatsMerge())
+    return (AceMerge(), RelativeAceMerge(), StatsMerge(), *peer_methods())
 
 
 def register() -> None:

@@ -78,6 +78,43 @@ def naive_ace(
     return base + lambda_ * x
 
 
+def naive_relative(
+    base: Tensor,
+    experts: list[Tensor],
+    weight: list[float] | None = None,
+    *,
+    lambda_: float = 1.0,
+    epsilon: float = 0.01,
+    centred: bool = False,
+    structural_prior: bool = False,
+) -> Tensor:
+    """`ace_relative` of one matrix, (o, i), in float64."""
+    weight = [1.0] * len(experts) if weight is None else weight
+    base = base.double()
+    deltas = [expert.double() - base for expert in experts]
+    pairs = [(d, w) for d, w in zip(deltas, weight, strict=True) if w > 0 and d.abs().max() > 0]
+    if not pairs:
+        return base
+    if len(pairs) == 1:
+        return base + lambda_ * pairs[0][0]
+    i = base.shape[1]
+    identity = torch.eye(i, dtype=torch.float64)
+    numerator, system, total = 0, 0, 0
+    for delta, w in pairs:
+        if centred:
+            delta = delta - delta.mean(dim=0, keepdim=True)
+        gram = delta.T @ delta
+        sigma = gram / gram.trace() + epsilon / i * identity
+        w = w / float((delta @ sigma @ delta.T).trace())
+        numerator = numerator + w * delta @ sigma
+        system = system + w * sigma
+        total = total + w * gram / gram.trace()
+    if structural_prior:
+        ones = torch.ones(i, 1, dtype=torch.float64)
+        system = system + ones @ (ones.T @ total) / i
+    return base + lambda_ * numerator @ torch.linalg.inv(system)
+
+
 def naive_mean(
     base: Tensor, experts: list[Tensor], weight: list[float] | None = None, lambda_: float = 1.0
 ) -> Tensor:
@@ -85,7 +122,7 @@ def naive_mean(
     weight = [1.0] * len(experts) if weight is None else weight
     base = base.double()
     deltas = [expert.double() - base for expert in experts]
-    kept = [t for t in range(len(experts)) if weight[t] > 0 and deltas[t].abs().max() > 0]
+    kept = [t for t in range(len(experts)) if weight[t] > 0 and deltas[t].any()]
     if not kept:
         return base
     total = sum(weight[t] for t in kept)

@@ -13,7 +13,7 @@ from reference import naive_ace, task_vector_error
 from torch import Tensor
 
 from mergekit_ace import AceOptions, merge_matrix
-from mergekit_ace.algebra import ace
+from mergekit_ace.algebra import attempts
 from mergekit_ace.algebra.closed_form import tolerance
 
 KINDS = ["noise", "low rank", "low rank and noise", "spiked", "near-duplicates"]
@@ -44,8 +44,10 @@ def task_vector(rng: torch.Generator, kind: str, shape: tuple[int, int], shared:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", SHAPES)
 def test_error_against_condition(monkeypatch, form, kind, refined):
-    monkeypatch.setattr(ace, "SMALL_SYSTEM", 0)
-    monkeypatch.setattr(ace, "_attempts", lambda *_: [(form, torch.float32), (form, torch.float64)])
+    monkeypatch.setattr(attempts, "SMALL_SYSTEM", 0)
+    monkeypatch.setattr(
+        attempts, "_attempts", lambda *_: [(form, torch.float32), (form, torch.float64)]
+    )
     shape = SHAPES[form]
     for exponent in (-4, -3, -2, -1):
         for experts in (2, 3):

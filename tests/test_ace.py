@@ -9,7 +9,7 @@ from matrices import HETEROGENEOUS, family
 from reference import naive_ace, naive_mean, task_vector_error
 
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix
-from mergekit_ace.algebra import ace, blocks
+from mergekit_ace.algebra import attempts, blocks
 
 SHAPES = [(24, 24), (16, 60), (60, 16), (2, 30), (30, 1), (7, 5)]
 
@@ -18,7 +18,7 @@ SHAPES = [(24, 24), (16, 60), (60, 16), (2, 30), (30, 1), (7, 5)]
 def size(request, monkeypatch) -> str:
     """Large matrices are solved in float32 where their condition allows; so are all of these."""
     if request.param == "large":
-        monkeypatch.setattr(ace, "SMALL_SYSTEM", 0)
+        monkeypatch.setattr(attempts, "SMALL_SYSTEM", 0)
     return request.param
 
 
@@ -88,7 +88,7 @@ def test_log_variance_ignores_the_unit_of_the_weights(rng):
 @pytest.mark.parametrize("shape", [(64, 48), (48, 64), (200, 30), (400, 120)])
 @pytest.mark.parametrize("scales", [None, [0.3, 1.0, 3.0]], ids=["homogeneous", "heterogeneous"])
 def test_float32_path_of_large_matrices(rng, monkeypatch, shape, scales):
-    monkeypatch.setattr(ace, "SMALL_SYSTEM", 0)
+    monkeypatch.setattr(attempts, "SMALL_SYSTEM", 0)
     base, experts = family(rng, *shape, 3, noise=1.0, scales=scales)
     switches = {"epsilon": 0.3, "epsilon_scale": "relative", "heterogeneity": "log_variance"}
     merged, record = merge_matrix(base, experts, options=AceOptions(**switches))
@@ -100,7 +100,7 @@ def test_float32_path_of_large_matrices(rng, monkeypatch, shape, scales):
 
 def test_the_dual_form_keeps_its_digits(rng, monkeypatch):
     """A float32 primal solve of this family is off by 8e-3."""
-    monkeypatch.setattr(ace, "SMALL_SYSTEM", 0)
+    monkeypatch.setattr(attempts, "SMALL_SYSTEM", 0)
     base, experts = family(rng, 48, 200, 2, noise=1.0)
     merged, record = merge_matrix(base, experts)
     assert (record.form, record.precision) == ("dual", "float32")
@@ -109,7 +109,7 @@ def test_the_dual_form_keeps_its_digits(rng, monkeypatch):
 
 
 def test_ill_conditioned_large_matrices_turn_to_float64(rng, monkeypatch):
-    monkeypatch.setattr(ace, "SMALL_SYSTEM", 0)
+    monkeypatch.setattr(attempts, "SMALL_SYSTEM", 0)
     base, experts = family(rng, 60, 50, 2, scales=[3.0, 3.0], noise=0.01)
     options = AceOptions(epsilon=1e-6)
     merged, record = merge_matrix(base, experts, options=options)
@@ -258,10 +258,10 @@ def test_rows_that_all_moved_alike(rng):
         },
     ],
 )
-@pytest.mark.parametrize("small", [0, ace.SMALL_SYSTEM])
+@pytest.mark.parametrize("small", [0, attempts.SMALL_SYSTEM])
 def test_huge_and_tiny_weights(rng, monkeypatch, exponent, switches, small):
     """Third powers of task vectors leave float32's range long before the weights do."""
-    monkeypatch.setattr(ace, "SMALL_SYSTEM", small)
+    monkeypatch.setattr(attempts, "SMALL_SYSTEM", small)
     base, experts = family(rng, 20, 16, 3, scales=[0.5, 1.0, 2.0], noise=1.0)
     unit = 2.0**exponent
     options = AceOptions(epsilon_scale="relative", epsilon=0.1, **switches)

@@ -13,7 +13,7 @@ from reference import naive_tensor, task_vector_error
 from safetensors.torch import load_file
 
 from mergekit_ace import AceOptions, merge_tensor
-from mergekit_ace.algebra import ace
+from mergekit_ace.algebra import attempts
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "ace.json").read_text())
@@ -43,7 +43,7 @@ def test_golden_case(case, dtype, bar, device):
 @pytest.mark.parametrize("case", CASES)
 def test_golden_case_as_if_it_were_large(case, monkeypatch):
     """Large matrices are solved in float32, to 2e-7 times their condition number."""
-    monkeypatch.setattr(ace, "SMALL_SYSTEM", 0)
+    monkeypatch.setattr(attempts, "SMALL_SYSTEM", 0)
     base = TENSORS[f"{case}.base"]
     experts = [TENSORS[f"{case}.expert{t}"] for t in range(CASES[case]["experts"])]
     parameters = dict(CASES[case]["parameters"])

@@ -8,7 +8,7 @@ import torch
 from matrices import family
 
 from mergekit_ace import merge_matrix
-from mergekit_ace.algebra import ace, precision
+from mergekit_ace.algebra import attempts, precision
 from mergekit_ace.algebra.precision import full_precision
 
 EXACT = {"ieee", "highest"}
@@ -78,7 +78,7 @@ def test_torch_with_a_single_switch(monkeypatch):
 
 
 def test_a_merge_is_the_same_in_every_setting(rng, monkeypatch):
-    monkeypatch.setattr(ace, "SMALL_SYSTEM", 0)
+    monkeypatch.setattr(attempts, "SMALL_SYSTEM", 0)
     base, experts = family(rng, 80, 60, 3, noise=1.0)
     expected, _ = merge_matrix(base, experts)
     torch.set_float32_matmul_precision("medium")

@@ -14,7 +14,7 @@ from reference import naive_ace, task_vector_error
 from torch import Tensor
 
 from mergekit_ace import AceOptions, merge_matrix
-from mergekit_ace.algebra import ace
+from mergekit_ace.algebra import attempts
 
 settings.register_profile("ours", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("ours")
@@ -123,7 +123,7 @@ def test_float32_and_float64_agree(case, options, large):
     exact, record = merge(case, compute_dtype="float64", **options)
     assume(record.rule != "ace" or abs(record.gamma - 0.3) > 1e-3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ace, "SMALL_SYSTEM", 0 if large else ace.SMALL_SYSTEM)
+        patch.setattr(attempts, "SMALL_SYSTEM", 0 if large else attempts.SMALL_SYSTEM)
         rounded, _ = merge(case, **options)
     bar = max(5e-5, 2e-7 * (record.condition or 1))
     assert close(rounded, exact, case.base, bar)

@@ -9,7 +9,7 @@ from matrices import family
 from mergekit.merge_methods import merge_tensors
 
 from mergekit_ace.algebra.layouts import merge_tensor
-from mergekit_ace.methods import sparing
+from mergekit_ace.methods import ace
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def full_device(monkeypatch):
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return merge_tensor(base, experts, weights, options, layout)
 
-        monkeypatch.setattr(sparing, "merge_tensor", merge)
+        monkeypatch.setattr(ace, "merge_tensor", merge)
         return seen
 
     return arrange
@@ -48,9 +48,7 @@ def test_goes_on_with_one_warning(rng, caplog, full_device, failures, where):
 def test_names_the_tensor(rng, caplog, full_device):
     base, experts = family(rng, 6, 5, 2)
     full_device(1)
-    sparing.merge_sparingly(
-        base, experts, [1.0, 1.0], sparing.AceOptions(), "matrix", "tensor model.norm.weight"
-    )
+    merge_tensors([base, *experts], "ace", base_index=0, name="model.norm.weight")
     assert "tensor model.norm.weight does not fit" in caplog.text
 
 

@@ -13,25 +13,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import IllConditionedError, tolerance
+from mergekit_ace.algebra.attempts import attempt, solve
+from mergekit_ace.algebra.closed_form import tolerance
 from mergekit_ace.algebra.covariance import estimate_covariances
-from mergekit_ace.algebra.dual import solve_dual
-from mergekit_ace.algebra.forms import COSTS, Form, choose_forms
+from mergekit_ace.algebra.forms import Form, choose_forms
 from mergekit_ace.algebra.heterogeneity import Heterogeneity, measure_heterogeneity
 from mergekit_ace.algebra.mean import merge_mean, merge_trivial
-from mergekit_ace.algebra.mixing import solve_lean, solve_tall
 from mergekit_ace.algebra.options import AceOptions
 from mergekit_ace.algebra.precision import full_precision
-from mergekit_ace.algebra.primal import solve_primal
 from mergekit_ace.algebra.records import MatrixRecord
-from mergekit_ace.algebra.spectrum import WeakDirectionsError, isotropic_component
+from mergekit_ace.algebra.spectrum import isotropic_component
 from mergekit_ace.algebra.task_vectors import ActiveExperts, select_active, squared_norm
 
 Stage = Literal["closed form", "refined"]
 Observer = Callable[[Stage, Tensor], None]
-SOLVERS = {"primal": solve_primal, "tall": solve_tall, "lean": solve_lean, "dual": solve_dual}
-# Below this many operations float64 costs milliseconds on anything.
-SMALL_SYSTEM = 2**32
 
 
 @dataclass(frozen=True)
@@ -85,23 +80,11 @@ def merge_matrix(
     if base.shape[0] == 1:  # one row is its own column mean: a vector in the shape of a matrix
         return merge_mean(base, active, options.scale)
     plan = _plan(active, base.shape, options)
-    *attempts, last = _attempts(base, active, plan)
-    for attempt in attempts:
-        try:
-            return _merge(base, active, options, plan, *attempt, observe)
-        except (IllConditionedError, WeakDirectionsError):
-            pass  # the next attempt keeps more digits
-    return _merge(base, active, options, plan, *last, observe)
 
+    def merge(form: Form, dtype: torch.dtype) -> tuple[Tensor, MatrixRecord]:
+        return _merge(base, active, options, plan, form, dtype, observe)
 
-def _attempts(base: Tensor, active: ActiveExperts, plan: _Plan) -> list[tuple[Form, torch.dtype]]:
-    """Forms and dtypes to be tried in turn; the last one is always in float64."""
-    first = plan.forms[0]
-    exact: tuple[Form, torch.dtype] = (first, torch.float64)
-    operations = COSTS[first](*base.shape, len(active.experts), plan.rank > 0).operations
-    if active.dtype != torch.float32 or operations <= SMALL_SYSTEM:
-        return [exact]
-    return [*((form, torch.float32) for form in plan.forms), exact]
+    return attempt(merge, plan.forms, base.shape, active, refined=plan.rank > 0)
 
 
 def _plan(active: ActiveExperts, shape: Sequence[int], options: AceOptions) -> _Plan:
@@ -136,7 +119,7 @@ def _merge(
     )
     if not covariances.tasks:  # every expert moved all its rows alike
         return merge_mean(base, active, options.scale)
-    solution = SOLVERS[form](covariances, prior=options.structural_prior, refined=plan.rank > 0)
+    solution = solve(covariances, form, prior=options.structural_prior, refined=plan.rank > 0)
     merged, sigma_iso = solution.merged, None
     _show(observe, "closed form", merged, covariances.unit)
     if solution.target is not None:

@@ -9,6 +9,7 @@ follow from what is known of the task vectors, tr(G_t) = τ_t − o‖μ_t‖².
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,7 +32,7 @@ class Task:
 
     Attributes:
         expert, base: W_t and W0, (o, i).
-        mean: μ_t, (i,), in units.
+        mean: μ_t, (i,), in units; 0 where nothing is centred.
         scale: s_t.
         ridge: ε_t.
         unit: what Δ_t is divided by.
@@ -78,6 +79,7 @@ class Covariances:
             has no estimate.
         mean_tau: mean_t τ_t of the original task vectors where S_t is normalised, by which the
             structural prior is divided (Eq. 13); otherwise 1.
+        centred: whether the column means are taken out of the task vectors.
     """
 
     tasks: tuple[Task, ...]
@@ -86,7 +88,13 @@ class Covariances:
     covariance_unit: float
     epsilon: tuple[float, ...]
     mean_tau: float
+    centred: bool = True
     _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def column_blocks(self) -> Iterator[slice]:
+        """Blocks of columns of a task vector."""
+        rows, columns = self.shape
+        return blocks(columns, rows)
 
     def buffer(self, name: str, rows: int, columns: int) -> Tensor:
         """Room for a block, (rows, columns), the same memory for the same name.
@@ -167,12 +175,12 @@ def estimate_covariances(
     An expert whose rows all moved alike has C_t = 0. Nothing can be normalised by its trace, so
     with `normalized` it has no estimate (departure: the paper divides by zero there).
     """
-    unit = _unit(active, base.numel())
+    unit = choose_unit(active, base.numel())
     noise = (8 * torch.finfo(active.dtype).eps) ** 2
     tasks, epsilon, order = [], [], []
     members = zip(active.experts, active.weights, active.moments, strict=True)
     for expert, weight, moments in members:
-        trace = _trace(expert, base, moments, unit, active.dtype)  # tr(G_t), unit²
+        trace = centred_trace(expert, base, moments, unit, active.dtype)  # tr(G_t), unit²
         if normalized and trace <= noise * moments.tau / unit**2:
             epsilon.append(0.0)
             continue
@@ -188,10 +196,10 @@ def estimate_covariances(
             )
         )
         epsilon.append(ridge * (1.0 if normalized else unit**2))
-        order.append((weight >= 1e-3 * max(active.weights), -moments.tau))
+        order.append((weight, moments.tau))
     return Covariances(
         tasks=tuple(tasks),
-        reference=order.index(max(order)) if order else 0,
+        reference=choose_reference(order),
         unit=unit,
         covariance_unit=1.0 if normalized else unit**2,
         epsilon=tuple(epsilon),
@@ -199,14 +207,27 @@ def estimate_covariances(
     )
 
 
-def _unit(active: ActiveExperts, entries: int) -> float:
+def choose_reference(tasks: Sequence[tuple[float, float]]) -> int:
+    """Which task the others are compared with, see `Covariances`.
+
+    Args:
+        tasks: weight and τ_t of each.
+    """
+    if not tasks:
+        return 0
+    heaviest = max(weight for weight, _ in tasks)
+    order = [(weight >= 1e-3 * heaviest, -tau) for weight, tau in tasks]
+    return order.index(max(order))
+
+
+def choose_unit(active: ActiveExperts, entries: int) -> float:
     """1, or the power of two nearest to the root mean square entry: exact to divide by."""
     total = math.log2(math.fsum(active.tau))
     exponent = round((total - math.log2(len(active.experts) * entries)) / 2)
     return 1.0 if abs(exponent) <= PLAIN_EXPONENT else 2.0**exponent
 
 
-def _trace(
+def centred_trace(
     expert: Tensor, base: Tensor, moments: Moments, unit: float, dtype: torch.dtype
 ) -> float:
     """tr(G_t) = ‖C_t‖_F² = τ_t − o‖μ_t‖², in units of unit²."""

@@ -181,8 +181,9 @@ def _residual(covariances: Covariances, grid: _Grid, sides: Tensor) -> Tensor:
 def _system(covariances: Covariances, grid: _Grid) -> None:
     """K in the place of the products.
 
-    The rows of C_t sum to zero, so K is as small as the ridge along the indicator of every task,
-    and M is zero there. K may be anything in these directions: it is given its mean eigenvalue.
+    Where they are centred, the rows of C_t sum to zero, so K is as small as the ridge along the
+    indicator of every task, and M is zero there. K may be anything in these directions: it is given
+    its mean eigenvalue.
     """
     rows, _ = covariances.shape
     roots = _roots(covariances)
@@ -192,7 +193,8 @@ def _system(covariances: Covariances, grid: _Grid) -> None:
     squares = [grid.stored(t, t) for t in range(grid.count)]
     level = sum(float(square.trace()) for square in squares) / (rows * grid.count)
     for square in squares:
-        square.add_(level / rows)
+        if covariances.centred:
+            square.add_(level / rows)
         square.diagonal().add_(covariances.ridge)
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,8 +11,10 @@ from torch import Tensor
 from mergekit_ace.algebra.ace import merge_matrix
 from mergekit_ace.algebra.mean import merge_mean
 from mergekit_ace.algebra.options import AceOptions, FixedLayout, Layout
-from mergekit_ace.algebra.records import TensorRecord
+from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
 from mergekit_ace.algebra.task_vectors import select_active
+
+MatrixRule = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, MatrixRecord]]
 
 
 def resolve_layout(
@@ -46,7 +48,7 @@ def merge_tensor(
     options: AceOptions | None = None,
     layout: Layout = "auto",
 ) -> tuple[Tensor, TensorRecord]:
-    """Merge the versions of one stored tensor.
+    """Merge the versions of one stored tensor by ACE-Merging.
 
     Args:
         base: W0. ``matrix``: (o, i); ``transposed``: (…, i, o); ``stacked``: (…, o, i), the leading
@@ -65,15 +67,38 @@ def merge_tensor(
     """
     options = options or AceOptions()
     weights = weights if weights is not None else [1.0] * len(experts)
-    layout = resolve_layout(layout, None, base.ndim)
+
+    def matrix(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
+        return merge_matrix(base, experts, weights, options)
+
+    def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
+        return merge_mean(base, select_active(base, experts, weights, options.dtype), options.scale)
+
+    return by_layout(base, experts, resolve_layout(layout, None, base.ndim), matrix, mean)
+
+
+def by_layout(
+    base: Tensor,
+    experts: Sequence[Tensor],
+    layout: FixedLayout,
+    matrix: MatrixRule,
+    other: MatrixRule,
+) -> tuple[Tensor, TensorRecord]:
+    """Merge the versions of one stored tensor, each of its matrices by a rule.
+
+    Args:
+        base, experts: see `merge_tensor`.
+        layout: one that fits the tensor, see `resolve_layout`.
+        matrix: the rule for a matrix: W0, (o, i), and the W_t, to the merged one and a record.
+        other: the rule for what is no matrix, of any shape.
+    """
     if layout == "mean" or base.numel() == 0:
-        active = select_active(base, experts, weights, options.dtype)
-        merged, record = merge_mean(base, active, options.scale)
+        merged, record = other(base, experts)
         return merged, TensorRecord(tuple(base.shape), "mean", (record,))
     views = [as_matrices(tensor, layout) for tensor in (base, *experts)]
     parts, records = [], []
     for matrices in zip(*views, strict=True):
-        part, record = merge_matrix(matrices[0], matrices[1:], weights, options)
+        part, record = matrix(matrices[0], matrices[1:])
         parts.append(part)
         records.append(record)
     merged = base

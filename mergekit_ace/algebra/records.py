@@ -9,7 +9,7 @@ from typing import Literal
 from mergekit_ace.algebra.forms import Form
 from mergekit_ace.algebra.options import FixedLayout, Statistic
 
-Rule = Literal["ace", "single", "mean", "base"]
+Rule = Literal["ace", "ace_relative", "peer", "single", "mean", "base"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class MatrixRecord:
     """What was measured and decided for one matrix. Tuples have an entry per expert given.
 
     Attributes:
-        rule: ``ace``; ``single`` (one expert changed it); ``mean``; ``base`` (nobody changed it).
+        rule: ``ace``; ``ace_relative``; ``peer`` (a formula of another method); ``single`` (one
+            expert changed it); ``mean``; ``base`` (nobody changed it).
         weight: w_t, rescaled to mean 1 over the experts in use; 0 for one that is not.
         tau: τ_t, 0 where unchanged.
         gamma, log_variance: the two statistics of heterogeneity; None with fewer than two experts.
@@ -25,6 +26,8 @@ class MatrixRecord:
         heterogeneous: whether it exceeds the threshold.
         normalized, refined: which steps were taken.
         epsilon: ε_t of Eqs. 9-10 times w_t; None for an expert that is not in use.
+        share: of ``ace_relative``: 1 / ‖Δ_t Σ_t^½‖² times w_t, divided by their sum; None for an
+            expert that is not in use.
         rank: k of the refinement; sigma_iso: its strength.
         form: how the closed form was computed, see `forms.choose_forms`.
         condition: estimated condition number of A.
@@ -42,6 +45,7 @@ class MatrixRecord:
     normalized: bool | None = None
     refined: bool | None = None
     epsilon: tuple[float | None, ...] | None = None
+    share: tuple[float | None, ...] | None = None
     rank: int | None = None
     sigma_iso: float | None = None
     form: Form | None = None

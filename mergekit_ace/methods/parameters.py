@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, get_args
 
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
-from pydantic import AfterValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 
 from mergekit_ace.algebra.options import AceOptions, Layout, NonNegative
 
@@ -70,22 +70,31 @@ _ALLOWED = {
     "epsilon": "a number, 0 or greater",
     "heterogeneity_threshold": "a number, 0 or greater",
     "structural_prior": "true or false",
+    "centred": "true or false",
     "rank_fraction": "a number from 0 to 1",
 }
 
 
-def _option(name: str) -> NamedParameter:
-    """A shared parameter for a field of `AceOptions`, with its type, range and default."""
-    field = AceOptions.model_fields[OPTION_NAMES.get(name, name)]
-    value_type = field.annotation
-    for constraint in field.metadata:
+def option(model: type[BaseModel], name: str, field: str, method: str) -> NamedParameter:
+    """A shared parameter for a field of typed options, with its type, range and default.
+
+    Args:
+        model: the options.
+        name: in mergekit.
+        field: in the options.
+        method: the merge method.
+    """
+    info = model.model_fields[field]
+    value_type = info.annotation
+    for constraint in info.metadata:
         value_type = Annotated[value_type, constraint]  # type: ignore[valid-type]
     return NamedParameter(
         name,
         value_type,
         ParameterScope.SHARED,
-        default=field.default,
+        default=info.default,
         allowed=_ALLOWED.get(name) or _one_of(value_type),
+        method=method,
     )
 
 
@@ -94,7 +103,7 @@ def _one_of(literal: Any) -> str:
 
 
 OPTION_PARAMETERS: tuple[NamedParameter, ...] = tuple(
-    _option(name)
+    option(AceOptions, name, OPTION_NAMES.get(name, name), "ace")
     for name in (
         "lambda",
         "epsilon",
@@ -115,6 +124,11 @@ def ace_options(parameters: Mapping[str, Any]) -> AceOptions:
     return AceOptions(
         **{OPTION_NAMES.get(p.name, p.name): parameters[p.name] for p in OPTION_PARAMETERS}
     )
+
+
+def of_method(parameter: NamedParameter, method: str) -> NamedParameter:
+    """The same parameter of another method."""
+    return replace(parameter, method=method)
 
 
 WEIGHT = NamedParameter(

@@ -3,34 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import torch
-from mergekit.merge_methods.base import (
-    BasePolicy,
-    GroupMergeMethod,
-    InputContract,
-    MergeMethodSpec,
-    OptionalTensorPolicy,
-    ParameterScope,
-    TensorGroup,
-)
+from mergekit.merge_methods.base import ParameterScope, TensorGroup
 from pydantic import AfterValidator
 from torch import Tensor
 
 from mergekit_ace.algebra.linear import merge_linear
 from mergekit_ace.algebra.options import Number
-from mergekit_ace.methods.inputs import (
-    check_finite,
-    check_models,
-    check_shapes_in_memory,
-    describe,
-    is_finite,
-)
+from mergekit_ace.methods.inputs import describe
 from mergekit_ace.methods.lookup import FileCoefficients, LearnerCoefficients, load
 from mergekit_ace.methods.parameters import NamedParameter
-from mergekit_ace.methods.shapes import check_shapes
+from mergekit_ace.methods.task_vectors import TaskVectorMethod, method_spec
 
 NAME = "statsmerging"
 
@@ -49,7 +34,7 @@ def _parameter(name: str, value_type: Any, scope: ParameterScope, default: Any, 
     return NamedParameter(name, value_type, scope, default, allowed=allowed, method=NAME)
 
 
-class StatsMerge(GroupMergeMethod):
+class StatsMerge(TaskVectorMethod):
     """StatsMerging (layer-wise merging with coefficients learned from weight statistics).
 
     θ_0 + Σ_k λ_k Δ_k in float32, one tensor at a time. The coefficients are looked up in a file
@@ -57,11 +42,12 @@ class StatsMerge(GroupMergeMethod):
     network (``learner``), or given in the config (``weight``).
     """
 
-    spec = MergeMethodSpec(
-        name=NAME,
-        pretty_name="StatsMerging",
-        reference_url="https://arxiv.org/abs/2506.04567",
-        parameters=(
+    layouts = False
+    spec = method_spec(
+        NAME,
+        "StatsMerging",
+        "https://arxiv.org/abs/2506.04567",
+        (
             _parameter("weight", Number | None, ParameterScope.NON_BASE, None, "a finite number"),
             _parameter("coefficients", FilePath | None, ParameterScope.SHARED, None, _FILE),
             _parameter("learner", FilePath | None, ParameterScope.SHARED, None, _FILE),
@@ -87,44 +73,12 @@ class StatsMerge(GroupMergeMethod):
                 "one of name, depth",
             ),
         ),
-        contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=1),
-        optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON,
     )
 
-    def validate_inputs(
-        self,
-        input_ids: Sequence[Hashable],
-        base_id: Hashable | None = None,
-        *,
-        group_name: str | None = None,
-    ) -> None:
-        """mergekit's structural check, with errors that say what to write instead."""
-        experts = check_models(NAME, input_ids, base_id, group_name)
-        super().validate_inputs(input_ids, base_id, group_name=group_name)
-        if group_name is not None:
-            check_shapes(group_name, experts, base_id, method=NAME)
-
-    def __call__(self, groups: Sequence[TensorGroup], /, **options: Any) -> tuple[Tensor, ...]:
-        """Merge tensors in memory; mergekit's entry point for them, with its arguments."""
-        for group in groups:
-            check_shapes_in_memory(NAME, group)
-        return super().__call__(groups, **options)
-
-    @torch.no_grad()
-    def merge_group(self, group: TensorGroup, /, **parameters: Any) -> Tensor:
-        """Merge one tensor; the result has the dtype of the inputs."""
-        base, experts = group.base, group.non_base
-        assert base is not None  # the contract requires it
-        check_finite(NAME, group)
-        coefficients = coefficients_of(group, parameters)
-        tensors = [expert.tensor for expert in experts]
-        merged = merge_linear(base.tensor, tensors, coefficients).to(base.tensor.dtype)
-        if not is_finite(merged):
-            raise ValueError(
-                f"{NAME}: {describe(group.metadata.name)} came out too large for {merged.dtype}. "
-                "Use a dtype with more range (dtype: bfloat16 or float32)."
-            )
-        return merged
+    def merge(self, group: TensorGroup, parameters: Mapping[str, Any]) -> Tensor:
+        assert group.base is not None  # the contract requires it
+        tensors = [expert.tensor for expert in group.non_base]
+        return merge_linear(group.base.tensor, tensors, coefficients_of(group, parameters))
 
 
 def coefficients_of(group: TensorGroup, parameters: Mapping[str, Any]) -> list[float]:

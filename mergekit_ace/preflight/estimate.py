@@ -13,7 +13,7 @@ from mergekit.common import ModelReference
 from mergekit_ace.algebra.blocks import BLOCK_ENTRIES, LARGEST
 from mergekit_ace.algebra.forms import COSTS, choose_forms
 from mergekit_ace.headers import ITEM_SIZES, TensorHeader
-from mergekit_ace.planned import PlannedMerge, PlannedTensor
+from mergekit_ace.planned import RIDGE_METHODS, PlannedMerge, PlannedTensor
 from mergekit_ace.preflight.calibration import Rates
 from mergekit_ace.preflight.checkpoints import Checkpoint
 from mergekit_ace.preflight.tensors import NAMES, sources
@@ -92,27 +92,28 @@ def estimate_tensor(
     operations = (2.0 * experts * entries,) * 2
     moved = (3.0 * 4 * experts * entries,) * 2
     working = 4 * entries
-    if rule == "ace":
+    if "layout" in tensor.parameters:
         rule = tensor.layout(len(header.shape))
-        shape = matrix_shape(header.shape, rule)
-        if shape is not None and shape[0] > 1 and experts > 1:
-            stack = entries // max(1, shape[0] * shape[1])
-            lean = tensor.options.lean
-            forms = [choose_forms(*shape, experts, refined=r, lean=lean)[0] for r in (False, True)]
-            costs = [
-                COSTS[f](*shape, experts, r) for f, r in zip(forms, (False, True), strict=True)
-            ]
-            form = (forms[0], forms[1])
-            operations = (stack * costs[0].operations, stack * _refined(costs[1].operations, shape))
-            moved = (stack * costs[0].bytes, stack * costs[1].bytes)
-            working = int(max(cost.memory for cost in costs)) + BLOCKS
+    shape = matrix_shape(header.shape, rule)
+    if plan.config.merge_method in RIDGE_METHODS and shape and shape[0] > 1 and experts > 1:
+        stack = entries // max(1, shape[0] * shape[1])
+        refined = (False, plan.config.merge_method == "ace")
+        forms = [
+            choose_forms(*shape, experts, refined=r, lean=tensor.options.lean)[0] for r in refined
+        ]
+        costs = [COSTS[f](*shape, experts, r) for f, r in zip(forms, refined, strict=True)]
+        form = (forms[0], forms[1])
+        extra = _extra(plan.config.merge_method, shape, experts)
+        operations = tuple(stack * (c.operations + e) for c, e in zip(costs, extra, strict=True))
+        moved = tuple(stack * cost.bytes for cost in costs)
+        working = int(max(cost.memory for cost in costs)) + BLOCKS
     return TensorEstimate(
         name=tensor.name,
         shape=header.shape,
         rule=rule,
         form=form,
-        operations=operations,
-        moved=moved,
+        operations=(operations[0], operations[1]),
+        moved=(moved[0], moved[1]),
         read=sum(h.bytes for h in found.values()),
         written=entries * ITEM_SIZES.get(written_in, 4),
         inputs=len(found) * entries * itemsize,
@@ -130,10 +131,17 @@ def matrix_shape(shape: Sequence[int], layout: str) -> tuple[int, int] | None:
     return (columns, rows) if layout == "transposed" else (rows, columns)
 
 
-def _refined(operations: float, shape: tuple[int, int]) -> float:
-    """With the Gram matrix of F and its decomposition, which takes about 9 m³ in all."""
+def _extra(method: str, shape: tuple[int, int], experts: int) -> tuple[float, float]:
+    """Operations beside the closed form, without and with a refinement.
+
+    Of `ace` the Gram matrix of F and its decomposition, about 9 m³ in all; of `ace_relative` the
+    ‖G_t‖ of all experts, in both cases.
+    """
     small, large = min(shape), max(shape)
-    return operations + small**2 * large + 9 * small**3
+    if method == "ace":
+        return 0.0, small**2 * large + 9.0 * small**3
+    norms = float(experts * small**2 * large)
+    return norms, norms
 
 
 def estimate_merge(
@@ -152,7 +160,7 @@ def estimate_merge(
     moved = tuple(sum(part.moved[n] for part in known) for n in range(2))
     read, written = sum(part.read for part in known), sum(part.written for part in known)
     disk = read / rates.read + written / rates.read
-    ours = plan.config.merge_method in ("ace", "statsmerging")
+    ours = plan.config.merge_method in (*RIDGE_METHODS, "statsmerging")
     seconds = tuple(operations[n] / rates.operations + moved[n] / rates.memory for n in range(2))
     on_device = plan.options.device not in (None, "cpu")
     return Estimate(

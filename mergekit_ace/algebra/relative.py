@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ACE's ridge regression with the sum of *relative* errors as its objective; ours, not the paper's.
+
+The merge minimises Σ_t ‖(X − Δ_t) Σ_t^½‖² / ‖Δ_t Σ_t^½‖² with Σ_t = G_t / tr(G_t) + (ε/i) I,
+G_t = Δ_tᵀΔ_t: what it costs every task, as a share of what its fine-tuning had changed. In closed
+form
+
+    X = (Σ_t w_t Δ_t Σ_t)(Σ_t w_t Σ_t)⁻¹,   w_t = 1 / tr(Δ_t Σ_t Δ_tᵀ) = 1 / (‖G_t‖²/τ_t + ε τ_t/i),
+
+which is Eq. 14 of ACE-Merging with s_t = w_t / τ_t and ε_t = w_t ε / i: every form of its solve
+serves. It has no γ and no branch, ε has no unit, and scaling all weights scales X.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from mergekit_ace.algebra.attempts import attempt, solve
+from mergekit_ace.algebra.covariance import (
+    Covariances,
+    Task,
+    centred_trace,
+    choose_reference,
+    choose_unit,
+)
+from mergekit_ace.algebra.forms import Form, choose_forms
+from mergekit_ace.algebra.layouts import by_layout, resolve_layout
+from mergekit_ace.algebra.mean import merge_mean, merge_trivial
+from mergekit_ace.algebra.options import Layout, NonNegative, Number
+from mergekit_ace.algebra.precision import full_precision
+from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
+from mergekit_ace.algebra.symmetric import add_gram
+from mergekit_ace.algebra.task_vectors import ActiveExperts, select_active, squared_norm
+
+
+class RelativeOptions(BaseModel):
+    """What may be chosen per tensor.
+
+    Attributes:
+        scale: λ of W0 + λ X; any finite number. mergekit's name for it is ``lambda``.
+        epsilon: ridge ε ≥ 0, in mean eigenvalues of a task's covariance estimate.
+        centred: take the column means out of Δ_t and G_t, as ACE does.
+        structural_prior: ACE's rank-one prior (Eqs. 11-13).
+        compute_dtype: the dtype in which task vectors are formed, unless the tensors are wider.
+        lean: take the form with the least working memory instead of the fastest.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scale: Number = 1.0
+    epsilon: NonNegative = 0.01
+    centred: bool = False
+    structural_prior: bool = False
+    compute_dtype: Literal["float32", "float64"] = "float32"
+    lean: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """``compute_dtype`` as torch's."""
+        return torch.float64 if self.compute_dtype == "float64" else torch.float32
+
+
+def merge_tensor_relative(
+    base: Tensor,
+    experts: Sequence[Tensor],
+    weights: Sequence[float] | None = None,
+    options: RelativeOptions | None = None,
+    layout: Layout = "auto",
+) -> tuple[Tensor, TensorRecord]:
+    """Merge the versions of one stored tensor; arguments and result as of `merge_tensor`."""
+    options = options or RelativeOptions()
+    weights = weights if weights is not None else [1.0] * len(experts)
+
+    def matrix(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
+        return merge_relative(base, select_active(base, experts, weights, options.dtype), options)
+
+    def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
+        return merge_mean(base, select_active(base, experts, weights, options.dtype), options.scale)
+
+    return by_layout(base, experts, resolve_layout(layout, None, base.ndim), matrix, mean)
+
+
+@full_precision()
+def merge_relative(
+    base: Tensor, active: ActiveExperts, options: RelativeOptions
+) -> tuple[Tensor, MatrixRecord]:
+    """Merge the versions of one matrix.
+
+    Args:
+        base: W0, (o, i), any floating dtype, finite.
+        active: the experts W_t, each (o, i), that changed it.
+        options: see `RelativeOptions`.
+
+    Working memory is that of `merge_matrix`, and one more square of min(o, i) before it.
+
+    Returns:
+        W0 + λ X, (o, i), in the compute dtype or wider, and the record of what was done.
+
+    Raises:
+        IllConditionedError: Σ_t w_t Σ_t cannot be factored, even in float64; raise ``epsilon``.
+    """
+    trivial = merge_trivial(base, active, options.scale)
+    if trivial is not None:
+        return trivial
+    if base.shape[0] == 1:  # a vector in the shape of a matrix
+        return merge_mean(base, active, options.scale)
+    rows, columns = base.shape
+    forms = choose_forms(rows, columns, len(active.experts), refined=False, lean=options.lean)
+
+    def merge(form: Form, dtype: torch.dtype) -> tuple[Tensor, MatrixRecord]:
+        covariances, shares = estimate_relative(base, active, options, dtype=dtype)
+        if not covariances.tasks:  # centred, and every expert moved all its rows alike
+            return merge_mean(base, active, options.scale)
+        solution = solve(covariances, form, prior=options.structural_prior, refined=False)
+        record = MatrixRecord(
+            rule="ace_relative",
+            weight=active.spread(active.weights, 0.0),
+            tau=active.all_tau,
+            share=active.spread(shares, None),
+            form=form,
+            condition=solution.condition,
+            precision=str(dtype).removeprefix("torch."),
+        )
+        return solution.merged.mul_(options.scale * covariances.unit).add_(base), record
+
+    return attempt(merge, forms, base.shape, active, refined=False)
+
+
+def estimate_relative(
+    base: Tensor, active: ActiveExperts, options: RelativeOptions, *, dtype: torch.dtype
+) -> tuple[Covariances, tuple[float, ...]]:
+    """The estimates of the active experts of one matrix, and w_t per expert, of sum 1.
+
+    Args:
+        base: W0, (o, i).
+        active: the experts W_t, each (o, i), with their weights, τ_t and μ_t.
+        options: ε, and what Δ_t and G_t are.
+        dtype: of the products to come; at least as wide as ``active.dtype``.
+
+    A common factor of all w_t cancels in X. An expert whose rows all moved alike has no estimate
+    where it is centred.
+    """
+    unit = choose_unit(active, base.numel())
+    noise = (8 * torch.finfo(active.dtype).eps) ** 2
+    columns = base.shape[1]
+    members = []
+    for expert, weight, moments in zip(active.experts, active.weights, active.moments, strict=True):
+        mean = (moments.mean / unit).to(dtype)
+        tau = moments.tau / unit**2
+        trace = centred_trace(expert, base, moments, unit, active.dtype) if options.centred else tau
+        task = Task(expert, base, mean if options.centred else torch.zeros_like(mean), 1, 0, unit)
+        if trace <= noise * tau:
+            members.append((task, trace, 0.0))
+            continue
+        error = gram_norm(task) / trace + options.epsilon * trace / columns
+        members.append((task, trace, weight / error))
+    total = math.fsum(share for _, _, share in members) or 1.0
+    shares = tuple(share / total for _, _, share in members)
+    tasks, order = [], []
+    for (task, trace, _), share, moments in zip(members, shares, active.moments, strict=True):
+        if share > 0:
+            ridge = share * options.epsilon / columns
+            tasks.append(Task(task.expert, base, task.mean, share / trace, ridge, unit))
+            order.append((share, moments.tau))
+    covariances = Covariances(
+        tasks=tuple(tasks),
+        reference=choose_reference(order),
+        unit=unit,
+        covariance_unit=1.0,
+        epsilon=(),
+        mean_tau=1.0,
+        centred=options.centred,
+    )
+    return covariances, shares
+
+
+def gram_norm(task: Task) -> float:
+    """‖Δ_tᵀΔ_t‖_F² = ‖Δ_tΔ_tᵀ‖_F², through the smaller of the two."""
+    rows, columns = task.base.shape
+    holder = Covariances((task,), 0, task.unit, 1.0, (), 1.0)
+    if columns <= rows:
+        gram = holder.add_estimate(holder.new(columns, columns), task)
+    else:
+        gram = holder.new(rows, rows)
+        for block in holder.column_blocks():
+            room = holder.buffer("task", rows, block.stop - block.start)
+            add_gram(gram, task.centred(columns=block, out=room))
+    diagonal = gram.diagonal()
+    return 2 * squared_norm(gram.tril_()) - float(diagonal.double().square().sum())
+
+
+def relative_errors(
+    merged: Tensor, deltas: Sequence[Tensor], options: RelativeOptions
+) -> tuple[float, ...]:
+    """‖(X − Δ_t) Σ_t^½‖² / ‖Δ_t Σ_t^½‖² per expert: 0 where it lost nothing, 1 where all.
+
+    Args:
+        merged: X, (o, i).
+        deltas: Δ_t, (o, i); with ``options.centred`` their column means are taken out.
+        options: ε and centring.
+    """
+    errors = []
+    for delta in deltas:
+        if options.centred:
+            delta = delta - delta.mean(dim=0)
+        tau = squared_norm(delta)
+        ridge = options.epsilon / delta.shape[1]
+        missing = merged - delta
+        lost = squared_norm(missing @ delta.mT) / tau + ridge * squared_norm(missing)
+        whole = squared_norm(delta @ delta.mT) / tau + ridge * tau
+        errors.append(lost / whole)
+    return tuple(errors)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`merge_method: ace_relative`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mergekit_ace.algebra.options import FixedLayout
+from mergekit_ace.algebra.records import TensorRecord
+from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
+from mergekit_ace.methods.parameters import LAYOUT, REPORT, WEIGHT, of_method, option
+from mergekit_ace.methods.ridge import RidgeMethod
+from mergekit_ace.methods.task_vectors import method_spec
+
+NAME = "ace_relative"
+# The option's name in mergekit, and ours.
+OPTIONS = {
+    "lambda": "scale",
+    "epsilon": "epsilon",
+    "centred": "centred",
+    "structural_prior": "structural_prior",
+    "compute_dtype": "compute_dtype",
+}
+
+
+class RelativeAceMerge(RidgeMethod):
+    """ACE's ridge regression with the sum of relative errors as its objective; ours."""
+
+    spec = method_spec(
+        NAME,
+        "ACE-Merging with relative errors",
+        "https://arxiv.org/abs/2603.02945",
+        (
+            of_method(WEIGHT, NAME),
+            *(option(RelativeOptions, name, field, NAME) for name, field in OPTIONS.items()),
+            of_method(LAYOUT, NAME),
+            of_method(REPORT, NAME),
+        ),
+    )
+
+    def merge_tensors(
+        self,
+        tensors: Sequence[Tensor],
+        weights: Sequence[float],
+        parameters: Mapping[str, Any],
+        layout: FixedLayout,
+        lean: bool,
+    ) -> tuple[Tensor, TensorRecord]:
+        chosen = {field: parameters[name] for name, field in OPTIONS.items()}
+        options = RelativeOptions(**chosen, lean=lean)
+        return merge_tensor_relative(tensors[0], tensors[1:], weights, options, layout)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the merge methods by ridge regression share: weights, layouts, full devices, reports."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from mergekit.merge_methods.base import TensorGroup
+from torch import Tensor
+
+from mergekit_ace.algebra.closed_form import IllConditionedError
+from mergekit_ace.algebra.options import FixedLayout
+from mergekit_ace.algebra.records import TensorRecord
+from mergekit_ace.methods.inputs import describe, is_finite
+from mergekit_ace.methods.report import append_report
+from mergekit_ace.methods.sparing import merge_sparingly
+from mergekit_ace.methods.task_vectors import TaskVectorMethod
+
+
+class RidgeMethod(TaskVectorMethod):
+    """A method that solves a ridge regression per matrix.
+
+    Its parameters are ``weight`` per expert, ``layout``, ``report`` and those of its own.
+    """
+
+    remedy = ", a smaller lambda or a larger epsilon"
+
+    def merge(self, group: TensorGroup, parameters: Mapping[str, Any]) -> Tensor:
+        start = time.perf_counter()
+        base, experts, name = group.base, group.non_base, group.metadata.name
+        assert base is not None  # the contract requires it
+        weights = [parameters["weight"][expert.id] for expert in experts]
+        models = [str(expert.id) for expert in experts]
+        layout = self.layout(group, parameters)
+
+        def merge(tensors: Sequence[Tensor], lean: bool) -> tuple[Tensor, TensorRecord]:
+            return self.merge_tensors(tensors, weights, parameters, layout, lean)
+
+        tensors = [base.tensor, *(expert.tensor for expert in experts)]
+        try:
+            merged, record = merge_sparingly(tensors, merge, self.spec.name, describe(name))
+        except (IllConditionedError, OverflowError, torch.linalg.LinAlgError) as error:
+            raise ValueError(self._explain(error, name, models)) from error
+        # a result too large for its dtype is an error, and no line of a report
+        if parameters["report"] is not None and is_finite(merged):
+            seconds = time.perf_counter() - start
+            append_report(parameters["report"], name, models, record, seconds)
+        return merged
+
+    @abstractmethod
+    def merge_tensors(
+        self,
+        tensors: Sequence[Tensor],
+        weights: Sequence[float],
+        parameters: Mapping[str, Any],
+        layout: FixedLayout,
+        lean: bool,
+    ) -> tuple[Tensor, TensorRecord]:
+        """The merged tensor in any dtype, and its record.
+
+        Args:
+            tensors: the base's and the experts', on one device.
+            weights: of the experts.
+            parameters: of the tensor.
+            layout: how it is read.
+            lean: with as little memory as possible, instead of fast.
+        """
+
+    def _explain(self, error: Exception, name: str | None, experts: Sequence[str]) -> str:
+        what = f"{self.spec.name}: {describe(name)} cannot be merged: {error}"
+        if isinstance(error, IllConditionedError):
+            return f"{what}, too much to be solved even in float64. {self.ill_conditioned}"
+        listed = ", ".join(f"{position}: {model}" for position, model in enumerate(experts))
+        return f"{what} (experts: {listed})."
+
+    ill_conditioned = "Raise `epsilon` for this tensor (by a filter) or for all."

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`merge_method: cart`: Choi et al., "Revisiting Weight Averaging for Model Merging" (CART)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mergekit_ace.algebra.decomposition import leading_directions
+from mergekit_ace.algebra.options import Fraction
+from mergekit_ace.methods.task_vectors import method_spec
+from mergekit_ace.peers.peer import Peer, parameter, shared_parameters
+
+
+def merge_centred(deltas: Sequence[Tensor], rank_fraction: float, scale: float) -> Tensor:
+    """Δ̄ + λ Σ_t SVD_k(Δ_t − Δ̄): the average, and what is left of each expert at rank k.
+
+    Args:
+        deltas: Δ_t, (o, i), float64.
+        rank_fraction: k = floor(rank_fraction · min(o, i)), at least 1 unless the fraction is 0.
+        scale: λ.
+    """
+    mean = torch.stack(list(deltas)).mean(dim=0)
+    rank = int(rank_fraction * min(mean.shape))
+    rank = max(rank, 1) if rank_fraction > 0 else 0
+    merged = mean.clone()
+    for delta in deltas if rank else ():
+        merged.add_(leading_directions(delta - mean, rank).matrix, alpha=scale)
+    return merged
+
+
+NAME = "cart"
+
+
+class Method(Peer):
+    """CART: centred arithmetic with rank-reduced task vectors.
+
+    ``lambda`` is the paper's: it scales what is added to the average of the experts. The average
+    itself, and with it everything that is no matrix, is not scaled.
+    """
+
+    spec = method_spec(
+        NAME,
+        "CART",
+        "https://arxiv.org/abs/2412.12153",
+        (
+            *shared_parameters(NAME),
+            parameter(NAME, "rank_fraction", Fraction, 0.08, "a number from 0 to 1"),
+        ),
+    )
+
+    def scale(self, parameters: Mapping[str, Any]) -> float:
+        return 1.0
+
+    def combine(
+        self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
+    ) -> Tensor:
+        return merge_centred(deltas, parameters["rank_fraction"], parameters["lambda"])

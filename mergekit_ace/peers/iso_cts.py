@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`merge_method: iso_cts`: Marczak et al., "No Task Left Behind", ICML 2025, Iso-CTS."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mergekit_ace.algebra.decomposition import leading_directions, nearest_orthonormal
+from mergekit_ace.algebra.options import Fraction
+from mergekit_ace.methods.task_vectors import method_spec
+from mergekit_ace.peers.peer import Peer, parameter, shared_parameters
+
+
+def merge_common_and_specific(deltas: Sequence[Tensor], common_fraction: float) -> Tensor:
+    """A common subspace of the sum, and as many directions of each task vector outside of it.
+
+    Of r = min(o, i) directions about `common_fraction` are the leading ones of Σ_t Δ_t, and each
+    task contributes s leading ones of (I − U U​ᵀ) Δ_t, U the common left ones; s is rounded so that
+    all tasks get the same. The concatenated left and right directions are replaced by the nearest
+    orthonormal matrices, and all singular values by their mean.
+
+    Args:
+        deltas: Δ_t, (o, i), float64.
+        common_fraction: 0 to 1; the authors' choice is 0.8.
+
+    Directions that a matrix does not have count in the mean with σ = 0 and are not added.
+    """
+    full, count = min(deltas[0].shape), len(deltas)
+    each = min(round((full - int(full * common_fraction)) / count), full // count)
+    common = leading_directions(sum(deltas), full - each * count)
+    parts = [common]
+    for delta in deltas if each else ():
+        outside = delta - common.left @ (common.left.mT @ delta)
+        # what is inside of the common subspace must not come back as a rounding error
+        found = leading_directions(outside, each)
+        floor = 1e-12 * torch.linalg.vector_norm(delta)
+        parts.append(found.leading(int((found.values > floor).sum())))
+    strength = sum(part.values.sum() for part in parts) / full
+    left = nearest_orthonormal([part.left for part in parts])
+    right = nearest_orthonormal([part.right for part in parts])
+    return strength * (left @ right.mT)
+
+
+NAME = "iso_cts"
+
+
+class Method(Peer):
+    """Iso-CTS: isotropic merging in common and task-specific subspaces."""
+
+    spec = method_spec(
+        NAME,
+        "Iso-CTS",
+        "https://arxiv.org/abs/2502.04959",
+        (
+            *shared_parameters(NAME),
+            parameter(NAME, "common_fraction", Fraction, 0.8, "a number from 0 to 1"),
+        ),
+    )
+
+    def combine(
+        self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
+    ) -> Tensor:
+        return merge_common_and_specific(deltas, parameters["common_fraction"])

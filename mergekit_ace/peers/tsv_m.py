@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`merge_method: tsv_m`: TSV-Merge, Gargiulo et al., "Task Singular Vectors", CVPR 2025."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mergekit_ace.algebra.decomposition import leading_directions, nearest_orthonormal
+from mergekit_ace.methods.task_vectors import method_spec
+from mergekit_ace.peers.peer import Peer, shared_parameters
+
+
+def merge_singular_vectors(deltas: Sequence[Tensor]) -> Tensor:
+    """Each task vector's leading directions, made orthogonal to those of the others.
+
+    Of Δ_t = U_t diag(σ_t) V_tᵀ the leading floor(r/T) triplets are kept, r = min(o, i); the
+    concatenated U and V are replaced by the nearest orthonormal matrices U⊥ and V⊥, and the result
+    is U⊥ diag(σ) V⊥ᵀ (the paper's Algorithm 1).
+
+    Args:
+        deltas: Δ_t, (o, i), float64.
+
+    With more experts than directions each keeps one (departure: the paper's share would be none).
+    """
+    rank = max(1, min(deltas[0].shape) // len(deltas))
+    parts = [leading_directions(delta, rank) for delta in deltas]
+    left = nearest_orthonormal([part.left for part in parts])
+    right = nearest_orthonormal([part.right for part in parts])
+    start, merged = 0, 0
+    for part in parts:
+        own = slice(start, start + len(part.values))
+        merged = merged + (left[:, own] * part.values) @ right[:, own].mT
+        start = own.stop
+    return merged
+
+
+class Method(Peer):
+    """TSV-Merge: task singular vectors without interference."""
+
+    spec = method_spec(
+        "tsv_m", "TSV-Merge", "https://arxiv.org/abs/2412.00081", shared_parameters("tsv_m")
+    )
+
+    def combine(
+        self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
+    ) -> Tensor:
+        return merge_singular_vectors(deltas)

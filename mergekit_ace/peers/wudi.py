@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`merge_method: wudi`: Cheng et al., "Whoever Started the Interference Should End It", ICML 2025.
+
+The loss is Σ_t ‖(X − Δ_t) Δ_tᵀ‖² / ‖Δ_t‖²: the rows of a task vector stand for the inputs of its
+task. The authors descend on it by Adam from Σ_t Δ_t; being quadratic, it has a closed form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from mergekit_ace.algebra.decomposition import EPS
+from mergekit_ace.algebra.options import Number
+from mergekit_ace.algebra.task_vectors import squared_norm
+from mergekit_ace.methods.task_vectors import method_spec
+from mergekit_ace.peers.peer import Peer, parameter, shared_parameters
+
+BETAS, DENOMINATOR = (0.9, 0.999), 1e-8  # torch's, and the authors'
+
+
+def minimise_exactly(deltas: Sequence[Tensor]) -> Tensor:
+    """X = (Σ_t Δ_t G_t)(Σ_t G_t)⁺ with G_t = Δ_tᵀΔ_t / ‖Δ_t‖², (o, i).
+
+    Where the loss does not determine X, the smallest one, which is also where a descent from
+    Σ_t Δ_t ends: its gradient has no component there.
+
+    Args:
+        deltas: Δ_t, (o, i), float64.
+    """
+    columns = deltas[0].shape[1]
+    norms = [squared_norm(delta) ** 0.5 for delta in deltas]
+    stacked = torch.cat([delta / norm for delta, norm in zip(deltas, norms, strict=True)])
+    turned = [(d @ d.mT).div_(norm) for d, norm in zip(deltas, norms, strict=True)]
+    left = torch.cat(turned, dim=1)  # Σ_t Δ_t G_t = left @ stacked
+    if len(stacked) <= columns:
+        return (left @ _pseudo_inverse(stacked @ stacked.mT)) @ stacked
+    return (left @ stacked) @ _pseudo_inverse(stacked.mT @ stacked)
+
+
+def _pseudo_inverse(gram: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(gram)
+    kept = values > len(gram) * EPS * values[-1]
+    return (vectors[:, kept] / values[kept]) @ vectors[:, kept].mT
+
+
+def minimise_by_adam(
+    deltas: Sequence[Tensor], steps: int, learning_rate: float, unit: float = 1.0
+) -> Tensor:
+    """The authors' descent: Adam from Σ_t Δ_t with a constant learning rate.
+
+    Args:
+        deltas: Δ_t / unit, (o, i).
+        steps: of them.
+        learning_rate: the largest change of an entry per step, in the unit of the weights.
+        unit: what the task vectors were divided by.
+    """
+    merged = torch.stack(list(deltas)).sum(dim=0)
+    mean, square = torch.zeros_like(merged), torch.zeros_like(merged)
+    norms = [squared_norm(delta) for delta in deltas]
+    for step in range(1, steps + 1):
+        gradient = torch.zeros_like(merged)
+        for delta, norm in zip(deltas, norms, strict=True):
+            gradient.addmm_((merged - delta) @ delta.mT, delta, alpha=2 / norm)
+        mean.lerp_(gradient, 1 - BETAS[0])
+        square.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+        denominator = (square / (1 - BETAS[1] ** step)).sqrt_().add_(DENOMINATOR / unit)
+        merged.addcdiv_(mean, denominator, value=-learning_rate / unit / (1 - BETAS[0] ** step))
+    return merged
+
+
+NAME = "wudi"
+POSITIVE = Annotated[Number, Field(gt=0)]
+
+
+class Method(Peer):
+    """WUDI-Merging, by the published descent or exactly."""
+
+    spec = method_spec(
+        NAME,
+        "WUDI-Merging",
+        "https://arxiv.org/abs/2503.08099",
+        (
+            *shared_parameters(NAME),
+            parameter(NAME, "solver", Literal["adam", "exact"], "adam", "one of adam, exact"),
+            parameter(
+                NAME,
+                "steps",
+                Annotated[int, Field(ge=0, strict=True)],
+                300,
+                "a whole number, 0 or greater",
+            ),
+            parameter(NAME, "learning_rate", POSITIVE, 1e-5, "a number above 0"),
+        ),
+    )
+
+    def combine(
+        self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
+    ) -> Tensor:
+        if parameters["solver"] == "exact":
+            return minimise_exactly(deltas)
+        # hundreds of products: in float32, whose digits a descent needs no more of
+        narrow = [delta.to(torch.float32) for delta in deltas]
+        steps, rate = parameters["steps"], parameters["learning_rate"]
+        return minimise_by_adam(narrow, steps, rate, unit).to(torch.float64)

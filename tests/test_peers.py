@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The peers against naive float64 transcriptions, through mergekit's own entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import naive_peers as naive
+import pytest
+import torch
+from checkpoints import ace_config, save_family, state, tiny_llama
+from matrices import family
+from mergekit.merge_methods import merge_state_dicts, merge_tensors
+from reference import naive_mean, task_vector_error
+from torch import Tensor
+
+from mergekit_ace.peers import PEERS, wudi
+from mergekit_ace.peers.lines import layer_coefficient
+
+# Those that read matrices: method, parameters and the transcription.
+MATRIX_METHODS: dict[str, tuple[str, dict, Callable[[list[Tensor]], Tensor]]] = {
+    "tsv_m": ("tsv_m", {}, naive.naive_tsv_m),
+    "iso_c": ("iso_c", {}, naive.naive_iso_c),
+    "iso_cts": ("iso_cts", {}, naive.naive_iso_cts),
+    "iso_cts 0.5": (
+        "iso_cts",
+        {"common_fraction": 0.5},
+        lambda deltas: naive.naive_iso_cts(deltas, 0.5),
+    ),
+    "wudi exact": ("wudi", {"solver": "exact"}, naive.naive_wudi_exact),
+    "cart": ("cart", {}, naive.naive_cart),
+    "cart 0.3": ("cart", {"rank_fraction": 0.3}, lambda deltas: naive.naive_cart(deltas, 0.3)),
+}
+SHAPES = {"wide": (20, 70), "tall": (60, 24), "square": (32, 32), "tiny": (2, 3)}
+
+
+def merge(method: str, base: Tensor, experts: list[Tensor], **parameters) -> Tensor:
+    return merge_tensors([base, *experts], method, base_index=0, parameters=parameters)
+
+
+def deltas_of(base: Tensor, experts: list[Tensor]) -> list[Tensor]:
+    return [expert.double() - base.double() for expert in experts]
+
+
+@pytest.mark.parametrize("experts", [2, 3, 5])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("row", MATRIX_METHODS)
+def test_against_the_transcription(rng, row, shape, experts):
+    method, parameters, reference = MATRIX_METHODS[row]
+    base, members = family(rng, *SHAPES[shape], experts, noise=0.3)
+    base, members = base.double(), [member.double() for member in members]
+    expected = base + 0.7 * reference(deltas_of(base, members))
+    if method == "cart":  # λ scales what is added to the average
+        mean = sum(deltas_of(base, members)) / experts
+        expected = base + mean + 0.7 * (reference(deltas_of(base, members)) - mean)
+    merged = merge(method, base, members, **parameters, **{"lambda": 0.7})
+    assert task_vector_error(merged, expected, base) <= 1e-9
+    rounded = merge(method, base.float(), [m.float() for m in members], **parameters)
+    again = merge(
+        method, base.float().double(), [m.float().double() for m in members], **parameters
+    )
+    assert task_vector_error(rounded, again, base) <= 1e-5
+
+
+@pytest.mark.parametrize("row", MATRIX_METHODS)
+def test_low_rank_experts(rng, row):
+    """Adapters: most directions of a task vector, and some of their sum, do not exist."""
+    method, parameters, reference = MATRIX_METHODS[row]
+    base = torch.randn(30, 40, generator=rng, dtype=torch.float64)
+    members = []
+    for _ in range(3):
+        left = torch.randn(30, 2, generator=rng, dtype=torch.float64)
+        members.append(base + 0.1 * left @ torch.randn(2, 40, generator=rng, dtype=torch.float64))
+    expected = base + reference(deltas_of(base, members))
+    assert task_vector_error(merge(method, base, members, **parameters), expected, base) <= 1e-9
+
+
+@pytest.mark.parametrize("row", MATRIX_METHODS)
+def test_experts_that_are_the_same(rng, row):
+    """Directions that repeat others must not be filled up with arbitrary ones."""
+    method, parameters, reference = MATRIX_METHODS[row]
+    base = torch.randn(12, 9, generator=rng, dtype=torch.float64)
+    member = base + torch.randn(12, 9, generator=rng, dtype=torch.float64)
+    merged = merge(method, base, [member, member.clone()], **parameters)
+    expected = base + reference(deltas_of(base, [member, member]))
+    assert torch.isfinite(merged).all()
+    assert task_vector_error(merged, expected, base) <= 1e-7
+
+
+@pytest.mark.parametrize("exponent", [-60, 40])
+@pytest.mark.parametrize("row", MATRIX_METHODS)
+def test_huge_and_tiny_weights(rng, row, exponent):
+    method, parameters, _ = MATRIX_METHODS[row]
+    base, members = family(rng, 14, 10, 3, noise=0.3)
+    unit = 2.0**exponent
+    merged = merge(method, base * 0, [m - base for m in members], **parameters)
+    scaled = merge(method, base * 0, [(m - base) * unit for m in members], **parameters)
+    assert task_vector_error(scaled / unit, merged, base * 0) <= 1e-6
+
+
+@pytest.mark.parametrize("method", PEERS)
+def test_frozen_tensors(rng, method):
+    base = torch.randn(6, 5, generator=rng)
+    changed = base + torch.randn(6, 5, generator=rng)
+    assert torch.equal(merge(method, base, [base.clone(), base.clone()]), base)
+    if method == "lines":
+        return  # a coefficient for all experts, changed or not
+    merged = merge(method, base, [base.clone(), changed], **{"lambda": 1.0})
+    assert torch.equal(merged, changed)
+    other = base + torch.randn(6, 5, generator=rng)
+    expected = merge(method, base, [changed, other])
+    torch.testing.assert_close(merge(method, base, [changed, base.clone(), other]), expected)
+
+
+@pytest.mark.parametrize("method", [m for m in PEERS if m not in ("lines", "consensus_ta")])
+def test_what_is_no_matrix_gets_the_mean(rng, method):
+    for shape in [(7,), (), (1, 7), (3, 2, 2), (0, 4)]:
+        base = torch.randn(shape, generator=rng, dtype=torch.float64)
+        members = [base + torch.randn(shape, generator=rng, dtype=torch.float64) for _ in range(3)]
+        expected = naive_mean(base, members)
+        torch.testing.assert_close(merge(method, base, members), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("row", MATRIX_METHODS)
+def test_layouts(rng, row):
+    method, parameters, _ = MATRIX_METHODS[row]
+    base, members = family(rng, 9, 8, 2, noise=0.3)
+    plain = merge(method, base, members, **parameters)
+    turned = merge(method, base.T, [m.T for m in members], layout="transposed", **parameters)
+    torch.testing.assert_close(turned.T, plain)
+    other, others = family(rng, 9, 8, 2, noise=0.3)
+    both = [torch.stack(pair) for pair in zip([base, *members], [other, *others], strict=True)]
+    stacked = merge(method, both[0], both[1:], layout="stacked", **parameters)
+    torch.testing.assert_close(stacked[0], plain)
+    torch.testing.assert_close(stacked[1], merge(method, other, others, **parameters))
+    kernel = [t.view(9, 2, 4) for t in (base, *members)]
+    flat = merge(method, kernel[0], kernel[1:], layout="flattened", **parameters)
+    torch.testing.assert_close(flat.view(9, 8), plain)
+
+
+def test_wudi_by_adam(rng):
+    base, members = family(rng, 12, 10, 3, noise=0.3)
+    expected = base.double() + naive.naive_wudi_adam(deltas_of(base, members), 40, 1e-2)
+    merged = merge("wudi", base, members, steps=40, learning_rate=1e-2)
+    assert task_vector_error(merged, expected, base) <= 1e-4
+    assert torch.equal(merge("wudi", base, members, steps=0), merge("wudi", base, members, steps=0))
+
+
+def test_wudi_descends_to_its_closed_form(rng):
+    base, members = family(rng, 6, 8, 2, noise=1.0)
+    deltas = deltas_of(base, members)
+    exact = wudi.minimise_exactly(deltas)
+    descended = wudi.minimise_by_adam(deltas, 4000, 3e-3)
+    start = naive.wudi_loss(sum(deltas), deltas)
+    least = naive.wudi_loss(exact, deltas)
+    assert naive.wudi_loss(descended, deltas) - least <= 1e-3 * (start - least)
+    for _ in range(20):  # nothing near it is better
+        near = exact + 1e-3 * torch.randn(exact.shape, generator=rng, dtype=torch.float64)
+        assert naive.wudi_loss(near, deltas) > least
+
+
+@pytest.mark.parametrize("experts", [2, 3, 4])
+@pytest.mark.parametrize("shape", [(6, 5), (7,), (2, 3, 4)])
+def test_consensus(rng, shape, experts):
+    base = torch.randn(shape, generator=rng, dtype=torch.float64)
+    members = [
+        base + torch.randn(shape, generator=rng, dtype=torch.float64) for _ in range(experts)
+    ]
+    for threshold, least in [(0.4, 2), (1.0, 2), (0.2, 1), (0.6, 3)]:
+        expected = base + 0.5 * naive.naive_consensus(deltas_of(base, members), threshold, least)
+        merged = merge(
+            "consensus_ta",
+            base,
+            members,
+            **{"lambda": 0.5, "mask_threshold": threshold, "consensus": least},
+        )
+        torch.testing.assert_close(merged, expected)
+
+
+def test_lines_by_depth():
+    assert layer_coefficient(None, 1, 0.25, 0.5) == 0.25
+    assert [layer_coefficient(n, 3, 0.25, 0.5) for n in range(3)] == [0.25, 0.5, 0.75]
+    assert layer_coefficient(0, 1, 0.25, 0.5) == 0.75
+
+
+def test_lines_on_a_checkpoint(tmp_path, mergekit_yaml):
+    model = tiny_llama(num_hidden_layers=3)
+    paths = save_family(model, tmp_path, experts=2)
+    config = ace_config(paths, merge_method="lines", parameters={"beta": 0.6, "lambda": 0.5})
+    merged = state(type(model), mergekit_yaml(config))[1]
+    base, *experts = (state(type(model), path)[1] for path in paths)
+    for name, tensor in base.items():
+        layer = int(name.split(".")[2]) if ".layers." in name else None
+        coefficient = 0.5 * (0.5 + (0.6 * layer / 2 if layer is not None else 0))
+        expected = tensor + coefficient * sum(expert[name] - tensor for expert in experts)
+        torch.testing.assert_close(merged[name], expected)
+
+
+def test_lines_wants_to_know_how_many_layers():
+    models = {n: {"h.1.w": torch.randn(3, 3)} for n in ("base", "a", "b")}
+    with pytest.raises(ValueError, match=r"tensor h\.1\.w belongs to layer 1.*set `layers`"):
+        merge_state_dicts(models, "lines", base="base")
+    merged = merge_state_dicts(models, "lines", base="base", parameters={"layers": 3, "beta": 0.2})
+    delta = models["a"]["h.1.w"] + models["b"]["h.1.w"] - 2 * models["base"]["h.1.w"]
+    torch.testing.assert_close(merged["h.1.w"], models["base"]["h.1.w"] + 0.6 * delta)
+
+
+@pytest.mark.parametrize("method", PEERS)
+def test_what_is_wrong_is_said(method):
+    base, bad = torch.zeros(3, 3), torch.full((3, 3), float("nan"))
+    with pytest.raises(ValueError, match=f"{method}: tensor w of model 1 contains NaN or Inf"):
+        merge_tensors([base, bad, base + 1], method, base_index=0, name="w")
+    with pytest.raises(ValueError, match=f"{method}: parameter 'lambda' is 'much'"):
+        merge(method, base, [base + 1], **{"lambda": "much"})
+    with pytest.raises(ValueError, match=f"{method}: there is no base model"):
+        merge_tensors([base, base + 1], method)
+    with pytest.raises(ValueError, match="has shape"):
+        merge_tensors([base, base + 1, torch.zeros(2, 3)], method, base_index=0)
+
+
+@pytest.mark.parametrize("method", PEERS)
+def test_a_whole_checkpoint(tmp_path, mergekit_yaml, method):
+    model = tiny_llama()
+    paths = save_family(model, tmp_path, experts=3)
+    out = mergekit_yaml(ace_config(paths, merge_method=method))
+    _, merged = state(type(model), out)
+    assert all(torch.isfinite(tensor).all() for tensor in merged.values())
+    card = (out / "README.md").read_text()
+    assert "arxiv.org/abs/" in card

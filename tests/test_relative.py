@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ace_relative` against its naive float64 transcription, and what its objective promises."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from checkpoints import ace_config, expected_layout, save_family, state, tiny_llama
+from matrices import HETEROGENEOUS, family
+from mergekit.merge_methods import merge_tensors
+from reference import naive_mean, naive_relative, task_vector_error
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from mergekit_ace.algebra import attempts
+from mergekit_ace.algebra.closed_form import tolerance
+from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative, relative_errors
+
+SHAPES = {"dual": (20, 90), "primal": (50, 60), "tall": (120, 24), "square": (32, 32)}
+VARIANTS = [
+    {},
+    {"epsilon": 1.0},
+    {"epsilon": 1e-4},
+    {"centred": True},
+    {"structural_prior": True},
+    {"centred": True, "structural_prior": True},
+]
+
+
+def merge(base, experts, weights=None, layout="auto", **options):
+    return merge_tensor_relative(base, experts, weights, RelativeOptions(**options), layout)
+
+
+@pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["even", "uneven"])
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_against_the_transcription(rng, shape, options, scales):
+    base, experts = family(rng, *SHAPES[shape], 3, scales=scales, noise=0.3)
+    for weights in (None, [1.0, 0.2, 3.0], [0.0, 1.0, 1.0]):
+        expected = naive_relative(base, experts, weights, lambda_=0.8, **options)
+        exact, record = merge(base, experts, weights, scale=0.8, compute_dtype="float64", **options)
+        assert record.matrices[0].rule == "ace_relative"
+        assert task_vector_error(exact, expected, base) <= 1e-9
+        merged, _ = merge(base, experts, weights, scale=0.8, **options)
+        assert task_vector_error(merged, expected, base) <= 5e-5
+
+
+@pytest.mark.parametrize("kind", ["noise", "low rank", "near-duplicates"])
+@pytest.mark.parametrize("form", ["primal", "tall", "lean", "dual"])
+def test_float32_forms(rng, monkeypatch, form, kind):
+    """The forms are those of `ace`, and so is their bar, but uncentred."""
+    both = [(form, torch.float32), (form, torch.float64)]
+    monkeypatch.setattr(attempts, "_attempts", lambda *_: both)
+    rows, columns = {"dual": (48, 200), "tall": (200, 60)}.get(form, (90, 80))
+    shared = torch.randn(rows, columns, generator=rng)
+    for epsilon in (1e-4, 1e-2, 1.0):
+        base = 1e-6 * torch.randn(rows, columns, generator=rng)
+        experts = []
+        for scale in (0.01, 0.1, 1.0):
+            delta = torch.randn(rows, columns, generator=rng)
+            if kind == "low rank":
+                delta = delta[:, :4] @ torch.randn(4, columns, generator=rng)
+            elif kind == "near-duplicates":
+                delta = shared + 1e-3 * delta
+            experts.append(base + scale * delta)
+        expected = naive_relative(base, experts, epsilon=epsilon)
+        merged, record = merge(base, experts, epsilon=epsilon)
+        error = task_vector_error(merged, expected, base)
+        assert error <= tolerance(record.matrices[0].condition), record
+
+
+def test_minimises_the_sum_of_relative_errors(rng):
+    base, experts = family(rng, 9, 7, 3, scales=HETEROGENEOUS)
+    base, experts = base.double(), [expert.double() for expert in experts]
+    deltas = [expert - base for expert in experts]
+    options = RelativeOptions(epsilon=0.05)
+    merged, _ = merge_tensor_relative(base, experts, None, options)
+    least = sum(relative_errors(merged - base, deltas, options))
+    assert 0 < least < len(deltas)
+    size = (merged - base).norm() / 100
+    for _ in range(50):
+        step = torch.randn(9, 7, generator=rng, dtype=torch.float64)
+        near = merged - base + size * step / step.norm()
+        assert sum(relative_errors(near, deltas, options)) > least
+    # an expert alone loses nothing, the base everything
+    assert relative_errors(deltas[0], deltas[:1], options) == pytest.approx((0.0,))
+    assert relative_errors(0 * deltas[0], deltas, options) == pytest.approx((1.0,) * 3)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("exponent", [-60, -10, 30])
+def test_has_no_unit(rng, exponent, centred):
+    base, experts = family(rng, 12, 10, 3, scales=HETEROGENEOUS)
+    unit = 2.0**exponent
+    merged, record = merge(base, experts, centred=centred)
+    again, scaled = merge(base * unit, [e * unit for e in experts], centred=centred)
+    assert task_vector_error(again.double() / unit, merged.double(), base) <= 1e-5
+    assert scaled.matrices[0].share == pytest.approx(record.matrices[0].share, rel=1e-5)
+
+
+def test_an_expert_in_another_unit_keeps_its_direction(rng):
+    """The weaker expert's error counts relative to its size: it is not drowned."""
+    base, (strong, weak) = family(rng, 40, 30, 2)
+    base, strong, weak = base.double(), strong.double(), weak.double()
+    weak = base + (weak - base) / 100
+    merged, _ = merge(base, [strong, weak])
+    deltas = [strong - base, weak - base]
+    ours = relative_errors(merged - base, deltas, RelativeOptions())
+    mean = relative_errors(sum(deltas) / 2, deltas, RelativeOptions())
+    assert max(ours) < 1 < max(mean)
+
+
+def test_a_large_ridge_weighs_by_size(rng):
+    base, experts = family(rng, 8, 6, 3, scales=HETEROGENEOUS)
+    base, experts = base.double(), [expert.double() for expert in experts]
+    deltas = [expert - base for expert in experts]
+    shares = [1 / float(delta.square().sum()) for delta in deltas]
+    expected = base + sum(s * d for s, d in zip(shares, deltas, strict=True)) / sum(shares)
+    merged, _ = merge(base, experts, epsilon=1e8)
+    assert task_vector_error(merged, expected, base) <= 1e-6
+
+
+def test_frozen_single_and_no_matrix(rng):
+    base, experts = family(rng, 6, 5, 2)
+    assert torch.equal(merge(base, [base.clone(), base.clone()])[0], base)
+    merged, record = merge(base, [base.clone(), experts[0]])
+    assert torch.equal(merged, experts[0])
+    assert record.matrices[0].rule == "single"
+    merged, _ = merge(base, [experts[0], base.clone(), experts[1]])
+    assert torch.equal(merged, merge(base, experts)[0])
+    for shape in [(7,), (), (1, 7), (0, 4)]:
+        base = torch.randn(shape, generator=rng)
+        experts = [base + torch.randn(shape, generator=rng) for _ in range(3)]
+        expected = naive_mean(base, experts)
+        torch.testing.assert_close(merge(base, experts)[0].double(), expected)
+
+
+def test_experts_that_moved_all_rows_alike(rng):
+    base = torch.randn(6, 5, generator=rng, dtype=torch.float64)
+    experts = [base + torch.randn(5, generator=rng, dtype=torch.float64) for _ in range(2)]
+    merged, record = merge(base, experts, centred=True)
+    assert record.matrices[0].rule == "mean"
+    torch.testing.assert_close(merged, naive_mean(base, experts))
+    merged, _ = merge(base, experts)
+    assert task_vector_error(merged, naive_relative(base, experts), base) <= 1e-9
+
+
+def test_layouts_and_stacks(rng):
+    base, experts = family(rng, 9, 8, 2)
+    plain, _ = merge(base, experts)
+    turned, _ = merge(base.T, [e.T for e in experts], layout="transposed")
+    assert torch.equal(turned.T, plain)
+    stack = [torch.stack([tensor, tensor]) for tensor in (base, *experts)]
+    merged, record = merge(stack[0], stack[1:], layout="stacked")
+    assert torch.equal(merged[1], plain)
+    assert len(record.matrices) == 2
+
+
+def test_an_epsilon_of_zero_says_what_to_do(rng):
+    base = torch.zeros(3, 9)
+    experts = [torch.randn(3, 9, generator=rng) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"ace_relative: tensor w cannot.*Raise `epsilon`"):
+        merge_tensors(
+            [base, *experts], "ace_relative", base_index=0, parameters={"epsilon": 0}, name="w"
+        )
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        tiny_llama,
+        lambda: GPT2LMHeadModel(
+            GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=16)
+        ),
+    ],
+    ids=["llama", "gpt2"],
+)
+def test_a_checkpoint_through_mergekit_yaml(tmp_path, mergekit_yaml, build):
+    torch.manual_seed(0)
+    model = build()
+    paths = save_family(model, tmp_path, experts=3, scales=[0.002, 0.02, 0.1])
+    report = tmp_path / "report.jsonl"
+    parameters = {"epsilon": "3e-2", "report": str(report)}
+    out = mergekit_yaml(ace_config(paths, merge_method="ace_relative", parameters=parameters))
+    base_model, base = state(type(model), paths[0])
+    experts = [state(type(model), path)[1] for path in paths[1:]]
+    merged = state(type(model), out)[1]
+    for name, tensor in base.items():
+        layout = expected_layout(base_model, name, tensor)
+        versions = [tensor, *(expert[name] for expert in experts)]
+        if layout == "transposed":
+            versions = [version.T for version in versions]
+        rule = naive_mean if layout == "mean" else naive_relative
+        options = {} if layout == "mean" else {"epsilon": 3e-2}
+        expected = rule(versions[0], versions[1:], **options)
+        got = merged[name].T if layout == "transposed" else merged[name]
+        rounding = 2**-23 * float(expected.norm() / (expected - versions[0].double()).norm())
+        assert task_vector_error(got, expected, versions[0]) <= 5e-5 + rounding, name
+    lines = [json.loads(line) for line in report.read_text().splitlines()]
+    shares = [line["share"] for line in lines if line["rule"] == "ace_relative"]
+    assert shares
+    assert all(sum(share) == pytest.approx(1) for share in shares)
