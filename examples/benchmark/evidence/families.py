@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a family is: a base, experts that learned one task each, and an exam for all tasks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+Split = Literal["validation", "test"]
+FOLDER = Path(__file__).resolve().parents[1] / "families"
+
+
+class Family(ABC):
+    """A base model and experts, trained here, on disk.
+
+    Attributes:
+        name: of the family; the same for all seeds.
+        seed: of initialisation and data.
+        base: the base's checkpoint.
+        experts: the experts' checkpoints by task.
+        old: what the base knows already, and a merge should not forget; may be empty.
+    """
+
+    name: str
+    seed: int
+    base: Path
+    experts: dict[str, Path]
+    old: tuple[str, ...] = ()
+
+    @abstractmethod
+    def train(self) -> None:
+        """Train what is not on disk yet."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> nn.Module:
+        """A checkpoint as a model in memory, ready for `accuracy`."""
+
+    @abstractmethod
+    def accuracy(self, model: nn.Module, task: str, split: Split) -> float:
+        """Share of right answers, 0 to 1, to questions that nobody was trained on."""
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What the experts learned."""
+        return tuple(self.experts)
+
+
+@contextmanager
+def saving(target: Path) -> Iterator[Path]:
+    """A folder to write a checkpoint to, which becomes `target` only when it is complete."""
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    os.replace(partial, target)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every merge method side by side, in one run, on small families where merging means something.
+
+    python examples/benchmark/quality.py                    # all families, three seeds: hours
+    python examples/benchmark/quality.py --families llama --seeds 0 --rows ace ties
+
+Families are trained here, once, in `families/`; nothing is downloaded. Merges run through
+mergekit's own `merge_state_dicts`. Each method is examined at its published defaults and at the
+best λ of one grid, the same for all, chosen on a validation split. Results are kept in
+`results-quality.jsonl`: what is there is not repeated, so a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch starts its threads
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+from evidence.dictionaries import FAMILIES, Dictionaries
+from evidence.rows import SCALES, SWEEPS, TABLE, Row
+from evidence.scoring import Examiner
+from evidence.tables import print_tables
+
+RESULTS = Path(__file__).resolve().parent / "results-quality.jsonl"
+
+
+def key(line: dict) -> tuple:
+    """What a result is of."""
+    return tuple(line[part] for part in ("family", "seed", "experts", "row"))
+
+
+def read_results(path: Path) -> list[dict]:
+    """What is known already; the last line wins."""
+    if not path.exists():
+        return []
+    found = {}
+    for text in path.read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        found[key(line)] = line
+    return list(found.values())
+
+
+def examine_row(examiner: Examiner, row: Row) -> dict:
+    """A line of results: at λ = 1 of the merge, as published, and at the best λ."""
+    merged, seconds = examiner.merge(row)
+    origin = examiner.origin(row)
+    curve = {}
+    for scale in SCALES:
+        examiner.put(origin, merged, scale)
+        score = examiner.examine("validation")
+        curve[f"{scale:g}"] = {"new": score.mean, "old": score.old, "whole": score.whole}
+    best = max(SCALES, key=lambda scale: curve[f"{scale:g}"]["whole"])
+    line = {"seconds": round(seconds, 3), "curve": curve, "best_scale": best}
+    for name, scale in (("published", row.published), ("best", best)):
+        examiner.put(origin, merged, scale)
+        score = examiner.examine("test")
+        line[name] = {"new": score.new, "mean": score.mean, "old": score.old}
+    return line
+
+
+def examine_family(examiner: Examiner) -> list[dict]:
+    """The base, and each expert on its own task."""
+    lines = []
+    score = examiner.examine("test")
+    lines.append({"row": "base", "published": {"new": score.new, "mean": score.mean,
+                                               "old": score.old}})  # fmt: skip
+    own, old = {}, []
+    for task, state in examiner.experts.items():
+        examiner.put(state, state, 1.0)
+        score = examiner.examine("test")
+        own[task] = score.new[task]
+        old.append(score.old)
+    mean = sum(own.values()) / len(own)
+    kept = None if None in old else sum(old) / len(old)
+    lines.append({"row": "each expert", "published": {"new": own, "mean": mean, "old": kept}})
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--experts", type=int, help="only the first so many of a family")
+    parser.add_argument("--rows", nargs="+", help="only rows whose name starts with one of these")
+    parser.add_argument("--sweeps", action="store_true", help="ε over eight decades as well")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--pictures", type=Path, help="draw them into this folder")
+    parser.add_argument("--only-print", action="store_true", help="the table of what is known")
+    arguments = parser.parse_args()
+    results = {key(line): line for line in read_results(arguments.results)}
+    rows = TABLE + (SWEEPS if arguments.sweeps else [])
+    if arguments.rows:
+        rows = [row for row in rows if row.name.startswith(tuple(arguments.rows))]
+    for seed in [] if arguments.only_print else arguments.seeds:
+        for name in arguments.families:
+            family = Dictionaries(name, seed, arguments.experts)
+            family.train()
+            examiner = Examiner(family)
+            head = {"family": name, "seed": seed, "experts": len(family.tasks)}
+            lines = []
+            if key({**head, "row": "base"}) not in results:
+                lines = [{**head, **line, "group": "table"} for line in examine_family(examiner)]
+                keep(lines, results, arguments.results)
+            for row in rows:
+                if key({**head, "row": row.name}) in results:
+                    continue
+                line = examine_row(examiner, row)
+                keep([{**head, "row": row.name, "group": row.group, **line}], results,
+                     arguments.results)  # fmt: skip
+    print_tables(list(results.values()))
+    if arguments.pictures:
+        from evidence.pictures import draw_all
+
+        for file in draw_all(list(results.values()), arguments.pictures):
+            print(file)
+
+
+def keep(lines: list[dict], results: dict, path: Path) -> None:
+    """Remember and write lines, and say what they are."""
+    with open(path, "a", encoding="utf-8") as file:
+        for line in lines:
+            results[key(line)] = line
+            file.write(json.dumps(line) + "\n")
+            best = f", best λ {line['best_scale']:g}: {line['best']['mean']:.3f}" * ("best" in line)
+            print(
+                f"{line['family']} {line['seed']} {line['row']}: "
+                f"{line['published']['mean']:.3f}{best}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
