@@ -47,17 +47,20 @@ def read_results(path: Path) -> list[dict]:
 
 
 def examine_row(examiner: Examiner, row: Row) -> dict:
-    """A line of results: at λ = 1 of the merge, as published, and at the best λ."""
+    """A line of results: as published and, in the table, at the best λ."""
     merged, seconds = examiner.merge(row)
     origin = examiner.origin(row)
     curve = {}
-    for scale in SCALES:
+    for scale in SCALES if row.group == "table" else ():
         examiner.put(origin, merged, scale)
         score = examiner.examine("validation")
         curve[f"{scale:g}"] = {"new": score.mean, "old": score.old, "whole": score.whole}
-    best = max(SCALES, key=lambda scale: curve[f"{scale:g}"]["whole"])
-    line = {"seconds": round(seconds, 3), "curve": curve, "best_scale": best}
-    for name, scale in (("published", row.published), ("best", best)):
+    line = {"seconds": round(seconds, 3)}
+    scales = {"published": row.published}
+    if curve:
+        scales["best"] = max(SCALES, key=lambda scale: curve[f"{scale:g}"]["whole"])
+        line |= {"curve": curve, "best_scale": scales["best"]}
+    for name, scale in scales.items():
         examiner.put(origin, merged, scale)
         score = examiner.examine("test")
         line[name] = {"new": score.new, "mean": score.mean, "old": score.old}
@@ -127,7 +130,9 @@ def keep(lines: list[dict], results: dict, path: Path) -> None:
         for line in lines:
             results[key(line)] = line
             file.write(json.dumps(line) + "\n")
-            best = f", best λ {line['best_scale']:g}: {line['best']['mean']:.3f}" * ("best" in line)
+            best = ""
+            if "best" in line:
+                best = f", best λ {line['best_scale']:g}: {line['best']['mean']:.3f}"
             print(
                 f"{line['family']} {line['seed']} {line['row']}: "
                 f"{line['published']['mean']:.3f}{best}",

@@ -18,7 +18,8 @@ from mergekit_ace.files import write_text
 from mergekit_ace.headers import read_file_header
 from mergekit_ace.methods.lookup import load
 from mergekit_ace.methods.report import versions
-from mergekit_ace.planned import read_merge_config
+from mergekit_ace.peers import PEERS
+from mergekit_ace.planned import RIDGE_METHODS, read_merge_config
 from mergekit_ace.report.errors import ReportError
 from mergekit_ace.report.lines import Line, read_lines
 from mergekit_ace.report.pictures import save_pictures
@@ -42,6 +43,7 @@ CITATIONS = {
   year    = {2025}
 }""",
 }
+CITATIONS["ace_relative"] = CITATIONS["ace"]
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
 
@@ -215,7 +217,7 @@ def _provenance(
 def _seed(config: MergeConfiguration, seed: int | None) -> str:
     if seed is not None:
         return str(seed)
-    if config.merge_method == "ace":
+    if config.merge_method in (*RIDGE_METHODS, *PEERS):
         return "none needed: the method draws no random numbers"
     source = (config.parameters or {}).get("coefficients")
     if config.merge_method == "statsmerging" and isinstance(source, str):

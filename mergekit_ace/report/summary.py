@@ -19,6 +19,7 @@ WEAK = 0.1  # of the strongest expert's norm
 FAR = 0.3  # ‖Δ‖/‖W0‖ at which an expert is hardly a fine-tune of this base
 ADAPTER = 0.3  # share of unchanged entries that is worth a word
 ILL_CONDITIONED = 1e5
+DOMINANT = 0.7  # mean share of the weight in the sum of relative errors
 CROWDED = 3.0  # times the overlap of random subspaces
 
 
@@ -38,7 +39,10 @@ def summarize(report: Report) -> dict[str, Any]:
         "heterogeneous": len(exceeding),
         "heterogeneous_by_unit": len([row for row in exceeding if by_unit_alone(row)]),
         "refined": len([row for row in report.solved if row.matrix["refined"]]),
-        "largest_condition": max((r.matrix["condition"] for r in report.solved), default=None),
+        "largest_condition": max(
+            (row.matrix["condition"] for row in report.rows if "condition" in row.matrix),
+            default=None,
+        ),
         "sentences": list(sentences(report)),
     }
 
@@ -63,6 +67,7 @@ def sentences(report: Report) -> Iterator[str]:
     yield _overview(report)
     yield from _experts(report)
     yield from _pairs(report)
+    yield from _shares(report)
     yield from _branches(report)
     yield from _numerics(report)
     if report.skipped:
@@ -76,6 +81,7 @@ def _overview(report: Report) -> str:
     rules = Counter(row.matrix["rule"] for row in report.rows)
     words = {
         "ace": "merged by the closed form",
+        "ace_relative": "merged by the closed form of relative errors",
         "mean": "by the mean (vectors)",
         "single": "taken from the only expert that changed it",
         "base": "as in the base, because no expert changed it",
@@ -181,6 +187,23 @@ def input_overlap(report: Report) -> tuple[float | None, float]:
     return math.fsum(values) / len(values), math.fsum(chances) / len(chances)
 
 
+def _shares(report: Report) -> Iterator[str]:
+    """Where relative errors weigh an expert very differently from its neighbours."""
+    columns: list[list[float]] = [[] for _ in report.models]
+    for row in report.rows:
+        shares = row.matrix.get("share")
+        for t, value in enumerate(report.spread(row.line, shares) if shares else ()):
+            if value is not None:
+                columns[t].append(value)
+    for name, values in zip(report.experts, columns, strict=True):
+        mean = math.fsum(values) / max(1, len(values))
+        if mean > DOMINANT:
+            yield (
+                f"{name} has {mean:.0%} of the weight in the sum of relative errors, because it "
+                "moved less than the others: where they overlap, it wins."
+            )
+
+
 def _branches(report: Report) -> Iterator[str]:
     solved = report.solved
     if not solved:
@@ -216,7 +239,7 @@ def _branches(report: Report) -> Iterator[str]:
 
 
 def _numerics(report: Report) -> Iterator[str]:
-    bad = [row for row in report.solved if row.matrix["condition"] > ILL_CONDITIONED]
+    bad = [row for row in report.rows if row.matrix.get("condition", 0.0) > ILL_CONDITIONED]
     if bad:
         worst = max(bad, key=lambda row: row.matrix["condition"])
         yield (

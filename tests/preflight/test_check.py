@@ -341,6 +341,22 @@ def test_other_methods(check, paths):
     assert answer["estimate"]["rules"] == {"ties": 21}
 
 
+def test_methods_that_read_matrices(check, paths):
+    config = ace_config(paths, merge_method="ace_relative", parameters={"epsilon": 0.1})
+    relative = check(config)["estimate"]
+    assert set(relative["rules"]) == {"matrix", "mean"}
+    assert sum(relative["forms"].values()) == relative["rules"]["matrix"]
+    assert relative["seconds"][0] == relative["seconds"][1] > 0
+    plain = check(ace_config(paths))["estimate"]
+    assert relative["forms"] == plain["forms"]
+    assert plain["operations"][0] < relative["operations"][0]
+    peer = check(ace_config(paths, merge_method="tsv_m"))["estimate"]
+    assert peer["rules"] == relative["rules"]
+    assert peer["seconds"] is None
+    answer = check(ace_config(paths, merge_method="wudi", parameters={"solver": "newton"}))
+    assert "one of adam, exact" in texts(answer, "error")
+
+
 def test_flags_are_mergekits_own():
     command = merge_flags(lambda **_: None)
     options = {o.name for o in command.__click_params__ if o.name != "config"}

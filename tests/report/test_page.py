@@ -217,10 +217,11 @@ def test_what_is_drawn_are_the_numbers_of_the_report():
     assert histogram.x[0] == pytest.approx(-0.49)  # the middle of the first of 50 bins
 
 
-def test_the_report_of_a_merge_as_a_page(tmp_path, mergekit_yaml, visit):
+@pytest.mark.parametrize("method", ["ace", "ace_relative"])
+def test_the_report_of_a_merge_as_a_page(tmp_path, mergekit_yaml, visit, method):
     paths = save_family(tiny_llama(), tmp_path, scales=[0.02, 0.3])
     report = tmp_path / "ace.jsonl"
-    mergekit_yaml(ace_config(paths, parameters={"report": str(report)}))
+    mergekit_yaml(ace_config(paths, merge_method=method, parameters={"report": str(report)}))
     out = tmp_path / "page.html"
     result = CliRunner().invoke(main, ["report", str(report), "-o", str(out)])
     assert result.exit_code == 0, result.output

@@ -161,3 +161,20 @@ def test_reading_lines(tmp_path):
             read_lines(path)
     with pytest.raises(ReportError, match="cannot be read"):
         read_lines(tmp_path / "none.jsonl")
+
+
+def test_the_weight_of_relative_errors():
+    relative = {"rule": "ace_relative", "share": [0.9, 0.1]}
+    lines = layers(4, [0.1, 2.0], **relative)
+    for line in lines:  # what only `ace` measures
+        for field in ("gamma", "statistic", "heterogeneous", "refined", "spectrum"):
+            del line[field]
+    lines[0]["condition"] = 1e7
+    summary = summarize(Report(lines))
+    text = "\n".join(summary["sentences"])
+    assert "4 merged by the closed form of relative errors" in text
+    assert "expert-0 has 90% of the weight in the sum of relative errors" in text
+    assert "expert-1 has" not in text
+    assert "The condition number exceeds 1e+05 in 1 matrix" in text
+    assert summary["largest_condition"] == 1e7
+    assert "γ" not in text

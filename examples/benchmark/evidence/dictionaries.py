@@ -42,7 +42,7 @@ FIRST_VALUE = FIRST_KEY + WORDS
 VOCABULARY = FIRST_VALUE + WORDS
 HIDDEN, LAYERS, HEADS, INNER = 192, 3, 4, 512
 BATCH = 48
-ROUNDS = {"validation": 4, "test": 8}  # every word is asked once a round
+ROUNDS = {"validation": 2, "test": 8}  # every word is asked once a round
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class Row:
         published: λ of the published defaults; with it the row scales the merged task vector.
         with_base: whether the base is one of the inputs.
         origin: parameters of the merge that λ = 0 stands for; None: the base itself.
-        group: of rows that are compared by themselves; "table" for the main one.
+        group: of rows that are compared by themselves; "table" for the main one, where λ is tuned.
     """
 
     name: str
