@@ -63,7 +63,7 @@ def layer_of(name: str) -> int | None:
 
 
 def stack_size(name: str, names: Iterable[str]) -> int:
-    """How many layers the stack of a tensor has; 0 for a tensor outside of stacks.
+    """How many layers the stack of a tensor has; 0 outside of stacks, or if `names` lacks it.
 
     Args:
         name: of the tensor.
@@ -73,4 +73,4 @@ def stack_size(name: str, names: Iterable[str]) -> int:
     if position is None:
         return 0
     numbers = [p[1] for p in map(_position, names) if p is not None and p[0] == position[0]]
-    return max([position[1], *numbers]) + 1
+    return max(numbers, default=-1) + 1

@@ -22,7 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-from evidence.dictionaries import FAMILIES, Dictionaries
+from evidence.all_families import FAMILIES, make_family
 from evidence.rows import SCALES, SWEEPS, TABLE, Row
 from evidence.scoring import Examiner
 from evidence.tables import print_tables
@@ -102,7 +102,7 @@ def main() -> None:
         rows = [row for row in rows if row.name.startswith(tuple(arguments.rows))]
     for seed in [] if arguments.only_print else arguments.seeds:
         for name in arguments.families:
-            family = Dictionaries(name, seed, arguments.experts)
+            family = make_family(name, seed, arguments.experts)
             family.train()
             examiner = Examiner(family)
             head = {"family": name, "seed": seed, "experts": len(family.tasks)}

@@ -16,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-from evidence.dictionaries import FAMILIES, Dictionaries
+from evidence.all_families import FAMILIES, make_family
 
 
 def main() -> None:
@@ -26,17 +26,17 @@ def main() -> None:
     arguments = parser.parse_args()
     for seed in arguments.seeds:
         for name in arguments.families:
-            family = Dictionaries(name, seed)
+            family = make_family(name, seed)
             family.train()
             base = family.load(family.base)
             for task, folder in family.experts.items():
                 expert = family.load(folder)
                 old = [family.accuracy(expert, other, "test") for other in family.old]
+                kept = f", what the base knew {sum(old) / len(old):.3f}" if old else ""
                 print(
-                    f"{name}, seed {seed}, language {task}: base "
+                    f"{name}, seed {seed}, task {task}: base "
                     f"{family.accuracy(base, task, 'test'):.3f}, expert "
-                    f"{family.accuracy(expert, task, 'test'):.3f}, old languages "
-                    f"{sum(old) / len(old):.3f}",
+                    f"{family.accuracy(expert, task, 'test'):.3f}{kept}",
                     flush=True,
                 )
 

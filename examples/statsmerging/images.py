@@ -162,25 +162,32 @@ def train(model, task: Task, steps: int, peak: float, seed: int, name: str, batc
     return model.eval()
 
 
-def train_family(folder: Path) -> None:
-    """Train what is not in `folder` yet; each model appears there only when it is complete."""
+def train_family(folder: Path, seed: int = 0, *, teacher: bool = True) -> None:
+    """Train what is not in `folder` yet; each model appears there only when it is complete.
+
+    Args:
+        folder: for data and models.
+        seed: of initialisation and order; the data and its splits stay the same.
+        teacher: whether the convolutional network is wanted.
+    """
+    seed *= 100
     write_data(folder / "data")
     if not (folder / "base").exists():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = ViTForImageClassification(vit_config(num_labels=24))
-        train(model, pretext(), 1500, 1e-3, 0, "base")
+        train(model, pretext(), 1500, 1e-3, seed, "base")
         _save(model.vit, folder / "base")
     for number, name in enumerate(TASKS):
         if not (folder / name).exists():
             task = splits(name)["experts"]
-            torch.manual_seed(number)
+            torch.manual_seed(seed + number)
             labels = int(task[1].max()) + 1
             model = ViTForImageClassification(vit_config(num_labels=labels))
             base = ViTModel.from_pretrained(folder / "base", add_pooling_layer=False)
             model.vit.load_state_dict(base.state_dict())
-            train(model, task, 400, 5e-4, 1 + number, name)
+            train(model, task, 400, 5e-4, seed + 1 + number, name)
             _save(model, folder / name)
-    if not (folder / "wines-cnn").exists():
+    if teacher and not (folder / "wines-cnn").exists():
         torch.manual_seed(9)
         config = ResNetConfig(
             num_channels=1,

@@ -26,6 +26,7 @@ class Family(ABC):
         base: the base's checkpoint.
         experts: the experts' checkpoints by task.
         old: what the base knows already, and a merge should not forget; may be empty.
+        layers: of the model; None where names in memory and on disk are the same.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Family(ABC):
     base: Path
     experts: dict[str, Path]
     old: tuple[str, ...] = ()
+    layers: int | None = None
 
     @abstractmethod
     def train(self) -> None:

@@ -69,7 +69,9 @@ class Examiner:
             models[ModelReference.model_validate(str(folder))] = self.experts[task]
         torch.manual_seed(self.family.seed)  # dare_ties drops at random
         start = time.perf_counter()
-        chosen = row.parameters if parameters is None else parameters
+        chosen = dict(row.parameters if parameters is None else parameters)
+        if row.method == "lines" and self.family.layers:
+            chosen["layers"] = self.family.layers
         with torch.no_grad():
             merged = merge_state_dicts(models, row.method, base=base, parameters=chosen)
         return merged, time.perf_counter() - start

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of merge methods: its families, and what it makes of scores, on tiny models."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import save_family, tiny_llama
+from transformers import LlamaForCausalLM
+
+BENCHMARK = Path(__file__).resolve().parents[1] / "examples" / "benchmark"
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Import a module of the benchmark."""
+    monkeypatch.syspath_prepend(BENCHMARK)
+    yield importlib.import_module
+    for name in [n for n in sys.modules if n == "quality" or n.startswith("evidence")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def family(benchmark, tmp_path):
+    """Three experts; the nearer a model is to an expert, the better it does on its task."""
+    paths = save_family(tiny_llama(), tmp_path, experts=3)
+    states = [LlamaForCausalLM.from_pretrained(path).state_dict() for path in paths]
+
+    class Near(benchmark("evidence.families").Family):
+        name, seed, old = "near", 0, ("old",)
+        base = Path(paths[0])
+        experts = {str(t): Path(path) for t, path in enumerate(paths[1:])}  # noqa: RUF012
+
+        def train(self):
+            pass
+
+        def load(self, folder):
+            return LlamaForCausalLM.from_pretrained(folder).eval()
+
+        def accuracy(self, model, task, split):
+            wanted = states[0] if task == "old" else states[1 + int(task)]
+            got = model.state_dict()
+            away = sum(float((got[n] - t).square().sum()) for n, t in wanted.items())
+            start = sum(float((states[1][n] - t).square().sum()) for n, t in states[0].items())
+            return 1 / (1 + away / start)
+
+    return Near()
+
+
+def test_every_row_merges(benchmark, family):
+    quality, rows = benchmark("quality"), benchmark("evidence.rows")
+    examiner = benchmark("evidence.scoring").Examiner(family)
+    names = [row.name for row in rows.TABLE + rows.SWEEPS]
+    assert len(set(names)) == len(names)
+    for row in rows.TABLE:
+        line = quality.examine_row(examiner, row)
+        assert set(line["curve"]) == {f"{scale:g}" for scale in rows.SCALES}
+        assert all(0 < line[kind]["mean"] <= 1 for kind in ("published", "best"))
+        whole = {scale: score["whole"] for scale, score in line["curve"].items()}
+        assert whole[f"{line['best_scale']:g}"] == max(whole.values())
+    line = quality.examine_row(examiner, rows.SWEEPS[0])
+    assert "curve" not in line
+    assert "best" not in line
+
+
+def test_a_merge_is_mergekits_own(benchmark, family, mergekit_yaml):
+    """In memory, as the benchmark does it, and by the command."""
+    rows, scoring = benchmark("evidence.rows"), benchmark("evidence.scoring")
+    examiner = scoring.Examiner(family)
+    merged, _ = examiner.merge(rows.Row("a", "ace", {"epsilon": 1e-3}))
+    config = {
+        "merge_method": "ace",
+        "base_model": str(family.base),
+        "models": [{"model": str(path)} for path in family.experts.values()],
+        "parameters": {"epsilon": 1e-3},
+        "dtype": "float32",
+    }
+    on_disk = LlamaForCausalLM.from_pretrained(mergekit_yaml(config)).state_dict()
+    for name, tensor in on_disk.items():
+        assert torch.equal(merged[name], tensor), name
+
+
+def test_scales_start_at_the_origin(benchmark, family):
+    rows, scoring = benchmark("evidence.rows"), benchmark("evidence.scoring")
+    examiner = scoring.Examiner(family)
+    row = rows.Row("cart", "cart", origin={"lambda": 0.0})
+    mean, _ = examiner.merge(rows.Row("linear", "linear", {"weight": 1.0}, with_base=False))
+    origin, (merged, _) = examiner.origin(row), examiner.merge(row)
+    half, _ = examiner.merge(row, {"lambda": 0.5})
+    for name, tensor in mean.items():
+        torch.testing.assert_close(origin[name], tensor)
+    examiner.put(origin, merged, 0.5)
+    for name, tensor in examiner.model.state_dict().items():
+        torch.testing.assert_close(tensor, half[name])
+    examiner.put(examiner.base, merged, 0.0)
+    assert all(torch.equal(t, examiner.base[n]) for n, t in examiner.model.state_dict().items())
+
+
+def test_base_and_experts(benchmark, family):
+    quality = benchmark("quality")
+    lines = quality.examine_family(benchmark("evidence.scoring").Examiner(family))
+    assert [line["row"] for line in lines] == ["base", "each expert"]
+    assert lines[0]["published"]["old"] == 1
+    assert lines[0]["published"]["new"]["0"] == pytest.approx(0.5)
+    assert lines[1]["published"]["mean"] == pytest.approx(1)
+
+
+def test_results_are_kept_and_not_repeated(benchmark, tmp_path, capsys):
+    quality = benchmark("quality")
+    path, known = tmp_path / "results.jsonl", {}
+    head = {"family": "f", "experts": 4, "row": "ties", "group": "table"}
+    for seed, mean in ((0, 0.5), (1, 0.7), (0, 0.6)):
+        score = {"new": {}, "mean": mean, "old": 0.9}
+        line = {**head, "seed": seed, "published": score, "best": score, "best_scale": 1.0}
+        quality.keep([line], known, path)
+    assert "f 1 ties: 0.700, best λ 1: 0.700" in capsys.readouterr().out
+    lines = quality.read_results(path)
+    assert [line["published"]["mean"] for line in lines] == [0.6, 0.7]
+    assert len(path.read_text().splitlines()) == 3
+    text = benchmark("evidence.tables").table(lines)
+    assert "| ties | 0.650 ± 0.050 (old 0.90) | 0.650 ± 0.050 (old 0.90) |" in text
+
+
+def test_pictures(benchmark, tmp_path):
+    quality, pictures = benchmark("quality"), benchmark("evidence.pictures")
+    lines = []
+    for seed in (0, 1):
+        for experts in (2, 4):
+            for name in ("ace_relative", "ties"):
+                score = {"new": {}, "mean": 0.1 * experts + 0.01 * seed, "old": 1.0}
+                curve = {"0.5": {"new": 0.1}, "1": {"new": 0.2}}
+                head = {"family": "f", "seed": seed, "experts": experts, "row": name}
+                lines.append({**head, "group": "table", "published": score, "best": score,
+                              "curve": curve, "best_scale": 1.0})  # fmt: skip
+        for epsilon in ("0.01", "1"):
+            row = {"family": "f", "seed": seed, "experts": 4, "row": f"ace at ε = {epsilon}"}
+            lines.append({**row, "group": "ace over ε", "published": {"mean": 0.3}})
+    assert json.loads(json.dumps(lines)) == lines
+    made = pictures.draw_all(lines, tmp_path / "pictures")
+    names = {path.name for path in made}
+    assert {"bars-f-4.png", "scale-f-2.png", "epsilon-f.png", "experts-f.png"} <= names
+    assert all(path.stat().st_size > 5000 for path in made)
+    assert quality.key(lines[0]) == ("f", 0, 2, "ace_relative")
+
+
+def test_languages(benchmark):
+    dictionaries = benchmark("evidence.dictionaries")
+    maps = dictionaries.make_languages(0)
+    assert len(maps) == dictionaries.LANGUAGES
+    for answers in maps:
+        assert answers.sort().values.tolist() == list(range(dictionaries.WORDS))
+    for dialect in dictionaries.DIALECTS:
+        shared = (maps[dialect] == maps[0]).float().mean()
+        assert 0.4 < shared < 0.6
+    assert not torch.equal(maps[4], dictionaries.make_languages(1)[4])
+    for split, rounds in dictionaries.ROUNDS.items():
+        tokens, labels = dictionaries.exam(5, maps, split)
+        asked = labels != -100
+        assert int(asked.sum()) == rounds * dictionaries.WORDS
+        assert torch.equal(tokens[asked], labels[asked])
+        keys = tokens.roll(2, 1)[asked]  # key = value
+        values = maps[5][keys - dictionaries.FIRST_KEY] + dictionaries.FIRST_VALUE
+        assert torch.equal(values, labels[asked])
+    first = dictionaries.exam(5, maps, "test")[0]
+    assert not torch.equal(first[:16], dictionaries.exam(5, maps, "validation")[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-lora", "gpt2", "roberta"])
+def test_a_family_trains(benchmark, monkeypatch, tmp_path, name):
+    dictionaries = benchmark("evidence.dictionaries")
+    monkeypatch.setattr(dictionaries, "FOLDER", tmp_path)
+    monkeypatch.setattr(dictionaries, "BASE", dictionaries.Recipe(2, 1e-3))
+    architecture, numbers, recipes = dictionaries.FAMILIES[name]
+    short = tuple(dictionaries.Recipe(2, r.peak, r.rank) for r in recipes)
+    monkeypatch.setitem(dictionaries.FAMILIES, name, (architecture, numbers, short))
+    family = dictionaries.Dictionaries(name, 0, count=2)
+    family.train()
+    assert family.tasks == ("4", "5")
+    examiner = benchmark("evidence.scoring").Examiner(family)
+    changed = [n for n, t in examiner.experts["4"].items() if not torch.equal(t, examiner.base[n])]
+    matrices = [n for n in changed if examiner.base[n].ndim == 2]
+    assert len(matrices) >= 3 * 4
+    if name == "llama-lora":  # adapters of rank 8, on nothing but the linear layers
+        assert changed == matrices
+        delta = examiner.experts["4"][matrices[0]] - examiner.base[matrices[0]]
+        assert torch.linalg.matrix_rank(delta, rtol=1e-4) <= 8
+    rows = benchmark("evidence.rows")
+    merged, _ = examiner.merge(rows.Row("a", "ace_relative"))
+    examiner.put(examiner.base, merged, 1.0)
+    score = examiner.examine("validation")
+    assert set(score.new) == {"4", "5"}
+    before = (tmp_path / f"{architecture}-0" / "base").stat().st_mtime_ns
+    family.train()  # what is there is not trained again
+    assert (tmp_path / f"{architecture}-0" / "base").stat().st_mtime_ns == before
+
+
+def test_the_image_family(benchmark, monkeypatch, tmp_path):
+    module = benchmark("evidence.images")
+    monkeypatch.setattr(module, "FOLDER", tmp_path)
+    original = module.images.train
+    monkeypatch.setattr(
+        module.images,
+        "train",
+        lambda model, task, steps, *rest: original(model, task, 2, *rest),
+    )
+    family = module.Images("images", 0, 2)
+    family.train()
+    examiner = benchmark("evidence.scoring").Examiner(family)
+    rows = benchmark("evidence.rows")
+    for row in (rows.Row("a", "ace_relative"), rows.Row("b", "lines")):
+        merged, _ = examiner.merge(row)
+        examiner.put(examiner.base, merged, 1.0)
+        score = examiner.examine("test")
+        assert set(score.new) == {"digits", "turns"}
+        assert score.old is None
+        assert score.whole == score.mean
