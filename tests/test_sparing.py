@@ -9,7 +9,8 @@ from matrices import family
 from mergekit.merge_methods import merge_tensors
 
 from mergekit_ace.algebra.layouts import merge_tensor
-from mergekit_ace.methods import ace
+from mergekit_ace.methods import ace, ace_relative
+from mergekit_ace.peers import peer
 
 
 @pytest.fixture
@@ -50,6 +51,26 @@ def test_names_the_tensor(rng, caplog, full_device):
     full_device(1)
     merge_tensors([base, *experts], "ace", base_index=0, name="model.norm.weight")
     assert "tensor model.norm.weight does not fit" in caplog.text
+
+
+@pytest.mark.parametrize(("method", "module"), [("tsv_m", peer), ("ace_relative", ace_relative)])
+def test_other_methods_go_on_too(rng, caplog, monkeypatch, method, module):
+    base, experts = family(rng, 30, 20, 3)
+    expected = merge_tensors([base, *experts], method, base_index=0)
+    name = "by_layout" if module is peer else "merge_tensor_relative"
+    original, failures = getattr(module, name), [1, 2]
+
+    def merge(*arguments):
+        if failures:
+            failures.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(*arguments)
+
+    monkeypatch.setattr(module, name, merge)
+    torch.testing.assert_close(merge_tensors([base, *experts], method, base_index=0), expected)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{method}: a tensor does not fit")
+    assert "CPU" in record.getMessage()
 
 
 def test_no_memory_anywhere(rng, full_device):

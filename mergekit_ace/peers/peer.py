@@ -20,10 +20,11 @@ from mergekit_ace.algebra.layouts import by_layout
 from mergekit_ace.algebra.mean import merge_mean, merge_trivial
 from mergekit_ace.algebra.options import Number
 from mergekit_ace.algebra.precision import full_precision
-from mergekit_ace.algebra.records import MatrixRecord
+from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
 from mergekit_ace.algebra.task_vectors import ActiveExperts, select_active, task_vector
 from mergekit_ace.methods.inputs import describe
 from mergekit_ace.methods.parameters import LAYOUT, NamedParameter
+from mergekit_ace.methods.sparing import merge_sparingly
 from mergekit_ace.methods.task_vectors import TaskVectorMethod
 
 
@@ -56,9 +57,8 @@ class Peer(TaskVectorMethod):
     """
 
     def merge(self, group: TensorGroup, parameters: Mapping[str, Any]) -> Tensor:
-        base = group.base
-        assert base is not None  # the contract requires it
-        experts = [entry.tensor for entry in group.non_base]
+        assert group.base is not None  # the contract requires it
+        what, layout = describe(group.metadata.name), self.layout(group, parameters)
         scale = self.scale(parameters)
 
         def active(base: Tensor, experts: Sequence[Tensor]) -> ActiveExperts:
@@ -74,15 +74,14 @@ class Peer(TaskVectorMethod):
         def other(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
             return merge_mean(base, active(base, experts), scale)
 
+        def merge(tensors: Sequence[Tensor], lean: bool) -> tuple[Tensor, TensorRecord]:
+            return by_layout(tensors[0], tensors[1:], layout, matrix, other)
+
+        tensors = [group.base.tensor, *(entry.tensor for entry in group.non_base)]
         try:
-            merged, _ = by_layout(
-                base.tensor, experts, self.layout(group, parameters), matrix, other
-            )
+            merged, _ = merge_sparingly(tensors, merge, self.spec.name, what)
         except (OverflowError, torch.linalg.LinAlgError) as error:
-            name = self.spec.name
-            raise ValueError(
-                f"{name}: {describe(group.metadata.name)} cannot be merged: {error}"
-            ) from error
+            raise ValueError(f"{self.spec.name}: {what} cannot be merged: {error}") from error
         return merged
 
     @full_precision()
