@@ -122,8 +122,11 @@ def test_results_are_kept_and_not_repeated(benchmark, tmp_path, capsys):
     lines = quality.read_results(path)
     assert [line["published"]["mean"] for line in lines] == [0.6, 0.7]
     assert len(path.read_text().splitlines()) == 3
-    text = benchmark("evidence.tables").table(lines)
-    assert "| ties | 0.650 ± 0.050 (old 0.90) | 0.650 ± 0.050 (old 0.90) |" in text
+    benchmark("evidence.tables").print_tables([*lines, {**lines[0], "experts": 8}])
+    text = capsys.readouterr().out
+    assert text.count("| ties | 0.650 ± 0.050 (old 0.90) | 0.600 (old 0.90) |") == 2
+    assert "| | f, 4 experts | f, 8 experts |" in text
+    assert "table, as published" in text
 
 
 def test_pictures(benchmark, tmp_path):
@@ -175,6 +178,7 @@ def test_a_family_trains(benchmark, monkeypatch, tmp_path, name):
     dictionaries = benchmark("evidence.dictionaries")
     monkeypatch.setattr(dictionaries, "FOLDER", tmp_path)
     monkeypatch.setattr(dictionaries, "BASE", dictionaries.Recipe(2, 1e-3))
+    monkeypatch.setattr(dictionaries, "BATCH", 6)
     architecture, numbers, recipes = dictionaries.FAMILIES[name]
     short = tuple(dictionaries.Recipe(2, r.peak, r.rank) for r in recipes)
     monkeypatch.setitem(dictionaries.FAMILIES, name, (architecture, numbers, short))

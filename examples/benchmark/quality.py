@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, help="only the first so many of a family")
     parser.add_argument("--rows", nargs="+", help="only rows whose name starts with one of these")
     parser.add_argument("--sweeps", action="store_true", help="ε over eight decades as well")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="a line per result")
     parser.add_argument("--pictures", type=Path, help="draw them into this folder")
     parser.add_argument("--only-print", action="store_true", help="the table of what is known")
     arguments = parser.parse_args()

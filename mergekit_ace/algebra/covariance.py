@@ -36,6 +36,7 @@ class Task:
         scale: s_t.
         ridge: ε_t.
         unit: what Δ_t is divided by.
+        gram: C_tᵀC_t, (i, i), in the lower triangle, where that is known already.
     """
 
     expert: Tensor
@@ -44,6 +45,7 @@ class Task:
     scale: float
     ridge: float
     unit: float
+    gram: Tensor | None = None
 
     def centred(self, rows: slice = ALL, columns: slice = ALL, out: Tensor | None = None) -> Tensor:
         """C_t = Δ_t − 1 μ_tᵀ there, formed anew in the dtype of μ_t: the caller may write to it.
@@ -127,6 +129,8 @@ class Covariances:
 
     def add_estimate(self, total: Tensor, task: Task) -> Tensor:
         """total += S_t, (i, i), in the lower triangle."""
+        if task.gram is not None:
+            return total.add_(task.gram, alpha=task.scale)
         rows, columns = self.shape
         for block in blocks(rows, columns):
             room = self.buffer("task", block.stop - block.start, columns)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -97,7 +98,8 @@ def merge_relative(
         active: the experts W_t, each (o, i), that changed it.
         options: see `RelativeOptions`.
 
-    Working memory is that of `merge_matrix`, and one more square of min(o, i) before it.
+    Working memory is that of `merge_matrix`, and for matrices of at least T·i rows T squares of
+    (i, i) more, which together are smaller than a task vector.
 
     Returns:
         W0 + λ X, (o, i), in the compute dtype or wider, and the record of what was done.
@@ -148,7 +150,8 @@ def estimate_relative(
     """
     unit = choose_unit(active, base.numel())
     noise = (8 * torch.finfo(active.dtype).eps) ** 2
-    columns = base.shape[1]
+    rows, columns = base.shape
+    remembered = rows >= len(active.experts) * columns  # then all G_t together take less than a Δ_t
     members = []
     for expert, weight, moments in zip(active.experts, active.weights, active.moments, strict=True):
         mean = (moments.mean / unit).to(dtype)
@@ -158,15 +161,16 @@ def estimate_relative(
         if trace <= noise * tau:
             members.append((task, trace, 0.0))
             continue
-        error = gram_norm(task) / trace + options.epsilon * trace / columns
-        members.append((task, trace, weight / error))
+        norm, gram = gram_norm(task)
+        error = norm / trace + options.epsilon * trace / columns
+        members.append((replace(task, gram=gram if remembered else None), trace, weight / error))
     total = math.fsum(share for _, _, share in members) or 1.0
     shares = tuple(share / total for _, _, share in members)
     tasks, order = [], []
     for (task, trace, _), share, moments in zip(members, shares, active.moments, strict=True):
         if share > 0:
-            ridge = share * options.epsilon / columns
-            tasks.append(Task(task.expert, base, task.mean, share / trace, ridge, unit))
+            scaled = replace(task, scale=share / trace, ridge=share * options.epsilon / columns)
+            tasks.append(scaled)
             order.append((share, moments.tau))
     covariances = Covariances(
         tasks=tuple(tasks),
@@ -180,19 +184,20 @@ def estimate_relative(
     return covariances, shares
 
 
-def gram_norm(task: Task) -> float:
-    """‖Δ_tᵀΔ_t‖_F² = ‖Δ_tΔ_tᵀ‖_F², through the smaller of the two."""
+def gram_norm(task: Task) -> tuple[float, Tensor | None]:
+    """‖C_tᵀC_t‖_F² = ‖C_tC_tᵀ‖_F², through the smaller of the two; the first where it is that."""
     rows, columns = task.base.shape
     holder = Covariances((task,), 0, task.unit, 1.0, (), 1.0)
-    if columns <= rows:
+    through_columns = columns <= rows
+    if through_columns:
         gram = holder.add_estimate(holder.new(columns, columns), task)
     else:
         gram = holder.new(rows, rows)
         for block in holder.column_blocks():
             room = holder.buffer("task", rows, block.stop - block.start)
             add_gram(gram, task.centred(columns=block, out=room))
-    diagonal = gram.diagonal()
-    return 2 * squared_norm(gram.tril_()) - float(diagonal.double().square().sum())
+    diagonal = float(gram.tril_().diagonal().double().square().sum())
+    return 2 * squared_norm(gram) - diagonal, gram if through_columns else None
 
 
 def relative_errors(
