@@ -6,7 +6,8 @@
 writes the family (once; nothing is downloaded), merges it in turn by each method, and prints wall
 time, time per stage, peak resident memory and, on a GPU, peak device memory. Every merge is a
 process of its own. What follows `--` is passed on to mergekit-yaml, for example `-- --cuda`.
-`--methods ace inspect` compares a merge by `ace` with `mergekit-ace inspect` of the same config.
+`--methods ace inspect` compares a merge by `ace` with `mergekit-ace inspect` of the same config;
+`--methods ace ace_relative tsv_m` our methods with each other.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ from kernels import machine
 from llamas import SIZES, write_family
 
 METHODS = ["task_arithmetic", "ties", "ace"]
+EXPERT_PARAMETERS = {
+    "task_arithmetic": {"weight": 0.3},
+    "ties": {"weight": 0.3, "density": 0.5},
+}
 
 
 def merge(method: str, models: list[Path], folder: Path, flags: list[str]) -> dict[str, float]:
     """Seconds by stage, and bytes of memory, of one merge in its own process."""
-    listed = [{"model": f"./{path.relative_to(folder)}"} for path in models[1:]]
-    if method not in ("ace", "inspect"):
-        for entry in listed:
-            entry["parameters"] = {"weight": 1 / len(listed), "density": 0.5}
-            if method == "task_arithmetic":
-                del entry["parameters"]["density"]
+    listed = [
+        {"model": f"./{path.relative_to(folder)}", "parameters": EXPERT_PARAMETERS.get(method, {})}
+        for path in models[1:]
+    ]
     config = {
         "merge_method": "ace" if method == "inspect" else method,
         "base_model": f"./{models[0].relative_to(folder)}",
