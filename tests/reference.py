@@ -84,7 +84,7 @@ def naive_relative(
     weight: list[float] | None = None,
     *,
     lambda_: float = 1.0,
-    epsilon: float = 0.01,
+    epsilon: float = 0.03,
     centred: bool = False,
     structural_prior: bool = False,
 ) -> Tensor:

@@ -55,7 +55,7 @@ class RelativeOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     scale: Number = 1.0
-    epsilon: NonNegative = 0.01
+    epsilon: NonNegative = 0.03
     centred: bool = False
     structural_prior: bool = False
     compute_dtype: Literal["float32", "float64"] = "float32"
