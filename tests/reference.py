@@ -115,6 +115,18 @@ def naive_relative(
     return base + lambda_ * numerator @ torch.linalg.inv(system)
 
 
+def naive_relative_errors(merged: Tensor, deltas: list[Tensor], epsilon: float) -> list[float]:
+    """‖(X − Δ_t) Σ_t^½‖² / ‖Δ_t Σ_t^½‖² per expert: 0 where it lost nothing, 1 where all."""
+    errors = []
+    for delta in deltas:
+        gram = delta.T @ delta
+        sigma = gram / gram.trace() + epsilon / len(gram) * torch.eye(len(gram), dtype=gram.dtype)
+        missing = merged - delta
+        lost, whole = (float((m @ sigma @ m.T).trace()) for m in (missing, delta))
+        errors.append(lost / whole)
+    return errors
+
+
 def naive_mean(
     base: Tensor, experts: list[Tensor], weight: list[float] | None = None, lambda_: float = 1.0
 ) -> Tensor:

@@ -4,7 +4,8 @@
     python examples/benchmark/quality.py                    # all families, three seeds: hours
     python examples/benchmark/quality.py --families llama --seeds 0 --rows ace ties
 
-Families are trained here, once, in `families/`; nothing is downloaded. Merges run through
+`pip install 'mergekit-ace[examples,plots]'` first, for the images and `--pictures`. Families are
+trained here, once, in `families/`; nothing is downloaded. Merges run through
 mergekit's own `merge_state_dicts`. Each method is examined at its published defaults and at the
 best λ of one grid, the same for all, chosen on a validation split. Results are kept in
 `results-quality.jsonl`: what is there is not repeated, so a run that was stopped goes on.

@@ -198,26 +198,3 @@ def gram_norm(task: Task) -> tuple[float, Tensor | None]:
             add_gram(gram, task.centred(columns=block, out=room))
     diagonal = float(gram.tril_().diagonal().double().square().sum())
     return 2 * squared_norm(gram) - diagonal, gram if through_columns else None
-
-
-def relative_errors(
-    merged: Tensor, deltas: Sequence[Tensor], options: RelativeOptions
-) -> tuple[float, ...]:
-    """‖(X − Δ_t) Σ_t^½‖² / ‖Δ_t Σ_t^½‖² per expert: 0 where it lost nothing, 1 where all.
-
-    Args:
-        merged: X, (o, i).
-        deltas: Δ_t, (o, i); with ``options.centred`` their column means are taken out.
-        options: ε and centring.
-    """
-    errors = []
-    for delta in deltas:
-        if options.centred:
-            delta = delta - delta.mean(dim=0)
-        tau = squared_norm(delta)
-        ridge = options.epsilon / delta.shape[1]
-        missing = merged - delta
-        lost = squared_norm(missing @ delta.mT) / tau + ridge * squared_norm(missing)
-        whole = squared_norm(delta @ delta.mT) / tau + ridge * tau
-        errors.append(lost / whole)
-    return tuple(errors)

@@ -7,7 +7,6 @@ is what comes out, and what is no matrix gets the mean of the task vectors.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from mergekit.merge_methods.base import ParameterScope, TensorGroup
 from torch import Tensor
 
+from mergekit_ace.algebra.covariance import choose_unit
 from mergekit_ace.algebra.layouts import by_layout
 from mergekit_ace.algebra.mean import merge_mean, merge_trivial
 from mergekit_ace.algebra.options import Number
@@ -88,7 +88,7 @@ class Peer(TaskVectorMethod):
     def _merge_matrix(
         self, base: Tensor, active: ActiveExperts, parameters: Mapping[str, Any]
     ) -> tuple[Tensor, MatrixRecord]:
-        unit = _unit(active, base.numel())
+        unit = choose_unit(active, base.numel())
         deltas = [task_vector(w, base, torch.float64).div_(unit) for w in active.experts]
         merged = self.combine(deltas, parameters, unit)
         record = MatrixRecord("peer", active.spread(active.weights, 0.0), active.all_tau)
@@ -110,9 +110,3 @@ class Peer(TaskVectorMethod):
             parameters: of the method.
             unit: a power of two.
         """
-
-
-def _unit(active: ActiveExperts, entries: int) -> float:
-    """The power of two nearest to the root mean square entry: exact to divide by."""
-    mean = math.log2(math.fsum(active.tau)) - math.log2(len(active.experts) * entries)
-    return 2.0 ** round(mean / 2)

@@ -33,6 +33,7 @@ class Images(Family):
         self.name, self.seed = name, seed
         self.folder = FOLDER / f"images-{seed}"
         self.base = self.folder / "base"
+        self._heads: dict[str, nn.Module] = {}
         self.experts = {task: self.folder / task for task in images.TASKS[:count]}
 
     def train(self) -> None:
@@ -49,11 +50,10 @@ class Images(Family):
         return float((head(features).argmax(-1) == classes).float().mean())
 
     def _head(self, task: str) -> nn.Module:
-        heads = self.__dict__.setdefault("_heads", {})
-        if task not in heads:
+        if task not in self._heads:
             expert = ViTForImageClassification.from_pretrained(self.experts[task])
-            heads[task] = expert.classifier.eval()
-        return heads[task]
+            self._heads[task] = expert.classifier.eval()
+        return self._heads[task]
 
 
 @cache

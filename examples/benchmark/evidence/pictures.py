@@ -112,8 +112,10 @@ def _epsilon_groups(lines: Iterable[dict]) -> list[str]:
 
 
 def _over_epsilons(lines: Iterable[dict], group: str) -> Points:
-    of = lambda line: float(line["row"].rpartition("= ")[2])  # noqa: E731
-    return _collect((line for line in lines if line["group"] == group), of, "published")
+    def epsilon(line: dict) -> float:
+        return float(line["row"].rpartition("= ")[2])
+
+    return _collect((line for line in lines if line["group"] == group), epsilon, "published")
 
 
 def _over_experts(lines: Iterable[dict], name: str) -> Points:
