@@ -23,7 +23,7 @@ from mergekit.plan import MergePlanner
 from mergekit_ace.algebra.layouts import resolve_layout
 from mergekit_ace.algebra.options import AceOptions, FixedLayout
 from mergekit_ace.headers import check_folder
-from mergekit_ace.methods.architecture import is_transposed
+from mergekit_ace.methods.architecture import is_table, is_transposed
 from mergekit_ace.methods.parameters import ace_options
 
 # Those that solve a ridge regression, with weights of experts in it.
@@ -89,9 +89,13 @@ class PlannedTensor:
 
     def layout(self, ndim: int) -> FixedLayout:
         """How this tensor of so many axes is read, by `ace` if its method does not say."""
-        chosen = self.parameters.get("layout", "auto")
-        transposed = is_transposed(self.base, self.name)
-        return resolve_layout(chosen, self.name, ndim, transposed=transposed)
+        return resolve_layout(
+            self.parameters.get("layout", "auto"),
+            self.name,
+            ndim,
+            transposed=is_transposed(self.base, self.name),
+            table=self.task.method_name == "ace_relative" and is_table(self.base, self.name),
+        )
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,9 @@ def naive_relative(
     epsilon: float = 0.03,
     centred: bool = False,
     structural_prior: bool = False,
+    diagonal: bool = False,
 ) -> Tensor:
-    """`ace_relative` of one matrix, (o, i), in float64."""
+    """`ace_relative` of one matrix, (o, i), in float64; `diagonal`: inputs are unit vectors."""
     weight = [1.0] * len(experts) if weight is None else weight
     base = base.double()
     deltas = [expert.double() - base for expert in experts]
@@ -104,6 +105,8 @@ def naive_relative(
         if centred:
             delta = delta - delta.mean(dim=0, keepdim=True)
         gram = delta.T @ delta
+        if diagonal:
+            gram = gram.diagonal().diag()
         sigma = gram / gram.trace() + epsilon / i * identity
         w = w / float((delta @ sigma @ delta.T).trace())
         numerator = numerator + w * delta @ sigma
@@ -125,6 +128,12 @@ def naive_relative_errors(merged: Tensor, deltas: list[Tensor], epsilon: float) 
         lost, whole = (float((m @ sigma @ m.T).trace()) for m in (missing, delta))
         errors.append(lost / whole)
     return errors
+
+
+def naive_table(base: Tensor, experts: list[Tensor], *arguments, **parameters) -> Tensor:
+    """`ace_relative` of a table of rows, (n, d): a matrix (d, n) that multiplies unit vectors."""
+    turned = [expert.T for expert in experts]
+    return naive_relative(base.T, turned, *arguments, diagonal=True, **parameters).T
 
 
 def naive_mean(

@@ -7,7 +7,7 @@ import pytest
 import transformers as tf
 from mergekit.common import ModelReference
 
-from mergekit_ace.methods.architecture import is_transposed
+from mergekit_ace.methods.architecture import is_table, is_transposed
 
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 
@@ -68,3 +68,45 @@ def test_an_architecture_that_cannot_be_built_is_reported_once(tmp_path, caplog)
     (record,) = [r for r in caplog.records if r.name.startswith("mergekit_ace")]
     assert str(tmp_path) in record.getMessage()
     assert "layout: transposed" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "tables", "others"),
+    [
+        (
+            tf.LlamaConfig(**SMALL),
+            "LlamaForCausalLM",
+            ["model.embed_tokens.weight"],
+            ["lm_head.weight", "model.norm.weight", "model.layers.0.mlp.up_proj.weight"],
+        ),
+        (
+            tf.GPT2Config(vocab_size=40, n_positions=8, n_embd=8, n_layer=1, n_head=2),
+            "GPT2LMHeadModel",
+            ["transformer.wte.weight", "wpe.weight"],
+            ["h.0.attn.c_attn.weight", "lm_head.weight"],
+        ),
+        (
+            tf.T5Config(
+                vocab_size=40,
+                d_model=8,
+                d_kv=4,
+                d_ff=8,
+                num_layers=1,
+                num_heads=2,
+                feed_forward_proj="gated-gelu",
+            ),
+            "T5ForConditionalGeneration",
+            [
+                "shared.weight",
+                "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+            ],
+            ["lm_head.weight", "encoder.block.0.layer.0.SelfAttention.q.weight"],
+        ),
+    ],
+    ids=["llama", "gpt2", "t5"],
+)
+def test_tables(tmp_path, config, architecture, tables, others):
+    model = reference(config, architecture, tmp_path)
+    assert [name for name in (*tables, *others) if is_table(model, name)] == tables
+    assert not is_table(0, tables[0])
+    assert not is_table(model, None)

@@ -99,3 +99,17 @@ def test_unchanged_tensors_come_back_as_they_are(layout):
 )
 def test_resolve_layout(layout, name, ndim, transposed, expected):
     assert resolve_layout(layout, name, ndim, transposed=transposed) == expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "ndim", "expected"),
+    [
+        ("auto", 2, "table"),
+        ("matrix", 2, "matrix"),
+        ("table", 2, "table"),
+        ("table", 3, "mean"),
+        ("auto", 1, "mean"),
+    ],
+)
+def test_resolve_the_layout_of_a_table(layout, ndim, expected):
+    assert resolve_layout(layout, "embed_tokens.weight", ndim, table=True) == expected

@@ -14,6 +14,7 @@ from reference import (
     naive_mean,
     naive_relative,
     naive_relative_errors,
+    naive_table,
     task_vector_error,
 )
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -162,6 +163,45 @@ def test_layouts_and_stacks(rng):
     assert len(record.matrices) == 2
 
 
+@pytest.mark.parametrize("exponent", [0, -60, 55])
+@pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["even", "uneven"])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-5, 0.03, 1.0])
+def test_a_table_of_rows(rng, epsilon, scales, exponent):
+    base, experts = family(rng, 30, 8, 3, scales=scales)
+    experts[0][:10] = base[:10]  # rows that one expert, or all but one, left as they were
+    experts[1][5:15] = base[5:15]
+    unit = 2.0**exponent
+    base, experts = base * unit, [expert * unit for expert in experts]
+    for weights in (None, [1.0, 0.2, 3.0], [0.0, 1.0, 1.0]):
+        expected = naive_table(base, experts, weights, lambda_=0.8, epsilon=epsilon)
+        chosen = {"scale": 0.8, "epsilon": epsilon, "layout": "table"}
+        exact, record = merge(base, experts, weights, compute_dtype="float64", **chosen)
+        assert task_vector_error(exact, expected, base) <= 1e-9
+        merged, _ = merge(base, experts, weights, **chosen)
+        rounding = 2**-24 * float(expected.norm() / (expected - base.double()).norm())
+        assert task_vector_error(merged, expected, base) <= 5e-6 + rounding
+        assert record.layout == "table"
+        shares = [share for share in record.matrices[0].share if share is not None]
+        assert sum(shares) == pytest.approx(1)
+
+
+def test_rows_that_one_expert_moved_are_its_own(rng):
+    base = torch.randn(6, 5, generator=rng)
+    experts = [base.clone() for _ in range(3)]
+    for row, expert in enumerate(experts):
+        expert[row] += torch.randn(5, generator=rng)
+    merged, _ = merge(base, experts, layout="table", epsilon=0.0)
+    torch.testing.assert_close(merged, base + sum(e - base for e in experts))
+    assert torch.equal(merged[3:], base[3:])
+    unmoved, record = merge(base, [base.clone()] * 2, layout="table")
+    assert unmoved is base
+    assert record.matrices[0].rule == "base"
+    row = [torch.randn(1, 5, generator=rng) for _ in range(3)]
+    torch.testing.assert_close(
+        merge(row[0], row[1:], layout="table")[0].double(), naive_mean(row[0], row[1:])
+    )
+
+
 def test_an_epsilon_of_zero_says_what_to_do(rng):
     base = torch.zeros(3, 9)
     experts = [torch.randn(3, 9, generator=rng) for _ in range(2)]
@@ -191,12 +231,16 @@ def test_a_checkpoint_through_mergekit_yaml(tmp_path, mergekit_yaml, build):
     base_model, base = state(type(model), paths[0])
     experts = [state(type(model), path)[1] for path in paths[1:]]
     merged = state(type(model), out)[1]
+    modules = base_model.modules()
+    tables = {m.weight.data_ptr() for m in modules if isinstance(m, torch.nn.Embedding)}
     for name, tensor in base.items():
         layout = expected_layout(base_model, name, tensor)
+        if tensor.data_ptr() in tables:  # GPT-2's head, which is tied, too
+            layout = "table"
         versions = [tensor, *(expert[name] for expert in experts)]
         if layout == "transposed":
             versions = [version.T for version in versions]
-        rule = naive_mean if layout == "mean" else naive_relative
+        rule = {"mean": naive_mean, "table": naive_table}.get(layout, naive_relative)
         options = {} if layout == "mean" else {"epsilon": 3e-2}
         expected = rule(versions[0], versions[1:], **options)
         got = merged[name].T if layout == "transposed" else merged[name]
@@ -205,4 +249,5 @@ def test_a_checkpoint_through_mergekit_yaml(tmp_path, mergekit_yaml, build):
     lines = [json.loads(line) for line in report.read_text().splitlines()]
     shares = [line["share"] for line in lines if line["rule"] == "ace_relative"]
     assert shares
+    assert any(line["layout"] == "table" for line in lines)
     assert all(sum(share) == pytest.approx(1) for share in shares)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.ace import merge_matrix
 from mergekit_ace.algebra.mean import merge_mean
-from mergekit_ace.algebra.options import AceOptions, FixedLayout, Layout
+from mergekit_ace.algebra.options import AceOptions, FixedLayout, Layout, RelativeLayout
 from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
 from mergekit_ace.algebra.task_vectors import select_active
 
@@ -18,7 +18,12 @@ MatrixRule = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, MatrixRecord]]
 
 
 def resolve_layout(
-    layout: Layout, name: str | None, ndim: int, *, transposed: bool = False
+    layout: RelativeLayout,
+    name: str | None,
+    ndim: int,
+    *,
+    transposed: bool = False,
+    table: bool = False,
 ) -> FixedLayout:
     """The layout that a tensor of `ndim` axes gets.
 
@@ -28,16 +33,19 @@ def resolve_layout(
         name: of the tensor; ``auto`` looks for a component called ``experts``, and for their packed
             biases, (E, n), which are vectors.
         transposed: whether the architecture stores this weight as (…, in, out).
+        table: whether the architecture looks up its rows, and the method has a rule for that.
     """
     if layout == "auto":
         components = (name or "").split(".")
         packed = "experts" in components
         if ndim == 3 and packed:
             return "transposed" if transposed else "stacked"
+        if ndim == 2 and table:
+            return "table"
         if ndim == 2 and not (packed and components[-1].endswith("bias")):
             return "transposed" if transposed else "matrix"
         return "mean"
-    fits = {"matrix": ndim == 2, "mean": True}.get(layout, ndim >= 2)
+    fits = {"matrix": ndim == 2, "table": ndim == 2, "mean": True}.get(layout, ndim >= 2)
     return layout if fits else "mean"
 
 

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-FixedLayout = Literal["matrix", "transposed", "stacked", "flattened", "mean"]
+FixedLayout = Literal["matrix", "transposed", "stacked", "flattened", "mean", "table"]
 Layout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean"]
+RelativeLayout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean", "table"]
 
 Statistic = Literal["gamma", "log_variance"]
 

@@ -33,10 +33,11 @@ from mergekit_ace.algebra.covariance import (
 from mergekit_ace.algebra.forms import Form, choose_forms
 from mergekit_ace.algebra.layouts import by_layout, resolve_layout
 from mergekit_ace.algebra.mean import merge_mean, merge_trivial
-from mergekit_ace.algebra.options import Layout, NonNegative, Number
+from mergekit_ace.algebra.options import NonNegative, Number, RelativeLayout
 from mergekit_ace.algebra.precision import full_precision
 from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
 from mergekit_ace.algebra.symmetric import add_gram
+from mergekit_ace.algebra.table import merge_table
 from mergekit_ace.algebra.task_vectors import ActiveExperts, select_active, squared_norm
 
 
@@ -46,8 +47,8 @@ class RelativeOptions(BaseModel):
     Attributes:
         scale: λ of W0 + λ X; any finite number. mergekit's name for it is ``lambda``.
         epsilon: ridge ε ≥ 0, in mean eigenvalues of a task's covariance estimate.
-        centred: take the column means out of Δ_t and G_t, as ACE does.
-        structural_prior: ACE's rank-one prior (Eqs. 11-13).
+        centred: take the column means out of Δ_t and G_t, as ACE does; not of tables.
+        structural_prior: ACE's rank-one prior (Eqs. 11-13); not of tables.
         compute_dtype: the dtype in which task vectors are formed, unless the tensors are wider.
         lean: take the form with the least working memory instead of the fastest.
     """
@@ -72,9 +73,12 @@ def merge_tensor_relative(
     experts: Sequence[Tensor],
     weights: Sequence[float] | None = None,
     options: RelativeOptions | None = None,
-    layout: Layout = "auto",
+    layout: RelativeLayout = "auto",
 ) -> tuple[Tensor, TensorRecord]:
-    """Merge the versions of one stored tensor; arguments and result as of `merge_tensor`."""
+    """Merge the versions of one stored tensor; arguments and result as of `merge_tensor`.
+
+    With layout ``table`` it is one whose rows are looked up, as embeddings are: see `merge_table`.
+    """
     options = options or RelativeOptions()
     weights = weights if weights is not None else [1.0] * len(experts)
 
@@ -84,7 +88,12 @@ def merge_tensor_relative(
     def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
         return merge_mean(base, select_active(base, experts, weights, options.dtype), options.scale)
 
-    return by_layout(base, experts, resolve_layout(layout, None, base.ndim), matrix, mean)
+    def table(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
+        active = select_active(base, experts, weights, options.dtype)
+        return merge_table(base, active, options.epsilon, options.scale)
+
+    fixed = resolve_layout(layout, None, base.ndim)
+    return by_layout(base, experts, fixed, table if fixed == "table" else matrix, mean)
 
 
 @full_precision()

@@ -11,7 +11,7 @@ from torch import Tensor
 from mergekit_ace.algebra.options import FixedLayout
 from mergekit_ace.algebra.records import TensorRecord
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
-from mergekit_ace.methods.parameters import LAYOUT, REPORT, WEIGHT, of_method, option
+from mergekit_ace.methods.parameters import RELATIVE_LAYOUT, REPORT, WEIGHT, of_method, option
 from mergekit_ace.methods.ridge import RidgeMethod
 from mergekit_ace.methods.task_vectors import method_spec
 
@@ -29,6 +29,7 @@ OPTIONS = {
 class RelativeAceMerge(RidgeMethod):
     """ACE's ridge regression with the sum of relative errors as its objective; ours."""
 
+    tables = True
     spec = method_spec(
         NAME,
         "ACE-Merging with relative errors",
@@ -36,7 +37,7 @@ class RelativeAceMerge(RidgeMethod):
         (
             of_method(WEIGHT, NAME),
             *(option(RelativeOptions, name, field, NAME) for name, field in OPTIONS.items()),
-            of_method(LAYOUT, NAME),
+            of_method(RELATIVE_LAYOUT, NAME),
             of_method(REPORT, NAME),
         ),
     )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights of a model are stored (in, out), asked of its architecture.
+"""Which weights are stored (in, out), and which are looked up, asked of a model's architecture.
 
 transformers' `Conv1D` (GPT-2 and its kin) stores the transpose of what `torch.nn.Linear` does, and
-so do the packed experts of some mixtures (GPT-OSS). Neither name nor shape tells.
+so do the packed experts of some mixtures (GPT-OSS). Embeddings are no matrix that multiplies what
+comes in, but a table of rows. Neither name nor shape tells.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 import threading
 from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,19 @@ _LOCK = threading.Lock()  # one thread builds, the others wait
 # Packed experts stored (E, in, out) whose class does not say so by transformers' `is_transposed`.
 _PACKED_TRANSPOSED = {"Llama4TextExperts"}
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Names of weights, layer numbers replaced and the model's prefix removed.
+
+    Attributes:
+        transposed: stored as (…, in, out).
+        tables: stored as rows to be looked up.
+    """
+
+    transposed: frozenset[str] = frozenset()
+    tables: frozenset[str] = frozenset()
 
 
 def is_transposed(model: Hashable, tensor_name: str | None) -> bool:
@@ -39,50 +54,73 @@ def is_transposed(model: Hashable, tensor_name: str | None) -> bool:
             memory) has no architecture: False.
         tensor_name: as in the merged checkpoint.
     """
-    from mergekit.common import ModelReference
+    return tensor_name is not None and _is_among(_kinds(model).transposed, tensor_name)
 
-    if tensor_name is None or not isinstance(model, ModelReference):
-        return False
-    with _LOCK:
-        templates = _transposed_templates(model)
+
+def is_table(model: Hashable, tensor_name: str | None) -> bool:
+    """Whether the architecture of `model` looks up rows of the weight `tensor_name`.
+
+    Arguments and rules as of `is_transposed`. A matrix that is both the table of embeddings and the
+    head (tied) is a table.
+    """
+    return tensor_name is not None and _is_among(_kinds(model).tables, tensor_name)
+
+
+def _is_among(templates: frozenset[str], tensor_name: str) -> bool:
     template = _NUMBER.sub("*", tensor_name)
     return any(template == known or template.endswith("." + known) for known in templates)
 
 
+def _kinds(model: Hashable) -> Kinds:
+    from mergekit.common import ModelReference
+
+    if not isinstance(model, ModelReference):
+        return Kinds()
+    with _LOCK:
+        return _known_kinds(model)
+
+
 @lru_cache(maxsize=16)
-def _transposed_templates(model: ModelReference) -> frozenset[str]:
-    """Names of the transposed weights, layer numbers replaced and the model's prefix removed."""
+def _known_kinds(model: ModelReference) -> Kinds:
     if os.path.isfile(model.model.path):  # mergekit-pytorch: bare tensors, no architecture
-        return frozenset()
+        return Kinds()
     try:
-        return _read_templates(model)
+        return _read_kinds(model)
     except Exception as error:
         LOG.warning(
             "ace: the architecture of %s cannot be built (%s: %s); all its matrices are taken as "
             "stored (out, in). For Conv1D weights set layout: transposed with a filter.",
             model, type(error).__name__, error,
         )  # fmt: skip
-        return frozenset()
+        return Kinds()
 
 
-def _read_templates(model: ModelReference) -> frozenset[str]:
+def _read_kinds(model: ModelReference) -> Kinds:
     """Instantiate the architecture on the meta device: names and types, no memory."""
     from accelerate import init_empty_weights
     from mergekit.io.tasks import LoaderCache
+    from torch.nn import Embedding
     from transformers.pytorch_utils import Conv1D
 
     trust = LoaderCache().trust_remote_code
     config = model.config(trust_remote_code=trust)
     with init_empty_weights(include_buffers=True):
         network = _instantiate(config, trust)
-    names: set[str] = set()
+    transposed, tables = set(), set()
     for path, module in network.named_modules():
         if isinstance(module, Conv1D):
-            names.add(f"{path}.weight")
+            transposed.add(f"{path}.weight")
+        elif isinstance(module, Embedding):
+            tables.add(f"{path}.weight")
         elif getattr(module, "is_transposed", False) or type(module).__name__ in _PACKED_TRANSPOSED:
-            names.update(f"{path}.{name}" for name, p in module.named_parameters() if p.ndim == 3)
+            packed = (name for name, p in module.named_parameters() if p.ndim == 3)
+            transposed.update(f"{path}.{name}" for name in packed)
     prefix = f"{network.base_model_prefix}."
-    return frozenset(_NUMBER.sub("*", name.removeprefix(prefix)) for name in names)
+
+    def templates(names: set[str]) -> frozenset[str]:
+        return frozenset(_NUMBER.sub("*", name.removeprefix(prefix)) for name in names)
+
+    return Kinds(templates(transposed), templates(tables))
 
 
 def _instantiate(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:

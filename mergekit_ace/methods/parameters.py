@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_args
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import AfterValidator, BaseModel, ValidationError
 
-from mergekit_ace.algebra.options import AceOptions, Layout, NonNegative
+from mergekit_ace.algebra.options import AceOptions, Layout, NonNegative, RelativeLayout
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,7 @@ WEIGHT = NamedParameter(
 LAYOUT = NamedParameter(
     "layout", Layout, ParameterScope.SHARED, default="auto", allowed=_one_of(Layout)
 )
+RELATIVE_LAYOUT = replace(LAYOUT, value_type=RelativeLayout, allowed=_one_of(RelativeLayout))
 REPORT = NamedParameter(
     "report",
     ReportPath | None,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.layouts import resolve_layout
 from mergekit_ace.algebra.options import FixedLayout
-from mergekit_ace.methods.architecture import is_transposed
+from mergekit_ace.methods.architecture import is_table, is_transposed
 from mergekit_ace.methods.inputs import (
     check_finite,
     check_models,
@@ -61,10 +61,12 @@ class TaskVectorMethod(GroupMergeMethod):
     Attributes:
         remedy: what else helps against a result that is too large for its dtype.
         layouts: whether tensors are read as matrices, by the parameter ``layout``.
+        tables: whether embeddings are read as tables of rows, if ``layout`` does not say.
     """
 
     remedy = ""
     layouts = True
+    tables = False
 
     def validate_inputs(
         self,
@@ -114,5 +116,10 @@ class TaskVectorMethod(GroupMergeMethod):
         """How the tensor is read."""
         base, name = group.base, group.metadata.name
         assert base is not None
-        transposed = is_transposed(base.id, name)
-        return resolve_layout(parameters["layout"], name, base.tensor.ndim, transposed=transposed)
+        return resolve_layout(
+            parameters["layout"],
+            name,
+            base.tensor.ndim,
+            transposed=is_transposed(base.id, name),
+            table=self.tables and is_table(base.id, name),
+        )

@@ -122,8 +122,8 @@ def estimate_tensor(
 
 
 def matrix_shape(shape: Sequence[int], layout: str) -> tuple[int, int] | None:
-    """(o, i) of a matrix in a tensor; None for what is none."""
-    if layout == "mean" or len(shape) < 2 or not math.prod(shape):
+    """(o, i) of a matrix in a tensor; None for what is none, or only a table of rows."""
+    if layout in ("mean", "table") or len(shape) < 2 or not math.prod(shape):
         return None
     if layout == "flattened":
         return shape[0], math.prod(shape[1:])

@@ -66,13 +66,19 @@ BASE = Recipe(700, 1e-3)
 EVEN = Recipe(250, 5e-4)
 # As fine-tunes of different hands: their ‖Δ‖² come out fortyfold apart.
 STRENGTHS = (Recipe(500, 1.5e-4), Recipe(200, 2e-3), Recipe(250, 5e-4), Recipe(350, 2.5e-4))
+# Half as far apart on a logarithmic scale.
+SPREAD = (Recipe(350, 2.5e-4), Recipe(200, 1e-3), Recipe(280, 4e-4), Recipe(250, 6.3e-4))
 ADAPTERS = Recipe(400, 5e-3, rank=8)
+GENTLE_ADAPTERS = Recipe(400, 1e-3, rank=16)
 
 # Per family: architecture, experts' languages, their recipes in turn.
 FAMILIES: dict[str, tuple[str, range | tuple[int, ...], tuple[Recipe, ...]]] = {
     "llama": ("llama", range(4, 8), (EVEN,)),
     "llama-strengths": ("llama", range(4, 8), STRENGTHS),
+    "llama-spread": ("llama", range(4, 8), SPREAD),
     "llama-lora": ("llama", range(4, 8), (ADAPTERS,)),
+    "llama-lora-gentle": ("llama", range(4, 8), (GENTLE_ADAPTERS,)),
+    "llama-tied": ("llama-tied", range(4, 8), (EVEN,)),
     "llama-8": ("llama", range(4, 12), (EVEN,)),
     "gpt2": ("gpt2", range(4, 8), (EVEN,)),
     "roberta": ("roberta", range(4, 8), (EVEN,)),
@@ -131,12 +137,12 @@ def new_model(architecture: str) -> PreTrainedModel:
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
     }
-    if architecture == "llama":
+    if architecture in ("llama", "llama-tied"):
         config = LlamaConfig(
             **size,
             num_key_value_heads=HEADS,
             max_position_embeddings=64,
-            tie_word_embeddings=False,
+            tie_word_embeddings=architecture == "llama-tied",
             **special,
         )
         return LlamaForCausalLM(config)
