@@ -109,6 +109,7 @@ def test_base_and_experts(benchmark, family):
     assert lines[0]["published"]["old"] == 1
     assert lines[0]["published"]["new"]["0"] == pytest.approx(0.5)
     assert lines[1]["published"]["mean"] == pytest.approx(1)
+    assert lines[1]["spread"] >= 1
 
 
 def test_results_are_kept_and_not_repeated(benchmark, tmp_path, capsys):
@@ -174,10 +175,39 @@ def test_languages(benchmark):
     assert not torch.equal(first[:16], dictionaries.exam(5, maps, "validation")[0])
 
 
+def test_a_study_merges_a_model(benchmark, family):
+    rows, scoring = benchmark("evidence.rows"), benchmark("evidence.scoring")
+    examiner = scoring.Examiner(family)
+    method, _ = examiner.merge(rows.Row("a", "ace_relative"))
+    matrices, fixed = rows.STUDIED[:2]
+    merged, _ = examiner.merge(fixed)
+    for name, tensor in method.items():
+        torch.testing.assert_close(merged[name], tensor, rtol=0, atol=1e-6)
+    merged, _ = examiner.merge(matrices)
+    changed = [name for name, t in method.items() if (merged[name] - t).abs().max() > 1e-5]
+    assert changed == ["model.embed_tokens.weight"]
+
+
+def test_a_tied_head_is_merged_once(benchmark, monkeypatch, tmp_path):
+    dictionaries = benchmark("evidence.dictionaries")
+    model = dictionaries.new_model("llama-tied")
+    model.save_pretrained(tmp_path / "base")
+    monkeypatch.setattr(dictionaries, "FOLDER", tmp_path)
+    family = dictionaries.Dictionaries("llama-tied", 0)
+    family.base, family.experts = tmp_path / "base", {"4": tmp_path / "base"}
+    examiner = benchmark("evidence.scoring").Examiner(family)
+    assert "lm_head.weight" not in examiner.base
+    changed = {name: tensor + 1 for name, tensor in examiner.base.items()}
+    examiner.put(examiner.base, changed, 1.0)
+    head = examiner.model.get_output_embeddings().weight
+    torch.testing.assert_close(head, examiner.base["model.embed_tokens.weight"] + 1)
+
+
 @pytest.mark.parametrize("name", ["llama", "llama-lora", "gpt2", "roberta"])
 def test_a_family_trains(benchmark, monkeypatch, tmp_path, name):
     dictionaries = benchmark("evidence.dictionaries")
     monkeypatch.setattr(dictionaries, "FOLDER", tmp_path)
+    monkeypatch.setattr(benchmark("evidence.learned"), "FOLDER", tmp_path)
     monkeypatch.setattr(dictionaries, "BASE", dictionaries.Recipe(2, 1e-3))
     monkeypatch.setattr(dictionaries, "BATCH", 6)
     architecture, numbers, recipes = dictionaries.FAMILIES[name]
@@ -199,6 +229,15 @@ def test_a_family_trains(benchmark, monkeypatch, tmp_path, name):
     examiner.put(examiner.base, merged, 1.0)
     score = examiner.examine("validation")
     assert set(score.new) == {"4", "5"}
+    if family.learns and name != "llama-lora":
+        settings = {"samples": 8, "training": {"epochs": 1, "batch_size": 8}}
+        examiner.merge(rows.Row("learned", "statsmerging", learn=settings))
+        (file,) = tmp_path.glob("learned/*/coefficients.safetensors")
+        when = file.stat().st_mtime_ns
+        learned, _ = examiner.merge(rows.Row("learned", "statsmerging", learn=settings))
+        assert file.stat().st_mtime_ns == when
+        assert learned.keys() == merged.keys()
+        assert any(not torch.equal(learned[n], t) for n, t in merged.items())
     before = (tmp_path / f"{architecture}-0" / "base").stat().st_mtime_ns
     family.train()  # what is there is not trained again
     assert (tmp_path / f"{architecture}-0" / "base").stat().st_mtime_ns == before

@@ -24,7 +24,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from evidence.all_families import FAMILIES, make_family
-from evidence.rows import SCALES, SWEEPS, TABLE, Row
+from evidence.rows import LEARNED, SCALES, STUDIED, SWEEPS, TABLE, Row
 from evidence.scoring import Examiner
 from evidence.tables import print_tables
 
@@ -82,7 +82,8 @@ def examine_family(examiner: Examiner) -> list[dict]:
         old.append(score.old)
     mean = sum(own.values()) / len(own)
     kept = None if None in old else sum(old) / len(old)
-    lines.append({"row": "each expert", "published": {"new": own, "mean": mean, "old": kept}})
+    score = {"new": own, "mean": mean, "old": kept}
+    lines.append({"row": "each expert", "published": score, "spread": examiner.spread()})
     return lines
 
 
@@ -93,12 +94,13 @@ def main() -> None:
     parser.add_argument("--experts", type=int, help="only the first so many of a family")
     parser.add_argument("--rows", nargs="+", help="only rows whose name starts with one of these")
     parser.add_argument("--sweeps", action="store_true", help="ε over eight decades as well")
+    parser.add_argument("--studies", action="store_true", help="rules for ε, λ and a balance, too")
     parser.add_argument("--results", type=Path, default=RESULTS, help="a line per result")
     parser.add_argument("--pictures", type=Path, help="draw them into this folder")
     parser.add_argument("--only-print", action="store_true", help="the table of what is known")
     arguments = parser.parse_args()
     results = {key(line): line for line in read_results(arguments.results)}
-    rows = TABLE + (SWEEPS if arguments.sweeps else [])
+    rows = TABLE + LEARNED + SWEEPS * arguments.sweeps + STUDIED * arguments.studies
     if arguments.rows:
         rows = [row for row in rows if row.name.startswith(tuple(arguments.rows))]
     for seed in [] if arguments.only_print else arguments.seeds:
@@ -113,6 +115,8 @@ def main() -> None:
                 keep(lines, results, arguments.results)
             for row in rows:
                 if key({**head, "row": row.name}) in results:
+                    continue
+                if row.learn is not None and not family.learns:
                     continue
                 line = examine_row(examiner, row)
                 keep([{**head, "row": row.name, "group": row.group, **line}], results,

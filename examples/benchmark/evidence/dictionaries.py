@@ -13,12 +13,16 @@ RoBERTa, which sees masks in the place of all values of a line.
 
 from __future__ import annotations
 
+import json
+import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from evidence.families import FOLDER, Family, Split, saving
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import (
@@ -30,6 +34,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaForMaskedLM,
 )
@@ -188,6 +193,7 @@ class Dictionaries(Family):
         """With `count`, of the family's first experts only."""
         self.name, self.seed = name, seed
         self.architecture, numbers, recipes = FAMILIES[name]
+        self.learns = self.architecture != "roberta"  # the trainer knows no masked models
         folder = FOLDER / f"{self.architecture}-{seed}"
         self.base = folder / "base"
         self.maps = make_languages(seed)
@@ -241,11 +247,40 @@ class Dictionaries(Family):
         kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
         return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
+    def unlabelled(self, samples: int) -> dict[str, Any]:
+        """Lines that end where the last value should stand; a tenth more for each purpose."""
+        tokenizer = new_tokenizer()
+        for folder in (self.base, *self.experts.values()):
+            tokenizer.save_pretrained(folder)
+        experts = []
+        for task, folder in self.experts.items():
+            rng = random.Random(f"samples {self.seed} {task}")
+            tokens, _ = lines([int(task)] * math.ceil(1.25 * samples), self.maps, rng)
+            file = self.base.parent / f"samples-{samples}-{task}.jsonl"
+            questions = tokenizer.batch_decode(tokens[:, :-2])  # without the value and its ;
+            file.write_text("".join(json.dumps({"question": q}) + "\n" for q in questions))
+            data = {"path": str(file), "prompt": "question", "max_new_tokens": 1}
+            experts.append({"model": str(folder), "task": task, "data": data})
+        return {"base_model": str(self.base), "models": experts, "task": "causal-lm"}
+
     @torch.no_grad()
     def accuracy(self, model: nn.Module, task: str, split: Split) -> float:
         tokens, labels = exam(int(task), self.maps, split)
         guesses = answer(model, tokens, labels).argmax(-1)
         return float((guesses == labels[labels != -100]).float().mean())
+
+
+def new_tokenizer() -> PreTrainedTokenizerFast:
+    """A word for every token, for those who read lines as text."""
+    words = ["<pad>", "<s>", "=", ";", "<mask>"]
+    words += [f"language{number}" for number in range(LANGUAGES)]
+    words += [f"{kind}{number}" for kind in ("key", "value") for number in range(WORDS)]
+    model = models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<pad>")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token=";"
+    )
 
 
 def add_adapters(model: PreTrainedModel, rank: int):

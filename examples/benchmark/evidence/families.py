@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -27,6 +27,7 @@ class Family(ABC):
         experts: the experts' checkpoints by task.
         old: what the base knows already, and a merge should not forget; may be empty.
         layers: of the model; None where names in memory and on disk are the same.
+        learns: whether the package's trainer knows models of this kind.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Family(ABC):
     experts: dict[str, Path]
     old: tuple[str, ...] = ()
     layers: int | None = None
+    learns: bool = True
 
     @abstractmethod
     def train(self) -> None:
@@ -47,6 +49,10 @@ class Family(ABC):
     @abstractmethod
     def accuracy(self, model: nn.Module, task: str, split: Split) -> float:
         """Share of right answers, 0 to 1, to questions that nobody was trained on."""
+
+    def unlabelled(self, samples: int) -> dict[str, Any]:
+        """Base, experts and at most so many samples of each: part of a `train.yml`."""
+        raise NotImplementedError(f"nothing is learned on {self.name}")
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from evidence.families import FOLDER, Family, Split
@@ -48,6 +49,12 @@ class Images(Family):
         head = self._head(task)
         features = model(pixel_values=pixels).last_hidden_state[:, 0]
         return float((head(features).argmax(-1) == classes).float().mean())
+
+    def unlabelled(self, samples: int) -> dict[str, Any]:
+        experts = images.expert_configs(self.folder, self.tasks)
+        for expert in experts:
+            expert["data"]["samples"] = samples
+        return {"base_model": str(self.base), "models": experts, "task": "image-classification"}
 
     def _head(self, task: str) -> nn.Module:
         if task not in self._heads:

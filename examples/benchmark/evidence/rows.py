@@ -6,11 +6,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from evidence.studies import STUDIES
+
 # W0 + λ (merged − W0), the same values for every method.
 SCALES = (0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0)
 # Eight decades for `ace`, and for `ace_relative`, whose ε counts in mean eigenvalues.
 ACE_EPSILONS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 RELATIVE_EPSILONS = (1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0)
+NEAR_EPSILONS = (1e-2, 3e-2, 1e-1)
+# Where `ace` takes its heterogeneous branch; the first of `gamma` is the paper's.
+THRESHOLDS = {"gamma": (0.3, 0.03, 1.0, 3.0), "log_variance": (0.1, 0.3, 1.0, 3.0)}
 # What the paper chooses (GPT-2, RoBERTa, the others) and what its implementation has.
 PUBLISHED_EPSILONS = (1e-5, 2e-4, 1e-2, 4e-2)
 
@@ -27,6 +32,10 @@ class Row:
         with_base: whether the base is one of the inputs.
         origin: parameters of the merge that λ = 0 stands for; None: the base itself.
         group: of rows that are compared by themselves; "table" for the main one, where λ is tuned.
+        study: one of `studies.STUDIES`, in the place of the method's rule for matrices.
+        tables: whether the method may read embeddings as tables of rows.
+        learn: settings of a training whose coefficients the method takes, `samples` per expert
+            among them; None for a method without data.
     """
 
     name: str
@@ -36,6 +45,9 @@ class Row:
     with_base: bool = True
     origin: dict[str, Any] | None = None
     group: str = "table"
+    study: str | None = None
+    tables: bool = True
+    learn: dict[str, Any] | None = None
 
 
 def ace_rows() -> list[Row]:
@@ -74,17 +86,25 @@ TABLE = [
     Row("ace_relative", "ace_relative"),
 ]
 
+# As in `examples/statsmerging`: the trainer's defaults but for length and rate.
+LEARNED = [
+    Row(
+        "statsmerging, 256 samples",
+        "statsmerging",
+        learn={
+            "samples": 256,
+            "training": {"epochs": 15, "batch_size": 32, "learning_rate": 1e-3},
+        },
+    )
+]
+
+STUDIED = [
+    Row("embeddings as matrices", "ace_relative", group="study", study="fixed", tables=False),
+    *(Row(name, "ace_relative", group="study", study=name) for name in STUDIES),
+]
+
 SWEEPS = [
     *(Row(f"ace at ε = {e:g}", "ace", {"epsilon": e}, group="ace over ε") for e in ACE_EPSILONS),
-    *(
-        Row(
-            f"ace by log variance at ε = {e:g}",
-            "ace",
-            {"epsilon": e, "heterogeneity": "log_variance"},
-            group="ace by log variance over ε",
-        )
-        for e in ACE_EPSILONS
-    ),
     *(
         Row(
             f"ace_relative{suffix} at ε = {e:g}",
@@ -92,12 +112,32 @@ SWEEPS = [
             {"epsilon": e, **parameters},
             group=f"ace_relative{suffix} over ε",
         )
-        for suffix, parameters in (
-            ("", {}),
-            (", centred", {"centred": True}),
-            (", prior", {"structural_prior": True}),
-            (", centred, prior", {"centred": True, "structural_prior": True}),
+        for suffix, parameters, epsilons in (
+            ("", {}, RELATIVE_EPSILONS),
+            (", centred", {"centred": True}, NEAR_EPSILONS),
+            (", prior", {"structural_prior": True}, NEAR_EPSILONS),
         )
-        for e in RELATIVE_EPSILONS
+        for e in epsilons
+    ),
+    *(
+        Row(
+            f"{statistic} above {threshold:g}, ε = {e:g}",
+            "ace",
+            {"epsilon": e, "heterogeneity": statistic, "heterogeneity_threshold": threshold},
+            group=f"ace by thresholds, ε = {e:g}",
+        )
+        for e in (1e-5, 1e-2)
+        for statistic, thresholds in THRESHOLDS.items()
+        for threshold in thresholds
+    ),
+    *(
+        Row(
+            f"heterogeneous: {always}, ε = {e:g}",
+            "ace",
+            {"epsilon": e, "adaptive_normalization": always, "spectral_refinement": always},
+            group=f"ace by thresholds, ε = {e:g}",
+        )
+        for e in (1e-5, 1e-2)
+        for always in ("never", "always")
     ),
 ]

@@ -10,10 +10,16 @@ from functools import cached_property
 
 import torch
 from evidence.families import Family, Split
+from evidence.learned import learn
 from evidence.rows import Row
+from evidence.studies import STUDIES, Rule
 from mergekit.common import ModelReference
 from mergekit.merge_methods import merge_state_dicts
 from torch import Tensor
+
+from mergekit_ace.algebra.layouts import as_matrices, resolve_layout
+from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
+from mergekit_ace.methods.architecture import is_table, is_transposed
 
 State = dict[str, Tensor]
 
@@ -47,7 +53,12 @@ class Examiner:
     def __init__(self, family: Family):
         self.family = family
         self.model = family.load(family.base)
-        self.base: State = {n: t.clone() for n, t in self.model.state_dict().items()}
+        self.base: State = {}
+        stored = set()
+        for name, tensor in self.model.state_dict().items():
+            if tensor.data_ptr() not in stored:  # a tied head is on disk under its first name only
+                stored.add(tensor.data_ptr())
+                self.base[name] = tensor.clone()
 
     @cached_property
     def experts(self) -> dict[str, State]:
@@ -57,6 +68,14 @@ class Examiner:
             tensors = self.family.load(folder).state_dict()
             loaded[task] = {name: tensors[name] for name in self.base}
         return loaded
+
+    def spread(self) -> float:
+        """How far the experts' strengths are apart: the largest ‖Δ‖² over the smallest."""
+        strengths = [
+            sum(float((state[name] - base).square().sum()) for name, base in self.base.items())
+            for state in self.experts.values()
+        ]
+        return max(strengths) / min(strengths)
 
     def merge(self, row: Row, parameters: Mapping | None = None) -> tuple[State, float]:
         """The merged tensors, and the seconds that it took."""
@@ -69,12 +88,37 @@ class Examiner:
             models[ModelReference.model_validate(str(folder))] = self.experts[task]
         torch.manual_seed(self.family.seed)  # dare_ties drops at random
         start = time.perf_counter()
+        if row.study is not None:
+            return self._study(row, STUDIES[row.study]), time.perf_counter() - start
         chosen = dict(row.parameters if parameters is None else parameters)
+        if row.learn is not None:
+            chosen["coefficients"] = str(learn(self.family, row))
         if row.method == "lines" and self.family.layers:
             chosen["layers"] = self.family.layers
         with torch.no_grad():
             merged = merge_state_dicts(models, row.method, base=base, parameters=chosen)
         return merged, time.perf_counter() - start
+
+    @torch.no_grad()
+    def _study(self, row: Row, rule: Rule) -> State:
+        """Matrices by a rule of `studies`, everything else as `ace_relative` merges it."""
+        model = ModelReference.model_validate(str(self.family.base))
+        options = RelativeOptions()
+        merged = {}
+        for name, base in self.base.items():
+            experts = [state[name] for state in self.experts.values()]
+            transposed = is_transposed(model, name)
+            table = row.tables and is_table(model, name)
+            layout = resolve_layout("auto", name, base.ndim, transposed=transposed, table=table)
+            changed = [expert for expert in experts if not torch.equal(expert, base)]
+            if layout in ("mean", "table") or len(changed) < 2:
+                merged[name], _ = merge_tensor_relative(base, experts, None, options, layout)
+                continue
+            (origin,) = as_matrices(base.double(), layout)
+            deltas = [as_matrices(e.double(), layout)[0] - origin for e in changed]
+            result = rule(deltas)
+            merged[name] = (base + (result.mT if transposed else result)).to(base.dtype)
+        return merged
 
     def origin(self, row: Row) -> State:
         """What λ = 0 stands for."""
@@ -85,7 +129,9 @@ class Examiner:
     @torch.no_grad()
     def put(self, origin: State, merged: State, scale: float) -> None:
         """origin + λ (merged − origin) into the model."""
-        for name, tensor in self.model.state_dict().items():
+        state = self.model.state_dict()
+        for name in self.base:
+            tensor = state[name]
             if tensor.is_floating_point():
                 tensor.copy_(torch.lerp(origin[name].double(), merged[name].double(), scale))
 
