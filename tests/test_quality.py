@@ -131,6 +131,24 @@ def test_results_are_kept_and_not_repeated(benchmark, tmp_path, capsys):
     assert "table, as published" in text
 
 
+def test_changes_since_a_summary(benchmark, tmp_path):
+    regression = benchmark("evidence.regression")
+    head = {"family": "f", "seed": 0, "experts": 4}
+    lines = [
+        {**head, "row": "ties", "published": {"mean": 0.5}, "best": {"mean": 0.6}},
+        {**head, "row": "base", "published": {"mean": 0.1}},
+    ]
+    regression.write_summary(lines, tmp_path / "summary.json")
+    content = json.loads((tmp_path / "summary.json").read_text())
+    assert content["f/4/0/ties"] == {"published": 0.5, "best": 0.6}
+    assert not list(regression.changes(lines, tmp_path / "summary.json"))
+    lines[0]["published"]["mean"] = 0.52  # noise
+    lines[0]["best"]["mean"] = 0.5
+    lines.append({**head, "row": "new", "published": {"mean": 0.9}})
+    (moved,) = regression.changes(lines, tmp_path / "summary.json")
+    assert moved == "f/4/0/ties, best: 0.600 before, 0.500 now"
+
+
 def test_pictures(benchmark, tmp_path):
     quality, pictures = benchmark("quality"), benchmark("evidence.pictures")
     lines = []
@@ -147,8 +165,18 @@ def test_pictures(benchmark, tmp_path):
             lines.append({**row, "group": "ace over ε", "published": {"mean": 0.3}})
     assert json.loads(json.dumps(lines)) == lines
     made = pictures.draw_all(lines, tmp_path / "pictures")
-    names = {path.name for path in made}
-    assert {"bars-f-4.png", "scale-f-2.png", "epsilon-f.png", "experts-f.png"} <= names
+    names = [path.name for path in made]
+    assert names == ["bars.png", "scale.png", "epsilon.png", "experts.png"]
+    four = [line for line in lines if line["experts"] == 4]
+    for family, spread in zip(pictures.STRENGTHS, (1.5, 5.0, 40.0), strict=True):
+        own = [{**line, "family": family} for line in four]
+        own.append({**own[0], "row": "each expert", "spread": spread})
+        lines += own
+    made = pictures.draw_all(lines, tmp_path / "pictures")
+    assert made[-1].name == "strengths.png"
+    over = pictures._over_spreads(lines, "ties")
+    assert list(over) == pytest.approx([1.5, 5.0, 40.0])
+    assert over[next(iter(over))] == pytest.approx([0.4, 0.41])
     assert all(path.stat().st_size > 5000 for path in made)
     assert quality.key(lines[0]) == ("f", 0, 2, "ace_relative")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch starts its threads
@@ -24,6 +25,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from evidence.all_families import FAMILIES, make_family
+from evidence.regression import changes, write_summary
 from evidence.rows import LEARNED, SCALES, STUDIED, SWEEPS, TABLE, Row
 from evidence.scoring import Examiner
 from evidence.tables import print_tables
@@ -45,6 +47,19 @@ def read_results(path: Path) -> list[dict]:
         line = json.loads(text)
         found[key(line)] = line
     return list(found.values())
+
+
+def in_order(lines: Iterable[dict]) -> list[dict]:
+    """Families, then rows, as they are listed here, whatever was examined first."""
+    rows = ["base", "each expert", *(row.name for row in TABLE + LEARNED + SWEEPS + STUDIED)]
+    places = {name: place for place, name in enumerate(rows)}
+    known = [line for line in lines if line["row"] in places]
+    return sorted(
+        known,
+        key=lambda line: (
+            FAMILIES.index(line["family"]), line["experts"], places[line["row"]], line["seed"]
+        ),
+    )  # fmt: skip
 
 
 def examine_row(examiner: Examiner, row: Row) -> dict:
@@ -97,6 +112,8 @@ def main() -> None:
     parser.add_argument("--studies", action="store_true", help="rules for ε, λ and a balance, too")
     parser.add_argument("--results", type=Path, default=RESULTS, help="a line per result")
     parser.add_argument("--pictures", type=Path, help="draw them into this folder")
+    parser.add_argument("--summary", type=Path, help="write them into this small JSON file")
+    parser.add_argument("--against", type=Path, help="such a file: fail where results have moved")
     parser.add_argument("--only-print", action="store_true", help="the table of what is known")
     arguments = parser.parse_args()
     results = {key(line): line for line in read_results(arguments.results)}
@@ -121,12 +138,20 @@ def main() -> None:
                 line = examine_row(examiner, row)
                 keep([{**head, "row": row.name, "group": row.group, **line}], results,
                      arguments.results)  # fmt: skip
-    print_tables(list(results.values()))
+    lines = in_order(results.values())
+    print_tables(lines)
+    if arguments.summary:
+        write_summary(lines, arguments.summary)
     if arguments.pictures:
         from evidence.pictures import draw_all
 
-        for file in draw_all(list(results.values()), arguments.pictures):
+        for file in draw_all(lines, arguments.pictures):
             print(file)
+    if arguments.against:
+        moved = list(changes(lines, arguments.against))
+        print(f"\n{len(moved)} of {len(lines)} results differ from {arguments.against}", *moved,
+              sep="\n")  # fmt: skip
+        raise SystemExit(bool(moved))
 
 
 def keep(lines: list[dict], results: dict, path: Path) -> None:
