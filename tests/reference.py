@@ -26,8 +26,10 @@ def naive_ace(
     structural_prior: bool = True,
     spectral_refinement: str = "auto",
     rank_fraction: float = 0.3,
+    coefficients: list[float] | None = None,
 ) -> Tensor:
     """The merged matrix, (o, i), in float64; every input (o, i)."""
+    *own, refinement = [1.0] * (len(experts) + 1) if coefficients is None else coefficients
     weight = [1.0] * len(experts) if weight is None else weight
     base = base.double()
     deltas = [expert.double() - base for expert in experts]
@@ -35,8 +37,8 @@ def naive_ace(
     if not kept:
         return base
     if len(kept) == 1:
-        return base + lambda_ * deltas[kept[0]]
-    deltas = [deltas[t] for t in kept]
+        return base + lambda_ * own[kept[0]] * deltas[kept[0]]
+    deltas, own = [deltas[t] for t in kept], [own[t] for t in kept]
     mean_weight = sum(weight[t] for t in kept) / len(kept)
     w = [weight[t] / mean_weight for t in kept]
     o, i = base.shape
@@ -68,14 +70,16 @@ def naive_ace(
         c = c / (sum(tau) / len(tau))
     ridged = [x + e * identity for x, e in zip(s, eps, strict=True)]
     system = sum(ridged) + (ones @ c if structural_prior else 0)
-    x = sum(ct @ r for ct, r in zip(centred, ridged, strict=True)) @ torch.linalg.inv(system)
+    inverse = torch.linalg.inv(system)
+    x = sum(ct @ r for ct, r in zip(centred, ridged, strict=True)) @ inverse
+    chosen = sum(a * ct @ r @ inverse for a, ct, r in zip(own, centred, ridged, strict=True))
     k = int(rank_fraction * min(o, i))
     if refine and k > 0:
         mean_s = sum(ridged) / len(ridged)
         residual = sum(delta @ (st - mean_s) for delta, st in zip(deltas, s, strict=True))
         u, sigma, vh = torch.linalg.svd(residual + x, full_matrices=False)
-        x = x + sigma[:k].mean() * (u[:, :k] @ vh[:k])
-    return base + lambda_ * x
+        chosen = chosen + refinement * sigma[:k].mean() * (u[:, :k] @ vh[:k])
+    return base + lambda_ * chosen
 
 
 def naive_relative(
@@ -88,20 +92,23 @@ def naive_relative(
     centred: bool = False,
     structural_prior: bool = False,
     diagonal: bool = False,
+    coefficients: list[float] | None = None,
 ) -> Tensor:
     """`ace_relative` of one matrix, (o, i), in float64; `diagonal`: inputs are unit vectors."""
     weight = [1.0] * len(experts) if weight is None else weight
+    own = [1.0] * len(experts) if coefficients is None else coefficients
     base = base.double()
     deltas = [expert.double() - base for expert in experts]
-    pairs = [(d, w) for d, w in zip(deltas, weight, strict=True) if w > 0 and d.abs().max() > 0]
-    if not pairs:
+    given = zip(deltas, weight, own, strict=True)
+    members = [(d, w, a) for d, w, a in given if w > 0 and d.abs().max() > 0]
+    if not members:
         return base
-    if len(pairs) == 1:
-        return base + lambda_ * pairs[0][0]
+    if len(members) == 1:
+        return base + lambda_ * members[0][2] * members[0][0]
     i = base.shape[1]
     identity = torch.eye(i, dtype=torch.float64)
     numerator, system, total = 0, 0, 0
-    for delta, w in pairs:
+    for delta, w, a in members:
         if centred:
             delta = delta - delta.mean(dim=0, keepdim=True)
         gram = delta.T @ delta
@@ -109,7 +116,7 @@ def naive_relative(
             gram = gram.diagonal().diag()
         sigma = gram / gram.trace() + epsilon / i * identity
         w = w / float((delta @ sigma @ delta.T).trace())
-        numerator = numerator + w * delta @ sigma
+        numerator = numerator + a * w * delta @ sigma
         system = system + w * sigma
         total = total + w * gram / gram.trace()
     if structural_prior:

@@ -47,6 +47,7 @@ def merge_matrix(
     weights: Sequence[float] | None = None,
     options: AceOptions | None = None,
     observe: Observer | None = None,
+    coefficients: Sequence[float] | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge the versions of one matrix.
 
@@ -57,6 +58,9 @@ def merge_matrix(
         options: see `AceOptions`.
         observe: called with X, (o, i), of the closed form, and again once it is refined; from the
             start if that has to be computed anew with more digits. It must not write to X.
+        coefficients: λ_t of the experts' components of X, and last that of the refinement, T + 1 in
+            all: any finite numbers, 1 by default. What is refined is X with all of them at 1. With
+            others, and a refinement, the closed form is computed twice.
 
     Working memory, beside the inputs and the result: at most four float32 matrices of max(i², o·i)
     entries, or in the dual form of max(N², o·i) with N = T·o, whatever T is, and six blocks of
@@ -73,7 +77,8 @@ def merge_matrix(
     """
     options = options or AceOptions()
     weights = weights if weights is not None else [1.0] * len(experts)
-    active = select_active(base, experts, weights, options.dtype)
+    *own, refinement = coefficients or [1.0] * (len(experts) + 1)
+    active = select_active(base, experts, weights, options.dtype, own)
     trivial = merge_trivial(base, active, options.scale)
     if trivial is not None:
         return trivial
@@ -82,7 +87,7 @@ def merge_matrix(
     plan = _plan(active, base.shape, options)
 
     def merge(form: Form, dtype: torch.dtype) -> tuple[Tensor, MatrixRecord]:
-        return _merge(base, active, options, plan, form, dtype, observe)
+        return _merge(base, active, options, plan, form, dtype, observe, refinement)
 
     return attempt(merge, plan.forms, base.shape, active, refined=plan.rank > 0)
 
@@ -112,6 +117,7 @@ def _merge(
     form: Form,
     dtype: torch.dtype,
     observe: Observer | None,
+    refinement: float,
 ) -> tuple[Tensor, MatrixRecord]:
     """Steps 2 to 6 with products, factor and solve in `dtype`."""
     covariances = estimate_covariances(
@@ -119,15 +125,21 @@ def _merge(
     )
     if not covariances.tasks:  # every expert moved all its rows alike
         return merge_mean(base, active, options.scale)
-    solution = solve(covariances, form, prior=options.structural_prior, refined=plan.rank > 0)
+    prior, refined = options.structural_prior, plan.rank > 0
+    weighted = any(task.coefficient != 1 for task in covariances.tasks)
+    solution = solve(covariances, form, prior=prior, refined=refined and not weighted)
     merged, sigma_iso = solution.merged, None
     _show(observe, "closed form", merged, covariances.unit)
-    if solution.target is not None:
-        size = squared_norm(merged) ** 0.5
-        error = solution.error * size if dtype == torch.float32 else 0.0
-        allowed = tolerance(solution.condition) * size
-        component, strength = isotropic_component(solution.target, plan.rank, error, allowed)
-        merged.add_(component)
+    if refined:
+        plain = solution
+        if weighted:
+            plain = solve(covariances.unweighted(), form, prior=prior, refined=True)
+        assert plain.target is not None
+        size = squared_norm(plain.merged) ** 0.5
+        error = plain.error * size if dtype == torch.float32 else 0.0
+        allowed = tolerance(plain.condition) * size
+        component, strength = isotropic_component(plain.target, plan.rank, error, allowed)
+        merged.add_(component, alpha=refinement)
         sigma_iso = strength * covariances.unit
         _show(observe, "refined", merged, covariances.unit)
     record = MatrixRecord(

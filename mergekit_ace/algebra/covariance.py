@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class Task:
         scale: s_t.
         ridge: ε_t.
         unit: what Δ_t is divided by.
+        coefficient: λ_t, by which the component of the task is multiplied, its covariance not.
         gram: C_tᵀC_t, (i, i), in the lower triangle, where that is known already.
     """
 
@@ -45,6 +46,7 @@ class Task:
     scale: float
     ridge: float
     unit: float
+    coefficient: float = 1.0
     gram: Tensor | None = None
 
     def centred(self, rows: slice = ALL, columns: slice = ALL, out: Tensor | None = None) -> Tensor:
@@ -74,7 +76,8 @@ class Covariances:
         reference: the task r that the others are compared with. As Σ_t (S_t + ε_t I) = A, Eq. 14
             without its prior is X = C_r + Σ_{t≠r} (C_t − C_r)(S_t + ε_t I) A⁻¹: a product fewer,
             and where experts agree nothing is left that a solve could spoil. Every r is exact; the
-            smallest task vector cancels least, and a vanishing weight would be divided by.
+            smallest task vector cancels least, and a vanishing weight would be divided by. Outside
+            of the S_t, with coefficients, λ_t C_t takes the place of C_t everywhere.
         unit: the scale that the task vectors were divided by.
         covariance_unit: what S_t and ε_t are measured in: unit², or 1 where S_t is normalised.
         epsilon: ε_t per active expert as Eqs. 9-10 define it, in the base's unit; 0 for one that
@@ -92,6 +95,11 @@ class Covariances:
     mean_tau: float
     centred: bool = True
     _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def unweighted(self) -> Covariances:
+        """The same estimates with all coefficients 1."""
+        tasks = tuple(replace(task, coefficient=1.0) for task in self.tasks)
+        return replace(self, tasks=tasks)
 
     def column_blocks(self) -> Iterator[slice]:
         """Blocks of columns of a task vector."""
@@ -119,13 +127,14 @@ class Covariances:
         return [task for t, task in enumerate(self.tasks) if t != self.reference]
 
     def reference_block(self, block: slice) -> Tensor:
-        """C_r in a block of rows, in a buffer of its own."""
+        """λ_r C_r in a block of rows, in a buffer of its own."""
         room = self.buffer("reference", block.stop - block.start, self.shape[1])
-        return self.reference_task.centred(block, out=room)
+        return _times(self.reference_task.centred(block, out=room), self.reference_task.coefficient)
 
     def difference(self, task: Task, block: slice, first: Tensor) -> Tensor:
-        """C_t − C_r in a block of rows, where C_r is `first`; in another buffer."""
-        return task.centred(block, out=self.buffer("task", *first.shape)).sub_(first)
+        """λ_t C_t − λ_r C_r in a block of rows, where the latter is `first`; in another buffer."""
+        part = task.centred(block, out=self.buffer("task", *first.shape))
+        return _times(part, task.coefficient).sub_(first)
 
     def add_estimate(self, total: Tensor, task: Task) -> Tensor:
         """total += S_t, (i, i), in the lower triangle."""
@@ -182,8 +191,8 @@ def estimate_covariances(
     unit = choose_unit(active, base.numel())
     noise = (8 * torch.finfo(active.dtype).eps) ** 2
     tasks, epsilon, order = [], [], []
-    members = zip(active.experts, active.weights, active.moments, strict=True)
-    for expert, weight, moments in members:
+    members = zip(active.experts, active.weights, active.coefficients, active.moments, strict=True)
+    for expert, weight, coefficient, moments in members:
         trace = centred_trace(expert, base, moments, unit, active.dtype)  # tr(G_t), unit²
         if normalized and trace <= noise * moments.tau / unit**2:
             epsilon.append(0.0)
@@ -197,6 +206,7 @@ def estimate_covariances(
                 scale=weight / trace if normalized else weight,
                 ridge=ridge,
                 unit=unit,
+                coefficient=coefficient,
             )
         )
         epsilon.append(ridge * (1.0 if normalized else unit**2))
@@ -209,6 +219,10 @@ def estimate_covariances(
         epsilon=tuple(epsilon),
         mean_tau=math.fsum(active.tau) / len(active.tau) if normalized else 1.0,
     )
+
+
+def _times(part: Tensor, coefficient: float) -> Tensor:
+    return part if coefficient == 1 else part.mul_(coefficient)
 
 
 def choose_reference(tasks: Sequence[tuple[float, float]]) -> int:

@@ -9,8 +9,9 @@ needed, and one product Q M at the end. With the reference r (see `Covariances`)
     c = (1/i) Mᵀ(M 1),   A⁻¹c = (1/i) Mᵀ K⁻¹ (M 1)
     R = Σ_t s_t ((C_t − C̄) C_tᵀ + 1 (C_t (μ_t − μ̄))ᵀ) C_t − ε̄ (C̄ + 1 μ̄ᵀ)
 
-with μ̄ the mean of the μ_t. Beside half the work where N < i, this form avoids a cancellation: weak
-directions of A are never represented by differences of large numbers.
+with μ̄ the mean of the μ_t. With coefficients, Y starts from λ_r C_r, P_t has λ_t C_t − λ_r C_r and
+λ_t ε_t, and P_r is λ_r times as large. Beside half the work where N < i, this form avoids a
+cancellation: weak directions of A are never represented by differences of large numbers.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def solve_dual(covariances: Covariances, *, prior: bool, refined: bool) -> Solut
     """
     merged, target, condition, growth = _coefficients(covariances, prior, refined)
     merged, target = _expand(covariances, merged, target)
-    error = _error(growth / squared_norm(merged) ** 0.5, condition, merged.dtype)
+    size = squared_norm(merged) ** 0.5
+    error = _error(growth / size if size else 0.0, condition, merged.dtype)  # as in `primal`
     if error > tolerance(condition):
         raise IllConditionedError(condition)
     return Solution(merged, target, condition, error)
@@ -155,11 +157,13 @@ def _numerator(covariances: Covariances, grid: _Grid) -> Tensor:
     reference = covariances.reference
     left = covariances.new(rows, rows * grid.count)
     for t, (task, root) in enumerate(zip(covariances.tasks, _roots(covariances), strict=True)):
-        part, ridge = left[:, grid.own(t)], task.ridge
+        part, ridge = left[:, grid.own(t)], task.coefficient * task.ridge
+        first = covariances.reference_task.coefficient
         if t == reference:
-            ridge -= covariances.ridge
+            ridge -= first * covariances.ridge
         else:
-            torch.sub(grid.square(t, t), grid.square(reference, t), out=part).mul_(root)
+            torch.mul(grid.square(t, t), task.coefficient, out=part)
+            part.sub_(grid.square(reference, t), alpha=first).mul_(root)
         part.diagonal().add_(ridge / root)
     return left
 
@@ -208,7 +212,7 @@ def _finish(covariances: Covariances, lower: Tensor, left: Tensor, ones: Tensor 
     scales = left.new_tensor(_roots(covariances)).repeat_interleave(rows)
     left.mul_(scales)
     first = covariances.reference * rows
-    left[:, first : first + rows].diagonal().add_(1)
+    left[:, first : first + rows].diagonal().add_(covariances.reference_task.coefficient)
     if ones is None:
         return
     stacked = scales * ones  # M 1

@@ -55,6 +55,7 @@ def merge_tensor(
     weights: Sequence[float] | None = None,
     options: AceOptions | None = None,
     layout: Layout = "auto",
+    coefficients: Sequence[float] | None = None,
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor by ACE-Merging.
 
@@ -65,6 +66,7 @@ def merge_tensor(
         weights: w_t ≥ 0 per expert, 1 by default.
         options: see `AceOptions`.
         layout: see `resolve_layout`; ``auto`` knows no name and no architecture here.
+        coefficients: of the components, T + 1, see `merge_matrix`.
 
     Returns:
         The merged tensor, shaped as `base`, in the compute dtype or wider, and its record. Where no
@@ -77,10 +79,12 @@ def merge_tensor(
     weights = weights if weights is not None else [1.0] * len(experts)
 
     def matrix(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        return merge_matrix(base, experts, weights, options)
+        return merge_matrix(base, experts, weights, options, coefficients=coefficients)
 
     def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        return merge_mean(base, select_active(base, experts, weights, options.dtype), options.scale)
+        own = coefficients and coefficients[: len(experts)]
+        active = select_active(base, experts, weights, options.dtype, own)
+        return merge_mean(base, active, options.scale)
 
     return by_layout(base, experts, resolve_layout(layout, None, base.ndim), matrix, mean)
 

@@ -15,13 +15,14 @@ def merge_trivial(
     """The merge of fewer than two active experts; None where there are more.
 
     Where nobody changed the tensor it is `base` itself, uncast. Where one expert did, it is
-    W0 + λ Δ: with one task the minimiser of Eq. 2 is that expert, whatever its covariance.
+    W0 + λ λ_t Δ: with one task the minimiser of Eq. 2 is that expert, whatever its covariance.
     """
     if not active.experts:
         return base, _record("base", active)
     if len(active.experts) > 1:
         return None
     (expert,) = active.experts
+    scale = scale * active.coefficients[0]
     if scale == 1:  # W0 + (W − W0) may round; W itself is exact
         merged = expert.to(active.dtype)
     else:
@@ -30,7 +31,7 @@ def merge_trivial(
 
 
 def merge_mean(base: Tensor, active: ActiveExperts, scale: float) -> tuple[Tensor, MatrixRecord]:
-    """W0 + λ · Σ_t w_t Δ_t / Σ_t w_t, the rule for everything that is not a matrix.
+    """W0 + λ · Σ_t λ_t w_t Δ_t / Σ_t w_t, the rule for everything that is not a matrix.
 
     Args:
         base: W0, any shape.
@@ -41,8 +42,9 @@ def merge_mean(base: Tensor, active: ActiveExperts, scale: float) -> tuple[Tenso
     if trivial is not None:
         return trivial
     merged = base.to(active.dtype, copy=True)
-    for expert, weight in zip(active.experts, active.weights, strict=True):
-        share = scale * weight / len(active.weights)
+    members = zip(active.experts, active.weights, active.coefficients, strict=True)
+    for expert, weight, coefficient in members:
+        share = scale * coefficient * weight / len(active.weights)
         merged.add_(task_vector(expert, base, active.dtype), alpha=share)
     return merged, _record("mean", active)
 

@@ -52,7 +52,8 @@ def solve_primal(covariances: Covariances, *, prior: bool, refined: bool) -> Sol
     row = None if common is None else prior_row(lower, common)
     solve_(numerator, lower)
     target = complete_(covariances, numerator, row, residual)
-    error = _error(growth / squared_norm(numerator) ** 0.5, numerator.dtype)
+    size = squared_norm(numerator) ** 0.5
+    error = _error(growth / size if size else 0.0, numerator.dtype)  # all coefficients may be 0
     if error > tolerance(condition):
         raise IllConditionedError(condition)
     return Solution(numerator, target, condition, error)
@@ -107,6 +108,7 @@ def _add_through_rows(
     centred = task.centred()
     add_gram(total, centred.mT, task.scale)
     turned.addmv_(centred.mT, centred @ (task.mean - reference.mean), alpha=task.scale)
-    difference = reference.centred().neg_().add_(centred)
+    difference = reference.centred().mul_(-reference.coefficient)
+    difference.add_(centred, alpha=task.coefficient)
     numerator.addmm_(difference @ centred.mT, centred, alpha=task.scale)
     numerator.add_(difference, alpha=task.ridge)

@@ -74,23 +74,27 @@ def merge_tensor_relative(
     weights: Sequence[float] | None = None,
     options: RelativeOptions | None = None,
     layout: RelativeLayout = "auto",
+    coefficients: Sequence[float] | None = None,
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor; arguments and result as of `merge_tensor`.
 
-    With layout ``table`` it is one whose rows are looked up, as embeddings are: see `merge_table`.
+    There is no refinement, and so there are T coefficients. With layout ``table`` it is one whose
+    rows are looked up, as embeddings are: see `merge_table`.
     """
     options = options or RelativeOptions()
     weights = weights if weights is not None else [1.0] * len(experts)
 
+    def active(base: Tensor, experts: Sequence[Tensor]) -> ActiveExperts:
+        return select_active(base, experts, weights, options.dtype, coefficients)
+
     def matrix(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        return merge_relative(base, select_active(base, experts, weights, options.dtype), options)
+        return merge_relative(base, active(base, experts), options)
 
     def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        return merge_mean(base, select_active(base, experts, weights, options.dtype), options.scale)
+        return merge_mean(base, active(base, experts), options.scale)
 
     def table(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        active = select_active(base, experts, weights, options.dtype)
-        return merge_table(base, active, options.epsilon, options.scale)
+        return merge_table(base, active(base, experts), options.epsilon, options.scale)
 
     fixed = resolve_layout(layout, None, base.ndim)
     return by_layout(base, experts, fixed, table if fixed == "table" else matrix, mean)
@@ -162,11 +166,13 @@ def estimate_relative(
     rows, columns = base.shape
     remembered = rows >= len(active.experts) * columns  # then all G_t together take less than a Δ_t
     members = []
-    for expert, weight, moments in zip(active.experts, active.weights, active.moments, strict=True):
+    given = zip(active.experts, active.weights, active.coefficients, active.moments, strict=True)
+    for expert, weight, coefficient, moments in given:
         mean = (moments.mean / unit).to(dtype)
         tau = moments.tau / unit**2
         trace = centred_trace(expert, base, moments, unit, active.dtype) if options.centred else tau
-        task = Task(expert, base, mean if options.centred else torch.zeros_like(mean), 1, 0, unit)
+        mean = mean if options.centred else torch.zeros_like(mean)
+        task = Task(expert, base, mean, 1, 0, unit, coefficient)
         if trace <= noise * tau:
             members.append((task, trace, 0.0))
             continue

@@ -65,6 +65,7 @@ def merge_table(
     total = counts.sum(dim=0)
     counts.div_(torch.where(total > 0, total, 1.0))  # with ε = 0, rows that nobody has moved
     merged = base.to(active.dtype, copy=True)
+    counts.mul_(counts.new_tensor(active.coefficients)[:, None])
     for block in blocks(rows, width):
         sum_ = torch.zeros_like(merged[block])
         for count, expert in zip(counts, active.experts, strict=True):

@@ -89,6 +89,8 @@ class ActiveExperts:
         experts: weights W_t of the active experts, each shaped as the base.
         weights: w_t, rescaled to mean 1 over the active experts.
         moments: τ_t and μ_t of the active experts.
+        coefficients: λ_t of the active experts, by which their components of a merge are
+            multiplied; 1 unless learned.
         all_tau: τ_t of *all* experts given, in their order; 0 where unchanged.
         positions: where the active ones stand among those given.
         dtype: in which task vectors are formed.
@@ -96,6 +98,7 @@ class ActiveExperts:
 
     experts: tuple[Tensor, ...]
     weights: tuple[float, ...]
+    coefficients: tuple[float, ...]
     moments: tuple[Moments, ...]
     all_tau: tuple[float, ...]
     positions: tuple[int, ...]
@@ -115,7 +118,11 @@ class ActiveExperts:
 
 
 def select_active(
-    base: Tensor, experts: Sequence[Tensor], weights: Sequence[float], dtype: torch.dtype
+    base: Tensor,
+    experts: Sequence[Tensor],
+    weights: Sequence[float],
+    dtype: torch.dtype,
+    coefficients: Sequence[float] | None = None,
 ) -> ActiveExperts:
     """Measure τ_t and keep the experts that have something to say.
 
@@ -124,6 +131,7 @@ def select_active(
         experts: W_t, finite, shaped as `base`.
         weights: w_t ≥ 0, one per expert.
         dtype: where the task vectors are formed, unless the tensors are wider themselves.
+        coefficients: λ_t, one per expert; 1 by default.
 
     Raises:
         OverflowError: the squared norm of a task vector does not fit `dtype`'s or float64's range.
@@ -146,6 +154,7 @@ def select_active(
     return ActiveExperts(
         experts=tuple(experts[p] for p in positions),
         weights=tuple(s / mean for s in share),
+        coefficients=tuple(coefficients[p] if coefficients else 1.0 for p in positions),
         moments=tuple(moments[p] for p in positions),
         all_tau=tau,
         positions=positions,
