@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coefficient file: what the trainer found, for `merge_method: statsmerging` to apply.
+"""The coefficient file: what the trainer found, for a merge method to apply.
 
 One safetensors file. Its tensors are `coefficients` (K, L), `statistics` (K, L, F), `depths` (L,),
 `groups` (L,) and the learner's weights as `learner.…`; everything else is one JSON text in the
@@ -24,6 +24,7 @@ from mergekit_ace.learner import Learner, LearnerConfig
 FORMAT = "mergekit-ace coefficients"
 VERSION = 1
 Granularity = Literal["tensor", "block", "task"]
+Basis = Literal["task_vector", "ace", "ace_relative"]
 _LEARNER = "learner."
 
 
@@ -71,6 +72,9 @@ class Contents(BaseModel):
         tensors: L of them, in the order of the columns, input first.
         frozen: tensors on disk that take no part: the merge has the base's.
         granularity: what one coefficient was learned for.
+        basis: what is combined: task vectors (`statsmerging`), or the components of the experts in
+            a merge by `ace`, whose refinement is one more row, or by `ace_relative`.
+        parameters: of the merge method that the components are of, where they are.
         learner: its configuration.
         config: of the training, as it was resolved.
         scores: of the comparison at its end.
@@ -84,10 +88,17 @@ class Contents(BaseModel):
     tensors: tuple[MergedTensor, ...]
     frozen: tuple[str, ...] = ()
     granularity: Granularity = "tensor"
+    basis: Basis = "task_vector"
+    parameters: dict[str, Any] = {}
     learner: LearnerConfig
     config: dict[str, Any] = {}
     scores: dict[str, Any] = {}
     package: str = ""
+
+    @property
+    def rows(self) -> int:
+        """Rows of coefficients: one per expert, and one for the refinement of `ace`."""
+        return len(self.experts) + (self.basis == "ace")
 
 
 class CoefficientFile:
@@ -95,8 +106,8 @@ class CoefficientFile:
 
     Attributes:
         contents: names, configuration, scores.
-        coefficients: λ, (K, L), float32.
-        statistics: (K, L, F), float64, what the learner was given.
+        coefficients: λ, (K, L), float32; K + 1 rows where the last one is of a refinement.
+        statistics: (K, L, F), float64, what the learner was given; likewise.
         depths: (L,), float32.
         learner_state: of the trained network.
         groups: (L,), int64: tensors of one group, 0 … G − 1, share a coefficient; by default each
@@ -207,7 +218,7 @@ class CoefficientFile:
             ) from error
 
     def _check(self) -> None:
-        shape = (len(self.contents.experts), len(self.contents.tensors))
+        shape = (self.contents.rows, len(self.contents.tensors))
         features = len(self.contents.learner.features)
         expected = (shape, (*shape, features), shape[1:], shape[1:])
         found = tuple(

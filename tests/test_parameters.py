@@ -14,7 +14,8 @@ def test_every_option_is_a_parameter_with_the_same_default():
     offered = {OPTION_NAMES.get(p.name, p.name): p.default for p in OPTION_PARAMETERS}
     assert offered == AceOptions().model_dump(exclude={"lean"})
     names = [p.name for p in AceMerge.spec.parameters]
-    assert names == ["weight", *(p.name for p in OPTION_PARAMETERS), "layout", "report"]
+    others = ["layout", "coefficients", "task", "report"]
+    assert names == ["weight", *(p.name for p in OPTION_PARAMETERS), *others]
     assert all(p.allowed for p in AceMerge.spec.parameters)
 
 

@@ -9,9 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from mergekit_ace.algebra.layouts import merge_tensor
-from mergekit_ace.algebra.options import FixedLayout
+from mergekit_ace.algebra.options import AceOptions, FixedLayout
 from mergekit_ace.algebra.records import TensorRecord
-from mergekit_ace.methods.parameters import LAYOUT, OPTION_PARAMETERS, REPORT, WEIGHT, ace_options
+from mergekit_ace.methods.parameters import (
+    COEFFICIENTS,
+    LAYOUT,
+    OPTION_PARAMETERS,
+    REPORT,
+    TASK,
+    WEIGHT,
+    ace_options,
+)
 from mergekit_ace.methods.ridge import RidgeMethod
 from mergekit_ace.methods.task_vectors import method_spec
 
@@ -23,7 +31,7 @@ class AceMerge(RidgeMethod):
         "ace",
         "ACE-Merging",
         "https://arxiv.org/abs/2603.02945",
-        (WEIGHT, *OPTION_PARAMETERS, LAYOUT, REPORT),
+        (WEIGHT, *OPTION_PARAMETERS, LAYOUT, COEFFICIENTS, TASK, REPORT),
     )
     ill_conditioned = (
         "Raise `epsilon` for this tensor (by a filter) or for all; task vectors that are large, or "
@@ -38,6 +46,10 @@ class AceMerge(RidgeMethod):
         parameters: Mapping[str, Any],
         layout: FixedLayout,
         lean: bool,
+        coefficients: Sequence[float] | None,
     ) -> tuple[Tensor, TensorRecord]:
-        options = ace_options(parameters).model_copy(update={"lean": lean})
-        return merge_tensor(tensors[0], tensors[1:], weights, options, layout)
+        options = self.options(parameters).model_copy(update={"lean": lean})
+        return merge_tensor(tensors[0], tensors[1:], weights, options, layout, coefficients)
+
+    def options(self, parameters: Mapping[str, Any]) -> AceOptions:
+        return ace_options(parameters)

@@ -11,7 +11,15 @@ from torch import Tensor
 from mergekit_ace.algebra.options import FixedLayout
 from mergekit_ace.algebra.records import TensorRecord
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
-from mergekit_ace.methods.parameters import RELATIVE_LAYOUT, REPORT, WEIGHT, of_method, option
+from mergekit_ace.methods.parameters import (
+    COEFFICIENTS,
+    RELATIVE_LAYOUT,
+    REPORT,
+    TASK,
+    WEIGHT,
+    of_method,
+    option,
+)
 from mergekit_ace.methods.ridge import RidgeMethod
 from mergekit_ace.methods.task_vectors import method_spec
 
@@ -38,6 +46,8 @@ class RelativeAceMerge(RidgeMethod):
             of_method(WEIGHT, NAME),
             *(option(RelativeOptions, name, field, NAME) for name, field in OPTIONS.items()),
             of_method(RELATIVE_LAYOUT, NAME),
+            of_method(COEFFICIENTS, NAME),
+            of_method(TASK, NAME),
             of_method(REPORT, NAME),
         ),
     )
@@ -49,7 +59,12 @@ class RelativeAceMerge(RidgeMethod):
         parameters: Mapping[str, Any],
         layout: FixedLayout,
         lean: bool,
+        coefficients: Sequence[float] | None,
     ) -> tuple[Tensor, TensorRecord]:
-        chosen = {field: parameters[name] for name, field in OPTIONS.items()}
-        options = RelativeOptions(**chosen, lean=lean)
-        return merge_tensor_relative(tensors[0], tensors[1:], weights, options, layout)
+        options = self.options(parameters).model_copy(update={"lean": lean})
+        return merge_tensor_relative(
+            tensors[0], tensors[1:], weights, options, layout, coefficients
+        )
+
+    def options(self, parameters: Mapping[str, Any]) -> RelativeOptions:
+        return RelativeOptions(**{field: parameters[name] for name, field in OPTIONS.items()})

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from mergekit.merge_methods.base import TensorGroup
+from pydantic import BaseModel
 from torch import Tensor
 
 from mergekit_ace.coefficients import CoefficientFile, CoefficientFileError
@@ -43,12 +44,41 @@ class FileCoefficients:
     Args:
         path: of the file.
         by_depth: carry them over to another architecture by relative depth, instead of by name.
+        method: the merge method that asks.
+
+    Raises:
+        CoefficientFileError: they are coefficients of another basis.
     """
 
-    def __init__(self, path: str, *, by_depth: bool = False):
+    def __init__(self, path: str, *, by_depth: bool = False, method: str = "statsmerging"):
         self.path = path
         self.file = load(path)
         self.by_depth = by_depth
+        self.method = method
+        basis = self.file.contents.basis
+        own = "statsmerging" if basis == "task_vector" else basis
+        if own != method:
+            what = "task vectors" if basis == "task_vector" else f"components of {basis}"
+            raise CoefficientFileError(
+                f"{method}: the coefficients in {path} were learned for {what}; write "
+                f"merge_method: {own}, or train with another `basis`"
+            )
+
+    def check_parameters(self, options: BaseModel) -> None:
+        """Raise unless the components are those that the coefficients were learned for.
+
+        Raises:
+            CoefficientFileError: with the parameters that differ.
+        """
+        learned = self.file.contents.parameters
+        given = options.model_dump(mode="json")
+        odd = [f"{n}: {given[n]} instead of {v}" for n, v in learned.items() if given.get(n) != v]
+        if odd:
+            raise CoefficientFileError(
+                f"{self.method}: the coefficients in {self.path} were learned for other "
+                f"components: {', '.join(odd)}. Give these parameters as merge.yml has them, or "
+                "train again"
+            )
 
     def find(
         self,
@@ -57,12 +87,15 @@ class FileCoefficients:
         *,
         missing: Literal["error", "mean"] = "error",
     ) -> list[float]:
-        """λ_k of the experts of `group`; all 0 for a tensor that takes no part.
+        """λ_k of the experts of `group`, and of the refinement where it has one.
+
+        All 0 for a tensor that takes no part.
 
         Raises:
             CoefficientFileError: an expert or the tensor is not in the file.
         """
         rows = self._rows([str(expert.id) for expert in group.non_base], tasks)
+        rows += range(len(self.file.contents.experts), self.file.contents.rows)
         name = group.metadata.name
         assert group.base is not None
         if name in self.file.frozen:
@@ -87,29 +120,33 @@ class FileCoefficients:
         if absent:
             held = "\n".join(f"    {e.task} ({e.model})" for e in self.file.contents.experts)
             raise CoefficientFileError(
-                f"statsmerging: {self.path} has no coefficients for {', '.join(absent)}. It holds\n"
-                f"{held}\nIf a checkpoint has moved, give it the name above as `task:` under its "
-                "parameters."
+                f"{self.method}: {self.path} has no coefficients for {', '.join(absent)}. "
+                f"It holds\n{held}\nIf a checkpoint has moved, give it the name above as `task:` "
+                "under its parameters."
             )
         found = [row for row in rows if row is not None]
         if len(set(found)) != len(found):
             raise CoefficientFileError(
-                "statsmerging: two experts have the same row of the coefficient file; give each a "
-                "`task:` of its own"
+                f"{self.method}: two experts have the same row of the coefficient file; give each "
+                "a `task:` of its own"
             )
         return found
 
     def _unknown_tensors(self, name: str | None, base: Hashable) -> str:
         if name is None:
-            return "statsmerging: a tensor without a name cannot be looked up in a coefficient file"
+            return f"{self.method}: a tensor without a name is in no coefficient file"
         known = self.file.columns.keys() | self.file.frozen
         unknown = sorted({name, *(tensor_names(base) or ())} - known)
         held = [tensor.name for tensor in self.file.contents.tensors]
+        others = (
+            " `missing: mean` merges such tensors by the mean of the task vectors; `match: depth` "
+            "carries coefficients over from another architecture."
+        )
         return (
-            f"statsmerging: {self.path} has no coefficients for {_some(unknown)}. It holds those "
-            f"of {_some(held)}, trained on {self.file.contents.base_model}. `missing: mean` merges "
-            "such tensors by the mean of the task vectors; `match: depth` carries coefficients "
-            "over from another architecture."
+            f"{self.method}: {self.path} has no coefficients for {_some(unknown)}. It holds those "
+            f"of {_some(held)}, trained on {self.file.contents.base_model}."
+            + others
+            * (self.method == "statsmerging")
         )
 
 
@@ -126,6 +163,11 @@ class LearnerCoefficients:
     def __init__(self, path: str):
         self.file = load(path)
         config = self.file.contents.learner
+        if self.file.contents.basis != "task_vector":
+            raise CoefficientFileError(
+                f"statsmerging: the learner in {path} predicts coefficients of components of "
+                f"{self.file.contents.basis}, not of task vectors"
+            )
         if config.input != "shared" or self.file.contents.granularity != "tensor":
             raise CoefficientFileError(
                 f"statsmerging: the learner in {path} has input: {config.input} and granularity: "

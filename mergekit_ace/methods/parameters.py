@@ -15,6 +15,7 @@ from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import AfterValidator, BaseModel, ValidationError
 
 from mergekit_ace.algebra.options import AceOptions, Layout, NonNegative, RelativeLayout
+from mergekit_ace.methods.lookup import load
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,15 @@ def _writable(path: str) -> str:
 
 
 ReportPath = Annotated[str, AfterValidator(_writable)]
+
+
+def _loadable(path: str) -> str:
+    """A file that cannot be used should be known before anything is merged."""
+    load(path)
+    return path
+
+
+CoefficientPath = Annotated[str, AfterValidator(_loadable)]
 
 # The option's name in mergekit, where it differs from ours.
 OPTION_NAMES = {"lambda": "scale"}
@@ -142,6 +152,20 @@ LAYOUT = NamedParameter(
     "layout", Layout, ParameterScope.SHARED, default="auto", allowed=_one_of(Layout)
 )
 RELATIVE_LAYOUT = replace(LAYOUT, value_type=RelativeLayout, allowed=_one_of(RelativeLayout))
+COEFFICIENTS = NamedParameter(
+    "coefficients",
+    CoefficientPath | None,
+    ParameterScope.SHARED,
+    default=None,
+    allowed="the path of a coefficients.safetensors that `mergekit-ace train` wrote",
+)
+TASK = NamedParameter(
+    "task",
+    str | None,
+    ParameterScope.NON_BASE,
+    default=None,
+    allowed="the name that the expert has in the coefficient file",
+)
 REPORT = NamedParameter(
     "report",
     ReportPath | None,

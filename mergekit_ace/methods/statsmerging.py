@@ -4,30 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 from mergekit.merge_methods.base import ParameterScope, TensorGroup
-from pydantic import AfterValidator
 from torch import Tensor
 
 from mergekit_ace.algebra.linear import merge_linear
 from mergekit_ace.algebra.options import Number
 from mergekit_ace.methods.inputs import describe
-from mergekit_ace.methods.lookup import FileCoefficients, LearnerCoefficients, load
-from mergekit_ace.methods.parameters import NamedParameter
+from mergekit_ace.methods.lookup import FileCoefficients, LearnerCoefficients
+from mergekit_ace.methods.parameters import COEFFICIENTS, TASK, NamedParameter, of_method
 from mergekit_ace.methods.task_vectors import TaskVectorMethod, method_spec
 
 NAME = "statsmerging"
-
-
-def _loadable(path: str) -> str:
-    """A file that cannot be used should be known before anything is merged."""
-    load(path)
-    return path
-
-
-FilePath = Annotated[str, AfterValidator(_loadable)]
-_FILE = "the path of a coefficients.safetensors that `mergekit-ace train` wrote"
 
 
 def _parameter(name: str, value_type: Any, scope: ParameterScope, default: Any, allowed: str):
@@ -49,15 +39,9 @@ class StatsMerge(TaskVectorMethod):
         "https://arxiv.org/abs/2506.04567",
         (
             _parameter("weight", Number | None, ParameterScope.NON_BASE, None, "a finite number"),
-            _parameter("coefficients", FilePath | None, ParameterScope.SHARED, None, _FILE),
-            _parameter("learner", FilePath | None, ParameterScope.SHARED, None, _FILE),
-            _parameter(
-                "task",
-                str | None,
-                ParameterScope.NON_BASE,
-                None,
-                "the name that the expert has in the coefficient file",
-            ),
+            of_method(COEFFICIENTS, NAME),
+            replace(of_method(COEFFICIENTS, NAME), name="learner"),
+            of_method(TASK, NAME),
             _parameter(
                 "missing",
                 Literal["error", "mean"],

@@ -19,26 +19,31 @@ def score_coefficients(session: Session, coefficients: Tensor, split: str = "tes
 
 
 def simple_merges(session: Session, shape: Sequence[int]) -> dict[str, Score]:
-    """The base model, the mean of the experts, and task arithmetic.
+    """The base model, the mean of the experts, and task arithmetic; or what training starts at.
 
     Args:
         session: model and data.
         shape: (K, G).
 
     Returns:
-        Scores on the test split by name. Of the weights of task arithmetic, that with the least
-        loss on the validation split.
+        Scores on the test split by name. Of the weights of task arithmetic, or of λ, that with the
+        least loss on the validation split.
     """
+    basis = session.config.basis
 
     def equal(weight: float, split: str = "test") -> Score:
         return score_coefficients(session, torch.full(tuple(shape), float(weight)), split)
 
-    rows = {"base model": equal(0), "uniform (mean of the experts)": equal(1 / shape[0])}
-    weights = session.config.compare.task_arithmetic
+    if basis == "task_vector":
+        rows = {"base model": equal(0), "uniform (mean of the experts)": equal(1 / shape[0])}
+        weights, tried = session.config.compare.task_arithmetic, "task arithmetic, weight"
+    else:
+        rows = {"base model": equal(0), f"{basis}, without data": equal(1)}
+        weights, tried = session.config.compare.scale, f"{basis}, λ"
     if weights:
         losses = {weight: equal(weight, "validation").loss for weight in weights}
         best = min(losses, key=losses.__getitem__)
-        rows[f"task arithmetic, weight {best:g} (best of {len(weights)})"] = equal(best)
+        rows[f"{tried} {best:g} (best of {len(weights)})"] = equal(best)
     return rows
 
 

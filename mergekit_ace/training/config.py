@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mergekit_ace.algebra.options import Number
-from mergekit_ace.coefficients import Granularity
+from mergekit_ace.algebra.options import AceOptions, Number
+from mergekit_ace.algebra.relative import RelativeOptions
+from mergekit_ace.coefficients import Basis, Granularity
 from mergekit_ace.learner import LearnerConfig
 
 Task = Literal["causal-lm", "seq2seq-lm", "sequence-classification", "image-classification"]
@@ -147,11 +148,13 @@ class ComparisonConfig(Strict):
     """What the result is compared with at the end, on the test split.
 
     Attributes:
-        task_arithmetic: weights to try.
+        task_arithmetic: weights to try, where the basis is task vectors.
+        scale: λ to try, where it is components.
         direct: train coefficients without a learner, too; as long as the training itself.
     """
 
     task_arithmetic: tuple[Number, ...] = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
+    scale: tuple[Number, ...] = (0.7, 0.85, 1.2, 1.4)
     direct: bool = True
 
 
@@ -162,6 +165,10 @@ class TrainConfig(Strict):
         base_model: the model that all experts were fine-tuned from.
         models: at least one expert.
         task: what the models do.
+        basis: what the coefficients multiply: the experts' task vectors, or their components in a
+            merge by `ace` or `ace_relative`; training then starts at that merge.
+        ace, ace_relative: parameters of these methods, for a basis of that name.
+        component_dtype: in which components are kept on disk.
         granularity: one coefficient per expert and ``tensor`` (the paper's layer-wise), per
             transformer ``block``, or per expert (``task``).
         learner: see `LearnerConfig`.
@@ -180,6 +187,10 @@ class TrainConfig(Strict):
     base_model: str
     models: Annotated[tuple[ExpertConfig, ...], Field(min_length=1)]
     task: Task
+    basis: Basis = "task_vector"
+    ace: AceOptions = AceOptions()
+    ace_relative: RelativeOptions = RelativeOptions()
+    component_dtype: Literal["float32", "bfloat16"] = "float32"
     granularity: Granularity = "tensor"
     learner: LearnerConfig = LearnerConfig()
     labels: Labels = "hard"
@@ -193,8 +204,26 @@ class TrainConfig(Strict):
     device_map: Literal["auto"] | None = None
     trust_remote_code: bool = False
 
+    @property
+    def options(self) -> AceOptions | RelativeOptions:
+        """Of the merge that the components are of."""
+        return self.ace if self.basis == "ace" else self.ace_relative
+
+    @model_validator(mode="before")
+    @classmethod
+    def _start(cls, values: Any) -> Any:
+        """Components are merged with coefficients around 1."""
+        if isinstance(values, dict) and values.get("basis", "task_vector") != "task_vector":
+            learner = values.get("learner") or {}
+            if isinstance(learner, LearnerConfig):
+                learner = learner.model_dump(exclude_unset=True)
+            if isinstance(learner, dict):
+                values = {**values, "learner": {"initial": 1.0, **learner}}
+        return values
+
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
+        self._check_basis()
         if self.device_map is not None and self.task not in LanguageTask:
             raise ValueError("device_map is for language models; classifiers' heads change place")
         tasks = [expert.task for expert in self.models]
@@ -204,6 +233,23 @@ class TrainConfig(Strict):
         for expert in self.models:
             self._check_columns(expert)
         return self
+
+    def _check_basis(self) -> None:
+        for name in ("ace", "ace_relative"):
+            if name != self.basis and name in self.model_fields_set:
+                raise ValueError(f"there are parameters of {name}, but basis: {self.basis}")
+        if self.basis == "task_vector":
+            return
+        fixed = {"scale", "lean"} & self.options.model_fields_set
+        if fixed:
+            raise ValueError(
+                f"{self.basis}: {sorted(fixed)[0]} cannot be chosen; a `lambda` goes into merge.yml"
+            )
+        if self.learner.activation == "softmax":
+            raise ValueError(
+                f"activation: softmax makes coefficients sum to 1; with basis: {self.basis} they "
+                "start at 1 each"
+            )
 
     def _check_columns(self, expert: ExpertConfig) -> None:
         columns = expert.data.columns

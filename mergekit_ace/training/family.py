@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from mergekit_ace.depth import block_of, relative_depths
 from mergekit_ace.statistics import Moments, combine, features, measure_moments
+from mergekit_ace.training.components import write_components
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.data import Rows, load_rows
 from mergekit_ace.training.errors import TrainingError
@@ -79,6 +80,8 @@ class Family:
         names: of the L merged parameters, input first.
         stored: under which names the base has them on disk.
         base, experts: their weights.
+        parts: what the coefficients multiply, per row: the experts, or their components and that of
+            a refinement.
         heads: of the experts.
         data: splits by expert.
         teachers: accuracy of each expert on its own test split, None without true labels.
@@ -92,6 +95,7 @@ class Family:
     stored: dict[str, tuple[str, ...]]
     base: MappedWeights
     experts: list[MappedWeights]
+    parts: list[MappedWeights]
     heads: Heads
     data: list[dict]
     teachers: list[float | None]
@@ -148,15 +152,39 @@ class Family:
                 f"the base model {config.base_model} does not fit into the memory of all GPUs "
                 "together; try dtype: bfloat16"
             )
+        parts = experts
+        if config.basis != "task_vector":
+            with accelerator.main_process_first():
+                parts = write_components(
+                    config, models.base, stored, weights, experts, folder.state, quiet=quiet
+                )
         groups = _groups(names, config)
         return cls(
-            config, models, base, names, stored, weights, experts, heads, data, teachers, groups
+            config,
+            models,
+            base,
+            names,
+            stored,
+            weights,
+            experts,
+            parts,
+            heads,
+            data,
+            teachers,
+            groups,
         )
+
+    @property
+    def components(self) -> bool:
+        """Whether `parts` are components, not experts."""
+        return self.config.basis != "task_vector"
 
     def session(self, accelerator: Accelerator) -> Session:
         """What training and evaluation work with."""
         config, storage = self.config, self.config.expert_storage
-        merged = MergedModel(self.module, self.base, self.experts, self.names, storage)
+        merged = MergedModel(
+            self.module, self.base, self.parts, self.names, storage, components=self.components
+        )
         kind = self.models.kind
         return Session(config, kind, accelerator, merged, self.heads, self.data, self.groups)
 
@@ -180,17 +208,17 @@ class Family:
         learner = self.config.learner
         rank = learner.rank
         bar = tqdm(
-            total=len(self.experts) * len(self.names),
+            total=len(self.parts) * len(self.names),
             desc="statistics",
             unit="tensor",
             disable=quiet,
         )
         rows = []
-        for weights in self.experts:
+        for weights in self._described():
             parts: list[list[Moments]] = [[] for _ in range(int(self.groups.max()) + 1)]
             for group, name in zip(self.groups.tolist(), self.names, strict=True):
                 tensor = weights[name].float()
-                if learner.statistics_of == "task_vector":
+                if learner.statistics_of == "task_vector" and not self.components:
                     tensor = tensor - self.base[name].float()
                 parts[group].append(measure_moments(tensor, rank))
                 bar.update()
@@ -198,6 +226,12 @@ class Family:
             rows.append([features(group, learner.statistics, rank) for group in groups])
         bar.close()
         return torch.tensor(rows, dtype=torch.float64)
+
+    def _described(self) -> list[MappedWeights]:
+        """What statistics are taken of, per row; a refinement has no weights but its component."""
+        if self.config.learner.statistics_of == "task_vector":
+            return self.parts
+        return self.experts + self.parts[len(self.experts) :]
 
 
 def _unlabelled_rows(config: TrainConfig, folder: RunFolder) -> dict[int, Rows]:

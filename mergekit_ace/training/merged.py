@@ -39,6 +39,8 @@ class MergedModel:
         experts: Sequence[Mapping[str, Tensor]],
         names: Sequence[str],
         storage: Storage = "disk",
+        *,
+        components: bool = False,
     ):
         """
         Args:
@@ -46,11 +48,13 @@ class MergedModel:
             base: θ_0 by name.
             experts: θ_k by name.
             names: of the parameters that are merged.
+            components: `experts` are the Δ_k themselves.
             storage: ``disk``: read the weights where they are mapped; ``cpu``, ``device``: keep
                 them, in their own dtype, in memory or where the parameter is.
         """
         self.module = module
         self.names = tuple(names)
+        self._components = components
         self.parameters = [module.get_parameter(name) for name in names]
         self.products = torch.zeros(len(experts), len(names), dtype=torch.float64)
         self._base, *self._experts = (self._keep(w, storage) for w in (base, *experts))
@@ -132,7 +136,8 @@ class MergedModel:
         name, device = self.names[column], self.parameters[column].device
         base = self._base[name].reshape(-1).to(device, torch.float32, copy=True)
         experts = [expert[name].reshape(-1).to(device, torch.float32) for expert in self._experts]
-        return base, torch.stack(experts) - base
+        stacked = torch.stack(experts)
+        return base, stacked if self._components else stacked - base
 
     def _blocks(
         self, column: int, device: torch.device, coefficients: Sequence[float]
@@ -145,14 +150,12 @@ class MergedModel:
         for start in range(0, len(base), BLOCK):
             part = slice(start, min(start + BLOCK, len(base)))
             origin = base[part].to(device)
-            yield (
-                part,
-                origin,
-                (
-                    (c, e[part].to(device, torch.float32) - origin.to(torch.float32))
-                    for c, e in used
-                ),
-            )
+            yield part, origin, ((c, self._delta(e[part], origin)) for c, e in used)
+
+    def _delta(self, stored: Tensor, origin: Tensor) -> Tensor:
+        """Δ_k in float32 from what is stored of it, where θ_0 is `origin`."""
+        stored = stored.to(origin.device, torch.float32)
+        return stored if self._components else stored - origin.to(torch.float32)
 
     def _keep(self, weights: Mapping[str, Tensor], storage: Storage) -> Mapping[str, Tensor]:
         if storage == "disk":

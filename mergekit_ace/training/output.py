@@ -33,12 +33,15 @@ def merge_config(
     """
     base, *experts = _models(file, folders)
     pairs = zip(experts, file.contents.experts, strict=True)
+    contents = file.contents
+    method = "statsmerging" if contents.basis == "task_vector" else contents.basis
     return {
         **_frame(base, task, out_dtype),
+        "merge_method": method,
         "models": [
             {"model": model, "parameters": {"task": expert.task}} for model, expert in pairs
         ],
-        "parameters": {"coefficients": str(path.resolve())},
+        "parameters": {**contents.parameters, "coefficients": str(path.resolve())},
     }
 
 

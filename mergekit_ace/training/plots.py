@@ -15,7 +15,7 @@ def draw(file: CoefficientFile, log: list[dict[str, Any]], folder: Path) -> str:
         from matplotlib.figure import Figure
     except ImportError:
         return "no pictures: pip install 'mergekit-ace[plots]' and run the same command again"
-    _heatmap(file, Figure(figsize=(12, 1.5 + 0.4 * len(file.contents.experts)))).savefig(
+    _heatmap(file, Figure(figsize=(12, 1.5 + 0.4 * file.contents.rows))).savefig(
         folder / "coefficients.png", dpi=120, bbox_inches="tight"
     )
     _curve(log, Figure(figsize=(7, 4))).savefig(
@@ -31,6 +31,7 @@ def _heatmap(file: CoefficientFile, figure: Any) -> Any:
     values = file.coefficients[:, order].numpy()
     image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis")
     tasks = [expert.task.rstrip("/").rpartition("/")[2] for expert in file.contents.experts]
+    tasks += ["refinement"] * (file.contents.rows - len(tasks))
     axes.set_yticks(range(len(tasks)), tasks)
     axes.set_xlabel("tensors, from input to output")
     axes.set_title("merging coefficients")

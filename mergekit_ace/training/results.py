@@ -12,6 +12,7 @@ import mergekit_ace
 from mergekit_ace.coefficients import CoefficientFile, Contents, Expert, MergedTensor, expand
 from mergekit_ace.files import write_text
 from mergekit_ace.training.compare import as_json, as_table, score_coefficients, simple_merges
+from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.errors import Diverged
 from mergekit_ace.training.family import Family
 from mergekit_ace.training.loop import Trained, train, write_log
@@ -47,7 +48,8 @@ def compare(
             rows["coefficients learned directly"] = score_coefficients(session, other.coefficients)
         except Diverged:  # a row less, no reason to lose the others
             pass
-    rows["StatsMerging"] = score_coefficients(session, trained.coefficients)
+    name = "StatsMerging" if config.basis == "task_vector" else f"{config.basis}, coefficients"
+    rows[name] = score_coefficients(session, trained.coefficients)
     return rows
 
 
@@ -76,6 +78,8 @@ def coefficient_file(
         tensors=tuple(MergedTensor(name=name, stored=stored[name]) for name in family.names),
         frozen=tuple(sorted(frozen - merged)),
         granularity=family.config.granularity,
+        basis=family.config.basis,
+        parameters=_parameters(family.config),
         learner=family.config.learner,
         config=family.config.model_dump(mode="json"),
         scores=as_json(rows),
@@ -90,6 +94,13 @@ def coefficient_file(
         trained.learner.state_dict(),
         groups,
     )
+
+
+def _parameters(config: TrainConfig) -> dict[str, Any]:
+    """Of the merge that the components are of; none of task vectors."""
+    if config.basis == "task_vector":
+        return {}
+    return config.options.model_dump(exclude={"scale", "lean"})
 
 
 def write_results(
@@ -111,10 +122,12 @@ def write_results(
     if family.models.kind.has_heads:
         rows_of = range(len(config.models))
         options["folders"] = [str(folder.backbone(row).resolve()) for row in (None, *rows_of)]
-    notes = ["StatsMerging with learned coefficients: mergekit-yaml THIS_FILE OUTPUT_FOLDER"]
+    method = "StatsMerging" if config.basis == "task_vector" else config.basis
+    notes = [f"{method} with learned coefficients: mergekit-yaml THIS_FILE OUTPUT_FOLDER"]
     write_config(folder.path / "merge.yml", merge_config(file, path, **options), notes)
-    notes = ["The same merge with every coefficient in the config: it needs no other file."]
-    write_config(folder.path / "inline.yml", inline_config(file, **options), notes)
+    if config.basis == "task_vector":
+        notes = ["The same merge with every coefficient in the config: it needs no other file."]
+        write_config(folder.path / "inline.yml", inline_config(file, **options), notes)
     drawn = draw(file, trained.progress.log, folder.path)
     file.save(path)
     if not quiet:

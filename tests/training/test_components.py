@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Coefficients that are learned over the components of a merge, and applied by its method."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from checkpoints import fine_tuned
+from families import _config, _save, bert_family, llama_family, parsed, t5_family, vit_family
+from reference import naive_relative, task_vector_error
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from mergekit_ace.coefficients import CoefficientFile, CoefficientFileError
+from mergekit_ace.training import components as components_module
+from mergekit_ace.training.errors import TrainingError
+from mergekit_ace.training.run import run_training
+from mergekit_ace.training.weights import MappedWeights
+
+REFINED = {"epsilon": 1e-3, "spectral_refinement": "always"}
+
+
+def with_basis(config: dict, basis: str, **parameters) -> dict:
+    config = copy.deepcopy(config)
+    config["basis"] = basis
+    if parameters:
+        config[basis] = parameters
+    config["compare"]["scale"] = []
+    return config
+
+
+def gpt2_family(folder: Path) -> dict:
+    """Weights stored (in, out), tied embeddings."""
+    family = llama_family(folder / "llama")
+    torch.manual_seed(0)
+    base = GPT2LMHeadModel(
+        GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    )
+    made = []
+    for k, expert in enumerate(family["models"]):
+        tuned = fine_tuned(base, seed=60 + k, scale=0.1)
+        made.append((_save(tuned, folder / f"expert{k}"), expert["data"]))
+    return _config(_save(base, folder / "base"), made, "causal-lm")
+
+
+FAMILIES = {
+    "llama": llama_family,
+    "gpt2": gpt2_family,
+    "bert": bert_family,
+    "vit": vit_family,
+    "t5": lambda folder: t5_family(folder / "t5", "a"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "basis", "parameters"),
+    [
+        ("llama", "ace", REFINED),
+        ("llama", "ace_relative", {"centred": True}),
+        ("gpt2", "ace_relative", {}),
+        ("gpt2", "ace", {}),
+        ("bert", "ace_relative", {}),
+        ("vit", "ace", REFINED),
+        ("t5", "ace_relative", {}),
+    ],
+)
+def test_the_method_merges_what_was_trained(tmp_path, mergekit_yaml, kind, basis, parameters):
+    """Every tensor of the merge is what the model in training had."""
+    config = with_basis(FAMILIES[kind](tmp_path), basis, **parameters)
+    out = tmp_path / "out"
+    file = run_training(parsed(config), out, quiet=True)
+    assert file.contents.basis == basis
+    assert file.coefficients.shape[0] == 2 + (basis == "ace")
+    assert 0.5 < float(file.coefficients[:2].mean()) < 1.5
+    generator = torch.Generator().manual_seed(0)  # whatever was learned in so few steps
+    file.coefficients += 0.5 * torch.randn(file.coefficients.shape, generator=generator)
+    file.save(out / "coefficients.safetensors")
+    scores = file.contents.scores
+    assert scores[f"{basis}, coefficients"]["loss"] > 0
+    assert not (out / "inline.yml").exists()
+    merge = yaml.safe_load((out / "merge.yml").read_text())
+    assert merge["merge_method"] == basis
+    merged = load_file(mergekit_yaml(merge, out="merged") / "model.safetensors")
+    base = load_file(Path(merge["base_model"]) / "model.safetensors")
+    state = out / "state" / "components"
+    stored = {n: t for t in file.contents.tensors for n in (t.name, *t.stored)}
+    order = [tensor.name for tensor in file.contents.tensors]
+    compared = 0
+    for name, tensor in merged.items():
+        if name not in stored:  # the base's
+            assert torch.equal(tensor, base[name])
+            continue
+        column = order.index(stored[name].name)
+        parts = load_file(state / f"{column:05d}.safetensors")
+        total = sum(
+            float(file.coefficients[row, column]) * parts[str(row)].double()
+            for row in range(len(file.coefficients))
+        )
+        expected = base[name].double() + total
+        if total.any():
+            rounding = 2**-23 * float(expected.norm() / total.norm())
+            assert task_vector_error(tensor, expected, base[name]) <= 1e-4 + rounding, name
+            compared += 1
+    assert compared > 10
+
+
+def test_training_starts_at_the_merge(tmp_path, mergekit_yaml):
+    """With all coefficients 1 the file merges as the method does without it."""
+    config = with_basis(llama_family(tmp_path), "ace", **REFINED)
+    config["training"]["learning_rate"] = 1e-12
+    config["compare"]["scale"] = [0.5]
+    file = run_training(parsed(config), tmp_path / "out", quiet=True)
+    torch.testing.assert_close(file.coefficients, torch.ones_like(file.coefficients))
+    scores = file.contents.scores
+    assert list(scores) == [
+        "each expert on its own",
+        "base model",
+        "ace, without data",
+        "ace, λ 0.5 (best of 1)",
+        "ace, coefficients",
+    ]
+    assert scores["ace, coefficients"]["loss"] == pytest.approx(scores["ace, without data"]["loss"])
+    merge = yaml.safe_load((tmp_path / "out" / "merge.yml").read_text())
+    with_file = load_file(mergekit_yaml(merge, out="with") / "model.safetensors")
+    del merge["parameters"]["coefficients"]
+    for model in merge["models"]:
+        del model["parameters"]
+    without = load_file(mergekit_yaml(merge, out="without") / "model.safetensors")
+    for name, tensor in without.items():
+        torch.testing.assert_close(with_file[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[dict, Path]:
+    folder = tmp_path_factory.mktemp("trained")
+    config = with_basis(llama_family(folder), "ace_relative")
+    config["exclude"] = ["embed_tokens"]
+    run_training(parsed(config), folder / "out", quiet=True)
+    return config, folder / "out"
+
+
+def test_against_the_transcription(trained, mergekit_yaml):
+    config, out = trained
+    merge = yaml.safe_load((out / "merge.yml").read_text())
+    merged = load_file(mergekit_yaml(merge) / "model.safetensors")
+    file = CoefficientFile.load(out / "coefficients.safetensors")
+    base, *experts = (
+        load_file(Path(folder) / "model.safetensors")
+        for folder in (config["base_model"], *(m["model"] for m in config["models"]))
+    )
+    assert torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+    name = "model.layers.0.mlp.down_proj.weight"
+    own = file.coefficients[:, file.columns[name]].tolist()
+    expected = naive_relative(base[name], [e[name] for e in experts], coefficients=own)
+    torch.testing.assert_close(merged[name].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"merge_method": "statsmerging"}, "learned for components of ace_relative"),
+        ({"merge_method": "ace"}, "write merge_method: ace_relative"),
+        ({"parameters": {"epsilon": 0.5}}, "epsilon: 0.5 instead of 0.03"),
+        ({"parameters": {"layout": "matrix"}}, "layout: auto"),
+        ({"models": 1}, "learned for 2 experts together, and there are 1"),
+    ],
+    ids=["statsmerging", "ace", "epsilon", "layout", "experts"],
+)
+def test_another_merge_is_refused(trained, mergekit_yaml, change, message):
+    _, out = trained
+    merge = yaml.safe_load((out / "merge.yml").read_text())
+    if "merge_method" in change:
+        merge["merge_method"] = change["merge_method"]
+        path = merge["parameters"]["coefficients"]
+        merge["parameters"] = {"coefficients": path}
+    merge["parameters"] |= change.get("parameters", {})
+    merge["models"] = merge["models"][: change.get("models")]
+    with pytest.raises(CoefficientFileError, match=message):
+        mergekit_yaml(merge)
+
+
+def test_coefficients_of_task_vectors_are_refused(tmp_path, mergekit_yaml):
+    config = llama_family(tmp_path)
+    config["training"]["max_steps"] = 1
+    run_training(parsed(config), tmp_path / "out", quiet=True)
+    merge = yaml.safe_load((tmp_path / "out" / "merge.yml").read_text())
+    merge["merge_method"] = "ace"
+    with pytest.raises(CoefficientFileError, match=r"task vectors.*merge_method: statsmerging"):
+        mergekit_yaml(merge)
+
+
+def test_components_are_not_computed_twice(tmp_path, monkeypatch, capsys):
+    config = with_basis(llama_family(tmp_path), "ace_relative")
+    original, calls = components_module.split_tensor, []
+
+    def split(*arguments):
+        calls.append(arguments)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(components_module, "split_tensor", split)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        run_training(parsed(config), out)
+    assert "components of 21 tensors, 2 each, in float32" in capsys.readouterr().out
+    found = list((out / "state" / "components").glob("*.safetensors"))
+    assert len(found) == 4
+    file = run_training(parsed(config), out, quiet=True)
+    tensors = len(file.contents.tensors)
+    assert len(calls) == 5 + tensors - 4
+    whole = run_training(parsed(config), tmp_path / "whole", quiet=True)
+    assert torch.equal(file.coefficients, whole.coefficients)
+
+
+def test_less_disk(tmp_path, mergekit_yaml):
+    config = with_basis(llama_family(tmp_path), "ace_relative")
+    config["component_dtype"] = "bfloat16"
+    file = run_training(parsed(config), tmp_path / "out", quiet=True)
+    path = next((tmp_path / "out" / "state" / "components").iterdir())
+    assert {tensor.dtype for tensor in load_file(path).values()} == {torch.bfloat16}
+    assert file.coefficients.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"basis": "ace", "ace": {"scale": 2.0}}, "scale cannot be chosen"),
+        ({"basis": "ace_relative", "ace": {"epsilon": 1.0}}, "parameters of ace, but basis"),
+        ({"basis": "ace", "learner": {"activation": "softmax"}}, "softmax"),
+        ({"basis": "ace", "ace": {"epsilom": 1.0}}, "epsilom"),
+    ],
+)
+def test_settings(tmp_path, change, message):
+    config = llama_family(tmp_path) | change
+    with pytest.raises(ValueError, match=message):
+        parsed(config)
+
+
+def test_initial_coefficients(tmp_path):
+    config = llama_family(tmp_path)
+    assert parsed(config).learner.initial == 0.3
+    assert parsed(config | {"basis": "ace"}).learner.initial == 1.0
+    config["learner"]["initial"] = 0.9
+    assert parsed(config | {"basis": "ace"}).learner.initial == 0.9
+
+
+def test_packed_tensors_are_refused(tmp_path):
+    """On disk a merge takes one by one what is one parameter in memory."""
+    config = parsed(with_basis(llama_family(tmp_path), "ace"))
+    weights = torch.zeros(4, 4)
+    folder = Path(config.base_model)
+    file = next(folder.glob("*.safetensors"))
+    known = {"model.norm.weight": (str(file), "model.norm.weight")}
+    with pytest.raises(TrainingError, match=r"put together from model.norm.weight"):
+        components_module._layout(config, str(folder), known, "packed", weights)
+    assert isinstance(MappedWeights(known)["model.norm.weight"], torch.Tensor)
