@@ -59,6 +59,10 @@ class LearnerConfig(BaseModel):
             raise ValueError(f"hidden must be a multiple of {HEADS} for network: transformer")
         return self
 
+    def start(self, experts: int) -> float:
+        """What every coefficient is before training."""
+        return 1 / experts if self.activation == "softmax" else self.initial
+
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the F features."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mergekit_ace.algebra.options import AceOptions, Number
+from mergekit_ace.algebra.options import AceOptions, NonNegative, Number
 from mergekit_ace.algebra.relative import RelativeOptions
 from mergekit_ace.coefficients import Basis, Granularity
 from mergekit_ace.learner import LearnerConfig
@@ -124,6 +124,8 @@ class TrainingConfig(Strict):
         batch_size: samples per expert, process and backward pass.
         gradient_accumulation: backward passes per expert and step.
         learning_rate: of Adam.
+        penalty: ≥ 0, times the mean square of how far the coefficients are from where they start,
+            is added to the loss.
         scheduler: see `SchedulerConfig`.
         seed: of the learner's initialisation, the splits and the order of samples.
         max_steps: ends training earlier.
@@ -136,6 +138,7 @@ class TrainingConfig(Strict):
     batch_size: Count = 8
     gradient_accumulation: Count = 1
     learning_rate: Positive = 1e-3
+    penalty: NonNegative = 0.0
     scheduler: SchedulerConfig = SchedulerConfig()
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     max_steps: Count | None = None
@@ -165,6 +168,8 @@ class TrainConfig(Strict):
         base_model: the model that all experts were fine-tuned from.
         models: at least one expert.
         task: what the models do.
+        rehearsal: data that the merge should answer as the base model does, so that nothing else
+            is lost; for language models.
         basis: what the coefficients multiply: the experts' task vectors, or their components in a
             merge by `ace` or `ace_relative`; training then starts at that merge.
         ace, ace_relative: parameters of these methods, for a basis of that name.
@@ -187,6 +192,7 @@ class TrainConfig(Strict):
     base_model: str
     models: Annotated[tuple[ExpertConfig, ...], Field(min_length=1)]
     task: Task
+    rehearsal: DataConfig | None = None
     basis: Basis = "task_vector"
     ace: AceOptions = AceOptions()
     ace_relative: RelativeOptions = RelativeOptions()
@@ -203,6 +209,12 @@ class TrainConfig(Strict):
     mixed_precision: Literal["no", "fp16", "bf16"] = "no"
     device_map: Literal["auto"] | None = None
     trust_remote_code: bool = False
+
+    @property
+    def sources(self) -> tuple[tuple[str, DataConfig], ...]:
+        """All data by the name of its teacher: the experts' tasks, and last the rehearsal."""
+        experts = tuple((expert.task, expert.data) for expert in self.models)
+        return experts if self.rehearsal is None else (*experts, ("rehearsal", self.rehearsal))
 
     @property
     def options(self) -> AceOptions | RelativeOptions:
@@ -230,8 +242,10 @@ class TrainConfig(Strict):
         twice = sorted({task for task in tasks if tasks.count(task) > 1})
         if twice:
             raise ValueError(f"two experts are called {twice[0]!r}: give each a `task` of its own")
-        for expert in self.models:
-            self._check_columns(expert)
+        if self.rehearsal is not None and self.task not in LanguageTask:
+            raise ValueError("rehearsal is for language models: a base has no classifier's head")
+        for name, data in self.sources:
+            self._check_columns(name, data)
         return self
 
     def _check_basis(self) -> None:
@@ -251,8 +265,8 @@ class TrainConfig(Strict):
                 "start at 1 each"
             )
 
-    def _check_columns(self, expert: ExpertConfig) -> None:
-        columns = expert.data.columns
+    def _check_columns(self, name: str, data: DataConfig) -> None:
+        columns = data.columns
         allowed = {
             "causal-lm": {"text", "prompt", "messages"},
             "seq2seq-lm": {"prompt"},
@@ -261,15 +275,15 @@ class TrainConfig(Strict):
         }[self.task]
         if not allowed & columns.keys():
             raise ValueError(
-                f"the data of {expert.task} needs the column {' or '.join(sorted(allowed))} for "
+                f"the data of {name} needs the column {' or '.join(sorted(allowed))} for "
                 f"task: {self.task}"
             )
         language = self.task in LanguageTask
-        written = expert.data.prompt is not None and expert.data.completion is None
+        written = data.prompt is not None and data.completion is None
         if self.labels == "true" and language and written:
             raise ValueError(
-                f"labels: true needs the `completion` column of {expert.task}; without one the "
+                f"labels: true needs the `completion` column of {name}; without one the "
                 "expert writes the completions, which are not the truth"
             )
         if self.labels == "true" and not language and "label" not in columns:
-            raise ValueError(f"labels: true needs the `label` column of {expert.task}")
+            raise ValueError(f"labels: true needs the `label` column of {name}")

@@ -83,8 +83,8 @@ class Family:
         parts: what the coefficients multiply, per row: the experts, or their components and that of
             a refinement.
         heads: of the experts.
-        data: splits by expert.
-        teachers: accuracy of each expert on its own test split, None without true labels.
+        data: splits by expert, and last those of the rehearsal, if there is one.
+        teachers: accuracy of each teacher on its own test split, None without true labels.
         groups: (L,), which coefficient each tensor has; 0 … G − 1.
     """
 
@@ -133,13 +133,23 @@ class Family:
             if kind.has_heads and accelerator.is_main_process:
                 save_backbone(model, folder.backbone(row))
             if row in rows:
-                _label(config, models, model, row, rows[row], folder, accelerator, quiet=quiet)
+                _label(config, models, path, model, row, rows, folder, accelerator, quiet=quiet)
             accelerator.wait_for_everyone()
             splits, metadata = load_examples(_labels(folder, row))
             data.append(splits)
             teachers.append(json.loads(metadata["accuracy"]))
             heads.add(model, kind)
             del model
+        if config.rehearsal is not None:
+            row = len(experts)
+            if row in rows:
+                _label(
+                    config, models, models.base, base, row, rows, folder, accelerator, quiet=quiet
+                )
+            accelerator.wait_for_everyone()
+            splits, metadata = load_examples(_labels(folder, row))
+            data.append(splits)
+            teachers.append(json.loads(metadata["accuracy"]))
         dtype = getattr(torch, config.dtype)
         # Loaded anew where the dtype differs: `to` would round the buffers of rotary embeddings.
         if config.device_map is not None or base.dtype != dtype:
@@ -235,16 +245,16 @@ class Family:
 
 
 def _unlabelled_rows(config: TrainConfig, folder: RunFolder) -> dict[int, Rows]:
-    """The data of the experts that have not answered yet, read before the first one does."""
+    """The data of the teachers that have not answered yet, read before the first one does."""
     return {
-        row: load_rows(expert.data, config.training.seed)
-        for row, expert in enumerate(config.models)
+        row: load_rows(data, config.training.seed)
+        for row, (_, data) in enumerate(config.sources)
         if not _labels(folder, row).exists()
     }
 
 
 def _labels(folder: RunFolder, row: int) -> Path:
-    """Where the samples and labels of an expert are kept."""
+    """Where the samples and labels of a teacher are kept."""
     return folder.state / f"labels-{row}.safetensors"
 
 
@@ -261,30 +271,31 @@ def _check_base(stored: dict[str, tuple[str, ...]], folder: str) -> None:
 def _label(
     config: TrainConfig,
     models: Models,
+    path: str,
     model: PreTrainedModel,
     row: int,
-    rows: Rows,
+    rows: dict[int, Rows],
     folder: RunFolder,
     accelerator: Accelerator,
     *,
     quiet: bool,
 ) -> None:
-    expert = config.models[row]
+    name, data = config.sources[row]
     if config.device_map is None:
         model.to(accelerator.device)
     else:
-        model = load_model(models.experts[row], models.kind, config, **_placement(config))
+        model = load_model(path, models.kind, config, **_placement(config))
     splits = label_rows(
         model,
-        rows,
-        expert.data,
+        rows[row],
+        data,
         models.kind,
         models.processor,
         labels=config.labels,
         top_k=config.top_k,
         batch_size=config.training.batch_size,
         progress=lambda batches, split: tqdm(
-            batches, desc=f"labels of {expert.task}, {split}", unit="batch", disable=quiet
+            batches, desc=f"labels of {name}, {split}", unit="batch", disable=quiet
         ),
     )
     if config.device_map is None:

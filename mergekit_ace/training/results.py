@@ -114,7 +114,7 @@ def write_results(
 ) -> None:
     """All files of the output folder; the coefficients last, so that they mean it is complete."""
     config = family.config
-    table = as_table(rows, [expert.task for expert in config.models])
+    table = as_table(rows, [name for name, _ in config.sources])
     write_text(folder.path / "scores.md", table + "\n")
     write_log(folder.path / "training.jsonl", trained.progress)
     path = folder.path / "coefficients.safetensors"

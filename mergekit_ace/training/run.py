@@ -52,7 +52,7 @@ def run_training(
 
 def _identity(config: TrainConfig, models: Models, processes: int) -> dict[str, Any]:
     """Config and files: what makes two runs the same."""
-    data = [expert.data.path for expert in config.models]
+    data = [source.path for _, source in config.sources]
     return {
         "config": config.model_dump(mode="json"),
         "processes": processes,

@@ -34,10 +34,10 @@ class Score:
     """How the merge does on one split.
 
     Attributes:
-        loss: mean over experts of the mean loss per position, against the labels; None where it
-            was not measured.
-        accuracy: share of right answers per expert, 0 to 1: against the truth where the data has
-            it, else against the expert's own answers.
+        loss: mean over teachers of the mean loss per position, against the labels; None where it
+            was not measured. Teachers are the experts, and the base where it rehearses.
+        accuracy: share of right answers per teacher, 0 to 1: against the truth where the data has
+            it, else against the teacher's own answers.
     """
 
     loss: float | None
@@ -57,7 +57,7 @@ class Session:
         config, kind, accelerator: of the run.
         merged: the model, its experts and the gradient of their coefficients.
         heads: of the experts, for classification.
-        data: splits by expert, each with inputs and labels.
+        data: splits by teacher, each with inputs and labels.
         groups: (L,), which coefficient each tensor has.
     """
 
@@ -110,7 +110,7 @@ class Session:
         gradient = sum_over_processes(self.accelerator, self.merged.products) / scale
         for task, loss in enumerate(losses.tolist()):
             if loss != loss or loss == float("inf"):
-                name = self.config.models[task].task
+                name, _ = self.config.sources[task]
                 raise Diverged(f"the loss on the data of {name} became {loss} in step {step}")
         if not gradient.isfinite().all():
             raise Diverged(f"the gradient became NaN or Inf in step {step}")

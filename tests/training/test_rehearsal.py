@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeps a training near where it starts: the base as a teacher, and a penalty."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from families import llama_family, parsed, sentence, vit_family, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mergekit_ace.training.examples import load_examples
+from mergekit_ace.training.run import run_training
+
+
+@pytest.fixture
+def rehearsed(tmp_path) -> dict:
+    config = llama_family(tmp_path)
+    rng = random.Random(9)
+    rows = [{"text": sentence(rng)} for _ in range(20)]
+    path = write_rows(tmp_path / "general.jsonl", rows)
+    return config | {"rehearsal": {"path": path, "text": "text"}}
+
+
+def test_the_base_answers_the_rehearsal(rehearsed, tmp_path):
+    out = tmp_path / "out"
+    file = run_training(parsed(rehearsed), out, quiet=True)
+    assert len(file.coefficients) == 2, "the base is no expert"
+    assert [e.task for e in file.contents.experts] == ["task0", "task1"]
+    header = (out / "scores.md").read_text().splitlines()[0]
+    assert header == "| accuracy on the test split | mean | task0 | task1 | rehearsal | loss |"
+    scores = file.contents.scores
+    own = scores["each expert on its own"]["accuracy"][2]
+    assert scores["base model"]["accuracy"][2] == pytest.approx(own)
+    assert all(len(score["accuracy"]) == 3 for score in scores.values())
+    model = AutoModelForCausalLM.from_pretrained(rehearsed["base_model"]).eval()
+    tokenizer = AutoTokenizer.from_pretrained(rehearsed["base_model"])
+    lines = Path(rehearsed["rehearsal"]["path"]).read_text().splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
+    known = {tuple(tokenizer(text)["input_ids"]) for text in texts}
+    splits, _ = load_examples(out / "state" / "labels-2.safetensors")
+    for split in splits.values():
+        for sample in split:
+            ids = sample["input_ids"]
+            assert tuple(ids.tolist()) in known
+            with torch.no_grad():
+                answers = model(input_ids=ids[None]).logits[0, :-1].argmax(-1)
+            assert torch.equal(sample["hard"], answers[sample["supervised"][1:]])
+
+
+def test_it_is_part_of_the_loss(rehearsed, tmp_path):
+    """The first logged loss is the mean over experts and base."""
+    rehearsed["training"] |= {"epochs": 1, "max_steps": 1, "batch_size": 16}
+    run_training(parsed(rehearsed), tmp_path / "with", quiet=True)
+    alone = copy.deepcopy(rehearsed)
+    del alone["rehearsal"]
+    run_training(parsed(alone), tmp_path / "without", quiet=True)
+    losses = []
+    for name in ("with", "without"):
+        first = (tmp_path / name / "training.jsonl").read_text().splitlines()[1]
+        losses.append(json.loads(first)["loss"])
+    assert losses[0] != pytest.approx(losses[1])
+
+
+@pytest.mark.parametrize("activation", ["identity", "softmax"])
+def test_a_penalty_keeps_coefficients_where_they_start(tmp_path, activation):
+    config = llama_family(tmp_path, rows=40)
+    config["learner"] |= {"input": "direct", "activation": activation}
+    config["training"] |= {"epochs": 6, "learning_rate": 0.02}
+    start = 0.5 if activation == "softmax" else 0.3
+    away = []
+    for penalty in (0.0, 1e4):
+        config["training"]["penalty"] = penalty
+        file = run_training(parsed(config), tmp_path / f"out{penalty}", quiet=True)
+        away.append(float((file.coefficients - start).abs().mean()))
+    assert away[0] > 0
+    assert away[1] < 0.5 * away[0]
+
+
+def test_classifiers_have_no_rehearsal(tmp_path):
+    config = vit_family(tmp_path)
+    data = {key: v for key, v in config["models"][0]["data"].items() if key != "label"}
+    with pytest.raises(ValueError, match="rehearsal is for language models"):
+        parsed(config | {"rehearsal": data})
