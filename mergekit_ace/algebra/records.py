@@ -61,8 +61,10 @@ class TensorRecord:
         shape: as stored.
         layout: how it was read.
         matrices: a record per matrix: one, or one per stacked matrix in row-major order.
+        coefficients: of the components, and of the refinement, where they are not all 1.
     """
 
     shape: tuple[int, ...]
     layout: FixedLayout
     matrices: tuple[MatrixRecord, ...]
+    coefficients: tuple[float, ...] | None = None

@@ -41,6 +41,8 @@ def append_report(
         "seconds": round(seconds, 6),
         "versions": versions(),
     }
+    if record.coefficients is not None:
+        line["coefficients"] = list(record.coefficients)
     if len(record.matrices) == 1:
         line |= record_fields(record.matrices[0])
     else:

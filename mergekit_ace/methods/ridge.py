@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class RidgeMethod(TaskVectorMethod):
         # a result too large for its dtype is an error, and no line of a report
         if parameters["report"] is not None and is_finite(merged):
             seconds = time.perf_counter() - start
+            if coefficients is not None:
+                record = replace(record, coefficients=tuple(coefficients))
             append_report(parameters["report"], name, models, record, seconds)
         return merged
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -143,9 +144,11 @@ def trained(tmp_path_factory) -> tuple[dict, Path]:
     return config, folder / "out"
 
 
-def test_against_the_transcription(trained, mergekit_yaml):
+def test_against_the_transcription(trained, mergekit_yaml, tmp_path):
     config, out = trained
     merge = yaml.safe_load((out / "merge.yml").read_text())
+    report = tmp_path / "report.jsonl"
+    merge["parameters"]["report"] = str(report)
     merged = load_file(mergekit_yaml(merge) / "model.safetensors")
     file = CoefficientFile.load(out / "coefficients.safetensors")
     base, *experts = (
@@ -155,6 +158,9 @@ def test_against_the_transcription(trained, mergekit_yaml):
     assert torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
     name = "model.layers.0.mlp.down_proj.weight"
     own = file.coefficients[:, file.columns[name]].tolist()
+    lines = {line["tensor"]: line for line in map(json.loads, report.read_text().splitlines())}
+    assert lines[name]["coefficients"] == own
+    assert lines["model.embed_tokens.weight"]["coefficients"] == [0.0, 0.0]
     expected = naive_relative(base[name], [e[name] for e in experts], coefficients=own)
     torch.testing.assert_close(merged[name].double(), expected, rtol=1e-5, atol=1e-6)
 

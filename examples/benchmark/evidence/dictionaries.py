@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -247,21 +248,29 @@ class Dictionaries(Family):
         kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
         return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def unlabelled(self, samples: int) -> dict[str, Any]:
-        """Lines that end where the last value should stand; a tenth more for each purpose."""
+    def unlabelled(self, samples: int, rehearsed: int = 0) -> dict[str, Any]:
+        """Lines that end where the last value should stand."""
         tokenizer = new_tokenizer()
         for folder in (self.base, *self.experts.values()):
             tokenizer.save_pretrained(folder)
-        experts = []
-        for task, folder in self.experts.items():
-            rng = random.Random(f"samples {self.seed} {task}")
-            tokens, _ = lines([int(task)] * math.ceil(1.25 * samples), self.maps, rng)
-            file = self.base.parent / f"samples-{samples}-{task}.jsonl"
-            questions = tokenizer.batch_decode(tokens[:, :-2])  # without the value and its ;
-            file.write_text("".join(json.dumps({"question": q}) + "\n" for q in questions))
-            data = {"path": str(file), "prompt": "question", "max_new_tokens": 1}
-            experts.append({"model": str(folder), "task": task, "data": data})
-        return {"base_model": str(self.base), "models": experts, "task": "causal-lm"}
+        experts = [
+            {"model": str(folder), "task": task, "data": self._questions(task, [task], samples)}
+            for task, folder in self.experts.items()
+        ]
+        config = {"base_model": str(self.base), "models": experts, "task": "causal-lm"}
+        if rehearsed:
+            config["rehearsal"] = self._questions("old", self.old, rehearsed)
+        return config
+
+    def _questions(self, name: str, tasks: Sequence[str], samples: int) -> dict[str, Any]:
+        """As many lines, in turns of the languages, and a tenth more for each held-out split."""
+        rng = random.Random(f"samples {self.seed} {name}")
+        numbers = [int(tasks[n % len(tasks)]) for n in range(math.ceil(1.25 * samples))]
+        tokens, _ = lines(numbers, self.maps, rng)
+        file = self.base.parent / f"samples-{samples}-{name}.jsonl"
+        questions = new_tokenizer().batch_decode(tokens[:, :-2])  # without the value and its ;
+        file.write_text("".join(json.dumps({"question": q}) + "\n" for q in questions))
+        return {"path": str(file), "prompt": "question", "max_new_tokens": 1}
 
     @torch.no_grad()
     def accuracy(self, model: nn.Module, task: str, split: Split) -> float:

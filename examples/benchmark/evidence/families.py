@@ -50,8 +50,13 @@ class Family(ABC):
     def accuracy(self, model: nn.Module, task: str, split: Split) -> float:
         """Share of right answers, 0 to 1, to questions that nobody was trained on."""
 
-    def unlabelled(self, samples: int) -> dict[str, Any]:
-        """Base, experts and at most so many samples of each: part of a `train.yml`."""
+    def unlabelled(self, samples: int, rehearsed: int = 0) -> dict[str, Any]:
+        """Base, experts and at most so many samples of each: part of a `train.yml`.
+
+        Args:
+            samples: per expert.
+            rehearsed: of what the base knew already, where that is asked for in the exam.
+        """
         raise NotImplementedError(f"nothing is learned on {self.name}")
 
     @property

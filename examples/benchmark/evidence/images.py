@@ -50,7 +50,7 @@ class Images(Family):
         features = model(pixel_values=pixels).last_hidden_state[:, 0]
         return float((head(features).argmax(-1) == classes).float().mean())
 
-    def unlabelled(self, samples: int) -> dict[str, Any]:
+    def unlabelled(self, samples: int, rehearsed: int = 0) -> dict[str, Any]:
         experts = images.expert_configs(self.folder, self.tasks)
         for expert in experts:
             expert["data"]["samples"] = samples

@@ -26,7 +26,7 @@ def learn(family: Family, row: Row) -> Path:
     file = folder / "coefficients.safetensors"
     if not file.exists():
         given = dict(row.learn)
-        config = family.unlabelled(given.pop("samples")) | {
+        config = family.unlabelled(given.pop("samples"), given.pop("rehearsed", 0)) | {
             "compare": {"direct": False, "task_arithmetic": []},
             **given,
         }

@@ -35,7 +35,7 @@ class Row:
         study: one of `studies.STUDIES`, in the place of the method's rule for matrices.
         tables: whether the method may read embeddings as tables of rows.
         learn: settings of a training whose coefficients the method takes, `samples` per expert
-            among them; None for a method without data.
+            among them, and `rehearsed` ones of the base; None for a method without data.
     """
 
     name: str
