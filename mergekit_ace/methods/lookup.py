@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from mergekit.merge_methods.base import TensorGroup
@@ -36,6 +37,64 @@ def load(path: str) -> CoefficientFile:
 @lru_cache(maxsize=8)
 def _load(path: str, changed: int) -> CoefficientFile:
     return CoefficientFile.load(path)
+
+
+@dataclass(frozen=True)
+class TensorVersions:
+    """Whose coefficients of what are wanted.
+
+    Attributes:
+        name: of the tensor.
+        base, experts: the models.
+        tasks: what the experts are called in the file; None for one that is known by its model.
+    """
+
+    name: str | None
+    base: Hashable
+    experts: tuple[Hashable, ...]
+    tasks: tuple[str | None, ...]
+
+    @classmethod
+    def of(cls, group: TensorGroup, parameters: Mapping[str, Any]) -> TensorVersions:
+        """Those of a group with its resolved parameters."""
+        assert group.base is not None
+        experts = tuple(expert.id for expert in group.non_base)
+        tasks = tuple(parameters["task"][expert] for expert in experts)
+        return cls(group.metadata.name, group.base.id, experts, tasks)
+
+
+def component_coefficients(
+    method: str, parameters: Mapping[str, Any], options: BaseModel, tensor: TensorVersions
+) -> list[float] | None:
+    """Of a merge by components; None where the config names no file.
+
+    Args:
+        method: `ace` or `ace_relative`.
+        parameters: of the tensor, resolved.
+        options: the same as options of the algebra.
+        tensor: whose coefficients are wanted.
+
+    Raises:
+        CoefficientFileError: the file was learned for another merge, or lacks something.
+    """
+    path = parameters["coefficients"]
+    if path is None:
+        return None
+    source = FileCoefficients(path, method=method)
+    source.check_parameters(options)
+    known, given = source.file.contents.experts, tensor.experts
+    if len(known) != len(given):
+        raise CoefficientFileError(
+            f"{method}: the coefficients in {path} were learned for {len(known)} experts together, "
+            f"and there are {len(given)}; what one expert adds depends on all of them, so merge "
+            "the same ones"
+        )
+    if parameters["layout"] != "auto":
+        raise CoefficientFileError(
+            f"{method}: the coefficients in {path} were learned for layout: auto, not for "
+            f"{parameters['layout']}"
+        )
+    return source.find(tensor)
 
 
 class FileCoefficients:
@@ -82,33 +141,31 @@ class FileCoefficients:
 
     def find(
         self,
-        group: TensorGroup,
-        tasks: Sequence[str | None],
+        tensor: TensorVersions,
         *,
         missing: Literal["error", "mean"] = "error",
     ) -> list[float]:
-        """λ_k of the experts of `group`, and of the refinement where it has one.
+        """λ_k of the experts of a tensor, and of the refinement where it has one.
 
         All 0 for a tensor that takes no part.
 
         Raises:
             CoefficientFileError: an expert or the tensor is not in the file.
         """
-        rows = self._rows([str(expert.id) for expert in group.non_base], tasks)
+        rows = self._rows([str(expert) for expert in tensor.experts], tensor.tasks)
         rows += range(len(self.file.contents.experts), self.file.contents.rows)
-        name = group.metadata.name
-        assert group.base is not None
+        name = tensor.name
         if name in self.file.frozen:
             return [0.0] * len(rows)
         if self.by_depth:
-            depth = _depth(group.base.id, name)
+            depth = _depth(tensor.base, name)
             return resample(self.file, name or "", depth)[rows].tolist()
         column = self.file.columns.get(name or "")
         if column is not None:
             return self.file.coefficients[rows, column].tolist()
         if missing == "mean":
             return [1 / len(rows)] * len(rows)
-        raise CoefficientFileError(self._unknown_tensors(name, group.base.id))
+        raise CoefficientFileError(self._unknown_tensors(name, tensor.base))
 
     def _rows(self, models: Sequence[str], tasks: Sequence[str | None]) -> list[int]:
         rows = [self.file.row(model, task) for model, task in zip(models, tasks, strict=True)]

@@ -17,9 +17,8 @@ from torch import Tensor
 from mergekit_ace.algebra.closed_form import IllConditionedError
 from mergekit_ace.algebra.options import FixedLayout
 from mergekit_ace.algebra.records import TensorRecord
-from mergekit_ace.coefficients import CoefficientFileError
 from mergekit_ace.methods.inputs import describe, is_finite
-from mergekit_ace.methods.lookup import FileCoefficients
+from mergekit_ace.methods.lookup import TensorVersions, component_coefficients
 from mergekit_ace.methods.report import append_report
 from mergekit_ace.methods.sparing import merge_sparingly
 from mergekit_ace.methods.task_vectors import TaskVectorMethod
@@ -41,7 +40,9 @@ class RidgeMethod(TaskVectorMethod):
         weights = [parameters["weight"][expert.id] for expert in experts]
         models = [str(expert.id) for expert in experts]
         layout = self.layout(group, parameters)
-        coefficients = self._coefficients(group, parameters)
+        versions = TensorVersions.of(group, parameters)
+        options = self.options(parameters)
+        coefficients = component_coefficients(self.spec.name, parameters, options, versions)
 
         def merge(tensors: Sequence[Tensor], lean: bool) -> tuple[Tensor, TensorRecord]:
             return self.merge_tensors(tensors, weights, parameters, layout, lean, coefficients)
@@ -84,35 +85,6 @@ class RidgeMethod(TaskVectorMethod):
     @abstractmethod
     def options(self, parameters: Mapping[str, Any]) -> BaseModel:
         """The parameters of a tensor as options of the algebra."""
-
-    def _coefficients(
-        self, group: TensorGroup, parameters: Mapping[str, Any]
-    ) -> Sequence[float] | None:
-        """Those of a tensor, if there is a file of them.
-
-        Raises:
-            CoefficientFileError: the file was learned for another merge, or lacks something.
-        """
-        path = parameters["coefficients"]
-        if path is None:
-            return None
-        method = self.spec.name
-        source = FileCoefficients(path, method=method)
-        source.check_parameters(self.options(parameters))
-        known = source.file.contents.experts
-        if len(known) != len(group.non_base):
-            raise CoefficientFileError(
-                f"{method}: the coefficients in {path} were learned for {len(known)} experts "
-                f"together, and there are {len(group.non_base)}; what one expert adds depends on "
-                "all of them, so merge the same ones"
-            )
-        if parameters["layout"] != "auto":
-            raise CoefficientFileError(
-                f"{method}: the coefficients in {path} were learned for layout: auto, not for "
-                f"{parameters['layout']}"
-            )
-        tasks = [parameters["task"][expert.id] for expert in group.non_base]
-        return source.find(group, tasks)
 
     def _explain(self, error: Exception, name: str | None, experts: Sequence[str]) -> str:
         what = f"{self.spec.name}: {describe(name)} cannot be merged: {error}"

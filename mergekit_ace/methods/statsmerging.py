@@ -13,7 +13,7 @@ from torch import Tensor
 from mergekit_ace.algebra.linear import merge_linear
 from mergekit_ace.algebra.options import Number
 from mergekit_ace.methods.inputs import describe
-from mergekit_ace.methods.lookup import FileCoefficients, LearnerCoefficients
+from mergekit_ace.methods.lookup import FileCoefficients, LearnerCoefficients, TensorVersions
 from mergekit_ace.methods.parameters import COEFFICIENTS, TASK, NamedParameter, of_method
 from mergekit_ace.methods.task_vectors import TaskVectorMethod, method_spec
 
@@ -91,8 +91,7 @@ def coefficients_of(group: TensorGroup, parameters: Mapping[str, Any]) -> list[f
                     "one to every expert (0 leaves it out), e.g. as a last entry without filter"
                 )
         return weights
-    tasks = [parameters["task"][expert.id] for expert in group.non_base]
     if parameters["learner"] is not None:
         return LearnerCoefficients(parameters["learner"]).predict(group)
     source = FileCoefficients(parameters["coefficients"], by_depth=parameters["match"] == "depth")
-    return source.find(group, tasks, missing=parameters["missing"])
+    return source.find(TensorVersions.of(group, parameters), missing=parameters["missing"])

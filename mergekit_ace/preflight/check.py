@@ -21,6 +21,7 @@ from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.planned import ConfigError, PlannedMerge, plan_merge, read_merge_config
 from mergekit_ace.preflight.calibration import calibrate
 from mergekit_ace.preflight.checkpoints import Checkpoint, headers_only, read_checkpoint
+from mergekit_ace.preflight.coefficients import check_coefficients
 from mergekit_ace.preflight.estimate import Estimate, estimate_merge
 from mergekit_ace.preflight.findings import Finding
 from mergekit_ace.preflight.models import (
@@ -97,6 +98,7 @@ def check_merge(path: Path, options: MergeOptions, out: Path | None = None) -> P
         return Preflight(_sorted(findings), _facts(checkpoints, config))
     findings += check_tensors(plan.tensors, checkpoints)
     findings += check_shapes(plan.tensors, checkpoints, config)
+    findings += check_coefficients(plan)
     shards = [Path(h.file) for c in checkpoints.values() if c.folder for h in c.headers.values()]
     largest = max(set(shards), key=lambda shard: shard.stat().st_size, default=None)
     estimate = estimate_merge(plan, checkpoints, calibrate(options.device or "cpu", largest))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ import torch
 import yaml
 from checkpoints import fine_tuned
 from families import _config, _save, bert_family, llama_family, parsed, t5_family, vit_family
+from mergekit.options import MergeOptions
 from reference import naive_relative, task_vector_error
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from mergekit_ace.coefficients import CoefficientFile, CoefficientFileError
+from mergekit_ace.preflight.check import check_merge
 from mergekit_ace.training import components as components_module
 from mergekit_ace.training.errors import TrainingError
 from mergekit_ace.training.run import run_training
@@ -165,6 +168,12 @@ def test_against_the_transcription(trained, mergekit_yaml, tmp_path):
     torch.testing.assert_close(merged[name].double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_check_finds_nothing_wrong(trained):
+    _, out = trained
+    found = check_merge(out / "merge.yml", MergeOptions())
+    assert [finding for finding in found.findings if finding.subject != "tokenizers"] == []
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -176,7 +185,7 @@ def test_against_the_transcription(trained, mergekit_yaml, tmp_path):
     ],
     ids=["statsmerging", "ace", "epsilon", "layout", "experts"],
 )
-def test_another_merge_is_refused(trained, mergekit_yaml, change, message):
+def test_another_merge_is_refused(trained, mergekit_yaml, tmp_path, change, message):
     _, out = trained
     merge = yaml.safe_load((out / "merge.yml").read_text())
     if "merge_method" in change:
@@ -187,6 +196,13 @@ def test_another_merge_is_refused(trained, mergekit_yaml, change, message):
     merge["models"] = merge["models"][: change.get("models")]
     with pytest.raises(CoefficientFileError, match=message):
         mergekit_yaml(merge)
+    (tmp_path / "changed.yml").write_text(yaml.safe_dump(merge))
+    (finding,) = (
+        found
+        for found in check_merge(tmp_path / "changed.yml", MergeOptions()).findings
+        if found.subject == "coefficients"
+    )
+    assert re.search(message, finding.message)
 
 
 def test_coefficients_of_task_vectors_are_refused(tmp_path, mergekit_yaml):
