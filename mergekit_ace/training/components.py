@@ -34,6 +34,7 @@ def write_components(
     experts: Sequence[MappedWeights],
     state: Path,
     *,
+    device: torch.device,
     quiet: bool,
 ) -> list[MappedWeights]:
     """Split the merge that training starts at; what is on disk already is not computed again.
@@ -44,6 +45,7 @@ def write_components(
         stored: names on disk of every merged parameter.
         base, experts: weights by names in memory.
         state: the files go to its subfolder `components`, one per tensor.
+        device: where they are computed, one tensor at a time.
         quiet: neither the size nor a progress bar.
 
     Returns:
@@ -77,12 +79,13 @@ def write_components(
         if files[name].exists():
             continue
         try:
-            parts = split_tensor(base[name], [e[name] for e in experts], config.options, layout)
+            versions = [weights[name].to(device) for weights in (base, *experts)]
+            parts = split_tensor(versions[0], versions[1:], config.options, layout)
         except (IllConditionedError, OverflowError) as error:
             raise TrainingError(
                 f"{name} cannot be merged by {config.basis}: {error}. Raise its epsilon"
             ) from error
-        tensors = {str(row): part.to(dtype, copy=True) for row, part in enumerate(parts)}
+        tensors = {str(row): part.to("cpu", dtype, copy=True) for row, part in enumerate(parts)}
         tensors = {row: tensor.contiguous() for row, tensor in tensors.items()}
         save_tensors(files[name], tensors)
     return [

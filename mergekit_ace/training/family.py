@@ -166,7 +166,14 @@ class Family:
         if config.basis != "task_vector":
             with accelerator.main_process_first():
                 parts = write_components(
-                    config, models.base, stored, weights, experts, folder.state, quiet=quiet
+                    config,
+                    models.base,
+                    stored,
+                    weights,
+                    experts,
+                    folder.state,
+                    device=accelerator.device,
+                    quiet=quiet,
                 )
         groups = _groups(names, config)
         return cls(
