@@ -20,11 +20,11 @@ def full_device(monkeypatch):
     def arrange(failures: int) -> list:
         seen = []
 
-        def merge(base, experts, weights, options, layout):
+        def merge(base, experts, weights, options, layout, coefficients):
             seen.append(options)
             if len(seen) <= failures:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return merge_tensor(base, experts, weights, options, layout)
+            return merge_tensor(base, experts, weights, options, layout, coefficients)
 
         monkeypatch.setattr(ace, "merge_tensor", merge)
         return seen

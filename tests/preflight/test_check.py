@@ -343,7 +343,12 @@ def test_other_methods(check, paths):
 
 def test_methods_that_read_matrices(check, paths):
     config = ace_config(paths, merge_method="ace_relative", parameters={"epsilon": 0.1})
+    tables = check(config)["estimate"]
+    assert tables["rules"]["table"] == 1, "the embeddings"
+    config["parameters"]["layout"] = "matrix"
     relative = check(config)["estimate"]
+    assert relative["rules"]["matrix"] == tables["rules"]["matrix"] + 1
+    assert tables["operations"][0] < relative["operations"][0]
     assert set(relative["rules"]) == {"matrix", "mean"}
     assert sum(relative["forms"].values()) == relative["rules"]["matrix"]
     assert relative["seconds"][0] == relative["seconds"][1] > 0
