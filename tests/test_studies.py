@@ -91,6 +91,22 @@ def test_a_balance_lowers_the_largest_error(studies, deltas):
     assert largest[0] > largest[1] > largest[2]
 
 
+def test_the_refinement_is_aces(studies, deltas, monkeypatch):
+    """Uncentred ACE has the same S_t, with other scales: the shared parts are compared."""
+    plain = studies.STUDIES["fixed"](deltas)
+    assert torch.equal(studies.refined(deltas, 0.0), plain)
+    component = studies.refined(deltas, 0.3) - plain
+    values = torch.linalg.svdvals(component)
+    rank = int(0.3 * 9)
+    torch.testing.assert_close(values[:rank], values[:1].expand(rank))
+    assert values[rank:].max() < 1e-9 * values[0]
+    # where all experts are the same there is no residual, and X itself is refined
+    same = studies.refined([deltas[0]] * 3, 0.3) - deltas[0]
+    ridge = studies.EPSILON / 9 / 3
+    expected = torch.linalg.svdvals(deltas[0] * (1 - 3 * ridge))[:rank].mean()
+    assert float(torch.linalg.matrix_norm(same, 2)) == pytest.approx(float(expected))
+
+
 def test_the_scale_that_undoes_the_ridge(studies, deltas):
     shares = studies.systems(deltas, [studies.EPSILON] * 3)[1]
     sigmas = studies.systems(deltas, [0.0] * 3)[0]

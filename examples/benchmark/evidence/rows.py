@@ -11,8 +11,8 @@ from evidence.studies import STUDIES
 # W0 + λ (merged − W0), the same values for every method.
 SCALES = (0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0)
 # Eight decades for `ace`, and for `ace_relative`, whose ε counts in mean eigenvalues.
-ACE_EPSILONS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-RELATIVE_EPSILONS = (1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0)
+ACE_EPSILONS = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+RELATIVE_EPSILONS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0)
 NEAR_EPSILONS = (1e-2, 3e-2, 1e-1)
 # Where `ace` takes its heterogeneous branch; the first of `gamma` is the paper's.
 THRESHOLDS = {"gamma": (0.3, 0.03, 1.0, 3.0), "log_variance": (0.1, 0.3, 1.0, 3.0)}

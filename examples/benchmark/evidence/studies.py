@@ -130,6 +130,25 @@ def unshrunk(deltas: Sequence[Tensor]) -> Tensor:
     return merged * (along / across)
 
 
+def refined(deltas: Sequence[Tensor], fraction: float = 0.3) -> Tensor:
+    """X with ACE's refinement (Eqs. 15-19); S_t and its ridge make up w_t Σ_t, and Σ w_t = 1."""
+    sigmas, weights = systems(deltas, [EPSILON] * len(deltas))
+    shares = [weight / sum(weights) for weight in weights]
+    parts = [w * s for w, s in zip(shares, sigmas, strict=True)]
+    merged = merge(deltas, [EPSILON] * len(deltas))
+    mean = torch.stack(parts).mean(dim=0)
+    width = deltas[0].shape[1]
+    residual = torch.zeros_like(merged)
+    for delta, part, share in zip(deltas, parts, shares, strict=True):
+        ridge = share * EPSILON / width * torch.eye(width, dtype=part.dtype)
+        residual += delta @ (part - ridge - mean)
+    left, values, right = torch.linalg.svd(residual + merged, full_matrices=False)
+    rank = int(fraction * len(values))
+    if rank == 0:
+        return merged
+    return merged + values[:rank].mean() * (left[:, :rank] @ right[:rank])
+
+
 def _each(rule: Callable[[Tensor], float]) -> Rule:
     return lambda deltas: merge(deltas, [rule(delta) for delta in deltas])
 
@@ -149,4 +168,5 @@ STUDIES: dict[str, Rule] = {
     "balance, 3 rounds": lambda deltas: balanced(deltas, 3),
     "balance, 12 rounds": lambda deltas: balanced(deltas, 12),
     "closed-form λ": unshrunk,
+    "refinement": refined,
 }
