@@ -20,10 +20,9 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 
-from mergekit_ace.algebra.layouts import resolve_layout
 from mergekit_ace.algebra.options import AceOptions, FixedLayout
 from mergekit_ace.headers import check_folder
-from mergekit_ace.methods.architecture import is_table, is_transposed
+from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.methods.parameters import ace_options
 
 # Those that solve a ridge regression, with weights of experts in it.
@@ -89,13 +88,9 @@ class PlannedTensor:
 
     def layout(self, ndim: int) -> FixedLayout:
         """How this tensor of so many axes is read, by `ace` if its method does not say."""
-        return resolve_layout(
-            self.parameters.get("layout", "auto"),
-            self.name,
-            ndim,
-            transposed=is_transposed(self.base, self.name),
-            table=self.task.method_name == "ace_relative" and is_table(self.base, self.name),
-        )
+        chosen = self.parameters.get("layout", "auto")
+        tables = getattr(merge_methods.get(self.task.method_name), "tables", False)
+        return stored_layout(chosen, self.base, self.name, ndim, tables=tables)
 
 
 @dataclass(frozen=True)

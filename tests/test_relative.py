@@ -185,6 +185,20 @@ def test_a_table_of_rows(rng, epsilon, scales, exponent):
         assert sum(shares) == pytest.approx(1)
 
 
+@pytest.mark.parametrize("weak", [1e-20, 1e-28, 1e-36])
+def test_a_table_with_an_expert_far_weaker_than_another(rng, weak):
+    base = torch.zeros(30, 8)
+    strong, other = (torch.randn(30, 8, generator=rng) for _ in range(2))
+    strong[:10] = 0
+    experts = [strong, weak * other]
+    expected = naive_table(base, experts)
+    merged, _ = merge(base, experts, layout="table")
+    assert merged.isfinite().all()
+    for rows in (slice(0, 10), slice(10, 30)):
+        error = (merged[rows].double() - expected[rows]).norm() / expected[rows].norm()
+        assert error <= 1e-5, rows
+
+
 def test_rows_that_one_expert_moved_are_its_own(rng):
     base = torch.randn(6, 5, generator=rng)
     experts = [base.clone() for _ in range(3)]

@@ -55,7 +55,9 @@ def merge_table(
     shares = []
     for count, expert, weight in zip(counts, active.experts, active.weights, strict=True):
         for block in blocks(rows, width):
-            count[block] = torch.linalg.vector_norm(moved(expert, block), dim=1).double().square()
+            # in float64: squares of a far weaker expert's entries leave the range of float32
+            norms = torch.linalg.vector_norm(moved(expert, block), dim=1, dtype=torch.float64)
+            count[block] = norms.square()
         squares = count.clone()
         total = squares.sum()
         count.div_(total).add_(epsilon / rows)

@@ -43,12 +43,10 @@ class AceMerge(RidgeMethod):
         self,
         tensors: Sequence[Tensor],
         weights: Sequence[float],
-        parameters: Mapping[str, Any],
+        options: AceOptions,
         layout: FixedLayout,
-        lean: bool,
         coefficients: Sequence[float] | None,
     ) -> tuple[Tensor, TensorRecord]:
-        options = self.options(parameters).model_copy(update={"lean": lean})
         return merge_tensor(tensors[0], tensors[1:], weights, options, layout, coefficients)
 
     def options(self, parameters: Mapping[str, Any]) -> AceOptions:

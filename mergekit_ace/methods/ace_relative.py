@@ -56,12 +56,10 @@ class RelativeAceMerge(RidgeMethod):
         self,
         tensors: Sequence[Tensor],
         weights: Sequence[float],
-        parameters: Mapping[str, Any],
+        options: RelativeOptions,
         layout: FixedLayout,
-        lean: bool,
         coefficients: Sequence[float] | None,
     ) -> tuple[Tensor, TensorRecord]:
-        options = self.options(parameters).model_copy(update={"lean": lean})
         return merge_tensor_relative(
             tensors[0], tensors[1:], weights, options, layout, coefficients
         )

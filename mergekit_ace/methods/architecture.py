@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights are stored (in, out), and which are looked up, asked of a model's architecture.
+"""How weights are stored, asked of a model's architecture: (in, out), or as rows to be looked up.
 
 transformers' `Conv1D` (GPT-2 and its kin) stores the transpose of what `torch.nn.Linear` does, and
 so do the packed experts of some mixtures (GPT-OSS). Embeddings are no matrix that multiplies what
@@ -16,6 +16,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
+
+from mergekit_ace.algebra.layouts import resolve_layout
+from mergekit_ace.algebra.options import FixedLayout, RelativeLayout
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
@@ -64,6 +67,31 @@ def is_table(model: Hashable, tensor_name: str | None) -> bool:
     head (tied) is a table.
     """
     return tensor_name is not None and _is_among(_kinds(model).tables, tensor_name)
+
+
+def stored_layout(
+    chosen: RelativeLayout,
+    model: Hashable,
+    tensor_name: str | None,
+    ndim: int,
+    *,
+    tables: bool = False,
+) -> FixedLayout:
+    """How a tensor of a checkpoint is read.
+
+    Args:
+        chosen: as configured.
+        model, tensor_name: see `is_transposed`.
+        ndim: of the tensor.
+        tables: whether the merge method has a rule for tables of rows.
+    """
+    return resolve_layout(
+        chosen,
+        tensor_name,
+        ndim,
+        transposed=is_transposed(model, tensor_name),
+        table=tables and is_table(model, tensor_name),
+    )
 
 
 def _is_among(templates: frozenset[str], tensor_name: str) -> bool:

@@ -195,15 +195,15 @@ class FileCoefficients:
         known = self.file.columns.keys() | self.file.frozen
         unknown = sorted({name, *(tensor_names(base) or ())} - known)
         held = [tensor.name for tensor in self.file.contents.tensors]
-        others = (
-            " `missing: mean` merges such tensors by the mean of the task vectors; `match: depth` "
-            "carries coefficients over from another architecture."
-        )
-        return (
+        text = (
             f"{self.method}: {self.path} has no coefficients for {_some(unknown)}. It holds those "
             f"of {_some(held)}, trained on {self.file.contents.base_model}."
-            + others
-            * (self.method == "statsmerging")
+        )
+        if self.method != "statsmerging":
+            return text
+        return (
+            f"{text} `missing: mean` merges such tensors by the mean of the task vectors; "
+            "`match: depth` carries coefficients over from another architecture."
         )
 
 

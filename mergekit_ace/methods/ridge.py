@@ -43,9 +43,12 @@ class RidgeMethod(TaskVectorMethod):
         versions = TensorVersions.of(group, parameters)
         options = self.options(parameters)
         coefficients = component_coefficients(self.spec.name, parameters, options, versions)
+        if coefficients is not None and not any(coefficients):
+            weights = [0.0] * len(experts)  # left out of the training: the base's, nothing to solve
 
         def merge(tensors: Sequence[Tensor], lean: bool) -> tuple[Tensor, TensorRecord]:
-            return self.merge_tensors(tensors, weights, parameters, layout, lean, coefficients)
+            chosen = options.model_copy(update={"lean": lean})
+            return self.merge_tensors(tensors, weights, chosen, layout, coefficients)
 
         tensors = [base.tensor, *(expert.tensor for expert in experts)]
         try:
@@ -65,9 +68,8 @@ class RidgeMethod(TaskVectorMethod):
         self,
         tensors: Sequence[Tensor],
         weights: Sequence[float],
-        parameters: Mapping[str, Any],
+        options: Any,
         layout: FixedLayout,
-        lean: bool,
         coefficients: Sequence[float] | None,
     ) -> tuple[Tensor, TensorRecord]:
         """The merged tensor in any dtype, and its record.
@@ -75,9 +77,8 @@ class RidgeMethod(TaskVectorMethod):
         Args:
             tensors: the base's and the experts', on one device.
             weights: of the experts.
-            parameters: of the tensor.
+            options: of the tensor, as `options` makes them.
             layout: how it is read.
-            lean: with as little memory as possible, instead of fast.
             coefficients: of the components, and of the refinement where the method has one; None:
                 all are 1.
         """

@@ -19,9 +19,8 @@ from mergekit.merge_methods.base import (
 )
 from torch import Tensor
 
-from mergekit_ace.algebra.layouts import resolve_layout
 from mergekit_ace.algebra.options import FixedLayout
-from mergekit_ace.methods.architecture import is_table, is_transposed
+from mergekit_ace.methods.architecture import is_transposed, stored_layout
 from mergekit_ace.methods.inputs import (
     check_finite,
     check_models,
@@ -116,10 +115,5 @@ class TaskVectorMethod(GroupMergeMethod):
         """How the tensor is read."""
         base, name = group.base, group.metadata.name
         assert base is not None
-        return resolve_layout(
-            parameters["layout"],
-            name,
-            base.tensor.ndim,
-            transposed=is_transposed(base.id, name),
-            table=self.tables and is_table(base.id, name),
-        )
+        ndim = base.tensor.ndim
+        return stored_layout(parameters["layout"], base.id, name, ndim, tables=self.tables)

@@ -15,10 +15,9 @@ from tqdm import tqdm
 
 from mergekit_ace.algebra.closed_form import IllConditionedError
 from mergekit_ace.algebra.components import split_tensor
-from mergekit_ace.algebra.layouts import resolve_layout
 from mergekit_ace.algebra.options import FixedLayout
 from mergekit_ace.files import save_tensors
-from mergekit_ace.methods.architecture import is_table, is_transposed
+from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.errors import TrainingError
 from mergekit_ace.training.weights import MappedWeights, stored_tensors
@@ -118,10 +117,5 @@ def _layout(
                 "task_vector"
             )
     model, own = ModelReference.model_validate(folder), next(iter(stored))
-    return resolve_layout(
-        "auto",
-        own,
-        len(shape),
-        transposed=is_transposed(model, own),
-        table=config.basis == "ace_relative" and is_table(model, own),
-    )
+    tables = config.basis == "ace_relative"
+    return stored_layout("auto", model, own, len(shape), tables=tables)

@@ -17,9 +17,9 @@ from mergekit.common import ModelReference
 from mergekit.merge_methods import merge_state_dicts
 from torch import Tensor
 
-from mergekit_ace.algebra.layouts import as_matrices, resolve_layout
+from mergekit_ace.algebra.layouts import as_matrices
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
-from mergekit_ace.methods.architecture import is_table, is_transposed
+from mergekit_ace.methods.architecture import stored_layout
 
 State = dict[str, Tensor]
 
@@ -107,9 +107,7 @@ class Examiner:
         merged = {}
         for name, base in self.base.items():
             experts = [state[name] for state in self.experts.values()]
-            transposed = is_transposed(model, name)
-            table = row.tables and is_table(model, name)
-            layout = resolve_layout("auto", name, base.ndim, transposed=transposed, table=table)
+            layout = stored_layout("auto", model, name, base.ndim, tables=row.tables)
             changed = [expert for expert in experts if not torch.equal(expert, base)]
             if layout in ("mean", "table") or len(changed) < 2:
                 merged[name], _ = merge_tensor_relative(base, experts, None, options, layout)
@@ -117,7 +115,7 @@ class Examiner:
             (origin,) = as_matrices(base.double(), layout)
             deltas = [as_matrices(e.double(), layout)[0] - origin for e in changed]
             result = rule(deltas)
-            merged[name] = (base + (result.mT if transposed else result)).to(base.dtype)
+            merged[name] = (base + (result.mT if layout == "transposed" else result)).to(base.dtype)
         return merged
 
     def origin(self, row: Row) -> State:
