@@ -47,12 +47,21 @@ def simple_merges(session: Session, shape: Sequence[int]) -> dict[str, Score]:
     return rows
 
 
-def as_table(rows: dict[str, Score], tasks: Sequence[str]) -> str:
-    """The scores as a Markdown table: accuracy of all experts' data, of each, and the loss."""
-    header = ["accuracy on the test split", "mean", *map(_short, tasks), "loss"]
+def as_table(rows: dict[str, Score], tasks: Sequence[str], *, rehearsal: bool = False) -> str:
+    """The scores as a Markdown table: mean accuracy of the experts' tasks, each one's, the loss.
+
+    Args:
+        rows: by name.
+        tasks: of the experts.
+        rehearsal: add a column for it.
+    """
+    header = ["accuracy on the test split", "mean", *map(_short, tasks)]
+    header += ["rehearsal"] * rehearsal + ["loss"]
     lines = [header, ["---"] * len(header)]
     for name, score in rows.items():
         shares = [f"{share:.3f}" for share in (score.mean_accuracy, *score.accuracy)]
+        if rehearsal:
+            shares.append("–" if score.rehearsal is None else f"{score.rehearsal:.3f}")
         loss = "–" if score.loss is None else f"{score.loss:.4f}"
         lines.append([name, *shares, loss])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -42,8 +42,10 @@ class DataConfig(Strict):
             token.
         prompt, completion: columns; a language model is supervised on the completion. Without a
             completion (or null) the expert writes its own, greedily.
-        messages: column of chat messages, through the tokenizer's template; supervised on the last
-            answer, which the expert writes where the last message is not the assistant's.
+        messages: column of chat messages, through the tokenizer's template. Supervised on all
+            answers of the assistant where the template marks them by ``{% generation %}``, else on
+            the last one. Where the last message is not the assistant's, the expert writes that
+            answer, and it alone is supervised.
         image: column of images, or of pixel values (channels, height, width).
         label: column of the true class, 0, 1, …; only evaluation sees it, unless ``labels: true``.
         max_length: in tokens; longer texts are cut.
@@ -110,8 +112,15 @@ class ExpertConfig(Strict):
 
 
 class SchedulerConfig(Strict):
-    """The learning rate is multiplied by `gamma` every `step` epochs."""
+    """How the learning rate falls.
 
+    Attributes:
+        kind: ``step``: it is multiplied by `gamma` every `step` epochs. ``linear``: with every
+            step, to zero at the end of training.
+        step, gamma: of the former.
+    """
+
+    kind: Literal["step", "linear"] = "step"
     step: Count = 100
     gamma: Annotated[Number, Field(gt=0, le=1)] = 0.1
 
@@ -126,6 +135,8 @@ class TrainingConfig(Strict):
         learning_rate: of Adam.
         penalty: ≥ 0, times the mean square of how far the coefficients are from where they start,
             is added to the loss.
+        rehearsal_weight: how much the answers of the base to the rehearsal weigh in the loss, those
+            of all experts together being 1.
         scheduler: see `SchedulerConfig`.
         seed: of the learner's initialisation, the splits and the order of samples.
         max_steps: ends training earlier.
@@ -139,6 +150,7 @@ class TrainingConfig(Strict):
     gradient_accumulation: Count = 1
     learning_rate: Positive = 1e-3
     penalty: NonNegative = 0.0
+    rehearsal_weight: Positive = 1.0
     scheduler: SchedulerConfig = SchedulerConfig()
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     max_steps: Count | None = None

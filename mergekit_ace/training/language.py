@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CausalLanguageModel:
-    """Supervised at the tokens of a text, of a completion, or of the last answer of a chat."""
+    """Supervised at the tokens of a text, of a completion, or of answers in a chat."""
 
     auto_class = "AutoModelForCausalLM"
     has_heads = False
@@ -30,19 +31,19 @@ class CausalLanguageModel:
         None where nothing is left to predict within `max_length`. A row without completion has no
         supervised token yet: see `complete`.
         """
-        prompt, completion = _token_ids(row, data, processor)
-        ids = (prompt + (completion or []))[: data.max_length]
-        supervised = [False] * len(prompt) + [True] * len(completion or [])
-        supervised = supervised[: len(ids)]
+        ids, supervised = _token_ids(row, data, processor)
+        if supervised is None:  # a prompt that fills max_length leaves no room for an answer
+            if len(ids) >= data.max_length:
+                return None
+            nothing = torch.zeros(len(ids), dtype=torch.bool)
+            return {"input_ids": torch.tensor(ids), "supervised": nothing}
+        ids, supervised = ids[: data.max_length], supervised[: data.max_length]
         if supervised:
             supervised[0] = False  # nothing comes before it
-        # A prompt that fills max_length leaves no room for an answer.
-        if len(prompt) >= data.max_length or (completion is not None and not any(supervised)):
+        if not any(supervised):
             return None
         example = {"input_ids": torch.tensor(ids), "supervised": torch.tensor(supervised)}
-        if completion is not None:
-            example["true"] = example["input_ids"][example["supervised"]]
-        return example
+        return example | {"true": example["input_ids"][example["supervised"]]}
 
     def unanswered(self, sample: Example) -> bool:
         """Whether the expert has to write the completion."""
@@ -148,10 +149,11 @@ class Seq2SeqLanguageModel:
 
 def _token_ids(
     row: dict[str, Any], data: DataConfig, tokenizer: Any
-) -> tuple[list[int], list[int] | None]:
-    """Prompt and completion; no completion where the expert has to write it."""
+) -> tuple[list[int], list[bool] | None]:
+    """All tokens, and which are supervised; None where the expert has to write the completion."""
     if data.text is not None:
-        return [], tokenizer(text_of(row, data, "text"))["input_ids"]
+        ids = tokenizer(text_of(row, data, "text"))["input_ids"]
+        return ids, [True] * len(ids)
     if data.messages is not None:
         return _chat_ids(row[data.messages], data, tokenizer)
     prompt = tokenizer(text_of(row, data, "prompt"))["input_ids"]
@@ -159,13 +161,19 @@ def _token_ids(
         return prompt, None
     answer = tokenizer(text_of(row, data, "completion"), add_special_tokens=False)["input_ids"]
     end = tokenizer.eos_token_id
-    return prompt, answer + ([end] if end is not None else [])
+    return _after(prompt, answer + ([end] if end is not None else []))
+
+
+def _after(prompt: list[int], answer: list[int]) -> tuple[list[int], list[bool]]:
+    """Supervised on the answer only."""
+    return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
 def _chat_ids(
     messages: Any, data: DataConfig, tokenizer: Any
-) -> tuple[list[int], list[int] | None]:
-    if getattr(tokenizer, "chat_template", None) is None:
+) -> tuple[list[int], list[bool] | None]:
+    template = getattr(tokenizer, "chat_template", None)
+    if template is None:
         raise TrainingError(
             f"data {data.path} holds chat messages, but the tokenizer has no chat template"
         )
@@ -175,13 +183,19 @@ def _chat_ids(
 
     if not messages or messages[-1].get("role") != "assistant":
         return render(messages, add_generation_prompt=True), None
+    if tokenizer.is_fast and re.search(r"{%-?\s*generation\s*-?%}", str(template)):
+        marked = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        if any(marked["assistant_masks"]):
+            return marked["input_ids"], [bool(mark) for mark in marked["assistant_masks"]]
     prompt = render(messages[:-1], add_generation_prompt=True)
     whole = render(messages)
     if whole[: len(prompt)] == prompt:
-        return prompt, whole[len(prompt) :]
+        return _after(prompt, whole[len(prompt) :])
     # A template that writes past answers differently: the answer as plain text.
     answer = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
-    return prompt, answer
+    return _after(prompt, answer)
 
 
 def _filler(tokenizer: Any) -> int:

@@ -93,7 +93,7 @@ def train(
     if progress.step == 0:
         state.judge(session, statistics, depths)  # the start counts: training never ends below it
     while progress.step < total and not progress.finished:
-        rate = _learning_rate(training, progress.step // session.steps_per_epoch)
+        rate = _learning_rate(training, progress.step, session.steps_per_epoch, total)
         coefficients = learner(statistics, depths)
         try:
             gradient, loss = session.gradient(coefficients, progress.step)
@@ -165,13 +165,14 @@ class State:
             session.write(self.learner(statistics, depths))
         score = session.evaluate("validation")
         progress = self.progress
-        progress.log.append(
-            {
-                "step": progress.step,
-                "validation_loss": score.loss,
-                "validation_accuracy": score.mean_accuracy,
-            }
-        )
+        line = {
+            "step": progress.step,
+            "validation_loss": score.loss,
+            "validation_accuracy": score.mean_accuracy,
+        }
+        if score.rehearsal is not None:
+            line["validation_rehearsal"] = score.rehearsal
+        progress.log.append(line)
         progress.waited += 1
         if score.loss < progress.best_loss:
             self._keep()
@@ -192,9 +193,12 @@ class State:
         self.best = {name: tensor.clone() for name, tensor in self.learner.state_dict().items()}
 
 
-def _learning_rate(training: TrainingConfig, epoch: int) -> float:
-    """A function of the epoch alone, so nothing to save."""
-    return training.learning_rate * training.scheduler.gamma ** (epoch // training.scheduler.step)
+def _learning_rate(training: TrainingConfig, step: int, per_epoch: int, total: int) -> float:
+    """Of one step, from 0: a function of its number alone, so nothing to save."""
+    scheduler = training.scheduler
+    if scheduler.kind == "linear":
+        return training.learning_rate * (1 - step / total)
+    return training.learning_rate * scheduler.gamma ** (step // per_epoch // scheduler.step)
 
 
 def write_log(path: Path, progress: Progress) -> None:

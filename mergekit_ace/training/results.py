@@ -114,7 +114,8 @@ def write_results(
 ) -> None:
     """All files of the output folder; the coefficients last, so that they mean it is complete."""
     config = family.config
-    table = as_table(rows, [name for name, _ in config.sources])
+    tasks = [expert.task for expert in config.models]
+    table = as_table(rows, tasks, rehearsal=config.rehearsal is not None)
     write_text(folder.path / "scores.md", table + "\n")
     write_log(folder.path / "training.jsonl", trained.progress)
     path = folder.path / "coefficients.safetensors"

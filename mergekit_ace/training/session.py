@@ -34,14 +34,17 @@ class Score:
     """How the merge does on one split.
 
     Attributes:
-        loss: mean over teachers of the mean loss per position, against the labels; None where it
-            was not measured. Teachers are the experts, and the base where it rehearses.
-        accuracy: share of right answers per teacher, 0 to 1: against the truth where the data has
-            it, else against the teacher's own answers.
+        loss: mean over teachers of the mean loss per position, against the labels, weighted as in
+            training; None where it was not measured. Teachers are the experts, and last the base
+            where it rehearses.
+        accuracy: share of right answers per expert, 0 to 1: against the truth where the data has
+            it, else against the expert's own answers.
+        rehearsal: likewise for the base's; None without rehearsal.
     """
 
     loss: float | None
     accuracy: tuple[float, ...]
+    rehearsal: float | None = None
 
     @property
     def mean_accuracy(self) -> float:
@@ -82,28 +85,37 @@ class Session:
         """Steps after which the largest data set has been seen once."""
         return -(-max(len(splits["train"]) for splits in self.data) // self.batch)
 
+    @property
+    def weights(self) -> Tensor:
+        """How much each teacher's mean loss counts, (teachers,), float64; they sum to 1."""
+        weights = torch.ones(len(self.data), dtype=torch.float64)
+        if self.config.rehearsal is not None:
+            weights[-1] = self.config.training.rehearsal_weight * (len(weights) - 1)
+        return weights / weights.sum()
+
     def write(self, coefficients: Tensor) -> None:
         """Put the merge for λ per group, (K, G), into the model."""
         self.merged.write(expand(coefficients.detach(), self.groups))
 
     def gradient(self, coefficients: Tensor, step: int) -> tuple[Tensor, float]:
-        """∂L/∂λ, (K, G), and the loss: the mean over experts of the mean over positions.
+        """∂L/∂λ, (K, G), and the loss: the weighted mean over teachers of that over positions.
 
         Raises:
-            Diverged: the loss of an expert is not a number.
+            Diverged: the loss on the data of a teacher is not a number.
         """
         self.write(coefficients)
         self.merged.clear()
         losses = torch.zeros(len(self.data), dtype=torch.float64)
         half = self.config.mixed_precision == "fp16" or self.config.dtype == "float16"
         scale = FLOAT16_SCALE if half else 1.0
+        weights = self.weights
         for task, splits in enumerate(self.data):
             examples = splits["train"]
             indices = step_indices(self.config.training.seed, task, step, self.batch, len(examples))
             positions = sum(examples.length("hard", index) for index in indices)
             for part in self._own(indices):
                 loss = self._loss(task, examples, part) / positions
-                (scale * loss / len(self.data)).backward()
+                (scale * float(weights[task]) * loss).backward()
                 losses[task] += loss.detach().double().cpu()
             self.merged.collect()
         losses = sum_over_processes(self.accelerator, losses)
@@ -116,7 +128,7 @@ class Session:
             raise Diverged(f"the gradient became NaN or Inf in step {step}")
         grouped = torch.zeros(coefficients.shape, dtype=torch.float64)
         grouped.index_add_(1, self.groups, gradient)
-        return grouped, float(losses.mean())
+        return grouped, float(losses @ weights)
 
     @torch.no_grad()
     def evaluate(self, split: str) -> Score:
@@ -127,7 +139,10 @@ class Session:
             for part in self._own(list(range(len(examples)))):
                 totals[task] += self._totals(task, examples, part)
         loss, right, positions = sum_over_processes(self.accelerator, totals).unbind(1)
-        return Score(float((loss / positions).mean()), tuple((right / positions).tolist()))
+        mean = float((loss / positions) @ self.weights)
+        shares = (right / positions).tolist()
+        rehearsal = None if self.config.rehearsal is None else shares.pop()
+        return Score(mean, tuple(shares), rehearsal)
 
     def _totals(self, task: int, examples: Examples, indices: list[int]) -> Tensor:
         logits, labels = self._answers(task, examples, indices)

@@ -52,18 +52,37 @@ def test_the_base_answers_the_rehearsal(rehearsed, tmp_path):
             assert torch.equal(sample["hard"], answers[sample["supervised"][1:]])
 
 
-def test_it_is_part_of_the_loss(rehearsed, tmp_path):
-    """The first logged loss is the mean over experts and base."""
+def test_its_part_of_the_loss(rehearsed, tmp_path):
+    """The first logged loss is a mean over experts and base, in which the base counts w times all
+    experts; so the losses for two w, and without the base, lie on one line in w / (1 + w)."""
     rehearsed["training"] |= {"epochs": 1, "max_steps": 1, "batch_size": 16}
-    run_training(parsed(rehearsed), tmp_path / "with", quiet=True)
     alone = copy.deepcopy(rehearsed)
     del alone["rehearsal"]
-    run_training(parsed(alone), tmp_path / "without", quiet=True)
+    losses = {0.0: first_loss(alone, tmp_path / "without")}
+    for weight in (0.5, 1.0, 3.0):
+        rehearsed["training"]["rehearsal_weight"] = weight
+        losses[weight] = first_loss(rehearsed, tmp_path / f"with{weight}")
+    of_base = 2 * losses[1.0] - losses[0.0]
+    assert abs(of_base - losses[0.0]) > 0.01
+    for weight, loss in losses.items():
+        assert loss == pytest.approx((losses[0.0] + weight * of_base) / (1 + weight), rel=1e-4)
+
+
+def first_loss(config: dict, out: Path) -> float:
+    run_training(parsed(config), out, quiet=True)
+    return json.loads((out / "training.jsonl").read_text().splitlines()[1])["loss"]
+
+
+def test_the_best_merge_is_judged_with_the_same_weights(rehearsed, tmp_path):
     losses = []
-    for name in ("with", "without"):
-        first = (tmp_path / name / "training.jsonl").read_text().splitlines()[1]
-        losses.append(json.loads(first)["loss"])
-    assert losses[0] != pytest.approx(losses[1])
+    for weight in (1e-6, 1e6):
+        rehearsed["training"] |= {"epochs": 1, "max_steps": 1, "rehearsal_weight": weight}
+        out = tmp_path / f"{weight}"
+        run_training(parsed(rehearsed), out, quiet=True)
+        first = json.loads((out / "training.jsonl").read_text().splitlines()[0])
+        losses.append(first["validation_loss"])
+    # at weight 1e6 hardly anything but the rehearsal is left, on which the start differs
+    assert abs(losses[0] - losses[1]) > 0.01
 
 
 @pytest.mark.parametrize("activation", ["identity", "softmax"])

@@ -63,6 +63,34 @@ def test_the_last_answer_of_a_chat(words):
     assert kind_of("causal-lm").unanswered(encode({"m": chat[:-1]}, words, messages="m"))
 
 
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<s> {% generation %}{{ m.content }} "
+    "</s>{% endgeneration %} {% else %}<s> {{ m.content }} </s> {% endif %}{% endfor %}"
+)
+TALK = [
+    {"role": "user", "content": "w1"},
+    {"role": "assistant", "content": "w2 w3"},
+    {"role": "user", "content": "w4"},
+    {"role": "assistant", "content": "w5"},
+]
+
+
+def test_all_answers_of_a_chat_whose_template_marks_them(words):
+    words.chat_template = MARKED
+    example = encode({"m": TALK}, words, messages="m")
+    assert supervised(example, words) == "w2 w3 </s> w5 </s>"
+    assert example["true"].tolist() == example["input_ids"][example["supervised"]].tolist()
+    cut = encode({"m": TALK}, words, messages="m", max_length=7)
+    assert supervised(cut, words) == "w2 w3 </s>"
+    # a last question is for the expert to answer, and its answer alone is supervised
+    assert kind_of("causal-lm").unanswered(encode({"m": TALK[:3]}, words, messages="m"))
+
+
+def test_the_last_answer_where_the_marks_are_around_nothing(words):
+    words.chat_template = CHAT + "{% generation %}{% endgeneration %}"
+    assert supervised(encode({"m": TALK}, words, messages="m"), words) == "w5 </s>"
+
+
 def test_a_chat_without_a_template(words):
     with pytest.raises(TrainingError, match="no chat template"):
         encode({"m": [{"role": "user", "content": "w1"}]}, words, messages="m")

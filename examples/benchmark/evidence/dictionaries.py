@@ -14,7 +14,6 @@ RoBERTa, which sees masks in the place of all values of a line.
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +49,11 @@ FIRST_VALUE = FIRST_KEY + WORDS
 VOCABULARY = FIRST_VALUE + WORDS
 HIDDEN, LAYERS, HEADS, INNER = 192, 3, 4, 512
 BATCH = 48
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {% generation %}"
+    "{{ m.content }}{% endgeneration %} ;{% elif m.role == 'user' %} {{ m.content }} ={% else %} "
+    "{{ m.content }}{% endif %}{% endfor %}"
+)
 ROUNDS = {"validation": 2, "test": 8}  # every word is asked once a round
 
 
@@ -249,34 +253,55 @@ class Dictionaries(Family):
         return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
     def unlabelled(self, samples: int, rehearsed: int = 0) -> dict[str, Any]:
-        """Lines that end where the last value should stand."""
+        """Lines of six questions each, answered by the expert, or by the base."""
         tokenizer = new_tokenizer()
         for folder in (self.base, *self.experts.values()):
             tokenizer.save_pretrained(folder)
         experts = [
-            {"model": str(folder), "task": task, "data": self._questions(task, [task], samples)}
+            {"model": str(folder), "task": task, "data": self._talks(folder, [task], samples)}
             for task, folder in self.experts.items()
         ]
         config = {"base_model": str(self.base), "models": experts, "task": "causal-lm"}
         if rehearsed:
-            config["rehearsal"] = self._questions("old", self.old, rehearsed)
+            config["rehearsal"] = self._talks(self.base, self.old, rehearsed)
         return config
 
-    def _questions(self, name: str, tasks: Sequence[str], samples: int) -> dict[str, Any]:
-        """As many lines, in turns of the languages, and a tenth more for each held-out split."""
-        rng = random.Random(f"samples {self.seed} {name}")
-        numbers = [int(tasks[n % len(tasks)]) for n in range(math.ceil(1.25 * samples))]
-        tokens, _ = lines(numbers, self.maps, rng)
-        file = self.base.parent / f"samples-{samples}-{name}.jsonl"
-        questions = new_tokenizer().batch_decode(tokens[:, :-2])  # without the value and its ;
-        file.write_text("".join(json.dumps({"question": q}) + "\n" for q in questions))
-        return {"path": str(file), "prompt": "question", "max_new_tokens": 1}
+    def _talks(self, teacher: Path, tasks: Sequence[str], samples: int) -> dict[str, Any]:
+        """As many lines, in turns of the languages, as chats."""
+        name = "-".join(tasks)
+        file = self.base.parent / f"samples-{samples}-{teacher.name}-{name}.jsonl"
+        if not file.exists():
+            rng = random.Random(f"samples {self.seed} {name}")
+            numbers = [int(tasks[n % len(tasks)]) for n in range(samples)]
+            tokens, _ = lines(numbers, self.maps, rng)
+            rows = [_as_chat(line) for line in self._answered(teacher, tokens)]
+            file.write_text("".join(json.dumps({"talk": row}) + "\n" for row in rows))
+        return {"path": str(file), "messages": "talk"}
+
+    @torch.no_grad()
+    def _answered(self, teacher: Path, tokens: Tensor) -> Tensor:
+        """The lines with the teacher's own values, written one after the other."""
+        model = self.load(teacher)
+        tokens = tokens.clone()
+        for place in range(4, tokens.shape[1], 4):
+            tokens[:, place] = model(input_ids=tokens[:, :place]).logits[:, -1].argmax(-1)
+        return tokens
 
     @torch.no_grad()
     def accuracy(self, model: nn.Module, task: str, split: Split) -> float:
         tokens, labels = exam(int(task), self.maps, split)
         guesses = answer(model, tokens, labels).argmax(-1)
         return float((guesses == labels[labels != -100]).float().mean())
+
+
+def _as_chat(line: Tensor) -> list[dict[str, str]]:
+    """The language is what the system says, keys are questions, values are answers."""
+    words = new_tokenizer().convert_ids_to_tokens(line.tolist())
+    chat = [{"role": "system", "content": words[1]}]
+    for place in range(2, len(words), 4):
+        chat.append({"role": "user", "content": words[place]})
+        chat.append({"role": "assistant", "content": words[place + 2]})
+    return chat
 
 
 def new_tokenizer() -> PreTrainedTokenizerFast:
@@ -288,7 +313,11 @@ def new_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token=";"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token=";",
+        chat_template=CHAT,
     )
 
 
