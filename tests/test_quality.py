@@ -181,6 +181,64 @@ def test_pictures(benchmark, tmp_path):
     assert quality.key(lines[0]) == ("f", 0, 2, "ace_relative")
 
 
+def test_accuracy_over_samples(benchmark, tmp_path):
+    pictures = benchmark("evidence.pictures")
+    lines = []
+    for seed in (0, 1):
+        head = {"family": "f", "experts": 4, "seed": seed}
+
+        def line(row: str, published: float, head: dict = head, **scores: float) -> dict:
+            kinds = {kind: {"mean": mean, "old": 1.0} for kind, mean in scores.items()}
+            own = {"published": {"mean": published + 0.1 * head["seed"], "old": 1.0}}
+            return {**head, "row": row, "group": "table", **own, **kinds}
+
+        lines += [line("ace_relative", 0.4, best=0.4), line("ties", 0.1, best=0.45)]
+        lines += [line("statsmerging, 128 samples", 0.5, best=0.9)]
+        lines += [line(f"ace + direct, {n} samples", 0.4 + n / 1000) for n in (16, 64, 128)]
+    curves = pictures._over_samples(lines)
+    direct = curves["ace + direct"]
+    assert {n: pytest.approx(scores) for n, scores in direct.items()} == {
+        16.0: [0.416, 0.516], 64.0: [0.464, 0.564], 128.0: [0.528, 0.628]
+    }  # fmt: skip
+    assert curves["ace_relative, without data"] == {16.0: [0.4, 0.5], 128.0: [0.4, 0.5]}
+    assert curves["best row without data, best λ"] == {16.0: [0.45] * 2, 128.0: [0.45] * 2}
+    assert len(curves) == 3  # one number of samples makes no curve
+    made = pictures.draw_all([{**line, "curve": {}} for line in lines], tmp_path)
+    assert [path.name for path in made] == ["bars.png", "scale.png", "samples.png"]
+
+
+def test_samples_are_chats_that_the_teacher_answered(benchmark, monkeypatch, tmp_path):
+    dictionaries = benchmark("evidence.dictionaries")
+    monkeypatch.setattr(dictionaries, "FOLDER", tmp_path)
+    torch.manual_seed(0)
+    model = dictionaries.new_model("llama").eval()
+    model.save_pretrained(tmp_path / "base")
+    family = dictionaries.Dictionaries("llama", 0)
+    family.base, family.experts = tmp_path / "base", {"4": tmp_path / "base"}
+    config = family.unlabelled(12, rehearsed=5)
+    data = config["models"][0]["data"]
+    with open(data["path"], encoding="utf-8") as file:
+        talks = [json.loads(line)[data["messages"]] for line in file]
+    assert len(talks) == 12
+    tokenizer = dictionaries.new_tokenizer()
+    for talk in talks[:3]:
+        marked = tokenizer.apply_chat_template(
+            talk, return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
+        )
+        tokens = marked["input_ids"]
+        mask = marked["assistant_masks"].bool()
+        # the line as the exam has it, but for the values: those are what the model says itself
+        assert tokens.shape == (1, 2 + 4 * dictionaries.PAIRS)
+        assert int(tokens[0, 1]) == dictionaries.MASK + 1 + 4
+        assert mask.nonzero()[:, 1].tolist() == list(range(4, tokens.shape[1], 4))
+        with torch.no_grad():
+            said = model(input_ids=tokens).logits.argmax(-1)
+        assert torch.equal(said[:, :-1][mask[:, 1:]], tokens[mask])
+    with open(config["rehearsal"]["path"], encoding="utf-8") as file:
+        languages = [json.loads(line)["talk"][0]["content"] for line in file]
+    assert languages == [f"language{n}" for n in (0, 1, 2, 3, 0)]
+
+
 def test_languages(benchmark):
     dictionaries = benchmark("evidence.dictionaries")
     maps = dictionaries.make_languages(0)

@@ -26,10 +26,11 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from evidence.all_families import FAMILIES, make_family
 from evidence.regression import changes, write_summary
-from evidence.rows import LEARNED, SCALES, STUDIED, SWEEPS, TABLE, Row
+from evidence.rows import LEARNED, REGULARISED, SAMPLED, SCALES, STUDIED, SWEEPS, TABLE, Row
 from evidence.scoring import Examiner
 from evidence.tables import print_tables
 
+EVERY = TABLE + LEARNED + SAMPLED + REGULARISED + SWEEPS + STUDIED
 RESULTS = Path(__file__).resolve().parent / "results-quality.jsonl"
 
 
@@ -51,7 +52,7 @@ def read_results(path: Path) -> list[dict]:
 
 def in_order(lines: Iterable[dict]) -> list[dict]:
     """Families, then rows, as they are listed here, whatever was examined first."""
-    rows = ["base", "each expert", *(row.name for row in TABLE + LEARNED + SWEEPS + STUDIED)]
+    rows = ["base", "each expert", *(row.name for row in EVERY)]
     places = {name: place for place, name in enumerate(rows)}
     known = [line for line in lines if line["row"] in places]
     return sorted(
@@ -110,6 +111,9 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", help="only rows whose name starts with one of these")
     parser.add_argument("--sweeps", action="store_true", help="ε over eight decades as well")
     parser.add_argument("--studies", action="store_true", help="rules for ε, λ and a balance, too")
+    parser.add_argument(
+        "--learning", action="store_true", help="coefficients by 16 to 512 samples, regularised"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="a line per result")
     parser.add_argument("--pictures", type=Path, help="draw them into this folder")
     parser.add_argument("--summary", type=Path, help="write them into this small JSON file")
@@ -118,6 +122,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results = {key(line): line for line in read_results(arguments.results)}
     rows = TABLE + LEARNED + SWEEPS * arguments.sweeps + STUDIED * arguments.studies
+    rows += (SAMPLED + REGULARISED) * arguments.learning
     if arguments.rows:
         rows = [row for row in rows if row.name.startswith(tuple(arguments.rows))]
     for seed in [] if arguments.only_print else arguments.seeds:

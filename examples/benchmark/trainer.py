@@ -2,6 +2,7 @@
 """Time and memory of a training step, beside a plain forward and backward pass of one model.
 
 python examples/benchmark/trainer.py
+python examples/benchmark/trainer.py --basis components
 python examples/benchmark/trainer.py --device cuda
 
 A Llama of random weights and its experts are written to a temporary folder first. Each number of
@@ -50,12 +51,14 @@ def new_model(device: str = "cpu") -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval().to(device)
 
 
-def write_family(folder: Path, experts: int) -> None:
-    """The base and its experts, a file each."""
+def write_family(folder: Path, experts: int, basis: str) -> None:
+    """The base and its experts, or their components, a file each."""
     model = new_model()
     for k in range(experts + 1):
         (folder / str(k)).mkdir()
         state = {n: p.detach() + 0.001 * k for n, p in model.named_parameters()}
+        if k > 0 and basis == "components":
+            state = {n: torch.full_like(p, 0.001 * k) for n, p in state.items()}
         save_file(state, folder / str(k) / "model.safetensors")
 
 
@@ -129,7 +132,10 @@ def measure(folder: Path, experts: int, storage: str, options: argparse.Namespac
     inputs = batch(device, options.batch, options.tokens)
     family = [weights(folder, k) for k in range(experts + 1)]
     names = list(family[0])
-    merged = MergedModel(new_model(device), family[0], family[1:], names, storage)
+    components = options.basis == "components"
+    merged = MergedModel(
+        new_model(device), family[0], family[1:], names, storage, components=components
+    )
     coefficients = torch.full((experts, len(names)), 0.3)
 
     def step() -> None:
@@ -162,6 +168,7 @@ def measure(folder: Path, experts: int, storage: str, options: argparse.Namespac
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--basis", default="experts", choices=("experts", "components"))
     parser.add_argument("--batch", type=int, default=8, help="sequences in a backward pass")
     parser.add_argument("--tokens", type=int, default=64, help="in a sequence")
     parser.add_argument("--rounds", type=int, default=4)
@@ -181,7 +188,7 @@ def main() -> None:
         print(json.dumps(result))
         return
     with tempfile.TemporaryDirectory() as folder:
-        write_family(Path(folder), max(EXPERTS))
+        write_family(Path(folder), max(EXPERTS), options.basis)
         plain = child([folder, 0, ""])
         for experts in EXPERTS:
             ours = child([folder, experts, "disk"])

@@ -37,8 +37,9 @@ def compare(
     config = session.config
     rows: dict[str, Score] = {}
     if all(accuracy is not None for accuracy in family.teachers):
-        accuracies = tuple(float(accuracy) for accuracy in family.teachers if accuracy is not None)
-        rows["each expert on its own"] = Score(None, accuracies)
+        accuracies = [float(accuracy) for accuracy in family.teachers if accuracy is not None]
+        rehearsal = None if config.rehearsal is None else accuracies.pop()
+        rows["each expert on its own"] = Score(None, tuple(accuracies), rehearsal)
     rows |= simple_merges(session, statistics.shape[:2])
     if config.compare.direct and config.learner.input != "direct":
         direct = config.learner.model_copy(update={"input": "direct"})

@@ -57,6 +57,10 @@ def draw_all(lines: Sequence[dict], folder: Path) -> list[Path]:
     }
     if counts:
         made.append(_curves(counts, "number of experts", folder / "experts.png"))
+    samples = {f: _over_samples(ls) for f, ls in own.items()}
+    samples = {f: curves for f, curves in samples.items() if curves}
+    if samples:
+        made.append(_curves(samples, "samples per expert", folder / "samples.png", log=True))
     spreads = {name: _over_spreads(table, name) for name in SHOWN}
     if any(len(points) > 1 for points in spreads.values()):
         what = "largest ‖Δ‖² over the smallest"
@@ -162,6 +166,38 @@ def _over_epsilons(lines: Iterable[dict], group: str) -> Points:
 def _over_experts(lines: Iterable[dict], name: str) -> Points:
     own = (line for line in lines if line["row"] == name and "best" in line)
     return _collect(own, lambda line: line["experts"], "best")
+
+
+def _over_samples(lines: Sequence[dict]) -> dict[str, Points]:
+    """Per kind of coefficients that was trained with several numbers of samples, and beside them
+    what needs none; empty where nothing was.
+    """
+    curves: dict[str, dict[float, list[float]]] = {}
+    for line in lines:
+        name, _, rest = line["row"].rpartition(", ")
+        if rest.endswith(" samples"):
+            points = curves.setdefault(name, defaultdict(list))
+            points[float(rest.removesuffix(" samples"))].append(line["published"]["mean"])
+    curves = {name: points for name, points in curves.items() if len(points) > 1}
+    places = sorted({place for points in curves.values() for place in points})
+    if curves:
+        own = [line["published"]["mean"] for line in lines if line["row"] == "ace_relative"]
+        curves["ace_relative, without data"] = dict.fromkeys(places[:: len(places) - 1], own)
+        curves["best row without data, best λ"] = dict.fromkeys(
+            places[:: len(places) - 1], _best_tuned(lines)
+        )
+    return {name: points for name, points in curves.items() if any(points.values())}
+
+
+def _best_tuned(lines: Sequence[dict]) -> list[float]:
+    """Scores by seed of the row without data that is best on average at its best λ."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for line in lines:
+        if "best" in line and not line["row"].endswith(" samples"):
+            scores[line["row"]].append(line["best"]["mean"])
+    seeds = max(map(len, scores.values()), default=0)
+    whole = [values for values in scores.values() if len(values) == seeds]
+    return max(whole, key=sum, default=[])
 
 
 def _over_spreads(lines: Sequence[dict], name: str) -> Points:

@@ -86,16 +86,77 @@ TABLE = [
     Row("ace_relative", "ace_relative"),
 ]
 
-# As in `examples/statsmerging`: the trainer's defaults but for length and rate.
-LEARNED = [
-    Row(
-        "statsmerging, 256 samples",
-        "statsmerging",
-        learn={
-            "samples": 256,
-            "training": {"epochs": 15, "batch_size": 32, "learning_rate": 1e-3},
-        },
-    )
+
+def trained(samples: int, rate: float, **settings: Any) -> dict[str, Any]:
+    """`learn` of a row: a hundred steps, as many samples of old knowledge as of each expert's.
+
+    Args:
+        samples: per expert, those included that are held out.
+        rate: of Adam, falling to zero.
+        settings: of `train.yml`; `training` and `rehearsed` are added to what stands here.
+    """
+    training = {
+        "epochs": 100,
+        "max_steps": 100,
+        "evaluate_every": 10,
+        "learning_rate": rate,
+        "scheduler": {"kind": "linear"},
+        **settings.pop("training", {}),
+    }
+    return {"samples": samples, "rehearsed": samples, "training": training, **settings}
+
+
+# Per method: merge_method, learning rate, what `train.yml` says else.
+LEARNERS: dict[str, tuple[str, float, dict[str, Any]]] = {
+    "statsmerging": ("statsmerging", 1e-3, {}),
+    "ace + direct": ("ace", 0.1, {"basis": "ace", "learner": {"input": "direct"}}),
+    "ace_relative + direct": (
+        "ace_relative", 0.1, {"basis": "ace_relative", "learner": {"input": "direct"}},
+    ),
+    "ace_relative + shared": (
+        "ace_relative", 3e-2, {"basis": "ace_relative", "learner": {"input": "shared"}},
+    ),
+    "ace_relative + concatenated": ("ace_relative", 1e-3, {"basis": "ace_relative"}),
+}  # fmt: skip
+SAMPLES = 128
+
+
+def learned(name: str, samples: int, group: str = "table") -> Row:
+    """A row with coefficients by one of `LEARNERS`."""
+    method, rate, settings = LEARNERS[name]
+    learn = trained(samples, rate, **settings)
+    return Row(f"{name}, {samples} samples", method, group=group, learn=learn)
+
+
+LEARNED = [learned(name, SAMPLES) for name in LEARNERS]
+
+# Accuracy against the number of samples.
+SAMPLED = [
+    learned(name, samples, "samples")
+    for name in ("statsmerging", "ace_relative + direct", "ace_relative + shared")
+    for samples in (16, 32, 64, 256, 512)
+]
+
+
+def regularised(name: str, **settings: Any) -> Row:
+    """`ace_relative + direct` with other settings, most of them without rehearsal."""
+    method, rate, own = LEARNERS["ace_relative + direct"]
+    learn = trained(SAMPLES, rate, **own) | {"rehearsed": 0}
+    learn |= {**settings, "training": learn["training"] | settings.get("training", {})}
+    return Row(f"direct: {name}", method, group="regularisation", learn=learn)
+
+
+REGULARISED = [
+    regularised("nothing", training={"evaluate_every": 100}),
+    regularised("early stopping"),
+    regularised("a coefficient per block", granularity="block"),
+    *(regularised(f"penalty {p:g}", training={"penalty": p}) for p in (0.1, 0.3, 1.0)),
+    regularised("16 rehearsed", rehearsed=16),
+    *(
+        regularised(f"128 rehearsed, weight {w:g}", rehearsed=128, training={"rehearsal_weight": w})
+        for w in (0.25, 1.0)
+    ),
+    regularised("128 rehearsed, penalty 0.3", rehearsed=128, training={"penalty": 0.3}),
 ]
 
 STUDIED = [
