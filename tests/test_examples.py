@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import re
 import shutil
 import sys
@@ -41,6 +42,27 @@ def test_the_readme_s_configs_are_valid(name):
     blocks = re.findall(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)
     (block,) = [block for block in blocks if block.startswith(f"# {name}.yml")]
     OURS[name].model_validate(yaml.safe_load(block))
+
+
+def test_the_questions_of_the_quickstart(monkeypatch, tmp_path):
+    """What train.yml reads: questions of one language each, without a single answer."""
+    monkeypatch.syspath_prepend(EXAMPLES / "quickstart")
+    import questions
+    from dictionaries import NEW_LANGUAGES, OLD_LANGUAGES, invented_words
+
+    monkeypatch.setattr(questions, "FOLDER", tmp_path / "questions")
+    questions.main()
+    config = TrainConfig.model_validate(
+        yaml.safe_load((EXAMPLES / "quickstart" / "train.yml").read_text())
+    )
+    assert [name for name, _ in config.sources] == [*NEW_LANGUAGES, "rehearsal"]
+    for name, data in config.sources:
+        lines = (tmp_path / data.path).read_text(encoding="utf-8").splitlines()
+        texts = [json.loads(line)[data.prompt] for line in lines]
+        assert len(texts) == questions.COUNT
+        known = set(OLD_LANGUAGES if name == "rehearsal" else (name,))
+        assert {text.split()[0] for text in texts} == known
+        assert not {word for text in texts for word in text.split()} & set(invented_words())
 
 
 def test_the_images_of_the_vision_family(monkeypatch):

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unlabelled samples for `train.yml`: questions without answers, for each expert and the base.
+
+    python examples/quickstart/questions.py
+
+128 for each new language, which its expert will answer, and as many for the old ones together,
+which the base will.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from dictionaries import KEYS, NEW_LANGUAGES, OLD_LANGUAGES
+
+COUNT = 128
+FOLDER = Path(__file__).resolve().parent / "questions"
+
+
+def questions(languages: tuple[str, ...], count: int) -> list[str]:
+    """`count` of them, in turns of the languages."""
+    rng = random.Random(" ".join(languages))
+    return [f"{languages[n % len(languages)]} {rng.choice(KEYS)} =" for n in range(count)]
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    sources = {language: (language,) for language in NEW_LANGUAGES} | {"old": OLD_LANGUAGES}
+    for name, languages in sources.items():
+        lines = [json.dumps({"question": text}) for text in questions(languages, COUNT)]
+        (FOLDER / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{COUNT} questions each in {FOLDER}")
+
+
+if __name__ == "__main__":
+    main()
