@@ -14,8 +14,11 @@ from mergekit_ace.preflight.findings import Finding
 
 
 def check_coefficients(plan: PlannedMerge) -> Iterator[Finding]:
-    """What a merge would say when it comes to the first tensor whose coefficients do not fit."""
-    method = plan.method
+    """What a merge would say when it comes to the first tensor whose coefficients do not fit.
+
+    And, where they do fit, whether the components have changed under them by weights of experts.
+    """
+    method, weighted = plan.method, []
     for tensor in plan.tensors:
         parameters = tensor.parameters
         if parameters.get("coefficients") is None:
@@ -33,3 +36,14 @@ def check_coefficients(plan: PlannedMerge) -> Iterator[Finding]:
         except CoefficientFileError as error:
             yield Finding("error", "coefficients", str(error))
             return
+        if isinstance(method, RidgeMethod) and len(set(tensor.weights)) > 1:
+            weighted.append(tensor.name)
+    if weighted:
+        yield Finding(
+            "warning",
+            "coefficients",
+            f"experts have different weights in {weighted[0]}"
+            + (f" and {len(weighted) - 1} other tensors" if len(weighted) > 1 else "")
+            + "; the coefficients were learned for equal ones",
+            "leave `weight` out, or expect another merge than the one that was trained",
+        )

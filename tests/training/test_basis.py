@@ -207,6 +207,19 @@ def test_another_merge_is_refused(trained, mergekit_yaml, tmp_path, change, mess
     assert re.search(message, finding.message)
 
 
+def test_a_check_mentions_weights_that_were_not_trained(trained, tmp_path):
+    out = trained[1]
+    config = yaml.safe_load((out / "merge.yml").read_text())
+    for weights, found in (((2.0, 2.0), 0), ((1.0, 0.5), 1)):  # only their ratio matters
+        experts = [m for m in config["models"] if m["model"] != config["base_model"]]
+        for expert, weight in zip(experts, weights, strict=True):
+            expert.setdefault("parameters", {})["weight"] = weight
+        (tmp_path / "weighted.yml").write_text(yaml.safe_dump(config))
+        findings = check_merge(tmp_path / "weighted.yml", MergeOptions()).findings
+        told = [f for f in findings if "different weights" in f.message]
+        assert [f.level for f in told] == ["warning"] * found
+
+
 def test_coefficients_of_task_vectors_are_refused(tmp_path, mergekit_yaml):
     config = llama_family(tmp_path)
     config["training"]["max_steps"] = 1
