@@ -125,6 +125,15 @@ class Family:
         if kind.has_heads and accelerator.is_main_process:
             save_backbone(base, folder.backbone(None))
         experts, data, teachers, heads = [], [], [], Heads()
+
+        def teach(row: int, path: str, model: PreTrainedModel) -> None:
+            if row in rows:
+                _label(config, models, path, model, row, rows, folder, accelerator, quiet=quiet)
+            accelerator.wait_for_everyone()
+            splits, metadata = load_examples(_labels(folder, row))
+            data.append(splits)
+            teachers.append(json.loads(metadata["accuracy"]))
+
         for row, path in enumerate(models.experts):
             model = load_model(path, kind, config)
             copy = folder.state / f"expert-{row}.safetensors"
@@ -132,24 +141,11 @@ class Family:
                 experts.append(map_weights(model, names, path, copy))
             if kind.has_heads and accelerator.is_main_process:
                 save_backbone(model, folder.backbone(row))
-            if row in rows:
-                _label(config, models, path, model, row, rows, folder, accelerator, quiet=quiet)
-            accelerator.wait_for_everyone()
-            splits, metadata = load_examples(_labels(folder, row))
-            data.append(splits)
-            teachers.append(json.loads(metadata["accuracy"]))
+            teach(row, path, model)
             heads.add(model, kind)
             del model
         if config.rehearsal is not None:
-            row = len(experts)
-            if row in rows:
-                _label(
-                    config, models, models.base, base, row, rows, folder, accelerator, quiet=quiet
-                )
-            accelerator.wait_for_everyone()
-            splits, metadata = load_examples(_labels(folder, row))
-            data.append(splits)
-            teachers.append(json.loads(metadata["accuracy"]))
+            teach(len(experts), models.base, base)
         dtype = getattr(torch, config.dtype)
         # Loaded anew where the dtype differs: `to` would round the buffers of rotary embeddings.
         if config.device_map is not None or base.dtype != dtype:
