@@ -134,7 +134,7 @@ class TrainingConfig(Strict):
         gradient_accumulation: backward passes per expert and step.
         learning_rate: of Adam.
         penalty: ≥ 0, times the mean square of how far the coefficients are from where they start,
-            is added to the loss.
+            is added to the loss. By default see `TrainConfig.penalty`.
         rehearsal_weight: how much the answers of the base to the rehearsal weigh in the loss, those
             of all experts together being 1.
         scheduler: see `SchedulerConfig`.
@@ -149,7 +149,7 @@ class TrainingConfig(Strict):
     batch_size: Count = 8
     gradient_accumulation: Count = 1
     learning_rate: Positive = 1e-3
-    penalty: NonNegative = 0.0
+    penalty: NonNegative | None = None
     rehearsal_weight: Positive = 1.0
     scheduler: SchedulerConfig = SchedulerConfig()
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -227,6 +227,17 @@ class TrainConfig(Strict):
         """All data by the name of its teacher: the experts' tasks, and last the rehearsal."""
         experts = tuple((expert.task, expert.data) for expert in self.models)
         return experts if self.rehearsal is None else (*experts, ("rehearsal", self.rehearsal))
+
+    @property
+    def penalty(self) -> float:
+        """As given. Else 1 where components of a language model are learned without rehearsal.
+
+        Nothing else would hold what nobody's samples ask for: see the README, "With a little data".
+        """
+        if self.training.penalty is not None:
+            return self.training.penalty
+        alone = self.task in LanguageTask and self.rehearsal is None
+        return 1.0 if alone and self.basis != "task_vector" else 0.0
 
     @property
     def options(self) -> AceOptions | RelativeOptions:

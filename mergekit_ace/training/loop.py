@@ -105,7 +105,7 @@ def train(
                 f"{checkpoint}. Lower training.learning_rate, or look at that expert's data"
             ) from None
         away = coefficients.detach().double() - config.start(len(coefficients))
-        gradient += 2 * training.penalty / away.numel() * away
+        gradient += 2 * session.config.penalty / away.numel() * away
         state.update(coefficients, gradient, rate)
         progress.step += 1
         progress.log.append({"step": progress.step, "loss": loss, "learning_rate": rate})

@@ -114,6 +114,18 @@ def test_a_penalty_keeps_coefficients_where_they_start(tmp_path, activation):
     assert away[1] < 0.5 * away[0]
 
 
+def test_the_default_penalty(rehearsed, tmp_path):
+    """Where components of a language model are learned and nothing is rehearsed, it is 1."""
+    relative = {**rehearsed, "basis": "ace_relative"}
+    alone = {name: value for name, value in relative.items() if name != "rehearsal"}
+    assert parsed(relative).penalty == 0
+    assert parsed(alone).penalty == 1
+    assert parsed({**alone, "basis": "task_vector"}).penalty == 0
+    assert parsed({**alone, "training": {"penalty": 0.5}}).penalty == 0.5
+    assert parsed({**alone, "training": {"penalty": 0}}).penalty == 0
+    assert parsed({**vit_family(tmp_path / "images"), "basis": "ace"}).penalty == 0
+
+
 def test_classifiers_have_no_rehearsal(tmp_path):
     config = vit_family(tmp_path)
     data = {key: v for key, v in config["models"][0]["data"].items() if key != "label"}

@@ -121,7 +121,7 @@ LEARNERS: dict[str, tuple[str, float, dict[str, Any]]] = {
 SAMPLES = 128
 
 
-def learned(name: str, samples: int, group: str = "table") -> Row:
+def learned(name: str, samples: int, group: str = "learned") -> Row:
     """A row with coefficients by one of `LEARNERS`."""
     method, rate, settings = LEARNERS[name]
     learn = trained(samples, rate, **settings)
@@ -139,10 +139,13 @@ SAMPLED = [
 
 
 def regularised(name: str, **settings: Any) -> Row:
-    """`ace_relative + direct` with other settings, most of them without rehearsal."""
+    """`ace_relative + direct` with other settings: no rehearsal and no penalty unless given."""
     method, rate, own = LEARNERS["ace_relative + direct"]
     learn = trained(SAMPLES, rate, **own) | {"rehearsed": 0}
-    learn |= {**settings, "training": learn["training"] | settings.get("training", {})}
+    learn |= {
+        **settings,
+        "training": learn["training"] | {"penalty": 0.0} | settings.get("training", {}),
+    }
     return Row(f"direct: {name}", method, group="regularisation", learn=learn)
 
 
@@ -150,7 +153,7 @@ REGULARISED = [
     regularised("nothing", training={"evaluate_every": 100}),
     regularised("early stopping"),
     regularised("a coefficient per block", granularity="block"),
-    *(regularised(f"penalty {p:g}", training={"penalty": p}) for p in (0.1, 0.3, 1.0)),
+    *(regularised(f"penalty {p:g}", training={"penalty": p}) for p in (0.1, 0.3, 1.0, 3.0)),
     regularised("16 rehearsed", rehearsed=16),
     *(
         regularised(f"128 rehearsed, weight {w:g}", rehearsed=128, training={"rehearsal_weight": w})
