@@ -256,7 +256,8 @@ class Dictionaries(Family):
         """Lines of six questions each, answered by the expert, or by the base."""
         tokenizer = new_tokenizer()
         for folder in (self.base, *self.experts.values()):
-            tokenizer.save_pretrained(folder)
+            if not (folder / "chat_template.jinja").exists():  # a run would find its files changed
+                tokenizer.save_pretrained(folder)
         experts = [
             {"model": str(folder), "task": task, "data": self._talks(folder, [task], samples)}
             for task, folder in self.experts.items()
