@@ -13,6 +13,8 @@ import torch
 from checkpoints import save_family, tiny_llama
 from transformers import LlamaForCausalLM
 
+from mergekit_ace.training.config import TrainConfig
+
 BENCHMARK = Path(__file__).resolve().parents[1] / "examples" / "benchmark"
 
 
@@ -205,6 +207,27 @@ def test_accuracy_over_samples(benchmark, tmp_path):
     assert len(curves) == 3  # one number of samples makes no curve
     made = pictures.draw_all([{**line, "curve": {}} for line in lines], tmp_path)
     assert [path.name for path in made] == ["bars.png", "scale.png", "samples.png"]
+
+
+def test_every_learned_row_is_a_training_of_its_own(benchmark):
+    rows = benchmark("evidence.rows")
+    data = {"path": "samples.jsonl", "messages": "talk"}
+    models = [{"model": name, "data": data} for name in ("a", "b")]
+    seen = []
+    for row in rows.LEARNED + rows.SAMPLED + rows.REGULARISED:
+        settings = dict(row.learn)
+        samples = (settings.pop("samples"), settings.pop("rehearsed"))
+        config = {"base_model": "base", "models": models, "task": "causal-lm", **settings}
+        if samples[1]:
+            config["rehearsal"] = data
+        config = TrainConfig.model_validate(config)
+        basis = "task_vector" if row.method == "statsmerging" else row.method
+        assert config.basis == basis
+        assert config.training.max_steps == 100
+        seen.append((row.name, samples, config))
+    assert len({name for name, *_ in seen}) == len(seen)
+    for number, one in enumerate(seen):
+        assert one[1:] not in [other[1:] for other in seen[:number]], one[0]
 
 
 def test_samples_are_chats_that_the_teacher_answered(benchmark, monkeypatch, tmp_path):
