@@ -230,14 +230,14 @@ class TrainConfig(Strict):
 
     @property
     def penalty(self) -> float:
-        """As given. Else 1 where components of a language model are learned without rehearsal.
+        """As given. Else 3 where components of a language model are learned without rehearsal.
 
         Nothing else would hold what nobody's samples ask for: see the README, "With a little data".
         """
         if self.training.penalty is not None:
             return self.training.penalty
         alone = self.task in LanguageTask and self.rehearsal is None
-        return 1.0 if alone and self.basis != "task_vector" else 0.0
+        return 3.0 if alone and self.basis != "task_vector" else 0.0
 
     @property
     def options(self) -> AceOptions | RelativeOptions:

@@ -115,11 +115,11 @@ def test_a_penalty_keeps_coefficients_where_they_start(tmp_path, activation):
 
 
 def test_the_default_penalty(rehearsed, tmp_path):
-    """Where components of a language model are learned and nothing is rehearsed, it is 1."""
+    """Where components of a language model are learned and nothing is rehearsed, it is 3."""
     relative = {**rehearsed, "basis": "ace_relative"}
     alone = {name: value for name, value in relative.items() if name != "rehearsal"}
     assert parsed(relative).penalty == 0
-    assert parsed(alone).penalty == 1
+    assert parsed(alone).penalty == 3
     assert parsed({**alone, "basis": "task_vector"}).penalty == 0
     assert parsed({**alone, "training": {"penalty": 0.5}}).penalty == 0.5
     assert parsed({**alone, "training": {"penalty": 0}}).penalty == 0
