@@ -46,11 +46,13 @@ class Crew:
         workers: processes; 1 without a cluster: this one.
         ray: address of a Ray cluster, `auto` for the one at hand; None without.
         gpus: per worker; None for one where the merge works on GPUs.
+        start: how processes are started, see `LocalProcesses`.
     """
 
     workers: int = 1
     ray: str | None = None
     gpus: float | None = None
+    start: str | None = None
 
 
 def run_shards(
@@ -314,7 +316,7 @@ def make_workers(crew: Crew, job: MergeJob, plan: MergePlan, memory: int) -> Wor
     if crew.workers > 1:
         from mergekit_ace.merging.processes import LocalProcesses
 
-        return LocalProcesses(job, crew.workers, gpus=crew.gpus)
+        return LocalProcesses(job, crew.workers, gpus=crew.gpus, start=crew.start)
     return OwnProcess(ShardWorker(job, plan))
 
 
