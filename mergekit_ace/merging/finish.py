@@ -95,10 +95,10 @@ def _write_tokenizer(staging: Path, job: MergeJob) -> None:
             copy_tokenizer(config, staging, options)
         except Exception as error:  # as mergekit: the weights are worth keeping without it
             LOG.error(
-                "The tokenizer could not be copied; the merge is complete without it. Copy one "
-                "into %s",
+                "The tokenizer could not be copied (%s). The merge is complete without it: copy "
+                "one into %s",
+                (str(error) or type(error).__name__).splitlines()[0],
                 staging.parent.parent,
-                exc_info=error,
             )
     elif config.chat_template:
         LOG.warning("There is no tokenizer in the result, so its chat_template: is not saved")
