@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from checkpoints import ace_config, fine_tuned, save_family, tiny_llama
+from checkpoints import fine_tuned, save_family, tiny_llama
 from click.testing import CliRunner
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -72,7 +72,7 @@ def command(*arguments: object) -> str:
     """Run `mergekit-ace merge`; what it says."""
     result = CliRunner().invoke(main, ["merge", *map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def refusal(*arguments: object) -> str:
@@ -102,6 +102,3 @@ def finished(folder: Path) -> dict[str, int]:
     manifest = Manifest.read(folder)
     entries = [entry for entry in manifest.shards if entry.finished] if manifest else []
     return {entry.file: (folder / entry.file).stat().st_ino for entry in entries}
-
-
-__all__ = ["ace_config"]

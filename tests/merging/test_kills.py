@@ -13,19 +13,20 @@ from pathlib import Path
 import psutil
 import pytest
 from checkpoints import ace_config
-from drivers import Driver, gone
-from families import assert_same, finished, save_llamas, write_config
+from drivers import SHARD_BYTES, Driver, gone
+from families import assert_same, command, finished, save_llamas, write_config
 
 from mergekit_ace.merging.manifest import Manifest
 
 KILLS = 10
+SHARDS = ("--out-shard-size", str(SHARD_BYTES), "--quiet")
 
 
 @pytest.fixture(scope="module")
 def merge(tmp_path_factory) -> tuple[Path, Path]:
     """A config, and its result without any kill; about as many shards as tensors."""
     folder = tmp_path_factory.mktemp("killed")
-    paths = save_llamas(folder)
+    paths = save_llamas(folder, num_hidden_layers=1)
     report = {"report": str(folder / "report.jsonl")}
     config = write_config(folder / "merge.yml", ace_config(paths, parameters=report))
     assert Driver(config, folder / "reference" / "merged", 1).end() == 0
@@ -74,7 +75,7 @@ def killed_and_resumed(
         before = finished(out)
         manifest = Manifest.read(out)
         between += bool(before) and manifest is not None and not manifest.complete
-        assert Driver(config, out, 2).end() == 0
+        command(config, out, *SHARDS, "--resume")
         after = finished(out)
         assert {name: after[name] for name in before} == before
         assert_same(reference, out)
