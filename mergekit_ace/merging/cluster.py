@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,7 @@ class RayWorkers:
     def __init__(self, job: MergeJob, count: int, address: str, *, gpus: float | None, memory: int):
         self._ray = ray = _import_ray()
         self._ours = not ray.is_initialized()
+        check_address(address)
         try:
             ray.init(
                 address=address,
@@ -129,6 +131,21 @@ class RayWorkers:
             self._busy.remove(busy)
             self._idle.append(busy.actor)
         return event
+
+
+def check_address(address: str) -> None:
+    """Whether anybody listens at HOST:PORT; Ray itself would try for minutes.
+
+    Raises:
+        MergeError: nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    if "//" in address or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise MergeError(f"there is no Ray cluster at {address}: {error}") from error
 
 
 def check_room(nodes: Sequence[dict[str, Any]], needed: dict[str, float]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
@@ -186,7 +187,7 @@ class _Merge:
             if todo:
                 with closing(make_workers(crew, job, self.plan, memory)) as workers:
                     queue = ShardQueue(todo, largest_first=crew.workers > 1 or bool(crew.ray))
-                    _compute(queue, workers, manifest, self.folder, progress)
+                    _compute(queue, workers, manifest, self.folder, progress, job.config())
             finish_model(self.folder, name, job, self.plan, manifest)
             manifest.complete = True
             manifest.write(self.folder.path)
@@ -225,15 +226,21 @@ class _Merge:
         )
 
 
-def _warm_up(config, options: MergeOptions) -> None:
+def _warm_up(config: MergeConfiguration, options: MergeOptions) -> None:
     """Find, download and check all models, and merge adapters, before any worker needs them."""
     cache = LoaderCache()
     cache.setup(options)
+    check_inputs(config)
+    for model in config.referenced_models():
+        cache.loaders.pop(model, None)  # of another merge in this process
+        cache.get(model)
+
+
+def check_inputs(config: MergeConfiguration) -> None:
+    """Raise a `DamagedFileError` for the first damaged file of a model that is a local folder."""
     for model in config.referenced_models():
         for part in filter(None, (model.model, model.lora)):
             check_folder(Path(part.path).expanduser())  # a name on a Hub has no files there
-        cache.loaders.pop(model, None)  # of another merge in this process
-        cache.get(model)
 
 
 def _plan_shards(
@@ -326,6 +333,7 @@ def _compute(
     manifest: Manifest,
     folder: OutputFolder,
     progress: Progress,
+    config: MergeConfiguration,
 ) -> None:
     """Have all shards computed; the only one to touch the directory and the manifest."""
     while queue:
@@ -340,6 +348,7 @@ def _compute(
                 progress.finished(shard)
             elif isinstance(event, ShardFailed):
                 folder.remove_parts(event.shard)
+                check_inputs(config)  # says which file it is, where one is the cause
                 progress.failed(queue.failed(event), event.message)
 
 
