@@ -5,8 +5,8 @@
 
 writes the family (once; nothing is downloaded). In every round both commands merge it in turn, each
 a process of its own, and in every other round in the other order; a ratio is that of one round, and
-the median over rounds is printed. The results are compared byte for byte. What follows `--` is passed
-on to both commands, for example `-- --cuda`.
+the median over rounds is printed. The results are compared byte for byte. What follows `--` goes
+to both commands, for example `-- --cuda`.
 """
 
 from __future__ import annotations

@@ -78,7 +78,9 @@ def killed_and_resumed(
         command(config, out, *SHARDS, "--resume")
         after = finished(out)
         assert {name: after[name] for name in before} == before
-        assert_same(reference, out)
+        # mergekit lists models in the order of a set, another in every process; a merge that was
+        # begun keeps its order
+        assert_same(reference, out, but="" if manifest else "README.md")
         lines = (config.parent / "report.jsonl").read_text().splitlines()
         tensors = [name for entry in Manifest.read(out).shards for name in entry.tensors]
         assert len(lines) == len(tensors)
