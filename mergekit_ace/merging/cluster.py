@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Actor:
                 f"a node of the cluster has other packages ({here}) than the driver "
                 f"({self._expected}); install the same on all"
             )
+        os.chdir(self._job.folder)  # a worker of Ray starts elsewhere
         return ShardWorker(self._job)
 
 
@@ -69,6 +71,7 @@ class RayWorkers:
         address: of the cluster; `auto` for the one at hand.
         gpus: per worker; None for one where the merge works on GPUs.
         memory: bytes that a worker takes.
+        logs: show here what workers, and Ray, print.
     """
 
     def __init__(self, job: MergeJob, count: int, address: str, *, gpus: float | None, memory: int):
@@ -79,7 +82,7 @@ class RayWorkers:
             ray.init(
                 address=address,
                 ignore_reinit_error=True,
-                log_to_driver=True,
+                log_to_driver=logs,
                 logging_level=logging.WARNING,
             )
         except ConnectionError as error:

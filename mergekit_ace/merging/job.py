@@ -57,6 +57,7 @@ class MergeJob:
         tokenizer: the pickled `TokenizerInfo` of the result; None where none is built. It is
             built once: mergekit numbers tokens of a union differently each time.
         scratch: folder of unfinished files, below that of the result.
+        folder: that relative paths of the configuration start from.
         threads: of torch, in every process: sums of other numbers of threads differ in their last
             bits.
     """
@@ -66,6 +67,7 @@ class MergeJob:
     models: tuple[str, ...]
     tokenizer: bytes | None
     scratch: str
+    folder: str
     threads: int
 
     @cached_property

@@ -146,6 +146,7 @@ class _Merge:
             models=models,
             tokenizer=None,
             scratch=str(folder.scratch),
+            folder=os.getcwd(),
             threads=torch.get_num_threads(),
         )
         plan = plan_job(job)
@@ -185,7 +186,9 @@ class _Merge:
         _tell_start(progress, known, checked, kept, len(shards))
         try:
             if todo:
-                with closing(make_workers(crew, job, self.plan, memory)) as workers:
+                logs = not (self.quiet or as_json)
+                crowd = make_workers(crew, job, self.plan, memory, logs=logs)
+                with closing(crowd) as workers:
                     queue = ShardQueue(todo, largest_first=crew.workers > 1 or bool(crew.ray))
                     _compute(queue, workers, manifest, self.folder, progress, job.config())
             finish_model(self.folder, name, job, self.plan, manifest)
@@ -308,18 +311,21 @@ def _tell_start(
     progress.event("start", kept=kept, shards=of, changed=list(changed))
 
 
-def make_workers(crew: Crew, job: MergeJob, plan: MergePlan, memory: int) -> Workers:
+def make_workers(
+    crew: Crew, job: MergeJob, plan: MergePlan, memory: int, *, logs: bool = True
+) -> Workers:
     """Those whom the command line asks for.
 
     Args:
         crew: who computes.
         job, plan: of the merge.
         memory: bytes that a worker takes.
+        logs: show what workers elsewhere print.
     """
     if crew.ray is not None:
         from mergekit_ace.merging.cluster import RayWorkers
 
-        return RayWorkers(job, crew.workers, crew.ray, gpus=crew.gpus, memory=memory)
+        return RayWorkers(job, crew.workers, crew.ray, gpus=crew.gpus, memory=memory, logs=logs)
     if crew.workers > 1:
         from mergekit_ace.merging.processes import LocalProcesses
 

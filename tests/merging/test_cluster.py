@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two nodes of a Ray cluster on this machine give the bytes of one process."""
+"""Two nodes of a Ray cluster on this machine give the bytes of one process, also when one dies."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import builtins
 import json
 import threading
 import time
+from pathlib import Path
 
-import psutil
 import pytest
 from checkpoints import ace_config
 from families import (
@@ -39,49 +39,46 @@ def cluster():
     nodes.shutdown()
 
 
-def actors() -> list[psutil.Process]:
-    """The workers of the cluster."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::Actor"):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+def kill_a_node(cluster) -> None:
+    """All of the second node, its worker included."""
+    (node,) = cluster.worker_nodes
+    cluster.remove_node(node, allow_graceful=False)
 
 
-def test_two_nodes(cluster, tmp_path):
-    paths = save_speakers(tmp_path)
+def test_two_nodes(cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = [Path(path).name for path in save_speakers(tmp_path)]
     report = tmp_path / "report.jsonl"
-    settings = ace_config(paths, tokenizer={"source": "union"}, parameters={"report": str(report)})
+    settings = ace_config(
+        [f"./{path}" for path in paths],
+        tokenizer={"source": "union"},
+        parameters={"report": str(report)},
+    )
     config = write_config(tmp_path / "merge.yml", settings)
-    command(config, tmp_path / "one" / "merged", *SHARDS)
+    command(config, "one/merged", *SHARDS)
     report.unlink()
     out = tmp_path / "two" / "merged"
-    killed = []
+    ended, killed = threading.Event(), []
 
-    def kill() -> None:
-        """One of the actors, once something is finished."""
-        while not killed:
+    def wait_and_kill() -> None:
+        while not ended.is_set() and not killed:
             if finished(out):
-                for process in actors()[:1]:
-                    process.kill()
-                    killed.append(process.pid)
+                kill_a_node(cluster)
+                killed.append(True)
             time.sleep(0.002)
 
-    killer = threading.Thread(target=kill, daemon=True)
+    killer = threading.Thread(target=wait_and_kill)
     killer.start()
     text = command(config, out, *SHARDS, "--ray", cluster.address, "--workers", 2, "--json")
-    if not killed:  # all was finished before it had its chance
-        killed.append(0)
+    ended.set()
     killer.join()
     assert_same(tmp_path / "one" / "merged", out)
-    events = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    events = [json.loads(line) for line in text.splitlines()]
     shards = Manifest.read(out).shards
     assert [e["event"] for e in events if e["event"] != "retry"] == [
         "start", *["shard"] * len(shards), "complete"
     ]  # fmt: skip
+    assert killed
     lines = [json.loads(line)["tensor"] for line in report.read_text().splitlines()]
     assert sorted(lines) == sorted(name for shard in shards for name in shard.tensors)
 

@@ -78,7 +78,7 @@ def test_the_pace():
 
 
 def job(device: str) -> MergeJob:
-    return MergeJob("", {"device": device}, (), None, "", 1)
+    return MergeJob("", {"device": device}, (), None, "", "", 1)
 
 
 def test_gpus(monkeypatch):
