@@ -74,7 +74,16 @@ class RayWorkers:
         logs: show here what workers, and Ray, print.
     """
 
-    def __init__(self, job: MergeJob, count: int, address: str, *, gpus: float | None, memory: int):
+    def __init__(
+        self,
+        job: MergeJob,
+        count: int,
+        address: str,
+        *,
+        gpus: float | None,
+        memory: int,
+        logs: bool,
+    ):
         self._ray = ray = _import_ray()
         self._ours = not ray.is_initialized()
         check_address(address)
