@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,9 @@ class Progress:
         self.pace = Pace({name: sizes[name] for name in work}, work)
         self._done, self._of = kept, kept + len(shards)
         self._json, self._quiet = as_json, quiet
+        self._out = (
+            sys.stdout
+        )  # for programs: what libraries print goes elsewhere, see `run_shards`
         self._bar = tqdm(
             total=sum(self.pace.sizes.values()),
             unit="B",
@@ -132,7 +136,7 @@ class Progress:
     def event(self, name: str, **fields: Any) -> None:
         """A line for programs."""
         if self._json:
-            click.echo(json.dumps({"event": name, **fields}))
+            click.echo(json.dumps({"event": name, **fields}), file=self._out)
 
     def end(self, out: str, kept: int) -> None:
         """All is complete."""

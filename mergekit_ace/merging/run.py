@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -184,11 +185,12 @@ class _Merge:
         self.folder.check_room(sum(shard.bytes for shard in todo))
         progress = Progress(todo, sizes, kept=kept, quiet=self.quiet, as_json=as_json)
         _tell_start(progress, known, checked, kept, len(shards))
+        others = redirect_stdout(sys.stderr) if as_json else nullcontext()
         try:
             if todo:
                 logs = not (self.quiet or as_json)
                 crowd = make_workers(crew, job, self.plan, memory, logs=logs)
-                with closing(crowd) as workers:
+                with others, closing(crowd) as workers:
                     queue = ShardQueue(todo, largest_first=crew.workers > 1 or bool(crew.ray))
                     _compute(queue, workers, manifest, self.folder, progress, job.config())
             finish_model(self.folder, name, job, self.plan, manifest)
