@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 import mergekit_ace
+from mergekit_ace.merging.flags import CommandWithFlags, take_options
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -32,7 +33,7 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.group()
 @click.version_option(mergekit_ace.__version__, package_name="mergekit-ace")
 def main() -> None:
-    """Learn what to merge, and see it; `mergekit-yaml` merges."""
+    """Learn what to merge, see it, and merge; `mergekit-yaml` merges as well."""
 
 
 @main.command()
@@ -87,6 +88,40 @@ def merge_flags(command: Callable[..., None]) -> Callable[..., None]:
     ):
         command = add(command)
     return command
+
+
+@main.command(cls=CommandWithFlags)
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("out", type=click.Path(file_okay=False))
+@click.option("--resume", is_flag=True, help="Go on with an unfinished merge in OUT.")
+@click.option("--overwrite", is_flag=True, help="Drop whatever merge or model is in OUT.")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Processes that compute shards; on this machine, or in the Ray cluster.",
+)
+@click.option("--ray", metavar="ADDRESS", help="Use a Ray cluster; auto: the one at hand.")
+@click.option(
+    "--gpus-per-worker", "gpus", type=click.FloatRange(min=0), help="1 with --cuda, else 0."
+)
+@click.option("--json", "as_json", is_flag=True, help="Progress as JSON lines, for programs.")
+def merge(
+    config: Path, out: str, resume: bool, overwrite: bool, workers: int, ray: str | None,
+    gpus: float | None, as_json: bool, **flags: Any,
+) -> None:  # fmt: skip
+    """Merge as `mergekit-yaml CONFIG OUT` does, shard by shard: restartable, by many workers.
+
+    An unfinished merge goes on with --resume; what is finished is kept.
+    """
+    from mergekit_ace.merging.run import Crew, run_shards
+
+    with failures():
+        options = take_options(flags)
+        options.apply_global_options()
+        crew = Crew(workers, ray, gpus)
+        run_shards(config, out, options, crew, resume=resume, overwrite=overwrite, as_json=as_json)
 
 
 @main.command()

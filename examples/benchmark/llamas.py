@@ -49,6 +49,14 @@ SIZES = {
         "num_key_value_heads": 8,
         "vocab_size": 128256,
     },
+    "405B": {
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
 }
 SHARD_BYTES = 2**30
 

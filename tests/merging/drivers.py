@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merges in processes of their own, to be killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+from mergekit.options import MergeOptions
+
+from mergekit_ace.merging.processes import PRELOADED
+from mergekit_ace.merging.run import Crew, run_shards
+
+SHARD_BYTES = 6_000
+
+
+def drive(config: Path, out: Path, workers: int) -> None:
+    """A driver, and its workers, in a process group of their own."""
+    os.setpgrp()
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
+    options = MergeOptions(out_shard_size=SHARD_BYTES, quiet=True)
+    # forked: the process that this one was forked from has imported everything already
+    run_shards(config, str(out), options, Crew(workers, start="fork"), resume=True)
+
+
+class Driver:
+    """A merge in another process."""
+
+    def __init__(self, config: Path, out: Path, workers: int):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*PRELOADED, "mergekit_ace.merging.run"])
+        self.process = context.Process(target=drive, args=(config, out, workers))
+        self.process.start()
+
+    def end(self) -> int | None:
+        self.process.join(120)
+        return self.process.exitcode
+
+    def workers(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.process.pid).children()
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self) -> list[psutil.Process]:
+        """Kill the driver alone; its workers."""
+        workers = self.workers()
+        self.process.kill()
+        self.process.join()
+        return workers
+
+    def kill_all(self) -> None:
+        """Kill the driver and its workers at once."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # not yet a group of its own, or at its end
+            self.process.kill()
+        self.process.join()
+
+
+def gone(process: psutil.Process) -> bool:
+    """Whether a process ends within half a minute."""
+    for _ in range(300):
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.1)
+    return False

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families in several shards, with tokenizers, and how results are compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import yaml
+from checkpoints import fine_tuned, save_family, tiny_llama
+from click.testing import CliRunner
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from mergekit_ace.cli import main
+from mergekit_ace.merging.manifest import NAME, Manifest
+
+SHARDS = ("--out-shard-size", "12K")  # of the result: seven
+INPUT_SHARDS = "30KB"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}{% endfor %}"
+)
+
+
+def save_llamas(folder: Path, **config) -> list[str]:
+    """A base and two experts, each in several files."""
+    return save_family(tiny_llama(**config), folder, max_shard_size=INPUT_SHARDS)
+
+
+def save_tokenizer(path: str, words: int, added: tuple[str, ...] = (), template: str = "") -> None:
+    vocabulary = {f"t{n}": n for n in range(words)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0")
+    fast.add_tokens(list(added))
+    if template:
+        fast.chat_template = template
+    fast.save_pretrained(path)
+
+
+def save_speakers(folder: Path) -> list[str]:
+    """A base and two experts with tokenizers: the experts have tokens of their own."""
+    base = tiny_llama()
+    paths = save_llamas(folder)
+    save_tokenizer(paths[0], 40, template=TEMPLATE)
+    for n, path in enumerate(paths[1:]):
+        added = (f"<own{n}>", f"<also{n}>")
+        grown = fine_tuned(base, seed=10 + n)
+        grown.resize_token_embeddings(42, mean_resizing=False)
+        with torch.no_grad():
+            grown.get_input_embeddings().weight[40:] = 0.1 * (n + 1)
+        for file in Path(path).iterdir():
+            file.unlink()
+        grown.save_pretrained(path, max_shard_size=INPUT_SHARDS)
+        save_tokenizer(path, 40, added, template=TEMPLATE)
+    return paths
+
+
+def linear(paths: list[str], **config) -> dict:
+    models = [{"model": path, "parameters": {"weight": 1}} for path in paths]
+    return {"merge_method": "linear", "models": models, "dtype": "float32", **config}
+
+
+def write_config(path: Path, config: dict) -> Path:
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def command(*arguments: object) -> str:
+    """Run `mergekit-ace merge`; what it says."""
+    result = CliRunner().invoke(main, ["merge", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refusal(*arguments: object) -> str:
+    """Run a `mergekit-ace merge` that is refused; what it says."""
+    result = CliRunner().invoke(main, ["merge", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 1, result.output
+    return result.output
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files but the manifest."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != NAME
+    }
+
+
+def assert_same(one: Path, other: Path, *, but: str = "") -> None:
+    first, second = contents(one), contents(other)
+    first.pop(but, None), second.pop(but, None)
+    assert first.keys() == second.keys()
+    assert [name for name in first if first[name] != second[name]] == []
+
+
+def finished(folder: Path) -> dict[str, int]:
+    """Inode of every finished shard: another one was written anew."""
+    manifest = Manifest.read(folder)
+    entries = [entry for entry in manifest.shards if entry.finished] if manifest else []
+    return {entry.file: (folder / entry.file).stat().st_ino for entry in entries}

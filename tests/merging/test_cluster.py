@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two nodes of a Ray cluster on this machine give the bytes of one process, also when one dies."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import ace_config
+from families import (
+    SHARDS,
+    assert_same,
+    command,
+    finished,
+    refusal,
+    save_llamas,
+    save_speakers,
+    write_config,
+)
+
+from mergekit_ace.merging.cluster import check_room
+from mergekit_ace.merging.errors import MergeError
+from mergekit_ace.merging.manifest import Manifest
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    nodes.add_node(num_cpus=1)
+    yield nodes
+    nodes.shutdown()
+
+
+def kill_a_node(cluster) -> None:
+    """All of the second node, its worker included."""
+    (node,) = cluster.worker_nodes
+    cluster.remove_node(node, allow_graceful=False)
+
+
+def test_two_nodes(cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = [Path(path).name for path in save_speakers(tmp_path)]
+    report = tmp_path / "report.jsonl"
+    settings = ace_config(
+        [f"./{path}" for path in paths],
+        tokenizer={"source": "union"},
+        parameters={"report": str(report)},
+    )
+    config = write_config(tmp_path / "merge.yml", settings)
+    command(config, "one/merged", *SHARDS)
+    report.unlink()
+    out = tmp_path / "two" / "merged"
+    ended, killed = threading.Event(), []
+
+    def wait_and_kill() -> None:
+        while not ended.is_set() and not killed:
+            if finished(out):
+                kill_a_node(cluster)
+                killed.append(True)
+            time.sleep(0.002)
+
+    killer = threading.Thread(target=wait_and_kill)
+    killer.start()
+    text = command(config, out, *SHARDS, "--ray", cluster.address, "--workers", 2, "--json")
+    ended.set()
+    killer.join()
+    assert_same(tmp_path / "one" / "merged", out)
+    events = [json.loads(line) for line in text.splitlines()]
+    shards = Manifest.read(out).shards
+    assert [e["event"] for e in events if e["event"] != "retry"] == [
+        "start", *["shard"] * len(shards), "complete"
+    ]  # fmt: skip
+    assert killed
+    lines = [json.loads(line)["tensor"] for line in report.read_text().splitlines()]
+    assert sorted(lines) == sorted(name for shard in shards for name in shard.tensors)
+
+
+def test_a_cluster_that_is_not_there(tmp_path):
+    config = write_config(tmp_path / "merge.yml", ace_config(save_llamas(tmp_path)))
+    text = refusal(config, tmp_path / "out", "--ray", "127.0.0.1:1")
+    assert "there is no Ray cluster at 127.0.0.1:1" in text
+
+
+def test_without_ray(tmp_path, monkeypatch):
+    original = builtins.__import__
+
+    def fail(name, *arguments, **named):
+        if name == "ray":
+            raise ImportError(name)
+        return original(name, *arguments, **named)
+
+    monkeypatch.setattr(builtins, "__import__", fail)
+    config = write_config(tmp_path / "merge.yml", ace_config(save_llamas(tmp_path)))
+    text = refusal(config, tmp_path / "out", "--ray", "auto")
+    assert "pip install 'mergekit-ace[ray]'" in text
+    assert Manifest.read(tmp_path / "out") is not None  # and it can be resumed without Ray
+    command(config, tmp_path / "out", "--resume")
+
+
+def test_room():
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 4.0, "memory": 8e9}},
+        {"Alive": False, "Resources": {"CPU": 64.0, "memory": 1e12, "GPU": 8.0}},
+    ]
+    check_room(nodes, {"CPU": 4, "GPU": 0, "memory": 8e9})
+    for needed in ({"CPU": 5}, {"GPU": 1.0}, {"memory": 9e9}):
+        with pytest.raises(MergeError, match="no node of the cluster has room for a worker"):
+            check_room(nodes, {"CPU": 1, "GPU": 0, "memory": 1e9, **needed})

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong is said clearly, and nothing that is finished is lost."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from checkpoints import ace_config
+from families import (
+    SHARDS,
+    assert_same,
+    command,
+    contents,
+    finished,
+    linear,
+    refusal,
+    save_llamas,
+    write_config,
+)
+from filelock import FileLock
+
+from mergekit_ace.merging.folder import LOCK
+from mergekit_ace.merging.manifest import Manifest
+from mergekit_ace.merging.shard import ShardWorker
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    return write_config(tmp_path / "merge.yml", ace_config(save_llamas(tmp_path)))
+
+
+@pytest.fixture
+def whole(tmp_path, config) -> Path:
+    command(config, tmp_path / "whole" / "merged", *SHARDS)
+    return tmp_path / "whole" / "merged"
+
+
+def test_a_full_disk_is_known_before(tmp_path, config, monkeypatch):
+    usage = namedtuple("usage", "total used free")(10**9, 10**9, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    text = refusal(config, tmp_path / "merged", *SHARDS)
+    assert "needs 0.0 GB more, and its disk has 0.0 GB free" in text
+    monkeypatch.undo()
+    command(config, tmp_path / "merged", *SHARDS, "--resume")
+
+
+def limited(config: Path, out: Path, code) -> None:
+    """A merge that cannot write files of more than 10.7 kB, as on a disk that is full by then."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_700, resource.RLIM_INFINITY))
+    text = refusal(config, out, *SHARDS)
+    print(text)
+    code.value = "cannot write to" in text
+
+
+def test_a_disk_that_is_full_by_then(tmp_path, config, whole):
+    """The first four have less, the fifth has more."""
+    context = multiprocessing.get_context("fork")
+    code = context.Value("b", 0)
+    process = context.Process(target=limited, args=(config, tmp_path / "merged", code))
+    process.start()
+    process.join()
+    assert code.value == 1
+    before = finished(tmp_path / "merged")
+    assert before
+    assert not (tmp_path / "merged" / "config.json").exists()
+    command(config, tmp_path / "merged", *SHARDS, "--resume")
+    after = finished(tmp_path / "merged")
+    assert {name: after[name] for name in before} == before
+    assert_same(whole, tmp_path / "merged")
+
+
+def test_an_output_that_cannot_be_written(tmp_path, config, monkeypatch):
+    (tmp_path / "file").write_text("")
+    assert "cannot write to" in refusal(config, tmp_path / "file" / "merged")
+
+    def mkdir(self, **named):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)  # the superuser may write anywhere
+    assert "Permission denied" in refusal(config, tmp_path / "merged")
+
+
+def test_a_truncated_input(tmp_path, config):
+    path = max(Path(tmp_path, "expert1").glob("*.safetensors"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-10])
+    text = refusal(config, tmp_path / "merged")
+    assert f"{path} is damaged" in text
+    assert contents(tmp_path / "merged") == {}
+    path.write_bytes(whole)
+    command(config, tmp_path / "merged")
+
+
+def test_an_input_truncated_later(tmp_path, config, monkeypatch):
+    out = tmp_path / "merged"
+    path = max(Path(tmp_path, "expert1").glob("*.safetensors"))
+    stored, original = path.read_bytes(), ShardWorker.merge
+
+    def merge(self, index, tensors):
+        if index == 2:
+            path.unlink()
+            path.write_bytes(stored[:-10])
+        yield from original(self, index, tensors)
+
+    monkeypatch.setattr(ShardWorker, "merge", merge)
+    text = refusal(config, out, *SHARDS)
+    monkeypatch.undo()
+    assert f"{path} is damaged" in text
+    assert len(finished(out)) >= 2
+    assert "changed since it was begun: " in refusal_or_damage(config, out, path, stored)
+
+
+def refusal_or_damage(config: Path, out: Path, path: Path, stored: bytes) -> str:
+    assert f"{path} is damaged" in refusal(config, out, *SHARDS, "--resume")
+    path.write_bytes(stored)  # right again, but who knows: at another time
+    return refusal(config, out, *SHARDS, "--resume")
+
+
+def test_two_runs_into_one_directory(tmp_path, config):
+    out = tmp_path / "merged"
+    out.mkdir()
+    with FileLock(out / LOCK):
+        assert "another run is writing to" in refusal(config, out, "--overwrite")
+    command(config, out)
+
+
+def test_three_failures(tmp_path, config, whole, monkeypatch):
+    attempts, original = [], ShardWorker.merge
+
+    def merge(self, index, tensors):
+        attempts.append(index)
+        if index == 2:
+            raise ValueError("no such luck")
+        yield from original(self, index, tensors)
+
+    monkeypatch.setattr(ShardWorker, "merge", merge)
+    out = tmp_path / "merged"
+    text = refusal(config, out, *SHARDS)
+    file = Manifest.read(out).shards[2].file
+    assert f"{file} failed 3 times, the last time with: ValueError: no such luck" in text
+    assert attempts == [0, 1, 2, 2, 2]
+    assert len(finished(out)) == 2
+    monkeypatch.undo()
+    command(config, out, *SHARDS, "--resume")
+    assert_same(whole, out)
+
+
+def test_one_failure(tmp_path, config, whole, monkeypatch):
+    failures, original = [1], ShardWorker.merge
+
+    def merge(self, index, tensors):
+        events = list(original(self, index, tensors))
+        if index == 2 and failures:
+            failures.pop()
+            raise RuntimeError("once")
+        yield from events
+
+    monkeypatch.setattr(ShardWorker, "merge", merge)
+    command(config, tmp_path / "merged", *SHARDS)
+    assert not failures
+    assert_same(whole, tmp_path / "merged")
+
+
+def test_processes(tmp_path, config, whole):
+    command(config, tmp_path / "merged", *SHARDS, "--workers", 2)
+    assert_same(whole, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("where", ["own", "process"])
+def test_what_mergekit_says(tmp_path, where):
+    paths = save_llamas(tmp_path)
+    file = max(Path(paths[1]).glob("*.index.json"))
+    text = file.read_text().replace("model.norm.weight", "model.norm.other")
+    file.write_text(text)
+    config = write_config(tmp_path / "merge.yml", linear(paths))
+    flags = ["--workers", 2] if where == "process" else []
+    refusal(config, tmp_path / "merged", *SHARDS, *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--multi-gpu",), "give --cuda --workers N"),
+        (("--async-write",), "one computes while another writes"),
+        (("--workers", "2", "--gpus-per-worker", "2"), "a worker computes on one GPU"),
+        (("--workers", "200", "--gpus-per-worker", "0.5"), "are more than the"),
+    ],
+)
+def test_flags(tmp_path, config, flags, expected):
+    assert expected in refusal(config, tmp_path / "merged", *flags)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every file is, byte for byte, the one that `mergekit-yaml` writes with the same flags."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import ace_config, save_family, tiny_llama
+from click.testing import CliRunner
+from coefficient_files import make_file
+from families import (
+    SHARDS,
+    assert_same,
+    command,
+    linear,
+    refusal,
+    save_llamas,
+    save_speakers,
+    write_config,
+)
+from mergekit.scripts.run_yaml import main as mergekit_yaml
+from safetensors.torch import load_file
+
+from mergekit_ace.merging.manifest import Manifest
+
+
+def compare(tmp_path: Path, config: dict, *flags: str) -> Path:
+    """Merge by both commands, into directories of one name; that of ours."""
+    path = write_config(tmp_path / "merge.yml", config)
+    theirs, ours = tmp_path / "theirs" / "merged", tmp_path / "ours" / "merged"
+    arguments = [str(path), str(theirs), *flags, "--quiet"]
+    result = CliRunner().invoke(mergekit_yaml, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    command(path, ours, *flags, "--quiet")
+    assert Manifest.read(ours).complete
+    assert_same(theirs, ours)
+    return ours
+
+
+@pytest.mark.parametrize("flags", [SHARDS, ()], ids=["shards", "one-file"])
+@pytest.mark.parametrize("method", ["linear", "ties", "ace", "statsmerging", "slerp"])
+def test_methods(tmp_path, method, flags):
+    paths = save_llamas(tmp_path)
+    config = ace_config(paths, merge_method=method, out_dtype="bfloat16")
+    weights = [{"model": path, "parameters": {"weight": 0.4}} for path in paths[1:]]
+    if method == "linear":
+        config = linear(paths)
+    elif method == "slerp":
+        config |= {"models": [{"model": path} for path in paths[:2]], "parameters": {"t": 0.3}}
+    elif method != "ace":
+        config["models"] = weights
+    ours = compare(tmp_path, config, *flags)
+    files = len(list(ours.glob("*.safetensors")))
+    assert files == (1 if not flags else len(Manifest.read(ours).shards)) >= 1
+    assert (files > 3) == bool(flags)
+
+
+def test_statsmerging_with_a_coefficient_file(tmp_path):
+    paths = save_llamas(tmp_path)
+    file = tmp_path / "coefficients.safetensors"
+    make_file(list(tiny_llama().state_dict()), paths[1:]).save(file)
+    config = ace_config(paths, merge_method="statsmerging", parameters={"coefficients": str(file)})
+    ours = compare(tmp_path, config, *SHARDS)
+    assert str(file) in Manifest.read(ours).identity["files"]
+
+
+def test_tied_heads(tmp_path):
+    paths = save_llamas(tmp_path, tie_word_embeddings=True)
+    compare(tmp_path, ace_config(paths), *SHARDS)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"source": "union"},
+        {"source": "union", "pad_to_multiple_of": 32},
+        {"source": "base"},
+    ],
+    ids=["union", "padded", "base"],
+)
+def test_tokenizers_that_are_built(tmp_path, tokenizer):
+    paths = save_speakers(tmp_path)
+    ours = compare(tmp_path, ace_config(paths, tokenizer=tokenizer), *SHARDS)
+    assert (ours / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["auto", "chatml", "{% for m in messages %}{{ m }}{% endfor %}"],
+    ids=["auto", "named", "given"],
+)
+def test_chat_templates(tmp_path, template):
+    paths = save_speakers(tmp_path)
+    config = ace_config(paths, tokenizer={"source": "base"}, chat_template=template)
+    ours = compare(tmp_path, config)
+    assert (ours / "chat_template.jinja").exists()
+    shutil.rmtree(tmp_path / "ours")
+    shutil.rmtree(tmp_path / "theirs")
+    compare(tmp_path, linear(paths[:1], chat_template=template))  # loaded, and saved again
+
+
+def test_an_unknown_chat_template_is_an_error(tmp_path):
+    config = ace_config(save_speakers(tmp_path), tokenizer={"source": "base"}, chat_template="nope")
+    path = write_config(tmp_path / "merge.yml", config)
+    assert "'nope' is neither a template nor the name of one" in refusal(path, tmp_path / "out")
+
+
+def test_truncated_vocabularies(tmp_path):
+    compare(tmp_path, ace_config(save_speakers(tmp_path)), *SHARDS, "--unsafe-truncate-embeddings")
+
+
+def test_slices(tmp_path):
+    paths = save_llamas(tmp_path)
+    sources = [{"model": path, "layer_range": [0, 2]} for path in paths]
+    config = {**ace_config(paths), "slices": [{"sources": sources}, {"sources": sources}]}
+    del config["models"]
+    ours = compare(tmp_path, config, *SHARDS)
+    assert '"num_hidden_layers": 4' in (ours / "config.json").read_text()
+
+
+@pytest.mark.parametrize("flags", [(), ("--clone-tensors",)])
+def test_a_layer_that_occurs_twice(tmp_path, flags):
+    paths = save_llamas(tmp_path)
+    pieces = [{"sources": [{"model": paths[0], "layer_range": [0, 1]}]}] * 2
+    config = {"merge_method": "passthrough", "slices": pieces, "dtype": "float32"}
+    compare(tmp_path, config, *flags)
+
+
+def test_old_pickles(tmp_path):
+    paths = save_family(tiny_llama(), tmp_path)
+    for path in paths:
+        file = Path(path, "model.safetensors")
+        torch.save(load_file(file), Path(path, "pytorch_model.bin"))
+        file.unlink()
+    compare(tmp_path, ace_config(paths), *SHARDS)
+
+
+def test_pickles_as_result(tmp_path):
+    """The name of the file is in its bytes, and only there differs from mergekit's."""
+    paths = save_llamas(tmp_path)
+    path = write_config(tmp_path / "merge.yml", ace_config(paths))
+    flags = [*SHARDS, "--no-safe-serialization", "--quiet"]
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    CliRunner().invoke(mergekit_yaml, [str(path), str(theirs), *flags], catch_exceptions=False)
+    command(path, ours, *flags)
+    index = "pytorch_model.bin.index.json"
+    assert (theirs / index).read_bytes() == (ours / index).read_bytes()
+    files = sorted(file.name for file in theirs.glob("*.bin"))
+    assert len(files) > 3
+    for file in files:
+        expected, got = torch.load(theirs / file), torch.load(ours / file)
+        assert list(expected) == list(got)
+        assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_without_card_and_tokenizer(tmp_path):
+    paths = save_speakers(tmp_path)
+    flags = ("--no-write-model-card", "--no-copy-tokenizer")
+    ours = compare(tmp_path, linear(paths[:1]), *flags)
+    assert not (ours / "README.md").exists()

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A merge goes on where it was, or says why not; what is finished is not touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from checkpoints import ace_config, fine_tuned, tiny_llama
+from families import (
+    SHARDS,
+    assert_same,
+    command,
+    contents,
+    finished,
+    linear,
+    refusal,
+    save_llamas,
+    save_speakers,
+    write_config,
+)
+
+from mergekit_ace.merging.folder import LOCK, SCRATCH, OutputFolder
+from mergekit_ace.merging.manifest import NAME, Manifest
+from mergekit_ace.merging.shard import ShardWorker
+
+
+class Killed(BaseException):
+    """Nobody catches it."""
+
+
+@pytest.fixture
+def stop(monkeypatch):
+    """Let a merge end, as if killed, when the shard of this index is begun."""
+
+    def arm(index: int | None) -> None:
+        def merge(self, shard, tensors):
+            if shard == index:
+                raise Killed
+            yield from original(self, shard, tensors)
+
+        monkeypatch.setattr(ShardWorker, "merge", merge)
+
+    original = ShardWorker.merge
+    return arm
+
+
+@pytest.fixture
+def family(tmp_path) -> list[str]:
+    return save_llamas(tmp_path)
+
+
+@pytest.fixture
+def begun(tmp_path, family, stop):
+    """A merge of which two shards are finished: its config, its directory."""
+    config = write_config(tmp_path / "merge.yml", ace_config(family))
+    stop(2)
+    with pytest.raises(Killed):
+        command(config, tmp_path / "merged", *SHARDS)
+    stop(None)
+    return config, tmp_path / "merged"
+
+
+def whole(tmp_path: Path, config: Path, *flags: str) -> Path:
+    """The same merge, not interrupted."""
+    out = tmp_path / "whole" / "merged"
+    command(config, out, *(flags or SHARDS))
+    return out
+
+
+def test_it_goes_on(tmp_path, begun):
+    config, out = begun
+    assert not (out / "config.json").exists()
+    assert not list(out.glob("*.index.json"))
+    before = finished(out)
+    assert len(before) == 2
+    text = command(config, out, *SHARDS, "--resume")
+    count = len(Manifest.read(out).shards)
+    assert f"2 of {count} shards are finished and kept" in text
+    assert f"{count - 2} shards in" in text
+    assert {name: finished(out)[name] for name in before} == before
+    assert_same(whole(tmp_path, config), out)
+    assert not (out / SCRATCH).exists()
+    assert not (out / LOCK).exists()
+
+
+def test_nothing_is_left_to_do(tmp_path, begun):
+    config, out = begun
+    command(config, out, *SHARDS, "--resume")
+    before, files = contents(out), finished(out)
+    text = command(config, out, *SHARDS, "--resume")
+    assert "is complete: all" in text
+    assert contents(out) == before
+    assert finished(out) == files
+
+
+def test_resume_begins_where_nothing_is(tmp_path, family):
+    config = write_config(tmp_path / "merge.yml", ace_config(family))
+    command(config, tmp_path / "merged", *SHARDS, "--resume")
+    assert_same(whole(tmp_path, config), tmp_path / "merged")
+
+
+def test_a_manifest_is_not_overlooked(begun, tmp_path):
+    config, out = begun
+    assert "holds an unfinished merge; give --resume" in refusal(config, out, *SHARDS)
+    assert len(finished(out)) == 2
+    command(config, out, *SHARDS, "--resume")
+    assert "holds a complete merge; give --resume" in refusal(config, out, *SHARDS)
+
+
+def test_overwrite_begins_anew(begun, tmp_path):
+    config, out = begun
+    before = finished(out)
+    (out / SCRATCH / "shard-00001-left").mkdir()
+    text = command(config, out, "--overwrite")
+    assert "kept" not in text
+    assert not [name for name in before if (out / name).exists()]
+    assert_same(whole(tmp_path, config, "--quiet"), out)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_model_is_not_overwritten(tmp_path, family, name):
+    config = write_config(tmp_path / "merge.yml", ace_config(family))
+    out = tmp_path / "merged"
+    out.mkdir()
+    (out / name).write_text("{}")
+    assert f"holds a model already ({name})" in refusal(config, out, "--resume")
+    assert contents(out) == {name: b"{}"}
+    command(config, out, *SHARDS, "--overwrite")
+    assert_same(whole(tmp_path, config), out)
+
+
+def change_config(family, config):
+    content = yaml.safe_load(config.read_text())
+    config.write_text(yaml.safe_dump({**content, "parameters": {"epsilon": 0.1}}))
+    return (), "config.parameters"
+
+
+def change_flag(family, config):
+    return ("--random-seed", "7"), "flags.random_seed"
+
+
+def change_time(family, config):
+    path = next(Path(family[1]).glob("*.safetensors"))
+    os.utime(path, ns=(1, 1))
+    return (), f"inputs.{family[1]}.{path.name}.1"
+
+
+def change_header(family, config):
+    path = next(Path(family[1]).glob("*.safetensors"))
+    state, content = path.stat(), bytearray(path.read_bytes())
+    content[8 : 8 + 300] = content[8 : 8 + 300].replace(b'{"format":"pt"}', b'{"format":"np"}')
+    path.write_bytes(content)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    return (), f"inputs.{family[1]}.{path.name}.2"
+
+
+def change_model(family, config):
+    shutil.rmtree(family[2])
+    fine_tuned(tiny_llama(), seed=99).save_pretrained(family[2])
+    return (), f"inputs.{family[2]}.model"
+
+
+def change_version(family, config):
+    path = config.parent / "merged" / NAME
+    content = json.loads(path.read_text())
+    content["identity"]["versions"]["torch"] = "0.1"
+    path.write_text(json.dumps(content))
+    return (), "versions.torch"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [change_config, change_flag, change_time, change_header, change_model, change_version],
+)
+def test_what_changed_is_named(tmp_path, begun, family, change):
+    config, out = begun
+    flags, expected = change(family, config)
+    before = contents(out)
+    text = refusal(config, out, *SHARDS, "--resume", *flags)
+    assert "cannot be resumed; changed since it was begun: " in text
+    assert expected in text
+    assert contents(out) == before
+    command(config, out, *SHARDS, "--overwrite", *flags)
+    assert Manifest.read(out).complete
+
+
+def test_flags_that_change_nothing(begun):
+    config, out = begun
+    command(config, out, *SHARDS, "--resume", "--quiet", "--lazy-unpickle")
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_shard_that_was_changed_is_computed_again(tmp_path, begun, complete):
+    config, out = begun
+    if complete:
+        command(config, out, *SHARDS, "--resume")
+    before = finished(out)
+    first, second = sorted(before)[:2]
+    content = bytearray((out / first).read_bytes())
+    content[-1] ^= 1
+    (out / first).write_bytes(content)
+    text = command(config, out, *SHARDS, "--resume")
+    assert f"{first} is not what it was when it was finished" in text
+    assert finished(out)[second] == before[second]
+    assert_same(whole(tmp_path, config), out)
+
+
+def test_a_damaged_manifest(begun):
+    config, out = begun
+    (out / NAME).write_text("{")
+    assert f"{NAME} is damaged; --overwrite" in refusal(config, out, *SHARDS, "--resume")
+    command(config, out, *SHARDS, "--overwrite")
+
+
+def test_a_kill_during_the_last_steps(tmp_path, begun, monkeypatch):
+    config, out = begun
+    whole(tmp_path, config)
+    original = OutputFolder.move_in
+    for name in ("mergekit_config.yml", "model.safetensors.index.json", "config.json"):
+
+        def move_in(self, source, to, name=name):
+            if to == name:
+                raise Killed
+            original(self, source, to)
+
+        monkeypatch.setattr(OutputFolder, "move_in", move_in)
+        with pytest.raises(Killed):
+            command(config, out, *SHARDS, "--resume")
+        assert not (out / "config.json").exists()
+        assert not Manifest.read(out).complete
+    monkeypatch.setattr(OutputFolder, "move_in", original)
+    command(config, out, *SHARDS, "--resume")
+    assert_same(tmp_path / "whole" / "merged", out)
+
+
+def test_a_tokenizer_is_built_once(tmp_path, stop):
+    """The numbers of a union's tokens change whenever mergekit builds it."""
+    paths = save_speakers(tmp_path)
+    config = write_config(tmp_path / "merge.yml", ace_config(paths, tokenizer={"source": "union"}))
+    out = tmp_path / "merged"
+    stop(2)
+    with pytest.raises(Killed):
+        command(config, out, *SHARDS)
+    stop(None)
+    kept = (out / SCRATCH / "tokenizer.pickle").read_bytes()
+    command(config, out, *SHARDS, "--resume")
+    assert_same(whole(tmp_path, config), out)
+    shutil.rmtree(out)
+    stop(2)
+    with pytest.raises(Killed):
+        command(config, out, *SHARDS)
+    stop(None)
+    path = out / SCRATCH / "tokenizer.pickle"
+    path.write_bytes(kept[:-1])
+    assert "missing or damaged" in refusal(config, out, *SHARDS, "--resume")
+    path.unlink()
+    assert "missing or damaged" in refusal(config, out, *SHARDS, "--resume")
+
+
+def lines_of(path: Path) -> list[str]:
+    return [json.loads(line)["tensor"] for line in path.read_text().splitlines()]
+
+
+def test_a_report_has_every_tensor_once(tmp_path, family, stop):
+    report = tmp_path / "report.jsonl"
+    report.write_text('{"tensor": "of another merge"}\n')
+    settings = ace_config(family, parameters={"report": str(report)})
+    config = write_config(tmp_path / "merge.yml", settings)
+    out = tmp_path / "merged"
+    stop(2)
+    with pytest.raises(Killed):
+        command(config, out, *SHARDS)
+    stop(None)
+    manifest = Manifest.read(out)
+    done = [name for entry in manifest.shards[:2] for name in entry.tensors]
+    assert lines_of(report) == ["of another merge", *done]
+    # killed after the lines of the third shard were written, and before its entry
+    third = manifest.shards[2].tensors
+    with open(report, "a") as file:
+        file.write("".join(json.dumps({"tensor": name}) + "\n" for name in third) + '{"tens')
+    command(config, out, *SHARDS, "--resume")
+    every = [name for entry in manifest.shards for name in entry.tensors]
+    assert lines_of(report) == ["of another merge", *every]
+    assert all("seconds" in line for line in report.read_text().splitlines()[1:])
+
+
+def test_random_methods_draw_the_same(tmp_path, family, stop):
+    settings = linear(family[1:], merge_method="dare_ties", base_model=family[0])
+    settings["parameters"] = {"density": 0.5}
+    config = write_config(tmp_path / "merge.yml", settings)
+    reference = whole(tmp_path, config)
+    stop(2)
+    with pytest.raises(Killed):
+        command(config, tmp_path / "merged", *SHARDS)
+    stop(None)
+    command(config, tmp_path / "merged", *SHARDS, "--resume")
+    assert_same(reference, tmp_path / "merged")
+    shutil.rmtree(tmp_path / "merged")
+    command(config, tmp_path / "merged", *SHARDS, "--random-seed", 1)
+    name = Manifest.read(reference).shards[0].file
+    assert contents(reference)[name] != contents(tmp_path / "merged")[name]
