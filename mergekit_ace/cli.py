@@ -115,7 +115,8 @@ def merge(
 
     An unfinished merge goes on with --resume; what is finished is kept.
     """
-    from mergekit_ace.merging.run import Crew, run_shards
+    from mergekit_ace.merging.crew import Crew
+    from mergekit_ace.merging.run import run_shards
 
     with failures():
         options = take_options(flags)

@@ -7,7 +7,6 @@ import os
 import pickle
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from mergekit.options import MergeOptions
 from mergekit_ace.files import flush_to_disk, sha256
 from mergekit_ace.headers import check_folder
 from mergekit_ace.identity import differences
+from mergekit_ace.merging.crew import ALONE, Crew, make_workers
 from mergekit_ace.merging.errors import MergeError, OutputError
 from mergekit_ace.merging.events import ShardDone, ShardFailed, TensorMerged, WrittenShard
 from mergekit_ace.merging.finish import finish_model
@@ -30,38 +30,18 @@ from mergekit_ace.merging.manifest import Entry, Finished, Manifest, planned_ent
 from mergekit_ace.merging.progress import Progress
 from mergekit_ace.merging.queue import ShardQueue
 from mergekit_ace.merging.reports import append_lines, drop_lines, report_sizes
-from mergekit_ace.merging.shard import ShardWorker
 from mergekit_ace.merging.shards import Shard, plan_shards
 from mergekit_ace.merging.sizes import estimate, output_sizes, read_all, work_by_tensor
-from mergekit_ace.merging.workers import OwnProcess, Workers
+from mergekit_ace.merging.verify import forget_changed
+from mergekit_ace.merging.workers import Workers
 from mergekit_ace.planned import read_merge_config
-
-# Files hashed side by side when a directory is resumed.
-_READERS = 4
-
-
-@dataclass(frozen=True)
-class Crew:
-    """Who computes the shards.
-
-    Attributes:
-        workers: processes; 1 without a cluster: this one.
-        ray: address of a Ray cluster, `auto` for the one at hand; None without.
-        gpus: per worker; None for one where the merge works on GPUs.
-        start: how processes are started, see `LocalProcesses`.
-    """
-
-    workers: int = 1
-    ray: str | None = None
-    gpus: float | None = None
-    start: str | None = None
 
 
 def run_shards(
     config: Path,
     out: str,
     options: MergeOptions,
-    crew: Crew = Crew(),
+    crew: Crew = ALONE,
     *,
     resume: bool = False,
     overwrite: bool = False,
@@ -165,7 +145,7 @@ class _Merge:
 
     def run(self, known: Manifest | None, crew: Crew, *, name: str, as_json: bool) -> None:
         """Compute what is not finished, and complete the directory."""
-        checked = _verify(self.folder, known)
+        checked = forget_changed(self.folder, known)
         if known is not None and known.complete and not checked and _is_marked(self.folder):
             _tell_complete(self.folder, known, self.quiet, as_json)
             self.folder.done()
@@ -270,27 +250,6 @@ def _as_planned(index: int, entry: Entry, work: dict[str, float]) -> Shard:
     return Shard(index, entry.file, tuple(entry.tensors), entry.bytes, seconds)
 
 
-def _verify(folder: OutputFolder, known: Manifest | None) -> list[str]:
-    """Take shards whose file is not what it was for unfinished; their names."""
-    finished = [entry for entry in known.shards if entry.finished] if known is not None else []
-    with ThreadPoolExecutor(_READERS) as readers:
-        right = list(readers.map(lambda entry: _is_intact(folder.path, entry), finished))
-    changed = [entry for entry, ok in zip(finished, right, strict=True) if not ok]
-    for entry in changed:
-        entry.finished = None
-    return [entry.file for entry in changed]
-
-
-def _is_intact(folder: Path, entry: Entry) -> bool:
-    path, finished = folder / entry.file, entry.finished
-    assert finished is not None  # only those are asked for
-    if not finished.sha256:  # nothing was to be written
-        return not path.exists()
-    if not path.is_file() or path.stat().st_size != finished.size:
-        return False
-    return sha256(path) == finished.sha256
-
-
 def _is_marked(folder: OutputFolder) -> bool:
     """Whether it looks like a model."""
     return (folder.path / "config.json").exists()
@@ -311,28 +270,6 @@ def _tell_start(
     if known is not None:
         progress.say(f"{kept} of {of} shards are finished and kept")
     progress.event("start", kept=kept, shards=of, changed=list(changed))
-
-
-def make_workers(
-    crew: Crew, job: MergeJob, plan: MergePlan, memory: int, *, logs: bool = True
-) -> Workers:
-    """Those whom the command line asks for.
-
-    Args:
-        crew: who computes.
-        job, plan: of the merge.
-        memory: bytes that a worker takes.
-        logs: show what workers elsewhere print.
-    """
-    if crew.ray is not None:
-        from mergekit_ace.merging.cluster import RayWorkers
-
-        return RayWorkers(job, crew.workers, crew.ray, gpus=crew.gpus, memory=memory, logs=logs)
-    if crew.workers > 1:
-        from mergekit_ace.merging.processes import LocalProcesses
-
-        return LocalProcesses(job, crew.workers, gpus=crew.gpus, start=crew.start)
-    return OwnProcess(ShardWorker(job, plan))
 
 
 def _compute(

@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 from mergekit.options import MergeOptions
 
+from mergekit_ace.merging.crew import Crew
 from mergekit_ace.merging.processes import PRELOADED
-from mergekit_ace.merging.run import Crew, run_shards
+from mergekit_ace.merging.run import run_shards
 
 SHARD_BYTES = 6_000
 
