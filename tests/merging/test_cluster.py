@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import ace_config
-from families import (
+from sharded import (
     SHARDS,
     assert_same,
     command,

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from checkpoints import ace_config
-from families import (
+from filelock import FileLock
+from sharded import (
     SHARDS,
     assert_same,
     command,
@@ -22,7 +23,6 @@ from families import (
     save_llamas,
     write_config,
 )
-from filelock import FileLock
 
 from mergekit_ace.merging.folder import LOCK
 from mergekit_ace.merging.manifest import Manifest

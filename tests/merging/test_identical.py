@@ -11,7 +11,9 @@ import torch
 from checkpoints import ace_config, save_family, tiny_llama
 from click.testing import CliRunner
 from coefficient_files import make_file
-from families import (
+from mergekit.scripts.run_yaml import main as mergekit_yaml
+from safetensors.torch import load_file
+from sharded import (
     SHARDS,
     assert_same,
     command,
@@ -21,8 +23,6 @@ from families import (
     save_speakers,
     write_config,
 )
-from mergekit.scripts.run_yaml import main as mergekit_yaml
-from safetensors.torch import load_file
 
 from mergekit_ace.merging.manifest import Manifest
 

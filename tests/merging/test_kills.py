@@ -14,7 +14,7 @@ import psutil
 import pytest
 from checkpoints import ace_config
 from drivers import SHARD_BYTES, Driver, gone
-from families import assert_same, command, finished, save_llamas, write_config
+from sharded import assert_same, command, finished, save_llamas, write_config
 
 from mergekit_ace.merging.manifest import Manifest
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from checkpoints import ace_config, fine_tuned, tiny_llama
-from families import (
+from sharded import (
     SHARDS,
     assert_same,
     command,
