@@ -76,6 +76,7 @@ def run_shards(
         if known is None and not overwrite:
             folder.check_free()
         merge = _Merge.begin(config, folder, options, known)
+        merge.check_apart()
         if known is not None:
             merge.check_same(known)
         elif overwrite:
@@ -132,6 +133,15 @@ class _Merge:
         )
         plan = plan_job(job)
         return cls(folder, job, plan, merge_identity(job, plan), options.quiet)
+
+    def check_apart(self) -> None:
+        """Raise a `MergeError` if the directory is that of an input, which would be overwritten."""
+        for model in self.job.config().referenced_models():
+            if (
+                Path(LoaderCache().get(model).index.base_path).resolve()
+                == self.folder.path.resolve()
+            ):
+                raise MergeError(f"{self.folder.path} is where {model} lies; write elsewhere")
 
     def check_same(self, known: Manifest) -> None:
         """Raise a `MergeError` if another merge is in the directory."""

@@ -122,6 +122,15 @@ def test_overwrite_begins_anew(begun, tmp_path):
     assert_same(whole(tmp_path, config, "--quiet"), out)
 
 
+def test_an_input_is_not_overwritten(tmp_path, family):
+    """Whatever is asked for: the model that is merged stays."""
+    config = write_config(tmp_path / "merge.yml", linear(family))
+    expert = Path(family[-1])
+    before = contents(expert)
+    assert "write elsewhere" in refusal(config, expert, "--overwrite")
+    assert contents(expert) == before
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_model_is_not_overwritten(tmp_path, family, name):
     config = write_config(tmp_path / "merge.yml", ace_config(family))
