@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -136,6 +136,19 @@ def read_merge_config(path: Path) -> tuple[MergeConfiguration, str]:
         raise ConfigError(f"{path} is no config that mergekit accepts: {error}") from error
 
 
+def model_folders(config: MergeConfiguration) -> Iterator[Path]:
+    """Where the models and adapters lie; a name on a Hub is a folder that is not there."""
+    for model in config.referenced_models():
+        for part in filter(None, (model.model, model.lora)):
+            yield Path(part.path).expanduser()
+
+
+def check_inputs(config: MergeConfiguration) -> None:
+    """Raise a `DamagedFileError` for the first damaged file of a model that is a local folder."""
+    for folder in model_folders(config):
+        check_folder(folder)
+
+
 def plan_merge(config: MergeConfiguration, source: str, options: MergeOptions) -> PlannedMerge:
     """What `mergekit-yaml` would do; reads configs and headers, and merges adapters if need be.
 
@@ -144,9 +157,7 @@ def plan_merge(config: MergeConfiguration, source: str, options: MergeOptions) -
         RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says to the plan.
     """
     LoaderCache().setup(options)
-    for model in config.referenced_models():
-        for part in filter(None, (model.model, model.lora)):
-            check_folder(Path(part.path).expanduser())  # a name on a Hub has no files there
+    check_inputs(config)
     copy = config.model_copy(deep=True)  # planning rewrites the configuration
     architecture = get_architecture_info(copy, options)
     first = copy.base_model or copy.referenced_models()[0]

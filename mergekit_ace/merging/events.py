@@ -62,13 +62,11 @@ class ShardFailed:
     Attributes:
         shard: index of the shard.
         message: what happened.
-        detail: the traceback, where there is one.
         final: to try again would be of no use.
     """
 
     shard: int
     message: str
-    detail: str = ""
     final: bool = False
 
 

@@ -71,10 +71,8 @@ def write_index(staging: Path, manifest: Manifest, *, safetensors: bool) -> None
 
 def _write_config(staging: Path, job: MergeJob, plan: MergePlan) -> None:
     if job.tokenizer_info is not None:
-        settings = job.config().tokenizer
-        multiple = settings.pad_to_multiple_of if settings else None
         tokenizer = job.tokenizer_info.tokenizer
-        set_vocabulary(plan.out_config, plan.architecture, tokenizer, multiple)
+        set_vocabulary(plan.out_config, plan.architecture, tokenizer, job.vocabulary_multiple)
     plan.out_config.save_pretrained(staging)
 
 

@@ -78,6 +78,10 @@ class OutputFolder:
                 path.unlink()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
+    def is_model(self) -> bool:
+        """Whether it looks like one."""
+        return (self.path / "config.json").exists()
+
     def unmark(self) -> None:
         """Let it no longer look like a model."""
         for name in MARKS:

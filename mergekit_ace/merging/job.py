@@ -79,6 +79,12 @@ class MergeJob:
         """The configuration; a new one, as planning rewrites it."""
         return OrderedConfiguration.in_order(yaml.safe_load(self.source), self.models)
 
+    @property
+    def vocabulary_multiple(self) -> int | None:
+        """What the rows of the result's embeddings are padded to a multiple of."""
+        settings = self.config().tokenizer
+        return settings.pad_to_multiple_of if settings else None
+
     @cached_property
     def tokenizer_info(self) -> TokenizerInfo | None:
         """The tokenizer of the result, and where its tokens come from."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,10 +98,6 @@ class Manifest:
         """Write it, whole or not at all; on the disk when this returns."""
         text = json.dumps(asdict(self), indent=1) + "\n"
         write_text(folder / NAME, text, durable=True)
-
-    def unfinished(self) -> Iterator[Entry]:
-        """Shards that are yet to be computed."""
-        return (entry for entry in self.shards if entry.finished is None)
 
 
 def planned_entries(shards: list[Shard]) -> list[Entry]:

@@ -83,7 +83,11 @@ class LocalProcesses:
 
     def close(self) -> None:
         for worker in self._all:
-            worker.process.kill()
+            if worker.shard is None:
+                with suppress(OSError):
+                    worker.pipe.send(None)
+            else:
+                worker.process.kill()
         for worker in self._all:
             worker.process.join()
             worker.pipe.close()
@@ -159,9 +163,12 @@ def work(job: MergeJob, pipe: Connection, device: str | None) -> None:
     worker: ShardWorker | None = None
     while True:
         try:
-            index, tensors = pipe.recv()
+            given = pipe.recv()
         except (EOFError, OSError):
             return
+        if given is None:  # nothing is left to do
+            return
+        index, tensors = given
         try:
             worker = worker or ShardWorker(job)
         except Exception as error:

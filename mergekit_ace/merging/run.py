@@ -17,7 +17,6 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_ace.files import flush_to_disk, sha256
-from mergekit_ace.headers import check_folder
 from mergekit_ace.identity import differences
 from mergekit_ace.merging.crew import ALONE, Crew, make_workers
 from mergekit_ace.merging.errors import MergeError, OutputError
@@ -34,7 +33,7 @@ from mergekit_ace.merging.shards import Shard, plan_shards
 from mergekit_ace.merging.sizes import estimate, output_sizes, read_all, work_by_tensor
 from mergekit_ace.merging.verify import forget_changed
 from mergekit_ace.merging.workers import Workers
-from mergekit_ace.planned import read_merge_config
+from mergekit_ace.planned import check_inputs, model_folders, read_merge_config
 
 
 def run_shards(
@@ -136,12 +135,9 @@ class _Merge:
 
     def check_apart(self) -> None:
         """Raise a `MergeError` if the directory is that of an input, which would be overwritten."""
-        for model in self.job.config().referenced_models():
-            if (
-                Path(LoaderCache().get(model).index.base_path).resolve()
-                == self.folder.path.resolve()
-            ):
-                raise MergeError(f"{self.folder.path} is where {model} lies; write elsewhere")
+        inputs = [folder.resolve() for folder in model_folders(self.job.config())]
+        if self.folder.path.resolve() in inputs:
+            raise MergeError(f"{self.folder.path} holds a model to be merged; write elsewhere")
 
     def check_same(self, known: Manifest) -> None:
         """Raise a `MergeError` if another merge is in the directory."""
@@ -156,7 +152,7 @@ class _Merge:
     def run(self, known: Manifest | None, crew: Crew, *, name: str, as_json: bool) -> None:
         """Compute what is not finished, and complete the directory."""
         checked = forget_changed(self.folder, known)
-        if known is not None and known.complete and not checked and _is_marked(self.folder):
+        if known is not None and known.complete and not checked and self.folder.is_model():
             _tell_complete(self.folder, known, self.quiet, as_json)
             self.folder.done()
             return
@@ -231,13 +227,6 @@ def _warm_up(config: MergeConfiguration, options: MergeOptions) -> None:
         cache.get(model)
 
 
-def check_inputs(config: MergeConfiguration) -> None:
-    """Raise a `DamagedFileError` for the first damaged file of a model that is a local folder."""
-    for model in config.referenced_models():
-        for part in filter(None, (model.model, model.lora)):
-            check_folder(Path(part.path).expanduser())  # a name on a Hub has no files there
-
-
 def _plan_shards(
     job: MergeJob, plan: MergePlan, known: Manifest | None
 ) -> tuple[list[Shard], dict[str, int], int]:
@@ -258,11 +247,6 @@ def _plan_shards(
 def _as_planned(index: int, entry: Entry, work: dict[str, float]) -> Shard:
     seconds = tuple(work[name] for name in entry.tensors)
     return Shard(index, entry.file, tuple(entry.tensors), entry.bytes, seconds)
-
-
-def _is_marked(folder: OutputFolder) -> bool:
-    """Whether it looks like a model."""
-    return (folder.path / "config.json").exists()
 
 
 def _tell_complete(folder: OutputFolder, known: Manifest, quiet: bool, as_json: bool) -> None:

@@ -70,19 +70,14 @@ def output_sizes(
     plan: MergePlan, job: MergeJob, checkpoints: Mapping[ModelReference, Checkpoint]
 ) -> dict[str, int]:
     """Bytes of every tensor of the result; 0 where no header tells."""
-    multiple = (job.config().tokenizer or _NoTokenizer).pad_to_multiple_of
     info = job.tokenizer_info
-    vocabulary = padded_vocabulary(info.tokenizer, multiple) if info is not None else None
+    vocabulary = info and padded_vocabulary(info.tokenizer, job.vocabulary_multiple)
     sources = {model: _meta(checkpoint) for model, checkpoint in checkpoints.items()}
     sizes = {}
     for name, save in plan.saves.items():
         tensor = _output(save, checkpoints, sources, vocabulary)
         sizes[name] = tensor.nbytes if tensor is not None else 0
     return sizes
-
-
-class _NoTokenizer:
-    pad_to_multiple_of = None
 
 
 def _meta(checkpoint: Checkpoint) -> dict[str, Tensor]:

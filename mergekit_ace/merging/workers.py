@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -67,4 +66,4 @@ def failure(index: int, error: Exception) -> ShardFailed:
     """What an error means for a shard."""
     final = isinstance(error, OutputError)
     message = str(error) if final else f"{type(error).__name__}: {error}"
-    return ShardFailed(index, message, traceback.format_exc(), final)
+    return ShardFailed(index, message, final)

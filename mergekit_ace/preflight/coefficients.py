@@ -10,7 +10,7 @@ from mergekit_ace.methods.lookup import FileCoefficients, TensorVersions, compon
 from mergekit_ace.methods.ridge import RidgeMethod
 from mergekit_ace.methods.statsmerging import StatsMerge
 from mergekit_ace.planned import PlannedMerge
-from mergekit_ace.preflight.findings import Finding
+from mergekit_ace.preflight.findings import Finding, listed
 
 
 def check_coefficients(plan: PlannedMerge) -> Iterator[Finding]:
@@ -42,8 +42,7 @@ def check_coefficients(plan: PlannedMerge) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "coefficients",
-            f"experts have different weights in {weighted[0]}"
-            + (f" and {len(weighted) - 1} other tensors" if len(weighted) > 1 else "")
-            + "; the coefficients were learned for equal ones",
+            f"experts have different weights in {listed(weighted)}; the coefficients were learned "
+            "for equal ones",
             "leave `weight` out, or expect another merge than the one that was trained",
         )

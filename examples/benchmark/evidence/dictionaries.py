@@ -275,7 +275,9 @@ class Dictionaries(Family):
             rng = random.Random(f"samples {self.seed} {name}")
             numbers = [int(tasks[n % len(tasks)]) for n in range(samples)]
             tokens, _ = lines(numbers, self.maps, rng)
-            rows = [_as_chat(line) for line in self._answered(teacher, tokens)]
+            tokenizer = new_tokenizer()
+            answered = self._answered(teacher, tokens).tolist()
+            rows = [_as_chat(tokenizer.convert_ids_to_tokens(line)) for line in answered]
             file.write_text("".join(json.dumps({"talk": row}) + "\n" for row in rows))
         return {"path": str(file), "messages": "talk"}
 
@@ -295,9 +297,8 @@ class Dictionaries(Family):
         return float((guesses == labels[labels != -100]).float().mean())
 
 
-def _as_chat(line: Tensor) -> list[dict[str, str]]:
+def _as_chat(words: Sequence[str]) -> list[dict[str, str]]:
     """The language is what the system says, keys are questions, values are answers."""
-    words = new_tokenizer().convert_ids_to_tokens(line.tolist())
     chat = [{"role": "system", "content": words[1]}]
     for place in range(2, len(words), 4):
         chat.append({"role": "user", "content": words[place]})

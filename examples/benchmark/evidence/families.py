@@ -54,7 +54,7 @@ class Family(ABC):
         """Base, experts and at most so many samples of each: part of a `train.yml`.
 
         Args:
-            samples: per expert.
+            samples: per expert, those included that the trainer holds out.
             rehearsed: of what the base knew already, where that is asked for in the exam.
         """
         raise NotImplementedError(f"nothing is learned on {self.name}")

@@ -52,8 +52,9 @@ class Images(Family):
 
     def unlabelled(self, samples: int, rehearsed: int = 0) -> dict[str, Any]:
         experts = images.expert_configs(self.folder, self.tasks)
+        held_out = max(samples // 10, 1)  # for validation and for test, as where no split is named
         for expert in experts:
-            expert["data"]["samples"] = samples
+            expert["data"] |= {"samples": samples - 2 * held_out, "held_out": held_out}
         return {"base_model": str(self.base), "models": experts, "task": "image-classification"}
 
     def _head(self, task: str) -> nn.Module:

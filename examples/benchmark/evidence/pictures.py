@@ -179,13 +179,12 @@ def _over_samples(lines: Sequence[dict]) -> dict[str, Points]:
             points = curves.setdefault(name, defaultdict(list))
             points[float(rest.removesuffix(" samples"))].append(line["published"]["mean"])
     curves = {name: points for name, points in curves.items() if len(points) > 1}
-    places = sorted({place for points in curves.values() for place in points})
     if curves:
+        places = {place for points in curves.values() for place in points}
+        ends = (min(places), max(places))
         own = [line["published"]["mean"] for line in lines if line["row"] == "ace_relative"]
-        curves["ace_relative, without data"] = dict.fromkeys(places[:: len(places) - 1], own)
-        curves["best row without data, best λ"] = dict.fromkeys(
-            places[:: len(places) - 1], _best_tuned(lines)
-        )
+        curves["ace_relative, without data"] = dict.fromkeys(ends, own)
+        curves["best row without data, best λ"] = dict.fromkeys(ends, _best_tuned(lines))
     return {name: points for name, points in curves.items() if any(points.values())}
 
 

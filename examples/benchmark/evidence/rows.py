@@ -93,7 +93,7 @@ def trained(samples: int, rate: float, **settings: Any) -> dict[str, Any]:
     Args:
         samples: per expert, those included that are held out.
         rate: of Adam, falling to zero.
-        settings: of `train.yml`; `training` and `rehearsed` are added to what stands here.
+        settings: of `train.yml`; its `training` changes what stands here.
     """
     training = {
         "epochs": 100,
@@ -141,11 +141,8 @@ SAMPLED = [
 def regularised(name: str, **settings: Any) -> Row:
     """`ace_relative + direct` with other settings: no rehearsal and no penalty unless given."""
     method, rate, own = LEARNERS["ace_relative + direct"]
-    learn = trained(SAMPLES, rate, **own) | {"rehearsed": 0}
-    learn |= {
-        **settings,
-        "training": learn["training"] | {"penalty": 0.0} | settings.get("training", {}),
-    }
+    training = {"penalty": 0.0, **settings.pop("training", {})}
+    learn = {**trained(SAMPLES, rate, training=training, **own), "rehearsed": 0, **settings}
     return Row(f"direct: {name}", method, group="regularisation", learn=learn)
 
 
