@@ -258,8 +258,29 @@ def test_samples_are_chats_that_the_teacher_answered(benchmark, monkeypatch, tmp
             said = model(input_ids=tokens).logits.argmax(-1)
         assert torch.equal(said[:, :-1][mask[:, 1:]], tokens[mask])
     with open(config["rehearsal"]["path"], encoding="utf-8") as file:
-        languages = [json.loads(line)["talk"][0]["content"] for line in file]
+        languages = [json.loads(line)["line"][0]["content"] for line in file]
     assert languages == [f"language{n}" for n in (0, 1, 2, 3, 0)]
+
+
+def test_samples_of_masked_models_are_lines_with_masks(benchmark, monkeypatch, tmp_path):
+    dictionaries = benchmark("evidence.dictionaries")
+    monkeypatch.setattr(dictionaries, "FOLDER", tmp_path)
+    dictionaries.new_model("roberta").save_pretrained(tmp_path / "base")
+    family = dictionaries.Dictionaries("roberta", 0)
+    family.base, family.experts = tmp_path / "base", {"4": tmp_path / "base"}
+    config = TrainConfig.model_validate(family.unlabelled(12, rehearsed=5))
+    assert config.task == "masked-lm"
+    tokenizer = dictionaries.new_tokenizer()
+    for data, numbers in ((config.models[0].data, [4] * 12), (config.rehearsal, [0, 1, 2, 3, 0])):
+        with open(data.path, encoding="utf-8") as file:
+            lines = [tokenizer(json.loads(line)[data.text])["input_ids"] for line in file]
+        assert [line[:2] for line in lines] == [
+            [dictionaries.BOS, dictionaries.MASK + 1 + number] for number in numbers
+        ]
+        for line in lines:
+            masks = [place for place, token in enumerate(line) if token == dictionaries.MASK]
+            assert masks == list(range(4, 2 + 4 * dictionaries.PAIRS, 4))
+            assert max(line) < dictionaries.FIRST_VALUE, "no answer is told"
 
 
 def test_languages(benchmark):
@@ -338,7 +359,7 @@ def test_a_family_trains(benchmark, monkeypatch, tmp_path, name):
     examiner.put(examiner.base, merged, 1.0)
     score = examiner.examine("validation")
     assert set(score.new) == {"4", "5"}
-    if family.learns and name != "llama-lora":
+    if name != "llama-lora":
         settings = {"samples": 8, "training": {"epochs": 1, "batch_size": 8}}
         examiner.merge(rows.Row("learned", "statsmerging", learn=settings))
         (file,) = tmp_path.glob("learned/*/coefficients.safetensors")

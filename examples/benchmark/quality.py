@@ -138,8 +138,6 @@ def main() -> None:
             for row in rows:
                 if key({**head, "row": row.name}) in results:
                     continue
-                if row.learn is not None and not family.learns:
-                    continue
                 line = examine_row(examiner, row)
                 keep([{**head, "row": row.name, "group": row.group, **line}], results,
                      arguments.results)  # fmt: skip

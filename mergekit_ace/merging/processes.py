@@ -21,6 +21,7 @@ from mergekit_ace.merging.workers import failure, run_shard
 
 # Imported once, by the process that all workers are forked from.
 PRELOADED = ["mergekit_ace.merging.processes", "mergekit.merge_methods"]
+PATIENCE = 10  # seconds for a worker that was told to end
 
 
 @dataclass
@@ -89,6 +90,8 @@ class LocalProcesses:
             else:
                 worker.process.kill()
         for worker in self._all:
+            worker.process.join(PATIENCE)
+            worker.process.kill()  # should it not have gone by itself
             worker.process.join()
             worker.pipe.close()
         self._all.clear()

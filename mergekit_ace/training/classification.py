@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.encoding import Batch, pad, padding_mask, text_of
+from mergekit_ace.training.encoding import Batch, collate_texts, encode_texts
 from mergekit_ace.training.errors import TrainingError
 from mergekit_ace.training.examples import Example
 
@@ -52,19 +52,11 @@ class SequenceClassification(_Classification):
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example:
         """What the tokenizer makes of the text: `input_ids` (n,), maybe `token_type_ids` (n,)."""
-        texts = [text_of(row, data, "text")]
-        if data.text_pair is not None:
-            texts.append(text_of(row, data, "text_pair"))
-        longest = min(data.max_length, processor.model_max_length)
-        encoded = processor(*texts, truncation=True, max_length=longest)
-        names = [name for name in encoded if name in ("input_ids", "token_type_ids")]
-        return {name: torch.tensor(encoded[name]) for name in names} | self.truth(row, data)
+        return encode_texts(row, data, processor) | self.truth(row, data)
 
     def collate(self, samples: Sequence[Example]) -> Batch:
         """Samples padded at the end, (B, n)."""
-        names = [name for name in samples[0] if name in ("input_ids", "token_type_ids")]
-        batch = {name: pad([sample[name] for sample in samples]) for name in names}
-        return batch | {"attention_mask": padding_mask([sample["input_ids"] for sample in samples])}
+        return collate_texts(samples)
 
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """(B, classes).

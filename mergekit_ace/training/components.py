@@ -51,8 +51,7 @@ def write_components(
         Per row of coefficients, the component of every parameter.
 
     Raises:
-        TrainingError: a parameter is packed from several tensors on disk, which a merge takes one
-            by one; or a matrix is too ill-conditioned.
+        TrainingError: a matrix is too ill-conditioned.
     """
     known = stored_tensors(folder)
     layouts = {
@@ -100,22 +99,22 @@ def _layout(
     name: str,
     weight: Tensor,
 ) -> FixedLayout:
-    """As the merge method reads the tensor on disk.
+    """As the merge method reads the tensor.
+
+    mergekit merges what is packed from several tensors on disk as transformers packs it in memory.
 
     Args:
-        stored: its names there, with the file and the name in it.
+        stored: its names on disk, with the file and the name in it.
         name, weight: of the parameter in memory.
     """
     shape = tuple(weight.shape)
-    for other, (path, key) in stored.items():
-        with safe_open(path, framework="pt") as file:
-            found = tuple(file.get_slice(key).get_shape())
-        if found != shape:
-            raise TrainingError(
-                f"{name} {shape} is put together from {other} {found} and others on disk, which "
-                f"{config.basis} merges one by one; leave it out by `exclude`, or use basis: "
-                "task_vector"
-            )
-    model, own = ModelReference.model_validate(folder), next(iter(stored))
+    packed = any(_stored_shape(*place) != shape for place in stored.values())
+    model = ModelReference.model_validate(folder)
+    own = name if packed else next(iter(stored))
     tables = config.basis == "ace_relative"
     return stored_layout("auto", model, own, len(shape), tables=tables)
+
+
+def _stored_shape(path: str, key: str) -> tuple[int, ...]:
+    with safe_open(path, framework="pt") as file:
+        return tuple(file.get_slice(key).get_shape())

@@ -12,8 +12,10 @@ from mergekit_ace.algebra.relative import RelativeOptions
 from mergekit_ace.coefficients import Basis, Granularity
 from mergekit_ace.learner import LearnerConfig
 
-Task = Literal["causal-lm", "seq2seq-lm", "sequence-classification", "image-classification"]
-LanguageTask = ("causal-lm", "seq2seq-lm")
+Task = Literal[
+    "causal-lm", "seq2seq-lm", "masked-lm", "sequence-classification", "image-classification"
+]
+LanguageTask = ("causal-lm", "seq2seq-lm", "masked-lm")
 Labels = Literal["hard", "soft", "true"]
 Storage = Literal["disk", "cpu", "device"]
 Count = Annotated[int, Field(ge=1)]
@@ -39,7 +41,7 @@ class DataConfig(Strict):
         samples: how many are read, drawn at random by the seed; all by default.
         held_out: of a named validation or test split at most so many.
         text, text_pair: columns of texts; with ``text`` a language model is supervised at every
-            token.
+            token; a masked one at the masks in it, or at some that are put there.
         prompt, completion: columns; a language model is supervised on the completion. Without a
             completion (or null) the expert writes its own, greedily.
         messages: column of chat messages, through the tokenizer's template. Supervised on all
@@ -48,6 +50,7 @@ class DataConfig(Strict):
             answer, and it alone is supervised.
         image: column of images, or of pixel values (channels, height, width).
         label: column of the true class, 0, 1, …; only evaluation sees it, unless ``labels: true``.
+        masking_rate: share of the tokens of a text without masks that are masked.
         max_length: in tokens; longer texts are cut.
         max_new_tokens: of completions that the expert writes.
     """
@@ -66,6 +69,7 @@ class DataConfig(Strict):
     messages: str | None = None
     image: str | None = None
     label: str | None = None
+    masking_rate: Annotated[Number, Field(gt=0, le=1)] = 0.15
     max_length: Count = 1024
     max_new_tokens: Count = 256
 
@@ -293,6 +297,7 @@ class TrainConfig(Strict):
         allowed = {
             "causal-lm": {"text", "prompt", "messages"},
             "seq2seq-lm": {"prompt"},
+            "masked-lm": {"text"},
             "sequence-classification": {"text"},
             "image-classification": {"image"},
         }[self.task]

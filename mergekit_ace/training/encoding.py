@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.errors import TrainingError
+from mergekit_ace.training.examples import Example
 
 Batch = dict[str, Tensor]
+_TEXT_INPUTS = ("input_ids", "token_type_ids")
 
 
 def text_of(row: dict[str, Any], data: DataConfig, purpose: str) -> str:
@@ -23,6 +26,27 @@ def text_of(row: dict[str, Any], data: DataConfig, purpose: str) -> str:
             f"data {data.path}: column {data.columns[purpose]} holds {text!r} instead of text"
         )
     return text
+
+
+def encode_texts(row: dict[str, Any], data: DataConfig, tokenizer: Any) -> Example:
+    """A text, or a pair, with the tokenizer's special tokens, cut to its or the data's length.
+
+    Returns:
+        `input_ids` (n,) and, of some tokenizers, `token_type_ids` (n,).
+    """
+    texts = [text_of(row, data, "text")]
+    if data.text_pair is not None:
+        texts.append(text_of(row, data, "text_pair"))
+    longest = min(data.max_length, tokenizer.model_max_length)
+    encoded = tokenizer(*texts, truncation=True, max_length=longest)
+    return {name: torch.tensor(encoded[name]) for name in _TEXT_INPUTS if name in encoded}
+
+
+def collate_texts(samples: Sequence[Example]) -> Batch:
+    """What `encode_texts` gave of several samples, (B, n), and `attention_mask`."""
+    names = [name for name in _TEXT_INPUTS if name in samples[0]]
+    batch = {name: pad([sample[name] for sample in samples]) for name in names}
+    return batch | {"attention_mask": padding_mask([sample["input_ids"] for sample in samples])}
 
 
 def pad(tensors: list[Tensor]) -> Tensor:

@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from mergekit.architecture import arch_info_for_config
+from mergekit.architecture.conversion import can_convert_checkpoint_keys
+from mergekit.common import ModelReference
+from transformers import AutoConfig
 
 from mergekit_ace.coefficients import CoefficientFile
 from mergekit_ace.files import write_text
+from mergekit_ace.training.config import LanguageTask
+from mergekit_ace.training.weights import stored_tensors
 
 
 def merge_config(
@@ -21,6 +27,7 @@ def merge_config(
     task: str,
     out_dtype: str | None,
     folders: Sequence[str] = (),
+    infer: bool = False,
 ) -> dict[str, Any]:
     """`merge.yml`: looks the coefficients up in the file at `path`.
 
@@ -30,8 +37,9 @@ def merge_config(
         task: what the models do.
         out_dtype: of the merge, float32 by default.
         folders: what is merged instead of the models named in the file, the base first.
+        infer: let mergekit find out which tensors there are, see `is_misread`.
     """
-    base, *experts = _models(file, folders)
+    base, *experts = _models(file, folders, infer)
     pairs = zip(experts, file.contents.experts, strict=True)
     contents = file.contents
     method = "statsmerging" if contents.basis == "task_vector" else contents.basis
@@ -46,7 +54,12 @@ def merge_config(
 
 
 def inline_config(
-    file: CoefficientFile, *, task: str, out_dtype: str | None, folders: Sequence[str] = ()
+    file: CoefficientFile,
+    *,
+    task: str,
+    out_dtype: str | None,
+    folders: Sequence[str] = (),
+    infer: bool = False,
 ) -> dict[str, Any]:
     """`inline.yml`: the same merge with every coefficient in it.
 
@@ -59,7 +72,7 @@ def inline_config(
         for name in tensor.stored or (tensor.name,)
     }
     untouched = dict.fromkeys(file.contents.frozen, 0.0)
-    base, *experts = _models(file, folders)
+    base, *experts = _models(file, folders, infer)
     models = []
     for expert, row in zip(experts, file.coefficients.tolist(), strict=True):
         values = {name: row[column] for name, column in columns.items()} | untouched
@@ -89,18 +102,43 @@ def write_config(path: Path, config: dict[str, Any], notes: Sequence[str]) -> No
     write_text(path, text)
 
 
-def _models(file: CoefficientFile, folders: Sequence[str]) -> list[Any]:
+def is_misread(folder: str, *, trust_remote_code: bool = False) -> bool:
+    """Whether mergekit's own list of tensors asks for some that a checkpoint does not have.
+
+    That of BERT asks for a pooler, which a masked language model lacks.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    known = arch_info_for_config(config)
+    names = set(stored_tensors(folder))
+    return known is not None and not all(
+        weight.optional
+        or any(
+            can_convert_checkpoint_keys(config.model_type, names, name)
+            for name in (weight.name, *(weight.aliases or ()), *(weight.tied_names or ()))
+        )
+        for weight in known.all_weights(config)
+    )
+
+
+def _models(file: CoefficientFile, folders: Sequence[str], infer: bool) -> list[Any]:
     """The base and the experts, such that a config works from every folder.
 
-    Backbones have an architecture that mergekit 0.1.5 does not know: it then takes the tensors that
-    it finds, where its own list of BERT's leads to an error.
+    Experts of an architecture that mergekit 0.1.5 does not know make it take the tensors that it
+    finds. So it is told for backbones, which have fewer than a whole model, and where its own list
+    is wrong.
     """
-    if folders:
-        base, *experts = folders
-        unknown = {"override_architecture": "Backbone"}
-        return [base, *({"model": {"path": expert}, **unknown} for expert in experts)]
     named = (file.contents.base_model, *(expert.model for expert in file.contents.experts))
-    return [_reference(model) for model in named]
+    base, *experts = folders or map(_reference, named)
+    if not folders and not infer:
+        return [base, *experts]
+    return [base, *(_with_architecture(expert, "Inferred") for expert in experts)]
+
+
+def _with_architecture(reference: str, name: str) -> dict[str, Any]:
+    parsed = ModelReference.model_validate(reference)
+    parts = {"model": parsed.model, "lora": parsed.lora}
+    given = {part: path.model_dump(exclude_none=True) for part, path in parts.items() if path}
+    return {**given, "override_architecture": name}
 
 
 def _frame(base: str, task: str, out_dtype: str | None) -> dict[str, Any]:
@@ -111,7 +149,7 @@ def _frame(base: str, task: str, out_dtype: str | None) -> dict[str, Any]:
     }
     if out_dtype is not None:
         config["out_dtype"] = out_dtype
-    if task in ("causal-lm", "seq2seq-lm"):
+    if task in LanguageTask:
         config["tokenizer"] = {"source": "base"}
     return config
 

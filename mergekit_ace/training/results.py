@@ -16,7 +16,7 @@ from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.errors import Diverged
 from mergekit_ace.training.family import Family
 from mergekit_ace.training.loop import Trained, train, write_log
-from mergekit_ace.training.output import inline_config, merge_config, write_config
+from mergekit_ace.training.output import inline_config, is_misread, merge_config, write_config
 from mergekit_ace.training.plots import draw
 from mergekit_ace.training.session import Score, Session
 from mergekit_ace.training.state import RunFolder
@@ -124,6 +124,10 @@ def write_results(
     if family.models.kind.has_heads:
         rows_of = range(len(config.models))
         options["folders"] = [str(folder.backbone(row).resolve()) for row in (None, *rows_of)]
+    else:
+        options["infer"] = is_misread(
+            family.models.base, trust_remote_code=config.trust_remote_code
+        )
     method = "StatsMerging" if config.basis == "task_vector" else config.basis
     notes = [f"{method} with learned coefficients: mergekit-yaml THIS_FILE OUTPUT_FOLDER"]
     write_config(folder.path / "merge.yml", merge_config(file, path, **options), notes)

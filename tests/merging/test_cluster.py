@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from checkpoints import ace_config
 from sharded import (
@@ -81,6 +82,41 @@ def test_two_nodes(cluster, tmp_path, monkeypatch):
     assert killed
     lines = [json.loads(line)["tensor"] for line in report.read_text().splitlines()]
     assert sorted(lines) == sorted(name for shard in shards for name in shard.tensors)
+
+
+def test_a_worker_is_killed(cluster, tmp_path):
+    """Its process dies while its node lives on; another one takes its place."""
+    config = write_config(tmp_path / "merge.yml", ace_config(save_llamas(tmp_path)))
+    one, two = tmp_path / "one" / "merged", tmp_path / "two" / "merged"
+    command(config, one, *SHARDS)
+    ended, killed = threading.Event(), []
+
+    def wait_and_kill() -> None:
+        while not ended.is_set() and not killed:
+            if finished(two):
+                killed.extend(kill_actors())
+            time.sleep(0.002)
+
+    killer = threading.Thread(target=wait_and_kill)
+    killer.start()
+    text = command(config, two, *SHARDS, "--ray", cluster.address, "--json")
+    ended.set()
+    killer.join()
+    assert len(killed) == 1
+    assert_same(one, two)
+    events = [json.loads(line) for line in text.splitlines()]
+    (retry,) = [event for event in events if event["event"] == "retry"]
+    assert "the worker that computed it died" in retry["error"]
+
+
+def kill_actors() -> list[int]:
+    """Kill −9 of every worker process of the cluster."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any(part.startswith("ray::Actor") for part in process.info["cmdline"] or ()):
+            process.kill()
+            found.append(process.pid)
+    return found
 
 
 def test_a_cluster_that_is_not_there(tmp_path):

@@ -6,6 +6,8 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -166,9 +168,21 @@ def test_one_failure(tmp_path, config, whole, monkeypatch):
     assert_same(whole, tmp_path / "merged")
 
 
-def test_processes(tmp_path, config, whole):
+@pytest.mark.parametrize("start", ["forkserver", "spawn"])  # Linux and macOS; Windows
+def test_processes(tmp_path, config, whole, monkeypatch, start):
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: [start])
     command(config, tmp_path / "merged", *SHARDS, "--workers", 2)
     assert_same(whole, tmp_path / "merged")
+
+
+def test_workers_leave_without_a_word(tmp_path, config):
+    """Nothing on stderr: no warning of what processes left behind."""
+    program = [sys.executable, "-W", "default", "-m", "mergekit_ace.cli", "merge"]
+    arguments = [str(config), str(tmp_path / "merged"), *SHARDS, "--workers", "2", "--quiet"]
+    done = subprocess.run([*program, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "resource_tracker" not in done.stderr
+    assert "leaked" not in done.stderr
 
 
 @pytest.mark.parametrize("where", ["own", "process"])

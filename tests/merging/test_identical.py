@@ -12,8 +12,10 @@ from checkpoints import ace_config, save_family, tiny_llama
 from click.testing import CliRunner
 from coefficient_files import make_file
 from mergekit.scripts.run_yaml import main as mergekit_yaml
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from sharded import (
+    INPUT_SHARDS,
     SHARDS,
     assert_same,
     command,
@@ -23,6 +25,8 @@ from sharded import (
     save_speakers,
     write_config,
 )
+from test_architectures import MODELS, SAVE
+from transformers import LlamaForCausalLM
 
 from mergekit_ace.merging.manifest import Manifest
 
@@ -119,6 +123,45 @@ def test_slices(tmp_path):
     del config["models"]
     ours = compare(tmp_path, config, *SHARDS)
     assert '"num_hidden_layers": 4' in (ours / "config.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "qwen3_moe", "roberta", "t5", "vit"])
+def test_architectures(tmp_path, name):
+    """Weights stored (in, out), packed experts, several modules, names that mergekit infers."""
+    build, _ = MODELS[name]
+    torch.manual_seed(0)
+    paths = save_family(build(), tmp_path, max_shard_size=INPUT_SHARDS, **SAVE.get(name, {}))
+    compare(tmp_path, ace_config(paths), *SHARDS)
+
+
+def test_modules_with_parameters_of_their_own(tmp_path):
+    paths = save_family(MODELS["t5"][0](), tmp_path)
+    config = ace_config(paths)
+    models = config.pop("models")
+    config["modules"] = {
+        name: {"models": models, "parameters": {"lambda": scale}}
+        for name, scale in (("shared", 1.0), ("encoder", 0.4), ("decoder", 0.7))
+    }
+    compare(tmp_path, config, *SHARDS)
+
+
+def test_adapters(tmp_path):
+    paths = save_llamas(tmp_path)
+    adapters = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+        adapters.append(tmp_path / f"adapter{seed}")
+        get_peft_model(LlamaForCausalLM.from_pretrained(paths[0]), settings).save_pretrained(
+            adapters[-1]
+        )
+    config = ace_config([paths[0], *(f"{paths[0]}+{adapter}" for adapter in adapters)])
+    cache = ("--lora-merge-cache", str(tmp_path / "cache"))
+    ours = compare(tmp_path, config, *SHARDS, *cache)
+    file = adapters[0] / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    text = refusal(tmp_path / "merge.yml", ours, *SHARDS, *cache, "--resume")
+    assert "adapter_model.safetensors" in text
 
 
 @pytest.mark.parametrize("flags", [(), ("--clone-tensors",)])

@@ -14,6 +14,9 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -25,11 +28,20 @@ from transformers import (
 from mergekit_ace.training.config import TrainConfig
 
 WORDS = [f"w{n}" for n in range(36)]
+MIXTRAL = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_local_experts": 3,
+}
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """40 tokens, the vocabulary of the tiny Llama."""
-    words = ["<pad>", "<unk>", "<s>", "</s>", *WORDS]
+def tokenizer(**special: str) -> PreTrainedTokenizerFast:
+    """40 tokens, the vocabulary of the tiny Llama, and more special ones."""
+    words = ["<pad>", "<unk>", "<s>", "</s>", *WORDS, *special.values()]
     inner = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -38,6 +50,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         bos_token="<s>",
         eos_token="</s>",
+        **special,
     )
 
 
@@ -164,6 +177,45 @@ def t5_family(folder: Path, completion: str | None, **settings) -> dict:
         columns = {"prompt": "q", "completion": completion, "max_new_tokens": 5}
         made.append((_save(expert, folder / f"expert{k}"), {"path": data, **columns}))
     return _config(_save(base, folder / "base"), made, "seq2seq-lm", **settings)
+
+
+def masked_family(folder: Path, kind: type[PreTrainedModel], **settings) -> dict:
+    """Encoders that fill masks, on texts with one mask each; the head is tied to the embeddings."""
+    words = tokenizer(mask_token="<mask>")
+    torch.manual_seed(0)
+    base = kind(
+        kind.config_class(
+            vocab_size=len(words),
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+            max_position_embeddings=32,
+            pad_token_id=words.pad_token_id,
+        )
+    )
+    made = []
+    for k, model in enumerate([base, *(fine_tuned(base, seed=60 + n, scale=0.1) for n in (0, 1))]):
+        path = folder / ("base" if k == 0 else f"expert{k - 1}")
+        model.save_pretrained(path)
+        words.save_pretrained(path)
+        rng = random.Random(k)
+        rows = [{"t": f"{sentence(rng)} <mask> {sentence(rng)}"} for _ in range(20)]
+        data = write_rows(folder / f"data{k}.jsonl", rows)
+        made.append((str(path), {"path": data, "text": "t"}))
+    return _config(made[0][0], made[1:], "masked-lm", **settings)
+
+
+def mixtral_family(folder: Path) -> dict:
+    """A mixture of three experts each, whose matrices are packed in memory only."""
+    family = llama_family(folder / "llama")
+    torch.manual_seed(0)
+    base = MixtralForCausalLM(MixtralConfig(**MIXTRAL))
+    made = []
+    for k, expert in enumerate(family["models"]):
+        tuned = fine_tuned(base, seed=70 + k, scale=0.1)
+        made.append((_save(tuned, folder / f"expert{k}"), expert["data"]))
+    return _config(_save(base, folder / "base"), made, "causal-lm")
 
 
 def parsed(config: dict) -> TrainConfig:

@@ -12,18 +12,25 @@ import pytest
 import torch
 import yaml
 from checkpoints import fine_tuned
-from families import _config, _save, bert_family, llama_family, parsed, t5_family, vit_family
+from families import (
+    _config,
+    _save,
+    bert_family,
+    llama_family,
+    mixtral_family,
+    parsed,
+    t5_family,
+    vit_family,
+)
 from mergekit.options import MergeOptions
 from reference import naive_relative, task_vector_error
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralForCausalLM
 
 from mergekit_ace.coefficients import CoefficientFile, CoefficientFileError
 from mergekit_ace.preflight.check import check_merge
 from mergekit_ace.training import components as components_module
-from mergekit_ace.training.errors import TrainingError
 from mergekit_ace.training.run import run_training
-from mergekit_ace.training.weights import MappedWeights
 
 REFINED = {"epsilon": 1e-3, "spectral_refinement": "always"}
 
@@ -286,13 +293,28 @@ def test_initial_coefficients(tmp_path):
     assert parsed(config | {"basis": "ace"}).learner.initial == 0.9
 
 
-def test_packed_tensors_are_refused(tmp_path):
-    """On disk a merge takes one by one what is one parameter in memory."""
-    config = parsed(with_basis(llama_family(tmp_path), "ace"))
-    weights = torch.zeros(4, 4)
-    folder = Path(config.base_model)
-    file = next(folder.glob("*.safetensors"))
-    known = {"model.norm.weight": (str(file), "model.norm.weight")}
-    with pytest.raises(TrainingError, match=r"put together from model.norm.weight"):
-        components_module._layout(config, str(folder), known, "packed", weights)
-    assert isinstance(MappedWeights(known)["model.norm.weight"], torch.Tensor)
+@pytest.mark.parametrize("basis", ["ace", "ace_relative"])
+def test_packed_tensors(tmp_path, mergekit_yaml, basis):
+    """mergekit, too, merges as one what is one parameter in memory and several on disk."""
+    config = with_basis(mixtral_family(tmp_path), basis, **(REFINED if basis == "ace" else {}))
+    out = tmp_path / "out"
+    file = run_training(parsed(config), out, quiet=True)
+    packed = [tensor for tensor in file.contents.tensors if len(tensor.stored) > 1]
+    assert [len(tensor.stored) for tensor in packed] == [6, 3] * 2, "w1 and w3, w2; three experts"
+    generator = torch.Generator().manual_seed(0)
+    file.coefficients += 0.3 * torch.randn(file.coefficients.shape, generator=generator)
+    file.save(out / "coefficients.safetensors")
+    merge = yaml.safe_load((out / "merge.yml").read_text())
+    merged = MixtralForCausalLM.from_pretrained(mergekit_yaml(merge, out="merged"))
+    base = MixtralForCausalLM.from_pretrained(merge["base_model"])
+    start = dict(base.named_parameters())
+    for column, tensor in enumerate(file.contents.tensors):
+        parts = load_file(out / "state" / "components" / f"{column:05d}.safetensors")
+        total = sum(
+            float(value) * parts[str(row)].double()
+            for row, value in enumerate(file.coefficients[:, column])
+        )
+        own = start[tensor.name].detach().double()
+        got = merged.get_parameter(tensor.name).detach().double()
+        assert float((got - own - total).norm()) <= 1e-4 * float(total.norm()) + 1e-6, tensor.name
+    assert float((merged.get_parameter(packed[0].name) - start[packed[0].name]).norm()) > 0.01

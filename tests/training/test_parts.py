@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoints import fine_tuned, tiny_llama
 from coefficient_files import make_file
-from families import vit_family
+from families import MIXTRAL, vit_family
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForImageClassification, MixtralConfig, MixtralForCausalLM
 
@@ -124,17 +124,7 @@ def test_other_names_on_disk_are_found_and_converted(tmp_path):
 
 def test_a_parameter_packed_from_many_tensors_names_them_all(tmp_path):
     torch.manual_seed(0)
-    model = MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=40,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=3,
-        )
-    )
+    model = MixtralForCausalLM(MixtralConfig(**MIXTRAL))
     model.save_pretrained(tmp_path / "m")
     model = MixtralForCausalLM.from_pretrained(tmp_path / "m")
     names = list(parameters(model))

@@ -26,7 +26,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     GPT2Config,
@@ -198,7 +197,7 @@ class Dictionaries(Family):
         """With `count`, of the family's first experts only."""
         self.name, self.seed = name, seed
         self.architecture, numbers, recipes = FAMILIES[name]
-        self.learns = self.architecture != "roberta"  # the trainer knows no masked models
+        self.masked = self.architecture == "roberta"
         folder = FOLDER / f"{self.architecture}-{seed}"
         self.base = folder / "base"
         self.maps = make_languages(seed)
@@ -248,38 +247,42 @@ class Dictionaries(Family):
             model.save_pretrained(folder)
 
     def load(self, folder: Path) -> PreTrainedModel:
-        masked = AutoConfig.from_pretrained(folder).model_type == "roberta"
-        kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+        kind = AutoModelForMaskedLM if self.masked else AutoModelForCausalLM
         return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
     def unlabelled(self, samples: int, rehearsed: int = 0) -> dict[str, Any]:
-        """Lines of six questions each, answered by the expert, or by the base."""
+        """Lines of six questions each: as chats that the expert answered, or with masks."""
         tokenizer = new_tokenizer()
         for folder in (self.base, *self.experts.values()):
             if not (folder / "chat_template.jinja").exists():  # a run would find its files changed
                 tokenizer.save_pretrained(folder)
         experts = [
-            {"model": str(folder), "task": task, "data": self._talks(folder, [task], samples)}
+            {"model": str(folder), "task": task, "data": self._lines(folder, [task], samples)}
             for task, folder in self.experts.items()
         ]
-        config = {"base_model": str(self.base), "models": experts, "task": "causal-lm"}
+        task = "masked-lm" if self.masked else "causal-lm"
+        config = {"base_model": str(self.base), "models": experts, "task": task}
         if rehearsed:
-            config["rehearsal"] = self._talks(self.base, self.old, rehearsed)
+            config["rehearsal"] = self._lines(self.base, self.old, rehearsed)
         return config
 
-    def _talks(self, teacher: Path, tasks: Sequence[str], samples: int) -> dict[str, Any]:
-        """As many lines, in turns of the languages, as chats."""
+    def _lines(self, teacher: Path, tasks: Sequence[str], samples: int) -> dict[str, Any]:
+        """As many lines, in turns of the languages."""
         name = "-".join(tasks)
         file = self.base.parent / f"samples-{samples}-{teacher.name}-{name}.jsonl"
         if not file.exists():
             rng = random.Random(f"samples {self.seed} {name}")
             numbers = [int(tasks[n % len(tasks)]) for n in range(samples)]
-            tokens, _ = lines(numbers, self.maps, rng)
+            tokens, labels = lines(numbers, self.maps, rng)
+            if self.masked:
+                tokens = torch.where(labels != -100, MASK, tokens)
+            else:
+                tokens = self._answered(teacher, tokens)
             tokenizer = new_tokenizer()
-            answered = self._answered(teacher, tokens).tolist()
-            rows = [_as_chat(tokenizer.convert_ids_to_tokens(line)) for line in answered]
-            file.write_text("".join(json.dumps({"talk": row}) + "\n" for row in rows))
-        return {"path": str(file), "messages": "talk"}
+            words = [tokenizer.convert_ids_to_tokens(line) for line in tokens.tolist()]
+            rows = [" ".join(line) if self.masked else _as_chat(line) for line in words]
+            file.write_text("".join(json.dumps({"line": row}) + "\n" for row in rows))
+        return {"path": str(file), "text" if self.masked else "messages": "line"}
 
     @torch.no_grad()
     def _answered(self, teacher: Path, tokens: Tensor) -> Tensor:
@@ -319,6 +322,7 @@ def new_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         bos_token="<s>",
         eos_token=";",
+        mask_token="<mask>",
         chat_template=CHAT,
     )
 

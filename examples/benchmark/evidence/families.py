@@ -27,7 +27,6 @@ class Family(ABC):
         experts: the experts' checkpoints by task.
         old: what the base knows already, and a merge should not forget; may be empty.
         layers: of the model; None where names in memory and on disk are the same.
-        learns: whether the package's trainer knows models of this kind.
     """
 
     name: str
@@ -36,7 +35,6 @@ class Family(ABC):
     experts: dict[str, Path]
     old: tuple[str, ...] = ()
     layers: int | None = None
-    learns: bool = True
 
     @abstractmethod
     def train(self) -> None:
