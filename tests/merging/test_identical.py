@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -197,6 +200,50 @@ def test_pickles_as_result(tmp_path):
         expected, got = torch.load(theirs / file), torch.load(ours / file)
         assert list(expected) == list(got)
         assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+LISTING = """
+import os
+import huggingface_hub
+
+def list_repo_files(repo, *arguments, **named):
+    folder = f"{os.environ['HF_HUB_CACHE']}/models--{repo.replace('/', '--')}/snapshots/0123abc"
+    return os.listdir(folder)
+
+huggingface_hub.list_repo_files = list_repo_files
+"""
+
+
+def test_names_on_the_hub(tmp_path):
+    """Models that were downloaded before, by their names; what is there is told by an imitation."""
+    cache, names = tmp_path / "cache", []
+    (tmp_path / "sitecustomize.py").write_text(LISTING)  # for all processes
+    for path in save_speakers(tmp_path):
+        name, commit = f"org/{Path(path).name}", "0123abc"
+        names.append(name)
+        folder = cache / f"models--{name.replace('/', '--')}"
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text(commit)
+        (folder / "snapshots").mkdir()
+        Path(path).rename(folder / "snapshots" / commit)
+    config = write_config(tmp_path / "merge.yml", ace_config(names, tokenizer={"source": "union"}))
+    theirs, ours = tmp_path / "theirs" / "merged", tmp_path / "ours" / "merged"
+    environment = {
+        **os.environ,
+        "HF_HUB_CACHE": str(cache),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(tmp_path),
+        "PYTHONHASHSEED": "0",  # mergekit lists models, and numbers tokens, in the order of sets
+    }
+    for module, out, flags in (
+        (["mergekit.scripts.run_yaml"], theirs, []),
+        (["mergekit_ace.cli", "merge"], ours, ["--workers", "2"]),
+    ):
+        program = [sys.executable, "-m", *module, str(config), str(out), *SHARDS, *flags]
+        done = subprocess.run(program, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert_same(theirs, ours)
+    assert set(Manifest.read(ours).identity["inputs"]) == set(names)
 
 
 def test_without_card_and_tokenizer(tmp_path):
