@@ -1,32 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a merge by many workers would take, on paper: nothing is merged, nothing is measured.
+"""What a merge by many workers would take, on paper: nothing is merged.
 
-    python examples/benchmark/cluster.py
-    python examples/benchmark/cluster.py --flops 1e12    # a CPU of sixteen cores instead of a GPU
+    python examples/benchmark/cluster.py --measure /tmp    # workers like this machine
+    python examples/benchmark/cluster.py                   # workers with a GPU, at rates assumed
 
 Bytes, work and memory come from the plan and the estimate of the package, for `ace` on families of
-full size, of which only headers exist. Rates are assumed. A worker reads, computes, writes and
-hashes in turn; reading and writing go at its own rate, or at its share of what the file system
-gives, whichever is less. Shards are taken to be spread evenly.
+full size, of which only headers exist. A worker's rates are measured (a layer merged; a gigabyte
+written, hashed and read) or assumed. It reads, computes, writes and hashes in turn; reading and
+writing go at its own rate, or at its share of what the file system gives, whichever is less.
+Shards are taken to be spread evenly.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 import yaml
+from kernels import machine
 from llamas import SIZES, write_headers
 from mergekit.options import MergeOptions
 
+from mergekit_ace import merge_tensor
+from mergekit_ace.files import flush_to_disk, sha256
 from mergekit_ace.planned import plan_merge, read_merge_config
-from mergekit_ace.preflight.calibration import Rates
+from mergekit_ace.preflight import calibration
 from mergekit_ace.preflight.checkpoints import read_checkpoint
 from mergekit_ace.preflight.estimate import Estimate, estimate_merge
 
 WORKERS = (1, 4, 16)
 SHARDS = {"8B": 10**9}  # bytes of a file; mergekit's own default elsewhere
+SAMPLE = 2**30  # bytes written and read
+BLOCK = 2**23
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of a worker, per second.
+
+    Attributes:
+        flops: floating-point operations of a merge in float32.
+        read, write, hash: bytes.
+    """
+
+    flops: float = 30e12
+    read: float = 2e9
+    write: float = 1e9
+    hash: float = 1.5e9
 
 
 def estimate(folder: Path, size: str, experts: int) -> Estimate:
@@ -43,30 +68,98 @@ def estimate(folder: Path, size: str, experts: int) -> Estimate:
     shard = {"out_shard_size": SHARDS[size]} if size in SHARDS else {}
     plan = plan_merge(*read_merge_config(path), MergeOptions(**shard))
     checkpoints = {model: read_checkpoint(model) for model in plan.config.referenced_models()}
-    return estimate_merge(plan, checkpoints, Rates(operations=1, memory=1, read=1))
+    nothing = calibration.Rates(operations=1, memory=1, read=1)
+    return estimate_merge(plan, checkpoints, nothing)
 
 
-def phases(whole: Estimate, workers: int, rates: argparse.Namespace) -> dict[str, float]:
-    """Seconds of all workers side by side, by what they are spent on."""
-    return {
-        "reading": whole.read / min(workers * rates.read, rates.shared_read),
-        "computing": whole.operations[0] / (workers * rates.flops),
-        "writing": whole.written / min(workers * rates.write, rates.shared_write),
-        "hashing": whole.written / (workers * rates.hash),
-    }
+def measure(folder: Path, device: str, experts: int) -> Rates:
+    """Of this machine, with `folder` on the disk that is meant."""
+    size = "8B" if device.startswith("cuda") else "1B"
+    with tempfile.TemporaryDirectory() as headers:
+        tensors = estimate(Path(headers), size, experts).tensors
+    layer = [tensor for tensor in tensors if tensor.name.startswith("model.layers.0.")]
+    for tensor in layer[:1]:
+        seconds_of_merge(tensor.shape, device, experts)  # warms up
+    seconds = sum(seconds_of_merge(tensor.shape, device, experts) for tensor in layer)
+    written, hashed, read = seconds_of_files(folder)
+    return Rates(
+        flops=sum(tensor.operations[0] for tensor in layer) / seconds,
+        read=SAMPLE / read,
+        write=SAMPLE / written,
+        hash=SAMPLE / hashed,
+    )
+
+
+def seconds_of_merge(shape: tuple[int, ...], device: str, experts: int) -> float:
+    """One tensor by `ace`, bfloat16 in memory; the experts are noise around the base."""
+    generator = torch.Generator().manual_seed(0)
+    base = 0.02 * torch.randn(shape, generator=generator)
+    versions = [base]
+    versions += [base + 1e-3 * torch.randn(shape, generator=generator) for _ in range(experts)]
+    versions = [version.to(device, torch.bfloat16) for version in versions]
+    start = time.perf_counter()
+    merge_tensor(versions[0], versions[1:])
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def seconds_of_files(folder: Path) -> tuple[float, float, float]:
+    """A gigabyte written and flushed, hashed from memory, and read from the disk."""
+    path = folder / "cluster-sample.bin"
+    block = os.urandom(BLOCK)
+    try:
+        start = time.perf_counter()
+        with open(path, "wb") as file:
+            for _ in range(SAMPLE // BLOCK):
+                file.write(block)
+        flush_to_disk(path)
+        written = time.perf_counter() - start
+        start = time.perf_counter()
+        sha256(path)
+        hashed = time.perf_counter() - start
+        with open(path, "rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, SAMPLE, os.POSIX_FADV_DONTNEED)
+            start = time.perf_counter()
+            while file.read(BLOCK):
+                pass
+        return written, hashed, time.perf_counter() - start
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def phases(whole: Estimate, workers: int, rates: Rates, read: float, write: float) -> dict:
+    """Seconds of all workers side by side, by what they are spent on.
+
+    Args:
+        read, write: bytes per second that the file system gives all workers together.
+    """
+
+    def moved(what: str, size: int, own: float, shared: float) -> tuple[str, float]:
+        if workers * own <= shared:
+            return what, size / (workers * own)
+        return f"shared {what}", size / shared
+
+    return dict(
+        [
+            moved("reading", whole.read, rates.read, read),
+            ("computing", whole.operations[0] / (workers * rates.flops)),
+            moved("writing", whole.written, rates.write, write),
+            ("hashing", whole.written / (workers * rates.hash)),
+        ]
+    )
 
 
 def in_words(seconds: float) -> str:
     """With two figures."""
     for unit, length in (("h", 3600), ("min", 60)):
         if seconds >= length:
-            return f"{seconds / length:.2g} {unit}"
-    return f"{seconds:.2g} s"
+            return f"{two_figures(seconds / length)} {unit}"
+    return f"{two_figures(seconds)} s"
 
 
-def in_petaflop(operations: float) -> str:
-    """With two figures, and without an exponent."""
-    number = operations / 1e15
+def two_figures(number: float) -> str:
+    """Two of them, or all before the point, and no exponent."""
     return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
 
 
@@ -74,13 +167,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["8B", "70B", "405B"])
     parser.add_argument("--experts", type=int, default=3)
-    parser.add_argument("--flops", type=float, default=30e12, help="of a worker, float32")
-    parser.add_argument("--read", type=float, default=2e9, help="bytes/s of a worker")
-    parser.add_argument("--write", type=float, default=1e9)
-    parser.add_argument("--hash", type=float, default=1.5e9)
+    parser.add_argument("--measure", type=Path, metavar="FOLDER", help="rates of this machine")
+    parser.add_argument("--device", default="cpu", help="that is measured")
+    for name, rate in asdict(Rates()).items():
+        unit = "operations/s" if name == "flops" else "bytes/s"
+        parser.add_argument(f"--{name}", type=float, help=f"{unit} of a worker; {rate:g}")
     parser.add_argument("--shared-read", type=float, default=10e9, help="bytes/s of all together")
     parser.add_argument("--shared-write", type=float, default=5e9)
     arguments = parser.parse_args()
+    rates = asdict(Rates())
+    if arguments.measure:
+        about = machine(arguments.device)
+        print(f"{about['device']}, {about['threads']} threads, torch {about['torch']}")
+        rates = asdict(measure(arguments.measure, arguments.device, arguments.experts))
+    rates |= {name: given for name in rates if (given := getattr(arguments, name))}
+    print(", ".join(f"{name} {rate:.3g}/s" for name, rate in rates.items()), end="\n\n")
     columns = " | ".join(f"{n} worker{'s' * (n > 1)}" for n in WORKERS)
     print(
         f"| family | read | written | work (refined everywhere) | memory of a worker | {columns} |"
@@ -91,10 +192,11 @@ def main() -> None:
             whole = estimate(Path(folder), size, arguments.experts)
         cells = []
         for workers in WORKERS:
-            parts = phases(whole, workers, arguments)
+            shared = (arguments.shared_read, arguments.shared_write)
+            parts = phases(whole, workers, Rates(**rates), *shared)
             longest = max(parts, key=parts.__getitem__)
             cells.append(f"{in_words(sum(parts.values()))}, {longest}")
-        plain, refined = (in_petaflop(operations) for operations in whole.operations)
+        plain, refined = (two_figures(operations / 1e15) for operations in whole.operations)
         print(
             f"| {size} | {whole.read / 1e9:.0f} GB | {whole.written / 1e9:.0f} GB | "
             f"{plain} ({refined}) Pflop | {whole.memory / 1e9:.0f} GB | "
