@@ -66,11 +66,7 @@ def inline_config(
     Where coefficients sum to one, mergekit's own `linear` makes the same of it: it counts the base
     model among the inputs, whose weight is therefore given, 0 except where nothing is merged.
     """
-    columns = {
-        name: column
-        for column, tensor in enumerate(file.contents.tensors)
-        for name in tensor.stored or (tensor.name,)
-    }
+    columns = file.columns
     untouched = dict.fromkeys(file.contents.frozen, 0.0)
     base, *experts = _models(file, folders, infer)
     models = []

@@ -70,6 +70,10 @@ def coefficient_file(
     frozen = set(stored_tensors(family.models.base))
     if family.models.kind.has_heads:
         frozen |= set(family.module.base_model.state_dict())
+    else:  # mergekit may know them by their names in memory
+        own = {id(family.module.get_parameter(name)) for name in family.names}
+        everything = family.module.named_parameters(remove_duplicate=False)
+        frozen |= {name for name, parameter in everything if id(parameter) not in own}
     contents = Contents(
         base_model=family.config.base_model,
         experts=tuple(

@@ -16,6 +16,7 @@ from checkpoints import fine_tuned, tiny_llama
 from families import (
     bert_family,
     llama_family,
+    mixtral_family,
     parsed,
     t5_family,
     vit_family,
@@ -30,6 +31,7 @@ from mergekit_ace.training import results as results_module
 from mergekit_ace.training import session as session_module
 from mergekit_ace.training import teachers as teachers_module
 from mergekit_ace.training.errors import Diverged, TrainingError
+from mergekit_ace.training.output import inline_config
 from mergekit_ace.training.run import run_training
 
 
@@ -95,6 +97,39 @@ def test_a_training_from_config_to_merged_model(llama, tmp_path, mergekit_yaml):
     assert _loss_on_test(llama, merged, out) == pytest.approx(
         again.contents.scores["StatsMerging"]["loss"], rel=1e-5
     )
+
+
+@pytest.mark.parametrize("exclude", [[], ["gate_up_proj"]])
+def test_packed_experts(tmp_path, mergekit_yaml, exclude):
+    """One parameter in memory, several tensors on disk: both configs merge what was trained."""
+    config, out = mixtral_family(tmp_path), tmp_path / "out"
+    config["exclude"] = exclude
+    file = run(config, out)
+    packed = [tensor for tensor in file.contents.tensors if len(tensor.stored) > 1]
+    assert len(packed) == (2 if exclude else 4)
+    generator = torch.Generator().manual_seed(0)  # whatever was learned in so few steps
+    file.coefficients = torch.rand(file.coefficients.shape, generator=generator)
+    file.save(out / "coefficients.safetensors")
+    inline = inline_config(file, task="causal-lm", out_dtype=None)
+    merge = yaml.safe_load((out / "merge.yml").read_text())
+    paths = [config["base_model"], *(expert["model"] for expert in config["models"])]
+    base, *experts = (dict(_load(path).named_parameters()) for path in paths)
+    for number, settings in enumerate((merge, inline)):
+        merged = dict(_load(mergekit_yaml(settings, out=f"merged{number}")).named_parameters())
+        assert merged.keys() == base.keys()
+        for column, tensor in enumerate(file.contents.tensors):
+            start, *versions = (state[tensor.name].double() for state in (base, *experts))
+            values = file.coefficients[:, column].tolist()
+            pairs = zip(values, versions, strict=True)
+            expected = start + sum(value * (version - start) for value, version in pairs)
+            got = merged.pop(tensor.name).double()
+            torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+        assert len(merged) == len(exclude) * 2
+        assert all(torch.equal(left, base[name]) for name, left in merged.items())
+
+
+def _load(folder: str | Path) -> AutoModelForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
 
 
 def _loss_on_test(config: dict, folder: Path, out: Path) -> float:
