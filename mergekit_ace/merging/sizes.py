@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from mergekit.architecture.conversion import convert_checkpoint_tensors
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.io.tasks import LoaderCache, SaveTensor
 from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
-from torch import Tensor
 
 from mergekit_ace.headers import TensorHeader, read_headers
 from mergekit_ace.merging.errors import MergeError
@@ -21,16 +19,9 @@ from mergekit_ace.merging.job import MergeJob, MergePlan
 from mergekit_ace.merging.output_config import padded_vocabulary
 from mergekit_ace.planned import PlannedMerge, PlannedTensor
 from mergekit_ace.preflight.calibration import Rates
-from mergekit_ace.preflight.checkpoints import Checkpoint
+from mergekit_ace.preflight.checkpoints import DTYPE_NAMES, DTYPES, Checkpoint
 from mergekit_ace.preflight.estimate import Estimate, estimate_merge
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Only ratios count: a CPU of a tenth of a teraflop, its memory, a disk.
 NOMINAL = Rates(operations=1e11, memory=1e10, read=1e9)
 
@@ -61,7 +52,7 @@ def _pickled(path: Path) -> dict[str, TensorHeader]:
         raise MergeError(f"{path} is damaged ({error}); download or save it again") from error
     content = content.get("state_dict", content)
     return {
-        name: TensorHeader(NAMES.get(tensor.dtype, "F32"), tuple(tensor.shape), str(path))
+        name: TensorHeader(DTYPE_NAMES.get(tensor.dtype, "F32"), tuple(tensor.shape), str(path))
         for name, tensor in content.items()
     }
 
@@ -72,48 +63,27 @@ def output_sizes(
     """Bytes of every tensor of the result; 0 where no header tells."""
     info = job.tokenizer_info
     vocabulary = info and padded_vocabulary(info.tokenizer, job.vocabulary_multiple)
-    sources = {model: _meta(checkpoint) for model, checkpoint in checkpoints.items()}
-    sizes = {}
-    for name, save in plan.saves.items():
-        tensor = _output(save, checkpoints, sources, vocabulary)
-        sizes[name] = tensor.nbytes if tensor is not None else 0
-    return sizes
+    return {name: _output_size(save, checkpoints, vocabulary) for name, save in plan.saves.items()}
 
 
-def _meta(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    return {
-        name: torch.empty(header.shape, dtype=DTYPES.get(header.dtype), device="meta")
-        for name, header in checkpoint.headers.items()
-    }
-
-
-def _output(
-    save: SaveTensor,
-    checkpoints: Mapping[ModelReference, Checkpoint],
-    sources: Mapping[ModelReference, Mapping[str, Tensor]],
-    vocabulary: int | None,
-) -> Tensor | None:
-    """A tensor of the result without its entries."""
+def _output_size(
+    save: SaveTensor, checkpoints: Mapping[ModelReference, Checkpoint], vocabulary: int | None
+) -> int:
+    """Bytes of a tensor of the result."""
     tensor = PlannedTensor(save.tensor_task)
-    found = {}
-    for model, weight in tensor.gather.weight_info.items():
-        names = [weight.name, *(weight.aliases or ())]
-        known = [n for n in [*names, *(weight.tied_names or ())] if n in sources[model]]
-        kind = checkpoints[model].config.get("model_type")
-        parts = (convert_checkpoint_tensors(kind, sources[model], name) for name in names)
-        one = sources[model][known[0]] if known else next((p for p in parts if p is not None), None)
-        if one is not None:
-            found[model] = one.to(dtype_from_name(weight.force_dtype or tensor.gather.dtype))
+    weights = dict(tensor.gather.weight_info.items())
+    found = {m: header for m, w in weights.items() if (header := checkpoints[m].source(w))}
     if not found:
-        return None
-    result = found.get(tensor.base, next(iter(found.values())))
-    shape, axis = list(result.shape), tensor.task.output_weight.vocabulary_axis
+        return 0
+    model = tensor.base if tensor.base in found else next(iter(found))
+    shape, axis = list(found[model].shape), tensor.task.output_weight.vocabulary_axis
     if isinstance(save.tensor_task.gather_tensors, PermutedVocabulary) and vocabulary is not None:
         shape[axis] = vocabulary
     elif isinstance(save.tensor_task.gather_tensors, TruncatedVocabulary):
-        shape[axis] = min(part.shape[axis] for part in found.values())
-    dtype = dtype_from_name(save.dtype) or result.dtype
-    return torch.empty(shape, dtype=dtype, device="meta")
+        shape[axis] = min(header.shape[axis] for header in found.values())
+    named = save.dtype or weights[model].force_dtype or tensor.gather.dtype
+    dtype = dtype_from_name(named) or DTYPES.get(found[model].dtype)
+    return torch.empty(shape, dtype=dtype, device="meta").nbytes
 
 
 def estimate(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+from mergekit.architecture import WeightInfo
+from mergekit.architecture.conversion import convert_checkpoint_tensors
 from mergekit.common import ModelReference
 from mergekit.io import LazyTensorLoader, ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
@@ -19,6 +23,14 @@ from mergekit.io.tasks import LoaderCache
 from mergekit_ace.headers import DamagedFileError, TensorHeader, check_folder, read_headers
 
 INDEX_FILES = ("model.safetensors.index.json", "model.safetensors")
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LAYER = re.compile(r"\.[^.]+\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,44 @@ class Checkpoint:
             return Path(hf_hub_download(reference.path, name, revision=reference.revision))
         except Exception:  # no such file, or no connection: nothing to compare
             return None
+
+    def source(self, weight: WeightInfo) -> TensorHeader | None:
+        """What mergekit reads for a planned tensor.
+
+        Either as it is stored, or put together from several stored ones, as transformers has it in
+        memory; the latter is in no file. None where there is nothing of it.
+        """
+        names = (weight.name, *(weight.aliases or ()))
+        for name in (*names, *(weight.tied_names or ())):
+            if name in self.headers:
+                return self.headers[name]
+        return next((found for name in names if (found := self._packed(name))), None)
+
+    def _packed(self, name: str) -> TensorHeader | None:
+        if name not in self._known_packed:
+            self._known_packed[name] = self._pack(name)
+        return self._known_packed[name]
+
+    @cached_property
+    def _known_packed(self) -> dict[str, TensorHeader | None]:
+        return {}
+
+    def _pack(self, name: str) -> TensorHeader | None:
+        """Pack tensors without entries; of its layer only, as there may be ten thousands."""
+        layer = _LAYER.search(name)
+        near = [n for n in self.headers if layer is None or layer.group() in n]
+        parts = {
+            other: torch.empty(header.shape, dtype=DTYPES.get(header.dtype), device="meta")
+            for other in near or self.headers
+            for header in (self.headers[other],)
+        }
+        try:
+            packed = convert_checkpoint_tensors(self.config.get("model_type"), parts, name)
+        except Exception:  # parts that do not fit together, which mergekit will say
+            return None
+        if packed is None:
+            return None
+        return TensorHeader(DTYPE_NAMES.get(packed.dtype, "F32"), tuple(packed.shape), "")
 
     @property
     def bytes(self) -> int:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from mergekit.architecture import WeightInfo
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
@@ -23,20 +22,12 @@ WIDTHS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 NAMES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
-def source_of(weight: WeightInfo, checkpoint: Checkpoint) -> TensorHeader | None:
-    """The tensor that mergekit reads for a planned one; None if it has to put it together."""
-    for name in (weight.name, *(weight.aliases or ()), *(weight.tied_names or ())):
-        if name in checkpoint.headers:
-            return checkpoint.headers[name]
-    return None
-
-
 def sources(
     tensor: PlannedTensor, checkpoints: Mapping[ModelReference, Checkpoint]
 ) -> dict[ModelReference, TensorHeader]:
-    """The headers of a planned tensor, of all models that have it as it is."""
+    """The headers of a planned tensor, of all models that have it."""
     weights = dict(tensor.gather.weight_info.items())
-    found = {m: source_of(weights[m], checkpoints[m]) for m in tensor.task.model_order}
+    found = {m: checkpoints[m].source(weights[m]) for m in tensor.task.model_order}
     return {model: header for model, header in found.items() if header is not None}
 
 

@@ -17,6 +17,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from test_architectures import MODELS
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, ViTConfig, ViTModel
@@ -366,6 +367,32 @@ def test_flags_are_mergekits_own():
     command = merge_flags(lambda **_: None)
     options = {o.name for o in command.__click_params__ if o.name != "config"}
     assert options <= set(MergeOptions.model_fields)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_that_are_packed_in_memory(check, tmp_path, name):
+    """Many tensors on disk, which mergekit merges as few: they count, and are compared."""
+    torch.manual_seed(0)
+    paths = save_family(MODELS[name][0](), tmp_path)
+    answer = check(ace_config(paths))
+    assert answer["ok"], answer
+    stored = load_file(Path(paths[0]) / "model.safetensors")
+    estimate = answer["estimate"]
+    assert estimate["rules"]["stacked"] == 4, "gate and up, down; two layers"
+    assert estimate["written"] == sum(tensor.nbytes for tensor in stored.values())
+    assert estimate["read"] == 3 * estimate["written"]
+    part = next(p for p in estimate["tensors"] if p["name"].endswith("0.mlp.experts.down_proj"))
+    separate = [
+        n for n in stored if ".layers.0." in n and n.endswith((".w2.weight", ".down_proj.weight"))
+    ]
+    assert part["shape"] == [len(separate), *stored[separate[0]].shape]
+
+    def widen(tensors: dict) -> None:
+        for tensor in separate:
+            tensors[tensor] = torch.cat([tensors[tensor]] * 2)
+
+    rewrite(paths[2], widen)
+    assert "layers.0.mlp.experts.down_proj" in texts(check(ace_config(paths)), "error")
 
 
 def test_the_estimate_covers_what_a_merge_takes(paths, tmp_path):
