@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.encoding import Batch, collate_texts, encode_texts
+from mergekit_ace.training.encoding import Batch, Told, collate_texts, encode_texts
 from mergekit_ace.training.errors import TrainingError
 from mergekit_ace.training.examples import Example
 
@@ -18,18 +18,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class _Classification:
+class _Classification(Told):
     """One answer per sample. Each expert keeps its own head."""
 
     has_heads = True
-
-    def unanswered(self, sample: Example) -> bool:
-        """A class is never written, always told."""
-        return False
-
-    def complete(self, model, samples, data, processor) -> list[Example]:
-        """Nothing is ever missing here."""
-        return list(samples)
 
     @staticmethod
     def truth(row: dict[str, Any], data: DataConfig) -> Example:

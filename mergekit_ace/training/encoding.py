@@ -18,6 +18,18 @@ Batch = dict[str, Tensor]
 _TEXT_INPUTS = ("input_ids", "token_type_ids")
 
 
+class Told:
+    """Of models that answer at once: no expert has to write an answer first."""
+
+    def unanswered(self, sample: Example) -> bool:
+        """Never."""
+        return False
+
+    def complete(self, model, samples, data, processor) -> list[Example]:
+        """Nothing is missing."""
+        return list(samples)
+
+
 def text_of(row: dict[str, Any], data: DataConfig, purpose: str) -> str:
     """What a row has for `purpose`; an error if that is no text."""
     text = row[data.columns[purpose]]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.encoding import Batch, collate_texts, encode_texts, pad
+from mergekit_ace.training.encoding import Batch, Told, collate_texts, encode_texts, pad
 from mergekit_ace.training.errors import TrainingError
 from mergekit_ace.training.examples import Example
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class MaskedLanguageModel:
+class MaskedLanguageModel(Told):
     """Supervised at the masks of a text or, where it has none, at tokens that are masked here."""
 
     auto_class = "AutoModelForMaskedLM"
@@ -48,14 +48,6 @@ class MaskedLanguageModel:
         asked[places[order[: max(round(data.masking_rate * len(places)), 1)]]] = True
         masked = ids.masked_fill(asked, processor.mask_token_id)
         return example | {"input_ids": masked, "supervised": asked, "true": ids[asked]}
-
-    def unanswered(self, sample: Example) -> bool:
-        """Masks are never written, always told."""
-        return False
-
-    def complete(self, model, samples, data, processor) -> list[Example]:
-        """Nothing is ever missing here."""
-        return list(samples)
 
     def collate(self, samples: Sequence[Example]) -> Batch:
         """Samples padded at the end, (B, n)."""
