@@ -183,7 +183,7 @@ def test_pictures(benchmark, tmp_path):
     assert quality.key(lines[0]) == ("f", 0, 2, "ace_relative")
 
 
-def test_accuracy_over_samples(benchmark, tmp_path):
+def test_accuracy_over_samples(benchmark, tmp_path, monkeypatch):
     pictures = benchmark("evidence.pictures")
     lines = []
     for seed in (0, 1):
@@ -197,6 +197,7 @@ def test_accuracy_over_samples(benchmark, tmp_path):
         lines += [line("ace_relative", 0.4, best=0.4), line("ties", 0.1, best=0.45)]
         lines += [line("statsmerging, 128 samples", 0.5, best=0.9)]
         lines += [line(f"ace + direct, {n} samples", 0.4 + n / 1000) for n in (16, 64, 128)]
+    few = [{**line, "experts": 2, "published": {"mean": 0.9, "old": 1.0}} for line in lines]
     curves = pictures._over_samples(lines)
     direct = curves["ace + direct"]
     assert {n: pytest.approx(scores) for n, scores in direct.items()} == {
@@ -205,8 +206,13 @@ def test_accuracy_over_samples(benchmark, tmp_path):
     assert curves["ace_relative, without data"] == {16.0: [0.4, 0.5], 128.0: [0.4, 0.5]}
     assert curves["best row without data, best λ"] == {16.0: [0.45] * 2, 128.0: [0.45] * 2}
     assert len(curves) == 3  # one number of samples makes no curve
-    made = pictures.draw_all([{**line, "curve": {}} for line in lines], tmp_path)
-    assert [path.name for path in made] == ["bars.png", "scale.png", "samples.png"]
+    drawn = []
+    original = pictures._curves
+    monkeypatch.setattr(pictures, "_curves", lambda *a, **o: drawn.append(a) or original(*a, **o))
+    made = pictures.draw_all([{**line, "curve": {}} for line in lines + few], tmp_path)
+    names = ["bars.png", "scale.png", "experts.png", "samples.png"]
+    assert [path.name for path in made] == names
+    assert drawn[-1][0] == {"f": curves}, "of all experts, not of the first ones"
 
 
 def test_every_learned_row_is_a_training_of_its_own(benchmark):

@@ -18,6 +18,7 @@ SHOWN = ("linear (mean)", "task_arithmetic", "ties", "tsv_m", "iso_c", "wudi (ex
          "ace, ε = 1e-05", "ace, ε = 0.01", "ace_relative")  # fmt: skip
 # Families that are one but for how far the strengths of their experts are apart.
 STRENGTHS = ("llama", "llama-spread", "llama-strengths")
+SAMPLES = (16, 32, 64, 128, 256, 512)
 Points = Mapping[float, Sequence[float]]
 Panels = Mapping[str, Mapping[str, Points]]
 
@@ -57,10 +58,14 @@ def draw_all(lines: Sequence[dict], folder: Path) -> list[Path]:
     }
     if counts:
         made.append(_curves(counts, "number of experts", folder / "experts.png"))
-    samples = {f: _over_samples(ls) for f, ls in own.items()}
+    samples = {
+        f: _over_samples([line for line in ls if line["experts"] == largest[f]])
+        for f, ls in own.items()
+    }
     samples = {f: curves for f, curves in samples.items() if curves}
     if samples:
-        made.append(_curves(samples, "samples per expert", folder / "samples.png", log=True))
+        file = folder / "samples.png"
+        made.append(_curves(samples, "samples per expert", file, log=True, ticks=SAMPLES))
     spreads = {name: _over_spreads(table, name) for name in SHOWN}
     if any(len(points) > 1 for points in spreads.values()):
         what = "largest ‖Δ‖² over the smallest"
@@ -119,7 +124,9 @@ def _bars(axes, lines: Sequence[dict]) -> None:
     axes.set_xlabel("accuracy; lines: range over seeds")
 
 
-def _curves(panels: Panels, what: str, file: Path, *, log: bool = False) -> Path:
+def _curves(
+    panels: Panels, what: str, file: Path, *, log: bool = False, ticks: Sequence[float] = ()
+) -> Path:
     """A panel per family, a line per method: the mean over seeds, the range shaded."""
     labels = list(dict.fromkeys(name for curves in panels.values() for name in curves))
     colors = {name: f"C{number % 10}" for number, name in enumerate(labels)}
@@ -136,6 +143,9 @@ def _curves(panels: Panels, what: str, file: Path, *, log: bool = False) -> Path
             axes.fill_between(places, low, high, alpha=0.12, color=colors[name], linewidth=0)
         if log:
             axes.set_xscale("log")
+        if ticks:
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.minorticks_off()
         axes.set_xlabel(what)
         axes.set_ylabel("accuracy")
         axes.grid(alpha=0.3)
