@@ -78,8 +78,7 @@ def measure(folder: Path, device: str, experts: int) -> Rates:
     with tempfile.TemporaryDirectory() as headers:
         tensors = estimate(Path(headers), size, experts).tensors
     layer = [tensor for tensor in tensors if tensor.name.startswith("model.layers.0.")]
-    for tensor in layer[:1]:
-        seconds_of_merge(tensor.shape, device, experts)  # warms up
+    seconds_of_merge(layer[0].shape, device, experts)  # warms up
     seconds = sum(seconds_of_merge(tensor.shape, device, experts) for tensor in layer)
     written, hashed, read = seconds_of_files(folder)
     return Rates(

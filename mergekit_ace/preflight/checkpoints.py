@@ -104,11 +104,10 @@ class Checkpoint:
         """Pack tensors without entries; of its layer only, as there may be ten thousands."""
         layer = _LAYER.search(name)
         near = [n for n in self.headers if layer is None or layer.group() in n]
-        parts = {
-            other: torch.empty(header.shape, dtype=DTYPES.get(header.dtype), device="meta")
-            for other in near or self.headers
-            for header in (self.headers[other],)
-        }
+        parts = {}
+        for other in near or self.headers:
+            dtype = DTYPES.get(self.headers[other].dtype)
+            parts[other] = torch.empty(self.headers[other].shape, dtype=dtype, device="meta")
         try:
             packed = convert_checkpoint_tensors(self.config.get("model_type"), parts, name)
         except Exception:  # parts that do not fit together, which mergekit will say

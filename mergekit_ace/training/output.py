@@ -10,14 +10,13 @@ from typing import Any
 
 import yaml
 from mergekit.architecture import arch_info_for_config
-from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference
 from transformers import AutoConfig
 
 from mergekit_ace.coefficients import CoefficientFile
 from mergekit_ace.files import write_text
+from mergekit_ace.preflight.checkpoints import read_checkpoint
 from mergekit_ace.training.config import LanguageTask
-from mergekit_ace.training.weights import stored_tensors
 
 
 def merge_config(
@@ -105,13 +104,9 @@ def is_misread(folder: str, *, trust_remote_code: bool = False) -> bool:
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     known = arch_info_for_config(config)
-    names = set(stored_tensors(folder))
-    return known is not None and not all(
-        weight.optional
-        or any(
-            can_convert_checkpoint_keys(config.model_type, names, name)
-            for name in (weight.name, *(weight.aliases or ()), *(weight.tied_names or ()))
-        )
+    checkpoint = read_checkpoint(ModelReference.model_validate(folder))
+    return known is not None and any(
+        not weight.optional and checkpoint.source(weight) is None
         for weight in known.all_weights(config)
     )
 
@@ -127,14 +122,14 @@ def _models(file: CoefficientFile, folders: Sequence[str], infer: bool) -> list[
     base, *experts = folders or map(_reference, named)
     if not folders and not infer:
         return [base, *experts]
-    return [base, *(_with_architecture(expert, "Inferred") for expert in experts)]
+    return [base, *(_to_be_inferred(expert) for expert in experts)]
 
 
-def _with_architecture(reference: str, name: str) -> dict[str, Any]:
+def _to_be_inferred(reference: str) -> dict[str, Any]:
     parsed = ModelReference.model_validate(reference)
     parts = {"model": parsed.model, "lora": parsed.lora}
     given = {part: path.model_dump(exclude_none=True) for part, path in parts.items() if path}
-    return {**given, "override_architecture": name}
+    return {**given, "override_architecture": "Inferred"}
 
 
 def _frame(base: str, task: str, out_dtype: str | None) -> dict[str, Any]:

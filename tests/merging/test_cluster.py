@@ -7,6 +7,8 @@ import builtins
 import json
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -40,6 +42,39 @@ def cluster():
     nodes.shutdown()
 
 
+@contextmanager
+def once_something_is_finished(out: Path, act: Callable[[], object]) -> Iterator[list]:
+    """Act once, while the merge in the block is at work; what came of it, in a list."""
+    ended, done = threading.Event(), []
+
+    def wait() -> None:
+        while not ended.is_set() and not done:
+            if finished(out):
+                done.append(act())
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        yield done
+    finally:
+        ended.set()
+        thread.join()
+
+
+def kill_workers(cluster) -> int:
+    """Kill −9 of the first node's workers that compute, not of their node; how many there were."""
+    (raylet,) = cluster.head_node.all_processes["raylet"]
+    found = [
+        process
+        for process in psutil.Process(raylet.process.pid).children(recursive=True)
+        if any(part.startswith("ray::Actor") for part in process.cmdline())
+    ]
+    for process in found:
+        process.kill()
+    return len(found)
+
+
 def kill_a_node(cluster) -> None:
     """All of the second node, its worker included."""
     (node,) = cluster.worker_nodes
@@ -59,20 +94,8 @@ def test_two_nodes(cluster, tmp_path, monkeypatch):
     command(config, "one/merged", *SHARDS)
     report.unlink()
     out = tmp_path / "two" / "merged"
-    ended, killed = threading.Event(), []
-
-    def wait_and_kill() -> None:
-        while not ended.is_set() and not killed:
-            if finished(out):
-                kill_a_node(cluster)
-                killed.append(True)
-            time.sleep(0.002)
-
-    killer = threading.Thread(target=wait_and_kill)
-    killer.start()
-    text = command(config, out, *SHARDS, "--ray", cluster.address, "--workers", 2, "--json")
-    ended.set()
-    killer.join()
+    with once_something_is_finished(out, lambda: kill_a_node(cluster)) as killed:
+        text = command(config, out, *SHARDS, "--ray", cluster.address, "--workers", 2, "--json")
     assert_same(tmp_path / "one" / "merged", out)
     events = [json.loads(line) for line in text.splitlines()]
     shards = Manifest.read(out).shards
@@ -89,34 +112,13 @@ def test_a_worker_is_killed(cluster, tmp_path):
     config = write_config(tmp_path / "merge.yml", ace_config(save_llamas(tmp_path)))
     one, two = tmp_path / "one" / "merged", tmp_path / "two" / "merged"
     command(config, one, *SHARDS)
-    ended, killed = threading.Event(), []
-
-    def wait_and_kill() -> None:
-        while not ended.is_set() and not killed:
-            if finished(two):
-                killed.extend(kill_actors())
-            time.sleep(0.002)
-
-    killer = threading.Thread(target=wait_and_kill)
-    killer.start()
-    text = command(config, two, *SHARDS, "--ray", cluster.address, "--json")
-    ended.set()
-    killer.join()
-    assert len(killed) == 1
+    with once_something_is_finished(two, lambda: kill_workers(cluster)) as killed:
+        text = command(config, two, *SHARDS, "--ray", cluster.address, "--json")
+    assert killed == [1]
     assert_same(one, two)
     events = [json.loads(line) for line in text.splitlines()]
     (retry,) = [event for event in events if event["event"] == "retry"]
     assert "the worker that computed it died" in retry["error"]
-
-
-def kill_actors() -> list[int]:
-    """Kill −9 of every worker process of the cluster."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if any(part.startswith("ray::Actor") for part in process.info["cmdline"] or ()):
-            process.kill()
-            found.append(process.pid)
-    return found
 
 
 def test_a_cluster_that_is_not_there(tmp_path):
