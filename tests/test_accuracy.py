@@ -13,7 +13,7 @@ from reference import naive_ace, task_vector_error
 from torch import Tensor
 
 from mergekit_ace import AceOptions, merge_matrix
-from mergekit_ace.algebra import attempts
+from mergekit_ace.algebra import attempts, processor, products
 from mergekit_ace.algebra.closed_form import tolerance
 
 KINDS = ["noise", "low rank", "low rank and noise", "spiked", "near-duplicates"]
@@ -40,10 +40,13 @@ def task_vector(rng: torch.Generator, kind: str, shape: tuple[int, int], shared:
     return delta + 0.1 * torch.randn(columns, generator=rng)
 
 
+@pytest.mark.parametrize("library", ["mkl", "onednn"])
 @pytest.mark.parametrize("refined", [False, True], ids=["homogeneous", "heterogeneous"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", SHAPES)
-def test_error_against_condition(monkeypatch, form, kind, refined):
+def test_error_against_condition(monkeypatch, form, kind, refined, library):
+    monkeypatch.setattr(processor, "mkl_is_slow", lambda: library == "onednn")
+    monkeypatch.setattr(products, "LARGE", 0)
     monkeypatch.setattr(attempts, "SMALL_SYSTEM", 0)
     monkeypatch.setattr(
         attempts, "_attempts", lambda *_: [(form, torch.float32), (form, torch.float64)]

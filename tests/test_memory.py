@@ -20,11 +20,13 @@ import sys
 from pathlib import Path
 import torch
 from mergekit_ace import AceOptions, merge_matrix
-from mergekit_ace.algebra import blocks, symmetric
+from mergekit_ace.algebra import blocks, processor, products, symmetric, triangular
 
 # all that is of one size whatever the matrix, on the scale of these small ones
-blocks.BLOCK_ENTRIES, symmetric.FACTOR_SIZE, symmetric.PRODUCT_SIZE = 2**16, 64, 64
-rows, columns, experts, refined = (int(argument) for argument in sys.argv[1:])
+blocks.BLOCK_ENTRIES = products.BLOCK_ENTRIES = 2**16
+symmetric.FACTOR_SIZE = symmetric.PRODUCT_SIZE = triangular.LEAF = 64
+rows, columns, experts, refined, onednn = (int(argument) for argument in sys.argv[1:])
+processor.mkl_is_slow = lambda: bool(onednn)
 
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -55,6 +57,7 @@ print(record.form, used / (4 * max(side**2, rows * columns)))
 @pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's account of peak memory"
 )
+@pytest.mark.parametrize("onednn", [0, 1], ids=["mkl", "onednn"])
 @pytest.mark.parametrize("refined", [0, 1], ids=["homogeneous", "heterogeneous"])
 @pytest.mark.parametrize(
     ("shape", "experts", "forms"),
@@ -66,14 +69,14 @@ print(record.form, used / (4 * max(side**2, rows * columns)))
         ((300, 1400), 8, {"primal", "lean"}),
     ],
 )
-def test_four_matrices(shape, experts, forms, refined):
+def test_four_matrices(shape, experts, forms, refined, onednn):
     environment = {
         **os.environ,
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_TRIM_THRESHOLD_": "0",
         "PYTHONPATH": str(Path(__file__).parents[1]),
     }
-    command = [sys.executable, "-c", PROGRAM, *map(str, (*shape, experts, refined))]
+    command = [sys.executable, "-c", PROGRAM, *map(str, (*shape, experts, refined, onednn))]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     form, matrices = output.stdout.split()
     assert form in forms

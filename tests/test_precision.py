@@ -8,7 +8,7 @@ import torch
 from matrices import family
 
 from mergekit_ace import merge_matrix
-from mergekit_ace.algebra import attempts, precision
+from mergekit_ace.algebra import attempts, precision, processor, products
 from mergekit_ace.algebra.precision import full_precision
 
 EXACT = {"ieee", "highest"}
@@ -77,7 +77,10 @@ def test_torch_with_a_single_switch(monkeypatch):
     assert torch.get_float32_matmul_precision() == "high"
 
 
-def test_a_merge_is_the_same_in_every_setting(rng, monkeypatch):
+@pytest.mark.parametrize("library", ["mkl", "onednn"])
+def test_a_merge_is_the_same_in_every_setting(rng, monkeypatch, library):
+    monkeypatch.setattr(processor, "mkl_is_slow", lambda: library == "onednn")
+    monkeypatch.setattr(products, "LARGE", 0)
     monkeypatch.setattr(attempts, "SMALL_SYSTEM", 0)
     base, experts = family(rng, 80, 60, 3, noise=1.0)
     expected, _ = merge_matrix(base, experts)

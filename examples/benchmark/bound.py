@@ -3,7 +3,8 @@
 
 No task vector is formed, centred or measured, nothing is added up, copied or checked: only the
 large matrix operations that the closed form and its refinement consist of, on matrices that are
-there already. A merge cannot be faster than the cheaper of the two systems that it can solve.
+there already, by the library that is fastest on the machine. A merge cannot be faster than the
+cheapest of the systems that it can solve.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mergekit_ace.algebra.eigen import leading_eigenpairs
+from mergekit_ace.algebra.products import set_product_
 from mergekit_ace.algebra.symmetric import add_gram, cholesky_
+from mergekit_ace.algebra.triangular import solve_
 
 
 def operations(
     rows: int, columns: int, tasks: int, refined: bool, device: str
 ) -> dict[str, list[Callable[[], object]]]:
-    """The large operations of the two systems, as calls without arguments.
+    """The large operations of the systems, as calls without arguments.
 
     Args:
         rows, columns: o and i.
@@ -29,6 +33,8 @@ def operations(
         device: of the matrices.
     """
     systems = {"primal": _primal(rows, columns, tasks, refined, device)}
+    if rows > columns:
+        systems["mixing"] = _mixing(rows, columns, tasks, refined, device)
     if rows * tasks < columns:
         systems["dual"] = _dual(rows, columns, tasks, refined, device)
     return systems
@@ -52,18 +58,32 @@ def _primal(
     result = torch.empty(rows, columns, device=device)
     calls: list[Callable[[], object]] = [lambda: add_gram(square, matrix.mT)] * tasks
     if rows >= columns / 2:  # (C_t − C_r) S_t for all tasks but one
-        calls += [lambda: torch.mm(matrix, system, out=result)] * (tasks - 1)
+        calls += [lambda: set_product_(result, matrix, system)] * (tasks - 1)
     else:
         small = torch.empty(rows, rows, device=device)
-        calls += [lambda: torch.mm(matrix, matrix.mT, out=small)] * (tasks - 1)
-        calls += [lambda: torch.mm(small, matrix, out=result)] * (tasks - 1)
+        calls += [lambda: set_product_(small, matrix, matrix.mT)] * (tasks - 1)
+        calls += [lambda: set_product_(result, small, matrix)] * (tasks - 1)
     calls.append(lambda: cholesky_(system.clone()))
     factor = torch.linalg.cholesky(system)
-    calls.append(lambda: torch.cholesky_solve(matrix.mT, factor))
+    calls.append(lambda: solve_(matrix.clone(), factor))
     if refined:
-        calls.append(lambda: torch.mm(matrix, system, out=result))
+        calls.append(lambda: set_product_(result, matrix, system))
         calls += _spectrum(matrix, result)
     return calls
+
+
+def _mixing(
+    rows: int, columns: int, tasks: int, refined: bool, device: str
+) -> list[Callable[[], object]]:
+    matrix = torch.randn(rows, columns, device=device)
+    square, system = torch.zeros(columns, columns, device=device), _definite(columns, device)
+    result = torch.empty(rows, columns, device=device)
+    factor = torch.linalg.cholesky(system)
+    calls: list[Callable[[], object]] = [lambda: add_gram(square, matrix.mT)] * tasks
+    calls.append(lambda: cholesky_(system.clone()))
+    calls += [lambda: solve_(system.clone(), factor)] * (tasks - 1)
+    calls += [lambda: set_product_(result, matrix, system)] * (tasks - 1 + refined)
+    return calls + (_spectrum(matrix, result) if refined else [])
 
 
 def _dual(
@@ -78,11 +98,11 @@ def _dual(
     calls: list[Callable[[], object]] = [
         lambda: add_gram(products, stack),
         lambda: cholesky_(system.clone()),
-        lambda: torch.cholesky_solve(left.mT, factor),
-        lambda: torch.mm(left, stack, out=result),
+        lambda: solve_(left.clone(), factor),
+        lambda: set_product_(result, left, stack),
     ]
     if refined:
-        calls.append(lambda: torch.mm(left, stack, out=result))
+        calls.append(lambda: set_product_(result, left, stack))
         calls += _spectrum(stack[:rows], result)
     return calls
 
@@ -99,9 +119,9 @@ def _spectrum(matrix: Tensor, result: Tensor) -> list[Callable[[], object]]:
     target = result if matrix.shape[0] <= matrix.shape[1] else result.mT
     return [
         lambda: add_gram(gram, exact),
-        lambda: torch.linalg.eigh(definite),
-        lambda: torch.mm(leading.mT, wide, out=along),
-        lambda: torch.mm(leading, along, out=target),
+        lambda: leading_eigenpairs(definite.clone(), leading.shape[1]),
+        lambda: set_product_(along, leading.mT, wide),
+        lambda: set_product_(target, leading, along),
     ]
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.symmetric import cholesky_, solve_
+from mergekit_ace.algebra.symmetric import cholesky_
+from mergekit_ace.algebra.triangular import solve_
 
 
 class IllConditionedError(ValueError):
@@ -49,27 +50,30 @@ class Solution:
     error: float
 
 
-def factorize(matrix: Tensor) -> Tensor:
+def factorize(matrix: Tensor, *, careful: bool = False) -> Tensor:
     """The Cholesky factor of a symmetric positive definite matrix, in its place.
 
     Args:
         matrix: (n, n), its lower triangle; overwritten by L, matrix = L Lᵀ.
+        careful: with rounding errors as small as MKL's, see `add_product_`.
 
     Raises:
         IllConditionedError: there is no factor.
     """
-    if not cholesky_(matrix):
+    if not cholesky_(matrix, careful=careful):
         raise IllConditionedError(float("inf"))
     return matrix
 
 
-def factorize_within(matrix: Tensor, limit: float) -> tuple[Tensor, float]:
-    """The factor of a symmetric positive definite matrix, in its place, and its condition number.
+def factorize_within(
+    matrix: Tensor, limit: float, *, careful: bool = False
+) -> tuple[Tensor, float]:
+    """What `factorize` does, and the condition number.
 
     Raises:
         IllConditionedError: there is no factor, or the condition number is beyond `limit`.
     """
-    lower = factorize(matrix)
+    lower = factorize(matrix, careful=careful)
     condition = largest_eigenvalue(lower) / smallest_eigenvalue(lower)
     if not condition <= limit:  # NaN, too, is no answer
         raise IllConditionedError(condition)

@@ -136,14 +136,15 @@ class Covariances:
         part = task.centred(block, out=self.buffer("task", *first.shape))
         return _times(part, task.coefficient).sub_(first)
 
-    def add_estimate(self, total: Tensor, task: Task) -> Tensor:
-        """total += S_t, (i, i), in the lower triangle."""
+    def add_estimate(self, total: Tensor, task: Task, *, careful: bool = False) -> Tensor:
+        """total += S_t, (i, i), in the lower triangle; `careful` as in `add_product_`."""
         if task.gram is not None:
             return total.add_(task.gram, alpha=task.scale)
         rows, columns = self.shape
         for block in blocks(rows, columns):
             room = self.buffer("task", block.stop - block.start, columns)
-            add_gram(total, task.centred(block, out=room).mT, task.scale)
+            centred = task.centred(block, out=room)
+            add_gram(total, centred.mT, task.scale, careful=careful)
         return total
 
     @property

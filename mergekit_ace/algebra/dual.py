@@ -30,8 +30,10 @@ from mergekit_ace.algebra.closed_form import (
     tolerance,
 )
 from mergekit_ace.algebra.covariance import Covariances
-from mergekit_ace.algebra.symmetric import add_gram, mirror, solve_
+from mergekit_ace.algebra.products import rounding, set_product_
+from mergekit_ace.algebra.symmetric import add_gram, mirror
 from mergekit_ace.algebra.task_vectors import squared_norm
+from mergekit_ace.algebra.triangular import solve_
 
 CONDITION_LIMIT = {torch.float32: 1e7, torch.float64: 1e14}
 
@@ -52,14 +54,14 @@ def solve_dual(covariances: Covariances, *, prior: bool, refined: bool) -> Solut
     """
     merged, target, condition, growth = _coefficients(covariances, prior, refined)
     merged, target = _expand(covariances, merged, target)
-    size = squared_norm(merged) ** 0.5
-    error = _error(growth / size if size else 0.0, condition, merged.dtype)  # as in `primal`
+    size, unit = squared_norm(merged) ** 0.5, rounding(merged)
+    error = _error(growth / size if size else 0.0, condition, unit)  # as in `primal`
     if error > tolerance(condition):
         raise IllConditionedError(condition)
     return Solution(merged, target, condition, error)
 
 
-def _error(growth: float, condition: float, dtype: torch.dtype) -> float:
+def _error(growth: float, condition: float, unit: float) -> float:
     """Estimated relative error of X.
 
     Rounding K moves X by about u ‖P K⁻¹‖ ‖K‖ ‖K⁻¹M‖, and ‖K⁻¹M‖ is at most 1/(2√ε̄). Over families
@@ -70,9 +72,9 @@ def _error(growth: float, condition: float, dtype: torch.dtype) -> float:
     Args:
         growth: ‖P K⁻¹‖_F ‖M‖ / ‖X‖_F.
         condition: of A.
-        dtype: of the solve.
+        unit: roundoff of products and solve, see `rounding`.
     """
-    return torch.finfo(dtype).eps / 2 * growth * (8 + 0.5 * condition**0.5)
+    return unit * growth * (8 + 0.5 * condition**0.5)
 
 
 def _coefficients(
@@ -232,7 +234,7 @@ def _expand(
     row = covariances.mean * (covariances.ridge * covariances.covariance_unit)
     for block in blocks(columns, left.shape[1]):
         stack = _stack(covariances, block)
-        torch.mm(left, stack, out=merged[:, block])
+        set_product_(merged[:, block], left, stack)
         if target is not None:
-            torch.mm(target_left, stack, out=target[:, block]).sub_(row[block])
+            set_product_(target[:, block], target_left, stack).sub_(row[block])
     return merged, target

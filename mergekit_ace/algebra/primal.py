@@ -21,9 +21,11 @@ from mergekit_ace.algebra.closed_form import (
     tolerance,
 )
 from mergekit_ace.algebra.covariance import Covariances, Task
+from mergekit_ace.algebra.products import add_product_, product, rounding
 from mergekit_ace.algebra.residual import complete_, residual_row
-from mergekit_ace.algebra.symmetric import add_gram, mirror, solve_
+from mergekit_ace.algebra.symmetric import add_gram, mirror
 from mergekit_ace.algebra.task_vectors import squared_norm
+from mergekit_ace.algebra.triangular import solve_
 
 # Beyond it, even a Cholesky factor is noise.
 CONDITION_LIMIT = {torch.float32: 5e4, torch.float64: 1e13}
@@ -47,19 +49,19 @@ def solve_primal(covariances: Covariances, *, prior: bool, refined: bool) -> Sol
     common = total.mean(dim=0) / covariances.mean_tau if prior else None
     total.diagonal().add_(covariances.ridge)
     residual = (total.clone(), residual_row(covariances, total, turned)) if refined else None
-    lower, condition = factorize_within(total, CONDITION_LIMIT[total.dtype])
+    lower, condition = factorize_within(total, CONDITION_LIMIT[total.dtype], careful=True)
     growth = squared_norm(numerator) ** 0.5 * inverse_norm(lower)
     row = None if common is None else prior_row(lower, common)
-    solve_(numerator, lower)
+    solve_(numerator, lower, careful=True)
     target = complete_(covariances, numerator, row, residual)
-    size = squared_norm(numerator) ** 0.5
-    error = _error(growth / size if size else 0.0, numerator.dtype)  # all coefficients may be 0
+    size, unit = squared_norm(numerator) ** 0.5, rounding(numerator, careful=True)
+    error = _error(growth / size if size else 0.0, unit)  # all coefficients may be 0
     if error > tolerance(condition):
         raise IllConditionedError(condition)
     return Solution(numerator, target, condition, error)
 
 
-def _error(growth: float, dtype: torch.dtype) -> float:
+def _error(growth: float, unit: float) -> float:
     """Estimated relative error of X.
 
     The products in B are rounded against its largest entries, however small C_t and S_t are along
@@ -69,9 +71,9 @@ def _error(growth: float, dtype: torch.dtype) -> float:
 
     Args:
         growth: ‖B‖_F ‖A⁻¹‖_F / (√i ‖X‖_F).
-        dtype: of the solve.
+        unit: roundoff of products and solve, see `rounding`.
     """
-    return torch.finfo(dtype).eps / 2 * (3 + 8 * growth)
+    return unit * (3 + 8 * growth)
 
 
 def _sum_up(covariances: Covariances) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,18 +83,19 @@ def _sum_up(covariances: Covariances) -> tuple[Tensor, Tensor, Tensor]:
     numerator, turned = covariances.new(rows, columns), covariances.new(columns)
     reference = covariances.reference_task
     gram = covariances.new(columns, columns) if through_gram(rows, columns) else None
-    covariances.add_estimate(total, reference)
+    covariances.add_estimate(total, reference, careful=True)
     for task in covariances.others:
         if gram is None:
             _add_through_rows(total, numerator, turned, task, reference)
         else:
-            covariances.add_estimate(gram.zero_(), task)
+            covariances.add_estimate(gram.zero_(), task, careful=True)
             total.add_(gram)
             turned.addmv_(mirror(gram), task.mean - reference.mean)
             gram.diagonal().add_(task.ridge)
             for block in blocks(rows, columns):
                 first = covariances.reference_block(block)
-                numerator[block].addmm_(covariances.difference(task, block, first), gram)
+                difference = covariances.difference(task, block, first)
+                add_product_(numerator[block], difference, gram, careful=True)
     return mirror(total), numerator, turned
 
 
@@ -106,9 +109,10 @@ def _add_through_rows(
 ) -> None:
     """One task's part of the sums, its numerator through the smaller square."""
     centred = task.centred()
-    add_gram(total, centred.mT, task.scale)
+    add_gram(total, centred.mT, task.scale, careful=True)
     turned.addmv_(centred.mT, centred @ (task.mean - reference.mean), alpha=task.scale)
     difference = reference.centred().mul_(-reference.coefficient)
     difference.add_(centred, alpha=task.coefficient)
-    numerator.addmm_(difference @ centred.mT, centred, alpha=task.scale)
+    small = product(difference, centred.mT, careful=True)
+    add_product_(numerator, small, centred, task.scale, careful=True)
     numerator.add_(difference, alpha=task.ridge)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.blocks import blocks
 from mergekit_ace.algebra.covariance import Covariances
+from mergekit_ace.algebra.products import add_product_
 
 
 def complete_(
@@ -50,7 +51,7 @@ def complete_(
                 moved = covariances.difference(task, block, first)
                 beyond.sub_(moved, alpha=1 / count)
                 rest.sub_(moved, alpha=task.ridge)
-            rest.addmm_(beyond, system)
+            add_product_(rest, beyond, system)
         part.add_(first)
         if prior is not None:
             part.addr_(part.sum(dim=1), prior, alpha=-1)

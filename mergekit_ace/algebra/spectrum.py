@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.blocks import blocks
 from mergekit_ace.algebra.eigen import SPIKES, deflate_, leading_eigenpairs
+from mergekit_ace.algebra.products import add_product_, product
 from mergekit_ace.algebra.symmetric import add_gram, narrow_
 
 # Below it, a decomposition in float64 takes milliseconds.
@@ -190,13 +191,14 @@ def _project_(wide: Tensor, directions: _Directions, singular: Tensor, strength:
     for columns in blocks(length, side):
         part = wide[:, columns]
         if not spikes.shape[1]:
-            wide[:, columns] = scaled @ (others.mT @ part)
+            wide[:, columns] = product(scaled, product(others.mT, part))
             continue
         exact = part.to(torch.float64)
         along = spikes.mT @ exact
         rest = exact.addmm_(spikes, along, alpha=-1).to(wide.dtype)
         component = (spikes * large) @ along
-        wide[:, columns] = torch.addmm(component.to(wide.dtype), scaled, others.mT @ rest)
+        component = component.to(wide.dtype)
+        wide[:, columns] = add_product_(component, scaled, product(others.mT, rest))
 
 
 def blur(values: Tensor, rank: int, shape: tuple[int, int], error: float) -> float:

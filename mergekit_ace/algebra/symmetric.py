@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.blocks import blocks
+from mergekit_ace.algebra.processor import avoids_mkl
+from mergekit_ace.algebra.products import add_product_
+from mergekit_ace.algebra.triangular import divide_
 
 # Squares on the diagonal that are no longer halved: large enough for full speed. Held against
 # sizes from 64 to 512, at 2048 and 6144 rows.
@@ -19,7 +22,7 @@ PRODUCT_SIZE = 256
 FACTOR_SIZE = 256
 
 
-def add_gram(total: Tensor, factor: Tensor, alpha: float = 1.0) -> Tensor:
+def add_gram(total: Tensor, factor: Tensor, alpha: float = 1.0, *, careful: bool = False) -> Tensor:
     """total += α·F Fᵀ, in the lower triangle.
 
     Args:
@@ -27,14 +30,23 @@ def add_gram(total: Tensor, factor: Tensor, alpha: float = 1.0) -> Tensor:
             until `mirror` fills it in.
         factor: F, (n, k).
         alpha: α.
+        careful: with rounding errors as small as MKL's, see `add_product_`.
     """
+    if factor.is_contiguous() or not avoids_mkl(factor.device):
+        return _add_gram(total, factor, alpha, careful)
+    for columns in blocks(factor.shape[1], len(factor)):  # copied once, and not in every product
+        _add_gram(total, factor[:, columns].contiguous(), alpha, careful)
+    return total
+
+
+def _add_gram(total: Tensor, factor: Tensor, alpha: float, careful: bool) -> Tensor:
     middle = len(total) // 2
     if len(total) <= PRODUCT_SIZE:
-        return total.addmm_(factor, factor.mT, alpha=alpha)
+        return add_product_(total, factor, factor.mT, alpha, careful=careful)
     upper, lower = factor[:middle], factor[middle:]
-    add_gram(total[:middle, :middle], upper, alpha)
-    add_gram(total[middle:, middle:], lower, alpha)
-    total[middle:, :middle].addmm_(lower, upper.mT, alpha=alpha)
+    _add_gram(total[:middle, :middle], upper, alpha, careful)
+    _add_gram(total[middle:, middle:], lower, alpha, careful)
+    add_product_(total[middle:, :middle], lower, upper.mT, alpha, careful=careful)
     return total
 
 
@@ -65,13 +77,14 @@ def narrow_(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return narrow
 
 
-def cholesky_(matrix: Tensor) -> bool:
+def cholesky_(matrix: Tensor, *, careful: bool = False) -> bool:
     """Overwrite a symmetric positive definite matrix by its lower Cholesky factor.
 
     Equivalent to ``matrix.copy_(torch.linalg.cholesky(matrix))``.
 
     Args:
         matrix: (n, n), of which the lower triangle is read.
+        careful: with rounding errors as small as MKL's, see `add_product_`.
 
     Returns:
         Whether there is a factor; where not, `matrix` is lost nevertheless.
@@ -82,35 +95,9 @@ def cholesky_(matrix: Tensor) -> bool:
         matrix.copy_(factor)
         return int(info) == 0
     first, corner = matrix[:middle, :middle], matrix[middle:, :middle]
-    if not cholesky_(first):
+    if not cholesky_(first, careful=careful):
         return False
-    _divide_(corner, first)
+    divide_(corner, first, careful)
     matrix[:middle, middle:] = 0
-    return cholesky_(add_gram(matrix[middle:, middle:], corner, -1.0))
-
-
-def _divide_(rows: Tensor, lower: Tensor) -> None:
-    """rows ← rows L⁻ᵀ, in place, without the copies that a solve makes of parts of a matrix."""
-    middle = len(lower) // 2
-    if len(lower) <= FACTOR_SIZE:
-        rows.copy_(torch.linalg.solve_triangular(lower.mT, rows, upper=True, left=False))
-        return
-    first, second = rows[:, :middle], rows[:, middle:]
-    _divide_(first, lower[:middle, :middle])
-    second.addmm_(first, lower[middle:, :middle].mT, alpha=-1)
-    _divide_(second, lower[middle:, middle:])
-
-
-def solve_(rows: Tensor, lower: Tensor) -> Tensor:
-    """rows ← rows (L Lᵀ)⁻¹, in place.
-
-    Equivalent to ``rows.copy_(torch.cholesky_solve(rows.mT, lower).mT)``, which copies L first, to
-    another memory layout: for a block of rows that takes as long as the solve.
-
-    Args:
-        rows: (m, n), contiguous; overwritten and returned.
-        lower: L, (n, n), of which the lower triangle is read.
-    """
-    solve = torch.linalg.solve_triangular
-    solve(lower.mT, rows, upper=True, left=False, out=rows)
-    return solve(lower, rows, upper=False, left=False, out=rows)
+    rest = add_gram(matrix[middle:, middle:], corner, -1.0, careful=careful)
+    return cholesky_(rest, careful=careful)

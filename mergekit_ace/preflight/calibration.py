@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from mergekit_ace.algebra.products import product
+
 SIDE = 1536  # of the products: a few milliseconds on anything
 SWEEP = 2**23  # entries of the sum, too many for a cache
 SAMPLE = 32 * 2**20  # bytes read
@@ -42,11 +44,11 @@ def calibrate(device: str, file: Path | None) -> Rates:
         file: on the disk that is read; a usual rate without one.
     """
     matrix = torch.ones(SIDE, SIDE, device=device)
-    product = _best(lambda: matrix @ matrix, device)
+    seconds = _best(lambda: product(matrix, matrix), device)
     vector = torch.ones(SWEEP, device=device)
     sweep = _best(lambda: vector.add_(1.0), device)
     return Rates(
-        operations=EFFICIENCY * 2 * SIDE**3 / product,
+        operations=EFFICIENCY * 2 * SIDE**3 / seconds,
         memory=2 * 4 * SWEEP / sweep,
         read=_read_rate(file) if file is not None else UNKNOWN_DISK,
     )
