@@ -74,7 +74,8 @@ def _solve(covariances: Covariances, prior: bool, refined: bool, kept: int) -> S
     system = total.to(dtype, copy=True) if refined else None
     lower, condition, error = _factorize(total, reference.mean)
     row = None if common is None else prior_row(lower, common).to(dtype)
-    if condition <= NARROW_CONDITION and NARROW_LOSS * error <= tolerance(condition) / 4:
+    margin = 4 if refined else 1  # what F's error does to its directions
+    if condition <= NARROW_CONDITION and margin * NARROW_LOSS * error <= tolerance(condition):
         lower, error = narrow_(lower, dtype), NARROW_LOSS * error
 
     merged, turned = covariances.new(*covariances.shape), covariances.new(covariances.shape[1])
@@ -85,7 +86,7 @@ def _solve(covariances: Covariances, prior: bool, refined: bool, kept: int) -> S
         _add_products(covariances, merged, remembered, matrices)
         remembered, matrices = forgotten[:1], matrices[:1]
         for task in remembered:
-            mirror(covariances.add_estimate(matrices[0].zero_(), task))
+            mirror(covariances.add_estimate(matrices[0].zero_(), task, careful=True))
         forgotten = forgotten[1:]
     del total, lower, matrices
     residual = None if system is None else (system, residual_row(covariances, system, turned))
@@ -101,13 +102,13 @@ def _covariances(
     total = covariances.new(columns, columns, dtype=torch.float64)
     matrices = [covariances.new(columns, columns)]
     for task in forgotten:
-        _widen(total, covariances.add_estimate(matrices[0].zero_(), task))
+        _widen(total, covariances.add_estimate(matrices[0].zero_(), task, careful=True))
     for t, task in enumerate(remembered):
         if t == 0:
             matrices[0].zero_()
         else:
             matrices.append(covariances.new(columns, columns))
-        _widen(total, mirror(covariances.add_estimate(matrices[t], task)))
+        _widen(total, mirror(covariances.add_estimate(matrices[t], task, careful=True)))
     return mirror(total), matrices[: len(remembered)]
 
 
@@ -129,7 +130,7 @@ def _factorize(system: Tensor, like: Tensor) -> tuple[Tensor, float, float]:
     """
     size = squared_norm(system) ** 0.5
     lower, condition = factorize_within(system, CONDITION_LIMIT[like.dtype])
-    error = _error(size * inverse_norm(lower), len(lower), rounding(like))
+    error = _error(size * inverse_norm(lower), len(lower), rounding(like, careful=True))
     if error > tolerance(condition):
         raise IllConditionedError(condition)
     return lower, condition, error

@@ -42,7 +42,7 @@ def add_product_(
     """
     if not _by_onednn(left, right):
         return total.addmm_(left, right, alpha=alpha)
-    for inner in _runs(left.shape[1], careful):
+    for inner in runs(left.shape[1]) if careful else [slice(None)]:
         for rows, columns, part in _tiles(left[:, inner], right[inner]):
             total[rows, columns].add_(part, alpha=alpha)
     return total
@@ -58,9 +58,7 @@ def set_product_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor, *, careful: bool = False) -> Tensor:
-    """L R, (m, n), in memory of its own, and in R's order; arguments as of `add_product_`."""
-    if right.mT.is_contiguous() and not right.is_contiguous():
-        return product(right.mT, left.mT, careful=careful).mT
+    """L R, (m, n), in memory of its own; arguments as of `add_product_`."""
     if not _by_onednn(left, right):
         return left @ right
     total = left.new_zeros(left.shape[0], right.shape[1])
@@ -84,9 +82,8 @@ def _by_onednn(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def _runs(length: int, careful: bool) -> list[slice]:
-    if not careful:
-        return [slice(0, length)]
+def runs(length: int) -> list[slice]:
+    """Slices of 0…length that a careful product sums up by themselves."""
     return [slice(start, min(start + RUN, length)) for start in range(0, length, RUN)]
 
 
@@ -105,8 +102,8 @@ def _tiles(left: Tensor, right: Tensor) -> Iterator[tuple[slice, slice, Tensor]]
 
 def _strips(length: int, width: int, step: int) -> Iterator[slice]:
     """Slices of 0…length, of one size but for the last, a multiple of `step`."""
-    count = -(-length * width // BLOCK_ENTRIES)
-    size = -(-length // (count * step)) * step
+    count = max(1, -(-length * width // BLOCK_ENTRIES))
+    size = max(1, -(-length // (count * step))) * step
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
 

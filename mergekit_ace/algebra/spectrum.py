@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.blocks import blocks
 from mergekit_ace.algebra.eigen import SPIKES, deflate_, leading_eigenpairs
-from mergekit_ace.algebra.products import add_product_, product
+from mergekit_ace.algebra.products import product
 from mergekit_ace.algebra.symmetric import add_gram, narrow_
 
 # Below it, a decomposition in float64 takes milliseconds.
@@ -191,14 +191,20 @@ def _project_(wide: Tensor, directions: _Directions, singular: Tensor, strength:
     for columns in blocks(length, side):
         part = wide[:, columns]
         if not spikes.shape[1]:
-            wide[:, columns] = product(scaled, product(others.mT, part))
+            wide[:, columns] = _projected(part, scaled, others)
             continue
         exact = part.to(torch.float64)
         along = spikes.mT @ exact
         rest = exact.addmm_(spikes, along, alpha=-1).to(wide.dtype)
         component = (spikes * large) @ along
-        component = component.to(wide.dtype)
-        wide[:, columns] = add_product_(component, scaled, product(others.mT, rest))
+        wide[:, columns] = _projected(rest, scaled, others).add_(component)
+
+
+def _projected(part: Tensor, scaled: Tensor, others: Tensor) -> Tensor:
+    """P_k diag(1/σ) P_kᵀ F for some columns of F, in the order in which they lie in memory."""
+    if part.is_contiguous() or not part.mT.is_contiguous():
+        return product(scaled, product(others.mT, part))
+    return product(product(part.mT, others), scaled.mT).mT
 
 
 def blur(values: Tensor, rank: int, shape: tuple[int, int], error: float) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.blocks import blocks
 from mergekit_ace.algebra.processor import avoids_mkl
-from mergekit_ace.algebra.products import add_product_
+from mergekit_ace.algebra.products import add_product_, runs
 from mergekit_ace.algebra.triangular import divide_
 
 # Squares on the diagonal that are no longer halved: large enough for full speed. Held against
@@ -32,21 +32,22 @@ def add_gram(total: Tensor, factor: Tensor, alpha: float = 1.0, *, careful: bool
         alpha: α.
         careful: with rounding errors as small as MKL's, see `add_product_`.
     """
-    if factor.is_contiguous() or not avoids_mkl(factor.device):
-        return _add_gram(total, factor, alpha, careful)
-    for columns in blocks(factor.shape[1], len(factor)):  # copied once, and not in every product
-        _add_gram(total, factor[:, columns].contiguous(), alpha, careful)
+    if not avoids_mkl(factor.device):
+        return _add_gram(total, factor, alpha)
+    parts = runs(factor.shape[1]) if careful else blocks(factor.shape[1], len(factor))
+    for columns in parts:  # copied here, once, and not in every product
+        _add_gram(total, factor[:, columns].contiguous(), alpha)
     return total
 
 
-def _add_gram(total: Tensor, factor: Tensor, alpha: float, careful: bool) -> Tensor:
+def _add_gram(total: Tensor, factor: Tensor, alpha: float) -> Tensor:
     middle = len(total) // 2
     if len(total) <= PRODUCT_SIZE:
-        return add_product_(total, factor, factor.mT, alpha, careful=careful)
+        return add_product_(total, factor, factor.mT, alpha)
     upper, lower = factor[:middle], factor[middle:]
-    _add_gram(total[:middle, :middle], upper, alpha, careful)
-    _add_gram(total[middle:, middle:], lower, alpha, careful)
-    add_product_(total[middle:, :middle], lower, upper.mT, alpha, careful=careful)
+    _add_gram(total[:middle, :middle], upper, alpha)
+    _add_gram(total[middle:, middle:], lower, alpha)
+    add_product_(total[middle:, :middle], lower, upper.mT, alpha)
     return total
 
 
