@@ -32,7 +32,7 @@ def add_gram(total: Tensor, factor: Tensor, alpha: float = 1.0, *, careful: bool
         alpha: α.
         careful: with rounding errors as small as MKL's, see `add_product_`.
     """
-    if not avoids_mkl(factor.device):
+    if not avoids_mkl(factor.device) or (factor.is_contiguous() and not careful):
         return _add_gram(total, factor, alpha)
     parts = runs(factor.shape[1]) if careful else blocks(factor.shape[1], len(factor))
     for columns in parts:  # copied here, once, and not in every product
