@@ -9,7 +9,8 @@ from matrices import HETEROGENEOUS, family
 from reference import naive_ace, naive_mean, task_vector_error
 
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix
-from mergekit_ace.algebra import attempts, blocks
+from mergekit_ace.algebra import ace, attempts, blocks
+from mergekit_ace.algebra.spectrum import WeakDirectionsError, isotropic_component
 
 SHAPES = [(24, 24), (16, 60), (60, 16), (2, 30), (30, 1), (7, 5)]
 
@@ -302,3 +303,32 @@ def test_bitwise_reproducible(rng):
     torch.set_rng_state(state)
     merge_matrix(base, experts)
     assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers are untouched
+
+
+@pytest.mark.parametrize("weak", [0, 1, 2])
+def test_directions_too_weak_for_a_narrow_solve(rng, monkeypatch, weak):
+    """First the mixing matrices are solved for in float64, then all is done in float64."""
+    solved, found = [], []
+
+    def solve(covariances, form, **given):
+        solution = attempts.solve(covariances, form, **given)
+        solved.append((solution.narrow, str(solution.merged.dtype)))
+        return solution
+
+    def component(*given):
+        found.append(given)
+        if len(found) <= weak:
+            raise WeakDirectionsError
+        return isotropic_component(*given)
+
+    monkeypatch.setattr(attempts, "SMALL_SYSTEM", 0)
+    monkeypatch.setattr(ace, "solve", solve)
+    monkeypatch.setattr(ace, "isotropic_component", component)
+    base, experts = family(rng, 200, 60, 3, noise=1.0)
+    switches = {"adaptive_normalization": "always", "spectral_refinement": "always"}
+    merged, record = merge_matrix(base, experts, options=AceOptions(**switches))
+    steps = [(True, "torch.float32"), (False, "torch.float32"), (False, "torch.float64")]
+    assert solved == steps[: weak + 1]
+    assert record.form == "tall"
+    assert record.precision == ("float64" if weak == 2 else "float32")
+    assert task_vector_error(merged, naive_ace(base, experts, **switches), base) < 2e-5

@@ -7,7 +7,7 @@ task vectors -> heterogeneity -> covariance sums -> closed form -> spectrum -> a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -22,11 +22,15 @@ from mergekit_ace.algebra.mean import merge_mean, merge_trivial
 from mergekit_ace.algebra.options import AceOptions
 from mergekit_ace.algebra.precision import full_precision
 from mergekit_ace.algebra.records import MatrixRecord
-from mergekit_ace.algebra.spectrum import isotropic_component
+from mergekit_ace.algebra.spectrum import WeakDirectionsError, isotropic_component
 from mergekit_ace.algebra.task_vectors import ActiveExperts, select_active, squared_norm
 
 Stage = Literal["closed form", "refined"]
 Observer = Callable[[Stage, Tensor], None]
+
+
+class _NarrowError(Exception):
+    """The refinement needs more digits than a narrow solve has left; a wide one may do."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,12 @@ def merge_matrix(
     plan = _plan(active, base.shape, options)
 
     def merge(form: Form, dtype: torch.dtype) -> tuple[Tensor, MatrixRecord]:
-        return _merge(base, active, options, plan, form, dtype, observe, refinement)
+        given = (base, active, options, plan, form, dtype, observe, refinement)
+        try:
+            return _merge(*given, narrow=True)
+        except _NarrowError:
+            pass  # another `try`, or what it has computed would stay in memory
+        return _merge(*given, narrow=False)
 
     return attempt(merge, plan.forms, base.shape, active, refined=plan.rank > 0)
 
@@ -118,11 +127,13 @@ def _merge(
     dtype: torch.dtype,
     observe: Observer | None,
     refinement: float,
+    narrow: bool,
 ) -> tuple[Tensor, MatrixRecord]:
-    """Steps 2 to 6 with products, factor and solve in `dtype`."""
+    """Steps 2 to 6 with products, factor and solve in `dtype`; `narrow` as in `Covariances`."""
     covariances = estimate_covariances(
         base, active, options, normalized=plan.normalized, dtype=dtype
     )
+    covariances = replace(covariances, narrow=narrow)
     if not covariances.tasks:  # every expert moved all its rows alike
         return merge_mean(base, active, options.scale)
     prior, refined = options.structural_prior, plan.rank > 0
@@ -138,7 +149,10 @@ def _merge(
         size = squared_norm(plain.merged) ** 0.5
         error = plain.error * size if dtype == torch.float32 else 0.0
         allowed = tolerance(plain.condition) * size
-        component, strength = isotropic_component(plain.target, plan.rank, error, allowed)
+        try:
+            component, strength = isotropic_component(plain.target, plan.rank, error, allowed)
+        except WeakDirectionsError as weak:
+            raise _NarrowError if plain.narrow else weak from None
         merged.add_(component, alpha=refinement)
         sigma_iso = strength * covariances.unit
         _show(observe, "refined", merged, covariances.unit)

@@ -42,12 +42,14 @@ class Solution:
             where it was not asked for.
         condition: estimated condition number of A.
         error: estimated relative error of X and F.
+        narrow: whether part of the error could be had back, see ``Covariances.narrow``.
     """
 
     merged: Tensor
     target: Tensor | None
     condition: float
     error: float
+    narrow: bool = False
 
 
 def factorize(matrix: Tensor, *, careful: bool = False) -> Tensor:

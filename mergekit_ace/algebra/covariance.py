@@ -85,6 +85,8 @@ class Covariances:
         mean_tau: mean_t τ_t of the original task vectors where S_t is normalised, by which the
             structural prior is divided (Eq. 13); otherwise 1.
         centred: whether the column means are taken out of the task vectors.
+        narrow: whether the mixing matrices may be solved for in the dtype of the products where
+            that seems to do, see `mixing`.
     """
 
     tasks: tuple[Task, ...]
@@ -94,6 +96,7 @@ class Covariances:
     epsilon: tuple[float, ...]
     mean_tau: float
     centred: bool = True
+    narrow: bool = True
     _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def unweighted(self) -> Covariances:

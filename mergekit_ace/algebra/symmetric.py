@@ -19,6 +19,7 @@ from mergekit_ace.algebra.triangular import divide_
 # Squares on the diagonal that are no longer halved: large enough for full speed. Held against
 # sizes from 64 to 512, at 2048 and 6144 rows.
 PRODUCT_SIZE = 256
+ONEDNN_SIZE = 512  # of products by oneDNN, see `products`
 FACTOR_SIZE = 256
 
 
@@ -32,21 +33,23 @@ def add_gram(total: Tensor, factor: Tensor, alpha: float = 1.0, *, careful: bool
         alpha: α.
         careful: with rounding errors as small as MKL's, see `add_product_`.
     """
-    if not avoids_mkl(factor.device) or (factor.is_contiguous() and not careful):
-        return _add_gram(total, factor, alpha)
+    if factor.dtype != torch.float32 or not avoids_mkl(factor.device):
+        return _add_gram(total, factor, alpha, PRODUCT_SIZE)
+    if factor.is_contiguous() and not careful:
+        return _add_gram(total, factor, alpha, ONEDNN_SIZE)
     parts = runs(factor.shape[1]) if careful else blocks(factor.shape[1], len(factor))
     for columns in parts:  # copied here, once, and not in every product
-        _add_gram(total, factor[:, columns].contiguous(), alpha)
+        _add_gram(total, factor[:, columns].contiguous(), alpha, ONEDNN_SIZE)
     return total
 
 
-def _add_gram(total: Tensor, factor: Tensor, alpha: float) -> Tensor:
+def _add_gram(total: Tensor, factor: Tensor, alpha: float, size: int) -> Tensor:
     middle = len(total) // 2
-    if len(total) <= PRODUCT_SIZE:
+    if len(total) <= size:
         return add_product_(total, factor, factor.mT, alpha)
     upper, lower = factor[:middle], factor[middle:]
-    _add_gram(total[:middle, :middle], upper, alpha)
-    _add_gram(total[middle:, middle:], lower, alpha)
+    _add_gram(total[:middle, :middle], upper, alpha, size)
+    _add_gram(total[middle:, middle:], lower, alpha, size)
     add_product_(total[middle:, :middle], lower, upper.mT, alpha)
     return total
 
