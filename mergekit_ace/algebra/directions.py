@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.blocks import blocks
+from mergekit_ace.algebra.products import product
 from mergekit_ace.algebra.symmetric import add_gram, mirror
 
 # Up to this side a decomposition in float64 takes milliseconds.
@@ -76,7 +77,7 @@ def leading_spectrum(matrix: Tensor, count: int) -> Spectrum:
         squares, vectors = torch.linalg.eigh(gram)
         squares, vectors = squares.flip(0)[:count], vectors.flip(1)[:, :count]
     else:
-        squares, vectors = _leading(lambda basis: gram @ basis, gram, count)
+        squares, vectors = _leading(lambda basis: product(gram, basis), gram, count)
     return Spectrum(squares.clamp(min=0).double().sqrt() * scale, vectors, energy)
 
 
@@ -97,7 +98,7 @@ def leading_directions(matrix: Tensor, count: int) -> tuple[Tensor, Tensor, Tens
     matrix = matrix if scale == 1 else matrix / scale
     turned = matrix.shape[0] > matrix.shape[1]
     wide = matrix.mT if turned else matrix
-    squares, short = _leading(lambda basis: wide @ (wide.mT @ basis), wide, count)
+    squares, short = _leading(lambda basis: product(wide, product(wide.mT, basis)), wide, count)
     values = squares.clamp(min=0).sqrt()
     # Directions that the matrix does not have get an arbitrary orthonormal one on the other side.
     long = torch.linalg.qr(wide.mT @ short).Q
