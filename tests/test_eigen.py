@@ -3,7 +3,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from scipy.linalg import LinAlgError
 
+from mergekit_ace.algebra import eigen
 from mergekit_ace.algebra.eigen import SPIKES, deflate_, leading_eigenpairs
 
 
@@ -44,3 +46,12 @@ def test_a_slow_decay_has_no_spikes(rng):
     assert 5 < largest <= 10
     assert len(found) < SPIKES / 8
     assert torch.linalg.eigvalsh(rest)[-1] <= values[-1] * (1 + 1e-12)
+
+
+def test_no_convergence_has_the_name_that_torch_gives_it(monkeypatch):
+    def fail(*given, **named):
+        raise LinAlgError("did not converge")
+
+    monkeypatch.setattr(eigen, "eigh", fail)
+    with pytest.raises(torch.linalg.LinAlgError, match="did not converge"):
+        leading_eigenpairs(torch.eye(3), 1, lean=True)
