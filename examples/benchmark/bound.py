@@ -34,7 +34,7 @@ def operations(
     """
     systems = {"primal": _primal(rows, columns, tasks, refined, device)}
     if rows > columns:
-        systems["mixing"] = _mixing(rows, columns, tasks, refined, device)
+        systems["mixing"] = _primal(rows, columns, tasks, refined, device, mixing=True)
     if rows * tasks < columns:
         systems["dual"] = _dual(rows, columns, tasks, refined, device)
     return systems
@@ -51,8 +51,9 @@ def measure(operations: list[Callable[[], object]], synchronize: Callable[[], No
 
 
 def _primal(
-    rows: int, columns: int, tasks: int, refined: bool, device: str
+    rows: int, columns: int, tasks: int, refined: bool, device: str, *, mixing: bool = False
 ) -> list[Callable[[], object]]:
+    """By the (i, i) system, solved for the result, or for a mixing matrix per task but one."""
     matrix = torch.randn(rows, columns, device=device)
     square, system = torch.zeros(columns, columns, device=device), _definite(columns, device)
     result = torch.empty(rows, columns, device=device)
@@ -65,25 +66,14 @@ def _primal(
         calls += [lambda: set_product_(result, small, matrix)] * (tasks - 1)
     calls.append(lambda: cholesky_(system.clone()))
     factor = torch.linalg.cholesky(system)
-    calls.append(lambda: solve_(matrix.clone(), factor))
+    if mixing:
+        calls += [lambda: solve_(system.clone(), factor)] * (tasks - 1)
+    else:
+        calls.append(lambda: solve_(matrix.clone(), factor))
     if refined:
         calls.append(lambda: set_product_(result, matrix, system))
         calls += _spectrum(matrix, result)
     return calls
-
-
-def _mixing(
-    rows: int, columns: int, tasks: int, refined: bool, device: str
-) -> list[Callable[[], object]]:
-    matrix = torch.randn(rows, columns, device=device)
-    square, system = torch.zeros(columns, columns, device=device), _definite(columns, device)
-    result = torch.empty(rows, columns, device=device)
-    factor = torch.linalg.cholesky(system)
-    calls: list[Callable[[], object]] = [lambda: add_gram(square, matrix.mT)] * tasks
-    calls.append(lambda: cholesky_(system.clone()))
-    calls += [lambda: solve_(system.clone(), factor)] * (tasks - 1)
-    calls += [lambda: set_product_(result, matrix, system)] * (tasks - 1 + refined)
-    return calls + (_spectrum(matrix, result) if refined else [])
 
 
 def _dual(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which libraries are fast on the processor at hand.
 
-On a CPU torch leaves products and factorisations to MKL, which uses the widest instructions of
-Intel's processors only. On two cores of an AMD EPYC with AVX-512 it took twice as long as others
-that every installation has anyway: oneDNN, a part of torch, for products in float32, and OpenBLAS,
-a part of SciPy, for eigenvectors. (Products in float64 and solves with small triangles gained
-nothing by OpenBLAS: its threads wait busily for more, and hinder those of torch.)
+On a CPU torch leaves products and factorisations to MKL, which is made for Intel's processors. On
+two cores of an AMD EPYC with AVX-512 it took twice as long as others that every installation has
+anyway: oneDNN, a part of torch, for products in float32, and OpenBLAS, a part of SciPy, for
+eigenvectors. (Products in float64 and solves with small triangles gained nothing by OpenBLAS: its
+threads wait busily for more, and hinder those of torch.)
 """
 
 from __future__ import annotations

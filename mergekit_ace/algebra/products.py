@@ -23,7 +23,7 @@ from mergekit_ace.algebra.processor import avoids_mkl
 LOSS = 2.5
 CAREFUL_LOSS = 1.4
 RUN = 256
-# Operations from which the other libraries are faster.
+# Operations from which oneDNN is the faster one.
 LARGE = 2**25
 
 
@@ -32,7 +32,7 @@ def add_product_(
 ) -> Tensor:
     """total += α·L R, in place.
 
-    Working memory, where another library than MKL multiplies: a few blocks (see `_tiles`).
+    Working memory, where oneDNN multiplies: a few blocks (see `_tiles`).
 
     Args:
         total: (m, n), overwritten and returned; any strides.
@@ -69,18 +69,18 @@ def product(left: Tensor, right: Tensor, *, careful: bool = False) -> Tensor:
 def rounding(like: Tensor, *, careful: bool = False) -> float:
     """The unit roundoff by which errors of products of matrices like this one are measured."""
     unit = torch.finfo(like.dtype).eps / 2
-    if like.dtype != torch.float32 or not avoids_mkl(like.device):
+    if not uses_onednn(like):
         return unit
     return unit * (CAREFUL_LOSS if careful else LOSS)
 
 
+def uses_onednn(like: Tensor) -> bool:
+    """Whether large products of matrices like this one go to oneDNN."""
+    return like.dtype == torch.float32 and avoids_mkl(like.device) and _onednn_works()
+
+
 def _by_onednn(left: Tensor, right: Tensor) -> bool:
-    return (
-        left.dtype == torch.float32
-        and 2 * left.shape[0] * right.numel() >= LARGE
-        and avoids_mkl(left.device)
-        and _onednn_works()
-    )
+    return 2 * left.shape[0] * right.numel() >= LARGE and uses_onednn(left)
 
 
 def runs(length: int) -> list[slice]:
@@ -91,7 +91,7 @@ def runs(length: int) -> list[slice]:
 def _tiles(left: Tensor, right: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
     """The product in tiles, none of which needs more than a block of either factor or the result.
 
-    What a library copies for a product, into an order of its own or because of gaps between rows,
+    What oneDNN copies for a product, into an order of its own or because of gaps between rows,
     would else be as large as the matrices, in fresh memory every time.
     """
     inner = left.shape[1]

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.blocks import blocks
-from mergekit_ace.algebra.processor import avoids_mkl
-from mergekit_ace.algebra.products import add_product_, runs
+from mergekit_ace.algebra.products import add_product_, runs, uses_onednn
 from mergekit_ace.algebra.triangular import divide_
 
 # Squares on the diagonal that are no longer halved: large enough for full speed. Held against
@@ -33,7 +32,7 @@ def add_gram(total: Tensor, factor: Tensor, alpha: float = 1.0, *, careful: bool
         alpha: α.
         careful: with rounding errors as small as MKL's, see `add_product_`.
     """
-    if factor.dtype != torch.float32 or not avoids_mkl(factor.device):
+    if not uses_onednn(factor):
         return _add_gram(total, factor, alpha, PRODUCT_SIZE)
     if factor.is_contiguous() and not careful:
         return _add_gram(total, factor, alpha, ONEDNN_SIZE)

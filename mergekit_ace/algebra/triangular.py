@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.processor import avoids_mkl
-from mergekit_ace.algebra.products import add_product_
+from mergekit_ace.algebra.products import add_product_, uses_onednn
 
 # Factors that are no longer halved. Held against sizes from 64 to 512, at 2048 and 6144 rows.
 LEAF = 256
@@ -28,7 +27,7 @@ def solve_(rows: Tensor, lower: Tensor, *, careful: bool = False) -> Tensor:
         lower: L, (n, n), of which the lower triangle is read.
         careful: with rounding errors as small as MKL's, see `add_product_`.
     """
-    if rows.dtype == torch.float32 and len(rows) > 1 and avoids_mkl(rows.device):
+    if len(rows) > 1 and uses_onednn(rows):
         return _divide_back_(divide_(rows, lower, careful), lower, careful)
     solve = torch.linalg.solve_triangular
     solve(lower.mT, rows, upper=True, left=False, out=rows)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mergekit_ace.algebra.processor import avoids_mkl
-from mergekit_ace.algebra.products import product
+from mergekit_ace.algebra.products import product, uses_onednn
 
 SIDE = 1536  # of the products: a few milliseconds on anything
 SWEEP = 2**23  # entries of the sum, too many for a cache
@@ -50,7 +49,7 @@ def calibrate(device: str, file: Path | None) -> Rates:
     seconds = _best(lambda: product(matrix, matrix), device)
     vector = torch.ones(SWEEP, device=device)
     sweep = _best(lambda: vector.add_(1.0), device)
-    efficiency = ONEDNN_EFFICIENCY if avoids_mkl(torch.device(device)) else EFFICIENCY
+    efficiency = ONEDNN_EFFICIENCY if uses_onednn(matrix) else EFFICIENCY
     return Rates(
         operations=efficiency * 2 * SIDE**3 / seconds,
         memory=2 * 4 * SWEEP / sweep,
