@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
+from tqdm import tqdm
+
 from mergekit_ace.merging.errors import MergeError
 from mergekit_ace.merging.events import Event, ShardFailed, TensorMerged
 from mergekit_ace.merging.job import MergeJob
@@ -162,6 +164,9 @@ def work(job: MergeJob, pipe: Connection, device: str | None) -> None:
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device  # before torch looks
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides
+    # Where workers are forked, they share the lock of the driver's bars, and mergekit's bars take
+    # it even where none is shown: a worker that is killed while it has it would stop all others.
+    tqdm.set_lock(threading.RLock())
     threading.Thread(target=_follow_driver, daemon=True).start()
     worker: ShardWorker | None = None
     while True:

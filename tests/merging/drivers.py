@@ -8,10 +8,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 from mergekit.options import MergeOptions
+from tqdm import tqdm
 
 from mergekit_ace.merging.crew import Crew
 from mergekit_ace.merging.processes import PRELOADED
@@ -29,13 +31,25 @@ def drive(config: Path, out: Path, workers: int) -> None:
     run_shards(config, str(out), options, Crew(workers, start="fork"), resume=True)
 
 
+def drive_with_bars_locked(config: Path, out: Path, workers: int) -> None:
+    """A driver that has the lock of its bars all the time, as if a worker had died with it."""
+    with tqdm.get_lock():
+        drive(config, out, workers)
+
+
 class Driver:
     """A merge in another process."""
 
-    def __init__(self, config: Path, out: Path, workers: int):
+    def __init__(
+        self,
+        config: Path,
+        out: Path,
+        workers: int,
+        target: Callable[[Path, Path, int], None] = drive,
+    ):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOADED, "mergekit_ace.merging.run"])
-        self.process = context.Process(target=drive, args=(config, out, workers))
+        self.process = context.Process(target=target, args=(config, out, workers))
         self.process.start()
 
     def end(self) -> int | None:

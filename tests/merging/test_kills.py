@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from checkpoints import ace_config
-from drivers import SHARD_BYTES, Driver, gone
+from drivers import SHARD_BYTES, Driver, drive_with_bars_locked, gone
 from sharded import assert_same, command, finished, save_llamas, write_config
 
 from mergekit_ace.merging.manifest import Manifest
@@ -122,3 +122,15 @@ def test_workers(merge, moments):
         lines = (config.parent / "report.jsonl").read_text().splitlines()
         assert len(lines) == sum(len(entry.tensors) for entry in Manifest.read(out).shards)
     assert killed > 0
+
+
+def test_a_lock_that_nobody_gives_back(merge):
+    """Workers wait for no lock of the driver, or of each other: its owner may be killed."""
+    config, reference = merge
+    out = config.parent / "locked" / "merged"
+    driver = Driver(config, out, 2, target=drive_with_bars_locked)
+    try:
+        assert driver.end() == 0
+    finally:
+        driver.kill_all()
+    assert_same(reference, out)
