@@ -17,7 +17,7 @@ from mergekit_ace.algebra.forms import COSTS, MATRICES, choose_forms
         (2048, 2048, 2, False, ["primal", "tall"]),
         (2048, 2048, 3, False, ["primal", "tall"]),
         (2048, 2048, 8, False, ["primal", "lean"]),
-        (2048, 2048, 3, True, ["lean"]),
+        (2048, 2048, 3, True, ["tall"]),
         (8192, 2048, 3, False, ["tall"]),
         (8192, 2048, 3, True, ["tall"]),
         (128256, 2048, 3, False, ["tall"]),  # an embedding

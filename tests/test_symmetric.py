@@ -5,14 +5,21 @@ import pytest
 import torch
 
 from mergekit_ace.algebra import blocks, symmetric
-from mergekit_ace.algebra.symmetric import add_gram, cholesky_, mirror, narrow_
+from mergekit_ace.algebra.symmetric import (
+    add_gram,
+    cholesky_,
+    diagonal_squares,
+    mirror,
+    narrow_,
+    recover_,
+)
 
 
 @pytest.fixture(params=[1, 3, 1000], autouse=True)
 def leaf(request, monkeypatch):
     """From halving down to single entries to no halving at all."""
-    monkeypatch.setattr(symmetric, "PRODUCT_SIZE", request.param)
-    monkeypatch.setattr(symmetric, "FACTOR_SIZE", request.param)
+    for size in ("PRODUCT_SIZE", "ONEDNN_SIZE", "FACTOR_SIZE"):
+        monkeypatch.setattr(symmetric, size, request.param)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 20])
@@ -41,6 +48,22 @@ def test_cholesky_in_place(rng, size):
         got[square, square:] = matrix[square, square:]
     assert cholesky_(got)
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 20])
+@pytest.mark.parametrize("gram_size", [1, 3, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_two_matrices_in_the_memory_of_one(rng, monkeypatch, size, gram_size, dtype):
+    monkeypatch.setattr(symmetric, "PRODUCT_SIZE", gram_size)
+    matrix = torch.randn(size, size + 3, generator=rng, dtype=torch.float64)
+    matrix = mirror(matrix @ matrix.T)
+    expected = torch.linalg.cholesky(matrix)
+    both = matrix.clone()
+    squares = [square.clone() for square in diagonal_squares(both)]
+    assert cholesky_(both, keep=True)
+    torch.testing.assert_close(both.tril(), expected)
+    both = narrow_(both, dtype)
+    assert torch.equal(recover_(both, squares), matrix.to(dtype))
 
 
 @pytest.mark.parametrize("block", [1, 7, 2**20])

@@ -52,31 +52,32 @@ class Solution:
     narrow: bool = False
 
 
-def factorize(matrix: Tensor, *, careful: bool = False) -> Tensor:
+def factorize(matrix: Tensor, *, careful: bool = False, keep: bool = False) -> Tensor:
     """The Cholesky factor of a symmetric positive definite matrix, in its place.
 
     Args:
         matrix: (n, n), its lower triangle; overwritten by L, matrix = L Lᵀ.
-        careful: with rounding errors as small as MKL's, see `add_product_`.
+        careful, keep: as in `cholesky_`.
 
     Raises:
         IllConditionedError: there is no factor.
     """
-    if not cholesky_(matrix, careful=careful):
+    if not cholesky_(matrix, careful=careful, keep=keep):
         raise IllConditionedError(float("inf"))
     return matrix
 
 
 def factorize_within(
-    matrix: Tensor, limit: float, *, careful: bool = False
+    matrix: Tensor, limit: float, *, careful: bool = False, keep: bool = False
 ) -> tuple[Tensor, float]:
-    """What `factorize` does, and the condition number.
+    """What `factorize` does to a matrix of which all is valid, and its condition number.
 
     Raises:
         IllConditionedError: there is no factor, or the condition number is beyond `limit`.
     """
-    lower = factorize(matrix, careful=careful)
-    condition = largest_eigenvalue(lower) / smallest_eigenvalue(lower)
+    largest = largest_eigenvalue(matrix)
+    lower = factorize(matrix, careful=careful, keep=keep)
+    condition = largest / smallest_eigenvalue(lower)
     if not condition <= limit:  # NaN, too, is no answer
         raise IllConditionedError(condition)
     return lower, condition
@@ -95,22 +96,29 @@ def prior_row(lower: Tensor, prior: Tensor) -> Tensor:
     return inverse_prior / (1 + prior @ inverse_ones)
 
 
-def largest_eigenvalue(lower: Tensor, steps: int = 5) -> float:
-    """λ_max of L Lᵀ from a few power iterations: a lower bound, nearly always above half of it.
+def largest_eigenvalue(*factors: Tensor, steps: int = 5) -> float:
+    """λ_max of a symmetric matrix from power iterations: a lower bound, nearly always above half.
 
     Args:
-        lower: L, (n, n), lower triangular.
-        steps: iterations of 4 n² operations.
+        factors: one or more whose product is positive semidefinite, (n, n) each, all of them valid.
+        steps: iterations of 2 n² operations for each factor.
     """
-    vector, value = _start(lower), 0.0
+    vector, value = _start(factors[0]), 0.0
     for _ in range(steps):
-        vector = (vector / torch.linalg.vector_norm(vector)) @ lower @ lower.mT
+        vector = vector / torch.linalg.vector_norm(vector)
+        for factor in factors:
+            vector = vector @ factor
         value = float(torch.linalg.vector_norm(vector))
     return value
 
 
 def smallest_eigenvalue(lower: Tensor, steps: int = 5) -> float:
-    """λ_min of L Lᵀ from a few inverse iterations: an upper bound, like `largest_eigenvalue`."""
+    """λ_min of L Lᵀ from a few inverse iterations: an upper bound, like `largest_eigenvalue`.
+
+    Args:
+        lower: L, (n, n), of which the lower triangle is read; so in `inverse_norm` and `prior_row`.
+        steps: iterations of 2 n² operations.
+    """
     vector, value = _start(lower), 0.0
     for _ in range(steps):
         vector = solve_(vector / torch.linalg.vector_norm(vector), lower)

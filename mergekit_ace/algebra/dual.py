@@ -90,7 +90,7 @@ def _coefficients(
     _system(covariances, grid)
     lower = factorize(products)
     # A has more columns than M has rows: its smallest eigenvalue is ε̄
-    largest = largest_eigenvalue(lower)
+    largest = largest_eigenvalue(lower, lower.mT)
     condition = largest / covariances.ridge
     if not condition <= CONDITION_LIMIT[lower.dtype]:  # NaN, too, is no answer
         raise IllConditionedError(condition)

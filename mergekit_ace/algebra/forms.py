@@ -67,9 +67,7 @@ def _mixing_cost(
     operations += 2 * columns**3 / 3 + (tasks - 1) * 2 * columns**3
     formed = 2 * tasks + again + refined * tasks
     moved = 3 * formed * area + 8 * (tasks + again) * square
-    memory = max(
-        itemsize * (kept + refined) * square + 8 * square, itemsize * refined * (square + area)
-    )
+    memory = 8 * square + itemsize * max(kept * square, refined * area)
     return Cost(operations, itemsize * moved, memory)
 
 

@@ -29,7 +29,7 @@ from mergekit_ace.algebra.closed_form import (
 from mergekit_ace.algebra.covariance import Covariances, Task
 from mergekit_ace.algebra.products import add_product_, rounding
 from mergekit_ace.algebra.residual import complete_, residual_row
-from mergekit_ace.algebra.symmetric import mirror, narrow_
+from mergekit_ace.algebra.symmetric import diagonal_squares, mirror, narrow_, recover_
 from mergekit_ace.algebra.task_vectors import squared_norm
 from mergekit_ace.algebra.triangular import solve_
 
@@ -47,8 +47,8 @@ REFINED_MARGIN = 3
 def solve_tall(covariances: Covariances, *, prior: bool, refined: bool) -> Solution:
     """X, and with `refined` F.
 
-    Needs memory for T − 1 (i, i) matrices, and one in float64, beside X; with `refined` for one
-    more, and for F.
+    Needs memory for T − 1 (i, i) matrices, and one in float64, beside X; then, with `refined`, for
+    the latter and F.
 
     Args:
         covariances: the estimates of at least one task.
@@ -75,8 +75,8 @@ def _solve(covariances: Covariances, prior: bool, refined: bool, kept: int) -> S
     common = total.mean(dim=0) / covariances.mean_tau if prior else None
     total.diagonal().add_(covariances.ridge)
     dtype = reference.mean.dtype
-    system = total.to(dtype, copy=True) if refined else None
-    lower, condition, error = _factorize(total, reference.mean)
+    squares = [s.to(dtype, copy=True) for s in diagonal_squares(total)] if refined else []
+    lower, condition, error = _factorize(total, reference.mean, keep=refined)
     row = None if common is None else prior_row(lower, common).to(dtype)
     margin = REFINED_MARGIN if refined else 1
     narrow = covariances.narrow and dtype != lower.dtype and condition <= NARROW_CONDITION
@@ -94,8 +94,11 @@ def _solve(covariances: Covariances, prior: bool, refined: bool, kept: int) -> S
         for task in remembered:
             mirror(covariances.add_estimate(matrices[0].zero_(), task, careful=True))
         forgotten = forgotten[1:]
-    del total, lower, matrices
-    residual = None if system is None else (system, residual_row(covariances, system, turned))
+    del total, matrices
+    residual = None
+    if refined:
+        system = recover_(narrow_(lower, dtype), squares)
+        residual = system, residual_row(covariances, system, turned)
     target = complete_(covariances, merged, row, residual)
     return Solution(merged, target, condition, error, narrow)
 
@@ -119,23 +122,24 @@ def _covariances(
 
 
 def _widen(total: Tensor, part: Tensor) -> None:
-    """total += part, in blocks: torch would widen the whole part first."""
+    """total += part, lower triangles, in blocks: torch would widen the whole part first."""
     for block in blocks(*total.shape):
-        total[block].add_(part[block])
+        total[block, : block.stop].add_(part[block, : block.stop])
 
 
-def _factorize(system: Tensor, like: Tensor) -> tuple[Tensor, float, float]:
+def _factorize(system: Tensor, like: Tensor, *, keep: bool) -> tuple[Tensor, float, float]:
     """The factor of A in float64, A's condition number, and the estimated error of X.
 
     Args:
         system: A, (i, i), in float64; overwritten.
         like: a tensor in the dtype of the products.
+        keep: as in `cholesky_`.
 
     Raises:
         IllConditionedError: see `solve_tall`.
     """
     size = squared_norm(system) ** 0.5
-    lower, condition = factorize_within(system, CONDITION_LIMIT[like.dtype])
+    lower, condition = factorize_within(system, CONDITION_LIMIT[like.dtype], keep=keep)
     error = _error(size * inverse_norm(lower), len(lower), rounding(like, careful=True))
     if error > tolerance(condition):
         raise IllConditionedError(condition)
@@ -157,13 +161,18 @@ def _error(growth: float, columns: int, unit: float) -> float:
 
 
 def _mix(matrix: Tensor, ridge: float, lower: Tensor) -> None:
-    """W_t = (S_t + ε_t I) A⁻¹ in the place of S_t, (i, i); solved in the factor's dtype."""
+    """W_tᵀ = A⁻¹ (S_t + ε_t I) in the place of S_t, (i, i); solved in the factor's dtype.
+
+    S_t is symmetric, so that W_t might as well be there; in this order the solve, and products with
+    W_t, are faster by oneDNN.
+    """
     matrix.diagonal().add_(ridge)
-    if matrix.dtype == lower.dtype:  # rows of S_t, which is symmetric, to rows of W_t
-        solve_(matrix, lower)
+    if matrix.dtype == lower.dtype:
+        solve_(matrix.mT, lower)
         return
     for block in blocks(*matrix.shape):
-        matrix[block] = solve_(matrix[block].to(lower.dtype, copy=True), lower)
+        part = matrix[:, block].mT
+        part.copy_(solve_(part.to(lower.dtype, memory_format=torch.contiguous_format), lower))
 
 
 def _add_products(
@@ -173,4 +182,4 @@ def _add_products(
     for block in blocks(*total.shape):
         first = covariances.reference_block(block)
         for task, matrix in zip(tasks, matrices, strict=True):
-            add_product_(total[block], covariances.difference(task, block, first), matrix)
+            add_product_(total[block], covariances.difference(task, block, first), matrix.mT)

@@ -43,6 +43,9 @@ def add_product_(
     """
     if not _by_onednn(left, right):
         return total.addmm_(left, right, alpha=alpha)
+    if _by_columns(total):
+        add_product_(total.mT, right.mT, left.mT, alpha, careful=careful)
+        return total
     for inner in runs(left.shape[1]) if careful else [slice(None)]:
         for rows, columns, part in _tiles(left[:, inner], right[inner]):
             total[rows, columns].add_(part, alpha=alpha)
@@ -81,6 +84,11 @@ def uses_onednn(like: Tensor) -> bool:
 
 def _by_onednn(left: Tensor, right: Tensor) -> bool:
     return 2 * left.shape[0] * right.numel() >= LARGE and uses_onednn(left)
+
+
+def _by_columns(matrix: Tensor) -> bool:
+    """Whether it lies in memory column by column; oneDNN's results come row by row."""
+    return matrix.stride(0) == 1 != matrix.stride(1)
 
 
 def runs(length: int) -> list[slice]:

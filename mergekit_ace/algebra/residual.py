@@ -51,7 +51,7 @@ def complete_(
                 moved = covariances.difference(task, block, first)
                 beyond.sub_(moved, alpha=1 / count)
                 rest.sub_(moved, alpha=task.ridge)
-            add_product_(rest, beyond, system)
+            add_product_(rest, beyond, system.mT)  # the same; oneDNN needs fewer copies so
         part.add_(first)
         if prior is not None:
             part.addr_(part.sum(dim=1), prior, alpha=-1)

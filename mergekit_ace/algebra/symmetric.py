@@ -8,6 +8,8 @@ workspace of the matrix's size is needed, and nearly all work runs at the speed 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
@@ -55,13 +57,11 @@ def _add_gram(total: Tensor, factor: Tensor, alpha: float, size: int) -> Tensor:
 
 def mirror(matrix: Tensor) -> Tensor:
     """Copy the lower triangle above the diagonal, in place."""
-    middle = len(matrix) // 2
-    if len(matrix) <= PRODUCT_SIZE:
-        matrix.tril_()
-        return matrix.add_(matrix.tril(-1).mT)
-    matrix[:middle, middle:] = matrix[middle:, :middle].mT
-    mirror(matrix[:middle, :middle])
-    mirror(matrix[middle:, middle:])
+    for start in range(0, len(matrix), PRODUCT_SIZE):
+        rows = slice(start, start + PRODUCT_SIZE)
+        square = matrix[rows, rows].tril_()
+        square.add_(square.tril(-1).mT)
+        matrix[:start, rows] = matrix[rows, :start].mT
     return matrix
 
 
@@ -80,7 +80,7 @@ def narrow_(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return narrow
 
 
-def cholesky_(matrix: Tensor, *, careful: bool = False) -> bool:
+def cholesky_(matrix: Tensor, *, careful: bool = False, keep: bool = False) -> bool:
     """Overwrite a symmetric positive definite matrix by its lower Cholesky factor.
 
     Equivalent to ``matrix.copy_(torch.linalg.cholesky(matrix))``.
@@ -88,6 +88,7 @@ def cholesky_(matrix: Tensor, *, careful: bool = False) -> bool:
     Args:
         matrix: (n, n), of which the lower triangle is read.
         careful: with rounding errors as small as MKL's, see `add_product_`.
+        keep: leave what is above the `diagonal_squares` as it is, instead of writing zeros there.
 
     Returns:
         Whether there is a factor; where not, `matrix` is lost nevertheless.
@@ -98,9 +99,37 @@ def cholesky_(matrix: Tensor, *, careful: bool = False) -> bool:
         matrix.copy_(factor)
         return int(info) == 0
     first, corner = matrix[:middle, :middle], matrix[middle:, :middle]
-    if not cholesky_(first, careful=careful):
+    if not cholesky_(first, careful=careful, keep=keep):
         return False
     divide_(corner, first, careful)
-    matrix[:middle, middle:] = 0
+    if not keep:
+        matrix[:middle, middle:] = 0
     rest = add_gram(matrix[middle:, middle:], corner, -1.0, careful=careful)
-    return cholesky_(rest, careful=careful)
+    return cholesky_(rest, careful=careful, keep=keep)
+
+
+def diagonal_squares(matrix: Tensor) -> Iterator[Tensor]:
+    """The squares on the diagonal of (n, n) all of which `cholesky_` overwrites: views, in order.
+
+    With copies of them, a matrix that was symmetric can be recovered (`recover_`) from the rest of
+    its upper triangle, while its factor lies in the lower one: two matrices in the memory of one.
+    """
+    middle = len(matrix) // 2
+    if len(matrix) <= max(PRODUCT_SIZE, ONEDNN_SIZE, FACTOR_SIZE):
+        yield matrix
+        return
+    yield from diagonal_squares(matrix[:middle, :middle])
+    yield from diagonal_squares(matrix[middle:, middle:])
+
+
+def recover_(factor: Tensor, squares: Sequence[Tensor]) -> Tensor:
+    """The symmetric matrix that was factored with `keep`, in the place of its factor.
+
+    Args:
+        factor: (n, n), overwritten and returned; narrowed since, perhaps.
+        squares: what the `diagonal_squares` were before.
+    """
+    for place, square in zip(diagonal_squares(factor), squares, strict=True):
+        place.copy_(square)
+    mirror(factor.mT)
+    return factor

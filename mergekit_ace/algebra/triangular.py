@@ -14,6 +14,8 @@ from mergekit_ace.algebra.products import add_product_, uses_onednn
 
 # Factors that are no longer halved. Held against sizes from 64 to 512, at 2048 and 6144 rows.
 LEAF = 256
+# Rows from which a solve is faster by products of oneDNN, at 512 to 4096 columns.
+MANY = 512
 
 
 def solve_(rows: Tensor, lower: Tensor, *, careful: bool = False) -> Tensor:
@@ -23,11 +25,12 @@ def solve_(rows: Tensor, lower: Tensor, *, careful: bool = False) -> Tensor:
     another memory layout: for a block of rows that takes as long as the solve.
 
     Args:
-        rows: (m, n), contiguous; overwritten and returned.
+        rows: (m, n), contiguous, or its transpose is, which is the faster one where oneDNN
+            multiplies: no parts of it have gaps. Overwritten and returned.
         lower: L, (n, n), of which the lower triangle is read.
         careful: with rounding errors as small as MKL's, see `add_product_`.
     """
-    if len(rows) > 1 and uses_onednn(rows):
+    if len(rows) >= MANY and uses_onednn(rows):
         return _divide_back_(divide_(rows, lower, careful), lower, careful)
     solve = torch.linalg.solve_triangular
     solve(lower.mT, rows, upper=True, left=False, out=rows)
@@ -66,6 +69,8 @@ def _divide_back_(rows: Tensor, lower: Tensor, careful: bool) -> Tensor:
 
 def _divide_leaf_(rows: Tensor, lower: Tensor, *, transposed: bool) -> Tensor:
     factor = lower.mT if transposed else lower
+    solve = torch.linalg.solve_triangular
+    if rows.mT.is_contiguous():
+        return solve(factor, rows, upper=transposed, left=False, out=rows)
     dense = rows.contiguous()  # of rows with gaps torch makes slower copies
-    solved = torch.linalg.solve_triangular(factor, dense, upper=transposed, left=False)
-    return rows.copy_(solved)
+    return rows.copy_(solve(factor, dense, upper=transposed, left=False))
