@@ -62,9 +62,11 @@ def set_product_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor, *, careful: bool = False) -> Tensor:
-    """L R, (m, n), in memory of its own; arguments as of `add_product_`."""
+    """L R, (m, n), in memory of its own, by rows or columns; arguments as of `add_product_`."""
     if not _by_onednn(left, right):
         return left @ right
+    if _by_columns(left) and (_by_columns(right) or right.numel() < left.numel()):
+        return product(right.mT, left.mT, careful=careful).mT  # L would be copied
     total = left.new_zeros(left.shape[0], right.shape[1])
     return add_product_(total, left, right, careful=careful)
 
