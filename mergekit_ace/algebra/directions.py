@@ -27,6 +27,8 @@ SMALL = 256
 # and fewer products: half the time for the same digits.
 BLOCK = 32
 SPAN = 5
+# Directions with smaller cosines than this are orthogonal once these are taken out.
+ORTHOGONAL = 1e-3
 # Entries between these bounds have squares, and sums of them, well inside of float32's range.
 PLAIN = (1e-12, 1e12)
 
@@ -101,7 +103,7 @@ def leading_directions(matrix: Tensor, count: int) -> tuple[Tensor, Tensor, Tens
     squares, short = _leading(lambda basis: product(wide, product(wide.mT, basis)), wide, count)
     values = squares.clamp(min=0).sqrt()
     # Directions that the matrix does not have get an arbitrary orthonormal one on the other side.
-    long = torch.linalg.qr(wide.mT @ short).Q
+    long = torch.linalg.qr(product(wide.mT, short)).Q
     left, right = (long, short) if turned else (short, long)
     return left, values.double() * scale, right
 
@@ -122,23 +124,36 @@ def _leading(apply: Callable[[Tensor], Tensor], like: Tensor, count: int) -> tup
         count: k.
     """
     side, steps = len(like), 2 + math.ceil(SPAN * count / BLOCK)
+    most = min(steps, side // BLOCK) * BLOCK
+    # Rows of these are the span's directions and their images; room for all, so that none is copied
+    # again when others join.
+    basis, images = like.new_empty(most, side), like.new_empty(most, side)
     generator = torch.Generator("cpu").manual_seed(0)  # none of the global random numbers
     start = torch.randn(side, BLOCK, generator=generator, device="cpu")
-    spans, products = [_orthonormal(start.to(like))], []
-    for step in range(steps):
-        products.append(apply(spans[-1]))
-        known = torch.cat(spans, dim=1)
-        if step == steps - 1 or known.shape[1] + BLOCK > side:
-            break
-        new = products[-1]
-        # Again and again, brought to length in between: of a matrix of low rank nothing is left but
-        # rounding errors, which must not repeat a direction that is known already.
-        for _ in range(3):
-            new = _orthonormal(new - known @ (known.mT @ new))
-        spans.append(new)
-    small = (known.mT @ torch.cat(products, dim=1)).double()
+    new = _orthonormal(start.to(like))
+    for first in range(0, most, BLOCK):
+        rows = slice(first, first + BLOCK)
+        if first > 0:
+            new = _orthogonal(images[first - BLOCK : first].mT, basis[:first])
+        basis[rows] = new.mT
+        images[rows] = apply(new).mT
+    small = product(basis, images.mT).double()
     values, rotation = torch.linalg.eigh((small + small.mT) / 2)
-    return values.flip(0)[:count], known @ rotation.flip(1)[:, :count].to(known)
+    return values.flip(0)[:count], product(basis.mT, rotation.flip(1)[:, :count].to(like))
+
+
+def _orthogonal(columns: Tensor, known: Tensor) -> Tensor:
+    """An orthonormal basis of what the columns, (m, n), add to the span of the rows of `known`.
+
+    Taken out again and again, brought to length in between: of a matrix of low rank nothing is left
+    but rounding errors, which must not repeat a direction that is known already.
+    """
+    for turn in range(3):
+        along = product(known, columns)
+        columns = _orthonormal(columns - product(known.mT, along))
+        if turn > 0 and float(along.abs().max()) < ORTHOGONAL:
+            break
+    return columns
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
