@@ -14,6 +14,7 @@ from mergekit_ace.algebra.closed_form import (
     IllConditionedError,
     factorize,
     inverse_norm,
+    inverse_trace,
     largest_eigenvalue,
     prior_row,
     smallest_eigenvalue,
@@ -149,6 +150,8 @@ def test_estimates_from_the_factor(rng, condition):
     assert condition / 2 <= largest / smallest_eigenvalue(lower) <= condition * 1.01
     exact = float(torch.linalg.inv(system).norm()) / 60**0.5
     assert inverse_norm(lower) == pytest.approx(exact, rel=0.5)
+    trace = float(torch.linalg.inv(system).trace())
+    assert inverse_trace(lower) == pytest.approx(trace, rel=0.8)
 
 
 def test_no_factor():

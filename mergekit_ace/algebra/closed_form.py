@@ -116,7 +116,7 @@ def smallest_eigenvalue(lower: Tensor, steps: int = 5) -> float:
     """λ_min of L Lᵀ from a few inverse iterations: an upper bound, like `largest_eigenvalue`.
 
     Args:
-        lower: L, (n, n), of which the lower triangle is read; so in `inverse_norm` and `prior_row`.
+        lower: L, (n, n), of which the lower triangle is read.
         steps: iterations of 2 n² operations.
     """
     vector, value = _start(lower), 0.0
@@ -127,10 +127,21 @@ def smallest_eigenvalue(lower: Tensor, steps: int = 5) -> float:
 
 
 def inverse_norm(lower: Tensor, probes: int = 8) -> float:
-    """‖(L Lᵀ)⁻¹‖_F/√n, the root mean square eigenvalue of the inverse, from random vectors."""
+    """‖(L Lᵀ)⁻¹‖_F/√n, the root mean square eigenvalue of the inverse, from random vectors.
+
+    Args:
+        lower: L, (n, n), of which the lower triangle is read.
+        probes: how many random vectors.
+    """
     sides = _start(lower, probes)
     norm = torch.linalg.vector_norm(sides)
     return float(torch.linalg.vector_norm(solve_(sides, lower)) / norm)
+
+
+def inverse_trace(lower: Tensor, probes: int = 8) -> float:
+    """tr (L Lᵀ)⁻¹ from random vectors; arguments as of `inverse_norm`."""
+    sides = _start(lower, probes)
+    return max(0.0, float((sides * solve_(sides.clone(), lower)).sum()) / probes)
 
 
 def _start(lower: Tensor, rows: int = 1) -> Tensor:
