@@ -23,6 +23,8 @@ from mergekit_ace.algebra.processor import avoids_mkl
 LOSS = 2.5
 CAREFUL_LOSS = 1.4
 RUN = 256
+# Rows that are few enough to be added up again and again.
+FEW = 64
 # Operations from which oneDNN is the faster one.
 LARGE = 2**25
 
@@ -46,7 +48,7 @@ def add_product_(
     if _by_columns(total):
         add_product_(total.mT, right.mT, left.mT, alpha, careful=careful)
         return total
-    for inner in runs(left.shape[1]) if careful else [slice(None)]:
+    for inner in runs(left.shape[1]) if careful else _parts(left, right):
         for rows, columns, part in _tiles(left[:, inner], right[inner]):
             total[rows, columns].add_(part, alpha=alpha)
     return total
@@ -86,6 +88,15 @@ def uses_onednn(like: Tensor) -> bool:
 
 def _by_onednn(left: Tensor, right: Tensor) -> bool:
     return 2 * left.shape[0] * right.numel() >= LARGE and uses_onednn(left)
+
+
+def _parts(left: Tensor, right: Tensor) -> list[slice]:
+    """Slices of 0…k: of few rows with a large matrix, blocks of the latter that need no copies."""
+    length, width = right.shape
+    if len(left) > FEW or not right.is_contiguous():
+        return [slice(None)]
+    step = max(1, BLOCK_ENTRIES // width)
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 def _by_columns(matrix: Tensor) -> bool:
