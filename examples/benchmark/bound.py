@@ -59,7 +59,7 @@ def _primal(
     result = torch.empty(rows, columns, device=device)
     calls: list[Callable[[], object]] = [lambda: add_gram(square, matrix.mT)] * tasks
     if rows >= columns / 2:  # (C_t − C_r) S_t for all tasks but one
-        calls += [lambda: set_product_(result, matrix, system)] * (tasks - 1)
+        calls += [lambda: set_product_(result, matrix, system.mT)] * (tasks - 1)
     else:
         small = torch.empty(rows, rows, device=device)
         calls += [lambda: set_product_(small, matrix, matrix.mT)] * (tasks - 1)
@@ -67,11 +67,11 @@ def _primal(
     calls.append(lambda: cholesky_(system.clone()))
     factor = torch.linalg.cholesky(system)
     if mixing:
-        calls += [lambda: solve_(system.clone(), factor)] * (tasks - 1)
+        calls += [lambda: solve_(system.clone().mT, factor)] * (tasks - 1)
     else:
         calls.append(lambda: solve_(matrix.clone(), factor))
     if refined:
-        calls.append(lambda: set_product_(result, matrix, system))
+        calls.append(lambda: set_product_(result, matrix, system.mT))
         calls += _spectrum(matrix, result)
     return calls
 

@@ -92,11 +92,9 @@ def _by_onednn(left: Tensor, right: Tensor) -> bool:
 
 def _parts(left: Tensor, right: Tensor) -> list[slice]:
     """Slices of 0…k: of few rows with a large matrix, blocks of the latter that need no copies."""
-    length, width = right.shape
     if len(left) > FEW or not right.is_contiguous():
         return [slice(None)]
-    step = max(1, BLOCK_ENTRIES // width)
-    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+    return list(_strips(*right.shape, 1))
 
 
 def _by_columns(matrix: Tensor) -> bool:
