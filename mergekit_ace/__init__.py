@@ -22,22 +22,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AceOptions": "algebra.options",
+    "AceOptions": "algebra.records",
     "IllConditionedError": "algebra.closed_form",
     "MatrixRecord": "algebra.records",
     "TensorRecord": "algebra.records",
-    "merge_matrix": "algebra.ace",
-    "merge_tensor": "algebra.layouts",
+    "merge_matrix": "algebra.adaptive",
+    "merge_tensor": "algebra.adaptive",
     "register": "plugin",
 }
 
 TYPE_CHECKING = False  # typing itself would cost every Python process its import
 if TYPE_CHECKING:
-    from mergekit_ace.algebra.ace import merge_matrix
+    from mergekit_ace.algebra.adaptive import merge_matrix, merge_tensor
     from mergekit_ace.algebra.closed_form import IllConditionedError
-    from mergekit_ace.algebra.layouts import merge_tensor
-    from mergekit_ace.algebra.options import AceOptions
-    from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
+    from mergekit_ace.algebra.records import AceOptions, MatrixRecord, TensorRecord
     from mergekit_ace.plugin import register
 
 

@@ -18,8 +18,8 @@ def our_methods() -> tuple[MergeMethod, ...]:
     """One instance of every merge method of this package."""
     from mergekit_ace.methods.ace import AceMerge
     from mergekit_ace.methods.ace_relative import RelativeAceMerge
+    from mergekit_ace.methods.peers import peer_methods
     from mergekit_ace.methods.statsmerging import StatsMerge
-    from mergekit_ace.peers import peer_methods
 
     return (AceMerge(), RelativeAceMerge(), StatsMerge(), *peer_methods())
 

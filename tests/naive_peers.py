@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peers line by line in float64, by full decompositions: the judge of `mergekit_ace.peers`.
+"""The peers line by line in float64, by full decompositions: what judges `methods.peers`.
 
 Every function takes task vectors, (o, i), and returns the merged one. It shares no code with
 `mergekit_ace`. Directions below 1e-9 of the largest are rounding errors, not directions.

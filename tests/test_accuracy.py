@@ -13,7 +13,9 @@ from reference import naive_ace, task_vector_error
 from torch import Tensor
 
 from mergekit_ace import AceOptions, merge_matrix
-from mergekit_ace.algebra import attempts, processor, products
+from mergekit_ace.algebra import choose as attempts
+from mergekit_ace.algebra import linalg as processor
+from mergekit_ace.algebra import linalg as products
 from mergekit_ace.algebra.closed_form import tolerance
 
 KINDS = ["noise", "low rank", "low rank and noise", "spiked", "near-duplicates"]

@@ -9,7 +9,9 @@ from matrices import HETEROGENEOUS, family
 from reference import naive_ace, naive_mean, task_vector_error
 
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix
-from mergekit_ace.algebra import ace, attempts, blocks
+from mergekit_ace.algebra import adaptive as ace
+from mergekit_ace.algebra import choose as attempts
+from mergekit_ace.algebra import linalg as blocks
 from mergekit_ace.algebra.spectrum import WeakDirectionsError, isotropic_component
 
 SHAPES = [(24, 24), (16, 60), (60, 16), (2, 30), (30, 1), (7, 5)]

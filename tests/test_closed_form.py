@@ -9,7 +9,9 @@ import pytest
 import torch
 from matrices import HETEROGENEOUS, family
 
-from mergekit_ace.algebra import blocks, mixing, processor
+from mergekit_ace.algebra import linalg as blocks
+from mergekit_ace.algebra import linalg as processor
+from mergekit_ace.algebra import mixing
 from mergekit_ace.algebra.closed_form import (
     IllConditionedError,
     factorize,
@@ -23,8 +25,8 @@ from mergekit_ace.algebra.closed_form import (
 from mergekit_ace.algebra.covariance import estimate_covariances
 from mergekit_ace.algebra.dual import solve_dual
 from mergekit_ace.algebra.mixing import solve_lean, solve_tall
-from mergekit_ace.algebra.options import AceOptions
 from mergekit_ace.algebra.primal import solve_primal
+from mergekit_ace.algebra.records import AceOptions
 from mergekit_ace.algebra.task_vectors import select_active
 
 SOLVERS = {"primal": solve_primal, "tall": solve_tall, "lean": solve_lean, "dual": solve_dual}

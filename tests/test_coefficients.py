@@ -7,9 +7,9 @@ from coefficient_files import make_file
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from mergekit_ace.coefficients import CoefficientFile, CoefficientFileError
-from mergekit_ace.learner import LearnerConfig
-from mergekit_ace.transfer import resample
+from mergekit_ace.coefficients.file import CoefficientFile, CoefficientFileError
+from mergekit_ace.coefficients.learner import LearnerConfig
+from mergekit_ace.methods.lookup import resample
 
 NAMES = ["embed.weight", "layers.0.up.weight", "layers.1.up.weight", "norm.weight"]
 

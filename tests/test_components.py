@@ -8,11 +8,11 @@ import torch
 from matrices import HETEROGENEOUS, family
 from reference import naive_ace, naive_relative, naive_table, task_vector_error
 
-from mergekit_ace.algebra import attempts
+from mergekit_ace.algebra import choose as attempts
+from mergekit_ace.algebra.adaptive import merge_tensor
 from mergekit_ace.algebra.closed_form import tolerance
 from mergekit_ace.algebra.components import split_tensor
-from mergekit_ace.algebra.layouts import merge_tensor
-from mergekit_ace.algebra.options import AceOptions
+from mergekit_ace.algebra.records import AceOptions
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
 
 OWN = [1.7, 0.0, -0.6]

@@ -9,7 +9,7 @@ from matrices import HETEROGENEOUS, family
 
 from mergekit_ace.algebra import covariance
 from mergekit_ace.algebra.covariance import estimate_covariances
-from mergekit_ace.algebra.options import AceOptions
+from mergekit_ace.algebra.records import AceOptions
 from mergekit_ace.algebra.task_vectors import select_active
 
 

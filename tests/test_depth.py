@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from mergekit_ace.depth import block_of, relative_depths
+from mergekit_ace.naming import block_of, relative_depths
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from mergekit_ace.algebra.forms import COSTS, MATRICES, choose_forms
+from mergekit_ace.algebra.choose import COSTS, MATRICES, choose_forms
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from reference import naive_tensor, task_vector_error
 from safetensors.torch import load_file
 
 from mergekit_ace import AceOptions, merge_tensor
-from mergekit_ace.algebra import attempts
+from mergekit_ace.algebra import choose as attempts
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "ace.json").read_text())
@@ -70,7 +70,7 @@ def test_the_reference_itself(case):
 
 
 def test_statistics_match_the_golden_ones():
-    from mergekit_ace.algebra.heterogeneity import measure_heterogeneity
+    from mergekit_ace.algebra.task_vectors import measure_heterogeneity
 
     checked = 0
     for case in CASES.values():

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from mergekit_ace.algebra.heterogeneity import measure_heterogeneity
+from mergekit_ace.algebra.task_vectors import measure_heterogeneity
 
 
 def test_sample_variance_over_squared_mean():

@@ -11,11 +11,17 @@ from matrices import HETEROGENEOUS, family
 from reference import naive_ace
 from torch import Tensor
 
-from mergekit_ace.algebra import comparison
-from mergekit_ace.algebra.comparison import BINS, REACH, compare, compare_subspaces
+from mergekit_ace.algebra import inspection as comparison
 from mergekit_ace.algebra.directions import leading_directions, leading_spectrum
-from mergekit_ace.algebra.inspection import evenly_spaced, inspect_tensor
-from mergekit_ace.algebra.options import AceOptions
+from mergekit_ace.algebra.inspection import (
+    BINS,
+    REACH,
+    compare,
+    compare_subspaces,
+    evenly_spaced,
+    inspect_tensor,
+)
+from mergekit_ace.algebra.records import AceOptions
 
 OPTIONS = AceOptions()
 

@@ -14,8 +14,8 @@ from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from reference import naive_mean, task_vector_error
 from torch import Tensor
 
-from mergekit_ace.peers import PEERS, wudi
-from mergekit_ace.peers.lines import layer_coefficient
+from mergekit_ace.methods.peers import PEERS, wudi
+from mergekit_ace.methods.peers.lines import layer_coefficient
 
 # Those that read matrices: method, parameters and the transcription.
 MATRIX_METHODS: dict[str, tuple[str, dict, Callable[[list[Tensor]], Tensor]]] = {

@@ -8,8 +8,11 @@ import torch
 from matrices import family
 
 from mergekit_ace import merge_matrix
-from mergekit_ace.algebra import attempts, precision, processor, products
-from mergekit_ace.algebra.precision import full_precision
+from mergekit_ace.algebra import choose as attempts
+from mergekit_ace.algebra import linalg as precision
+from mergekit_ace.algebra import linalg as processor
+from mergekit_ace.algebra import linalg as products
+from mergekit_ace.algebra.linalg import full_precision
 
 EXACT = {"ieee", "highest"}
 

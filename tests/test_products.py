@@ -12,10 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra import processor, products, triangular
-from mergekit_ace.algebra.products import add_product_, product, rounding, set_product_
-from mergekit_ace.algebra.symmetric import add_gram, cholesky_, mirror
-from mergekit_ace.algebra.triangular import solve_
+from mergekit_ace.algebra import linalg as processor
+from mergekit_ace.algebra import linalg as products
+from mergekit_ace.algebra import linalg as triangular
+from mergekit_ace.algebra.linalg import (
+    add_gram,
+    add_product_,
+    cholesky_,
+    mirror,
+    product,
+    rounding,
+    set_product_,
+    solve_,
+)
 
 CPU = torch.device("cpu")
 

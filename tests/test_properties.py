@@ -14,7 +14,7 @@ from reference import naive_ace, task_vector_error
 from torch import Tensor
 
 from mergekit_ace import AceOptions, merge_matrix
-from mergekit_ace.algebra import attempts
+from mergekit_ace.algebra import choose as attempts
 
 settings.register_profile("ours", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("ours")

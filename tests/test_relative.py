@@ -19,7 +19,7 @@ from reference import (
 )
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from mergekit_ace.algebra import attempts
+from mergekit_ace.algebra import choose as attempts
 from mergekit_ace.algebra.closed_form import tolerance
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
 

@@ -8,9 +8,9 @@ import torch
 from matrices import family
 from mergekit.merge_methods import merge_tensors
 
-from mergekit_ace.algebra.layouts import merge_tensor
+from mergekit_ace.algebra.adaptive import merge_tensor
 from mergekit_ace.methods import ace, ace_relative
-from mergekit_ace.peers import peer
+from mergekit_ace.methods.peers import decomposed as peer
 
 
 @pytest.fixture

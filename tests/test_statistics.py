@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from mergekit_ace import statistics
-from mergekit_ace.statistics import (
+from mergekit_ace.coefficients import statistics
+from mergekit_ace.coefficients.statistics import (
     STATISTICS,
-    Moments,
+    WeightMoments,
     combine,
     feature_names,
     features,
@@ -67,7 +67,7 @@ def test_they_are_the_same_in_every_run(rng, monkeypatch):
 def test_zero_and_empty_tensors():
     assert features(measure_moments(torch.zeros(3, 4), 2), STATISTICS, 2) == [0.0] * 5
     assert features(measure_moments(torch.zeros(0, 4), 2), STATISTICS, 2) == [0.0] * 5
-    assert combine([], 2) == Moments(0, 0.0, 0.0, ())
+    assert combine([], 2) == WeightMoments(0, 0.0, 0.0, ())
 
 
 def test_a_small_spread_beside_a_large_mean_is_not_lost():
@@ -96,7 +96,7 @@ def test_together_is_the_block_diagonal_matrix(rng):
 
 
 def test_features_come_in_the_order_asked_for():
-    moments = Moments(4, 1.0, 8.0, (3.0, 2.0, 1.0))
+    moments = WeightMoments(4, 1.0, 8.0, (3.0, 2.0, 1.0))
     assert features(moments, ("singular_values", "mean"), 2) == [3.0, 2.0, 1.0]
     assert feature_names(("singular_values", "mean"), 2) == (
         "singular_value_1",

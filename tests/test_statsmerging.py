@@ -13,10 +13,10 @@ from coefficient_files import make_file
 from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from safetensors.torch import load_file
 
-from mergekit_ace.coefficients import CoefficientFileError
-from mergekit_ace.depth import relative_depths
-from mergekit_ace.learner import LearnerConfig
-from mergekit_ace.statistics import features, measure_moments
+from mergekit_ace.coefficients.file import CoefficientFileError
+from mergekit_ace.coefficients.learner import LearnerConfig
+from mergekit_ace.coefficients.statistics import features, measure_moments
+from mergekit_ace.naming import relative_depths
 from mergekit_ace.training.output import inline_config
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mergekit_ace.algebra import blocks, symmetric
-from mergekit_ace.algebra.symmetric import (
+from mergekit_ace.algebra import linalg as blocks
+from mergekit_ace.algebra import linalg as symmetric
+from mergekit_ace.algebra.linalg import (
     add_gram,
     cholesky_,
     diagonal_squares,

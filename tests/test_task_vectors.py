@@ -5,8 +5,7 @@ import pytest
 import torch
 from reference import naive_mean
 
-from mergekit_ace.algebra.mean import merge_mean
-from mergekit_ace.algebra.task_vectors import select_active, squared_norm, task_vector
+from mergekit_ace.algebra.task_vectors import merge_mean, select_active, squared_norm, task_vector
 
 
 def test_bfloat16_differences_are_exact():

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.eigen import leading_eigenpairs
-from mergekit_ace.algebra.products import set_product_
-from mergekit_ace.algebra.symmetric import add_gram, cholesky_
-from mergekit_ace.algebra.triangular import solve_
+from mergekit_ace.algebra.linalg import add_gram, cholesky_, set_product_, solve_
 
 
 def operations(

@@ -28,7 +28,7 @@ from mergekit.options import MergeOptions
 
 from mergekit_ace import merge_tensor
 from mergekit_ace.files import flush_to_disk, sha256
-from mergekit_ace.planned import plan_merge, read_merge_config
+from mergekit_ace.planning import plan_merge, read_merge_config
 from mergekit_ace.preflight import calibration
 from mergekit_ace.preflight.checkpoints import read_checkpoint
 from mergekit_ace.preflight.estimate import Estimate, estimate_merge

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.layouts import merge_tensor
-from mergekit_ace.algebra.options import AceOptions, FixedLayout
+from mergekit_ace.algebra.adaptive import merge_tensor
+from mergekit_ace.algebra.records import AceOptions, FixedLayout
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
 from mergekit_ace.algebra.task_vectors import task_vector
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.blocks import blocks
-from mergekit_ace.algebra.options import AceOptions
-from mergekit_ace.algebra.symmetric import add_gram
+from mergekit_ace.algebra.linalg import add_gram, blocks
+from mergekit_ace.algebra.records import AceOptions
 from mergekit_ace.algebra.task_vectors import ActiveExperts, Moments, squared_norm
 
 ALL = slice(None)

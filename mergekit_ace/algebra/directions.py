@@ -17,9 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.blocks import blocks
-from mergekit_ace.algebra.products import product
-from mergekit_ace.algebra.symmetric import add_gram, mirror
+from mergekit_ace.algebra.linalg import add_gram, blocks, mirror, product
 
 # Up to this side a decomposition in float64 takes milliseconds.
 SMALL = 256

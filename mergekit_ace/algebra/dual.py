@@ -21,7 +21,6 @@ import math
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.blocks import blocks
 from mergekit_ace.algebra.closed_form import (
     IllConditionedError,
     Solution,
@@ -31,10 +30,8 @@ from mergekit_ace.algebra.closed_form import (
     tolerance,
 )
 from mergekit_ace.algebra.covariance import Covariances
-from mergekit_ace.algebra.products import rounding, set_product_
-from mergekit_ace.algebra.symmetric import add_gram, mirror
+from mergekit_ace.algebra.linalg import add_gram, blocks, mirror, rounding, set_product_, solve_
 from mergekit_ace.algebra.task_vectors import squared_norm
-from mergekit_ace.algebra.triangular import solve_
 
 CONDITION_LIMIT = {torch.float32: 1e7, torch.float64: 1e14}
 

@@ -7,8 +7,7 @@ import torch
 from scipy.linalg import LinAlgError, eigh
 from torch import Tensor
 
-from mergekit_ace.algebra.processor import avoids_mkl, threads_of_torch
-from mergekit_ace.algebra.symmetric import mirror
+from mergekit_ace.algebra.linalg import avoids_mkl, mirror, threads_of_torch
 
 # Directions tried for eigenvalues far above the rest, and iterations given to them: a tenth of what
 # a decomposition in float32 takes at 2048 rows.

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.ace import merge_matrix
-from mergekit_ace.algebra.mean import merge_mean
-from mergekit_ace.algebra.options import AceOptions, FixedLayout, Layout, RelativeLayout
-from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
-from mergekit_ace.algebra.task_vectors import select_active
+from mergekit_ace.algebra.records import (
+    FixedLayout,
+    MatrixRecord,
+    RelativeLayout,
+    TensorRecord,
+)
 
 MatrixRule = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, MatrixRecord]]
 
@@ -49,46 +50,6 @@ def resolve_layout(
     return layout if fits else "mean"
 
 
-def merge_tensor(
-    base: Tensor,
-    experts: Sequence[Tensor],
-    weights: Sequence[float] | None = None,
-    options: AceOptions | None = None,
-    layout: Layout = "auto",
-    coefficients: Sequence[float] | None = None,
-) -> tuple[Tensor, TensorRecord]:
-    """Merge the versions of one stored tensor by ACE-Merging.
-
-    Args:
-        base: W0. ``matrix``: (o, i); ``transposed``: (…, i, o); ``stacked``: (…, o, i), the leading
-            axes a batch of matrices; ``flattened``: (o, …), read as (o, rest); ``mean``: any.
-        experts: W_t, each shaped as `base`.
-        weights: w_t ≥ 0 per expert, 1 by default.
-        options: see `AceOptions`.
-        layout: see `resolve_layout`; ``auto`` knows no name and no architecture here.
-        coefficients: of the components, T + 1, see `merge_matrix`.
-
-    Returns:
-        The merged tensor, shaped as `base`, in the compute dtype or wider, and its record. Where no
-        expert changed anything it is `base` itself.
-
-    Raises:
-        IllConditionedError, OverflowError: see `merge_matrix`.
-    """
-    options = options or AceOptions()
-    weights = weights if weights is not None else [1.0] * len(experts)
-
-    def matrix(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        return merge_matrix(base, experts, weights, options, coefficients=coefficients)
-
-    def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        own = coefficients and coefficients[: len(experts)]
-        active = select_active(base, experts, weights, options.dtype, own)
-        return merge_mean(base, active, options.scale)
-
-    return by_layout(base, experts, resolve_layout(layout, None, base.ndim), matrix, mean)
-
-
 def by_layout(
     base: Tensor,
     experts: Sequence[Tensor],
@@ -99,7 +60,7 @@ def by_layout(
     """Merge the versions of one stored tensor, each of its matrices by a rule.
 
     Args:
-        base, experts: see `merge_tensor`.
+        base, experts: W0 and the W_t, of one shape.
         layout: one that fits the tensor, see `resolve_layout`.
         matrix: the rule for a matrix: W0, (o, i), and the W_t, to the merged one and a record.
         other: the rule for what is no matrix, of any shape.

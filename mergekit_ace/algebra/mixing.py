@@ -17,21 +17,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.blocks import blocks
 from mergekit_ace.algebra.closed_form import (
     IllConditionedError,
     Solution,
+    complete_,
     factorize_within,
     inverse_norm,
     prior_row,
+    residual_row,
     tolerance,
 )
 from mergekit_ace.algebra.covariance import Covariances, Task
-from mergekit_ace.algebra.products import add_product_, rounding
-from mergekit_ace.algebra.residual import complete_, residual_row
-from mergekit_ace.algebra.symmetric import diagonal_squares, mirror, narrow_, recover_
+from mergekit_ace.algebra.linalg import (
+    add_product_,
+    blocks,
+    diagonal_squares,
+    mirror,
+    narrow_,
+    recover_,
+    rounding,
+    solve_,
+)
 from mergekit_ace.algebra.task_vectors import squared_norm
-from mergekit_ace.algebra.triangular import solve_
 
 CONDITION_LIMIT = {torch.float32: 1e7, torch.float64: 1e13}
 # The estimated error is this many times as large where the W_t are solved for in the dtype of the

@@ -11,21 +11,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.blocks import blocks
 from mergekit_ace.algebra.closed_form import (
     IllConditionedError,
     Solution,
+    complete_,
     factorize_within,
     inverse_norm,
     prior_row,
+    residual_row,
     tolerance,
 )
 from mergekit_ace.algebra.covariance import Covariances, Task
-from mergekit_ace.algebra.products import add_product_, product, rounding
-from mergekit_ace.algebra.residual import complete_, residual_row
-from mergekit_ace.algebra.symmetric import add_gram, mirror
+from mergekit_ace.algebra.linalg import (
+    add_gram,
+    add_product_,
+    blocks,
+    mirror,
+    product,
+    rounding,
+    solve_,
+)
 from mergekit_ace.algebra.task_vectors import squared_norm
-from mergekit_ace.algebra.triangular import solve_
 
 # Beyond it, even a Cholesky factor is noise.
 CONDITION_LIMIT = {torch.float32: 5e4, torch.float64: 1e13}

@@ -1,13 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured and decided in a merge; the content of a `report`."""
+"""What may be chosen for a merge, and what is recorded of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from mergekit_ace.algebra.forms import Form
-from mergekit_ace.algebra.options import FixedLayout, Statistic
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+FixedLayout = Literal["matrix", "transposed", "stacked", "flattened", "mean", "table"]
+Layout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean"]
+RelativeLayout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean", "table"]
+
+Form = Literal["primal", "tall", "lean", "dual"]
+Statistic = Literal["gamma", "log_variance"]
+
+
+def _number(value: Any) -> Any:
+    """Pydantic reads a bool as 0 or 1; a YAML `yes` where a number belongs is a mistake."""
+    if isinstance(value, bool):
+        raise ValueError("expected a number, not a boolean")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+NonNegative = Annotated[Number, Field(ge=0)]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
+
+
+class AceOptions(BaseModel):
+    """What may be chosen per tensor. Defaults are the paper's (arXiv 2603.02945).
+
+    Attributes:
+        scale: λ of Eq. 14's application W0 + λ X; any finite number. mergekit's name for it is
+            ``lambda``, which Python reserves.
+        epsilon: ridge ε ≥ 0 added to every task's covariance estimate (Eq. 9).
+        epsilon_scale: ``absolute``, or ``relative``: ε multiplies the mean eigenvalue tr(S_t)/i.
+        heterogeneity: the statistic compared with the threshold, ``gamma`` (Eq. 7) or
+            ``log_variance``, Var_t[log τ_t], which ignores the unit of the weights.
+        heterogeneity_threshold: ≥ 0; above it a matrix counts as heterogeneous.
+        adaptive_normalization: whether S_t = G_t / tr(G_t) (Eq. 8); ``auto`` follows the statistic.
+        structural_prior: whether the rank-one prior 1 cᵀ enters (Eqs. 11-13).
+        spectral_refinement: whether Eqs. 15-19 are applied; ``auto`` follows the statistic.
+        rank_fraction: k_frac in [0, 1]; k = floor(k_frac · min(o, i)) directions are refined.
+        compute_dtype: the dtype in which task vectors are formed, unless the tensors are wider.
+        lean: take the form with the least working memory instead of the fastest; not a parameter of
+            the merge method, which turns to it by itself.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scale: Number = 1.0
+    epsilon: NonNegative = 1e-5
+    epsilon_scale: Literal["absolute", "relative"] = "absolute"
+    heterogeneity: Statistic = "gamma"
+    heterogeneity_threshold: NonNegative = 0.3
+    adaptive_normalization: Literal["auto", "always", "never"] = "auto"
+    structural_prior: bool = True
+    spectral_refinement: Literal["auto", "always", "never"] = "auto"
+    rank_fraction: Fraction = 0.3
+    compute_dtype: Literal["float32", "float64"] = "float32"
+    lean: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """``compute_dtype`` as torch's."""
+        return torch.float64 if self.compute_dtype == "float64" else torch.float32
+
 
 Rule = Literal["ace", "ace_relative", "peer", "single", "mean", "base"]
 

@@ -18,10 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.blocks import blocks
 from mergekit_ace.algebra.eigen import SPIKES, deflate_, leading_eigenpairs
-from mergekit_ace.algebra.products import product
-from mergekit_ace.algebra.symmetric import add_gram, narrow_
+from mergekit_ace.algebra.linalg import add_gram, blocks, narrow_, product
 
 # Below it, a decomposition in float64 takes milliseconds.
 SMALL_SIDE = 512

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Task vectors Δ_t = W_t − W0, and which experts take part in a merge."""
+"""Task vectors Δ_t = W_t − W0: which experts take part, and the rules without a covariance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.blocks import blocks
+from mergekit_ace.algebra.linalg import blocks
+from mergekit_ace.algebra.records import MatrixRecord, Rule
 
 T = TypeVar("T")
 
@@ -160,3 +161,99 @@ def select_active(
         positions=positions,
         dtype=dtype,
     )
+
+
+@dataclass(frozen=True)
+class Heterogeneity:
+    """Statistics of log τ_t over the active experts.
+
+    Attributes:
+        gamma: Var_t[log τ_t] / (mean_t log τ_t)², Eq. 7. It depends on the unit of the weights and
+            diverges where the τ_t lie around 1; infinite where their mean log is exactly 0.
+        log_variance: Var_t[log τ_t] alone, the same in every unit.
+
+    Both use the sample variance (divisor T − 1); the paper does not say which, its authors'
+    implementation does.
+    """
+
+    gamma: float
+    log_variance: float
+
+
+def measure_heterogeneity(tau: Sequence[float]) -> Heterogeneity:
+    """The statistics for τ_t > 0 of at least two experts."""
+    logs = [math.log(value) for value in tau]
+    mean = math.fsum(logs) / len(logs)
+    variance = math.fsum((value - mean) ** 2 for value in logs) / (len(logs) - 1)
+    if variance == 0:
+        return Heterogeneity(gamma=0.0, log_variance=0.0)
+    square = mean * mean
+    return Heterogeneity(gamma=variance / square if square > 0 else math.inf, log_variance=variance)
+
+
+def merge_linear(base: Tensor, experts: Sequence[Tensor], coefficients: Sequence[float]) -> Tensor:
+    """θ_0 + Σ_k λ_k (θ_k − θ_0) in float32, or in float64 where the tensors are.
+
+    The task vectors are summed before the base is added, so that the sum is rounded by its own
+    size. With all coefficients 0 the result is `base` itself, uncast; with a single one that is 1
+    and no other, that expert to the bit.
+
+    Args:
+        base: θ_0, any shape.
+        experts: θ_k, each shaped as `base`.
+        coefficients: λ_k, any finite number, one per expert.
+    """
+    dtype = torch.promote_types(torch.float32, base.dtype)
+    used = [(w, c) for w, c in zip(experts, coefficients, strict=True) if c != 0]
+    if not used:
+        return base
+    if [c for _, c in used] == [1]:
+        return used[0][0].to(dtype)
+    total = torch.zeros_like(base, dtype=dtype)
+    for expert, coefficient in used:
+        total.add_(task_vector(expert, base, dtype), alpha=coefficient)
+    return total.add_(base)
+
+
+def merge_trivial(
+    base: Tensor, active: ActiveExperts, scale: float
+) -> tuple[Tensor, MatrixRecord] | None:
+    """The merge of fewer than two active experts; None where there are more.
+
+    Where nobody changed the tensor it is `base` itself, uncast. Where one expert did, it is
+    W0 + λ λ_t Δ: with one task the minimiser of Eq. 2 is that expert, whatever its covariance.
+    """
+    if not active.experts:
+        return base, _record("base", active)
+    if len(active.experts) > 1:
+        return None
+    (expert,) = active.experts
+    scale = scale * active.coefficients[0]
+    if scale == 1:  # W0 + (W − W0) may round; W itself is exact
+        merged = expert.to(active.dtype)
+    else:
+        merged = base.to(active.dtype).add(task_vector(expert, base, active.dtype), alpha=scale)
+    return merged, _record("single", active)
+
+
+def merge_mean(base: Tensor, active: ActiveExperts, scale: float) -> tuple[Tensor, MatrixRecord]:
+    """W0 + λ · Σ_t λ_t w_t Δ_t / Σ_t w_t, the rule for everything that is not a matrix.
+
+    Args:
+        base: W0, any shape.
+        active: the experts; with fewer than two the rules of `merge_trivial` hold.
+        scale: λ.
+    """
+    trivial = merge_trivial(base, active, scale)
+    if trivial is not None:
+        return trivial
+    merged = base.to(active.dtype, copy=True)
+    members = zip(active.experts, active.weights, active.coefficients, strict=True)
+    for expert, weight, coefficient in members:
+        share = scale * coefficient * weight / len(active.weights)
+        merged.add_(task_vector(expert, base, active.dtype), alpha=share)
+    return merged, _record("mean", active)
+
+
+def _record(rule: Rule, active: ActiveExperts) -> MatrixRecord:
+    return MatrixRecord(rule, active.spread(active.weights, 0.0), active.all_tau)

@@ -13,7 +13,7 @@ from typing import Any
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 
-from mergekit_ace.identity import file_states
+from mergekit_ace.files import file_states
 from mergekit_ace.merging.job import MergeJob, MergePlan
 
 PACKAGES = ("mergekit", "mergekit-ace", "torch", "transformers", "safetensors")

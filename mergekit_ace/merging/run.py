@@ -16,8 +16,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
-from mergekit_ace.files import flush_to_disk, sha256
-from mergekit_ace.identity import differences
+from mergekit_ace.files import differences, flush_to_disk, sha256
 from mergekit_ace.merging.crew import ALONE, Crew, make_workers
 from mergekit_ace.merging.errors import MergeError, OutputError
 from mergekit_ace.merging.events import ShardDone, ShardFailed, TensorMerged, WrittenShard
@@ -33,7 +32,7 @@ from mergekit_ace.merging.shards import Shard, plan_shards
 from mergekit_ace.merging.sizes import estimate, output_sizes, read_all, work_by_tensor
 from mergekit_ace.merging.verify import forget_changed
 from mergekit_ace.merging.workers import Workers
-from mergekit_ace.planned import check_inputs, model_folders, read_merge_config
+from mergekit_ace.planning import check_inputs, model_folders, read_merge_config
 
 
 def run_shards(

@@ -17,7 +17,7 @@ from mergekit_ace.headers import TensorHeader, read_headers
 from mergekit_ace.merging.errors import MergeError
 from mergekit_ace.merging.job import MergeJob, MergePlan
 from mergekit_ace.merging.output_config import padded_vocabulary
-from mergekit_ace.planned import PlannedMerge, PlannedTensor
+from mergekit_ace.planning import PlannedMerge, PlannedTensor
 from mergekit_ace.preflight.calibration import Rates
 from mergekit_ace.preflight.checkpoints import DTYPE_NAMES, DTYPES, Checkpoint
 from mergekit_ace.preflight.estimate import Estimate, estimate_merge

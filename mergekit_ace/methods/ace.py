@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mergekit_ace.algebra.layouts import merge_tensor
-from mergekit_ace.algebra.options import AceOptions, FixedLayout
-from mergekit_ace.algebra.records import TensorRecord
+from mergekit_ace.algebra.adaptive import merge_tensor
+from mergekit_ace.algebra.records import AceOptions, FixedLayout, TensorRecord
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
     LAYOUT,

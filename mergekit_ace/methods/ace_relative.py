@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mergekit_ace.algebra.options import FixedLayout
-from mergekit_ace.algebra.records import TensorRecord
+from mergekit_ace.algebra.records import FixedLayout, TensorRecord
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,

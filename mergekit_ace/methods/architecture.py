@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from mergekit_ace.algebra.layouts import resolve_layout
-from mergekit_ace.algebra.options import FixedLayout, RelativeLayout
+from mergekit_ace.algebra.records import FixedLayout, RelativeLayout
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference

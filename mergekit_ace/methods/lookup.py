@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coefficients of one tensor: found in a coefficient file, or predicted by its learner."""
+"""The coefficients of one tensor: found in a coefficient file, carried over, or predicted."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,29 +13,55 @@ from mergekit.merge_methods.base import TensorGroup
 from pydantic import BaseModel
 from torch import Tensor
 
-from mergekit_ace.coefficients import CoefficientFile, CoefficientFileError
-from mergekit_ace.depth import relative_depths
+from mergekit_ace.coefficients.file import CoefficientFile, CoefficientFileError, load_coefficients
+from mergekit_ace.coefficients.statistics import features, measure_moments
 from mergekit_ace.methods.inputs import describe
 from mergekit_ace.methods.shapes import tensor_names
-from mergekit_ace.statistics import features, measure_moments
-from mergekit_ace.transfer import resample
+from mergekit_ace.naming import block_of, relative_depths
+
+
+def resample(file: CoefficientFile, name: str, depth: float) -> Tensor:
+    """The coefficients, (K,), that a tensor of another network gets at its relative depth.
+
+    Interpolated linearly between the tensors of the same kind (`mlp.up_proj.weight` in every
+    block) where the file has such, else between the means of all tensors of a depth; constant
+    beyond the ends.
+
+    Args:
+        file: whose coefficients are carried over.
+        name: of the tensor.
+        depth: see `depth.relative_depths`.
+    """
+    with torch.device("cpu"):  # also inside of mergekit's own `with torch.device(…)`
+        return _interpolated(file, _kind(name), depth)
+
+
+def _interpolated(file: CoefficientFile, kind: str, depth: float) -> Tensor:
+    alike = [
+        column
+        for column, tensor in enumerate(file.contents.tensors)
+        if any(_kind(known) == kind for known in (tensor.name, *tensor.stored))
+    ]
+    columns = torch.tensor(alike or range(len(file.contents.tensors)))
+    depths, places = file.depths[columns].unique(return_inverse=True)  # ascending
+    values = torch.zeros(len(file.coefficients), len(depths))
+    values.index_add_(1, places, file.coefficients[:, columns])
+    values /= places.bincount(minlength=len(depths))
+    above = int(torch.searchsorted(depths, torch.tensor(depth)).clamp(1, max(len(depths) - 1, 1)))
+    if len(depths) == 1:
+        return values[:, 0]
+    low, high = float(depths[above - 1]), float(depths[above])
+    share = min(max((depth - low) / (high - low), 0.0), 1.0)
+    return torch.lerp(values[:, above - 1], values[:, above], share)
+
+
+def _kind(name: str) -> str:
+    """What is left of a name without its block."""
+    block = block_of(name)
+    return name[len(block) :] if block[-1:].isdigit() else name
+
 
 LISTED = 8  # names in an error before it says how many more there are
-
-
-def load(path: str) -> CoefficientFile:
-    """A coefficient file, read once until it changes.
-
-    Raises:
-        CoefficientFileError: see `CoefficientFile.load`.
-    """
-    path = os.path.abspath(os.path.expanduser(path))
-    return _load(path, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
-
-
-@lru_cache(maxsize=8)
-def _load(path: str, changed: int) -> CoefficientFile:
-    return CoefficientFile.load(path)
 
 
 @dataclass(frozen=True)
@@ -111,7 +136,7 @@ class FileCoefficients:
 
     def __init__(self, path: str, *, by_depth: bool = False, method: str = "statsmerging"):
         self.path = path
-        self.file = load(path)
+        self.file = load_coefficients(path)
         self.by_depth = by_depth
         self.method = method
         basis = self.file.contents.basis
@@ -218,7 +243,7 @@ class LearnerCoefficients:
     """
 
     def __init__(self, path: str):
-        self.file = load(path)
+        self.file = load_coefficients(path)
         config = self.file.contents.learner
         if self.file.contents.basis != "task_vector":
             raise CoefficientFileError(

@@ -14,8 +14,8 @@ from typing import Annotated, Any, get_args
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import AfterValidator, BaseModel, ValidationError
 
-from mergekit_ace.algebra.options import AceOptions, Layout, NonNegative, RelativeLayout
-from mergekit_ace.methods.lookup import load
+from mergekit_ace.algebra.records import AceOptions, Layout, NonNegative, RelativeLayout
+from mergekit_ace.coefficients.file import load_coefficients
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ ReportPath = Annotated[str, AfterValidator(_writable)]
 
 def _loadable(path: str) -> str:
     """A file that cannot be used should be known before anything is merged."""
-    load(path)
+    load_coefficients(path)
     return path
 
 

@@ -15,8 +15,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from mergekit_ace.algebra.closed_form import IllConditionedError
-from mergekit_ace.algebra.options import FixedLayout
-from mergekit_ace.algebra.records import TensorRecord
+from mergekit_ace.algebra.records import FixedLayout, TensorRecord
 from mergekit_ace.methods.inputs import describe, is_finite
 from mergekit_ace.methods.lookup import TensorVersions, component_coefficients
 from mergekit_ace.methods.report import append_report

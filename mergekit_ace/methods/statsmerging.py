@@ -10,8 +10,8 @@ from typing import Any, Literal
 from mergekit.merge_methods.base import ParameterScope, TensorGroup
 from torch import Tensor
 
-from mergekit_ace.algebra.linear import merge_linear
-from mergekit_ace.algebra.options import Number
+from mergekit_ace.algebra.records import Number
+from mergekit_ace.algebra.task_vectors import merge_linear
 from mergekit_ace.methods.inputs import describe
 from mergekit_ace.methods.lookup import FileCoefficients, LearnerCoefficients, TensorVersions
 from mergekit_ace.methods.parameters import COEFFICIENTS, TASK, NamedParameter, of_method

@@ -19,7 +19,7 @@ from mergekit.merge_methods.base import (
 )
 from torch import Tensor
 
-from mergekit_ace.algebra.options import FixedLayout
+from mergekit_ace.algebra.records import FixedLayout
 from mergekit_ace.methods.architecture import is_transposed, stored_layout
 from mergekit_ace.methods.inputs import (
     check_finite,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mergekit_ace.algebra.products import product, uses_onednn
+from mergekit_ace.algebra.linalg import product, uses_onednn
 
 SIDE = 1536  # of the products: a few milliseconds on anything
 SWEEP = 2**23  # entries of the sum, too many for a cache

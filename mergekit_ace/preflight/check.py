@@ -18,7 +18,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
 from mergekit_ace.headers import DamagedFileError
-from mergekit_ace.planned import ConfigError, PlannedMerge, plan_merge, read_merge_config
+from mergekit_ace.planning import ConfigError, PlannedMerge, plan_merge, read_merge_config
 from mergekit_ace.preflight.calibration import calibrate
 from mergekit_ace.preflight.checkpoints import Checkpoint, headers_only, read_checkpoint
 from mergekit_ace.preflight.coefficients import check_coefficients

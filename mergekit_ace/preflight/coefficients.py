@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mergekit_ace.coefficients import CoefficientFileError
+from mergekit_ace.coefficients.file import CoefficientFileError
 from mergekit_ace.methods.lookup import FileCoefficients, TensorVersions, component_coefficients
 from mergekit_ace.methods.ridge import RidgeMethod
 from mergekit_ace.methods.statsmerging import StatsMerge
-from mergekit_ace.planned import PlannedMerge
+from mergekit_ace.planning import PlannedMerge
 from mergekit_ace.preflight.findings import Finding, listed
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from mergekit.common import ModelReference
 
-from mergekit_ace.algebra.blocks import BLOCK_ENTRIES, LARGEST
-from mergekit_ace.algebra.forms import COSTS, choose_forms
+from mergekit_ace.algebra.choose import COSTS, choose_forms
+from mergekit_ace.algebra.linalg import BLOCK_ENTRIES, LARGEST
 from mergekit_ace.headers import ITEM_SIZES, TensorHeader
-from mergekit_ace.planned import RIDGE_METHODS, PlannedMerge, PlannedTensor
+from mergekit_ace.planning import RIDGE_METHODS, PlannedMerge, PlannedTensor
 from mergekit_ace.preflight.calibration import Rates
 from mergekit_ace.preflight.checkpoints import Checkpoint
 from mergekit_ace.preflight.tensors import NAMES, sources

@@ -11,7 +11,7 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 
 from mergekit_ace.headers import TensorHeader
-from mergekit_ace.planned import PlannedTensor
+from mergekit_ace.planning import PlannedTensor
 from mergekit_ace.preflight.checkpoints import Checkpoint
 from mergekit_ace.preflight.findings import Finding, listed
 

@@ -14,12 +14,12 @@ from mergekit.common import ModelPath
 from mergekit.config import MergeConfiguration
 from tqdm import tqdm
 
+from mergekit_ace.coefficients.file import load_coefficients
 from mergekit_ace.files import write_text
 from mergekit_ace.headers import read_file_header
-from mergekit_ace.methods.lookup import load
+from mergekit_ace.methods.peers import PEERS
 from mergekit_ace.methods.report import versions
-from mergekit_ace.peers import PEERS
-from mergekit_ace.planned import RIDGE_METHODS, read_merge_config
+from mergekit_ace.planning import RIDGE_METHODS, read_merge_config
 from mergekit_ace.report.errors import ReportError
 from mergekit_ace.report.lines import Line, read_lines
 from mergekit_ace.report.pictures import save_pictures
@@ -228,6 +228,6 @@ def _seed(config: MergeConfiguration, seed: int | None) -> str:
 
 def _trained_with(path: str) -> Any:
     try:
-        return load(path).contents.config.get("training", {}).get("seed")
+        return load_coefficients(path).contents.config.get("training", {}).get("seed")
     except (ValueError, OSError):
         return None

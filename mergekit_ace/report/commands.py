@@ -11,7 +11,7 @@ from typing import Any
 import click
 from mergekit.options import MergeOptions
 
-from mergekit_ace.planned import PlannedMerge, plan_merge, read_merge_config
+from mergekit_ace.planning import PlannedMerge, plan_merge, read_merge_config
 from mergekit_ace.report.card import write_card
 from mergekit_ace.report.inspect import inspect_merge
 from mergekit_ace.report.lines import read_lines

@@ -10,8 +10,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from mergekit_ace.algebra.comparison import BINS, REACH
-from mergekit_ace.algebra.inspection import evenly_spaced
+from mergekit_ace.algebra.inspection import BINS, REACH, evenly_spaced
 from mergekit_ace.report.tables import Report, Row
 
 # Told apart on white and on black, and by most colour-blind readers.

@@ -22,11 +22,10 @@ from tqdm import tqdm
 import mergekit_ace
 from mergekit_ace.algebra.closed_form import IllConditionedError
 from mergekit_ace.algebra.inspection import TensorInspection, inspect_tensor
-from mergekit_ace.files import write_text
-from mergekit_ace.identity import differences, file_states
+from mergekit_ace.files import differences, file_states, write_text
 from mergekit_ace.methods.inputs import check_finite
 from mergekit_ace.methods.statsmerging import StatsMerge, coefficients_of
-from mergekit_ace.planned import PlannedMerge, PlannedTensor
+from mergekit_ace.planning import PlannedMerge, PlannedTensor
 from mergekit_ace.report.errors import ReportError
 from mergekit_ace.report.lines import Line, complete_lines, inspection_line, read_lines
 from mergekit_ace.report.selection import select

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from mergekit_ace.algebra.inspection import evenly_spaced
-from mergekit_ace.planned import PlannedTensor
+from mergekit_ace.planning import PlannedTensor
 from mergekit_ace.report.errors import ReportError
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
-from mergekit_ace.depth import layer_of, relative_depths
+from mergekit_ace.naming import layer_of, relative_depths
 from mergekit_ace.report.lines import Line, matrices_of
 from mergekit_ace.report.selection import kind_of, natural
 

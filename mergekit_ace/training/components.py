@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from mergekit_ace.algebra.closed_form import IllConditionedError
 from mergekit_ace.algebra.components import split_tensor
-from mergekit_ace.algebra.options import FixedLayout
+from mergekit_ace.algebra.records import FixedLayout
 from mergekit_ace.files import save_tensors
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.training.config import TrainConfig

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mergekit_ace.algebra.options import AceOptions, NonNegative, Number
+from mergekit_ace.algebra.records import AceOptions, NonNegative, Number
 from mergekit_ace.algebra.relative import RelativeOptions
-from mergekit_ace.coefficients import Basis, Granularity
-from mergekit_ace.learner import LearnerConfig
+from mergekit_ace.coefficients.file import Basis, Granularity
+from mergekit_ace.coefficients.learner import LearnerConfig
 
 Task = Literal[
     "causal-lm", "seq2seq-lm", "masked-lm", "sequence-classification", "image-classification"

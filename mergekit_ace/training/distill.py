@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from mergekit_ace.files import write_text
-from mergekit_ace.identity import file_states
+from mergekit_ace.files import file_states, write_text
 from mergekit_ace.training.distill_config import DistillConfig
 from mergekit_ace.training.errors import Diverged
 from mergekit_ace.training.models import local_folder

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from mergekit_ace.algebra.options import Fraction, Number
+from mergekit_ace.algebra.records import Fraction, Number
 from mergekit_ace.training.config import Count, DataConfig, Positive, Strict, Task
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mergekit_ace.depth import block_of, relative_depths
-from mergekit_ace.statistics import Moments, combine, features, measure_moments
+from mergekit_ace.coefficients.statistics import WeightMoments, combine, features, measure_moments
+from mergekit_ace.naming import block_of, relative_depths
 from mergekit_ace.training.components import write_components
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.data import Rows, load_rows
@@ -228,7 +228,7 @@ class Family:
         )
         rows = []
         for weights in self._described():
-            parts: list[list[Moments]] = [[] for _ in range(int(self.groups.max()) + 1)]
+            parts: list[list[WeightMoments]] = [[] for _ in range(int(self.groups.max()) + 1)]
             for group, name in zip(self.groups.tolist(), self.names, strict=True):
                 tensor = weights[name].float()
                 if learner.statistics_of == "task_vector" and not self.components:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from mergekit_ace.coefficients.learner import Learner, LearnerConfig
 from mergekit_ace.files import write_text
-from mergekit_ace.learner import Learner, LearnerConfig
 from mergekit_ace.training.config import TrainingConfig
 from mergekit_ace.training.errors import Diverged
 from mergekit_ace.training.session import Session

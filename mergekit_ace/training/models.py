@@ -17,7 +17,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from torch import nn
 
-from mergekit_ace.identity import file_states
+from mergekit_ace.files import file_states
 from mergekit_ace.training.errors import TrainingError
 from mergekit_ace.training.tasks import Kind
 

@@ -13,7 +13,7 @@ from mergekit.architecture import arch_info_for_config
 from mergekit.common import ModelReference
 from transformers import AutoConfig
 
-from mergekit_ace.coefficients import CoefficientFile
+from mergekit_ace.coefficients.file import CoefficientFile
 from mergekit_ace.files import write_text
 from mergekit_ace.preflight.checkpoints import read_checkpoint
 from mergekit_ace.training.config import LanguageTask

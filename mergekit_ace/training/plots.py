@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mergekit_ace.coefficients import CoefficientFile
+from mergekit_ace.coefficients.file import CoefficientFile
 
 
 def draw(file: CoefficientFile, log: list[dict[str, Any]], folder: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 import mergekit_ace
-from mergekit_ace.coefficients import CoefficientFile, Contents, Expert, MergedTensor, expand
+from mergekit_ace.coefficients.file import CoefficientFile, Contents, Expert, MergedTensor, expand
 from mergekit_ace.files import write_text
 from mergekit_ace.training.compare import as_json, as_table, score_coefficients, simple_merges
 from mergekit_ace.training.config import TrainConfig

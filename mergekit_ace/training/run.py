@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from mergekit_ace.coefficients import CoefficientFile
-from mergekit_ace.identity import file_states
+from mergekit_ace.coefficients.file import CoefficientFile
+from mergekit_ace.files import file_states
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.family import Family, Models
 from mergekit_ace.training.loop import train

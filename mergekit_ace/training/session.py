@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mergekit_ace.coefficients import expand
+from mergekit_ace.coefficients.file import expand
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.errors import Diverged
 from mergekit_ace.training.examples import Examples

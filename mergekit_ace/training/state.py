@@ -14,8 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from mergekit_ace.files import save_tensors, write_text
-from mergekit_ace.identity import differences
+from mergekit_ace.files import differences, save_tensors, write_text
 from mergekit_ace.training.errors import TrainingError
 
 # Settings that do not change the result: a run may go on with others.

@@ -27,7 +27,7 @@ from reference import naive_relative, task_vector_error
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralForCausalLM
 
-from mergekit_ace.coefficients import CoefficientFile, CoefficientFileError
+from mergekit_ace.coefficients.file import CoefficientFile, CoefficientFileError
 from mergekit_ace.preflight.check import check_merge
 from mergekit_ace.training import components as components_module
 from mergekit_ace.training.run import run_training

@@ -11,10 +11,10 @@ from checkpoints import fine_tuned, tiny_llama
 from torch import Tensor
 from torch.func import functional_call
 
-from mergekit_ace.coefficients import expand
-from mergekit_ace.depth import block_of
-from mergekit_ace.learner import Learner, LearnerConfig
-from mergekit_ace.statistics import features, measure_moments
+from mergekit_ace.coefficients.file import expand
+from mergekit_ace.coefficients.learner import Learner, LearnerConfig
+from mergekit_ace.coefficients.statistics import features, measure_moments
+from mergekit_ace.naming import block_of
 from mergekit_ace.training import merged as merged_module
 from mergekit_ace.training.merged import MergedModel
 

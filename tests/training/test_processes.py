@@ -13,7 +13,7 @@ import torch
 import yaml
 from families import llama_family, parsed
 
-from mergekit_ace.coefficients import CoefficientFile
+from mergekit_ace.coefficients.file import CoefficientFile
 from mergekit_ace.training.run import run_training
 
 

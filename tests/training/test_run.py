@@ -25,7 +25,7 @@ from families import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mergekit_ace.coefficients import CoefficientFile
+from mergekit_ace.coefficients.file import CoefficientFile
 from mergekit_ace.training import family as family_module
 from mergekit_ace.training import results as results_module
 from mergekit_ace.training import session as session_module

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mergekit_ace.coefficients.learner import Learner, LearnerConfig
 from mergekit_ace.files import save_tensors
-from mergekit_ace.learner import Learner, LearnerConfig
 
 FORMAT = "mergekit-ace coefficients"
 VERSION = 1
@@ -231,6 +231,21 @@ class CoefficientFile:
         tasks = [expert.task for expert in self.contents.experts]
         if len(set(tasks)) != len(tasks):
             raise ValueError(f"experts share a task name: {tasks}")
+
+
+def load_coefficients(path: str) -> CoefficientFile:
+    """A coefficient file, read once until it changes.
+
+    Raises:
+        CoefficientFileError: see `CoefficientFile.load`.
+    """
+    path = os.path.abspath(os.path.expanduser(path))
+    return _load_coefficients(path, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
+
+
+@lru_cache(maxsize=8)
+def _load_coefficients(path: str, changed: int) -> CoefficientFile:
+    return CoefficientFile.load(path)
 
 
 def expand(values: Tensor, groups: Tensor) -> Tensor:

@@ -13,17 +13,22 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.attempts import attempt, solve
+from mergekit_ace.algebra.choose import Form, choose_forms, first_success, solve
 from mergekit_ace.algebra.closed_form import tolerance
 from mergekit_ace.algebra.covariance import estimate_covariances
-from mergekit_ace.algebra.forms import Form, choose_forms
-from mergekit_ace.algebra.heterogeneity import Heterogeneity, measure_heterogeneity
-from mergekit_ace.algebra.mean import merge_mean, merge_trivial
-from mergekit_ace.algebra.options import AceOptions
-from mergekit_ace.algebra.precision import full_precision
-from mergekit_ace.algebra.records import MatrixRecord
+from mergekit_ace.algebra.layouts import by_layout, resolve_layout
+from mergekit_ace.algebra.linalg import full_precision
+from mergekit_ace.algebra.records import AceOptions, Layout, MatrixRecord, TensorRecord
 from mergekit_ace.algebra.spectrum import WeakDirectionsError, isotropic_component
-from mergekit_ace.algebra.task_vectors import ActiveExperts, select_active, squared_norm
+from mergekit_ace.algebra.task_vectors import (
+    ActiveExperts,
+    Heterogeneity,
+    measure_heterogeneity,
+    merge_mean,
+    merge_trivial,
+    select_active,
+    squared_norm,
+)
 
 Stage = Literal["closed form", "refined"]
 Observer = Callable[[Stage, Tensor], None]
@@ -42,6 +47,46 @@ class _Plan:
     normalized: bool
     rank: int  # of the refinement; 0: none
     forms: list[Form]
+
+
+def merge_tensor(
+    base: Tensor,
+    experts: Sequence[Tensor],
+    weights: Sequence[float] | None = None,
+    options: AceOptions | None = None,
+    layout: Layout = "auto",
+    coefficients: Sequence[float] | None = None,
+) -> tuple[Tensor, TensorRecord]:
+    """Merge the versions of one stored tensor by ACE-Merging.
+
+    Args:
+        base: W0. ``matrix``: (o, i); ``transposed``: (…, i, o); ``stacked``: (…, o, i), the leading
+            axes a batch of matrices; ``flattened``: (o, …), read as (o, rest); ``mean``: any.
+        experts: W_t, each shaped as `base`.
+        weights: w_t ≥ 0 per expert, 1 by default.
+        options: see `AceOptions`.
+        layout: see `resolve_layout`; ``auto`` knows no name and no architecture here.
+        coefficients: of the components, T + 1, see `merge_matrix`.
+
+    Returns:
+        The merged tensor, shaped as `base`, in the compute dtype or wider, and its record. Where no
+        expert changed anything it is `base` itself.
+
+    Raises:
+        IllConditionedError, OverflowError: see `merge_matrix`.
+    """
+    options = options or AceOptions()
+    weights = weights if weights is not None else [1.0] * len(experts)
+
+    def matrix(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
+        return merge_matrix(base, experts, weights, options, coefficients=coefficients)
+
+    def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
+        own = coefficients and coefficients[: len(experts)]
+        active = select_active(base, experts, weights, options.dtype, own)
+        return merge_mean(base, active, options.scale)
+
+    return by_layout(base, experts, resolve_layout(layout, None, base.ndim), matrix, mean)
 
 
 @full_precision()
@@ -98,7 +143,7 @@ def merge_matrix(
             pass  # another `try`, or what it has computed would stay in memory
         return _merge(*given, narrow=False)
 
-    return attempt(merge, plan.forms, base.shape, active, refined=plan.rank > 0)
+    return first_success(merge, plan.forms, base.shape, active, refined=plan.rank > 0)
 
 
 def _plan(active: ActiveExperts, shape: Sequence[int], options: AceOptions) -> _Plan:

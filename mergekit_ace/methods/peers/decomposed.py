@@ -17,11 +17,15 @@ from torch import Tensor
 
 from mergekit_ace.algebra.covariance import choose_unit
 from mergekit_ace.algebra.layouts import by_layout
-from mergekit_ace.algebra.mean import merge_mean, merge_trivial
-from mergekit_ace.algebra.options import Number
-from mergekit_ace.algebra.precision import full_precision
-from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
-from mergekit_ace.algebra.task_vectors import ActiveExperts, select_active, task_vector
+from mergekit_ace.algebra.linalg import full_precision
+from mergekit_ace.algebra.records import MatrixRecord, Number, TensorRecord
+from mergekit_ace.algebra.task_vectors import (
+    ActiveExperts,
+    merge_mean,
+    merge_trivial,
+    select_active,
+    task_vector,
+)
 from mergekit_ace.methods.inputs import describe
 from mergekit_ace.methods.parameters import LAYOUT, NamedParameter
 from mergekit_ace.methods.sparing import merge_sparingly

@@ -9,8 +9,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from mergekit_ace.algebra.options import Number
-from mergekit_ace.statistics import STATISTICS, Statistic, feature_names
+from mergekit_ace.algebra.records import Number
+from mergekit_ace.coefficients.statistics import STATISTICS, Statistic, feature_names
 
 HEADS = 4
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from mergekit_ace.algebra.decomposition import leading_directions, nearest_orthonormal
+from mergekit_ace.methods.peers.decomposed import Peer, shared_parameters
 from mergekit_ace.methods.task_vectors import method_spec
-from mergekit_ace.peers.peer import Peer, shared_parameters
 
 
 def merge_singular_vectors(deltas: Sequence[Tensor]) -> Tensor:

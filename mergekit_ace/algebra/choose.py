@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which form of the closed form is cheaper for a matrix: counted operations and bytes."""
+"""Which form of the closed form, and in which precision: counted operations and bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from mergekit_ace.algebra.primal import through_gram
+import torch
+from torch import Tensor
 
-Form = Literal["primal", "tall", "lean", "dual"]
+from mergekit_ace.algebra.closed_form import IllConditionedError, Solution
+from mergekit_ace.algebra.covariance import Covariances
+from mergekit_ace.algebra.dual import solve_dual
+from mergekit_ace.algebra.mixing import solve_lean, solve_tall
+from mergekit_ace.algebra.primal import solve_primal, through_gram
+from mergekit_ace.algebra.records import Form, MatrixRecord
+from mergekit_ace.algebra.spectrum import WeakDirectionsError
+from mergekit_ace.algebra.task_vectors import ActiveExperts
 
 # Operations that take as long as a byte from memory. Two cores of a server do 200 Gflop/s and
 # 15 GB/s, a data-centre GPU 50 Tflop/s and 3 TB/s in float32: both about 16.
@@ -120,3 +127,56 @@ def choose_forms(
     if "dual" in costs and costs["dual"].total < costs[cheapest].total:
         return ["dual"]
     return [careful] if refined or cheapest == careful else ["primal", careful]
+
+
+SOLVERS = {"primal": solve_primal, "tall": solve_tall, "lean": solve_lean, "dual": solve_dual}
+# Below this many operations float64 costs milliseconds on anything.
+SMALL_SYSTEM = 2**32
+
+Merge = Callable[[Form, torch.dtype], tuple[Tensor, MatrixRecord]]
+
+
+def solve(covariances: Covariances, form: Form, *, prior: bool, refined: bool) -> Solution:
+    """The closed form, by one of its forms; see there."""
+    return SOLVERS[form](covariances, prior=prior, refined=refined)
+
+
+def first_success(
+    merge: Merge,
+    forms: Sequence[Form],
+    shape: Sequence[int],
+    active: ActiveExperts,
+    *,
+    refined: bool,
+) -> tuple[Tensor, MatrixRecord]:
+    """The merge by the first form and dtype that keep enough digits.
+
+    Args:
+        merge: by a form and a dtype of products, factor and solve.
+        forms: in the order in which they are to be tried in float32, see `choose_forms`.
+        shape: of the matrix, (o, i).
+        active: its experts.
+        refined: whether a refinement follows.
+
+    Raises:
+        IllConditionedError: even float64 was not enough.
+    """
+    *attempts, last = _attempts(forms, shape, active, refined)
+    for form, dtype in attempts:
+        try:
+            return merge(form, dtype)
+        except (IllConditionedError, WeakDirectionsError):
+            pass  # the next first_success keeps more digits
+    return merge(*last)
+
+
+def _attempts(
+    forms: Sequence[Form], shape: Sequence[int], active: ActiveExperts, refined: bool
+) -> list[tuple[Form, torch.dtype]]:
+    """Forms and dtypes to be tried in turn; the last one is always in float64."""
+    exact: tuple[Form, torch.dtype] = (forms[0], torch.float64)
+    rows, columns = shape
+    operations = COSTS[forms[0]](rows, columns, len(active.experts), refined).operations
+    if active.dtype != torch.float32 or operations <= SMALL_SYSTEM:
+        return [exact]
+    return [*((form, torch.float32) for form in forms), exact]

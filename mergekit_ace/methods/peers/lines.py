@@ -10,13 +10,13 @@ from mergekit.merge_methods.base import TensorGroup
 from pydantic import Field
 from torch import Tensor
 
-from mergekit_ace.algebra.linear import merge_linear
-from mergekit_ace.algebra.options import Number
-from mergekit_ace.depth import layer_of, stack_size
+from mergekit_ace.algebra.records import Number
+from mergekit_ace.algebra.task_vectors import merge_linear
 from mergekit_ace.methods.inputs import describe
+from mergekit_ace.methods.peers.decomposed import parameter
 from mergekit_ace.methods.shapes import tensor_names
 from mergekit_ace.methods.task_vectors import TaskVectorMethod, method_spec
-from mergekit_ace.peers.peer import parameter
+from mergekit_ace.naming import layer_of, stack_size
 
 
 def layer_coefficient(layer: int | None, layers: int, alpha: float, beta: float) -> float:

@@ -11,11 +11,10 @@ from mergekit.merge_methods.base import TensorGroup
 from pydantic import Field
 from torch import Tensor
 
-from mergekit_ace.algebra.mean import merge_trivial
-from mergekit_ace.algebra.options import NonNegative, Number
-from mergekit_ace.algebra.task_vectors import select_active, task_vector
+from mergekit_ace.algebra.records import NonNegative, Number
+from mergekit_ace.algebra.task_vectors import merge_trivial, select_active, task_vector
+from mergekit_ace.methods.peers.decomposed import parameter
 from mergekit_ace.methods.task_vectors import TaskVectorMethod, method_spec
-from mergekit_ace.peers.peer import parameter
 
 
 def merge_by_consensus(

@@ -20,7 +20,7 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 
-from mergekit_ace.algebra.options import AceOptions, FixedLayout
+from mergekit_ace.algebra.records import AceOptions, FixedLayout
 from mergekit_ace.headers import check_folder
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.methods.parameters import ace_options

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in a network a tensor stands, told by its name."""
+"""What the name of a tensor tells: its block, layer, kind, and depth in the network."""
 
 from __future__ import annotations
 

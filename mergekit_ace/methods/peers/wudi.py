@@ -15,10 +15,10 @@ from pydantic import Field
 from torch import Tensor
 
 from mergekit_ace.algebra.decomposition import EPS
-from mergekit_ace.algebra.options import Number
+from mergekit_ace.algebra.records import Number
 from mergekit_ace.algebra.task_vectors import squared_norm
+from mergekit_ace.methods.peers.decomposed import Peer, parameter, shared_parameters
 from mergekit_ace.methods.task_vectors import method_spec
-from mergekit_ace.peers.peer import Peer, parameter, shared_parameters
 
 BETAS, DENOMINATOR = (0.9, 0.999), 1e-8  # torch's, and the authors'
 

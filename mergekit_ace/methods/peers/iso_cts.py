@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.decomposition import leading_directions, nearest_orthonormal
-from mergekit_ace.algebra.options import Fraction
+from mergekit_ace.algebra.records import Fraction
+from mergekit_ace.methods.peers.decomposed import Peer, parameter, shared_parameters
 from mergekit_ace.methods.task_vectors import method_spec
-from mergekit_ace.peers.peer import Peer, parameter, shared_parameters
 
 
 def merge_common_and_specific(deltas: Sequence[Tensor], common_fraction: float) -> Tensor:

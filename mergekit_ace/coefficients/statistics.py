@@ -28,7 +28,7 @@ SMALL = 512
 
 
 @dataclass(frozen=True)
-class Moments:
+class WeightMoments:
     """What is kept of a tensor, such that tensors can be put together.
 
     Attributes:
@@ -54,8 +54,8 @@ class Moments:
         return math.sqrt(self.spread + self.count * self.mean**2)
 
 
-def measure_moments(tensor: Tensor, rank: int) -> Moments:
-    """Moments of one tensor.
+def measure_moments(tensor: Tensor, rank: int) -> WeightMoments:
+    """WeightMoments of one tensor.
 
     Args:
         tensor: any shape and floating dtype, finite.
@@ -65,22 +65,22 @@ def measure_moments(tensor: Tensor, rank: int) -> Moments:
         ValueError: the tensor holds NaN or Inf.
     """
     if tensor.numel() == 0:
-        return Moments(0, 0.0, 0.0, ())
+        return WeightMoments(0, 0.0, 0.0, ())
     mean, spread = _centred_sums(tensor)
     if not (math.isfinite(mean) and math.isfinite(spread)):
         raise ValueError("the tensor contains NaN or Inf")
-    return Moments(tensor.numel(), mean, spread, leading_singular_values(tensor, rank))
+    return WeightMoments(tensor.numel(), mean, spread, leading_singular_values(tensor, rank))
 
 
-def combine(parts: Iterable[Moments], rank: int) -> Moments:
-    """Moments of several tensors together (Chan, Golub & LeVeque 1979, pairwise updating)."""
-    total = Moments(0, 0.0, 0.0, ())
+def combine(parts: Iterable[WeightMoments], rank: int) -> WeightMoments:
+    """WeightMoments of several tensors together (Chan, Golub & LeVeque 1979, pairwise updating)."""
+    total = WeightMoments(0, 0.0, 0.0, ())
     for part in parts:
         count = total.count + part.count
         if part.count == 0:
             continue
         step = part.mean - total.mean
-        total = Moments(
+        total = WeightMoments(
             count,
             total.mean + step * part.count / count,
             total.spread + part.spread + step**2 * total.count * part.count / count,
@@ -100,7 +100,7 @@ def feature_names(statistics: Sequence[Statistic], rank: int) -> tuple[str, ...]
     return tuple(names)
 
 
-def features(moments: Moments, statistics: Sequence[Statistic], rank: int) -> list[float]:
+def features(moments: WeightMoments, statistics: Sequence[Statistic], rank: int) -> list[float]:
     """The chosen statistics as F numbers; missing singular values are 0."""
     values: list[float] = []
     for statistic in statistics:
