@@ -70,7 +70,7 @@ def test_operations_of_mixing_by_hand():
 @pytest.mark.parametrize("shape", [(64, 64), (640, 64), (64, 640), (10, 999)])
 @pytest.mark.parametrize("refined", [False, True])
 def test_the_lean_choice_takes_the_least_memory(shape, refined):
-    (lean,) = choose_forms(*shape, 3, refined=refined, lean=True)
+    (lean,) = choose_forms(*shape, 3, refined=refined, least_memory=True)
     least = COSTS[lean](*shape, 3, refined).memory
     for form in choose_forms(*shape, 3, refined=refined):
         assert least <= COSTS[form](*shape, 3, refined).memory

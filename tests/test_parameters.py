@@ -12,7 +12,7 @@ from mergekit_ace.methods.parameters import LAYOUT, OPTION_NAMES, OPTION_PARAMET
 
 def test_every_option_is_a_parameter_with_the_same_default():
     offered = {OPTION_NAMES.get(p.name, p.name): p.default for p in OPTION_PARAMETERS}
-    assert offered == AceOptions().model_dump(exclude={"lean"})
+    assert offered == AceOptions().model_dump()
     names = [p.name for p in AceMerge.spec.parameters]
     others = ["layout", "coefficients", "task", "report"]
     assert names == ["weight", *(p.name for p in OPTION_PARAMETERS), *others]

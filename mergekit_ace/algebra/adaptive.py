@@ -6,9 +6,8 @@ task vectors -> heterogeneity -> covariance sums -> closed form -> spectrum -> a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +17,14 @@ from mergekit_ace.algebra.closed_form import tolerance
 from mergekit_ace.algebra.covariance import estimate_covariances
 from mergekit_ace.algebra.layouts import by_layout, resolve_layout
 from mergekit_ace.algebra.linalg import full_precision
-from mergekit_ace.algebra.records import AceOptions, Layout, MatrixRecord, TensorRecord
+from mergekit_ace.algebra.records import (
+    AceOptions,
+    Layout,
+    MatrixRecord,
+    Observer,
+    TensorRecord,
+    show,
+)
 from mergekit_ace.algebra.spectrum import WeakDirectionsError, isotropic_component
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
@@ -29,9 +35,6 @@ from mergekit_ace.algebra.task_vectors import (
     select_active,
     squared_norm,
 )
-
-Stage = Literal["closed form", "refined"]
-Observer = Callable[[Stage, Tensor], None]
 
 
 class _NarrowError(Exception):
@@ -56,6 +59,9 @@ def merge_tensor(
     options: AceOptions | None = None,
     layout: Layout = "auto",
     coefficients: Sequence[float] | None = None,
+    *,
+    least_memory: bool = False,
+    observe: Observer | None = None,
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor by ACE-Merging.
 
@@ -67,6 +73,8 @@ def merge_tensor(
         options: see `AceOptions`.
         layout: see `resolve_layout`; ``auto`` knows no name and no architecture here.
         coefficients: of the components, T + 1, see `merge_matrix`.
+        least_memory: take the form with the least working memory instead of the fastest.
+        observe: called for every matrix, see `merge_matrix`.
 
     Returns:
         The merged tensor, shaped as `base`, in the compute dtype or wider, and its record. Where no
@@ -79,7 +87,15 @@ def merge_tensor(
     weights = weights if weights is not None else [1.0] * len(experts)
 
     def matrix(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        return merge_matrix(base, experts, weights, options, coefficients=coefficients)
+        return merge_matrix(
+            base,
+            experts,
+            weights,
+            options,
+            observe,
+            coefficients,
+            least_memory=least_memory,
+        )
 
     def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
         own = coefficients and coefficients[: len(experts)]
@@ -97,6 +113,8 @@ def merge_matrix(
     options: AceOptions | None = None,
     observe: Observer | None = None,
     coefficients: Sequence[float] | None = None,
+    *,
+    least_memory: bool = False,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge the versions of one matrix.
 
@@ -110,6 +128,7 @@ def merge_matrix(
         coefficients: λ_t of the experts' components of X, and last that of the refinement, T + 1 in
             all: any finite numbers, 1 by default. What is refined is X with all of them at 1. With
             others, and a refinement, the closed form is computed twice.
+        least_memory: take the form with the least working memory instead of the fastest.
 
     Working memory, beside the inputs and the result: at most four float32 matrices of max(i², o·i)
     entries, or in the dual form of max(N², o·i) with N = T·o, whatever T is, and six blocks of
@@ -133,7 +152,7 @@ def merge_matrix(
         return trivial
     if base.shape[0] == 1:  # one row is its own column mean: a vector in the shape of a matrix
         return merge_mean(base, active, options.scale)
-    plan = _plan(active, base.shape, options)
+    plan = _plan(active, base.shape, options, least_memory)
 
     def merge(form: Form, dtype: torch.dtype) -> tuple[Tensor, MatrixRecord]:
         given = (base, active, options, plan, form, dtype, observe, refinement)
@@ -146,7 +165,9 @@ def merge_matrix(
     return first_success(merge, plan.forms, base.shape, active, refined=plan.rank > 0)
 
 
-def _plan(active: ActiveExperts, shape: Sequence[int], options: AceOptions) -> _Plan:
+def _plan(
+    active: ActiveExperts, shape: Sequence[int], options: AceOptions, least_memory: bool
+) -> _Plan:
     statistics = measure_heterogeneity(active.tau)
     value = statistics.gamma if options.heterogeneity == "gamma" else statistics.log_variance
     heterogeneous = value > options.heterogeneity_threshold
@@ -159,7 +180,9 @@ def _plan(active: ActiveExperts, shape: Sequence[int], options: AceOptions) -> _
         heterogeneous=heterogeneous,
         normalized=switch[options.adaptive_normalization],
         rank=rank,
-        forms=choose_forms(rows, columns, len(active.experts), refined=rank > 0, lean=options.lean),
+        forms=choose_forms(
+            rows, columns, len(active.experts), refined=rank > 0, least_memory=least_memory
+        ),
     )
 
 
@@ -185,7 +208,7 @@ def _merge(
     weighted = any(task.coefficient != 1 for task in covariances.tasks)
     solution = solve(covariances, form, prior=prior, refined=refined and not weighted)
     merged, sigma_iso = solution.merged, None
-    _show(observe, "closed form", merged, covariances.unit)
+    show(observe, "closed form", merged, covariances.unit)
     if refined:
         plain = solution
         if weighted:
@@ -200,7 +223,7 @@ def _merge(
             raise _NarrowError if plain.narrow else weak from None
         merged.add_(component, alpha=refinement)
         sigma_iso = strength * covariances.unit
-        _show(observe, "refined", merged, covariances.unit)
+        show(observe, "refined", merged, covariances.unit)
     record = MatrixRecord(
         rule="ace",
         weight=active.spread(active.weights, 0.0),
@@ -220,8 +243,3 @@ def _merge(
         precision=str(dtype).removeprefix("torch."),
     )
     return merged.mul_(options.scale * covariances.unit).add_(base), record
-
-
-def _show(observe: Observer | None, stage: Stage, merged: Tensor, unit: float) -> None:
-    if observe is not None:
-        observe(stage, merged if unit == 1 else merged * unit)

@@ -101,7 +101,7 @@ COSTS: dict[Form, Callable[..., Cost]] = {
 
 
 def choose_forms(
-    rows: int, columns: int, tasks: int, *, refined: bool, lean: bool = False
+    rows: int, columns: int, tasks: int, *, refined: bool, least_memory: bool = False
 ) -> list[Form]:
     """The forms for a matrix, in the order in which they are to be tried in float32.
 
@@ -109,7 +109,7 @@ def choose_forms(
         rows, columns: o and i.
         tasks: T.
         refined: whether the spectral refinement follows.
-        lean: whether memory counts, instead of time.
+        least_memory: whether memory counts, instead of time.
 
     The dual form is out of the question where N ≥ i: M Mᵀ is as large as A there, and singular. Of
     the other three, ``primal`` takes the fewest products unless the matrix is tall; ``tall``, and
@@ -119,7 +119,7 @@ def choose_forms(
     costs = {form: cost(rows, columns, tasks, refined) for form, cost in COSTS.items()}
     if rows * tasks >= columns:
         del costs["dual"]
-    if lean:
+    if least_memory:
         return [min(costs, key=lambda form: costs[form].memory)]
     limit = MATRICES * 4 * columns * max(rows, columns)
     careful: Form = "tall" if costs["tall"].memory <= limit else "lean"

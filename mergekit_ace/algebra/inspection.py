@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.adaptive import Stage, merge_matrix
+from mergekit_ace.algebra.adaptive import merge_matrix
 from mergekit_ace.algebra.directions import Spectrum, leading_directions, leading_spectrum
 from mergekit_ace.algebra.layouts import as_matrices
 from mergekit_ace.algebra.linalg import full_precision
-from mergekit_ace.algebra.records import AceOptions, FixedLayout, MatrixRecord
+from mergekit_ace.algebra.records import AceOptions, FixedLayout, MatrixRecord, Stage
 from mergekit_ace.algebra.task_vectors import merge_mean, select_active, squared_norm, task_vector
 
 # A histogram reaches from −REACH to REACH root mean squares of all task vectors of the tensor.
@@ -229,6 +229,8 @@ def inspect_tensor(
     weights: Sequence[float],
     options: AceOptions,
     layout: FixedLayout,
+    *,
+    least_memory: bool = False,
 ) -> TensorInspection:
     """Look at a tensor as `merge_tensor` merges it.
 
@@ -247,7 +249,7 @@ def inspect_tensor(
     stacks = list(zip(*(as_matrices(tensor, layout) for tensor in (base, *experts)), strict=True))
     looked_at = set(evenly_spaced(len(stacks), STACK_SAMPLE))
     matrices = tuple(
-        _inspect_matrix(stack[0], stack[1:], weights, options, closely=n in looked_at)
+        _inspect_matrix(stack[0], stack[1:], weights, options, least_memory, closely=n in looked_at)
         for n, stack in enumerate(stacks)
     )
     return TensorInspection(tuple(base.shape), layout, comparison, matrices)
@@ -267,6 +269,7 @@ def _inspect_matrix(
     experts: Sequence[Tensor],
     weights: Sequence[float],
     options: AceOptions,
+    least_memory: bool,
     *,
     closely: bool,
 ) -> MatrixInspection:
@@ -277,7 +280,8 @@ def _inspect_matrix(
         spectra[stage] = leading_spectrum(merged, leading)
 
     # Only the record: the merged matrix is not kept while the next things are looked at.
-    record = merge_matrix(base, experts, weights, options, observe if closely else None)[1]
+    observer = observe if closely else None
+    record = merge_matrix(base, experts, weights, options, observer, least_memory=least_memory)[1]
     if not closely:
         return MatrixInspection(record)
     subspaces = compare_subspaces(base, experts, options.dtype)

@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from torch import Tensor
 
 FixedLayout = Literal["matrix", "transposed", "stacked", "flattened", "mean", "table"]
 Layout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean"]
 RelativeLayout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean", "table"]
 
 Form = Literal["primal", "tall", "lean", "dual"]
+Stage = Literal["closed form", "refined"]
+Observer = Callable[[Stage, Tensor], None]
 Statistic = Literal["gamma", "log_variance"]
 
 
@@ -45,8 +49,6 @@ class AceOptions(BaseModel):
         spectral_refinement: whether Eqs. 15-19 are applied; ``auto`` follows the statistic.
         rank_fraction: k_frac in [0, 1]; k = floor(k_frac · min(o, i)) directions are refined.
         compute_dtype: the dtype in which task vectors are formed, unless the tensors are wider.
-        lean: take the form with the least working memory instead of the fastest; not a parameter of
-            the merge method, which turns to it by itself.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,7 +63,6 @@ class AceOptions(BaseModel):
     spectral_refinement: Literal["auto", "always", "never"] = "auto"
     rank_fraction: Fraction = 0.3
     compute_dtype: Literal["float32", "float64"] = "float32"
-    lean: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,3 +129,9 @@ class TensorRecord:
     layout: FixedLayout
     matrices: tuple[MatrixRecord, ...]
     coefficients: tuple[float, ...] | None = None
+
+
+def show(observe: Observer | None, stage: Stage, merged: Tensor, unit: float) -> None:
+    """Call an observer, if there is one, with X in the unit of the weights."""
+    if observe is not None:
+        observe(stage, merged if unit == 1 else merged * unit)

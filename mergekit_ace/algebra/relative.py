@@ -47,8 +47,10 @@ from mergekit_ace.algebra.records import (
     MatrixRecord,
     NonNegative,
     Number,
+    Observer,
     RelativeLayout,
     TensorRecord,
+    show,
 )
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
@@ -68,7 +70,6 @@ class RelativeOptions(BaseModel):
         centred: take the column means out of Δ_t and G_t, as ACE does; not of tables.
         structural_prior: ACE's rank-one prior (Eqs. 11-13); not of tables.
         compute_dtype: the dtype in which task vectors are formed, unless the tensors are wider.
-        lean: take the form with the least working memory instead of the fastest.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -78,7 +79,6 @@ class RelativeOptions(BaseModel):
     centred: bool = False
     structural_prior: bool = False
     compute_dtype: Literal["float32", "float64"] = "float32"
-    lean: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,6 +93,9 @@ def merge_tensor_relative(
     options: RelativeOptions | None = None,
     layout: RelativeLayout = "auto",
     coefficients: Sequence[float] | None = None,
+    *,
+    least_memory: bool = False,
+    observe: Observer | None = None,
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor; arguments and result as of `merge_tensor`.
 
@@ -106,7 +109,13 @@ def merge_tensor_relative(
         return select_active(base, experts, weights, options.dtype, coefficients)
 
     def matrix(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        return merge_relative(base, active(base, experts), options)
+        return merge_relative(
+            base,
+            active(base, experts),
+            options,
+            least_memory=least_memory,
+            observe=observe,
+        )
 
     def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
         return merge_mean(base, active(base, experts), options.scale)
@@ -120,7 +129,12 @@ def merge_tensor_relative(
 
 @full_precision()
 def merge_relative(
-    base: Tensor, active: ActiveExperts, options: RelativeOptions
+    base: Tensor,
+    active: ActiveExperts,
+    options: RelativeOptions,
+    *,
+    least_memory: bool = False,
+    observe: Observer | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge the versions of one matrix.
 
@@ -128,6 +142,8 @@ def merge_relative(
         base: W0, (o, i), any floating dtype, finite.
         active: the experts W_t, each (o, i), that changed it.
         options: see `RelativeOptions`.
+        least_memory: take the form with the least working memory instead of the fastest.
+        observe: called with X, (o, i), of the closed form. It must not write to X.
 
     Working memory is that of `merge_matrix`, and for matrices of at least T·i rows T squares of
     (i, i) more, which together are smaller than a task vector.
@@ -144,13 +160,15 @@ def merge_relative(
     if base.shape[0] == 1:  # a vector in the shape of a matrix
         return merge_mean(base, active, options.scale)
     rows, columns = base.shape
-    forms = choose_forms(rows, columns, len(active.experts), refined=False, lean=options.lean)
+    count = len(active.experts)
+    forms = choose_forms(rows, columns, count, refined=False, least_memory=least_memory)
 
     def merge(form: Form, dtype: torch.dtype) -> tuple[Tensor, MatrixRecord]:
         covariances, shares = estimate_relative(base, active, options, dtype=dtype)
         if not covariances.tasks:  # centred, and every expert moved all its rows alike
             return merge_mean(base, active, options.scale)
         solution = solve(covariances, form, prior=options.structural_prior, refined=False)
+        show(observe, "closed form", solution.merged, covariances.unit)
         record = MatrixRecord(
             rule="ace_relative",
             weight=active.spread(active.weights, 0.0),

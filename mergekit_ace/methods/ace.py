@@ -45,8 +45,18 @@ class AceMerge(RidgeMethod):
         options: AceOptions,
         layout: FixedLayout,
         coefficients: Sequence[float] | None,
+        *,
+        least_memory: bool,
     ) -> tuple[Tensor, TensorRecord]:
-        return merge_tensor(tensors[0], tensors[1:], weights, options, layout, coefficients)
+        return merge_tensor(
+            tensors[0],
+            tensors[1:],
+            weights,
+            options,
+            layout,
+            coefficients,
+            least_memory=least_memory,
+        )
 
     def options(self, parameters: Mapping[str, Any]) -> AceOptions:
         return ace_options(parameters)

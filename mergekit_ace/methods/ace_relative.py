@@ -58,9 +58,17 @@ class RelativeAceMerge(RidgeMethod):
         options: RelativeOptions,
         layout: FixedLayout,
         coefficients: Sequence[float] | None,
+        *,
+        least_memory: bool,
     ) -> tuple[Tensor, TensorRecord]:
         return merge_tensor_relative(
-            tensors[0], tensors[1:], weights, options, layout, coefficients
+            tensors[0],
+            tensors[1:],
+            weights,
+            options,
+            layout,
+            coefficients,
+            least_memory=least_memory,
         )
 
     def options(self, parameters: Mapping[str, Any]) -> RelativeOptions:

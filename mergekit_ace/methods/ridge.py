@@ -46,8 +46,9 @@ class RidgeMethod(TaskVectorMethod):
             weights = [0.0] * len(experts)  # left out of the training: the base's, nothing to solve
 
         def merge(tensors: Sequence[Tensor], lean: bool) -> tuple[Tensor, TensorRecord]:
-            chosen = options.model_copy(update={"lean": lean})
-            return self.merge_tensors(tensors, weights, chosen, layout, coefficients)
+            return self.merge_tensors(
+                tensors, weights, options, layout, coefficients, least_memory=lean
+            )
 
         tensors = [base.tensor, *(expert.tensor for expert in experts)]
         try:
@@ -70,6 +71,8 @@ class RidgeMethod(TaskVectorMethod):
         options: Any,
         layout: FixedLayout,
         coefficients: Sequence[float] | None,
+        *,
+        least_memory: bool,
     ) -> tuple[Tensor, TensorRecord]:
         """The merged tensor in any dtype, and its record.
 
@@ -80,6 +83,7 @@ class RidgeMethod(TaskVectorMethod):
             layout: how it is read.
             coefficients: of the components, and of the refinement where the method has one; None:
                 all are 1.
+            least_memory: take the form with the least working memory instead of the fastest.
         """
 
     @abstractmethod

@@ -98,9 +98,7 @@ def estimate_tensor(
     if plan.config.merge_method in RIDGE_METHODS and shape and shape[0] > 1 and experts > 1:
         stack = entries // max(1, shape[0] * shape[1])
         refined = (False, plan.config.merge_method == "ace")
-        forms = [
-            choose_forms(*shape, experts, refined=r, lean=tensor.options.lean)[0] for r in refined
-        ]
+        forms = [choose_forms(*shape, experts, refined=r)[0] for r in refined]
         costs = [COSTS[f](*shape, experts, r) for f, r in zip(forms, refined, strict=True)]
         form = (forms[0], forms[1])
         extra = _extra(plan.config.merge_method, shape, experts)

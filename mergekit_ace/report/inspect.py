@@ -92,8 +92,8 @@ def _inspect(
     LOG.warning("inspect: %s does not fit on %s; done on the CPU", planned.name, base.device)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    lean = planned.options.model_copy(update={"lean": True})
-    return inspect_tensor(base.cpu(), [e.cpu() for e in experts], weights, lean, layout)
+    there = [expert.cpu() for expert in experts]
+    return inspect_tensor(base.cpu(), there, weights, planned.options, layout, least_memory=True)
 
 
 def _short_line(planned: PlannedTensor, reason: str) -> Line:

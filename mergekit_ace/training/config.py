@@ -281,7 +281,7 @@ class TrainConfig(Strict):
                 raise ValueError(f"there are parameters of {name}, but basis: {self.basis}")
         if self.basis == "task_vector":
             return
-        fixed = {"scale", "lean"} & self.options.model_fields_set
+        fixed = {"scale"} & self.options.model_fields_set
         if fixed:
             raise ValueError(
                 f"{self.basis}: {sorted(fixed)[0]} cannot be chosen; a `lambda` goes into merge.yml"

@@ -105,7 +105,7 @@ def _parameters(config: TrainConfig) -> dict[str, Any]:
     """Of the merge that the components are of; none of task vectors."""
     if config.basis == "task_vector":
         return {}
-    return config.options.model_dump(exclude={"scale", "lean"})
+    return config.options.model_dump(exclude={"scale"})
 
 
 def write_results(
