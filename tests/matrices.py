@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mergekit_ace.algebra.choose import Attempt, choose_forms
+
 
 def family(
     rng: torch.Generator,
@@ -31,3 +33,9 @@ def family(
 
 
 HETEROGENEOUS = [0.1, 1.0, 10.0]
+
+
+def as_if_large(shape: tuple[int, ...], tasks: int, *, refined: bool) -> list[Attempt]:
+    """The attempts of a matrix of this shape if it were so large that float64 took long."""
+    forms = choose_forms(*shape, tasks, refined=refined)
+    return [*(Attempt(form, torch.float32) for form in forms), Attempt(forms[0], torch.float64)]

@@ -7,20 +7,20 @@ The bar for the relative error of a merged task vector is 2e-5 up to a condition
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from reference import naive_ace, task_vector_error
 from torch import Tensor
 
 from mergekit_ace import AceOptions, merge_matrix
-from mergekit_ace.algebra import choose as attempts
-from mergekit_ace.algebra import linalg as processor
-from mergekit_ace.algebra import linalg as products
+from mergekit_ace.algebra.choose import Attempt
 from mergekit_ace.algebra.closed_form import tolerance
+from mergekit_ace.algebra.records import MatrixRecord
 
 KINDS = ["noise", "low rank", "low rank and noise", "spiked", "near-duplicates"]
 SHAPES = {"dual": (48, 200), "primal": (90, 80), "tall": (200, 60), "lean": (90, 80)}
-seen: dict[str, list[tuple[str, float]]] = {form: [] for form in SHAPES}
 
 
 def task_vector(rng: torch.Generator, kind: str, shape: tuple[int, int], shared: Tensor) -> Tensor:
@@ -42,18 +42,17 @@ def task_vector(rng: torch.Generator, kind: str, shape: tuple[int, int], shared:
     return delta + 0.1 * torch.randn(columns, generator=rng)
 
 
-@pytest.mark.parametrize("library", ["mkl", "onednn"])
-@pytest.mark.parametrize("refined", [False, True], ids=["homogeneous", "heterogeneous"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", SHAPES)
-def test_error_against_condition(monkeypatch, form, kind, refined, library):
-    monkeypatch.setattr(processor, "mkl_is_slow", lambda: library == "onednn")
-    monkeypatch.setattr(products, "LARGE", 0)
-    monkeypatch.setattr(attempts, "SMALL_SYSTEM", 0)
-    monkeypatch.setattr(
-        attempts, "_attempts", lambda *_: [(form, torch.float32), (form, torch.float64)]
-    )
+def sweep(form: str, kind: str, refined: bool) -> Iterator[tuple[float, MatrixRecord]]:
+    """Errors and records over sizes and numbers of experts, float32 before float64."""
     shape = SHAPES[form]
+    attempts = [Attempt(form, torch.float32), Attempt(form, torch.float64)]
+    switch = "always" if refined else "never"
+    options = {
+        "adaptive_normalization": switch,
+        "spectral_refinement": switch,
+        # F of a low-rank family has no more directions of its own
+        "rank_fraction": 0.05 if kind == "low rank" else 0.3,
+    }
     for exponent in (-4, -3, -2, -1):
         for experts in (2, 3):
             rng = torch.Generator().manual_seed(1)
@@ -63,27 +62,22 @@ def test_error_against_condition(monkeypatch, form, kind, refined, library):
             for t in range(experts):
                 scale = 10.0 ** (exponent + (t - 1 if refined else 0))
                 members.append(base + scale * task_vector(rng, kind, shape, shared))
-            switch = "always" if refined else "never"
-            options = {
-                "adaptive_normalization": switch,
-                "spectral_refinement": switch,
-                # F of a low-rank family has no more directions of its own
-                "rank_fraction": 0.05 if kind == "low rank" else 0.3,
-            }
-            merged, record = merge_matrix(base, members, options=AceOptions(**options))
-            if record.condition > 1e7:
-                continue
-            seen[form].append((record.precision, record.condition))
-            error = task_vector_error(merged, naive_ace(base, members, **options), base)
-            assert error <= tolerance(record.condition), (exponent, experts, record)
+            given = AceOptions(**options)
+            merged, record = merge_matrix(base, members, options=given, attempts=attempts)
+            if record.condition <= 1e7:
+                yield task_vector_error(merged, naive_ace(base, members, **options), base), record
 
 
 @pytest.mark.parametrize("form", SHAPES)
-def test_float32_is_used_as_far_as_it_carries(form):
-    """The sweep above went through float32 often, and where it does not carry through float64."""
-    precisions = [precision for precision, _ in seen[form]]
-    if not precisions:
-        pytest.skip("runs behind the sweep")
+def test_error_against_condition(form):
+    """And float32 is used as far as it carries: often, and up to large condition numbers."""
+    records = []
+    for kind in KINDS:
+        for refined in (False, True):
+            for error, record in sweep(form, kind, refined):
+                assert error <= tolerance(record.condition), (kind, refined, record)
+                records.append(record)
+    precisions = [record.precision for record in records]
     assert precisions.count("float32") >= 0.3 * len(precisions)
     assert precisions.count("float64") >= 0.1 * len(precisions)
-    assert max(condition for _, condition in seen[form]) > 1e5
+    assert max(record.condition for record in records) > 1e5

@@ -9,9 +9,7 @@ import pytest
 import torch
 from matrices import HETEROGENEOUS, family
 
-from mergekit_ace.algebra import linalg as blocks
-from mergekit_ace.algebra import linalg as processor
-from mergekit_ace.algebra import mixing
+from mergekit_ace.algebra import linalg
 from mergekit_ace.algebra.closed_form import (
     IllConditionedError,
     factorize,
@@ -53,7 +51,7 @@ def estimates(base, experts, weights, *, normalized, **options):
 def test_x_and_f_against_their_definitions(rng, monkeypatch, form, shape, normalized, prior, block):
     if form == "dual" and 3 * shape[0] >= shape[1]:
         shape = (shape[0], 3 * shape[0] + 1)  # the dual form is for N < i
-    monkeypatch.setattr(blocks, "BLOCK_ENTRIES", block)
+    monkeypatch.setattr(linalg, "BLOCK_ENTRIES", block)
     base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS)
     weights = [2.0, 1.0, 3.0]
     covariances = estimates(base, experts, weights, normalized=normalized, epsilon=0.01)
@@ -116,9 +114,7 @@ def test_refuses_what_float32_would_spoil(rng, form):
 
 @pytest.mark.parametrize("form", ["tall", "lean"])
 @pytest.mark.parametrize("epsilon", [1.0, 1e-3])
-@pytest.mark.parametrize("loss", [mixing.NARROW_LOSS, math.inf], ids=["float32", "float64"])
-def test_mixing_matrices_in_either_precision(rng, monkeypatch, form, epsilon, loss):
-    monkeypatch.setattr(mixing, "NARROW_LOSS", loss)
+def test_mixing_matrices(rng, form, epsilon):
     base, experts = family(rng, 70, 60, 4, scales=[1.0, 1.5, 2.0, 3.0], noise=1e-2)
     members = select_active(base, experts, [1.0] * 4, torch.float32)
     options = AceOptions(epsilon=epsilon)
@@ -133,9 +129,8 @@ def test_mixing_matrices_in_either_precision(rng, monkeypatch, form, epsilon, lo
     assert (got.target - expected.target).norm() <= 2 * got.error * expected.target.norm()
 
 
-def test_independent_rounding_errors_average_out(rng, monkeypatch):
+def test_independent_rounding_errors_average_out(rng):
     """An estimate by norms alone would be nine times the error here, and 40 times in 8B models."""
-    monkeypatch.setattr(processor, "mkl_is_slow", lambda: False)
     base = torch.randn(1024, 3584, generator=rng)
     experts = [base + 1e-3 * torch.randn(base.shape, generator=rng) for _ in range(3)]
     members = select_active(base, experts, [1.0] * 3, torch.float32)
@@ -164,8 +159,9 @@ def test_the_prior_is_sherman_and_morrison(rng):
 def test_estimates_from_the_factor(rng, condition):
     system = spd(rng, 60, condition)
     lower = factorize(system.clone())
-    torch.testing.assert_close(lower, torch.linalg.cholesky(system))
+    torch.testing.assert_close(lower.tril(), torch.linalg.cholesky(system))
     largest = largest_eigenvalue(system)
+    lower = lower.tril()
     assert largest == pytest.approx(largest_eigenvalue(lower, lower.mT))
     assert condition / 2 <= largest / smallest_eigenvalue(lower) <= condition * 1.01
     exact = float(torch.linalg.inv(system).norm()) / 60**0.5

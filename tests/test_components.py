@@ -8,8 +8,8 @@ import torch
 from matrices import HETEROGENEOUS, family
 from reference import naive_ace, naive_relative, naive_table, task_vector_error
 
-from mergekit_ace.algebra import choose as attempts
 from mergekit_ace.algebra.adaptive import merge_tensor
+from mergekit_ace.algebra.choose import Attempt
 from mergekit_ace.algebra.closed_form import tolerance
 from mergekit_ace.algebra.components import split_tensor
 from mergekit_ace.algebra.records import AceOptions
@@ -22,10 +22,9 @@ REFINEMENT = 0.4
 @pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["even", "uneven"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("form", ["primal", "tall", "lean", "dual"])
-def test_ace(rng, monkeypatch, form, dtype, scales):
+def test_ace(rng, form, dtype, scales):
     wide = torch.float64 if dtype == "float64" else torch.float32
-    both = [(form, wide), (form, torch.float64)]
-    monkeypatch.setattr(attempts, "_attempts", lambda *_: both)
+    both = [Attempt(form, wide), Attempt(form, torch.float64)]
     shape = {"dual": (20, 90), "tall": (120, 24)}.get(form, (50, 60))
     base, experts = family(rng, *shape, 3, scales=scales, noise=0.3)
     epsilon = 1e-4 if scales is None else 1e-2
@@ -33,7 +32,9 @@ def test_ace(rng, monkeypatch, form, dtype, scales):
     for weights in (None, [1.0, 0.2, 3.0]):
         for own in (OWN, [0.0, 0.0, 2.0], [1.0, 1.0, 1.0]):
             given = [*own, REFINEMENT]
-            merged, record = merge_tensor(base, experts, weights, options, "matrix", given)
+            merged, record = merge_tensor(
+                base, experts, weights, options, "matrix", given, attempts=both
+            )
             expected = naive_ace(
                 base, experts, weights, lambda_=0.8, epsilon=epsilon, coefficients=given
             )
@@ -44,14 +45,14 @@ def test_ace(rng, monkeypatch, form, dtype, scales):
 
 
 @pytest.mark.parametrize("form", ["primal", "tall", "lean", "dual"])
-def test_ace_relative(rng, monkeypatch, form):
-    monkeypatch.setattr(attempts, "_attempts", lambda *_: [(form, torch.float64)])
+def test_ace_relative(rng, form):
+    only = [Attempt(form, torch.float64)]
     shape = {"dual": (20, 90), "tall": (120, 24)}.get(form, (50, 60))
     base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS, noise=0.3)
     for options in ({}, {"centred": True, "structural_prior": True}):
         expected = naive_relative(base, experts, coefficients=OWN, **options)
         chosen = RelativeOptions(compute_dtype="float64", **options)
-        merged, _ = merge_tensor_relative(base, experts, None, chosen, "matrix", OWN)
+        merged, _ = merge_tensor_relative(base, experts, None, chosen, "matrix", OWN, attempts=only)
         assert task_vector_error(merged, expected, base) <= 1e-9
     expected = naive_table(base, experts, coefficients=OWN)
     merged, _ = merge_tensor_relative(base, experts, None, chosen, "table", OWN)

@@ -12,7 +12,6 @@ from reference import naive_ace
 from torch import Tensor
 
 from mergekit_ace.algebra import inspection as comparison
-from mergekit_ace.algebra.directions import leading_directions, leading_spectrum
 from mergekit_ace.algebra.inspection import (
     BINS,
     REACH,
@@ -114,64 +113,6 @@ def test_subspaces(rng, shape):
     assert found.outputs[1][0] == pytest.approx(outputs, abs=1e-5)
     assert found.inputs[0][0] == pytest.approx(1, abs=1e-5)
     assert found.inputs[0][2] is None
-
-
-@pytest.mark.parametrize("shape", [(300, 300), (700, 280), (270, 900)])
-@pytest.mark.parametrize("decay", [0.0, 0.7])
-def test_leading_parts_of_large_matrices(rng, shape, decay):
-    """Without a decomposition, to three digits at least; a flat spectrum is the hardest."""
-    matrix = torch.randn(shape, generator=rng, dtype=torch.float64)
-    left, sigma, right = torch.linalg.svd(matrix, full_matrices=False)
-    if decay:
-        sigma = torch.arange(1, len(sigma) + 1).double() ** -decay
-        matrix = (left * sigma) @ right
-    count = 15
-    found = leading_spectrum(matrix.float(), count)
-    assert found.energy == pytest.approx(float(sigma.square().sum()), rel=1e-5)
-    share = float(sigma[:count].square().sum() / sigma.square().sum())
-    assert found.share == pytest.approx(share, rel=1e-5 if decay else 1e-2)
-    u, values, v = leading_directions(matrix.float(), 8)
-    assert u.shape == (shape[0], 8)
-    assert v.shape == (shape[1], 8)
-    assert float(values[0]) == pytest.approx(float(sigma[0]), rel=2e-2 if not decay else 1e-5)
-    if decay:
-        side = left if shape[0] <= shape[1] else right.T
-        torch.testing.assert_close(
-            (found.vectors[:, :5].double() * side[:, :5]).sum(0).abs(),
-            torch.ones(5, dtype=torch.float64), atol=1e-4, rtol=0,
-        )  # fmt: skip
-        overlap = (v.double().T @ right[:8].T).square().sum() / 8
-        assert float(overlap) == pytest.approx(1, abs=1e-4)
-
-
-@pytest.mark.parametrize("rank", [1, 4, 16, 40])
-@pytest.mark.parametrize("noise", [0.0, 1e-6])
-def test_large_matrices_of_low_rank(rng, rank, noise):
-    """Adapters: no direction may count twice when there are no others left."""
-    matrix = torch.randn(600, rank, generator=rng) @ torch.randn(rank, 700, generator=rng)
-    matrix += noise * torch.randn(600, 700, generator=rng)
-    sigma = torch.linalg.svdvals(matrix.double())
-    found = leading_spectrum(matrix, 30)
-    known = min(rank, 30)
-    assert found.values[:known].tolist() == pytest.approx(sigma[:known].tolist(), rel=1e-4)
-    assert (found.values[known:] < 1e-3 * sigma[0]).all()
-    share = float(sigma[:30].square().sum() / sigma.square().sum())
-    assert found.share == pytest.approx(share, rel=1e-4)
-    left, values, right = leading_directions(matrix, 16)
-    known = min(rank, 16)
-    assert values[:known].tolist() == pytest.approx(sigma[:known].tolist(), rel=1e-4)
-    for basis in (left, right):
-        torch.testing.assert_close(basis.mT @ basis, torch.eye(16), atol=1e-4, rtol=0)
-
-
-def test_looking_uses_no_global_random_numbers(rng):
-    matrix = torch.randn(300, 300, generator=rng)
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    first = leading_spectrum(matrix, 5)
-    assert torch.equal(torch.rand(3), expected)
-    assert torch.equal(leading_spectrum(matrix, 5).values, first.values)
 
 
 def naive_merge(base, experts, refined: bool) -> Tensor:

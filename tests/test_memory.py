@@ -20,14 +20,11 @@ import sys
 from pathlib import Path
 import torch
 from mergekit_ace import AceOptions, merge_matrix
-from mergekit_ace.algebra import blocks, processor, products, symmetric, triangular
+from mergekit_ace.algebra import linalg
 
-# all that is of one size whatever the matrix, on the scale of these small ones
-blocks.BLOCK_ENTRIES = products.BLOCK_ENTRIES = 2**16
-symmetric.FACTOR_SIZE = symmetric.PRODUCT_SIZE = symmetric.ONEDNN_SIZE = 64
-triangular.LEAF = triangular.MANY = 64
-rows, columns, experts, refined, onednn = (int(argument) for argument in sys.argv[1:])
-processor.mkl_is_slow = lambda: bool(onednn)
+linalg.BLOCK_ENTRIES = 2**16  # on the scale of these small matrices
+linalg.LARGEST_BLOCK = 2**18
+rows, columns, experts, refined = (int(argument) for argument in sys.argv[1:])
 
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -48,7 +45,7 @@ merged, record = merge_matrix(base, members, options=options)
 assert record.precision == "float32", record
 side = rows * experts if record.form == "dual" else columns
 result = merged.numel() * merged.element_size()
-few = 6 * 4 * blocks.block_entries(rows * columns)
+few = 6 * 4 * linalg.block_entries(rows * columns)
 few += 2**21  # and what the BLAS packs matrices into
 used = status("VmHWM") - before - result - few
 print(record.form, used / (4 * max(side**2, rows * columns)))
@@ -58,7 +55,6 @@ print(record.form, used / (4 * max(side**2, rows * columns)))
 @pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's account of peak memory"
 )
-@pytest.mark.parametrize("onednn", [0, 1], ids=["mkl", "onednn"])
 @pytest.mark.parametrize("refined", [0, 1], ids=["homogeneous", "heterogeneous"])
 @pytest.mark.parametrize(
     ("shape", "experts", "forms"),
@@ -70,14 +66,14 @@ print(record.form, used / (4 * max(side**2, rows * columns)))
         ((300, 1400), 8, {"primal", "lean"}),
     ],
 )
-def test_four_matrices(shape, experts, forms, refined, onednn):
+def test_four_matrices(shape, experts, forms, refined):
     environment = {
         **os.environ,
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_TRIM_THRESHOLD_": "0",
         "PYTHONPATH": str(Path(__file__).parents[1]),
     }
-    command = [sys.executable, "-c", PROGRAM, *map(str, (*shape, experts, refined, onednn))]
+    command = [sys.executable, "-c", PROGRAM, *map(str, (*shape, experts, refined))]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     form, matrices = output.stdout.split()
     assert form in forms

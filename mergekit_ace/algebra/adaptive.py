@@ -7,13 +7,11 @@ task vectors -> heterogeneity -> covariance sums -> closed form -> spectrum -> a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.choose import Form, choose_forms, first_success, solve
-from mergekit_ace.algebra.closed_form import tolerance
+from mergekit_ace.algebra.choose import Attempt, choose_attempts, first_success, solve
 from mergekit_ace.algebra.covariance import estimate_covariances
 from mergekit_ace.algebra.layouts import by_layout, resolve_layout
 from mergekit_ace.algebra.linalg import full_precision
@@ -25,7 +23,7 @@ from mergekit_ace.algebra.records import (
     TensorRecord,
     show,
 )
-from mergekit_ace.algebra.spectrum import WeakDirectionsError, isotropic_component
+from mergekit_ace.algebra.refinement import refine
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     Heterogeneity,
@@ -33,23 +31,24 @@ from mergekit_ace.algebra.task_vectors import (
     merge_mean,
     merge_trivial,
     select_active,
-    squared_norm,
 )
 
 
-class _NarrowError(Exception):
-    """The refinement needs more digits than a narrow solve has left; a wide one may do."""
-
-
 @dataclass(frozen=True)
-class _Plan:
-    """Step 1's decisions for one matrix."""
+class Branch:
+    """What step 1 decides for one matrix.
+
+    Attributes:
+        statistics: both measures of heterogeneity.
+        heterogeneous: whether the chosen one exceeds the threshold.
+        normalized: whether covariances are divided by their traces.
+        rank: k of the refinement; 0 without.
+    """
 
     statistics: Heterogeneity
     heterogeneous: bool
     normalized: bool
-    rank: int  # of the refinement; 0: none
-    forms: list[Form]
+    rank: int
 
 
 def merge_tensor(
@@ -62,6 +61,7 @@ def merge_tensor(
     *,
     least_memory: bool = False,
     observe: Observer | None = None,
+    attempts: Sequence[Attempt] | None = None,
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor by ACE-Merging.
 
@@ -75,6 +75,7 @@ def merge_tensor(
         coefficients: of the components, T + 1, see `merge_matrix`.
         least_memory: take the form with the least working memory instead of the fastest.
         observe: called for every matrix, see `merge_matrix`.
+        attempts: of every matrix, see `merge_matrix`.
 
     Returns:
         The merged tensor, shaped as `base`, in the compute dtype or wider, and its record. Where no
@@ -95,6 +96,7 @@ def merge_tensor(
             observe,
             coefficients,
             least_memory=least_memory,
+            attempts=attempts,
         )
 
     def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
@@ -115,6 +117,7 @@ def merge_matrix(
     coefficients: Sequence[float] | None = None,
     *,
     least_memory: bool = False,
+    attempts: Sequence[Attempt] | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge the versions of one matrix.
 
@@ -129,6 +132,7 @@ def merge_matrix(
             all: any finite numbers, 1 by default. What is refined is X with all of them at 1. With
             others, and a refinement, the closed form is computed twice.
         least_memory: take the form with the least working memory instead of the fastest.
+        attempts: forms and precisions to try in turn; by default see `choose_attempts`.
 
     Working memory, beside the inputs and the result: at most four float32 matrices of max(i², o·i)
     entries, or in the dual form of max(N², o·i) with N = T·o, whatever T is, and six blocks of
@@ -152,37 +156,30 @@ def merge_matrix(
         return trivial
     if base.shape[0] == 1:  # one row is its own column mean: a vector in the shape of a matrix
         return merge_mean(base, active, options.scale)
-    plan = _plan(active, base.shape, options, least_memory)
+    branch = decide_branch(active, base.shape, options)
+    if attempts is None:
+        attempts = choose_attempts(
+            base.shape, active, refined=branch.rank > 0, least_memory=least_memory
+        )
 
-    def merge(form: Form, dtype: torch.dtype) -> tuple[Tensor, MatrixRecord]:
-        given = (base, active, options, plan, form, dtype, observe, refinement)
-        try:
-            return _merge(*given, narrow=True)
-        except _NarrowError:
-            pass  # another `try`, or what it has computed would stay in memory
-        return _merge(*given, narrow=False)
+    def merge(attempt: Attempt) -> tuple[Tensor, MatrixRecord]:
+        return _merge(base, active, options, branch, attempt, observe, refinement)
 
-    return first_success(merge, plan.forms, base.shape, active, refined=plan.rank > 0)
+    return first_success(attempts, merge)
 
 
-def _plan(
-    active: ActiveExperts, shape: Sequence[int], options: AceOptions, least_memory: bool
-) -> _Plan:
+def decide_branch(active: ActiveExperts, shape: Sequence[int], options: AceOptions) -> Branch:
+    """Take step 1: how much do the experts differ in scale, and what follows from it (Eq. 7)?"""
     statistics = measure_heterogeneity(active.tau)
     value = statistics.gamma if options.heterogeneity == "gamma" else statistics.log_variance
     heterogeneous = value > options.heterogeneity_threshold
     switch = {"auto": heterogeneous, "always": True, "never": False}
     rank = int(options.rank_fraction * min(shape))
-    rank = rank if switch[options.spectral_refinement] else 0
-    rows, columns = shape
-    return _Plan(
+    return Branch(
         statistics=statistics,
         heterogeneous=heterogeneous,
         normalized=switch[options.adaptive_normalization],
-        rank=rank,
-        forms=choose_forms(
-            rows, columns, len(active.experts), refined=rank > 0, least_memory=least_memory
-        ),
+        rank=rank if switch[options.spectral_refinement] else 0,
     )
 
 
@@ -190,56 +187,50 @@ def _merge(
     base: Tensor,
     active: ActiveExperts,
     options: AceOptions,
-    plan: _Plan,
-    form: Form,
-    dtype: torch.dtype,
+    branch: Branch,
+    attempt: Attempt,
     observe: Observer | None,
     refinement: float,
-    narrow: bool,
 ) -> tuple[Tensor, MatrixRecord]:
-    """Steps 2 to 6 with products, factor and solve in `dtype`; `narrow` as in `Covariances`."""
+    """Take steps 2 to 6 in one form and precision.
+
+    Raises:
+        IllConditionedError: they have too few digits.
+    """
     covariances = estimate_covariances(
-        base, active, options, normalized=plan.normalized, dtype=dtype
+        base, active, options, normalized=branch.normalized, dtype=attempt.dtype
     )
-    covariances = replace(covariances, narrow=narrow)
     if not covariances.tasks:  # every expert moved all its rows alike
         return merge_mean(base, active, options.scale)
-    prior, refined = options.structural_prior, plan.rank > 0
+    prior, refined = options.structural_prior, branch.rank > 0
     weighted = any(task.coefficient != 1 for task in covariances.tasks)
-    solution = solve(covariances, form, prior=prior, refined=refined and not weighted)
-    merged, sigma_iso = solution.merged, None
+    solution = solve(covariances, attempt.form, prior=prior, refined=refined and not weighted)
+    merged, strength = solution.merged, None
     show(observe, "closed form", merged, covariances.unit)
     if refined:
         plain = solution
         if weighted:
-            plain = solve(covariances.unweighted(), form, prior=prior, refined=True)
-        assert plain.target is not None
-        size = squared_norm(plain.merged) ** 0.5
-        error = plain.error * size if dtype == torch.float32 else 0.0
-        allowed = tolerance(plain.condition) * size
-        try:
-            component, strength = isotropic_component(plain.target, plan.rank, error, allowed)
-        except WeakDirectionsError as weak:
-            raise _NarrowError if plain.narrow else weak from None
-        merged.add_(component, alpha=refinement)
-        sigma_iso = strength * covariances.unit
+            plain = solve(covariances.unweighted(), attempt.form, prior=prior, refined=True)
+        component = refine(plain, branch.rank)
+        merged.add_(component.matrix, alpha=refinement)
+        strength = component.strength * covariances.unit
         show(observe, "refined", merged, covariances.unit)
     record = MatrixRecord(
         rule="ace",
         weight=active.spread(active.weights, 0.0),
         tau=active.all_tau,
-        gamma=plan.statistics.gamma,
-        log_variance=plan.statistics.log_variance,
+        gamma=branch.statistics.gamma,
+        log_variance=branch.statistics.log_variance,
         statistic=options.heterogeneity,
         threshold=options.heterogeneity_threshold,
-        heterogeneous=plan.heterogeneous,
-        normalized=plan.normalized,
-        refined=plan.rank > 0,
+        heterogeneous=branch.heterogeneous,
+        normalized=branch.normalized,
+        refined=refined,
         epsilon=active.spread(covariances.epsilon, None),
-        rank=plan.rank,
-        sigma_iso=sigma_iso,
-        form=form,
+        rank=branch.rank,
+        sigma_iso=strength,
+        form=attempt.form,
         condition=solution.condition,
-        precision=str(dtype).removeprefix("torch."),
+        precision=str(attempt.dtype).removeprefix("torch."),
     )
     return merged.mul_(options.scale * covariances.unit).add_(base), record

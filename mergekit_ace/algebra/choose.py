@@ -15,7 +15,6 @@ from mergekit_ace.algebra.dual import solve_dual
 from mergekit_ace.algebra.mixing import solve_lean, solve_tall
 from mergekit_ace.algebra.primal import solve_primal, through_gram
 from mergekit_ace.algebra.records import Form, MatrixRecord
-from mergekit_ace.algebra.spectrum import WeakDirectionsError
 from mergekit_ace.algebra.task_vectors import ActiveExperts
 
 # Operations that take as long as a byte from memory. Two cores of a server do 200 Gflop/s and
@@ -39,12 +38,12 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """In operations."""
+        """All of it in operations."""
         return self.operations + OPERATIONS_PER_BYTE * self.bytes
 
 
 def primal_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
-    """Of the (i, i) system, for T matrices (o, i) in a dtype of `itemsize` bytes."""
+    """Count the (i, i) system, for T matrices (o, i) in a dtype of `itemsize` bytes."""
     area, square = rows * columns, columns**2
     gram = through_gram(rows, columns)
     numerator = 2 * area * columns if gram else 4 * area * rows
@@ -57,12 +56,12 @@ def primal_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: in
 
 
 def tall_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
-    """Of the (i, i) system with a mixing matrix per task; float64, of the factor, counts double."""
+    """Count the (i, i) system with a mixing matrix per task; what is in float64 counts double."""
     return _mixing_cost(rows, columns, tasks, refined, itemsize, tasks - 1)
 
 
 def lean_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
-    """Of the same with one mixing matrix at a time."""
+    """Count the same with one mixing matrix at a time."""
     return _mixing_cost(rows, columns, tasks, refined, itemsize, 1)
 
 
@@ -71,7 +70,7 @@ def _mixing_cost(
 ) -> Cost:
     area, square, again = rows * columns, columns**2, max(0, tasks - 1 - kept)
     operations = (tasks + again) * area * columns + (tasks - 1 + refined) * 2 * area * columns
-    operations += 2 * columns**3 / 3 + (tasks - 1) * 2 * columns**3
+    operations += 2 * columns**3 / 3 + (tasks - 1) * 4 * columns**3
     formed = 2 * tasks + again + refined * tasks
     moved = 3 * formed * area + 8 * (tasks + again) * square
     memory = 8 * square + itemsize * max(kept * square, refined * area)
@@ -79,7 +78,7 @@ def _mixing_cost(
 
 
 def dual_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
-    """Of the (N, N) system, N = T·o."""
+    """Count the (N, N) system, N = T·o."""
     area, size = rows * columns, rows * tasks
     operations = size**2 * columns + size**3 / 3 + 2 * size**2 * rows
     operations += (2 + 2 * refined) * size * area
@@ -103,7 +102,7 @@ COSTS: dict[Form, Callable[..., Cost]] = {
 def choose_forms(
     rows: int, columns: int, tasks: int, *, refined: bool, least_memory: bool = False
 ) -> list[Form]:
-    """The forms for a matrix, in the order in which they are to be tried in float32.
+    """Return the forms for a matrix, in the order in which they are to be tried in float32.
 
     Args:
         rows, columns: o and i.
@@ -122,61 +121,74 @@ def choose_forms(
     if least_memory:
         return [min(costs, key=lambda form: costs[form].memory)]
     limit = MATRICES * 4 * columns * max(rows, columns)
-    careful: Form = "tall" if costs["tall"].memory <= limit else "lean"
-    cheapest = min(("primal", careful), key=lambda form: costs[form].total)
+    mixing: Form = "tall" if costs["tall"].memory <= limit else "lean"
+    cheapest = min(("primal", mixing), key=lambda form: costs[form].total)
     if "dual" in costs and costs["dual"].total < costs[cheapest].total:
         return ["dual"]
-    return [careful] if refined or cheapest == careful else ["primal", careful]
+    return [mixing] if refined or cheapest == mixing else ["primal", mixing]
 
 
 SOLVERS = {"primal": solve_primal, "tall": solve_tall, "lean": solve_lean, "dual": solve_dual}
 # Below this many operations float64 costs milliseconds on anything.
 SMALL_SYSTEM = 2**32
 
-Merge = Callable[[Form, torch.dtype], tuple[Tensor, MatrixRecord]]
+Merged = tuple[Tensor, MatrixRecord]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One way to compute a merge.
+
+    Attributes:
+        form: of the closed form.
+        dtype: of products, factor and solve.
+    """
+
+    form: Form
+    dtype: torch.dtype
+
+
+def choose_attempts(
+    shape: Sequence[int], active: ActiveExperts, *, refined: bool, least_memory: bool = False
+) -> list[Attempt]:
+    """Return the ways to merge a matrix, in the order in which they are to be tried.
+
+    Float32 goes first, as long as that keeps enough digits; the last one is always in float64.
+
+    Args:
+        shape: of the matrix, (o, i).
+        active: its experts.
+        refined, least_memory: see `choose_forms`.
+    """
+    rows, columns = shape
+    tasks = len(active.experts)
+    forms = choose_forms(rows, columns, tasks, refined=refined, least_memory=least_memory)
+    exact = Attempt(forms[0], torch.float64)
+    operations = COSTS[forms[0]](rows, columns, tasks, refined).operations
+    if active.dtype != torch.float32 or operations <= SMALL_SYSTEM:
+        return [exact]
+    return [*(Attempt(form, torch.float32) for form in forms), exact]
+
+
+def first_success(attempts: Sequence[Attempt], merge: Callable[[Attempt], Merged]) -> Merged:
+    """Return the merge by the first attempt that keeps enough digits.
+
+    Args:
+        attempts: in the order in which they are to be tried.
+        merge: the merge by one of them.
+
+    Raises:
+        IllConditionedError: not even the last one does.
+    """
+    *others, last = attempts
+    for attempt in others:
+        try:
+            return merge(attempt)
+        except IllConditionedError:
+            pass  # the next attempt keeps more digits; here, or its memory would stay in use
+    return merge(last)
 
 
 def solve(covariances: Covariances, form: Form, *, prior: bool, refined: bool) -> Solution:
-    """The closed form, by one of its forms; see there."""
+    """Solve the closed form in one of its forms; see `solve_primal` and the others."""
     return SOLVERS[form](covariances, prior=prior, refined=refined)
-
-
-def first_success(
-    merge: Merge,
-    forms: Sequence[Form],
-    shape: Sequence[int],
-    active: ActiveExperts,
-    *,
-    refined: bool,
-) -> tuple[Tensor, MatrixRecord]:
-    """The merge by the first form and dtype that keep enough digits.
-
-    Args:
-        merge: by a form and a dtype of products, factor and solve.
-        forms: in the order in which they are to be tried in float32, see `choose_forms`.
-        shape: of the matrix, (o, i).
-        active: its experts.
-        refined: whether a refinement follows.
-
-    Raises:
-        IllConditionedError: even float64 was not enough.
-    """
-    *attempts, last = _attempts(forms, shape, active, refined)
-    for form, dtype in attempts:
-        try:
-            return merge(form, dtype)
-        except (IllConditionedError, WeakDirectionsError):
-            pass  # the next first_success keeps more digits
-    return merge(*last)
-
-
-def _attempts(
-    forms: Sequence[Form], shape: Sequence[int], active: ActiveExperts, refined: bool
-) -> list[tuple[Form, torch.dtype]]:
-    """Forms and dtypes to be tried in turn; the last one is always in float64."""
-    exact: tuple[Form, torch.dtype] = (forms[0], torch.float64)
-    rows, columns = shape
-    operations = COSTS[forms[0]](rows, columns, len(active.experts), refined).operations
-    if active.dtype != torch.float32 or operations <= SMALL_SYSTEM:
-        return [exact]
-    return [*((form, torch.float32) for form in forms), exact]

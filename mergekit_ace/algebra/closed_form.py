@@ -23,21 +23,27 @@ from mergekit_ace.algebra.linalg import add_product_, blocks, cholesky_, solve_
 
 
 class IllConditionedError(ValueError):
-    """A is singular, or so near to it that the solution would be noise, in the dtype at hand.
+    """The digits at hand are not enough: A is singular or nearly so, or the result is too blurred.
 
     Attributes:
-        condition: the estimated condition number; infinite where no factor exists.
+        condition: the estimated condition number of A; infinite where no factor exists.
+        error: the estimated relative error of the result that led to this; None where the
+            condition number alone did.
     """
 
-    def __init__(self, condition: float):
+    def __init__(self, condition: float, error: float | None = None):
         super().__init__(f"the regularised covariance has condition number {condition:.1e}")
         self.condition = condition
+        self.error = error
 
 
 def tolerance(condition: float) -> float:
-    """Relative error of a merged task vector that float32 may have, for a condition number of A.
+    """Return the relative error that float32 may leave in a merged task vector.
 
-    Storing a merged task vector in bfloat16 costs ten times as much (README, `dtype`).
+    Storing a merged task vector in bfloat16 costs ten times as much.
+
+    Args:
+        condition: the condition number of A.
     """
     return max(2e-5, min(2e-7 * condition, 1e-3))
 
@@ -52,41 +58,36 @@ class Solution:
             where it was not asked for.
         condition: estimated condition number of A.
         error: estimated relative error of X and F.
-        narrow: whether part of the error could be had back, see ``Covariances.narrow``.
     """
 
     merged: Tensor
     target: Tensor | None
     condition: float
     error: float
-    narrow: bool = False
 
 
-def factorize(matrix: Tensor, *, careful: bool = False, keep: bool = False) -> Tensor:
-    """The Cholesky factor of a symmetric positive definite matrix, in its place.
+def factorize(matrix: Tensor) -> Tensor:
+    """Overwrite the lower triangle of a symmetric positive definite matrix by its Cholesky factor.
 
     Args:
-        matrix: (n, n), its lower triangle; overwritten by L, matrix = L Lᵀ.
-        careful, keep: as in `cholesky_`.
+        matrix: (n, n), its lower triangle; what is above the diagonal stays, see `cholesky_`.
 
     Raises:
         IllConditionedError: there is no factor.
     """
-    if not cholesky_(matrix, careful=careful, keep=keep):
+    if not cholesky_(matrix):
         raise IllConditionedError(float("inf"))
     return matrix
 
 
-def factorize_within(
-    matrix: Tensor, limit: float, *, careful: bool = False, keep: bool = False
-) -> tuple[Tensor, float]:
-    """What `factorize` does to a matrix of which all is valid, and its condition number.
+def factorize_within(matrix: Tensor, limit: float) -> tuple[Tensor, float]:
+    """Do what `factorize` does to a matrix of which all is valid; return its condition number, too.
 
     Raises:
         IllConditionedError: there is no factor, or the condition number is beyond `limit`.
     """
     largest = largest_eigenvalue(matrix)
-    lower = factorize(matrix, careful=careful, keep=keep)
+    lower = factorize(matrix)
     condition = largest / smallest_eigenvalue(lower)
     if not condition <= limit:  # NaN, too, is no answer
         raise IllConditionedError(condition)
@@ -94,7 +95,7 @@ def factorize_within(
 
 
 def prior_row(lower: Tensor, prior: Tensor) -> Tensor:
-    """q, (i,), with B (A + 1 cᵀ)⁻¹ = Y − (Y 1) qᵀ for Y = B A⁻¹ (Sherman and Morrison).
+    """Return q, (i,), with B (A + 1 cᵀ)⁻¹ = Y − (Y 1) qᵀ for Y = B A⁻¹ (Sherman and Morrison).
 
     c is the mean row of Σ S_t, which commutes with A: 1 + cᵀA⁻¹1 is never below 1.
 
@@ -107,7 +108,9 @@ def prior_row(lower: Tensor, prior: Tensor) -> Tensor:
 
 
 def largest_eigenvalue(*factors: Tensor, steps: int = 5) -> float:
-    """λ_max of a symmetric matrix from power iterations: a lower bound, nearly always above half.
+    """Estimate λ_max of a symmetric matrix from below by power iterations.
+
+    What comes out is nearly always at least half of it.
 
     Args:
         factors: one or more whose product is positive semidefinite, (n, n) each, all of them valid.
@@ -123,7 +126,7 @@ def largest_eigenvalue(*factors: Tensor, steps: int = 5) -> float:
 
 
 def smallest_eigenvalue(lower: Tensor, steps: int = 5) -> float:
-    """λ_min of L Lᵀ from a few inverse iterations: an upper bound, like `largest_eigenvalue`.
+    """Estimate λ_min of L Lᵀ by inverse iterations: from above, like `largest_eigenvalue`.
 
     Args:
         lower: L, (n, n), of which the lower triangle is read.
@@ -137,7 +140,7 @@ def smallest_eigenvalue(lower: Tensor, steps: int = 5) -> float:
 
 
 def inverse_norm(lower: Tensor, probes: int = 8) -> float:
-    """‖(L Lᵀ)⁻¹‖_F/√n, the root mean square eigenvalue of the inverse, from random vectors.
+    """Estimate ‖(L Lᵀ)⁻¹‖_F/√n, the root mean square eigenvalue of the inverse, by random vectors.
 
     Args:
         lower: L, (n, n), of which the lower triangle is read.
@@ -149,7 +152,7 @@ def inverse_norm(lower: Tensor, probes: int = 8) -> float:
 
 
 def inverse_trace(lower: Tensor, probes: int = 8) -> float:
-    """tr (L Lᵀ)⁻¹ from random vectors; arguments as of `inverse_norm`."""
+    """Estimate tr (L Lᵀ)⁻¹ by random vectors; arguments as of `inverse_norm`."""
     sides = _start(lower, probes)
     return max(0.0, float((sides * solve_(sides.clone(), lower)).sum()) / probes)
 
@@ -169,7 +172,7 @@ def complete_(
     prior: Tensor | None,
     residual: tuple[Tensor, Tensor] | None,
 ) -> Tensor | None:
-    """X in the place of Y − C_r, in blocks of rows, and F.
+    """Write X over Y − C_r, in blocks of rows, and return F.
 
     Args:
         covariances: the estimates.
@@ -193,7 +196,7 @@ def complete_(
                 moved = covariances.difference(task, block, first)
                 beyond.sub_(moved, alpha=1 / count)
                 rest.sub_(moved, alpha=task.ridge)
-            add_product_(rest, beyond, system.mT)  # the same; oneDNN needs fewer copies so
+            add_product_(rest, beyond, system)
         part.add_(first)
         if prior is not None:
             part.addr_(part.sum(dim=1), prior, alpha=-1)
@@ -203,7 +206,7 @@ def complete_(
 
 
 def residual_row(covariances: Covariances, system: Tensor, turned: Tensor) -> Tensor:
-    """a, (i,), from A and Σ_{t≠r} S_t (μ_t − μ_r).
+    """Return a, (i,), from A and Σ_{t≠r} S_t (μ_t − μ_r).
 
     A (μ_r − μ̄) has ε̄ μ_r where S (μ_r − μ̄) − ε̄ μ̄ has none.
     """

@@ -3,30 +3,53 @@
 
 Step 4 of ACE-Merging is linear in what stands outside of the covariances: X = Σ_t X_t with the
 components X_t = C_t (S_t + ε_t I)(A + 1 cᵀ)⁻¹. The refinement of step 5 is one more. So
-coefficients can be learned over components as over task vectors.
+coefficients can be learned over components as over task vectors. All of them come out of one
+factorisation, in float64: of A, or, where all task vectors together have fewer rows than columns,
+of K = M Mᵀ + ε̄ I with M = [√s_t C_t]_t.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.adaptive import merge_tensor
+from mergekit_ace.algebra.adaptive import decide_branch, merge_tensor
+from mergekit_ace.algebra.closed_form import (
+    IllConditionedError,
+    factorize,
+    factorize_within,
+    largest_eigenvalue,
+)
+from mergekit_ace.algebra.covariance import Covariances, Task, estimate_covariances
+from mergekit_ace.algebra.layouts import as_matrices, from_matrices
+from mergekit_ace.algebra.linalg import add_gram, blocks, full_precision, mirror, product, solve_
+from mergekit_ace.algebra.primal import through_gram
 from mergekit_ace.algebra.records import AceOptions, FixedLayout
-from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
-from mergekit_ace.algebra.task_vectors import task_vector
+from mergekit_ace.algebra.refinement import isotropic_component
+from mergekit_ace.algebra.relative import (
+    RelativeOptions,
+    estimate_relative,
+    merge_tensor_relative,
+)
+from mergekit_ace.algebra.task_vectors import ActiveExperts, select_active, task_vector
+
+CONDITION_LIMIT = 1e13  # beyond it, even a factor in float64 is noise
+Options = AceOptions | RelativeOptions
 
 
 def split_tensor(
     base: Tensor,
     experts: Sequence[Tensor],
-    options: AceOptions | RelativeOptions,
+    options: Options,
     layout: FixedLayout,
     weights: Sequence[float] | None = None,
 ) -> list[Tensor]:
-    """The components of the merge of one stored tensor; their sum times λ is what is added to W0.
+    """Return the components of the merge of one stored tensor.
+
+    Their sum times λ is what is added to W0.
 
     Args:
         base, experts, weights: see `merge_tensor`.
@@ -40,16 +63,171 @@ def split_tensor(
     Raises:
         IllConditionedError, OverflowError: see `merge_matrix`.
     """
+    options = options.model_copy(update={"scale": 1.0})
+    weights = [1.0] * len(experts) if weights is None else weights
+    if layout in ("mean", "table") or base.numel() == 0:
+        return _split_sum(base, experts, options, layout, weights)
+    views = [as_matrices(tensor, layout) for tensor in (base, *experts)]
+    split = [
+        _split_matrix(matrices[0], matrices[1:], options, weights)
+        for matrices in zip(*views, strict=True)
+    ]
+    return [from_matrices(parts, base.shape, layout) for parts in zip(*split, strict=True)]
+
+
+def _split_sum(
+    base: Tensor,
+    experts: Sequence[Tensor],
+    options: Options,
+    layout: FixedLayout,
+    weights: Sequence[float],
+) -> list[Tensor]:
+    """Split a merge that takes no factorisation: once per component, with all others left out."""
     dtype = torch.promote_types(options.dtype, base.dtype)
     origin = torch.zeros_like(base, dtype=dtype)
     deltas = [task_vector(expert, base, dtype) for expert in experts]
-    options = options.model_copy(update={"scale": 1.0})
-    count = len(experts) + isinstance(options, AceOptions)
+    ace = isinstance(options, AceOptions)
+    merge = merge_tensor if ace else merge_tensor_relative
+    count = len(experts) + ace
+    return [
+        merge(origin, deltas, weights, options, layout, [float(s == t) for s in range(count)])[0]
+        for t in range(count)
+    ]
 
-    def merge(coefficients: Sequence[float]) -> Tensor:
-        given = (origin, deltas, weights, options, layout, coefficients)
-        if isinstance(options, AceOptions):
-            return merge_tensor(*given)[0]
-        return merge_tensor_relative(*given)[0]
 
-    return [merge([float(s == t) for s in range(count)]) for t in range(count)]
+@full_precision()
+def _split_matrix(
+    base: Tensor, experts: Sequence[Tensor], options: Options, weights: Sequence[float]
+) -> list[Tensor]:
+    active = select_active(base, experts, weights, options.dtype)
+    if len(active.experts) < 2 or len(base) == 1:
+        return _split_sum(base, experts, options, "matrix", weights)
+    prior, rank = options.structural_prior, 0
+    if isinstance(options, AceOptions):
+        branch = decide_branch(active, base.shape, options)
+        rank = branch.rank
+        covariances = estimate_covariances(
+            base, active, options, normalized=branch.normalized, dtype=torch.float64
+        )
+    else:
+        covariances, _ = estimate_relative(base, active, options, dtype=torch.float64)
+    if not covariances.tasks:  # every expert moved all its rows alike
+        return _split_sum(base, experts, options, "matrix", weights)
+    parts = _components(covariances, prior=prior, dtype=active.dtype)
+    found = dict(zip(_positions(covariances, active), parts, strict=True))
+    split = [found.get(t, torch.zeros_like(parts[0])) for t in range(len(experts))]
+    if isinstance(options, AceOptions):
+        refinement = torch.zeros_like(parts[0])
+        if rank > 0:
+            target = _residual(covariances)
+            for part in parts:
+                target.add_(part)
+            refinement.copy_(isotropic_component(target, rank).matrix)
+        split.append(refinement)
+    return [part.mul_(covariances.unit) for part in split]
+
+
+def _positions(covariances: Covariances, active: ActiveExperts) -> list[int]:
+    """Return where the tasks stand among all experts; not every active one has an estimate."""
+    places = {id(expert): p for expert, p in zip(active.experts, active.positions, strict=True)}
+    return [places[id(task.expert)] for task in covariances.tasks]
+
+
+def _components(covariances: Covariances, *, prior: bool, dtype: torch.dtype) -> list[Tensor]:
+    """Return X_t of every task, (o, i), in units of ``covariances.unit``."""
+    rows, columns = covariances.shape
+    if rows * len(covariances.tasks) < columns:
+        return _through_rows(covariances, prior, dtype)
+    return _through_columns(covariances, prior, dtype)
+
+
+def _through_columns(covariances: Covariances, prior: bool, dtype: torch.dtype) -> list[Tensor]:
+    """Return the components by a factor of A, (i, i)."""
+    rows, columns = covariances.shape
+    system = covariances.new(columns, columns)
+    for task in covariances.tasks:
+        covariances.add_estimate(system, task)
+    common = mirror(system).mean(dim=0) / covariances.mean_tau
+    system.diagonal().add_(covariances.ridge)
+    lower, _ = factorize_within(system, CONDITION_LIMIT)
+    inverse = solve_(common[None].clone(), lower).squeeze(0)  # A⁻¹c
+    parts = []
+    for task in covariances.tasks:
+        part, estimate = covariances.new(rows, columns, dtype=dtype), _Estimate(covariances, task)
+        for block in blocks(rows, columns):
+            centred = task.centred(block)
+            found = solve_(estimate.times(centred).add_(centred, alpha=task.ridge), lower)
+            part[block] = _with_prior(found, inverse) if prior else found
+        parts.append(part)
+    return parts
+
+
+def _through_rows(covariances: Covariances, prior: bool, dtype: torch.dtype) -> list[Tensor]:
+    """Return the components by a factor of K, (N, N): X_t = P_t K⁻¹ M as in `dual`."""
+    rows, columns = covariances.shape
+    if covariances.ridge == 0:
+        raise IllConditionedError(math.inf)
+    stack = torch.cat([task.centred().mul_(task.scale**0.5) for task in covariances.tasks])
+    size = len(stack)
+    system = add_gram(covariances.new(size, size), stack)
+    squares = [slice(start, start + rows) for start in range(0, size, rows)]
+    numerators = []
+    for task, own in zip(covariances.tasks, squares, strict=True):
+        numerator = covariances.new(rows, size)
+        numerator[:, own] = mirror(system[own, own].clone())
+        numerator[:, own].diagonal().add_(task.ridge)
+        numerators.append(numerator.div_(task.scale**0.5))
+        if covariances.centred:  # M is zero along the indicator of a task: see `dual`
+            system[own, own] += float(system.trace()) / size / rows
+    system.diagonal().add_(covariances.ridge)
+    condition = largest_eigenvalue(mirror(system)) / covariances.ridge
+    if not condition <= CONDITION_LIMIT:
+        raise IllConditionedError(condition)
+    lower = factorize(system)
+    common = stack.sum(dim=1)[None] / (columns * covariances.mean_tau)
+    inverse = (solve_(common, lower) @ stack).squeeze(0)  # A⁻¹c
+    parts = []
+    for numerator in numerators:
+        found = product(solve_(numerator, lower), stack)
+        parts.append((_with_prior(found, inverse) if prior else found).to(dtype))
+    return parts
+
+
+def _with_prior(rows: Tensor, inverse: Tensor) -> Tensor:
+    """Turn rows of B A⁻¹ into those of B (A + 1 cᵀ)⁻¹, in place, with A⁻¹c (`prior_row`)."""
+    return rows.addr_(rows.sum(dim=1), inverse / (1 + inverse.sum()), alpha=-1)
+
+
+class _Estimate:
+    """Products with S_t, (i, i), through whichever square is the smaller one."""
+
+    def __init__(self, covariances: Covariances, task: Task):
+        self._scale, self._matrix, self._rows = task.scale, None, None
+        if through_gram(*covariances.shape):
+            empty = covariances.new(covariances.shape[1], covariances.shape[1])
+            self._matrix = mirror(covariances.add_estimate(empty, task))
+        else:
+            self._rows = task.centred()
+
+    def times(self, left: Tensor) -> Tensor:
+        """Return L S_t, (m, i), for L, (m, i)."""
+        if self._matrix is not None:
+            return product(left, self._matrix)
+        assert self._rows is not None
+        return product(product(left, self._rows.mT).mul_(self._scale), self._rows)
+
+
+def _residual(covariances: Covariances) -> Tensor:
+    """Return R = Σ_t (Δ_t − D/T) S_t − ε̄ D/T with D = Σ_t Δ_t, (o, i), in the unit of F."""
+    rows, columns = covariances.shape
+    count = len(covariances.tasks)
+    total = covariances.new(rows, columns)
+    for turn, task in enumerate(covariances.tasks):
+        estimate = _Estimate(covariances, task)
+        for block in blocks(rows, columns):
+            deltas = [other.centred(block).add_(other.mean) for other in covariances.tasks]
+            mean = sum(deltas) / count
+            total[block] += estimate.times(deltas[turn] - mean)
+            if turn == 0:
+                total[block].sub_(mean, alpha=covariances.ridge)
+    return total.mul_(covariances.covariance_unit)

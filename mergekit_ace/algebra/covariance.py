@@ -84,8 +84,6 @@ class Covariances:
         mean_tau: mean_t τ_t of the original task vectors where S_t is normalised, by which the
             structural prior is divided (Eq. 13); otherwise 1.
         centred: whether the column means are taken out of the task vectors.
-        narrow: whether the mixing matrices may be solved for in the dtype of the products where
-            that seems to do, see `mixing`.
     """
 
     tasks: tuple[Task, ...]
@@ -95,7 +93,6 @@ class Covariances:
     epsilon: tuple[float, ...]
     mean_tau: float
     centred: bool = True
-    narrow: bool = True
     _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def unweighted(self) -> Covariances:
@@ -138,15 +135,15 @@ class Covariances:
         part = task.centred(block, out=self.buffer("task", *first.shape))
         return _times(part, task.coefficient).sub_(first)
 
-    def add_estimate(self, total: Tensor, task: Task, *, careful: bool = False) -> Tensor:
-        """total += S_t, (i, i), in the lower triangle; `careful` as in `add_product_`."""
+    def add_estimate(self, total: Tensor, task: Task) -> Tensor:
+        """Add S_t, (i, i), to a lower triangle."""
         if task.gram is not None:
             return total.add_(task.gram, alpha=task.scale)
         rows, columns = self.shape
         for block in blocks(rows, columns):
             room = self.buffer("task", block.stop - block.start, columns)
             centred = task.centred(block, out=room)
-            add_gram(total, centred.mT, task.scale, careful=careful)
+            add_gram(total, centred.mT, task.scale)
         return total
 
     @property

@@ -37,7 +37,7 @@ CONDITION_LIMIT = {torch.float32: 1e7, torch.float64: 1e14}
 
 
 def solve_dual(covariances: Covariances, *, prior: bool, refined: bool) -> Solution:
-    """X, and with `refined` F, from the (N, N) system.
+    """Solve the (N, N) system for X, and with `refined` for F.
 
     Needs memory for an (N, N) and an (o, N) matrix beside X; with `refined` another (o, N), and F.
 
@@ -53,23 +53,20 @@ def solve_dual(covariances: Covariances, *, prior: bool, refined: bool) -> Solut
     merged, target, condition, growth, spread = _coefficients(covariances, prior, refined)
     merged, target = _expand(covariances, merged, target)
     size = squared_norm(merged) ** 0.5 or math.inf  # all coefficients may be 0
-    error = _error(growth / size, spread / size, condition, rounding(merged))
+    error = _error(growth / size, spread / size, condition, rounding(merged.dtype))
     if error > tolerance(condition):
         raise IllConditionedError(condition)
     return Solution(merged, target, condition, error)
 
 
 def _error(growth: float, spread: float, condition: float, unit: float) -> float:
-    """Estimated relative error of X.
+    """Estimate the relative error of X.
 
     A rounding error E of K moves X by P K⁻¹ E K⁻¹M. That is at most u ‖P K⁻¹‖ ‖K‖ ‖K⁻¹M‖, with
     ‖K⁻¹M‖ ≤ 1/(2√ε̄); and if the entries of E are independent, and N large, it is about
     ‖E‖_F/N ‖P K⁻¹‖_F ‖K⁻¹M‖_F, which is far less, the lesser part by which P is rounded included
-    in √o. Over families of five kinds with N from 96 to 3072, condition numbers up to 1e7 and
-    errors from 1e-7 to 1, the estimate was between 0.8 of the error and 100 times it (at low rank,
-    where next to nothing is lost, more). It tells where the form keeps its digits (task vectors of
-    low rank, or nearly orthogonal) from where it does not (near-duplicates in different scales:
-    P K⁻¹ grows).
+    in √o. It tells where the form keeps its digits (task vectors of low rank, or nearly orthogonal)
+    from where it does not (near-duplicates in different scales: P K⁻¹ grows).
 
     Args:
         growth: ‖P K⁻¹‖_F ‖M‖ / ‖X‖_F.
@@ -83,7 +80,7 @@ def _error(growth: float, spread: float, condition: float, unit: float) -> float
 def _coefficients(
     covariances: Covariances, prior: bool, refined: bool
 ) -> tuple[Tensor, Tensor | None, float, float, float]:
-    """X and F in terms of the C_t, (o, N) each, A's condition; growth and spread, see `_error`.
+    """Return X and F in terms of the C_t, (o, N) each, A's condition, growth and spread (`_error`).
 
     The latter two still times ‖X‖_F.
     """
@@ -95,7 +92,7 @@ def _coefficients(
     residual = _residual(covariances, grid, sides) if refined else None
     _system(covariances, grid)
     size = grid.squared_norm() ** 0.5 / len(products)
-    lower = factorize(products)
+    lower = factorize(products).tril_()
     # A has more columns than M has rows: its smallest eigenvalue is ε̄
     largest = largest_eigenvalue(lower, lower.mT)
     condition = largest / covariances.ridge
@@ -112,12 +109,12 @@ def _coefficients(
 
 
 def _roots(covariances: Covariances) -> list[float]:
-    """√s_t per task."""
+    """Return √s_t per task."""
     return [math.sqrt(task.scale) for task in covariances.tasks]
 
 
 def _stack(covariances: Covariances, columns: slice) -> Tensor:
-    """[C_t]_t in some columns, (N, n)."""
+    """Return [C_t]_t in some columns, (N, n), in a buffer."""
     rows, _ = covariances.shape
     size = rows * len(covariances.tasks)
     stack = covariances.buffer("stack", size, columns.stop - columns.start)
@@ -127,7 +124,7 @@ def _stack(covariances: Covariances, columns: slice) -> Tensor:
 
 
 def _products(covariances: Covariances) -> tuple[Tensor, Tensor]:
-    """[C_s C_tᵀ]_{st}, (N, N), in the lower triangle, and [C_s 1, C_s μ_1, …, C_s μ_T]_s."""
+    """Return [C_s C_tᵀ]_{st}, (N, N), its lower triangle, and [C_s 1, C_s μ_1, …, C_s μ_T]_s."""
     rows, columns = covariances.shape
     size = rows * len(covariances.tasks)
     means = [task.mean for task in covariances.tasks]
@@ -168,7 +165,7 @@ class _Grid:
 
 
 def _numerator(covariances: Covariances, grid: _Grid) -> Tensor:
-    """P, (o, N)."""
+    """Return P, (o, N)."""
     rows, _ = covariances.shape
     reference = covariances.reference
     left = covariances.new(rows, rows * grid.count)
@@ -185,7 +182,7 @@ def _numerator(covariances: Covariances, grid: _Grid) -> Tensor:
 
 
 def _residual(covariances: Covariances, grid: _Grid, sides: Tensor) -> Tensor:
-    """The coefficients of R over the C_t, (o, N), but for its part −ε̄ 1 μ̄ᵀ; in the unit of F."""
+    """Return R in terms of the C_t, (o, N), but for its part −ε̄ 1 μ̄ᵀ; in the unit of F."""
     rows, _ = covariances.shape
     left = covariances.new(rows, rows * grid.count)
     for t, task in enumerate(covariances.tasks):
@@ -199,7 +196,7 @@ def _residual(covariances: Covariances, grid: _Grid, sides: Tensor) -> Tensor:
 
 
 def _system(covariances: Covariances, grid: _Grid) -> None:
-    """K in the place of the products.
+    """Write K over the products.
 
     Where they are centred, the rows of C_t sum to zero, so K is as small as the ridge along the
     indicator of every task, and M is zero there. K may be anything in these directions: it is given
@@ -219,7 +216,7 @@ def _system(covariances: Covariances, grid: _Grid) -> None:
 
 
 def _finish(covariances: Covariances, lower: Tensor, left: Tensor, ones: Tensor | None) -> None:
-    """The coefficients of X over the C_t, (o, N), in the place of P K⁻¹.
+    """Write the coefficients of X over the C_t, (o, N), over P K⁻¹.
 
     Args:
         ones: [C_t 1]_t, (N,), for the structural prior.
@@ -241,7 +238,7 @@ def _finish(covariances: Covariances, lower: Tensor, left: Tensor, ones: Tensor 
 def _expand(
     covariances: Covariances, left: Tensor, target_left: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """X and F from their coefficients, in blocks of columns."""
+    """Return X and F from their coefficients, in blocks of columns."""
     rows, columns = covariances.shape
     merged = covariances.new(rows, columns)
     target = covariances.new(rows, columns) if target_left is not None else None

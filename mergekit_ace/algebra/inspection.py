@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.adaptive import merge_matrix
-from mergekit_ace.algebra.directions import Spectrum, leading_directions, leading_spectrum
 from mergekit_ace.algebra.layouts import as_matrices
 from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.records import AceOptions, FixedLayout, MatrixRecord, Stage
+from mergekit_ace.algebra.spectrum import Directions, leading_directions
 from mergekit_ace.algebra.task_vectors import merge_mean, select_active, squared_norm, task_vector
 
 # A histogram reaches from −REACH to REACH root mean squares of all task vectors of the tensor.
@@ -120,11 +120,11 @@ def compare_subspaces(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtyp
     left, right, ranks, largest = [], [], [], []
     for expert in experts:
         delta = task_vector(expert, base, dtype)
-        outputs, values, inputs = leading_directions(delta, size)
-        largest.append(float(values[0]))
+        found = leading_directions(delta, size)
+        largest.append(float(found.values[0]))
         ranks.append(squared_norm(delta) / largest[-1] ** 2 if largest[-1] else None)
-        left.append(outputs.to(torch.float32))
-        right.append(inputs.to(torch.float32))
+        left.append(found.left.to(torch.float32))
+        right.append(found.right.to(torch.float32))
 
     def overlap(bases: list[Tensor]) -> PairTable:
         def of(s: int, t: int) -> float:
@@ -273,11 +273,11 @@ def _inspect_matrix(
     *,
     closely: bool,
 ) -> MatrixInspection:
-    spectra: dict[Stage, Spectrum] = {}
+    spectra: dict[Stage, tuple[Directions, float]] = {}
     leading = math.ceil(LEADING * min(base.shape))
 
     def observe(stage: Stage, merged: Tensor) -> None:
-        spectra[stage] = leading_spectrum(merged, leading)
+        spectra[stage] = leading_directions(merged, leading), squared_norm(merged)
 
     # Only the record: the merged matrix is not kept while the next things are looked at.
     observer = observe if closely else None
@@ -290,18 +290,24 @@ def _inspect_matrix(
     return MatrixInspection(record, subspaces, _spectrum(spectra, leading))
 
 
-def _spectrum(spectra: dict[Stage, Spectrum], leading: int) -> MergedSpectrum:
-    before = spectra["closed form"]
-    after = spectra.get("refined", before)
+def _spectrum(spectra: dict[Stage, tuple[Directions, float]], leading: int) -> MergedSpectrum:
+    before, energy_before = spectra["closed form"]
+    after, energy_after = spectra.get("refined", spectra["closed form"])
     alignment = None
     if after is not before:
-        cosines = (before.vectors * after.vectors).sum(dim=0).abs().clamp(max=1)
-        alignment = tuple(cosines.tolist())
+        wide = before.left.shape[0] <= before.right.shape[0]
+        pair = (before.left, after.left) if wide else (before.right, after.right)
+        alignment = tuple((pair[0] * pair[1]).sum(dim=0).abs().clamp(max=1).tolist())
     return MergedSpectrum(
         leading=leading,
         before=tuple(before.values.tolist()),
         after=tuple(after.values.tolist()),
-        share_before=before.share,
-        share_after=after.share,
+        share_before=_share(before, energy_before),
+        share_after=_share(after, energy_after),
         alignment=alignment,
     )
+
+
+def _share(directions: Directions, energy: float) -> float:
+    """Share of the energy in the leading values, 0 to 1."""
+    return min(1.0, float(directions.values.square().sum()) / energy) if energy else 0.0

@@ -76,7 +76,7 @@ def by_layout(
         records.append(record)
     merged = base
     if any(record.rule != "base" for record in records):
-        merged = _from_matrices(parts, base.shape, layout)
+        merged = from_matrices(parts, base.shape, layout)
     return merged, TensorRecord(tuple(base.shape), layout, tuple(records))
 
 
@@ -89,7 +89,7 @@ def as_matrices(tensor: Tensor, layout: FixedLayout) -> tuple[Tensor, ...]:
     return tensor.reshape(-1, *tensor.shape[-2:]).unbind(0)
 
 
-def _from_matrices(parts: Sequence[Tensor], shape: torch.Size, layout: FixedLayout) -> Tensor:
+def from_matrices(parts: Sequence[Tensor], shape: torch.Size, layout: FixedLayout) -> Tensor:
     """The inverse of `as_matrices`; the parts may differ in dtype, the widest one wins."""
     widest = parts[0].dtype
     for part in parts[1:]:

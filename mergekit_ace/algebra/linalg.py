@@ -1,54 +1,282 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products, symmetric products, Cholesky factors and solves of large matrices, in place."""
+"""Products, symmetric products, Cholesky factors and solves of large matrices, in place.
+
+On a CPU all of them are SciPy's BLAS and LAPACK, elsewhere torch's. torch leaves a CPU's work to
+MKL, which takes up to twice as long on other makers' processors, and neither factors in place nor
+halves the work of a symmetric product (`examples/benchmark/kernels.py --libraries` compares them).
+"""
 
 from __future__ import annotations
 
 import functools
-import platform
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 
 import torch
+from scipy.linalg import get_blas_funcs, get_lapack_funcs
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
 # 4 MiB in float32, at which products of blocks run at nine tenths of their speed, and 16 MiB.
 BLOCK_ENTRIES = 2**20
-LARGEST = 4
+LARGEST_BLOCK = 4 * BLOCK_ENTRIES
+# Rows of a symmetric product that torch, which has none, forms at once up to the diagonal.
+GRAM_ROWS = 512
 
 
 def block_entries(entries: int) -> int:
-    """Entries of a block of a matrix that has so many: an eighth, within bounds."""
-    return min(max(BLOCK_ENTRIES, entries // 8), LARGEST * BLOCK_ENTRIES)
+    """Return how many entries of a matrix with so many are worked on at once: an eighth, or so."""
+    return min(max(BLOCK_ENTRIES, entries // 8), LARGEST_BLOCK)
 
 
-def blocks(length: int, width: int) -> Iterator[slice]:
-    """Slices of 0…length, each of about `block_entries` entries.
+def blocks(length: int, width: int, entries: int | None = None) -> Iterator[slice]:
+    """Iterate over slices of 0…length, so that a large matrix never exists twice.
 
     Args:
         length: how many items.
         width: entries of one.
+        entries: of a block; by default see `block_entries`.
     """
-    step = max(1, block_entries(length * width) // max(1, width))
+    entries = block_entries(length * width) if entries is None else entries
+    step = max(1, entries // max(1, width))
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
 
 
-_LOCK = threading.Lock()  # the switches are global; --multi-gpu merges tensors side by side
-_saved: list[str] = []
+def rounding(dtype: torch.dtype) -> float:
+    """Return the unit roundoff of a dtype, in which errors of products are measured.
+
+    Over 256 to 8192 summands the relative error of a product of random matrices, in the Frobenius
+    norm, is two to six units.
+    """
+    return torch.finfo(dtype).eps / 2
+
+
+class Torch:
+    """The operations below by torch, on whatever device the tensors are."""
+
+    @staticmethod
+    def add_product_(total: Tensor, left: Tensor, right: Tensor, alpha: float) -> None:
+        total.addmm_(left, right, alpha=alpha)
+
+    @staticmethod
+    def set_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+        total.copy_(left @ right)
+
+    @staticmethod
+    def add_gram(total: Tensor, factor: Tensor, alpha: float) -> None:
+        for rows in blocks(len(total), 1, GRAM_ROWS):
+            total[rows, : rows.stop].addmm_(factor[rows], factor[: rows.stop].mT, alpha=alpha)
+
+    @staticmethod
+    def cholesky_(matrix: Tensor) -> bool:
+        factor, info = torch.linalg.cholesky_ex(matrix)
+        for rows in blocks(len(matrix), 1, GRAM_ROWS):
+            matrix[rows, : rows.start] = factor[rows, : rows.start]
+            matrix[rows, rows] = factor[rows, rows].tril() + matrix[rows, rows].triu(1)
+        return int(info) == 0
+
+    @staticmethod
+    def solve_(rows: Tensor, lower: Tensor) -> None:
+        solve = torch.linalg.solve_triangular
+        solve(lower.mT, rows, upper=True, left=False, out=rows)
+        solve(lower, rows, upper=False, left=False, out=rows)
+
+
+class SciPy:
+    """The operations below by SciPy's BLAS and LAPACK, on a CPU; no factor or result is empty."""
+
+    @staticmethod
+    def add_product_(total: Tensor, left: Tensor, right: Tensor, alpha: float) -> None:
+        if total.is_contiguous() or total.mT.is_contiguous():
+            _multiply(left, right, total, alpha, beta=1.0)
+        else:
+            total.add_(product(left, right), alpha=alpha)
+
+    @staticmethod
+    def set_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+        if total.is_contiguous() or total.mT.is_contiguous():
+            _multiply(left, right, total, 1.0, beta=0.0)
+        else:
+            total.copy_(product(left, right))
+
+    @staticmethod
+    def add_gram(total: Tensor, factor: Tensor, alpha: float) -> None:
+        (syrk,) = _blas("syrk", total.dtype)
+        given, transposed = _column_major(factor)
+        out = _turned(total)
+        made = syrk(alpha, given, beta=1.0, c=out, trans=transposed, lower=0, overwrite_c=1)
+        assert made.ctypes.data == out.ctypes.data
+
+    @staticmethod
+    def cholesky_(matrix: Tensor) -> bool:
+        (potrf,) = _lapack("potrf", matrix.dtype)
+        out = _turned(matrix)
+        made, info = potrf(out, lower=0, clean=0, overwrite_a=1)
+        assert made.ctypes.data == out.ctypes.data
+        return info == 0 and bool(matrix.diagonal().isfinite().all())  # NaN is no pivot
+
+    @staticmethod
+    def solve_(rows: Tensor, lower: Tensor) -> None:
+        (potrs,) = _lapack("potrs", rows.dtype)
+        out = _turned(rows)
+        made, _ = potrs(_turned(lower), out, lower=0, overwrite_b=1)
+        assert made.ctypes.data == out.ctypes.data
+
+
+def library(*tensors: Tensor) -> type[SciPy] | type[Torch]:
+    """Return who works on these tensors, all of one device."""
+    on_cpu = tensors[0].device.type == "cpu"
+    return SciPy if on_cpu and all(tensor.numel() for tensor in tensors) else Torch
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) -> Tensor:
+    """Add α·L R to a matrix, in place.
+
+    Equivalent to ``total.addmm_(left, right, alpha=alpha)``.
+
+    Args:
+        total: (m, n), overwritten and returned; any strides. With gaps between its rows and its
+            columns, as in a part of a matrix, the product is formed beside it first.
+        left: L, (m, k), any strides; what has gaps is copied.
+        right: R, (k, n), of the same dtype.
+        alpha: α.
+    """
+    library(total, left, right).add_product_(total, left, right, alpha)
+    return total
+
+
+def set_product_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Write L R over a matrix; arguments as of `add_product_`."""
+    library(total, left, right).set_product_(total, left, right)
+    return total
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return L R, (m, n), in memory of its own; arguments as of `add_product_`."""
+    return set_product_(left.new_empty(left.shape[0], right.shape[1]), left, right)
+
+
+def add_gram(total: Tensor, factor: Tensor, alpha: float = 1.0) -> Tensor:
+    """Add α·F Fᵀ to the lower triangle of a matrix, in place, at half the work of a product.
+
+    Args:
+        total: (n, n), contiguous, overwritten and returned. What is above the diagonal may be
+            anything afterwards, until `mirror` fills it in.
+        factor: F, (n, k).
+        alpha: α.
+    """
+    library(total, factor).add_gram(total, factor, alpha)
+    return total
+
+
+def mirror(matrix: Tensor) -> Tensor:
+    """Copy the lower triangle above the diagonal, in place."""
+    for rows in blocks(len(matrix), 1, GRAM_ROWS):
+        square = matrix[rows, rows].tril_()
+        square.add_(square.tril(-1).mT)
+        matrix[: rows.start, rows] = matrix[rows, : rows.start].mT
+    return matrix
+
+
+def cholesky_(matrix: Tensor) -> bool:
+    """Overwrite the lower triangle of a symmetric positive definite matrix by its Cholesky factor.
+
+    Equivalent to ``torch.linalg.cholesky(matrix)``, but that what is above the diagonal stays as it
+    is: with a copy of the diagonal, the matrix can be had back (`restore_`).
+
+    Args:
+        matrix: (n, n), contiguous, of which the lower triangle is read.
+
+    Returns:
+        Whether there is a factor; where not, `matrix` is lost nevertheless.
+    """
+    return library(matrix).cholesky_(matrix)
+
+
+def restore_(factor: Tensor, diagonal: Tensor) -> Tensor:
+    """Return to a symmetric matrix that `cholesky_` has factored, in place.
+
+    Args:
+        factor: (n, n), with the matrix still above the diagonal; overwritten and returned.
+        diagonal: of the matrix, (n,).
+    """
+    factor.diagonal().copy_(diagonal)
+    mirror(factor.mT)
+    return factor
+
+
+def solve_(rows: Tensor, lower: Tensor) -> Tensor:
+    """Multiply rows by (L Lᵀ)⁻¹ from the right, in place.
+
+    Equivalent to ``rows.copy_(torch.cholesky_solve(rows.mT, lower).mT)``.
+
+    Args:
+        rows: (m, n), contiguous; overwritten and returned.
+        lower: L, (n, n), contiguous, of which the lower triangle is read.
+    """
+    library(rows, lower).solve_(rows, lower)
+    return rows
+
+
+@functools.cache
+def _blas(name: str, dtype: torch.dtype) -> list:
+    return get_blas_funcs([name], dtype=str(dtype).removeprefix("torch."))
+
+
+@functools.cache
+def _lapack(name: str, dtype: torch.dtype) -> list:
+    return get_lapack_funcs([name], dtype=str(dtype).removeprefix("torch."))
+
+
+def _turned(matrix: Tensor):
+    """View a contiguous matrix (m, n) as Fortran has it: the transpose, (n, m), by columns."""
+    return matrix.detach().numpy().T
+
+
+def _column_major(matrix: Tensor) -> tuple:
+    """Return memory that lies by columns, and whether it is the transpose of the matrix."""
+    if matrix.mT.is_contiguous():
+        return matrix.detach().numpy(), False
+    return _turned(matrix.contiguous()), True
+
+
+def _multiply(left: Tensor, right: Tensor, total: Tensor, alpha: float, beta: float) -> None:
+    if not total.mT.is_contiguous():  # Fortran writes totalᵀ = Rᵀ Lᵀ
+        left, right, total = right.mT, left.mT, total.mT
+    (gemm,) = _blas("gemm", total.dtype)
+    first, first_turned = _column_major(left)
+    second, second_turned = _column_major(right)
+    out = total.detach().numpy()
+    made = gemm(
+        alpha, first, second, beta=beta, c=out, overwrite_c=1,
+        trans_a=first_turned, trans_b=second_turned,
+    )  # fmt: skip
+    assert made.ctypes.data == out.ctypes.data
+
+
+# Of all threads that merge: --multi-gpu merges tensors side by side, and the switches are global.
+_LOCK = threading.Lock()
 _users = 0
+_saved: list[str] = []
+_limit: AbstractContextManager | None = None
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Within it, float32 products have float32 factors; afterwards the caller's setting is back."""
-    global _users, _saved
+    """Let float32 products have float32 factors, and SciPy's BLAS as many threads as torch.
+
+    torch may round the factors of a float32 product to TF32 on a GPU, or to bfloat16 on a CPU,
+    where the caller allowed that for training. Ten or seven bits are not enough to invert a
+    covariance. Afterwards the caller's settings are back.
+    """
+    global _users, _saved, _limit
     with _LOCK:
         if _users == 0:
-            _saved = _get()
-            _set(["highest"] if len(_saved) == 1 else ["ieee"] * len(_saved))
+            _saved = _get_precision()
+            _set_precision(["highest"] if len(_saved) == 1 else ["ieee"] * len(_saved))
+            _limit = _controller().limit(limits=torch.get_num_threads(), user_api="blas")
         _users += 1
     try:
         yield
@@ -56,7 +284,14 @@ def full_precision() -> Iterator[None]:
         with _LOCK:
             _users -= 1
             if _users == 0:
-                _set(_saved)
+                _set_precision(_saved)
+                assert _limit is not None
+                _limit.restore_original_limits()
+
+
+@functools.cache
+def _controller() -> ThreadpoolController:
+    return ThreadpoolController()
 
 
 def _backends() -> list:
@@ -66,370 +301,16 @@ def _backends() -> list:
     return [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
 
 
-def _get() -> list[str]:
+def _get_precision() -> list[str]:
     backends = _backends()
     if not backends:
         return [torch.get_float32_matmul_precision()]
     return [backend.fp32_precision for backend in backends]
 
 
-def _set(values: list[str]) -> None:
+def _set_precision(values: list[str]) -> None:
     backends = _backends()
     if not backends:
         torch.set_float32_matmul_precision(values[0])
     for backend, value in zip(backends, values, strict=False):
         backend.fp32_precision = value
-
-
-# As processors name their makers: AMD, and Hygon with the same cores.
-_OTHERS = ("AuthenticAMD", "HygonGenuine")
-
-
-def avoids_mkl(device: torch.device) -> bool:
-    """Whether work on `device` is better left to other libraries than MKL."""
-    return device.type == "cpu" and mkl_is_slow()
-
-
-@functools.cache
-def mkl_is_slow() -> bool:
-    """Whether this is such a processor, and torch multiplies with MKL on it."""
-    return (
-        torch.backends.mkl.is_available()
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and _maker() in _OTHERS
-    )
-
-
-def threads_of_torch() -> AbstractContextManager:
-    """Within it, OpenBLAS takes as many threads as torch: it knows nothing of torch's setting."""
-    return _controller().limit(limits=torch.get_num_threads(), user_api="blas")
-
-
-@functools.cache
-def _controller() -> ThreadpoolController:
-    return ThreadpoolController()
-
-
-def _maker() -> str:
-    """Of the processor, as it says itself; empty where that is not known."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # Windows has it at the end of its description
-        return platform.processor().rpartition(" ")[2]
-    return next((line.split()[-1] for line in lines if line.startswith("vendor_id")), "")
-
-
-# Rounding errors of a product by oneDNN in those of one by MKL, which are 2.4e-7 to 2.8e-7 of the
-# Frobenius norm, over 512 to 8192 summands: 4.1e-7 to 5.8e-7, and 2.9e-7 in runs of 256.
-# In whole solves the latter are up to 1.3 times as large as MKL's.
-LOSS = 2.5
-CAREFUL_LOSS = 1.4
-RUN = 256
-# Rows that are few enough to be added up again and again.
-FEW = 64
-# Operations from which oneDNN is the faster one.
-LARGE = 2**25
-
-
-def add_product_(
-    total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0, *, careful: bool = False
-) -> Tensor:
-    """total += α·L R, in place.
-
-    Working memory, where oneDNN multiplies: a few blocks (see `_tiles`).
-
-    Args:
-        total: (m, n), overwritten and returned; any strides.
-        left: L, (m, k).
-        right: R, (k, n), of the same dtype.
-        alpha: α.
-        careful: with rounding errors as small as MKL's.
-    """
-    if not _by_onednn(left, right):
-        return total.addmm_(left, right, alpha=alpha)
-    if _by_columns(total):
-        add_product_(total.mT, right.mT, left.mT, alpha, careful=careful)
-        return total
-    for inner in runs(left.shape[1]) if careful else _parts(left, right):
-        for rows, columns, part in _tiles(left[:, inner], right[inner]):
-            total[rows, columns].add_(part, alpha=alpha)
-    return total
-
-
-def set_product_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """total ← L R, in place; arguments as of `add_product_`."""
-    if not _by_onednn(left, right):
-        return torch.mm(left, right, out=total)
-    for rows, columns, part in _tiles(left, right):
-        total[rows, columns] = part
-    return total
-
-
-def product(left: Tensor, right: Tensor, *, careful: bool = False) -> Tensor:
-    """L R, (m, n), in memory of its own, by rows or columns; arguments as of `add_product_`."""
-    if not _by_onednn(left, right):
-        return left @ right
-    if _by_columns(left) and (_by_columns(right) or right.numel() < left.numel()):
-        return product(right.mT, left.mT, careful=careful).mT  # L would be copied
-    total = left.new_zeros(left.shape[0], right.shape[1])
-    return add_product_(total, left, right, careful=careful)
-
-
-def rounding(like: Tensor, *, careful: bool = False) -> float:
-    """The unit roundoff by which errors of products of matrices like this one are measured."""
-    unit = torch.finfo(like.dtype).eps / 2
-    if not uses_onednn(like):
-        return unit
-    return unit * (CAREFUL_LOSS if careful else LOSS)
-
-
-def uses_onednn(like: Tensor) -> bool:
-    """Whether large products of matrices like this one go to oneDNN."""
-    return like.dtype == torch.float32 and avoids_mkl(like.device) and _onednn_works()
-
-
-def _by_onednn(left: Tensor, right: Tensor) -> bool:
-    return 2 * left.shape[0] * right.numel() >= LARGE and uses_onednn(left)
-
-
-def _parts(left: Tensor, right: Tensor) -> list[slice]:
-    """Slices of 0…k: of few rows with a large matrix, blocks of the latter that need no copies."""
-    if len(left) > FEW or not right.is_contiguous():
-        return [slice(None)]
-    return list(_strips(*right.shape, 1))
-
-
-def _by_columns(matrix: Tensor) -> bool:
-    """Whether it lies in memory column by column; oneDNN's results come row by row."""
-    return matrix.stride(0) == 1 != matrix.stride(1)
-
-
-def runs(length: int) -> list[slice]:
-    """Slices of 0…length that a careful product sums up by themselves."""
-    return [slice(start, min(start + RUN, length)) for start in range(0, length, RUN)]
-
-
-def _tiles(left: Tensor, right: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """The product in tiles, none of which needs more than a block of either factor or the result.
-
-    What oneDNN copies for a product, into an order of its own or because of gaps between rows,
-    would else be as large as the matrices, in fresh memory every time.
-    """
-    inner = left.shape[1]
-    for columns in _strips(right.shape[1], inner, 64):
-        part = _dense(right[:, columns])
-        for rows in _strips(left.shape[0], max(inner, part.shape[1]), 32):
-            yield rows, columns, _onednn(left[rows], part)
-
-
-def _strips(length: int, width: int, step: int) -> Iterator[slice]:
-    """Slices of 0…length, of one size but for the last, a multiple of `step`."""
-    count = max(1, -(-length * width // BLOCK_ENTRIES))
-    size = max(1, -(-length // (count * step))) * step
-    for start in range(0, length, size):
-        yield slice(start, min(start + size, length))
-
-
-@functools.cache
-def _onednn_works() -> bool:
-    """Whether this version of torch multiplies in the way that `_onednn` asks for."""
-    left, right = torch.eye(64, device="cpu"), torch.arange(4096.0, device="cpu").view(64, 64)
-    try:
-        return torch.equal(_onednn(left, right), right)
-    except (AttributeError, RuntimeError, TypeError):
-        return False
-
-
-def _onednn(left: Tensor, right: Tensor) -> Tensor:
-    """L R, as a layer of weight Rᵀ: the plain products of torch never go to oneDNN in float32."""
-    layer = torch.ops.mkldnn._linear_pointwise
-    return layer(_dense(left), _dense(right).mT, None, "none", [], "")
-
-
-def _dense(matrix: Tensor) -> Tensor:
-    """The matrix, copied if it has gaps, for which oneDNN has only its slow reference code."""
-    if matrix.is_contiguous() or matrix.mT.is_contiguous():
-        return matrix
-    return matrix.contiguous()
-
-
-# Factors that are no longer halved. Held against sizes from 64 to 512, at 2048 and 6144 rows.
-LEAF = 256
-# Rows from which a solve is faster by products of oneDNN, at 512 to 4096 columns.
-MANY = 512
-
-
-def solve_(rows: Tensor, lower: Tensor, *, careful: bool = False) -> Tensor:
-    """rows ← rows (L Lᵀ)⁻¹, in place.
-
-    Equivalent to ``rows.copy_(torch.cholesky_solve(rows.mT, lower).mT)``, which copies L first, to
-    another memory layout: for a block of rows that takes as long as the solve.
-
-    Args:
-        rows: (m, n), contiguous, or its transpose is, which is the faster one where oneDNN
-            multiplies: no parts of it have gaps. Overwritten and returned.
-        lower: L, (n, n), of which the lower triangle is read.
-        careful: with rounding errors as small as MKL's, see `add_product_`.
-    """
-    if len(rows) >= MANY and uses_onednn(rows):
-        return _divide_back_(divide_(rows, lower, careful), lower, careful)
-    solve = torch.linalg.solve_triangular
-    solve(lower.mT, rows, upper=True, left=False, out=rows)
-    return solve(lower, rows, upper=False, left=False, out=rows)
-
-
-def divide_(rows: Tensor, lower: Tensor, careful: bool) -> Tensor:
-    """rows ← rows L⁻ᵀ, in place, without the copies that a solve makes of parts of a matrix.
-
-    Args:
-        rows: (m, n), any strides; overwritten and returned.
-        lower: L, (n, n), of which the lower triangle is read.
-        careful: as in `solve_`.
-    """
-    middle = len(lower) // 2
-    if len(lower) <= LEAF:
-        return _divide_leaf_(rows, lower, transposed=True)
-    first, second = rows[:, :middle], rows[:, middle:]
-    divide_(first, lower[:middle, :middle], careful)
-    add_product_(second, first, lower[middle:, :middle].mT, -1.0, careful=careful)
-    divide_(second, lower[middle:, middle:], careful)
-    return rows
-
-
-def _divide_back_(rows: Tensor, lower: Tensor, careful: bool) -> Tensor:
-    """rows ← rows L⁻¹, in place; arguments as of `divide_`."""
-    middle = len(lower) // 2
-    if len(lower) <= LEAF:
-        return _divide_leaf_(rows, lower, transposed=False)
-    first, second = rows[:, :middle], rows[:, middle:]
-    _divide_back_(second, lower[middle:, middle:], careful)
-    add_product_(first, second, lower[middle:, :middle], -1.0, careful=careful)
-    _divide_back_(first, lower[:middle, :middle], careful)
-    return rows
-
-
-def _divide_leaf_(rows: Tensor, lower: Tensor, *, transposed: bool) -> Tensor:
-    factor = lower.mT if transposed else lower
-    solve = torch.linalg.solve_triangular
-    if rows.mT.is_contiguous():
-        return solve(factor, rows, upper=transposed, left=False, out=rows)
-    dense = rows.contiguous()  # of rows with gaps torch makes slower copies
-    return rows.copy_(solve(factor, dense, upper=transposed, left=False))
-
-
-# Squares on the diagonal that are no longer halved: large enough for full speed. Held against
-# sizes from 64 to 512, at 2048 and 6144 rows.
-PRODUCT_SIZE = 256
-ONEDNN_SIZE = 512  # of products by oneDNN, see `products`
-FACTOR_SIZE = 256
-
-
-def add_gram(total: Tensor, factor: Tensor, alpha: float = 1.0, *, careful: bool = False) -> Tensor:
-    """total += α·F Fᵀ, in the lower triangle.
-
-    Args:
-        total: (n, n), overwritten and returned. Above the diagonal it is undefined afterwards,
-            until `mirror` fills it in.
-        factor: F, (n, k).
-        alpha: α.
-        careful: with rounding errors as small as MKL's, see `add_product_`.
-    """
-    if not uses_onednn(factor):
-        return _add_gram(total, factor, alpha, PRODUCT_SIZE)
-    if factor.is_contiguous() and not careful:
-        return _add_gram(total, factor, alpha, ONEDNN_SIZE)
-    parts = runs(factor.shape[1]) if careful else blocks(factor.shape[1], len(factor))
-    for columns in parts:  # copied here, once, and not in every product
-        _add_gram(total, factor[:, columns].contiguous(), alpha, ONEDNN_SIZE)
-    return total
-
-
-def _add_gram(total: Tensor, factor: Tensor, alpha: float, size: int) -> Tensor:
-    middle = len(total) // 2
-    if len(total) <= size:
-        return add_product_(total, factor, factor.mT, alpha)
-    upper, lower = factor[:middle], factor[middle:]
-    _add_gram(total[:middle, :middle], upper, alpha, size)
-    _add_gram(total[middle:, middle:], lower, alpha, size)
-    add_product_(total[middle:, :middle], lower, upper.mT, alpha)
-    return total
-
-
-def mirror(matrix: Tensor) -> Tensor:
-    """Copy the lower triangle above the diagonal, in place."""
-    for start in range(0, len(matrix), PRODUCT_SIZE):
-        rows = slice(start, start + PRODUCT_SIZE)
-        square = matrix[rows, rows].tril_()
-        square.add_(square.tril(-1).mT)
-        matrix[:start, rows] = matrix[rows, :start].mT
-    return matrix
-
-
-def narrow_(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """A matrix in a narrower dtype, or in its own, in its own memory: `matrix` is lost.
-
-    Args:
-        matrix: (m, n), contiguous.
-        dtype: of at most the bytes of the matrix's.
-    """
-    if matrix.dtype == dtype:
-        return matrix
-    narrow = matrix.view(-1).view(dtype)[: matrix.numel()].view(matrix.shape)
-    for block in blocks(*matrix.shape):  # no row is written to before it was read
-        narrow[block] = matrix[block].to(dtype)
-    return narrow
-
-
-def cholesky_(matrix: Tensor, *, careful: bool = False, keep: bool = False) -> bool:
-    """Overwrite a symmetric positive definite matrix by its lower Cholesky factor.
-
-    Equivalent to ``matrix.copy_(torch.linalg.cholesky(matrix))``.
-
-    Args:
-        matrix: (n, n), of which the lower triangle is read.
-        careful: with rounding errors as small as MKL's, see `add_product_`.
-        keep: leave what is above the `diagonal_squares` as it is, instead of writing zeros there.
-
-    Returns:
-        Whether there is a factor; where not, `matrix` is lost nevertheless.
-    """
-    middle = len(matrix) // 2
-    if len(matrix) <= FACTOR_SIZE:
-        factor, info = torch.linalg.cholesky_ex(matrix)
-        matrix.copy_(factor)
-        return int(info) == 0
-    first, corner = matrix[:middle, :middle], matrix[middle:, :middle]
-    if not cholesky_(first, careful=careful, keep=keep):
-        return False
-    divide_(corner, first, careful)
-    if not keep:
-        matrix[:middle, middle:] = 0
-    rest = add_gram(matrix[middle:, middle:], corner, -1.0, careful=careful)
-    return cholesky_(rest, careful=careful, keep=keep)
-
-
-def diagonal_squares(matrix: Tensor) -> Iterator[Tensor]:
-    """The squares on the diagonal of (n, n) all of which `cholesky_` overwrites: views, in order.
-
-    With copies of them, a matrix that was symmetric can be recovered (`recover_`) from the rest of
-    its upper triangle, while its factor lies in the lower one: two matrices in the memory of one.
-    """
-    middle = len(matrix) // 2
-    if len(matrix) <= max(PRODUCT_SIZE, ONEDNN_SIZE, FACTOR_SIZE):
-        yield matrix
-        return
-    yield from diagonal_squares(matrix[:middle, :middle])
-    yield from diagonal_squares(matrix[middle:, middle:])
-
-
-def recover_(factor: Tensor, squares: Sequence[Tensor]) -> Tensor:
-    """The symmetric matrix that was factored with `keep`, in the place of its factor.
-
-    Args:
-        factor: (n, n), overwritten and returned; narrowed since, perhaps.
-        squares: what the `diagonal_squares` were before.
-    """
-    for place, square in zip(diagonal_squares(factor), squares, strict=True):
-        place.copy_(square)
-    mirror(factor.mT)
-    return factor

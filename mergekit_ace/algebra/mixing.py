@@ -6,10 +6,10 @@ reference r (see `Covariances`)
 
     Y = Σ_t C_t W_t = C_r + Σ_{t≠r} (C_t − C_r) W_t.
 
-All that has o rows is formed, multiplied and forgotten in blocks. A is summed up and factored in
-float64, which is cheap for an (i, i) matrix; the W_t are solved for in float64, too, where float32
-would not do. Two forms differ in what they remember: ``tall`` keeps all S_t, ``lean`` one, whatever
-T is, and forms the others once for A and once more when their turn comes.
+All that has o rows is formed, multiplied and forgotten in blocks. A is summed up and factored, and
+the W_t are solved for, in float64, which is cheap for (i, i) matrices. Two forms differ in what
+they remember: ``tall`` keeps all S_t, ``lean`` one, whatever T is, and forms the others once for A
+and once more when their turn comes.
 """
 
 from __future__ import annotations
@@ -28,31 +28,14 @@ from mergekit_ace.algebra.closed_form import (
     tolerance,
 )
 from mergekit_ace.algebra.covariance import Covariances, Task
-from mergekit_ace.algebra.linalg import (
-    add_product_,
-    blocks,
-    diagonal_squares,
-    mirror,
-    narrow_,
-    recover_,
-    rounding,
-    solve_,
-)
+from mergekit_ace.algebra.linalg import add_product_, blocks, mirror, restore_, rounding, solve_
 from mergekit_ace.algebra.task_vectors import squared_norm
 
 CONDITION_LIMIT = {torch.float32: 1e7, torch.float64: 1e13}
-# The estimated error is this many times as large where the W_t are solved for in the dtype of the
-# products. Over families of five kinds up to this condition number, the error was then at most 0.85
-# of the estimate: it had grown by up to eight times, but only where the estimate is far above it.
-NARROW_LOSS = 2.0
-NARROW_CONDITION = 1e5
-# How much smaller than the tolerance the error then has to be with a refinement: the error of its
-# directions is 1.5 times that of F on most matrices, and ten times where σ_k has a close neighbour.
-REFINED_MARGIN = 3
 
 
 def solve_tall(covariances: Covariances, *, prior: bool, refined: bool) -> Solution:
-    """X, and with `refined` F.
+    """Solve for X, and with `refined` for F.
 
     Needs memory for T − 1 (i, i) matrices, and one in float64, beside X; then, with `refined`, for
     the latter and F.
@@ -70,7 +53,7 @@ def solve_tall(covariances: Covariances, *, prior: bool, refined: bool) -> Solut
 
 
 def solve_lean(covariances: Covariances, *, prior: bool, refined: bool) -> Solution:
-    """The same with memory for one (i, i) matrix in the place of T − 1."""
+    """Solve for the same with memory for one (i, i) matrix in the place of T − 1."""
     return _solve(covariances, prior, refined, kept=1)
 
 
@@ -81,15 +64,9 @@ def _solve(covariances: Covariances, prior: bool, refined: bool, kept: int) -> S
     total, matrices = _covariances(covariances, [reference, *forgotten], remembered)
     common = total.mean(dim=0) / covariances.mean_tau if prior else None
     total.diagonal().add_(covariances.ridge)
-    dtype = reference.mean.dtype
-    squares = [s.to(dtype, copy=True) for s in diagonal_squares(total)] if refined else []
-    lower, condition, error = _factorize(total, reference.mean, keep=refined)
+    diagonal, dtype = total.diagonal().clone(), reference.mean.dtype
+    lower, condition, error = _factorize(total, dtype)
     row = None if common is None else prior_row(lower, common).to(dtype)
-    margin = REFINED_MARGIN if refined else 1
-    narrow = covariances.narrow and dtype != lower.dtype and condition <= NARROW_CONDITION
-    narrow = narrow and margin * NARROW_LOSS * error <= tolerance(condition)
-    if narrow:
-        lower, error = narrow_(lower, dtype), NARROW_LOSS * error
 
     merged, turned = covariances.new(*covariances.shape), covariances.new(covariances.shape[1])
     while remembered:
@@ -99,94 +76,84 @@ def _solve(covariances: Covariances, prior: bool, refined: bool, kept: int) -> S
         _add_products(covariances, merged, remembered, matrices)
         remembered, matrices = forgotten[:1], matrices[:1]
         for task in remembered:
-            mirror(covariances.add_estimate(matrices[0].zero_(), task, careful=True))
+            mirror(covariances.add_estimate(matrices[0].zero_(), task))
         forgotten = forgotten[1:]
-    del total, matrices
+    del matrices
     residual = None
     if refined:
-        system = recover_(narrow_(lower, dtype), squares)
+        system = restore_(lower, diagonal).to(dtype)
         residual = system, residual_row(covariances, system, turned)
+    del total, lower
     target = complete_(covariances, merged, row, residual)
-    return Solution(merged, target, condition, error, narrow)
+    return Solution(merged, target, condition, error)
 
 
 def _covariances(
     covariances: Covariances, forgotten: list[Task], remembered: list[Task]
 ) -> tuple[Tensor, list[Tensor]]:
-    """S in float64, and the S_t that are to be remembered, (i, i)."""
+    """Return S in float64, and the S_t that are to be remembered, (i, i)."""
     columns = covariances.shape[1]
     total = covariances.new(columns, columns, dtype=torch.float64)
     matrices = [covariances.new(columns, columns)]
     for task in forgotten:
-        _widen(total, covariances.add_estimate(matrices[0].zero_(), task, careful=True))
+        _widen(total, covariances.add_estimate(matrices[0].zero_(), task))
     for t, task in enumerate(remembered):
         if t == 0:
             matrices[0].zero_()
         else:
             matrices.append(covariances.new(columns, columns))
-        _widen(total, mirror(covariances.add_estimate(matrices[t], task, careful=True)))
+        _widen(total, mirror(covariances.add_estimate(matrices[t], task)))
     return mirror(total), matrices[: len(remembered)]
 
 
 def _widen(total: Tensor, part: Tensor) -> None:
-    """total += part, lower triangles, in blocks: torch would widen the whole part first."""
+    """Add a lower triangle to that of a wider dtype, in blocks: torch would widen it whole."""
     for block in blocks(*total.shape):
         total[block, : block.stop].add_(part[block, : block.stop])
 
 
-def _factorize(system: Tensor, like: Tensor, *, keep: bool) -> tuple[Tensor, float, float]:
-    """The factor of A in float64, A's condition number, and the estimated error of X.
+def _factorize(system: Tensor, dtype: torch.dtype) -> tuple[Tensor, float, float]:
+    """Return the factor of A, A's condition number, and the estimated error of X.
 
     Args:
         system: A, (i, i), in float64; overwritten.
-        like: a tensor in the dtype of the products.
-        keep: as in `cholesky_`.
+        dtype: of the products.
 
     Raises:
         IllConditionedError: see `solve_tall`.
     """
     size = squared_norm(system) ** 0.5
-    lower, condition = factorize_within(system, CONDITION_LIMIT[like.dtype], keep=keep)
-    error = _error(size * inverse_norm(lower), len(lower), rounding(like, careful=True))
+    lower, condition = factorize_within(system, CONDITION_LIMIT[dtype])
+    error = _error(size * inverse_norm(lower), len(lower), rounding(dtype))
     if error > tolerance(condition):
-        raise IllConditionedError(condition)
+        raise IllConditionedError(condition, error)
     return lower, condition, error
 
 
 def _error(growth: float, columns: int, unit: float) -> float:
-    """Estimated relative error of X: only the rounding of the S_t is magnified by A⁻¹.
-
-    Over families of five kinds with 100 to 2048 columns, condition numbers up to 1e7 and errors
-    from 1e-7 to 0.3, it was between the error and three times it; for near-duplicates far above.
+    """Estimate the relative error of X: only the rounding of the S_t is magnified by A⁻¹.
 
     Args:
         growth: ‖A‖_F ‖A⁻¹‖_F / √i.
         columns: i; the rounding errors of larger sums even out.
-        unit: roundoff of products and solve, see `rounding`.
+        unit: roundoff of products, see `rounding`.
     """
     return unit * (4 + (0.05 + 0.3 * min(1, 400 / columns)) * growth)
 
 
 def _mix(matrix: Tensor, ridge: float, lower: Tensor) -> None:
-    """W_tᵀ = A⁻¹ (S_t + ε_t I) in the place of S_t, (i, i); solved in the factor's dtype.
-
-    S_t is symmetric, so that W_t might as well be there; in this order the solve, and products with
-    W_t, are faster by oneDNN.
-    """
+    """Write W_t over S_t, (i, i), which is symmetric: a row of it times A⁻¹ is a row of W_t."""
     matrix.diagonal().add_(ridge)
-    if matrix.dtype == lower.dtype:
-        solve_(matrix.mT, lower)
-        return
     for block in blocks(*matrix.shape):
-        part = matrix[:, block].mT
-        part.copy_(solve_(part.to(lower.dtype, memory_format=torch.contiguous_format), lower))
+        part = matrix[block]
+        part.copy_(solve_(part.to(lower.dtype), lower))
 
 
 def _add_products(
     covariances: Covariances, total: Tensor, tasks: list[Task], matrices: list[Tensor]
 ) -> None:
-    """total += Σ (C_t − C_r) W_t, (o, i)."""
+    """Add Σ (C_t − C_r) W_t, (o, i)."""
     for block in blocks(*total.shape):
         first = covariances.reference_block(block)
         for task, matrix in zip(tasks, matrices, strict=True):
-            add_product_(total[block], covariances.difference(task, block, first), matrix.mT)
+            add_product_(total[block], covariances.difference(task, block, first), matrix)

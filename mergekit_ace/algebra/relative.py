@@ -33,7 +33,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from mergekit_ace.algebra.choose import Form, choose_forms, first_success, solve
+from mergekit_ace.algebra.choose import Attempt, choose_attempts, first_success, solve
 from mergekit_ace.algebra.covariance import (
     Covariances,
     Task,
@@ -96,6 +96,7 @@ def merge_tensor_relative(
     *,
     least_memory: bool = False,
     observe: Observer | None = None,
+    attempts: Sequence[Attempt] | None = None,
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor; arguments and result as of `merge_tensor`.
 
@@ -115,6 +116,7 @@ def merge_tensor_relative(
             options,
             least_memory=least_memory,
             observe=observe,
+            attempts=attempts,
         )
 
     def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
@@ -135,6 +137,7 @@ def merge_relative(
     *,
     least_memory: bool = False,
     observe: Observer | None = None,
+    attempts: Sequence[Attempt] | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge the versions of one matrix.
 
@@ -144,6 +147,7 @@ def merge_relative(
         options: see `RelativeOptions`.
         least_memory: take the form with the least working memory instead of the fastest.
         observe: called with X, (o, i), of the closed form. It must not write to X.
+        attempts: forms and precisions to try in turn; by default see `choose_attempts`.
 
     Working memory is that of `merge_matrix`, and for matrices of at least T·i rows T squares of
     (i, i) more, which together are smaller than a task vector.
@@ -159,28 +163,27 @@ def merge_relative(
         return trivial
     if base.shape[0] == 1:  # a vector in the shape of a matrix
         return merge_mean(base, active, options.scale)
-    rows, columns = base.shape
-    count = len(active.experts)
-    forms = choose_forms(rows, columns, count, refined=False, least_memory=least_memory)
+    if attempts is None:
+        attempts = choose_attempts(base.shape, active, refined=False, least_memory=least_memory)
 
-    def merge(form: Form, dtype: torch.dtype) -> tuple[Tensor, MatrixRecord]:
-        covariances, shares = estimate_relative(base, active, options, dtype=dtype)
+    def merge(attempt: Attempt) -> tuple[Tensor, MatrixRecord]:
+        covariances, shares = estimate_relative(base, active, options, dtype=attempt.dtype)
         if not covariances.tasks:  # centred, and every expert moved all its rows alike
             return merge_mean(base, active, options.scale)
-        solution = solve(covariances, form, prior=options.structural_prior, refined=False)
+        solution = solve(covariances, attempt.form, prior=options.structural_prior, refined=False)
         show(observe, "closed form", solution.merged, covariances.unit)
         record = MatrixRecord(
             rule="ace_relative",
             weight=active.spread(active.weights, 0.0),
             tau=active.all_tau,
             share=active.spread(shares, None),
-            form=form,
+            form=attempt.form,
             condition=solution.condition,
-            precision=str(dtype).removeprefix("torch."),
+            precision=str(attempt.dtype).removeprefix("torch."),
         )
         return solution.merged.mul_(options.scale * covariances.unit).add_(base), record
 
-    return first_success(merge, forms, base.shape, active, refined=False)
+    return first_success(attempts, merge)
 
 
 def estimate_relative(

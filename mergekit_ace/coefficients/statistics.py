@@ -15,16 +15,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor
 
-Statistic = Literal["mean", "variance", "magnitude", "singular_values"]
-STATISTICS: tuple[Statistic, ...] = ("mean", "variance", "magnitude", "singular_values")
+from mergekit_ace.algebra.spectrum import leading_directions
 
-# Up to this many rows or columns a full decomposition of the Gram matrix is the quicker way.
-SMALL = 512
+Statistic = Literal["mean", "variance", "magnitude", "singular_values"]
+# Relative error of the sum of squares of the leading singular values.
+TOLERANCE = 1e-5
+STATISTICS: tuple[Statistic, ...] = ("mean", "variance", "magnitude", "singular_values")
 
 
 @dataclass(frozen=True)
@@ -113,59 +112,18 @@ def features(moments: WeightMoments, statistics: Sequence[Statistic], rank: int)
 
 
 def leading_singular_values(tensor: Tensor, rank: int) -> tuple[float, ...]:
-    """The `rank` largest singular values of a tensor as a matrix, descending.
-
-    Never by a full decomposition of a large matrix: where both sides exceed `SMALL`, by ARPACK's
-    Lanczos iteration, which touches the matrix only through products with vectors.
+    """Return the `rank` largest singular values of a tensor as a matrix, descending.
 
     Args:
         tensor: (o, i), or (o, …) read as (o, rest); a vector is one row. Finite.
         rank: how many; there are fewer where a side is shorter than that.
     """
-    matrix = tensor.reshape(1, -1) if tensor.ndim < 2 else tensor.flatten(start_dim=1)
-    short = min(matrix.shape)
-    rank = min(rank, short)
-    if rank == 0 or not matrix.any():
-        return (0.0,) * rank
-    matrix = matrix.detach().to(torch.promote_types(matrix.dtype, torch.float32))
-    # Squares of very small or large entries would leave the range of float32.
-    scale = float(matrix.abs().max())
-    if short <= SMALL:
-        wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-        gram = torch.zeros(short, short, dtype=torch.float64, device=wide.device)
-        for block in wide.split(2**12, dim=1):  # no float64 copy of the whole
-            rows = block.double() / scale
-            gram.addmm_(rows, rows.mT)
-        squares = torch.linalg.eigvalsh(gram)[-rank:].flip(0)
-        return tuple(scale * math.sqrt(max(square, 0.0)) for square in squares.tolist())
-    values = svds(
-        _operator(matrix / scale),
-        k=rank,
-        tol=1e-3,  # squared by scipy; the error of a singular value is of that order
-        v0=np.ones(short, dtype=_numpy_dtype(matrix)) / math.sqrt(short),
-        return_singular_vectors=False,
-    )
-    return tuple(scale * float(value) for value in sorted(values, reverse=True))
-
-
-def _operator(matrix: Tensor) -> LinearOperator:
-    """The matrix as scipy's operator; its products run where the matrix lies."""
-
-    def product(left: Tensor):
-        def apply(vector: np.ndarray) -> np.ndarray:
-            right = torch.from_numpy(np.ascontiguousarray(vector.reshape(-1))).to(left.device)
-            return (left @ right).cpu().numpy()
-
-        return apply
-
-    dtype = _numpy_dtype(matrix)
-    return LinearOperator(
-        tuple(matrix.shape), matvec=product(matrix), rmatvec=product(matrix.mT), dtype=dtype
-    )
-
-
-def _numpy_dtype(matrix: Tensor) -> type:
-    return np.float64 if matrix.dtype == torch.float64 else np.float32
+    matrix = tensor.detach()
+    matrix = matrix.reshape(1, -1) if matrix.ndim < 2 else matrix.flatten(start_dim=1)
+    rank = min(rank, *matrix.shape)
+    if rank == 0:
+        return ()
+    return tuple(leading_directions(matrix, rank, TOLERANCE).values.tolist())
 
 
 def _centred_sums(tensor: Tensor) -> tuple[float, float]:

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import torch
 
-from mergekit_ace.algebra.linalg import product, uses_onednn
+from mergekit_ace.algebra.linalg import product
 
 SIDE = 1536  # of the products: a few milliseconds on anything
 SWEEP = 2**23  # entries of the sum, too many for a cache
 SAMPLE = 32 * 2**20  # bytes read
-# Merges reach this part of the rate of a single product: factors and solves, blocks, float64; where
-# products go to oneDNN, the rest weighs more.
-EFFICIENCY = 0.6
-ONEDNN_EFFICIENCY = 0.45
+# Merges reach this part of the rate of a single product: factors and solves, blocks, float64.
+EFFICIENCY = 0.5
 UNKNOWN_DISK = 1e9  # bytes per second
 
 
@@ -49,9 +47,8 @@ def calibrate(device: str, file: Path | None) -> Rates:
     seconds = _best(lambda: product(matrix, matrix), device)
     vector = torch.ones(SWEEP, device=device)
     sweep = _best(lambda: vector.add_(1.0), device)
-    efficiency = ONEDNN_EFFICIENCY if uses_onednn(matrix) else EFFICIENCY
     return Rates(
-        operations=efficiency * 2 * SIDE**3 / seconds,
+        operations=EFFICIENCY * 2 * SIDE**3 / seconds,
         memory=2 * 4 * SWEEP / sweep,
         read=_read_rate(file) if file is not None else UNKNOWN_DISK,
     )

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from mergekit.common import ModelReference
 
 from mergekit_ace.algebra.choose import COSTS, choose_forms
-from mergekit_ace.algebra.linalg import BLOCK_ENTRIES, LARGEST
+from mergekit_ace.algebra.linalg import LARGEST_BLOCK
 from mergekit_ace.headers import ITEM_SIZES, TensorHeader
 from mergekit_ace.planning import RIDGE_METHODS, PlannedMerge, PlannedTensor
 from mergekit_ace.preflight.calibration import Rates
 from mergekit_ace.preflight.checkpoints import Checkpoint
 from mergekit_ace.preflight.tensors import NAMES, sources
 
-BLOCKS = 6 * LARGEST * BLOCK_ENTRIES * 4  # bytes, beside what the forms count
+BLOCKS = 6 * LARGEST_BLOCK * 4  # bytes, beside what the forms count
 PROCESS = 700_000_000  # python with torch, transformers and mergekit
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.decomposition import leading_directions
 from mergekit_ace.algebra.records import Fraction
+from mergekit_ace.algebra.spectrum import singular_directions
 from mergekit_ace.methods.peers.decomposed import Peer, parameter, shared_parameters
 from mergekit_ace.methods.task_vectors import method_spec
 
@@ -28,7 +28,7 @@ def merge_centred(deltas: Sequence[Tensor], rank_fraction: float, scale: float) 
     rank = max(rank, 1) if rank_fraction > 0 else 0
     merged = mean.clone()
     for delta in deltas if rank else ():
-        merged.add_(leading_directions(delta - mean, rank).matrix, alpha=scale)
+        merged.add_(singular_directions(delta - mean, rank).matrix, alpha=scale)
     return merged
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mergekit_ace.algebra.decomposition import leading_directions
+from mergekit_ace.algebra.spectrum import singular_directions
 from mergekit_ace.methods.peers.decomposed import Peer, shared_parameters
 from mergekit_ace.methods.task_vectors import method_spec
 
@@ -22,7 +22,7 @@ def merge_isotropic(deltas: Sequence[Tensor]) -> Tensor:
     Args:
         deltas: Δ_t, (o, i), float64.
     """
-    directions = leading_directions(sum(deltas))
+    directions = singular_directions(sum(deltas))
     strength = directions.values.sum() / min(deltas[0].shape)
     return strength * (directions.left @ directions.right.mT)
 

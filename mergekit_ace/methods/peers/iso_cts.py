@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.decomposition import leading_directions, nearest_orthonormal
 from mergekit_ace.algebra.records import Fraction
+from mergekit_ace.algebra.spectrum import nearest_orthonormal, singular_directions
 from mergekit_ace.methods.peers.decomposed import Peer, parameter, shared_parameters
 from mergekit_ace.methods.task_vectors import method_spec
 
@@ -31,12 +31,12 @@ def merge_common_and_specific(deltas: Sequence[Tensor], common_fraction: float) 
     """
     full, count = min(deltas[0].shape), len(deltas)
     each = min(round((full - int(full * common_fraction)) / count), full // count)
-    common = leading_directions(sum(deltas), full - each * count)
+    common = singular_directions(sum(deltas), full - each * count)
     parts = [common]
     for delta in deltas if each else ():
         outside = delta - common.left @ (common.left.mT @ delta)
         # what is inside of the common subspace must not come back as a rounding error
-        found = leading_directions(outside, each)
+        found = singular_directions(outside, each)
         floor = 1e-12 * torch.linalg.vector_norm(delta)
         parts.append(found.leading(int((found.values > floor).sum())))
     strength = sum(part.values.sum() for part in parts) / full

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mergekit_ace.algebra.decomposition import leading_directions, nearest_orthonormal
+from mergekit_ace.algebra.spectrum import nearest_orthonormal, singular_directions
 from mergekit_ace.methods.peers.decomposed import Peer, shared_parameters
 from mergekit_ace.methods.task_vectors import method_spec
 
@@ -26,7 +26,7 @@ def merge_singular_vectors(deltas: Sequence[Tensor]) -> Tensor:
     With more experts than directions each keeps one (departure: the paper's share would be none).
     """
     rank = max(1, min(deltas[0].shape) // len(deltas))
-    parts = [leading_directions(delta, rank) for delta in deltas]
+    parts = [singular_directions(delta, rank) for delta in deltas]
     left = nearest_orthonormal([part.left for part in parts])
     right = nearest_orthonormal([part.right for part in parts])
     start, merged = 0, 0

@@ -14,8 +14,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from mergekit_ace.algebra.decomposition import EPS
 from mergekit_ace.algebra.records import Number
+from mergekit_ace.algebra.spectrum import EPS64
 from mergekit_ace.algebra.task_vectors import squared_norm
 from mergekit_ace.methods.peers.decomposed import Peer, parameter, shared_parameters
 from mergekit_ace.methods.task_vectors import method_spec
@@ -44,7 +44,7 @@ def minimise_exactly(deltas: Sequence[Tensor]) -> Tensor:
 
 def _pseudo_inverse(gram: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(gram)
-    kept = values > len(gram) * EPS * values[-1]
+    kept = values > len(gram) * EPS64 * values[-1]
     return (vectors[:, kept] / values[kept]) @ vectors[:, kept].mT
 
 

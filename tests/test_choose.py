@@ -58,10 +58,10 @@ def test_operations_of_the_primal_form_by_hand():
 
 
 def test_operations_of_mixing_by_hand():
-    """As many symmetric products, two others, a factor in float64, and two solves of 10 rows."""
+    """As many symmetric products, two others; in float64 a factor, and two solves of 10 rows."""
     tall, lean = (COSTS[form](50, 10, 3, False) for form in ("tall", "lean"))
     product = 2 * 50 * 10 * 10
-    solves = 2 * 10**3 / 3 + 2 * 2 * 10**3
+    solves = 2 * 10**3 / 3 + 2 * 2 * 2 * 10**3
     assert tall.operations == pytest.approx(3 * product / 2 + 2 * product + solves)
     assert lean.operations == pytest.approx(tall.operations + product / 2)  # one formed again
     assert COSTS["lean"](50, 10, 3, True).operations == pytest.approx(lean.operations + product)

@@ -5,32 +5,28 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrices import HETEROGENEOUS, family
+from matrices import HETEROGENEOUS, as_if_large, family
 from reference import naive_ace, naive_mean, task_vector_error
 
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix
-from mergekit_ace.algebra import adaptive as ace
-from mergekit_ace.algebra import choose as attempts
-from mergekit_ace.algebra import linalg as blocks
-from mergekit_ace.algebra.spectrum import WeakDirectionsError, isotropic_component
+from mergekit_ace.algebra import linalg
+from mergekit_ace.algebra.choose import Attempt
 
 SHAPES = [(24, 24), (16, 60), (60, 16), (2, 30), (30, 1), (7, 5)]
-
-
-@pytest.fixture(params=["small", "large"])
-def size(request, monkeypatch) -> str:
-    """Large matrices are solved in float32 where their condition allows; so are all of these."""
-    if request.param == "large":
-        monkeypatch.setattr(attempts, "SMALL_SYSTEM", 0)
-    return request.param
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["homogeneous", "heterogeneous"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_against_the_reference(rng, size, shape, scales, dtype):
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_against_the_reference(rng, large, shape, scales, dtype):
+    """Large matrices are solved in float32 where their condition allows."""
     base, experts = family(rng, *shape, 3, scales=scales)
-    merged, record = merge_matrix(base, experts, options=AceOptions(compute_dtype=dtype))
+    attempts = None
+    if large and dtype == "float32":
+        attempts = as_if_large(shape, 3, refined=scales is not None)
+    options = AceOptions(compute_dtype=dtype)
+    merged, record = merge_matrix(base, experts, options=options, attempts=attempts)
     bar = 5e-5 if dtype == "float32" else 1e-9
     if record.precision == "float32":
         bar = max(bar, 2e-7 * record.condition)
@@ -45,7 +41,7 @@ def test_blocks_change_nothing_but_rounding(rng, monkeypatch, shape, scales, blo
     base, experts = family(rng, *shape, 3, scales=scales)
     options = AceOptions(compute_dtype="float64")
     expected, _ = merge_matrix(base, experts, options=options)
-    monkeypatch.setattr(blocks, "BLOCK_ENTRIES", block)
+    monkeypatch.setattr(linalg, "BLOCK_ENTRIES", block)
     merged, record = merge_matrix(base, experts, options=options)
     assert record.refined == (scales is not None)
     assert task_vector_error(merged, expected, base) <= 1e-10
@@ -90,32 +86,33 @@ def test_log_variance_ignores_the_unit_of_the_weights(rng):
 
 @pytest.mark.parametrize("shape", [(64, 48), (48, 64), (200, 30), (400, 120)])
 @pytest.mark.parametrize("scales", [None, [0.3, 1.0, 3.0]], ids=["homogeneous", "heterogeneous"])
-def test_float32_path_of_large_matrices(rng, monkeypatch, shape, scales):
-    monkeypatch.setattr(attempts, "SMALL_SYSTEM", 0)
+def test_float32_path_of_large_matrices(rng, shape, scales):
     base, experts = family(rng, *shape, 3, noise=1.0, scales=scales)
     switches = {"epsilon": 0.3, "epsilon_scale": "relative", "heterogeneity": "log_variance"}
-    merged, record = merge_matrix(base, experts, options=AceOptions(**switches))
+    attempts = as_if_large(shape, 3, refined=scales is not None)
+    given = AceOptions(**switches)
+    merged, record = merge_matrix(base, experts, options=given, attempts=attempts)
     assert record.heterogeneous == (scales is not None)
     assert record.precision == "float32"
     assert record.condition < 250
     assert task_vector_error(merged, naive_ace(base, experts, **switches), base) <= 5e-5
 
 
-def test_the_dual_form_keeps_its_digits(rng, monkeypatch):
+def test_the_dual_form_keeps_its_digits(rng):
     """A float32 primal solve of this family is off by 8e-3."""
-    monkeypatch.setattr(attempts, "SMALL_SYSTEM", 0)
     base, experts = family(rng, 48, 200, 2, noise=1.0)
-    merged, record = merge_matrix(base, experts)
+    attempts = as_if_large(base.shape, 2, refined=False)
+    merged, record = merge_matrix(base, experts, attempts=attempts)
     assert (record.form, record.precision) == ("dual", "float32")
     assert record.condition > 2e3
     assert task_vector_error(merged, naive_ace(base, experts), base) <= 2e-5
 
 
-def test_ill_conditioned_large_matrices_turn_to_float64(rng, monkeypatch):
-    monkeypatch.setattr(attempts, "SMALL_SYSTEM", 0)
+def test_ill_conditioned_large_matrices_turn_to_float64(rng):
     base, experts = family(rng, 60, 50, 2, scales=[3.0, 3.0], noise=0.01)
     options = AceOptions(epsilon=1e-6)
-    merged, record = merge_matrix(base, experts, options=options)
+    attempts = as_if_large(base.shape, 2, refined=False)
+    merged, record = merge_matrix(base, experts, options=options, attempts=attempts)
     assert record.precision == "float64"
     assert record.condition > 2e3
     assert task_vector_error(merged, naive_ace(base, experts, epsilon=1e-6), base) <= 2e-5
@@ -261,16 +258,21 @@ def test_rows_that_all_moved_alike(rng):
         },
     ],
 )
-@pytest.mark.parametrize("small", [0, attempts.SMALL_SYSTEM])
-def test_huge_and_tiny_weights(rng, monkeypatch, exponent, switches, small):
+@pytest.mark.parametrize("large", [False, True])
+def test_huge_and_tiny_weights(rng, exponent, switches, large):
     """Third powers of task vectors leave float32's range long before the weights do."""
-    monkeypatch.setattr(attempts, "SMALL_SYSTEM", small)
     base, experts = family(rng, 20, 16, 3, scales=[0.5, 1.0, 2.0], noise=1.0)
     unit = 2.0**exponent
     options = AceOptions(epsilon_scale="relative", epsilon=0.1, **switches)
-    reference, _ = merge_matrix(base, experts, options=options)
-    merged, record = merge_matrix(base * unit, [e * unit for e in experts], options=options)
-    assert record.precision == ("float64" if small else "float32")
+    attempts = None
+    if large:
+        refined = switches["spectral_refinement"] == "always"
+        attempts = as_if_large(base.shape, 3, refined=refined)
+    reference, _ = merge_matrix(base, experts, options=options, attempts=attempts)
+    merged, record = merge_matrix(
+        base * unit, [e * unit for e in experts], options=options, attempts=attempts
+    )
+    assert record.precision == ("float32" if large else "float64")
     torch.testing.assert_close(merged / unit, reference)
 
 
@@ -307,30 +309,21 @@ def test_bitwise_reproducible(rng):
     assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers are untouched
 
 
-@pytest.mark.parametrize("weak", [0, 1, 2])
-def test_directions_too_weak_for_a_narrow_solve(rng, monkeypatch, weak):
-    """First the mixing matrices are solved for in float64, then all is done in float64."""
-    solved, found = [], []
-
-    def solve(covariances, form, **given):
-        solution = attempts.solve(covariances, form, **given)
-        solved.append((solution.narrow, str(solution.merged.dtype)))
-        return solution
-
-    def component(*given):
-        found.append(given)
-        if len(found) <= weak:
-            raise WeakDirectionsError
-        return isotropic_component(*given)
-
-    monkeypatch.setattr(attempts, "SMALL_SYSTEM", 0)
-    monkeypatch.setattr(ace, "solve", solve)
-    monkeypatch.setattr(ace, "isotropic_component", component)
-    base, experts = family(rng, 200, 60, 3, noise=1.0)
-    switches = {"adaptive_normalization": "always", "spectral_refinement": "always"}
-    merged, record = merge_matrix(base, experts, options=AceOptions(**switches))
-    steps = [(True, "torch.float32"), (False, "torch.float32"), (False, "torch.float64")]
-    assert solved == steps[: weak + 1]
-    assert record.form == "tall"
-    assert record.precision == ("float64" if weak == 2 else "float32")
-    assert task_vector_error(merged, naive_ace(base, experts, **switches), base) < 2e-5
+def test_directions_that_float32_blurs_are_found_in_float64(rng):
+    """F of low rank is refined with more directions than stand out from its rounding errors."""
+    base = 1e-6 * torch.randn(60, 50, generator=rng)
+    experts = [
+        base + scale * torch.randn(60, 4, generator=rng) @ torch.randn(4, 50, generator=rng)
+        for scale in (1.0, 1.0, 1.0)
+    ]
+    attempts = [Attempt("tall", torch.float32), Attempt("tall", torch.float64)]
+    for refinement, precision in (("never", "float32"), ("always", "float64")):
+        options = AceOptions(spectral_refinement=refinement, epsilon=50.0)
+        merged, record = merge_matrix(base, experts, options=options, attempts=attempts)
+        assert record.precision == precision
+        expected = naive_ace(base, experts, spectral_refinement=refinement, epsilon=50.0)
+        if refinement == "never":
+            assert task_vector_error(merged, expected, base) <= 1e-3
+    with pytest.raises(IllConditionedError) as caught:
+        merge_matrix(base, experts, options=options, attempts=attempts[:1])
+    assert caught.value.error > 1e-3
