@@ -100,6 +100,7 @@ def time_matrix(
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     seconds: dict[str, list[float]] = {"ours": [], "plain": [], "bound": []}
     memory = None
+    systems = operations(*shape, experts, heterogeneous, device)
     for turn in range(rounds + 1):  # the first one warms up
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -108,9 +109,7 @@ def time_matrix(
         ours = _clock(synchronize) - started
         if device == "cuda":
             memory = torch.cuda.max_memory_allocated()
-        systems = operations(*shape, experts, heterogeneous, device)
-        bound = min(measure(calls, synchronize) for calls in systems.values())
-        del systems
+        bound = min(measure(system, synchronize) for system in systems.values())
         started = _clock(synchronize)
         if plain:
             plain_ace(base, members, heterogeneous=heterogeneous)
