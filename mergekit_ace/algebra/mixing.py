@@ -138,7 +138,7 @@ def _error(growth: float, columns: int, unit: float) -> float:
         columns: i; the rounding errors of larger sums even out.
         unit: roundoff of products, see `rounding`.
     """
-    return unit * (4 + (0.05 + 0.3 * min(1, 400 / columns)) * growth)
+    return unit * (4 + (0.05 + 0.4 * min(1, 400 / columns)) * growth)
 
 
 def _mix(matrix: Tensor, ridge: float, lower: Tensor) -> None:
