@@ -15,9 +15,8 @@ import psutil
 from mergekit.options import MergeOptions
 from tqdm import tqdm
 
-from mergekit_ace.merging.crew import Crew
-from mergekit_ace.merging.processes import PRELOADED
-from mergekit_ace.merging.run import run_shards
+from mergekit_ace.merging.driver import run_shards
+from mergekit_ace.merging.pool import PRELOADED, WorkerOptions
 
 SHARD_BYTES = 6_000
 
@@ -28,7 +27,7 @@ def drive(config: Path, out: Path, workers: int) -> None:
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
     options = MergeOptions(out_shard_size=SHARD_BYTES, quiet=True)
     # forked: the process that this one was forked from has imported everything already
-    run_shards(config, str(out), options, Crew(workers, start="fork"), resume=True)
+    run_shards(config, str(out), options, WorkerOptions(workers, start="fork"), resume=True)
 
 
 def drive_with_bars_locked(config: Path, out: Path, workers: int) -> None:
@@ -48,7 +47,7 @@ class Driver:
         target: Callable[[Path, Path, int], None] = drive,
     ):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, "mergekit_ace.merging.run"])
+        context.set_forkserver_preload([*PRELOADED, "mergekit_ace.merging.driver"])
         self.process = context.Process(target=target, args=(config, out, workers))
         self.process.start()
 

@@ -26,7 +26,7 @@ from sharded import (
 )
 
 from mergekit_ace.merging.cluster import check_room
-from mergekit_ace.merging.errors import MergeError
+from mergekit_ace.merging.job import MergeError
 from mergekit_ace.merging.manifest import Manifest
 
 
@@ -68,7 +68,7 @@ def kill_workers(cluster) -> int:
     found = [
         process
         for process in psutil.Process(raylet.process.pid).children(recursive=True)
-        if any(part.startswith("ray::Actor") for part in process.cmdline())
+        if any(part.startswith("ray::ShardWorker") for part in process.cmdline())
     ]
     for process in found:
         process.kill()
