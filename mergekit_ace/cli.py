@@ -121,8 +121,8 @@ def merge(
     with failures():
         options = take_options(flags)
         options.apply_global_options()
-        crew = WorkerOptions(workers, ray, gpus)
-        run_shards(config, out, options, crew, resume=resume, overwrite=overwrite, as_json=as_json)
+        pool = WorkerOptions(workers, ray, gpus)
+        run_shards(config, out, options, pool, resume=resume, overwrite=overwrite, as_json=as_json)
 
 
 @main.command()

@@ -126,6 +126,9 @@ class _Process:
     shard: int | None = None
 
 
+# Not a `ProcessPoolExecutor`, which was tried and saves 30 lines: one worker that is killed breaks
+# the whole pool. Where memory is too short for all workers at once, every shard in work would be
+# lost each time, until the merge gave up with none finished; nor could it say which worker died.
 class ProcessPool:
     """A few processes on this machine, each with a plan of its own.
 

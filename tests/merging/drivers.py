@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -24,10 +25,25 @@ SHARD_BYTES = 6_000
 def drive(config: Path, out: Path, workers: int) -> None:
     """A driver, and its workers, in a process group of their own."""
     os.setpgrp()
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # both open until the process ends
+    sys.stdout = open(events_file(out), "w")  # noqa: SIM115
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     options = MergeOptions(out_shard_size=SHARD_BYTES, quiet=True)
     # forked: the process that this one was forked from has imported everything already
-    run_shards(config, str(out), options, WorkerOptions(workers, start="fork"), resume=True)
+    forked = WorkerOptions(workers, start="fork")
+    run_shards(config, str(out), options, forked, resume=True, as_json=True)
+
+
+def events_file(out: Path) -> Path:
+    """Where a driver writes its events, as JSON lines."""
+    return out.with_name("events.jsonl")
+
+
+def retries(out: Path) -> list[str]:
+    """Files of the shards that had to be computed again."""
+    events = map(json.loads, events_file(out).read_text().splitlines())
+    return [event["file"] for event in events if event["event"] == "retry"]
 
 
 def drive_with_bars_locked(config: Path, out: Path, workers: int) -> None:
