@@ -78,7 +78,7 @@ def run_shards(
         known = _claim(folder, resume=resume, overwrite=overwrite)
         job, plan = _plan(config, folder, options, known)
         identity = fingerprint(job, plan)
-        _check_same(folder, job, known, identity)
+        _check_directory(folder, job, known, identity)
         if overwrite:
             folder.drop()
         changed = known.forget_changed(folder.path) if known else []
@@ -93,15 +93,15 @@ def run_shards(
         manifest = known or Manifest.begin(job, identity, shards, reports)
         todo = _begin(folder, job, manifest, shards)
         kept = len(shards) - len(todo)
-        with closing(MergeProgress(todo, kept=kept, quiet=quiet, as_json=as_json)) as progress:
+        progress = MergeProgress(todo, kept=kept, quiet=quiet, as_json=as_json)
+        libraries = redirect_stdout(sys.stderr) if as_json else nullcontext()
+        with closing(progress), libraries:
             _say_start(progress, resumed=known is not None, changed=changed)
-            # what libraries print is not for programs
-            with redirect_stdout(sys.stderr) if as_json else nullcontext():
-                if todo:
-                    logs = not (quiet or as_json)
-                    with closing(make_pool(workers, job, plan, memory, logs=logs)) as pool:
-                        _compute(todo, pool, manifest, folder, progress, job.config())
-                complete_model(folder, job, plan, manifest)
+            if todo:
+                logs = not (quiet or as_json)
+                with closing(make_pool(workers, job, plan, memory, logs=logs)) as pool:
+                    _compute(todo, pool, manifest, folder, progress, job)
+            complete_model(folder, job, plan, manifest)
             manifest.complete = True
             manifest.write(folder.path)
             folder.remove_scratch()
@@ -178,7 +178,7 @@ def _load_models(config: MergeConfiguration, options: MergeOptions) -> None:
         cache.get(model)
 
 
-def _check_same(
+def _check_directory(
     folder: OutputFolder, job: MergeJob, known: Manifest | None, identity: dict[str, Any]
 ) -> None:
     """Refuse to write over an input, or to go on with another merge.
@@ -260,7 +260,7 @@ def _compute(
     manifest: Manifest,
     folder: OutputFolder,
     progress: MergeProgress,
-    config: MergeConfiguration,
+    job: MergeJob,
 ) -> None:
     """Have all shards computed; nobody else touches the directory and the manifest."""
     queue = ShardQueue(todo, largest_first=pool.free() > 1)
@@ -276,7 +276,7 @@ def _compute(
                 progress.finished(shard)
             elif isinstance(event, ShardFailed):
                 folder.remove_parts(event.shard)
-                check_inputs(config)  # says which file it is, where one is the cause
+                check_inputs(job.config())  # says which file it is, where one is the cause
                 progress.failed(queue.failed(event), event.message)
 
 

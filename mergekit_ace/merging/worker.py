@@ -134,14 +134,14 @@ class ShardWorker:
             OutputError: it cannot be written.
             Exception: whatever mergekit, or the merge method, says.
         """
+        plan, options = self.plan, self.job.merge_options
         folder = Path(self.job.scratch, f"shard-{index + 1:05d}-{uuid.uuid4().hex}")
-        options = self.job.merge_options
         # Random methods: the same draws whoever computes the shard, and whenever.
         transformers.set_seed(((options.random_seed or 0) + index) % _LARGEST_SEED)
         with _disk_errors(folder):
             folder.mkdir(parents=True)
         reports: dict[str, Path] = {}
-        saves = [_redirect_report(self.plan.saves[name], folder, reports) for name in tensors]
+        saves = [_redirect_report(plan.saves[name], folder, reports) for name in tensors]
         writer = TensorWriter(str(folder), -1, options.safe_serialization)
         for name, seconds in self._execute(saves, writer):
             yield TensorMerged(index, name, seconds)
