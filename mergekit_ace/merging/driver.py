@@ -81,11 +81,13 @@ def run_shards(
         _check_directory(folder, job, known, identity)
         if overwrite:
             folder.drop()
+
         changed = known.forget_changed(folder.path) if known else []
         if known and known.complete and not changed and folder.is_model():
             folder.remove_scratch()
             _say_complete(folder, known, quiet=quiet, as_json=as_json)
             return
+
         folder.clean_scratch()
         job = replace(job, tokenizer=_build_tokenizer(folder, plan, known))
         shards, memory = plan_shards(job, plan, known.groups if known else ())
@@ -93,6 +95,7 @@ def run_shards(
         manifest = known or Manifest.begin(job, identity, shards, reports)
         todo = _begin(folder, job, manifest, shards)
         kept = len(shards) - len(todo)
+
         progress = MergeProgress(todo, kept=kept, quiet=quiet, as_json=as_json)
         libraries = redirect_stdout(sys.stderr) if as_json else nullcontext()
         with closing(progress), libraries:
@@ -265,8 +268,8 @@ def _compute(
     """Have all shards computed; nobody else touches the directory and the manifest."""
     queue = ShardQueue(todo, largest_first=pool.free() > 1)
     while queue:
-        while queue.waiting() and pool.free():
-            pool.submit(queue.take())
+        while pool.free() and (shard := queue.take()):
+            pool.submit(shard)
         for event in pool.events():
             if isinstance(event, TensorMerged):
                 progress.merged(event.name, event.seconds)
@@ -312,12 +315,10 @@ class ShardQueue:
         """Tell whether anything is left to do, or being done."""
         return bool(self._waiting or self._taken)
 
-    def waiting(self) -> bool:
-        """Tell whether a shard could be taken."""
-        return bool(self._waiting)
-
-    def take(self) -> Shard:
-        """Return the next shard; it counts as being computed."""
+    def take(self) -> Shard | None:
+        """Return the next shard, which counts as being computed; None where none waits."""
+        if not self._waiting:
+            return None
         shard = self._waiting.popleft()
         self._taken[shard.index] = shard
         return shard

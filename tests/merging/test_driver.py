@@ -23,7 +23,7 @@ def test_the_queue():
     queue = ShardQueue(shards(1, 3, 2), largest_first=True)
     assert [queue.take().index for _ in range(3)] == [1, 2, 0]
     assert queue
-    assert not queue.waiting()
+    assert queue.take() is None
     queue.done(2)
     for n in range(1, ATTEMPTS + 1):
         if n == ATTEMPTS:
