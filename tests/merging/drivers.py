@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -77,20 +78,28 @@ class Driver:
         except psutil.NoSuchProcess:
             return []
 
-    def kill(self) -> list[psutil.Process]:
-        """Kill the driver alone; its workers."""
-        workers = self.workers()
+    def stopped(self) -> list[psutil.Process]:
+        """Stop the driver, so that it starts no more workers; those that it has."""
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(self.process.pid).suspend()
+        return self.workers()
+
+    def kill(self) -> None:
+        """Kill the driver alone; its workers end by themselves."""
+        workers = self.stopped()
         self.process.kill()
         self.process.join()
-        return workers
+        assert all(gone(worker) for worker in workers)
 
     def kill_all(self) -> None:
         """Kill the driver and its workers at once."""
+        workers = self.stopped()
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:  # not yet a group of its own, or at its end
             self.process.kill()
         self.process.join()
+        assert all(gone(worker) for worker in workers)  # forked, they have its lock
 
 
 def gone(process: psutil.Process) -> bool:
