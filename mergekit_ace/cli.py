@@ -115,14 +115,14 @@ def merge(
 
     An unfinished merge goes on with --resume; what is finished is kept.
     """
-    from mergekit_ace.merging.crew import Crew
-    from mergekit_ace.merging.run import run_shards
+    from mergekit_ace.merging.driver import run_shards
+    from mergekit_ace.merging.pool import WorkerOptions
 
     with failures():
         options = take_options(flags)
         options.apply_global_options()
-        crew = Crew(workers, ray, gpus)
-        run_shards(config, out, options, crew, resume=resume, overwrite=overwrite, as_json=as_json)
+        pool = WorkerOptions(workers, ray, gpus)
+        run_shards(config, out, options, pool, resume=resume, overwrite=overwrite, as_json=as_json)
 
 
 @main.command()

@@ -1,171 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers in a Ray cluster, as actors; one that dies is replaced, wherever there is room."""
+"""Workers in a Ray cluster; one that dies is replaced, wherever there is room.
+
+They are actors, not tasks: an actor keeps its plan from shard to shard, whereas Ray starts a new
+process for every task that has a GPU.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mergekit_ace.merging.errors import MergeError
-from mergekit_ace.merging.events import Event, ShardFailed, TensorMerged
-from mergekit_ace.merging.job import MergeJob
-from mergekit_ace.merging.made_of import versions
-from mergekit_ace.merging.shard import ShardWorker
-from mergekit_ace.merging.shards import Shard
-from mergekit_ace.merging.workers import failure, run_shard
-
-
-class Actor:
-    """A worker in the cluster.
-
-    Args:
-        job: the merge.
-        expected: versions of the packages that the driver has.
-    """
-
-    def __init__(self, job: MergeJob, expected: dict[str, str]):
-        self._job, self._expected = job, expected
-        self._worker: ShardWorker | None = None
-
-    def merge(self, index: int, tensors: Sequence[str]) -> Iterator[Event]:
-        """Compute a shard, telling of every tensor."""
-        try:
-            self._worker = self._worker or self._begin()
-        except Exception as error:
-            yield failure(index, error)
-            return
-        yield from run_shard(self._worker, index, tensors)
-
-    def _begin(self) -> ShardWorker:
-        here = versions()
-        if here != self._expected:
-            raise MergeError(
-                f"a node of the cluster has other packages ({here}) than the driver "
-                f"({self._expected}); install the same on all"
-            )
-        os.chdir(self._job.folder)  # a worker of Ray starts elsewhere
-        return ShardWorker(self._job)
+from mergekit_ace.merging.job import MergeError, MergeJob, Shard
+from mergekit_ace.merging.pool import WorkerOptions
+from mergekit_ace.merging.worker import Event, ShardFailed, ShardWorker, TensorMerged
 
 
 @dataclass
-class _Busy:
-    """A shard that is being computed: whose it is, and the stream of its events."""
+class _Running:
+    """A shard that is being computed: by which actor, and the stream of its events."""
 
     actor: Any
     shard: int
     stream: Any
 
 
-class RayWorkers:
+class RayPool:
     """Actors in a Ray cluster that is there already.
 
     Each has as many CPUs to itself as torch has threads, or GPUs, and the memory of the estimate.
 
     Args:
         job: the merge; its paths are the same on all nodes.
-        count: of workers.
-        address: of the cluster; `auto` for the one at hand.
-        gpus: per worker; None for one where the merge works on GPUs.
+        workers: how many, with how many GPUs, and the address of the cluster.
         memory: bytes that a worker takes.
         logs: show here what workers, and Ray, print.
+
+    Raises:
+        MergeError: Ray is not installed, no cluster is there, or none of its nodes has room.
     """
 
-    def __init__(
-        self,
-        job: MergeJob,
-        count: int,
-        address: str,
-        *,
-        gpus: float | None,
-        memory: int,
-        logs: bool,
-    ):
+    def __init__(self, job: MergeJob, workers: WorkerOptions, *, memory: int, logs: bool):
         self._ray = ray = _import_ray()
         self._ours = not ray.is_initialized()
-        check_address(address)
-        try:
-            ray.init(
-                address=address,
-                ignore_reinit_error=True,
-                log_to_driver=logs,
-                logging_level=logging.WARNING,
-            )
-        except ConnectionError as error:
-            raise MergeError(f"there is no Ray cluster at {address}: {error}") from error
+        _connect(ray, str(workers.ray), logs=logs)
         on_gpu = job.merge_options.device.startswith("cuda")
-        gpus = float(on_gpu) if gpus is None else gpus
+        gpus = float(on_gpu) if workers.gpus is None else workers.gpus
         needed = {"CPU": 1 if on_gpu else job.threads, "GPU": gpus, "memory": memory}
         check_room(ray.nodes(), needed)
-        self._class = ray.remote(Actor).options(
+        self._actors = ray.remote(ShardWorker).options(
             num_cpus=needed["CPU"], num_gpus=gpus, memory=memory, max_restarts=0
         )
-        self._arguments = (job, versions())
-        self._count = count
+        self._job = job
+        self._count = workers.workers
         self._idle: list[Any] = []
-        self._busy: list[_Busy] = []
+        self._running: list[_Running] = []
 
     def free(self) -> int:
-        return self._count - len(self._busy)
+        return self._count - len(self._running)
 
-    def give(self, shard: Shard) -> None:
-        actor = self._idle.pop() if self._idle else self._class.remote(*self._arguments)
-        stream = actor.merge.options(num_returns="streaming").remote(shard.index, shard.tensors)
-        self._busy.append(_Busy(actor, shard.index, stream))
+    def submit(self, shard: Shard) -> None:
+        actor = self._idle.pop() if self._idle else self._actors.remote(self._job)
+        stream = actor.run.options(num_returns="streaming").remote(shard.index, shard.tensors)
+        self._running.append(_Running(actor, shard.index, stream))
 
     def events(self) -> Iterator[Event]:
-        streams = [busy.stream for busy in self._busy]
-        ready, _ = self._ray.wait(streams, num_returns=1)
-        for busy in [busy for busy in self._busy if busy.stream in ready]:
-            yield self._receive(busy)
+        ready, _ = self._ray.wait([one.stream for one in self._running], num_returns=1)
+        for running in [one for one in self._running if one.stream in ready]:
+            yield self._receive(running)
 
     def close(self) -> None:
-        for actor in [*self._idle, *(busy.actor for busy in self._busy)]:
+        for actor in [*self._idle, *(running.actor for running in self._running)]:
             self._ray.kill(actor)
         self._idle.clear()
-        self._busy.clear()
+        self._running.clear()
         if self._ours:
             self._ray.shutdown()
 
-    def _receive(self, busy: _Busy) -> Event:
-        """What an actor says; its death, or that of its node, is the failure of its shard."""
+    def _receive(self, running: _Running) -> Event:
+        """Return what an actor says; its death, or that of its node, is its shard's failure."""
         try:
-            event: Event = self._ray.get(next(busy.stream))
+            event: Event = self._ray.get(next(running.stream))
         except (self._ray.exceptions.RayError, StopIteration) as error:
-            self._busy.remove(busy)
-            self._ray.kill(busy.actor)
+            self._running.remove(running)
+            self._ray.kill(running.actor)
             first = str(error).strip().splitlines() or [type(error).__name__]
-            return ShardFailed(busy.shard, f"the worker that computed it died: {first[0]}")
+            return ShardFailed(running.shard, f"the worker that computed it died: {first[0]}")
         if not isinstance(event, TensorMerged):
-            self._busy.remove(busy)
-            self._idle.append(busy.actor)
+            self._running.remove(running)
+            self._idle.append(running.actor)
         return event
 
 
-def check_address(address: str) -> None:
-    """Whether anybody listens at HOST:PORT; Ray itself would try for minutes.
-
-    Raises:
-        MergeError: nobody does.
-    """
-    host, _, port = address.rpartition(":")
-    if "//" in address or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except OSError as error:
-        raise MergeError(f"there is no Ray cluster at {address}: {error}") from error
-
-
 def check_room(nodes: Sequence[dict[str, Any]], needed: dict[str, float]) -> None:
-    """Whether some node can hold a worker at all; otherwise the merge would wait for ever.
+    """Refuse a cluster of which no node can hold a worker: the merge would wait for ever.
 
     Args:
         nodes: as `ray.nodes` lists them.
-        needed: by a worker.
+        needed: resources of a worker: CPU, GPU, memory in bytes.
 
     Raises:
         MergeError: no node can.
@@ -178,6 +112,21 @@ def check_room(nodes: Sequence[dict[str, Any]], needed: dict[str, float]) -> Non
         f"of torch: -j), {needed['GPU']:g} GPUs (--gpus-per-worker) and "
         f"{needed['memory'] / 1e9:.1f} GB of memory (less with a smaller --out-shard-size)"
     )
+
+
+def _connect(ray: Any, address: str, *, logs: bool) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        if port.isdigit() and "//" not in address:  # where nobody listens, Ray tries for minutes
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(
+            address=address,
+            ignore_reinit_error=True,
+            log_to_driver=logs,
+            logging_level=logging.WARNING,
+        )
+    except OSError as error:  # Ray's ConnectionError is one
+        raise MergeError(f"there is no Ray cluster at {address}: {error}") from error
 
 
 def _import_ray() -> Any:

@@ -22,7 +22,7 @@ class CommandWithFlags(click.Command):
 
 
 def take_options(values: dict[str, Any]) -> MergeOptions:
-    """mergekit's options from the values of a command line; they are taken out of `values`."""
+    """Return mergekit's options from the values of a command line, and remove them from there."""
     command = _mergekit()
     flags = {parameter.name: values.pop(parameter.name) for parameter in command.params}
     assert command.callback is not None  # it is `_options`

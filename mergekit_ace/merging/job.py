@@ -1,49 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every process that takes part in a merge is told, and mergekit's plan made from it."""
+"""What every process of a merge is told, mergekit's plan made from it, and the files of the result.
+
+mergekit's private functions are used as they are: `test_identical.py` compares the results.
+"""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 import yaml
 from mergekit.architecture import ModelArchitecture, get_architecture_info
-from mergekit.common import ModelReference
+from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import MergeConfiguration
 from mergekit.graph import Executor
 from mergekit.io.tasks import LoaderCache, SaveTensor
+from mergekit.merge import _model_out_config
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
-from mergekit.tokenizer import BuildTokenizer, TokenizerInfo
+from mergekit.tokenizer import BuildTokenizer, PermutedVocabulary, TokenizerInfo
+from mergekit.tokenizer.truncate import TruncatedVocabulary
 from pydantic import PrivateAttr
 
-from mergekit_ace.merging.output_config import output_config
+from mergekit_ace.headers import TensorHeader, read_headers
+from mergekit_ace.planning import PlannedMerge, PlannedTensor
+from mergekit_ace.preflight.calibration import Rates
+from mergekit_ace.preflight.checkpoints import DTYPE_NAMES, DTYPES, Checkpoint
+from mergekit_ace.preflight.estimate import Estimate, estimate_merge
+
+PACKAGES = ("mergekit", "mergekit-ace", "torch", "transformers", "safetensors")
+# Only ratios count: a CPU of a tenth of a teraflop, its memory, a disk.
+NOMINAL = Rates(operations=1e11, memory=1e10, read=1e9)
+
+
+class MergeError(RuntimeError):
+    """The merge cannot start, or cannot go on; the message names the remedy."""
+
+
+class OutputError(MergeError):
+    """The result cannot be written; trying again at once would be of no use."""
 
 
 class OrderedConfiguration(MergeConfiguration):
     """A configuration that lists its models in one order.
 
-    mergekit's own takes them from a set, so that their order changes from process to process; that
-    of the tokens of a joint tokenizer, and which model is asked for a config where there is no
-    base, hang on it.
+    mergekit's own takes them from a set, so that their order changes from process to process. The
+    numbers of a joint tokenizer's tokens depend on it, and, where there is no base, which model is
+    asked for its config.
     """
 
     _order: tuple[str, ...] = PrivateAttr(())
 
-    def referenced_models(self) -> list[ModelReference]:
-        """In the order that `in_order` was given."""
-        return sorted(super().referenced_models(), key=lambda model: self._order.index(str(model)))
-
     @classmethod
     def in_order(cls, content: Mapping[str, Any], order: tuple[str, ...]) -> OrderedConfiguration:
-        """A configuration as YAML has it, with its models by name in the order wanted."""
+        """Build one from what its YAML says, and the names of all models."""
         config = cls.model_validate(dict(content))
         config._order = order
         return config
+
+    def referenced_models(self) -> list[ModelReference]:
+        """Return all models, in their order."""
+        return sorted(super().referenced_models(), key=lambda model: self._order.index(str(model)))
 
 
 @dataclass(frozen=True)
@@ -51,15 +75,16 @@ class MergeJob:
     """A merge as all its processes know it; it is sent to each of them.
 
     Attributes:
-        source: the YAML of the configuration.
+        source: YAML of the configuration.
         options: fields of mergekit's `MergeOptions`.
         models: names of all models, in one order.
         tokenizer: the pickled `TokenizerInfo` of the result; None where none is built. It is
-            built once: mergekit numbers tokens of a union differently each time.
+            built once: mergekit numbers the tokens of a union differently each time.
         scratch: folder of unfinished files, below that of the result.
-        folder: that relative paths of the configuration start from.
+        folder: where relative paths of the configuration start.
         threads: of torch, in every process: sums of other numbers of threads differ in their last
             bits.
+        versions: of the packages that the result depends on, in every process.
     """
 
     source: str
@@ -69,6 +94,7 @@ class MergeJob:
     scratch: str
     folder: str
     threads: int
+    versions: dict[str, str]
 
     @cached_property
     def merge_options(self) -> MergeOptions:
@@ -76,7 +102,7 @@ class MergeJob:
         return MergeOptions(**self.options)
 
     def config(self) -> OrderedConfiguration:
-        """The configuration; a new one, as planning rewrites it."""
+        """Return the configuration; a new one, as planning rewrites it."""
         return OrderedConfiguration.in_order(yaml.safe_load(self.source), self.models)
 
     @property
@@ -89,6 +115,11 @@ class MergeJob:
     def tokenizer_info(self) -> TokenizerInfo | None:
         """The tokenizer of the result, and where its tokens come from."""
         return None if self.tokenizer is None else pickle.loads(self.tokenizer)
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that a result depends on."""
+    return {name: version(name) for name in PACKAGES}
 
 
 @dataclass(frozen=True)
@@ -117,7 +148,7 @@ def plan_job(job: MergeJob) -> MergePlan:
     options, config = job.merge_options, job.config()
     LoaderCache().setup(options)
     architecture = get_architecture_info(config, options)
-    out_config = output_config(config, architecture, trust_remote_code=options.trust_remote_code)
+    out_config = _model_out_config(config, architecture, options.trust_remote_code)
     planner = MergePlanner(config, architecture, options=options, out_model_config=out_config)
     targets = planner.plan_to_disk("")  # only a plan: nothing is written
     order = (handle.task() for handle in Executor(targets).schedule.tasks)
@@ -128,3 +159,156 @@ def plan_job(job: MergeJob) -> MergePlan:
         {task.tensor_name: task for task in order if isinstance(task, SaveTensor)},
         builders[0] if builders else None,
     )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of the result: the unit of work.
+
+    Attributes:
+        index: from 0.
+        file: its name in the end.
+        sizes: bytes by tensor name, in mergekit's order; 0 where no header tells.
+        work: estimated seconds by tensor name, on a nominal machine.
+    """
+
+    index: int
+    file: str
+    sizes: Mapping[str, int]
+    work: Mapping[str, float]
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names, in mergekit's order."""
+        return tuple(self.sizes)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.sizes.values())
+
+
+def plan_shards(
+    job: MergeJob, plan: MergePlan, groups: Sequence[Sequence[str]] = ()
+) -> tuple[list[Shard], int]:
+    """Divide a merge into files; reads the headers of all models.
+
+    Args:
+        job, plan: the merge.
+        groups: tensor names by file, where an earlier run has divided them; by the rule of
+            mergekit's writer without.
+
+    Returns:
+        The shards in the order of their files, and the bytes of memory that a worker takes.
+
+    Raises:
+        DamagedFileError: a file of a model is missing or damaged.
+        MergeError: a pickle is damaged.
+    """
+    options = job.merge_options
+    checkpoints = {model: _checkpoint(model) for model in job.config().referenced_models()}
+    sizes = _output_sizes(job, plan, checkpoints)
+    tensors = tuple(PlannedTensor(save.tensor_task) for save in plan.saves.values())
+    merge = PlannedMerge(job.config(), job.source, options, tensors)
+    estimate = estimate_merge(merge, checkpoints, NOMINAL)
+    work = _work_by_tensor(sizes, estimate)
+    groups = groups or group_tensors(sizes, options.out_shard_size)
+    shards = [
+        Shard(
+            index,
+            shard_file(index, len(groups), safetensors=options.safe_serialization),
+            {name: sizes[name] for name in group},
+            {name: work[name] for name in group},
+        )
+        for index, group in enumerate(groups)
+    ]
+    return shards, estimate.memory
+
+
+def group_tensors(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Group tensors by file, by the rule of mergekit's writer.
+
+    Args:
+        sizes: bytes by tensor name, in the order of writing.
+        limit: bytes of a file; a single tensor may have more. 0 or less for one file.
+    """
+    groups: list[list[str]] = []
+    held = 0
+    for name, size in sizes.items():
+        if not groups or (limit > 0 and held + size > limit):
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    return groups
+
+
+def shard_file(index: int, count: int, *, safetensors: bool) -> str:
+    """Return the name of a file of the result, as mergekit gives it."""
+    stem, suffix = ("model", "safetensors") if safetensors else ("pytorch_model", "bin")
+    return f"{stem}.{suffix}" if count == 1 else f"{stem}-{index + 1:05d}-of-{count:05d}.{suffix}"
+
+
+def _checkpoint(model: ModelReference) -> Checkpoint:
+    """Read the headers of a model; those of pickles too, which mergekit's checks leave out."""
+    index = LoaderCache().get(model).index
+    headers = read_headers(index.tensor_paths, index.base_path)
+    for name in sorted(set(index.tensor_paths.values())):
+        if not name.endswith(".safetensors"):
+            stored = _pickled_headers(Path(index.base_path, name))
+            headers |= {t: h for t, h in stored.items() if index.tensor_paths.get(t) == name}
+    return Checkpoint(model, Path(index.base_path), index, headers)
+
+
+def _pickled_headers(path: Path) -> dict[str, TensorHeader]:
+    try:
+        content = torch.load(path, map_location="meta", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise MergeError(f"{path} is damaged ({error}); download or save it again") from error
+    content = content.get("state_dict", content)
+    return {
+        name: TensorHeader(DTYPE_NAMES.get(tensor.dtype, "F32"), tuple(tensor.shape), str(path))
+        for name, tensor in content.items()
+    }
+
+
+def _output_sizes(
+    job: MergeJob, plan: MergePlan, checkpoints: Mapping[ModelReference, Checkpoint]
+) -> dict[str, int]:
+    """Return the bytes of every tensor of the result; 0 where no header tells."""
+    vocabulary = None
+    if job.tokenizer_info is not None:
+        size, multiple = len(job.tokenizer_info.tokenizer.get_vocab()), job.vocabulary_multiple
+        vocabulary = size + -size % multiple if multiple else size
+    return {name: _output_size(save, checkpoints, vocabulary) for name, save in plan.saves.items()}
+
+
+def _output_size(
+    save: SaveTensor, checkpoints: Mapping[ModelReference, Checkpoint], vocabulary: int | None
+) -> int:
+    tensor = PlannedTensor(save.tensor_task)
+    weights = dict(tensor.gather.weight_info.items())
+    found = {m: header for m, w in weights.items() if (header := checkpoints[m].source(w))}
+    if not found:
+        return 0
+    model = tensor.base if tensor.base in found else next(iter(found))
+    shape, axis = list(found[model].shape), tensor.task.output_weight.vocabulary_axis
+    if isinstance(save.tensor_task.gather_tensors, PermutedVocabulary) and vocabulary is not None:
+        shape[axis] = vocabulary
+    elif isinstance(save.tensor_task.gather_tensors, TruncatedVocabulary):
+        shape[axis] = min(header.shape[axis] for header in found.values())
+    named = save.dtype or weights[model].force_dtype or tensor.gather.dtype
+    dtype = dtype_from_name(named) or DTYPES.get(found[model].dtype)
+    return torch.empty(shape, dtype=dtype, device="meta").nbytes
+
+
+def _work_by_tensor(sizes: Mapping[str, int], estimate: Estimate) -> dict[str, float]:
+    """Return the estimated seconds of every tensor on a nominal machine."""
+    work = {name: size / NOMINAL.read for name, size in sizes.items()}
+    for part in estimate.tensors:
+        work[part.name] = (
+            part.operations[0] / NOMINAL.operations
+            + part.moved[0] / NOMINAL.memory
+            + (part.read + part.written) / NOMINAL.read
+        )
+    return work

@@ -3,21 +3,22 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 from mergekit.options import MergeOptions
 from tqdm import tqdm
 
-from mergekit_ace.merging.crew import Crew
-from mergekit_ace.merging.processes import PRELOADED
-from mergekit_ace.merging.run import run_shards
+from mergekit_ace.merging.driver import run_shards
+from mergekit_ace.merging.pool import PRELOADED, WorkerOptions
 
 SHARD_BYTES = 6_000
 
@@ -25,10 +26,25 @@ SHARD_BYTES = 6_000
 def drive(config: Path, out: Path, workers: int) -> None:
     """A driver, and its workers, in a process group of their own."""
     os.setpgrp()
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # both open until the process ends
+    sys.stdout = open(events_file(out), "w")  # noqa: SIM115
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     options = MergeOptions(out_shard_size=SHARD_BYTES, quiet=True)
     # forked: the process that this one was forked from has imported everything already
-    run_shards(config, str(out), options, Crew(workers, start="fork"), resume=True)
+    forked = WorkerOptions(workers, start="fork")
+    run_shards(config, str(out), options, forked, resume=True, as_json=True)
+
+
+def events_file(out: Path) -> Path:
+    """Where a driver writes its events, as JSON lines."""
+    return out.with_name("events.jsonl")
+
+
+def retries(out: Path) -> list[str]:
+    """Files of the shards that had to be computed again."""
+    events = map(json.loads, events_file(out).read_text().splitlines())
+    return [event["file"] for event in events if event["event"] == "retry"]
 
 
 def drive_with_bars_locked(config: Path, out: Path, workers: int) -> None:
@@ -48,7 +64,7 @@ class Driver:
         target: Callable[[Path, Path, int], None] = drive,
     ):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, "mergekit_ace.merging.run"])
+        context.set_forkserver_preload([*PRELOADED, "mergekit_ace.merging.driver"])
         self.process = context.Process(target=target, args=(config, out, workers))
         self.process.start()
 
@@ -62,20 +78,28 @@ class Driver:
         except psutil.NoSuchProcess:
             return []
 
-    def kill(self) -> list[psutil.Process]:
-        """Kill the driver alone; its workers."""
-        workers = self.workers()
+    def stopped(self) -> list[psutil.Process]:
+        """Stop the driver, so that it starts no more workers; those that it has."""
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(self.process.pid).suspend()
+        return self.workers()
+
+    def kill(self) -> None:
+        """Kill the driver alone; its workers end by themselves."""
+        workers = self.stopped()
         self.process.kill()
         self.process.join()
-        return workers
+        assert all(gone(worker) for worker in workers)
 
     def kill_all(self) -> None:
         """Kill the driver and its workers at once."""
+        workers = self.stopped()
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:  # not yet a group of its own, or at its end
             self.process.kill()
         self.process.join()
+        assert all(gone(worker) for worker in workers)  # forked, they have its lock
 
 
 def gone(process: psutil.Process) -> bool:

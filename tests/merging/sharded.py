@@ -15,9 +15,10 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from mergekit_ace.cli import main
-from mergekit_ace.merging.manifest import NAME, Manifest
+from mergekit_ace.merging.manifest import MANIFEST_FILE, Manifest
 
-SHARDS = ("--out-shard-size", "12K")  # of the result: seven
+SHARD_BYTES = 12_000
+SHARDS = ("--out-shard-size", str(SHARD_BYTES))  # of the result: seven
 INPUT_SHARDS = "30KB"
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}{% endfor %}"
@@ -87,7 +88,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != NAME
+        if path.is_file() and path.name != MANIFEST_FILE
     }
 
 

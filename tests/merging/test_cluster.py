@@ -26,7 +26,7 @@ from sharded import (
 )
 
 from mergekit_ace.merging.cluster import check_room
-from mergekit_ace.merging.errors import MergeError
+from mergekit_ace.merging.job import MergeError
 from mergekit_ace.merging.manifest import Manifest
 
 
@@ -63,12 +63,13 @@ def once_something_is_finished(out: Path, act: Callable[[], object]) -> Iterator
 
 
 def kill_workers(cluster) -> int:
-    """Kill −9 of the first node's workers that compute, not of their node; how many there were."""
-    (raylet,) = cluster.head_node.all_processes["raylet"]
+    """Kill −9 of all workers that compute, not of their nodes; how many there were."""
+    raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()]
     found = [
         process
-        for process in psutil.Process(raylet.process.pid).children(recursive=True)
-        if any(part.startswith("ray::Actor") for part in process.cmdline())
+        for raylet in raylets
+        for process in psutil.Process(raylet).children(recursive=True)
+        if any(part.startswith("ray::ShardWorker") for part in process.cmdline())
     ]
     for process in found:
         process.kill()

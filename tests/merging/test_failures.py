@@ -6,8 +6,6 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import shutil
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -26,9 +24,9 @@ from sharded import (
     write_config,
 )
 
-from mergekit_ace.merging.folder import LOCK
 from mergekit_ace.merging.manifest import Manifest
-from mergekit_ace.merging.shard import ShardWorker
+from mergekit_ace.merging.output import LOCK_FILE
+from mergekit_ace.merging.worker import ShardWorker
 
 
 @pytest.fixture
@@ -126,7 +124,7 @@ def refusal_or_damage(config: Path, out: Path, path: Path, stored: bytes) -> str
 def test_two_runs_into_one_directory(tmp_path, config):
     out = tmp_path / "merged"
     out.mkdir()
-    with FileLock(out / LOCK):
+    with FileLock(out / LOCK_FILE):
         assert "another run is writing to" in refusal(config, out, "--overwrite")
     command(config, out)
 
@@ -166,23 +164,6 @@ def test_one_failure(tmp_path, config, whole, monkeypatch):
     command(config, tmp_path / "merged", *SHARDS)
     assert not failures
     assert_same(whole, tmp_path / "merged")
-
-
-@pytest.mark.parametrize("start", ["forkserver", "spawn"])  # Linux and macOS; Windows
-def test_processes(tmp_path, config, whole, monkeypatch, start):
-    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: [start])
-    command(config, tmp_path / "merged", *SHARDS, "--workers", 2)
-    assert_same(whole, tmp_path / "merged")
-
-
-def test_workers_leave_without_a_word(tmp_path, config):
-    """Nothing on stderr: no warning of what processes left behind."""
-    program = [sys.executable, "-W", "default", "-m", "mergekit_ace.cli", "merge"]
-    arguments = [str(config), str(tmp_path / "merged"), *SHARDS, "--workers", "2", "--quiet"]
-    done = subprocess.run([*program, *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "resource_tracker" not in done.stderr
-    assert "leaked" not in done.stderr
 
 
 @pytest.mark.parametrize("where", ["own", "process"])

@@ -112,7 +112,7 @@ def test_chat_templates(tmp_path, template):
 def test_an_unknown_chat_template_is_an_error(tmp_path):
     config = ace_config(save_speakers(tmp_path), tokenizer={"source": "base"}, chat_template="nope")
     path = write_config(tmp_path / "merge.yml", config)
-    assert "'nope' is neither a template nor the name of one" in refusal(path, tmp_path / "out")
+    assert "Invalid chat template: nope" in refusal(path, tmp_path / "out")
 
 
 def test_truncated_vocabularies(tmp_path):
@@ -213,6 +213,17 @@ def list_repo_files(repo, *arguments, **named):
 huggingface_hub.list_repo_files = list_repo_files
 """
 
+BOTH = """
+import sys
+from mergekit.scripts.run_yaml import main as mergekit_yaml
+from mergekit_ace.cli import main
+
+if __name__ == "__main__":
+    config, theirs, ours, *flags = sys.argv[1:]
+    mergekit_yaml([config, theirs, *flags], standalone_mode=False)
+    main(["merge", config, ours, *flags, "--workers", "2"], standalone_mode=False)
+"""
+
 
 def test_names_on_the_hub(tmp_path):
     """Models that were downloaded before, by their names; what is there is told by an imitation."""
@@ -234,14 +245,11 @@ def test_names_on_the_hub(tmp_path):
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(tmp_path),
     }
-    for module, out, flags in (
-        (["mergekit.scripts.run_yaml"], theirs, []),
-        (["mergekit_ace.cli", "merge"], ours, ["--workers", "2"]),
-    ):
-        program = [sys.executable, "-m", *module, str(config), str(out), *SHARDS, *flags]
-        done = subprocess.run(program, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    assert_same(theirs, ours, but="README.md")  # lists models in an order that changes
+    arguments = [str(config), str(theirs), str(ours), *SHARDS]
+    program = [sys.executable, "-c", BOTH, *arguments]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert_same(theirs, ours)
     assert set(Manifest.read(ours).identity["inputs"]) == set(names)
 
 

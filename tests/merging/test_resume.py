@@ -24,9 +24,9 @@ from sharded import (
     write_config,
 )
 
-from mergekit_ace.merging.folder import LOCK, SCRATCH, OutputFolder
-from mergekit_ace.merging.manifest import NAME, Manifest
-from mergekit_ace.merging.shard import ShardWorker
+from mergekit_ace.merging.manifest import MANIFEST_FILE, Manifest
+from mergekit_ace.merging.output import LOCK_FILE, SCRATCH_FOLDER, OutputFolder
+from mergekit_ace.merging.worker import ShardWorker
 
 
 class Killed(BaseException):
@@ -84,8 +84,8 @@ def test_it_goes_on(tmp_path, begun):
     assert f"{count - 2} shards in" in text
     assert {name: finished(out)[name] for name in before} == before
     assert_same(whole(tmp_path, config), out)
-    assert not (out / SCRATCH).exists()
-    assert not (out / LOCK).exists()
+    assert not (out / SCRATCH_FOLDER).exists()
+    assert not (out / LOCK_FILE).exists()
 
 
 def test_nothing_is_left_to_do(tmp_path, begun):
@@ -115,7 +115,7 @@ def test_a_manifest_is_not_overlooked(begun, tmp_path):
 def test_overwrite_begins_anew(begun, tmp_path):
     config, out = begun
     before = finished(out)
-    (out / SCRATCH / "shard-00001-left").mkdir()
+    (out / SCRATCH_FOLDER / "shard-00001-left").mkdir()
     text = command(config, out, "--overwrite")
     assert "kept" not in text
     assert not [name for name in before if (out / name).exists()]
@@ -175,7 +175,7 @@ def change_model(family, config):
 
 
 def change_version(family, config):
-    path = config.parent / "merged" / NAME
+    path = config.parent / "merged" / MANIFEST_FILE
     content = json.loads(path.read_text())
     content["identity"]["versions"]["torch"] = "0.1"
     path.write_text(json.dumps(content))
@@ -221,8 +221,8 @@ def test_a_shard_that_was_changed_is_computed_again(tmp_path, begun, complete):
 
 def test_a_damaged_manifest(begun):
     config, out = begun
-    (out / NAME).write_text("{")
-    assert f"{NAME} is damaged; --overwrite" in refusal(config, out, *SHARDS, "--resume")
+    (out / MANIFEST_FILE).write_text("{")
+    assert f"{MANIFEST_FILE} is damaged; --overwrite" in refusal(config, out, *SHARDS, "--resume")
     command(config, out, *SHARDS, "--overwrite")
 
 
@@ -256,7 +256,7 @@ def test_a_tokenizer_is_built_once(tmp_path, stop):
     with pytest.raises(Killed):
         command(config, out, *SHARDS)
     stop(None)
-    kept = (out / SCRATCH / "tokenizer.pickle").read_bytes()
+    kept = (out / SCRATCH_FOLDER / "tokenizer.pickle").read_bytes()
     command(config, out, *SHARDS, "--resume")
     assert_same(whole(tmp_path, config), out)
     shutil.rmtree(out)
@@ -264,7 +264,7 @@ def test_a_tokenizer_is_built_once(tmp_path, stop):
     with pytest.raises(Killed):
         command(config, out, *SHARDS)
     stop(None)
-    path = out / SCRATCH / "tokenizer.pickle"
+    path = out / SCRATCH_FOLDER / "tokenizer.pickle"
     path.write_bytes(kept[:-1])
     assert "missing or damaged" in refusal(config, out, *SHARDS, "--resume")
     path.unlink()

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver of a merge: claims the directory, plans, has shards computed, completes the model."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import closing, nullcontext, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from mergekit.config import MergeConfiguration
+from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
+
+from mergekit_ace.files import differences, flush_to_disk, sha256
+from mergekit_ace.merging.job import (
+    MergeError,
+    MergeJob,
+    MergePlan,
+    OutputError,
+    Shard,
+    package_versions,
+    plan_job,
+    plan_shards,
+)
+from mergekit_ace.merging.manifest import Manifest, fingerprint, named_paths
+from mergekit_ace.merging.output import (
+    OutputFolder,
+    append_lines,
+    complete_model,
+    drop_lines,
+    report_sizes,
+)
+from mergekit_ace.merging.pool import WorkerOptions, WorkerPool, make_pool
+from mergekit_ace.merging.progress import MergeProgress
+from mergekit_ace.merging.worker import ShardDone, ShardFailed, TensorMerged
+from mergekit_ace.planning import check_inputs, model_folders, read_merge_config
+
+ATTEMPTS = 3  # to compute one shard
+
+
+def run_shards(
+    config: Path,
+    out: str,
+    options: MergeOptions,
+    workers: WorkerOptions | None = None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Merge shard by shard, as `mergekit-ace merge` does.
+
+    Args:
+        config: of mergekit.
+        out: the directory of the result.
+        options: mergekit's flags.
+        workers: who computes; this process without.
+        resume: go on with an unfinished merge, if there is one.
+        overwrite: drop whatever merge or model is there.
+        as_json: show the progress as JSON lines.
+
+    Raises:
+        MergeError: the directory holds something else, or a shard cannot be computed.
+        DamagedFileError: an input is damaged.
+        RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says.
+    """
+    _check_flags(options)
+    workers, quiet = workers or WorkerOptions(), options.quiet
+    folder = OutputFolder(out)
+    with folder.lock():
+        known = _claim(folder, resume=resume, overwrite=overwrite)
+        job, plan = _plan(config, folder, options, known)
+        identity = fingerprint(job, plan)
+        _check_directory(folder, job, known, identity)
+        if overwrite:
+            folder.drop()
+
+        changed = known.forget_changed(folder.path) if known else []
+        if known and known.complete and not changed and folder.is_model():
+            folder.remove_scratch()
+            _say_complete(folder, known, quiet=quiet, as_json=as_json)
+            return
+
+        folder.clean_scratch()
+        job = replace(job, tokenizer=_build_tokenizer(folder, plan, known))
+        shards, memory = plan_shards(job, plan, known.groups if known else ())
+        reports = report_sizes(named_paths(plan, "report"))
+        manifest = known or Manifest.begin(job, identity, shards, reports)
+        todo = _begin(folder, job, manifest, shards)
+        kept = len(shards) - len(todo)
+
+        progress = MergeProgress(todo, kept=kept, quiet=quiet, as_json=as_json)
+        libraries = redirect_stdout(sys.stderr) if as_json else nullcontext()
+        with closing(progress), libraries:
+            _say_start(progress, resumed=known is not None, changed=changed)
+            if todo:
+                logs = not (quiet or as_json)
+                with closing(make_pool(workers, job, plan, memory, logs=logs)) as pool:
+                    _compute(todo, pool, manifest, folder, progress, job)
+            complete_model(folder, job, plan, manifest)
+            manifest.complete = True
+            manifest.write(folder.path)
+            folder.remove_scratch()
+            progress.end(str(folder.path))
+
+
+def _check_flags(options: MergeOptions) -> None:
+    """Refuse flags of mergekit that mean nothing here.
+
+    Raises:
+        MergeError: naming the flag and what to give instead.
+    """
+    if options.multi_gpu:
+        raise MergeError(
+            "--multi-gpu (and --gpu-rich) spread one process over all GPUs; here every worker has "
+            "GPUs of its own: give --cuda --workers N"
+        )
+    if options.async_write or options.write_threads != 1:
+        raise MergeError(
+            "--async-write and --write-threads are of no use here: a shard is finished when it is "
+            "on the disk. Give --workers N, and one computes while another writes"
+        )
+
+
+def _claim(folder: OutputFolder, *, resume: bool, overwrite: bool) -> Manifest | None:
+    """Return the manifest of the merge to go on with; None where one is begun.
+
+    Raises:
+        MergeError: something is in the directory that nobody has said what to do with.
+    """
+    if overwrite:
+        return None
+    known = Manifest.read(folder.path)
+    if known is None:
+        folder.check_free()
+    elif not resume:
+        state = "a complete" if known.complete else "an unfinished"
+        raise MergeError(
+            f"{folder.path} holds {state} merge; give --resume to go on with it, or --overwrite to "
+            "begin anew"
+        )
+    return known
+
+
+def _plan(
+    config: Path, folder: OutputFolder, options: MergeOptions, known: Manifest | None
+) -> tuple[MergeJob, MergePlan]:
+    """Read the config, find and check all models, and plan; writes nothing to the directory."""
+    parsed, source = read_merge_config(config)
+    _load_models(parsed, options)
+    models = tuple(str(model) for model in parsed.referenced_models())
+    if known is not None and set(known.models) == set(models):
+        models = tuple(known.models)
+    job = MergeJob(
+        source=source,
+        options=options.model_dump(),
+        models=models,
+        tokenizer=None,
+        scratch=str(folder.scratch),
+        folder=os.getcwd(),
+        threads=torch.get_num_threads(),
+        versions=package_versions(),
+    )
+    return job, plan_job(job)
+
+
+def _load_models(config: MergeConfiguration, options: MergeOptions) -> None:
+    """Find, download and check all models, and merge adapters, before any worker needs them."""
+    cache = LoaderCache()
+    cache.setup(options)
+    check_inputs(config)
+    for model in config.referenced_models():
+        cache.loaders.pop(model, None)  # of another merge in this process
+        cache.get(model)
+
+
+def _check_directory(
+    folder: OutputFolder, job: MergeJob, known: Manifest | None, identity: dict[str, Any]
+) -> None:
+    """Refuse to write over an input, or to go on with another merge.
+
+    Raises:
+        MergeError: naming what has changed.
+    """
+    if folder.path.resolve() in [model.resolve() for model in model_folders(job.config())]:
+        raise MergeError(f"{folder.path} holds a model to be merged; write elsewhere")
+    changed = differences(known.identity, identity) if known else []
+    if changed:
+        raise MergeError(
+            f"{folder.path} holds a merge that cannot be resumed; changed since it was begun: "
+            f"{', '.join(changed)}. Undo that, choose another directory, or --overwrite to begin "
+            "anew"
+        )
+
+
+def _build_tokenizer(folder: OutputFolder, plan: MergePlan, known: Manifest | None) -> bytes | None:
+    """Return the pickled tokenizer of the result; it is built once, and kept until the end.
+
+    Raises:
+        MergeError: shards are finished with a tokenizer that is lost.
+    """
+    if plan.tokenizer_task is None:
+        return None
+    path = folder.tokenizer
+    if known and path.exists() and sha256(path) == known.tokenizer:
+        return path.read_bytes()
+    if known and any(shard.finished for shard in known.shards):
+        raise MergeError(
+            f"{path}, the tokenizer of this merge, is missing or damaged, and another may number "
+            "its tokens differently; --overwrite begins anew"
+        )
+    path.write_bytes(pickle.dumps(plan.tokenizer_task.execute()))
+    flush_to_disk(path)
+    return path.read_bytes()
+
+
+def _begin(
+    folder: OutputFolder, job: MergeJob, manifest: Manifest, shards: Sequence[Shard]
+) -> list[Shard]:
+    """Let the directory hold an unfinished merge; return the shards that are to be computed.
+
+    Raises:
+        OutputError: the disk has no room for them.
+    """
+    manifest.tokenizer = sha256(folder.tokenizer) if job.tokenizer is not None else None
+    manifest.complete = False
+    folder.unmark()
+    manifest.write(folder.path)
+    planned = zip(shards, manifest.shards, strict=True)
+    todo = [shard for shard, entry in planned if entry.finished is None]
+    unfinished = {name for shard in todo for name in shard.tensors}
+    for path, start in manifest.reports.items():
+        drop_lines(path, start, unfinished)
+    folder.check_room(sum(shard.bytes for shard in todo))
+    return todo
+
+
+def _say_complete(folder: OutputFolder, known: Manifest, *, quiet: bool, as_json: bool) -> None:
+    kept = len(known.shards)
+    progress = MergeProgress([], kept=kept, quiet=quiet, as_json=as_json)
+    progress.say(f"{folder.path} is complete: all {kept} shards are as the manifest says")
+    progress.end(str(folder.path))
+
+
+def _say_start(progress: MergeProgress, *, resumed: bool, changed: list[str]) -> None:
+    for file in changed:
+        progress.say(f"{file} is not what it was when it was finished: it is computed again")
+    if resumed:
+        progress.say(f"{progress.kept} of {progress.count} shards are finished and kept")
+    progress.event("start", kept=progress.kept, shards=progress.count, changed=changed)
+
+
+def _compute(
+    todo: Sequence[Shard],
+    pool: WorkerPool,
+    manifest: Manifest,
+    folder: OutputFolder,
+    progress: MergeProgress,
+    job: MergeJob,
+) -> None:
+    """Have all shards computed; nobody else touches the directory and the manifest."""
+    queue = ShardQueue(todo, largest_first=pool.free() > 1)
+    while queue:
+        while pool.free() and (shard := queue.take()):
+            pool.submit(shard)
+        for event in pool.events():
+            if isinstance(event, TensorMerged):
+                progress.merged(event.name, event.seconds)
+            elif isinstance(event, ShardDone):
+                shard = queue.done(event.shard)
+                _enter(manifest, shard, event, folder)
+                progress.finished(shard)
+            elif isinstance(event, ShardFailed):
+                folder.remove_parts(event.shard)
+                check_inputs(job.config())  # says which file it is, where one is the cause
+                progress.failed(queue.failed(event), event.message)
+
+
+def _enter(manifest: Manifest, shard: Shard, done: ShardDone, folder: OutputFolder) -> None:
+    """Give a shard its name, and enter it in the manifest."""
+    try:
+        append_lines(done.reports)
+        if done.path is not None:
+            folder.move_in(Path(done.path), shard.file)
+        manifest.shards[shard.index].finished = done.finished
+        manifest.write(folder.path)
+    except OSError as error:
+        raise OutputError(f"cannot write to {folder.path}: {error}") from error
+    folder.remove_parts(shard.index)
+
+
+class ShardQueue:
+    """Which shard is computed next, and how often one may fail.
+
+    Args:
+        shards: all that are to be computed.
+        largest_first: by estimated work, so that none is left alone at the end; or in their order.
+    """
+
+    def __init__(self, shards: Sequence[Shard], *, largest_first: bool):
+        if largest_first:
+            shards = sorted(shards, key=lambda shard: -sum(shard.work.values()))
+        self._waiting = deque(shards)
+        self._taken: dict[int, Shard] = {}
+        self._failures: Counter[int] = Counter()
+
+    def __bool__(self) -> bool:
+        """Tell whether anything is left to do, or being done."""
+        return bool(self._waiting or self._taken)
+
+    def take(self) -> Shard | None:
+        """Return the next shard, which counts as being computed; None where none waits."""
+        if not self._waiting:
+            return None
+        shard = self._waiting.popleft()
+        self._taken[shard.index] = shard
+        return shard
+
+    def done(self, index: int) -> Shard:
+        """Forget a shard that is finished, and return it."""
+        return self._taken.pop(index)
+
+    def failed(self, event: ShardFailed) -> Shard:
+        """Let a shard that has failed wait again, before all others, and return it.
+
+        Raises:
+            MergeError: it need not be tried again.
+        """
+        shard = self._taken.pop(event.shard)
+        self._failures[event.shard] += 1
+        count = self._failures[event.shard]
+        if event.final or count >= ATTEMPTS:
+            times = "" if event.final else f" failed {count} times, the last time with"
+            raise MergeError(
+                f"{shard.file}{times}: {event.message}\nWhat is finished is kept: give the same "
+                "command with --resume once the cause is gone"
+            )
+        self._waiting.appendleft(shard)
+        return shard

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of the result: whose it is, what may be in it when, and what makes it a model.
+
+mergekit's private functions are used as they are: `test_identical.py` compares the results.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from mergekit.card import generate_card
+from mergekit.merge import (
+    _copy_tagalong_files,
+    _copy_tokenizer,
+    _set_chat_template,
+    _update_config_vocab,
+)
+
+from mergekit_ace.files import flush_to_disk, write_text
+from mergekit_ace.merging.job import MergeError, MergeJob, MergePlan, OutputError, shard_file
+from mergekit_ace.merging.manifest import MANIFEST_FILE, Manifest
+
+_LOG = logging.getLogger(__name__)
+SCRATCH_FOLDER = ".merging"
+LOCK_FILE = ".merging.lock"
+# What makes a directory a model: these go first when it is begun anew, and come last at the end.
+_MARKS = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+class OutputFolder:
+    """The directory that a merge writes to.
+
+    Unfinished files are below `.merging/` in it, which is gone at the end.
+
+    Args:
+        path: of the directory, as it was given.
+
+    Attributes:
+        name: of the directory, as mergekit puts it into the card.
+        path: absolute.
+        scratch: subfolder for what is unfinished.
+        tokenizer: file for the pickled tokenizer of the result, kept until all is complete.
+    """
+
+    def __init__(self, path: str):
+        self.name = os.path.basename(path)
+        self.path = Path(path).absolute()
+        self.scratch = self.path / SCRATCH_FOLDER
+        self.tokenizer = self.scratch / "tokenizer.pickle"
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other runs out.
+
+        Raises:
+            MergeError: another run is at work here.
+            OutputError: nothing can be written here.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.path / LOCK_FILE, timeout=0)
+            lock.acquire()
+        except Timeout as error:
+            raise MergeError(f"another run is writing to {self.path}; wait for it") from error
+        except OSError as error:
+            raise OutputError(f"cannot write to {self.path}: {error}") from error
+        try:
+            yield
+        finally:
+            if not self.scratch.exists():  # all done, or not even begun
+                (self.path / LOCK_FILE).unlink(missing_ok=True)
+            lock.release()
+
+    def check_free(self) -> None:
+        """Raise a `MergeError` if a model is here that no manifest knows."""
+        found = [path for part in ("config.json", *_WEIGHTS) for path in self.path.glob(part)]
+        if found:
+            raise MergeError(
+                f"{self.path} holds a model already ({found[0].name}); choose another directory, "
+                "or --overwrite"
+            )
+
+    def check_room(self, needed: int) -> None:
+        """Raise an `OutputError` if the disk has less than so many bytes free."""
+        usage = shutil.disk_usage(self.path)
+        if usage.total and usage.free < needed:  # some network file systems tell nothing
+            raise OutputError(
+                f"{self.path} needs {needed / 1e9:.1f} GB more, and its disk has "
+                f"{usage.free / 1e9:.1f} GB free; make room and give the same command with --resume"
+            )
+
+    def is_model(self) -> bool:
+        """Tell whether it looks like a model."""
+        return (self.path / "config.json").exists()
+
+    def unmark(self) -> None:
+        """Let it no longer look like a model."""
+        for name in _MARKS:
+            (self.path / name).unlink(missing_ok=True)
+
+    def drop(self) -> None:
+        """Remove the model, or the unfinished merge, that is here: what marks it as one first."""
+        self.unmark()
+        (self.path / MANIFEST_FILE).unlink(missing_ok=True)
+        for pattern in _WEIGHTS:
+            for path in self.path.glob(pattern):
+                path.unlink()
+        self.remove_scratch()
+
+    def clean_scratch(self) -> None:
+        """Remove what killed workers have left; make the folder for new ones."""
+        self.scratch.mkdir(exist_ok=True)
+        for path in self.scratch.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path != self.tokenizer:
+                path.unlink(missing_ok=True)
+
+    def remove_scratch(self) -> None:
+        """Remove what only an unfinished merge needs."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def remove_parts(self, shard: int) -> None:
+        """Remove the unfinished files of one shard."""
+        for path in self.scratch.glob(f"shard-{shard + 1:05d}-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def move_in(self, source: Path, name: str) -> None:
+        """Give a file that is on the disk its name in the directory."""
+        os.replace(source, self.path / name)
+        flush_to_disk(self.path)
+
+
+def complete_model(
+    folder: OutputFolder, job: MergeJob, plan: MergePlan, manifest: Manifest
+) -> None:
+    """Add what makes finished shards a model, as `mergekit-yaml` writes it.
+
+    Index, config, tokenizer and model card are written below `.merging/` first and then moved into
+    place, `config.json` last.
+
+    Args:
+        folder: the directory.
+        job, plan: the merge.
+        manifest: with all shards finished.
+    """
+    staging = folder.scratch / f"complete-{uuid.uuid4().hex}"
+    staging.mkdir()
+    _write_index(staging, manifest, safetensors=job.merge_options.safe_serialization)
+    _write_config(staging, job, plan)
+    if job.merge_options.write_model_card:
+        card = generate_card(config=job.config(), config_yaml=job.source, name=folder.name)
+        (staging / "README.md").write_text(card, encoding="utf-8")
+        (staging / "mergekit_config.yml").write_text(job.source, encoding="utf-8")
+    _write_tokenizer(staging, job)
+    along = plan.architecture.tagalong_files or []
+    _copy_tagalong_files(job.config(), str(staging), along, job.merge_options)
+    files = [path.relative_to(staging) for path in sorted(staging.rglob("*")) if path.is_file()]
+    for path in files:
+        flush_to_disk(staging / path)
+    ranks = {name: rank for rank, name in enumerate(reversed(_MARKS), start=1)}
+    for path in sorted(files, key=lambda path: ranks.get(str(path), 0)):
+        (folder.path / path).parent.mkdir(parents=True, exist_ok=True)
+        folder.move_in(staging / path, str(path))
+
+
+def _write_index(staging: Path, manifest: Manifest, *, safetensors: bool) -> None:
+    """Write which file holds which tensor; only where there is more than one file."""
+    if len(manifest.shards) < 2:
+        return
+    places, total = {}, 0
+    for shard in manifest.shards:
+        tensors = shard.finished.tensors if shard.finished else {}
+        places |= dict.fromkeys(tensors, shard.file)
+        total += sum(tensors.values())
+    metadata = {"total_size": total, "mergekit_version": version("mergekit")}
+    text = json.dumps({"metadata": metadata, "weight_map": places}, indent=2)
+    name = f"{shard_file(0, 1, safetensors=safetensors)}.index.json"
+    (staging / name).write_text(text, encoding="utf-8")
+
+
+def _write_config(staging: Path, job: MergeJob, plan: MergePlan) -> None:
+    config = plan.out_config
+    if job.tokenizer_info is not None:
+        tokenizer = job.tokenizer_info.tokenizer
+        _update_config_vocab(config, plan.architecture, tokenizer, job.vocabulary_multiple)
+    config.save_pretrained(staging)
+
+
+def _write_tokenizer(staging: Path, job: MergeJob) -> None:
+    options, config = job.merge_options, job.config()
+    if job.tokenizer_info is not None:
+        tokenizer = job.tokenizer_info.tokenizer
+        _set_chat_template(tokenizer, config)
+        tokenizer.save_pretrained(staging)
+    elif options.copy_tokenizer:
+        try:
+            _copy_tokenizer(config, str(staging), options)
+        except Exception as error:  # as mergekit: the weights are worth keeping without it
+            _LOG.error(
+                "The tokenizer could not be copied (%s). The merge is complete without it: copy "
+                "one into %s",
+                (str(error) or type(error).__name__).splitlines()[0],
+                staging.parent.parent,
+            )
+    elif config.chat_template:
+        _LOG.warning("There is no tokenizer in the result, so its chat_template: is not saved")
+
+
+def report_sizes(paths: Iterable[str]) -> dict[str, int]:
+    """Return the bytes of every report; 0 for one that is not there."""
+    return {path: os.path.getsize(path) if os.path.exists(path) else 0 for path in paths}
+
+
+def append_lines(reports: Mapping[str, str]) -> None:
+    """Append the lines of a shard to the files under `report:`.
+
+    Args:
+        reports: lines by path.
+    """
+    for path, lines in reports.items():
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(lines)
+        flush_to_disk(path)
+
+
+def drop_lines(path: str, start: int, unfinished: Set[str]) -> None:
+    """Remove from a report what a killed run wrote of tensors that will be merged again.
+
+    Args:
+        path: of the report; it may be missing.
+        start: bytes that it had before that run, which stay.
+        unfinished: names of the tensors.
+    """
+    if not os.path.exists(path):
+        return
+    content = Path(path).read_bytes()
+    kept = [line for line in content[start:].splitlines(keepends=True) if _keep(line, unfinished)]
+    changed = content[:start] + b"".join(kept)
+    if changed != content:
+        write_text(path, changed.decode("utf-8"), durable=True)
+
+
+def _keep(line: bytes, unfinished: Set[str]) -> bool:
+    try:
+        return json.loads(line)["tensor"] not in unfinished
+    except (ValueError, KeyError, TypeError):  # cut off by a kill
+        return False

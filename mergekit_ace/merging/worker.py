@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute one shard and write it under a temporary name; what happens is told as events."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import transformers
+from mergekit.common import ImmutableMap
+from mergekit.graph import Executor, TaskUniverse
+from mergekit.io.tasks import SaveTensor
+from mergekit.io.tensor_writer import TensorWriter
+from safetensors import SafetensorError
+
+from mergekit_ace.files import flush_to_disk, sha256
+from mergekit_ace.merging.job import (
+    MergeError,
+    MergeJob,
+    MergePlan,
+    OutputError,
+    package_versions,
+    plan_job,
+)
+from mergekit_ace.merging.manifest import FinishedShard
+
+_LARGEST_SEED = 2**32  # that of numpy
+
+
+@dataclass(frozen=True)
+class TensorMerged:
+    """A tensor of a shard was computed.
+
+    Attributes:
+        shard: index of the shard.
+        name: of the tensor.
+        seconds: that it took.
+    """
+
+    shard: int
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ShardDone:
+    """A shard was computed; it is on the disk, but not yet under its name.
+
+    Attributes:
+        shard: index of the shard.
+        path: of its file, in a folder of its own; None where all of its tensors are absent.
+        finished: what is in the file.
+        reports: lines to append, by path.
+    """
+
+    shard: int
+    path: str | None
+    finished: FinishedShard
+    reports: dict[str, str]
+
+
+@dataclass(frozen=True)
+class ShardFailed:
+    """A shard was not computed.
+
+    Attributes:
+        shard: index of the shard.
+        message: what happened.
+        final: to try again would be of no use.
+    """
+
+    shard: int
+    message: str
+    final: bool = False
+
+
+Event = TensorMerged | ShardDone | ShardFailed
+
+
+class ShardWorker:
+    """Computes shards in this process; plans once, when the first one is asked for.
+
+    Args:
+        job: the merge.
+    """
+
+    def __init__(self, job: MergeJob):
+        torch.set_num_threads(job.threads)
+        self.job = job
+
+    @cached_property
+    def plan(self) -> MergePlan:
+        """mergekit's plan, the same in all processes.
+
+        Raises:
+            MergeError: other packages are installed here than where the driver is.
+        """
+        here = package_versions()
+        if here != self.job.versions:
+            raise MergeError(
+                f"a worker has other packages ({here}) than the driver ({self.job.versions}); "
+                "install the same on all nodes of the cluster"
+            )
+        os.chdir(self.job.folder)  # workers of a cluster, or of a process that moved, are elsewhere
+        return plan_job(self.job)
+
+    def run(self, index: int, tensors: Sequence[str]) -> Iterator[Event]:
+        """Compute a shard as `merge` does; an error is the last event."""
+        try:
+            yield from self.merge(index, tensors)
+        except OutputError as error:
+            yield ShardFailed(index, str(error), final=True)
+        except Exception as error:
+            yield ShardFailed(index, f"{type(error).__name__}: {error}")
+
+    def merge(self, index: int, tensors: Sequence[str]) -> Iterator[Event]:
+        """Compute a shard and flush it to the disk.
+
+        Args:
+            index: of the shard.
+            tensors: names of those in it.
+
+        Yields:
+            An event for every tensor, and one for the end.
+
+        Raises:
+            OutputError: it cannot be written.
+            Exception: whatever mergekit, or the merge method, says.
+        """
+        plan, options = self.plan, self.job.merge_options
+        folder = Path(self.job.scratch, f"shard-{index + 1:05d}-{uuid.uuid4().hex}")
+        # Random methods: the same draws whoever computes the shard, and whenever.
+        transformers.set_seed(((options.random_seed or 0) + index) % _LARGEST_SEED)
+        with _disk_errors(folder):
+            folder.mkdir(parents=True)
+        reports: dict[str, Path] = {}
+        saves = [_redirect_report(plan.saves[name], folder, reports) for name in tensors]
+        writer = TensorWriter(str(folder), -1, options.safe_serialization)
+        for name, seconds in self._execute(saves, writer):
+            yield TensorMerged(index, name, seconds)
+        yield _write(index, folder, writer, reports)
+
+    def _execute(
+        self, saves: Sequence[SaveTensor], writer: TensorWriter
+    ) -> Iterator[tuple[str, float]]:
+        """Run mergekit's tasks by its own executor, which is given the writer and the tokenizer."""
+        options = self.job.merge_options
+        universe = TaskUniverse(saves)
+        known = {universe.get_handle(saves[0].writer_task): writer}
+        builder = self.plan.tokenizer_task and universe.get_handle(self.plan.tokenizer_task)
+        if builder is not None:
+            known[builder] = self.job.tokenizer_info
+        executor = Executor(
+            [universe.get_handle(save) for save in saves],
+            math_device=options.device,
+            storage_device=options.device if options.low_cpu_memory else "cpu",
+            cached_values=known,
+        )
+        start = time.perf_counter()
+        for task, _ in executor.run(quiet=True):
+            now = time.perf_counter()
+            yield task.tensor_name, now - start
+            start = time.perf_counter()
+
+
+def _redirect_report(save: SaveTensor, folder: Path, reports: dict[str, Path]) -> SaveTensor:
+    """Let `report:` of our methods go to a file of the shard's own.
+
+    The driver appends it to the file that is named, once the shard is finished: so a tensor that is
+    computed again is not in it twice, and only one process writes to it.
+    """
+    parameters = dict(save.tensor_task.parameters.items())
+    path = parameters.get("report")
+    if not isinstance(path, str):
+        return save
+    own = reports.setdefault(path, folder / f"report-{len(reports)}.jsonl")
+    changed = ImmutableMap(data={**parameters, "report": str(own)})
+    task = save.tensor_task.model_copy(update={"parameters": changed})
+    return save.model_copy(update={"tensor_task": task})
+
+
+def _write(
+    index: int, folder: Path, writer: TensorWriter, reports: Mapping[str, Path]
+) -> ShardDone:
+    """Write what was computed, and flush it to the disk."""
+    tensors = {name: tensor.nbytes for name, tensor in writer.current_shard.items()}
+    with _disk_errors(folder):
+        writer.finalize()
+        path = next((p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin")), None)
+        if path is not None:
+            flush_to_disk(path)
+        lines = {to: own.read_text(encoding="utf-8") for to, own in reports.items() if own.exists()}
+        size, digest = (path.stat().st_size, sha256(path)) if path else (0, "")
+    finished = FinishedShard(size, digest, tensors)
+    return ShardDone(index, str(path) if path else None, finished, lines)
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Raise errors of the disk as an `OutputError`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"cannot write to {folder.parent.parent}: {error}") from error

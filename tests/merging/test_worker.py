@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker tells of what keeps it from computing."""
+
+from __future__ import annotations
+
+import torch
+
+from mergekit_ace.merging.job import MergeJob, package_versions
+from mergekit_ace.merging.worker import ShardWorker
+
+
+def test_other_packages(tmp_path):
+    """On a node of a cluster that was set up at another time."""
+    versions = {**package_versions(), "torch": "0.1"}
+    threads = torch.get_num_threads()
+    job = MergeJob("", {}, (), None, str(tmp_path), str(tmp_path), threads, versions)
+    (failure,) = ShardWorker(job).run(3, ["model.norm.weight"])
+    assert failure.shard == 3
+    assert "MergeError: a worker has other packages" in failure.message
+    assert "'torch': '0.1'" in failure.message
+    assert not list(tmp_path.iterdir())
