@@ -66,7 +66,7 @@ def test_the_questions_of_the_quickstart(monkeypatch, tmp_path):
 
 
 def test_the_images_of_the_vision_family(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES / "statsmerging")
+    monkeypatch.syspath_prepend(EXAMPLES / "training")
     import images
 
     for name in images.MAKERS:
@@ -82,7 +82,7 @@ def test_the_images_of_the_vision_family(monkeypatch):
 
 @pytest.mark.parametrize("family", ["images", "languages"])
 def test_every_row_of_the_table_is_a_valid_training(monkeypatch, family):
-    monkeypatch.syspath_prepend(EXAMPLES / "statsmerging")
+    monkeypatch.syspath_prepend(EXAMPLES / "training")
     monkeypatch.syspath_prepend(EXAMPLES / "quickstart")
     import images
     import languages

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The family of small vision transformers of `examples/statsmerging`, with several seeds.
+"""The family of small vision transformers of `examples/training`, with several seeds.
 
 Four tasks that look nothing like each other, on the real data that scikit-learn brings along; each
 expert has a head of its own, and the backbones are merged.
@@ -17,7 +17,7 @@ from evidence.families import FOLDER, Family, Split
 from torch import Tensor, nn
 from transformers import ViTForImageClassification, ViTModel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "statsmerging"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "training"))
 
 import images
 

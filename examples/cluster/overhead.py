@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `mergekit-ace merge` costs beside `mergekit-yaml`, and what several workers gain.
 
-    python examples/benchmark/merge.py --size 1B --methods linear ace --folder /tmp/llamas
+    python examples/cluster/overhead.py --size 1B --methods linear ace --folder llamas
 
 writes the family (once; nothing is downloaded). In every round both commands merge it in turn, each
 a process of its own, and in every other round in the other order; a ratio is that of one round, and
@@ -22,8 +22,11 @@ import time
 from pathlib import Path
 
 import yaml
-from kernels import machine
-from llamas import SIZES, write_family
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmark"))
+
+from kernels import machine  # noqa: E402
+from llamas import SIZES, write_family  # noqa: E402
 
 COMMANDS = {
     "mergekit-yaml": ["mergekit.scripts.run_yaml"],

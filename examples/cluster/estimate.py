@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a merge by many workers would take, on paper: nothing is merged.
 
-    python examples/benchmark/cluster.py --measure /tmp    # workers like this machine
-    python examples/benchmark/cluster.py                   # workers with a GPU, at rates assumed
+    python examples/cluster/estimate.py --measure .    # workers like this machine
+    python examples/cluster/estimate.py                   # workers with a GPU, at rates assumed
 
 Bytes, work and memory come from the plan and the estimate of the package, for `ace` on families of
 full size, of which only headers exist. A worker's rates are measured (a layer merged; a gigabyte
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -22,8 +23,6 @@ from pathlib import Path
 
 import torch
 import yaml
-from kernels import machine
-from llamas import SIZES, write_headers
 from mergekit.options import MergeOptions
 
 from mergekit_ace import merge_tensor
@@ -32,6 +31,11 @@ from mergekit_ace.planning import plan_merge, read_merge_config
 from mergekit_ace.preflight import calibration
 from mergekit_ace.preflight.checkpoints import read_checkpoint
 from mergekit_ace.preflight.estimate import Estimate, estimate_merge
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmark"))
+
+from kernels import machine  # noqa: E402
+from llamas import SIZES, write_headers  # noqa: E402
 
 WORKERS = (1, 4, 16)
 SHARDS = {"8B": 10**9}  # bytes of a file; mergekit's own default elsewhere

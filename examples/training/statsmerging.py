@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the choices of StatsMerging are worth, on two small families that are trained here.
 
-python examples/statsmerging/statsmerging.py images       # pip install scikit-learn
-python examples/statsmerging/statsmerging.py languages
-python examples/statsmerging/statsmerging.py images --only "rank 1" "rank 5" --seeds 0 1 2
+python examples/training/statsmerging.py images       # pip install scikit-learn
+python examples/training/statsmerging.py languages
+python examples/training/statsmerging.py images --only "rank 1" "rank 5" --seeds 0 1 2
 
 Every row is a training of its own, kept in `results-FAMILY.jsonl`: rows that are there are not
 repeated, so a run that was stopped goes on. A seed changes the learner's first weights and the
