@@ -34,8 +34,8 @@ from mergekit_ace.preflight.estimate import Estimate, estimate_merge
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmark"))
 
-from kernels import machine  # noqa: E402
-from llamas import SIZES, write_headers  # noqa: E402
+from kernels import machine
+from llamas import SIZES, write_headers
 
 WORKERS = (1, 4, 16)
 SHARDS = {"8B": 10**9}  # bytes of a file; mergekit's own default elsewhere

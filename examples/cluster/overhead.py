@@ -25,8 +25,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmark"))
 
-from kernels import machine  # noqa: E402
-from llamas import SIZES, write_family  # noqa: E402
+from kernels import machine
+from llamas import SIZES, write_family
 
 COMMANDS = {
     "mergekit-yaml": ["mergekit.scripts.run_yaml"],
