@@ -25,14 +25,15 @@ def questions(languages: tuple[str, ...], count: int) -> list[str]:
     return [f"{languages[n % len(languages)]} {rng.choice(KEYS)} =" for n in range(count)]
 
 
-def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
+def write_questions(folder: Path) -> None:
+    """Write a file of questions per new language, and one for the old ones together."""
+    folder.mkdir(exist_ok=True)
     sources = {language: (language,) for language in NEW_LANGUAGES} | {"old": OLD_LANGUAGES}
     for name, languages in sources.items():
         lines = [json.dumps({"question": text}) for text in questions(languages, COUNT)]
-        (FOLDER / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(f"{COUNT} questions each in {FOLDER}")
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{COUNT} questions each in {folder}")
 
 
 if __name__ == "__main__":
-    main()
+    write_questions(FOLDER)

@@ -79,7 +79,7 @@ def merge_all() -> dict[str, Path]:
 def report(rows: dict[str, Path]) -> None:
     """Print the table of accuracies; of the task-arithmetic rows only the best."""
     from dictionaries import NEW_LANGUAGES, OLD_LANGUAGES
-    from evaluate import accuracies
+    from family import accuracies
 
     results = {}
     for row, folder in rows.items():

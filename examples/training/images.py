@@ -162,20 +162,27 @@ def train(model, task: Task, steps: int, peak: float, seed: int, name: str, batc
     return model.eval()
 
 
-def train_family(folder: Path, seed: int = 0, *, teacher: bool = True) -> None:
+def train_family(
+    folder: Path, seed: int = 0, *, teacher: bool = True, steps: int | None = None
+) -> None:
     """Train what is not in `folder` yet; each model appears there only when it is complete.
 
     Args:
         folder: for data and models.
         seed: of initialisation and order; the data and its splits stay the same.
         teacher: whether the convolutional network is wanted.
+        steps: at most so many per model, to see that everything runs.
     """
+
+    def at_most(count: int) -> int:
+        return count if steps is None else min(count, steps)
+
     seed *= 100
     write_data(folder / "data")
     if not (folder / "base").exists():
         torch.manual_seed(seed)
         model = ViTForImageClassification(vit_config(num_labels=24))
-        train(model, pretext(), 1500, 1e-3, seed, "base")
+        train(model, pretext(), at_most(1500), 1e-3, seed, "base")
         _save(model.vit, folder / "base")
     for number, name in enumerate(TASKS):
         if not (folder / name).exists():
@@ -185,7 +192,7 @@ def train_family(folder: Path, seed: int = 0, *, teacher: bool = True) -> None:
             model = ViTForImageClassification(vit_config(num_labels=labels))
             base = ViTModel.from_pretrained(folder / "base", add_pooling_layer=False)
             model.vit.load_state_dict(base.state_dict())
-            train(model, task, 400, 5e-4, seed + 1 + number, name)
+            train(model, task, at_most(400), 5e-4, seed + 1 + number, name)
             _save(model, folder / name)
     if teacher and not (folder / "wines-cnn").exists():
         torch.manual_seed(9)
@@ -198,7 +205,7 @@ def train_family(folder: Path, seed: int = 0, *, teacher: bool = True) -> None:
             num_labels=3,
         )
         teacher = ResNetForImageClassification(config)
-        train(teacher, splits("wines")["experts"], 200, 3e-3, 9, "wines (CNN)")
+        train(teacher, splits("wines")["experts"], at_most(200), 3e-3, 9, "wines (CNN)")
         _save(teacher, folder / "wines-cnn")
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart"
+FAMILY = QUICKSTART / "family"
 sys.path.insert(0, str(QUICKSTART))
 
 from dictionaries import (  # noqa: E402
@@ -39,11 +40,16 @@ def write_data(folder: Path) -> None:
                     file.write(json.dumps({"question": question, "answer": answer}) + "\n")
 
 
-def expert_configs(folder: Path) -> list[dict]:
-    """The experts as a `train.yml` lists them; each writes its own one-word answers."""
+def expert_configs(folder: Path, family: Path = FAMILY) -> list[dict]:
+    """The experts as a `train.yml` lists them; each writes its own one-word answers.
+
+    Args:
+        folder: of the data.
+        family: of the models.
+    """
     return [
         {
-            "model": str(QUICKSTART / "family" / language),
+            "model": str(family / language),
             "task": language,
             "data": {
                 "path": str(folder / language),
@@ -69,15 +75,21 @@ def save_splits(folder: Path) -> None:
             data.save_to_disk(folder / language)
 
 
-def prepare(folder: Path) -> str:
-    """Train the family, if the quickstart has not, and write the data; the base's folder."""
-    train_family(QUICKSTART / "family")
+def prepare(folder: Path, family: Path = FAMILY, steps: int | None = None) -> str:
+    """Train the family, if the quickstart has not, and write the data; return the base's folder.
+
+    Args:
+        folder: for the data.
+        family: for the models.
+        steps: at most so many per model, to see that everything runs.
+    """
+    train_family(family, steps)
     write_data(folder)
     save_splits(folder)
-    return str(QUICKSTART / "family" / "base")
+    return str(family / "base")
 
 
-def train_gpt2(folder: Path) -> str:
+def train_gpt2(folder: Path, steps: int | None = None) -> str:
     """A GPT-2 that knows the first new language and no other; its folder."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -97,7 +109,9 @@ def train_gpt2(folder: Path) -> str:
             pad_token_id=tokenizer.pad_token_id,
         )
         model = GPT2LMHeadModel(config)
-        recipe = Recipe(NEW_LANGUAGES[:1], None, steps=400, peak=2e-3, seed=9)
+        recipe = Recipe(
+            NEW_LANGUAGES[:1], None, steps=400 if steps is None else steps, peak=2e-3, seed=9
+        )
         train(model, tokenizer, recipe, "GPT-2")
         save_model(model, tokenizer, target)
     return str(target)

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from evidence.families import Family, Split
-from evidence.learned import learn
 from evidence.rows import Row
 from evidence.studies import STUDIES, Rule
 from mergekit.common import ModelReference
@@ -20,6 +21,8 @@ from torch import Tensor
 from mergekit_ace.algebra.layouts import as_matrices
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
 from mergekit_ace.methods.architecture import stored_layout
+from mergekit_ace.training.config import TrainConfig
+from mergekit_ace.training.run import run_training
 
 State = dict[str, Tensor]
 
@@ -139,3 +142,28 @@ class Examiner:
         new = {task: family.accuracy(self.model, task, split) for task in family.tasks}
         old = [family.accuracy(self.model, task, split) for task in family.old]
         return Score(new, sum(old) / len(old) if old else None)
+
+
+def learn(family: Family, row: Row) -> Path:
+    """The coefficient file of a row that learns; trained unless it is there.
+
+    Args:
+        family: one with `unlabelled` samples.
+        row: one with `learn`, what a `train.yml` says beside models and data.
+    """
+    assert row.learn is not None
+    name = f"{family.name}-{family.seed}-{len(family.tasks)}-{row.name}".replace(" ", "-")
+    folder = family.folder / "learned" / name
+    file = folder / "coefficients.safetensors"
+    if not file.exists():
+        given = dict(row.learn)
+        config = family.unlabelled(given.pop("samples"), given.pop("rehearsed", 0)) | {
+            "compare": {"direct": False, "task_arithmetic": []},
+            **given,
+        }
+        config["training"] = {**given["training"], "seed": family.seed}
+        if family.steps is not None:
+            config["training"]["max_steps"] = family.steps
+        run_training(TrainConfig.model_validate(config), folder, quiet=True)
+        shutil.rmtree(folder / "state", ignore_errors=True)
+    return file
