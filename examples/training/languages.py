@@ -23,16 +23,22 @@ from dictionaries import (  # noqa: E402
 from family import Recipe, save_model, train, train_family  # noqa: E402
 
 LINES = {"train": 256, "validation": 128, "test": 384}
+FEW_LINES = dict.fromkeys(LINES, 8)  # enough to see that everything runs
 DISTILLED_LINES = 512
 
 
-def write_data(folder: Path) -> None:
-    """For each new language lines that end in a question, and their answers for evaluation."""
+def write_data(folder: Path, counts: dict[str, int]) -> None:
+    """Write lines that end in a question, and their answers for evaluation, per new language.
+
+    Args:
+        folder: for the files.
+        counts: how many lines, by split.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for number, language in enumerate(NEW_LANGUAGES):
         rng = random.Random(100 + number)
         dictionary = make_dictionaries()[language]
-        for split, count in LINES.items():
+        for split, count in counts.items():
             with open(folder / f"{language}-{split}.jsonl", "w", encoding="utf-8") as file:
                 for _ in range(count):
                     line = dictionary.line(rng.sample(KEYS, rng.randint(1, PAIRS)))
@@ -84,7 +90,7 @@ def prepare(folder: Path, family: Path = FAMILY, steps: int | None = None) -> st
         steps: at most so many per model, to see that everything runs.
     """
     train_family(family, steps)
-    write_data(folder)
+    write_data(folder, LINES if steps is None else FEW_LINES)
     save_splits(folder)
     return str(family / "base")
 
@@ -117,10 +123,10 @@ def train_gpt2(folder: Path, steps: int | None = None) -> str:
     return str(target)
 
 
-def write_lines(folder: Path) -> str:
-    """Whole lines of the first new language, for the distillation; the file."""
+def write_lines(folder: Path, count: int = DISTILLED_LINES) -> str:
+    """Write whole lines of the first new language, for the distillation; return the file."""
     path = folder / "lines.jsonl"
     dictionary = make_dictionaries()[NEW_LANGUAGES[0]]
-    lines = random_lines([dictionary], DISTILLED_LINES, random.Random(200))
+    lines = random_lines([dictionary], count, random.Random(200))
     path.write_text("".join(json.dumps({"line": line}) + "\n" for line in lines))
     return str(path)

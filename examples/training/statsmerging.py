@@ -181,11 +181,12 @@ def distil_gpt2(study: Study, base: str) -> str:
     import languages
 
     folder, epochs = study.models, 10 if study.steps is None else 1
+    count = languages.DISTILLED_LINES if study.steps is None else 64
     config = {
         "teacher": languages.train_gpt2(folder, study.steps),
         "student": base,
         "task": "causal-lm",
-        "data": {"path": languages.write_lines(folder), "text": "line"},
+        "data": {"path": languages.write_lines(folder, count), "text": "line"},
         "training": {
             "epochs": epochs,
             "batch_size": 32,
