@@ -16,6 +16,14 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 SIZES = {
+    "tiny": {  # to see that a program runs
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+    },
     "160M": {
         "hidden_size": 768,
         "intermediate_size": 3072,

@@ -76,20 +76,30 @@ def estimate(folder: Path, size: str, experts: int) -> Estimate:
     return estimate_merge(plan, checkpoints, nothing)
 
 
-def measure(folder: Path, device: str, experts: int) -> Rates:
-    """Of this machine, with `folder` on the disk that is meant."""
-    size = "8B" if device.startswith("cuda") else "1B"
+def measure(
+    folder: Path, device: str, experts: int, size: str | None = None, sample: int = SAMPLE
+) -> Rates:
+    """Rates of this machine.
+
+    Args:
+        folder: on the disk that is meant.
+        device: of the merge.
+        experts: T.
+        size: of the model of which a layer is merged; by default one that keeps the device busy.
+        sample: bytes that are written, hashed and read.
+    """
+    size = size or ("8B" if device.startswith("cuda") else "1B")
     with tempfile.TemporaryDirectory() as headers:
         tensors = estimate(Path(headers), size, experts).tensors
     layer = [tensor for tensor in tensors if tensor.name.startswith("model.layers.0.")]
     seconds_of_merge(layer[0].shape, device, experts)  # warms up
     seconds = sum(seconds_of_merge(tensor.shape, device, experts) for tensor in layer)
-    written, hashed, read = seconds_of_files(folder)
+    written, hashed, read = seconds_of_files(folder, sample)
     return Rates(
         flops=sum(tensor.operations[0] for tensor in layer) / seconds,
-        read=SAMPLE / read,
-        write=SAMPLE / written,
-        hash=SAMPLE / hashed,
+        read=sample / read,
+        write=sample / written,
+        hash=sample / hashed,
     )
 
 
@@ -107,14 +117,14 @@ def seconds_of_merge(shape: tuple[int, ...], device: str, experts: int) -> float
     return time.perf_counter() - start
 
 
-def seconds_of_files(folder: Path) -> tuple[float, float, float]:
-    """A gigabyte written and flushed, hashed from memory, and read from the disk."""
+def seconds_of_files(folder: Path, sample: int = SAMPLE) -> tuple[float, float, float]:
+    """Seconds of `sample` bytes written and flushed, hashed from memory, and read from the disk."""
     path = folder / "cluster-sample.bin"
     block = os.urandom(BLOCK)
     try:
         start = time.perf_counter()
         with open(path, "wb") as file:
-            for _ in range(SAMPLE // BLOCK):
+            for _ in range(sample // BLOCK):
                 file.write(block)
         flush_to_disk(path)
         written = time.perf_counter() - start
@@ -122,7 +132,7 @@ def seconds_of_files(folder: Path) -> tuple[float, float, float]:
         sha256(path)
         hashed = time.perf_counter() - start
         with open(path, "rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), 0, SAMPLE, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(file.fileno(), 0, sample, os.POSIX_FADV_DONTNEED)
             start = time.perf_counter()
             while file.read(BLOCK):
                 pass
