@@ -12,11 +12,9 @@ from configs import check_config, read_config
 from mergekit_ace.cli import main
 
 PROJECT = Path(__file__).resolve().parent.parent
-READMES = sorted(
-    path
-    for path in [*PROJECT.glob("*.md"), *PROJECT.glob("[a-z]*/**/*.md")]
-    if not any(part in {"build", "dist", "node_modules"} for part in path.parts)
-)
+# Not deeper in the examples: programs write models there, with cards of their own.
+PLACES = ("*.md", "examples/*.md", "examples/*/*.md", "mergekit_ace/**/*.md", "tests/**/*.md")
+READMES = sorted(path for place in PLACES for path in PROJECT.glob(place))
 # Built on other branches; to be empty once they are merged.
 NOT_YET_COMMANDS = {"methods"}
 NOT_YET_FILES = {PROJECT / "mergekit_ace" / "methods" / "README.md"}
