@@ -29,7 +29,7 @@ def family(benchmark, tmp_path):
     states = [LlamaForCausalLM.from_pretrained(path).state_dict() for path in paths]
 
     class Near(benchmark("evidence.families").Family):
-        name, seed, old, folder = "near", 0, ("old",), tmp_path
+        old = ("old",)
         base = Path(paths[0])
         experts = {str(t): Path(path) for t, path in enumerate(paths[1:])}  # noqa: RUF012
 
@@ -46,7 +46,7 @@ def family(benchmark, tmp_path):
             start = sum(float((states[1][n] - t).square().sum()) for n, t in states[0].items())
             return 1 / (1 + away / start)
 
-    return Near()
+    return Near("near", 0, tmp_path, None)
 
 
 def test_the_program_at_its_smallest(benchmark, tmp_path, monkeypatch, capsys):

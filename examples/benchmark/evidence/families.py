@@ -109,14 +109,13 @@ class Family(ABC):
         layers: of the model; None where names in memory and on disk are the same.
     """
 
-    name: str
-    seed: int
-    folder: Path
     base: Path
     experts: dict[str, Path]
     old: tuple[str, ...] = ()
-    steps: int | None = None
     layers: int | None = None
+
+    def __init__(self, name: str, seed: int, folder: Path, steps: int | None):
+        self.name, self.seed, self.folder, self.steps = name, seed, folder, steps
 
     @abstractmethod
     def train(self) -> None:
@@ -158,16 +157,8 @@ def saving(target: Path) -> Iterator[Path]:
 class Dictionaries(Family):
     """One of `LANGUAGE_FAMILIES`: the base knows four languages, each expert one more."""
 
-    def __init__(
-        self,
-        name: str,
-        seed: int,
-        count: int | None = None,
-        folder: Path = FOLDER,
-        steps: int | None = None,
-    ):
-        """Args as for `make_family`."""
-        self.name, self.seed, self.folder, self.steps = name, seed, folder, steps
+    def __init__(self, name: str, seed: int, count: int | None, folder: Path, steps: int | None):
+        super().__init__(name, seed, folder, steps)
         self.architecture, numbers, recipes = LANGUAGE_FAMILIES[name]
         self.masked = self.architecture == "roberta"
         self.base_recipe = shortened(BASE, steps)
@@ -289,16 +280,8 @@ class Images(Family):
 
     layers = IMAGE_LAYERS
 
-    def __init__(
-        self,
-        name: str,
-        seed: int,
-        count: int | None = None,
-        folder: Path = FOLDER,
-        steps: int | None = None,
-    ):
-        """Args as for `make_family`."""
-        self.name, self.seed, self.folder, self.steps = name, seed, folder, steps
+    def __init__(self, name: str, seed: int, count: int | None, folder: Path, steps: int | None):
+        super().__init__(name, seed, folder, steps)
         self.own = folder / f"images-{seed}"
         self.base = self.own / "base"
         self._heads: dict[str, nn.Module] = {}
