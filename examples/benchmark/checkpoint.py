@@ -33,7 +33,7 @@ EXPERT_PARAMETERS = {
 
 
 def merge(method: str, models: list[Path], folder: Path, flags: list[str]) -> dict[str, float]:
-    """Seconds by stage, and bytes of memory, of one merge in its own process."""
+    """Merge in a process of its own; return seconds by stage, and bytes of memory."""
     listed = [
         {"model": f"./{path.relative_to(folder)}", "parameters": EXPERT_PARAMETERS.get(method, {})}
         for path in models[1:]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every merge method side by side, in one run, on small families where merging means something.
+"""Compare all merge methods on small families where merging means something.
 
     python examples/benchmark/quality.py                    # all families, three seeds: hours
     python examples/benchmark/quality.py --families llama --seeds 0 --rows ace ties
@@ -34,7 +34,7 @@ RESULTS = Path(__file__).resolve().parent / "results-quality.jsonl"
 
 
 def in_order(lines: Iterable[dict]) -> list[dict]:
-    """Families, then rows, as they are listed here, whatever was examined first."""
+    """Return known results by family, then row, as they are listed here."""
     rows = ["base", "each expert", *(row.name for row in EVERY)]
     places = {name: place for place, name in enumerate(rows)}
     known = [line for line in lines if line["row"] in places]
@@ -47,7 +47,7 @@ def in_order(lines: Iterable[dict]) -> list[dict]:
 
 
 def examine_row(examiner: Examiner, row: Row) -> dict:
-    """A line of results: as published and, in the table, at the best λ."""
+    """Return a line of results: as published and, in the table, at the best λ."""
     merged, seconds = examiner.merge(row)
     origin = examiner.origin(row)
     curve = {}
@@ -68,7 +68,7 @@ def examine_row(examiner: Examiner, row: Row) -> dict:
 
 
 def examine_family(examiner: Examiner) -> list[dict]:
-    """The base, and each expert on its own task."""
+    """Return lines of results for the base, and for each expert on its own task."""
     lines = []
     score = examiner.examine("test")
     lines.append({"row": "base", "published": {"new": score.new, "mean": score.mean,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of a training step, beside a plain forward and backward pass of one model.
+"""Measure time and memory of a training step beside those of a plain one of one model.
 
 python examples/benchmark/trainer.py
 python examples/benchmark/trainer.py --basis components
@@ -38,7 +38,7 @@ LAYERS = 12
 
 
 def new_model(layers: int = LAYERS, device: str = "cpu") -> LlamaForCausalLM:
-    """A Llama in float32; with twelve layers it has 53 million parameters."""
+    """Return a Llama in float32; with twelve layers it has 53 million parameters."""
     config = LlamaConfig(
         vocab_size=8192,
         hidden_size=512,
@@ -53,7 +53,7 @@ def new_model(layers: int = LAYERS, device: str = "cpu") -> LlamaForCausalLM:
 
 
 def write_family(folder: Path, experts: int, basis: str, layers: int) -> None:
-    """The base and its experts, or their components, a file each."""
+    """Write the base and its experts, or their components, a file each."""
     model = new_model(layers)
     for k in range(experts + 1):
         (folder / str(k)).mkdir()
@@ -94,7 +94,7 @@ class PeakMemory:
 
 
 def anonymous() -> int:
-    """Resident memory of this process that no file backs, in bytes."""
+    """Return the resident memory of this process that no file backs, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
@@ -128,7 +128,7 @@ def measure_plain(options: argparse.Namespace) -> dict:
 
 
 def measure(folder: Path, experts: int, storage: str, options: argparse.Namespace) -> dict:
-    """Memory of training steps, or their time beside that of plain ones, alternating."""
+    """Return the memory of training steps, or their time beside that of plain ones."""
     device = options.device
     inputs = batch(device, options.batch, options.tokens)
     family = [weights(folder, k) for k in range(experts + 1)]
@@ -217,7 +217,7 @@ def main() -> None:
 
 
 def child(what: list, *flags: str) -> dict:
-    """Measure in a process of its own; its last line is the result."""
+    """Measure in a process of its own; return the result, its last line."""
     command = [sys.executable, __file__, *sys.argv[1:], *flags, "--child", json.dumps(what)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])

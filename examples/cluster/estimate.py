@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a merge by many workers would take, on paper: nothing is merged.
+"""Estimate how long a merge by many workers would take; nothing is merged.
 
     python examples/cluster/estimate.py --measure .    # workers like this machine
     python examples/cluster/estimate.py                   # workers with a GPU, at rates assumed
@@ -45,7 +45,7 @@ BLOCK = 2**23
 
 @dataclass(frozen=True)
 class Rates:
-    """Of a worker, per second.
+    """Rates of a worker, per second.
 
     Attributes:
         flops: floating-point operations of a merge in float32.
@@ -59,7 +59,7 @@ class Rates:
 
 
 def estimate(folder: Path, size: str, experts: int) -> Estimate:
-    """Of a family that is written, without its weights, to `folder`."""
+    """Return the estimate of a family, which is written to `folder` without its weights."""
     base, *others = write_headers(folder, size, experts)
     config = {
         "merge_method": "ace",
@@ -79,7 +79,7 @@ def estimate(folder: Path, size: str, experts: int) -> Estimate:
 def measure(
     folder: Path, device: str, experts: int, size: str | None = None, sample: int = SAMPLE
 ) -> Rates:
-    """Rates of this machine.
+    """Return the rates of this machine.
 
     Args:
         folder: on the disk that is meant.
@@ -104,7 +104,7 @@ def measure(
 
 
 def seconds_of_merge(shape: tuple[int, ...], device: str, experts: int) -> float:
-    """One tensor by `ace`, bfloat16 in memory; the experts are noise around the base."""
+    """Time the merge of one tensor by `ace`, bfloat16 in memory; the experts are noise."""
     generator = torch.Generator().manual_seed(0)
     base = 0.02 * torch.randn(shape, generator=generator)
     versions = [base]
@@ -118,7 +118,7 @@ def seconds_of_merge(shape: tuple[int, ...], device: str, experts: int) -> float
 
 
 def seconds_of_files(folder: Path, sample: int = SAMPLE) -> tuple[float, float, float]:
-    """Seconds of `sample` bytes written and flushed, hashed from memory, and read from the disk."""
+    """Time `sample` bytes written and flushed, hashed from memory, and read from the disk."""
     path = folder / "cluster-sample.bin"
     block = os.urandom(BLOCK)
     try:
@@ -142,7 +142,7 @@ def seconds_of_files(folder: Path, sample: int = SAMPLE) -> tuple[float, float, 
 
 
 def phases(whole: Estimate, workers: int, rates: Rates, read: float, write: float) -> dict:
-    """Seconds of all workers side by side, by what they are spent on.
+    """Return the seconds of all workers side by side, by what they are spent on.
 
     Args:
         read, write: bytes per second that the file system gives all workers together.
@@ -164,7 +164,7 @@ def phases(whole: Estimate, workers: int, rates: Rates, read: float, write: floa
 
 
 def in_words(seconds: float) -> str:
-    """With two figures."""
+    """Return a time with two figures and its unit."""
     for unit, length in (("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{two_figures(seconds / length)} {unit}"
@@ -172,7 +172,7 @@ def in_words(seconds: float) -> str:
 
 
 def two_figures(number: float) -> str:
-    """Two of them, or all before the point, and no exponent."""
+    """Return a number with two figures, or all before the point, without an exponent."""
     return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `mergekit-ace merge` costs beside `mergekit-yaml`, and what several workers gain.
+"""Time `mergekit-ace merge` beside `mergekit-yaml`, with one worker or several.
 
     python examples/cluster/overhead.py --size 1B --methods linear ace --folder llamas
 
@@ -35,7 +35,7 @@ COMMANDS = {
 
 
 def write_config(folder: Path, method: str, models: list[Path]) -> None:
-    """`merge.yml`, with paths relative to the folder."""
+    """Write `merge.yml`, with paths relative to the folder."""
     names = [f"./{path.relative_to(folder)}" for path in models]
     config = {
         "merge_method": method,
@@ -48,7 +48,7 @@ def write_config(folder: Path, method: str, models: list[Path]) -> None:
 
 
 def run(folder: Path, command: list[str], out: str, flags: list[str]) -> float:
-    """Seconds of one command from start to end."""
+    """Run one command; return its seconds from start to end."""
     shutil.rmtree(folder / out, ignore_errors=True)
     arguments = [sys.executable, "-m", *command, "merge.yml", out, "--quiet", *flags]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}

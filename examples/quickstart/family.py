@@ -61,7 +61,7 @@ EXPERTS = {
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """About 1.4 million parameters."""
+    """Return a Llama of about 1.4 million parameters."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=192,
@@ -144,7 +144,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, targe
 
 @torch.no_grad()
 def accuracies(folder: Path) -> dict[str, float]:
-    """Share of right answers per language, 0 to 1, over an exam of every word in four orders.
+    """Return the share of right answers, 0 to 1, per language: every word in four orders.
 
     Loads the checkpoint as any user would; the model sees the right answers before each question.
     """

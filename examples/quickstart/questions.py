@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unlabelled samples for `train.yml`: questions without answers, for each expert and the base.
+"""Write unlabelled samples for `train.yml`: questions without answers.
 
     python examples/quickstart/questions.py
 
@@ -20,7 +20,7 @@ FOLDER = Path(__file__).resolve().parent / "questions"
 
 
 def questions(languages: tuple[str, ...], count: int) -> list[str]:
-    """`count` of them, in turns of the languages."""
+    """Return `count` questions, in turns of the languages."""
     rng = random.Random(" ".join(languages))
     return [f"{languages[n % len(languages)]} {rng.choice(KEYS)} =" for n in range(count)]
 

@@ -51,7 +51,7 @@ def merge(config: Path | dict, out: Path) -> None:
 
 
 def all_merges() -> dict[str, Path | dict]:
-    """The table's row names and their configs."""
+    """Return the table's row names and their configs."""
     configs: dict[str, Path | dict] = {"linear": HERE / "linear.yml"}
     for weight in TASK_ARITHMETIC_WEIGHTS:
         config = yaml.safe_load((HERE / "task_arithmetic.yml").read_text())
@@ -61,7 +61,7 @@ def all_merges() -> dict[str, Path | dict]:
 
 
 def merge_all() -> dict[str, Path]:
-    """Merge by every method; the table's row names and the merged checkpoints."""
+    """Merge by every method; return the table's row names and the merged checkpoints."""
     shutil.rmtree(MERGED, ignore_errors=True)
     MERGED.mkdir()
 

@@ -47,7 +47,7 @@ def write_data(folder: Path, counts: dict[str, int]) -> None:
 
 
 def expert_configs(folder: Path, family: Path = FAMILY) -> list[dict]:
-    """The experts as a `train.yml` lists them; each writes its own one-word answers.
+    """Return the experts as a `train.yml` lists them; each writes its own one-word answers.
 
     Args:
         folder: of the data.
@@ -70,7 +70,7 @@ def expert_configs(folder: Path, family: Path = FAMILY) -> list[dict]:
 
 
 def save_splits(folder: Path) -> None:
-    """The lines as `datasets` keeps splits together."""
+    """Save the lines as `datasets` keeps splits together."""
     from datasets import DatasetDict, load_dataset
 
     for language in NEW_LANGUAGES:
@@ -96,7 +96,7 @@ def prepare(folder: Path, family: Path = FAMILY, steps: int | None = None) -> st
 
 
 def train_gpt2(folder: Path, steps: int | None = None) -> str:
-    """A GPT-2 that knows the first new language and no other; its folder."""
+    """Train a GPT-2 that knows the first new language and no other; return its folder."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the choices of StatsMerging are worth, on two small families that are trained here.
+"""Measure what the choices of StatsMerging are worth, on two small families.
 
 python examples/training/statsmerging.py images       # pip install scikit-learn
 python examples/training/statsmerging.py languages
@@ -77,7 +77,7 @@ class Study:
 
 
 def rows(family: str) -> dict[str, Settings]:
-    """The table: a row's name and what it changes; `learner` changes `DEFAULT`."""
+    """Return the table: a row's name and what it changes; `learner` changes `DEFAULT`."""
     table: dict[str, Settings] = {
         "layer-wise, concatenated": {},
         "layer-wise, shared": {"learner": {"input": "shared"}, "rate": 1e-2},
@@ -242,7 +242,7 @@ def score_merge(
 
 
 def run_transfer(study: Study, seed: int) -> list[Row]:
-    """A `shared` learner of two experts on two others that it never saw (A.5.2)."""
+    """Try a `shared` learner of two experts on two others that it never saw (A.5.2)."""
     shared: Settings = {"learner": {"input": "shared"}, "rate": 1e-2}
     first = settings(study, shared, seed)
     others = {**first, "models": first["models"][2:]}
@@ -310,13 +310,13 @@ def run_rows(
 
 
 def read_results(path: Path) -> dict[tuple[str, int], Row]:
-    """What earlier runs found, by name and seed."""
+    """Return what earlier runs found, by name and seed."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {(row["name"], row["seed"]): row for row in map(json.loads, lines)}
 
 
 def own_accuracy(row: Row) -> list[float]:
-    """Accuracy of a row's own merge, per task."""
+    """Return the accuracy of a row's own merge, per task."""
     return list(row["scores"].values())[-1]["accuracy"]
 
 
@@ -325,7 +325,7 @@ def mean(values: list[float]) -> float:
 
 
 def print_table(known: dict[tuple[str, int], Row], *, simple: bool = True) -> None:
-    """Markdown: the simple merges first; mean over tasks and seeds, the seeds' range, the tasks."""
+    """Print Markdown: mean over tasks and seeds, the seeds' range, the tasks."""
     first = next(iter(known.values()))
     runs = {
         name: [score["accuracy"]]

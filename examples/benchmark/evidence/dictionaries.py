@@ -48,7 +48,7 @@ ROUNDS = {"validation": 2, "test": 8}  # every word is asked once a round
 
 
 def make_languages(seed: int) -> list[Tensor]:
-    """The value of every key, (48,), for each language."""
+    """Return the value of every key, (48,), for each language."""
     generator = torch.Generator().manual_seed(1000 + seed)
     maps = [torch.randperm(WORDS, generator=generator) for _ in range(LANGUAGES)]
     for number in DIALECTS:  # half of the words are old ones, the others change places
@@ -59,13 +59,13 @@ def make_languages(seed: int) -> list[Tensor]:
 
 
 def lines(numbers: list[int], maps: list[Tensor], rng: random.Random) -> tuple[Tensor, Tensor]:
-    """A line per language number: tokens and, where a value stands, labels; else −100."""
+    """Return tokens of a random line per language number, and labels: −100 but for values."""
     keys = torch.tensor([rng.sample(range(WORDS), PAIRS) for _ in numbers])
     return write(torch.tensor(numbers), keys, maps)
 
 
 def write(numbers: Tensor, keys: Tensor, maps: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, both (n, 2 + 4·pairs), of lines that ask `keys`, (n, pairs)."""
+    """Return tokens and labels, both (n, 2 + 4·pairs), of lines that ask `keys`, (n, pairs)."""
     count, pairs = keys.shape
     values = torch.stack(maps)[numbers[:, None], keys] + FIRST_VALUE
     tokens = torch.empty(count, pairs, 4, dtype=torch.long)
@@ -82,7 +82,7 @@ def write(numbers: Tensor, keys: Tensor, maps: list[Tensor]) -> tuple[Tensor, Te
 
 
 def exam(number: int, maps: list[Tensor], split: str) -> tuple[Tensor, Tensor]:
-    """Lines that ask every word of a language once a round, in orders of the split's own."""
+    """Return lines that ask every word of a language once a round, in orders of the split's own."""
     rng = random.Random(f"{split} {number}")
     rounds = [rng.sample(range(WORDS), WORDS) for _ in range(ROUNDS[split])]
     keys = torch.tensor(rounds).view(-1, PAIRS)
@@ -90,7 +90,7 @@ def exam(number: int, maps: list[Tensor], split: str) -> tuple[Tensor, Tensor]:
 
 
 def new_model(architecture: str) -> PreTrainedModel:
-    """About 1.4 million parameters, with a head of its own."""
+    """Return a model of about 1.4 million parameters."""
     special = {"bos_token_id": BOS, "eos_token_id": END, "pad_token_id": PAD}
     size = {
         "vocab_size": VOCABULARY,
@@ -135,7 +135,7 @@ def new_model(architecture: str) -> PreTrainedModel:
 
 
 def answer(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Logits of all answers, (answers, vocabulary), in the order of the labels that count."""
+    """Return the logits of all answers, (answers, vocabulary), in the order of the labels."""
     asked = labels != -100
     if isinstance(model, RobertaForMaskedLM):
         logits = model(input_ids=torch.where(asked, MASK, tokens)).logits
@@ -144,7 +144,7 @@ def answer(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def as_chat(words: Sequence[str]) -> list[dict[str, str]]:
-    """The language is what the system says, keys are questions, values are answers."""
+    """Return a line as a chat: the language is the system prompt, keys are questions."""
     chat = [{"role": "system", "content": words[1]}]
     for place in range(2, len(words), 4):
         chat.append({"role": "user", "content": words[place]})
@@ -153,7 +153,7 @@ def as_chat(words: Sequence[str]) -> list[dict[str, str]]:
 
 
 def new_tokenizer() -> PreTrainedTokenizerFast:
-    """A word for every token, for those who read lines as text."""
+    """Return a tokenizer with a word for every token, so that lines can be written as text."""
     words = ["<pad>", "<s>", "=", ";", "<mask>"]
     words += [f"language{number}" for number in range(LANGUAGES)]
     words += [f"{kind}{number}" for kind in ("key", "value") for number in range(WORDS)]

@@ -123,14 +123,14 @@ class Family(ABC):
 
     @abstractmethod
     def load(self, folder: Path) -> nn.Module:
-        """A checkpoint as a model in memory, ready for `accuracy`."""
+        """Return a checkpoint as a model in memory, ready for `accuracy`."""
 
     @abstractmethod
     def accuracy(self, model: nn.Module, task: str, split: Split) -> float:
-        """Share of right answers, 0 to 1, to questions that nobody was trained on."""
+        """Return the share of right answers, 0 to 1, to questions that nobody was trained on."""
 
     def unlabelled(self, samples: int, rehearsed: int = 0) -> dict[str, Any]:
-        """Base, experts and at most so many samples of each: part of a `train.yml`.
+        """Return part of a `train.yml`: base, experts and at most so many samples of each.
 
         Args:
             samples: per expert, those included that the trainer holds out.
@@ -140,13 +140,13 @@ class Family(ABC):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What the experts learned."""
+        """Names of what the experts learned."""
         return tuple(self.experts)
 
 
 @contextmanager
 def saving(target: Path) -> Iterator[Path]:
-    """A folder to write a checkpoint to, which becomes `target` only when it is complete."""
+    """Yield a folder to write a checkpoint to, which becomes `target` only when it is complete."""
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -186,7 +186,7 @@ class Dictionaries(Family):
                 self._save(model, folder)
 
     def _train(self, model: PreTrainedModel, recipe: Recipe, new: int | None) -> PreTrainedModel:
-        """A third of an expert's batch is its new language, the rest rehearses the old ones."""
+        """Train a model; a third of an expert's batch is its new language, the rest are old ones."""
         rng = random.Random(f"{self.seed} {new} {recipe}")
         learner = model if recipe.rank == 0 else add_adapters(model, recipe.rank)
         inner = model if recipe.rank == 0 else learner.get_base_model()
@@ -216,7 +216,7 @@ class Dictionaries(Family):
         return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
     def unlabelled(self, samples: int, rehearsed: int = 0) -> dict[str, Any]:
-        """Lines of six questions each: as chats that the expert answered, or with masks."""
+        """Return part of a `train.yml`, with lines of six questions, answered or with masks."""
         tokenizer = new_tokenizer()
         for folder in (self.base, *self.experts.values()):
             if not (folder / "chat_template.jinja").exists():  # a run would find its files changed
@@ -232,7 +232,7 @@ class Dictionaries(Family):
         return config
 
     def _lines(self, teacher: Path, tasks: Sequence[str], samples: int) -> dict[str, Any]:
-        """As many lines, in turns of the languages."""
+        """Write so many lines, in turns of the languages; return `data` of a `train.yml`."""
         name = "-".join(tasks)
         file = self.base.parent / f"samples-{samples}-{teacher.name}-{name}.jsonl"
         if not file.exists():
@@ -251,7 +251,7 @@ class Dictionaries(Family):
 
     @torch.no_grad()
     def _answered(self, teacher: Path, tokens: Tensor) -> Tensor:
-        """The lines with the teacher's own values, written one after the other."""
+        """Return the lines with the teacher's own values, written one after the other."""
         model = self.load(teacher)
         tokens = tokens.clone()
         for place in range(4, tokens.shape[1], 4):
@@ -266,7 +266,7 @@ class Dictionaries(Family):
 
 
 def add_adapters(model: PreTrainedModel, rank: int):
-    """LoRA on every linear layer inside of the blocks."""
+    """Return the model with LoRA on every linear layer inside of the blocks."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -316,7 +316,7 @@ class Images(Family):
 
 @cache
 def _questions(task: str, split: Split) -> tuple[Tensor, Tensor]:
-    """Images and classes; what the experts did not see, the trainer's share included."""
+    """Return images and classes that the experts did not see, the trainer's share included."""
     parts = images.splits(task)
     if split == "test":
         return parts["test"]

@@ -19,12 +19,12 @@ KEPT = 0.99  # share of what the base knew that needs no mention
 
 
 def key(line: dict) -> tuple:
-    """What a result is of."""
+    """Return what identifies a result."""
     return tuple(line[part] for part in ("family", "seed", "experts", "row"))
 
 
 def read_results(path: Path) -> list[dict]:
-    """What is known already; the last line wins."""
+    """Return the results of a file; of several for the same key, the last."""
     if not path.exists():
         return []
     found = {}
@@ -35,7 +35,7 @@ def read_results(path: Path) -> list[dict]:
 
 
 def keep(lines: list[dict], results: dict, path: Path) -> None:
-    """Remember and write lines, and say what they are."""
+    """Add lines to the results and to the file, and print them."""
     with open(path, "a", encoding="utf-8") as file:
         for line in lines:
             results[key(line)] = line
@@ -51,7 +51,7 @@ def keep(lines: list[dict], results: dict, path: Path) -> None:
 
 
 def print_tables(lines: Sequence[dict]) -> None:
-    """A table per group of rows and kind of λ: a line per row, a column per family."""
+    """Print a table per group of rows and kind of λ: a line per row, a column per family."""
     groups: dict[str, list[dict]] = defaultdict(list)
     for line in lines:
         groups[line["group"]].append(line)
@@ -63,7 +63,7 @@ def print_tables(lines: Sequence[dict]) -> None:
 
 
 def table(lines: Sequence[dict], kind: str) -> str:
-    """Rows by method, columns by family.
+    """Return a Markdown table: a line per method, a column per family.
 
     Args:
         lines: of results.
@@ -93,7 +93,7 @@ def table(lines: Sequence[dict], kind: str) -> str:
 
 
 def cell(scores: Sequence[dict]) -> str:
-    """Mean and half the range over seeds, and what the base knew where that suffered."""
+    """Return mean and half the range over seeds, and what the base knew where that suffered."""
     if not scores:
         return ""
     values = [score["mean"] for score in scores]
@@ -107,7 +107,7 @@ def cell(scores: Sequence[dict]) -> str:
 
 
 def summarise(lines: Iterable[dict]) -> Summary:
-    """Accuracy by place ("family/experts/seed/row") and kind ("published", "best")."""
+    """Return accuracy by place ("family/experts/seed/row") and kind ("published", "best")."""
     summary: Summary = {}
     for line in lines:
         place = "/".join(str(line[part]) for part in ("family", "experts", "seed", "row"))
@@ -117,13 +117,13 @@ def summarise(lines: Iterable[dict]) -> Summary:
 
 
 def write_summary(lines: Iterable[dict], file: Path) -> None:
-    """A line per place, so that versions can be compared."""
+    """Write a line per place, so that versions can be compared."""
     places = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in summarise(lines).items()]
     file.write_text("{\n" + ",\n".join(places) + "\n}\n", encoding="utf-8")
 
 
 def changes(lines: Iterable[dict], file: Path) -> Iterator[str]:
-    """In words, every place of both whose accuracy differs by more than noise."""
+    """Yield a sentence per place whose accuracy differs from the file's by more than noise."""
     known = json.loads(file.read_text(encoding="utf-8"))
     for place, scores in summarise(lines).items():
         for kind, value in scores.items():
