@@ -186,7 +186,7 @@ class Dictionaries(Family):
                 self._save(model, folder)
 
     def _train(self, model: PreTrainedModel, recipe: Recipe, new: int | None) -> PreTrainedModel:
-        """Train a model; a third of an expert's batch is its new language, the rest are old ones."""
+        """Train a model; a third of an expert's batch is its new language, the rest old ones."""
         rng = random.Random(f"{self.seed} {new} {recipe}")
         learner = model if recipe.rank == 0 else add_adapters(model, recipe.rank)
         inner = model if recipe.rank == 0 else learner.get_base_model()
