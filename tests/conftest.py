@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import click
 import pytest
@@ -99,6 +99,30 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Mo
         places = f"{vars(module).get('__file__')} {vars(module).get('__path__')}"
         if str(EXAMPLES) in places:
             del sys.modules[name]
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the mergekit commands that an example starts by `subprocess.run` in this process.
+
+    Importing mergekit anew takes seconds per command.
+    """
+
+    def run(command: list, cwd: Path | None = None, **_) -> SimpleNamespace:
+        from mergekit.scripts.run_yaml import main as mergekit_yaml
+
+        from mergekit_ace.cli import main as mergekit_ace
+
+        first, *arguments = [str(part) for part in command]
+        if first == sys.executable:  # python -m MODULE …
+            first, *arguments = arguments[1:]
+        main = mergekit_ace if first == "mergekit_ace.cli" else mergekit_yaml
+        with monkeypatch.context() as inside:
+            inside.chdir(cwd or Path.cwd())
+            CliRunner().invoke(main, arguments, catch_exceptions=False)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr("subprocess.run", run)
 
 
 @pytest.fixture(scope="module")

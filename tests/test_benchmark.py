@@ -77,7 +77,7 @@ def test_many_workers_on_paper(example, run, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_restartable_merge_costs(run, tmp_path):
+def test_what_a_restartable_merge_costs(run, in_process, tmp_path):
     """The program compares both results byte for byte, and ends where they differ."""
     flags = ["--size", "tiny", "--methods", "ace", "--rounds", 1, "--folder", tmp_path]
     shown = run("cluster", "overhead", *flags).splitlines()

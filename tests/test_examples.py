@@ -105,7 +105,7 @@ def test_the_study_of_choices_at_its_smallest(training, tmp_path, monkeypatch, c
     assert [json.loads(line)["name"] for line in results] == rows
 
 
-def test_a_learner_on_new_experts_at_its_smallest(training, tmp_path, monkeypatch, capsys):
+def test_a_learner_on_new_experts(training, in_process, tmp_path, monkeypatch, capsys):
     program = training("statsmerging")
     arguments = ["images", "--transfer", "--small", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["statsmerging.py", *arguments])
@@ -175,16 +175,9 @@ def test_quickstart_training_saves_complete_models_only(quickstart, tiny_family)
 
 
 @pytest.fixture
-def tiny_quickstart(quickstart, tiny_family, monkeypatch):
+def tiny_quickstart(quickstart, tiny_family, in_process, monkeypatch):
     """The quickstart on the tiny family, its merges in this process."""
     program = quickstart("quickstart")
-    from click.testing import CliRunner
-    from mergekit.scripts.run_yaml import main
-
-    def run(command, cwd, **options):
-        monkeypatch.chdir(cwd)
-        CliRunner().invoke(main, [str(part) for part in command[1:]], catch_exceptions=False)
-        return SimpleNamespace(returncode=0)
 
     def one_after_the_other(workers):
         """An output runner that swaps sys.stdout cannot be shared by threads."""
@@ -196,7 +189,6 @@ def tiny_quickstart(quickstart, tiny_family, monkeypatch):
     monkeypatch.setattr(program, "HERE", here)
     monkeypatch.setattr(program, "FAMILY", tiny_family)
     monkeypatch.setattr(program, "MERGED", here / "merged")
-    monkeypatch.setattr(program.subprocess, "run", run)
     monkeypatch.setattr(program, "ThreadPoolExecutor", one_after_the_other)
     return program
 

@@ -38,7 +38,7 @@ def merge(config: Path | dict, out: Path) -> None:
     beside = Path(sys.executable).parent  # the command of this environment, even if not activated
     command = shutil.which("mergekit-yaml", path=f"{beside}{os.pathsep}{os.environ['PATH']}")
     if command is None:
-        sys.exit("mergekit-yaml is not installed: pip install mergekit-ace")
+        sys.exit("mergekit-yaml is not installed: pip install .")
     result = subprocess.run(
         [command, config, out, "--random-seed", "0", "--quiet"],
         cwd=HERE,

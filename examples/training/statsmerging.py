@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what the choices of StatsMerging are worth, on two small families.
 
-python examples/training/statsmerging.py images       # pip install scikit-learn
+python examples/training/statsmerging.py images       # pip install ".[examples]"
 python examples/training/statsmerging.py languages
 python examples/training/statsmerging.py images --only "rank 1" "rank 5" --seeds 0 1 2
 python examples/training/statsmerging.py images --only "rank 1" --small try    # that it runs
