@@ -50,7 +50,9 @@ def test_the_readme_is_short():
 
 @pytest.mark.parametrize("path", READMES, ids=identify)
 def test_links_point_to_something(path):
-    for link in LINK.findall(path.read_text(encoding="utf-8")):
+    text = path.read_text(encoding="utf-8")
+    assert text.count("](") == len(LINK.findall(text)), "a link has no end"
+    for link in LINK.findall(text):
         if link.startswith("https://"):
             continue
         name, _, anchor = link.partition("#")
