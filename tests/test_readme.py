@@ -94,3 +94,13 @@ def test_every_kind_of_config_is_shown():
     blocks = [block for path in READMES for block in YAML.findall(path.read_text("utf-8"))]
     for name in ("merge_method:", "base_model:", "teacher:"):
         assert any(name in block for block in blocks)
+
+
+def test_the_tests_of_ci_are_those_of_the_readme():
+    ci = PROJECT / ".ci" / "run"
+    if not ci.exists():
+        pytest.skip("a source distribution has no .ci")
+    (command,) = re.findall(
+        r"pip install -e '\.\[test\]' && (.* pytest .*)", (PROJECT / "README.md").read_text("utf-8")
+    )
+    assert command in ci.read_text("utf-8").splitlines()
