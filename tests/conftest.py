@@ -7,14 +7,28 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from collections.abc import Callable
+import importlib
+import shutil
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import click
 import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "msedge")
+# No calls home, and no sandbox, which root cannot have.
+BROWSER_FLAGS = """--no-sandbox --disable-gpu --no-first-run --disable-background-networking
+    --disable-component-update --disable-sync --disable-quic""".split()
+NO_BROWSER = (
+    "this test opens a page in a browser, and none is installed: "
+    "apt-get install chromium, or playwright install chromium"
+)
 
 
 @pytest.fixture
@@ -67,3 +81,66 @@ def mergekit_multi(tmp_path: Path) -> Callable[[list[dict]], Path]:
         return out
 
     return run
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], ModuleType]]:
+    """Import a module of a folder of examples, as `example(folder, module)`.
+
+    All modules of the examples are forgotten afterwards: several folders use the same names.
+    """
+
+    def load(folder: str, name: str) -> ModuleType:
+        monkeypatch.syspath_prepend(EXAMPLES / folder)
+        return importlib.import_module(name)
+
+    yield load
+    for name, module in list(sys.modules.items()):
+        places = f"{vars(module).get('__file__')} {vars(module).get('__path__')}"
+        if str(EXAMPLES) in places:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the mergekit commands that an example starts by `subprocess.run` in this process.
+
+    Importing mergekit anew takes seconds per command.
+    """
+
+    def run(command: list, cwd: Path | None = None, **_) -> SimpleNamespace:
+        from mergekit.scripts.run_yaml import main as mergekit_yaml
+
+        from mergekit_ace.cli import main as mergekit_ace
+
+        first, *arguments = [str(part) for part in command]
+        if first == sys.executable:  # python -m MODULE …
+            first, *arguments = arguments[1:]
+        main = mergekit_ace if first == "mergekit_ace.cli" else mergekit_yaml
+        with monkeypatch.context() as inside:
+            inside.chdir(cwd or Path.cwd())
+            CliRunner().invoke(main, arguments, catch_exceptions=False)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr("subprocess.run", run)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    """Start an installed browser; skip the test where there is none.
+
+    With REQUIRE_BROWSER=1 in the environment, as `.ci/run` has it, a missing one is an error.
+    """
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        found = next(filter(None, map(shutil.which, BROWSERS)), None)
+        own = playwright.chromium.executable_path
+        found = found or (own if Path(own).exists() else None)
+        if found is None and os.environ.get("REQUIRE_BROWSER") == "1":
+            pytest.fail(NO_BROWSER)
+        if found is None:
+            pytest.skip(NO_BROWSER)
+        browser = playwright.chromium.launch(executable_path=found, args=BROWSER_FLAGS)
+        yield browser
+        browser.close()

@@ -1,74 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples: every config is one that mergekit takes whole, and the quickstart's parts work."""
+"""The examples: every config is one that mergekit takes whole, and every program runs.
+
+The programs of the evidence are tested in `test_quality` and `test_studies`.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from checkpoints import fine_tuned, state, tiny_llama
-from mergekit import merge_methods
-from mergekit.config import MergeConfiguration
-from mergekit.merge_methods.base import ParameterScope
+from checkpoints import fine_tuned, state
+from configs import check_config, read_config
 from reference import naive_tensor, task_vector_error
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.distill_config import DistillConfig
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-OURS = {"train": TrainConfig, "distill": DistillConfig}
-CONFIGS = sorted(p for p in EXAMPLES.glob("*/*.yml") if p.stem.split("-")[0] not in OURS)
-TRAININGS = sorted(p for p in EXAMPLES.glob("*/*.yml") if p.stem.split("-")[0] in OURS)
-README = EXAMPLES.parent / "README.md"
+CONFIGS = sorted(EXAMPLES.glob("*/*.yml"))
 
 
-@pytest.mark.parametrize("path", TRAININGS, ids=lambda path: path.stem)
-def test_training_configs_are_valid(path):
-    OURS[path.stem.split("-")[0]].model_validate(yaml.safe_load(path.read_text()))
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configs_are_valid(path):
+    check_config(read_config(path.read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_the_readme_s_configs_are_valid(name):
-    blocks = re.findall(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)
-    (block,) = [block for block in blocks if block.startswith(f"# {name}.yml")]
-    OURS[name].model_validate(yaml.safe_load(block))
+@pytest.fixture
+def quickstart(example):
+    """Import a module of the quickstart."""
+    return partial(example, "quickstart")
 
 
-def test_the_questions_of_the_quickstart(monkeypatch, tmp_path):
+@pytest.fixture
+def training(example):
+    """Import a module of the trainer's examples."""
+    return partial(example, "training")
+
+
+def test_the_questions_of_the_quickstart(quickstart, tmp_path):
     """What train.yml reads: questions of one language each, without a single answer."""
-    monkeypatch.syspath_prepend(EXAMPLES / "quickstart")
-    import questions
-    from dictionaries import NEW_LANGUAGES, OLD_LANGUAGES, invented_words
-
-    monkeypatch.setattr(questions, "FOLDER", tmp_path / "questions")
-    questions.main()
+    questions, dictionaries = quickstart("questions"), quickstart("dictionaries")
+    questions.write_questions(tmp_path / "questions")
     config = TrainConfig.model_validate(
-        yaml.safe_load((EXAMPLES / "quickstart" / "train.yml").read_text())
+        read_config((EXAMPLES / "quickstart" / "train.yml").read_text())
     )
-    assert [name for name, _ in config.sources] == [*NEW_LANGUAGES, "rehearsal"]
+    assert [name for name, _ in config.sources] == [*dictionaries.NEW_LANGUAGES, "rehearsal"]
     for name, data in config.sources:
         lines = (tmp_path / data.path).read_text(encoding="utf-8").splitlines()
         texts = [json.loads(line)[data.prompt] for line in lines]
         assert len(texts) == questions.COUNT
-        known = set(OLD_LANGUAGES if name == "rehearsal" else (name,))
+        known = set(dictionaries.OLD_LANGUAGES if name == "rehearsal" else (name,))
         assert {text.split()[0] for text in texts} == known
-        assert not {word for text in texts for word in text.split()} & set(invented_words())
+        words = {word for text in texts for word in text.split()}
+        assert not words & set(dictionaries.invented_words())
 
 
-def test_the_images_of_the_vision_family(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES / "statsmerging")
-    import images
-
+def test_the_images_of_the_vision_family(training):
+    images = training("images")
     for name in images.MAKERS:
         parts = images.splits(name)
         pictures = torch.cat([part[0] for part in parts.values()])
@@ -81,47 +77,41 @@ def test_the_images_of_the_vision_family(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["images", "languages"])
-def test_every_row_of_the_table_is_a_valid_training(monkeypatch, family):
-    monkeypatch.syspath_prepend(EXAMPLES / "statsmerging")
-    monkeypatch.syspath_prepend(EXAMPLES / "quickstart")
-    import images
-    import languages
-    import statsmerging
-
-    monkeypatch.setattr(images, "train_family", lambda folder: None)
-    monkeypatch.setattr(languages, "prepare", lambda folder: "base")
-    monkeypatch.setattr(statsmerging, "distil_wines", lambda folder: None)
-    monkeypatch.setattr(statsmerging, "distil_gpt2", lambda folder, base: "student")
-    table = statsmerging.rows(family)
+def test_every_row_of_the_table_is_a_valid_training(training, monkeypatch, family):
+    images, languages, program = map(training, ("images", "languages", "statsmerging"))
+    monkeypatch.setattr(images, "train_family", lambda folder, steps: None)
+    monkeypatch.setattr(languages, "prepare", lambda folder, family, steps: "base")
+    monkeypatch.setattr(program, "distil_wines", lambda study: None)
+    monkeypatch.setattr(program, "distil_gpt2", lambda study, base: "student")
     seen = []
-    for change in table.values():
-        config = TrainConfig.model_validate(statsmerging.settings(family, change))
+    for change in program.rows(family).values():
+        settings = program.settings(program.Study(family), change)
+        config = TrainConfig.model_validate(settings)
         assert config not in seen, "two rows are the same training"
         seen.append(config)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_config_has_only_parameters_that_exist(path):
-    """mergekit drops what a method did not declare without a word."""
-    source = yaml.safe_load(path.read_text())
-    config = MergeConfiguration.model_validate(source)
-    assert set(source) <= set(MergeConfiguration.model_fields)
-    spec = merge_methods.get(config.merge_method).spec
-    declared = {p.name: p for p in spec.parameters}
-    assert set(config.parameters or {}) <= set(declared)
-    for value in (config.parameters or {}).items():
-        _validate(declared, *value)
-    for model in config.models:
-        own = model.parameters or {}
-        assert set(own) <= {n for n, p in declared.items() if p.scope != ParameterScope.SHARED}
+@pytest.mark.parametrize("family", ["images", "languages"])
+def test_the_study_of_choices_at_its_smallest(training, tmp_path, monkeypatch, capsys, family):
+    program = training("statsmerging")
+    rows = ["one heterogeneous expert"]
+    arguments = [family, "--only", *rows, "--small", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["statsmerging.py", *arguments])
+    program.main()
+    shown = capsys.readouterr().out
+    for row in rows:
+        assert f"\n| {row} | 0." in shown
+    results = (tmp_path / f"results-{family}.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["name"] for line in results] == rows
 
 
-def _validate(declared, name, setting):
-    values = setting if isinstance(setting, list) else [setting]
-    for value in values:
-        value = getattr(value, "value", value)
-        if name != "report":
-            declared[name].validate(value)
+def test_a_learner_on_new_experts(training, in_process, tmp_path, monkeypatch, capsys):
+    program = training("statsmerging")
+    arguments = ["images", "--transfer", "--small", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["statsmerging.py", *arguments])
+    program.main()
+    shown = capsys.readouterr().out
+    assert "\n| the learner of the first two | 0." in shown
 
 
 def test_the_gpt2_config_on_classifiers_with_heads_of_different_sizes(tmp_path, mergekit_yaml):
@@ -150,17 +140,8 @@ def test_the_gpt2_config_on_classifiers_with_heads_of_different_sizes(tmp_path, 
         assert error <= 1e-4, (name, layout)
 
 
-@pytest.fixture
-def quickstart(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES / "quickstart"))
-    yield
-    for name in ("dictionaries", "family", "evaluate", "quickstart", "dtype"):
-        sys.modules.pop(name, None)
-
-
 def test_quickstart_dictionaries(quickstart):
-    import dictionaries
-
+    dictionaries = quickstart("dictionaries")
     made = dictionaries.make_dictionaries()
     assert len(made) == 8
     tokenizer = dictionaries.make_tokenizer()
@@ -178,43 +159,25 @@ def test_quickstart_dictionaries(quickstart):
 
 
 @pytest.fixture
-def tiny_family(quickstart, tmp_path, monkeypatch) -> Path:
-    """The quickstart's own training, a few steps of it, in a folder of its own."""
-    import family
-
-    def short(recipe):
-        return dataclasses.replace(recipe, steps=3)
-
-    monkeypatch.setattr(family, "BASE", short(family.BASE))
-    monkeypatch.setattr(family, "EXPERTS", {n: short(r) for n, r in family.EXPERTS.items()})
-    monkeypatch.setattr(
-        family, "new_model", lambda tokenizer: tiny_llama(vocab_size=len(tokenizer))
-    )
+def tiny_family(quickstart, tmp_path) -> Path:
+    """The quickstart's own family, a few steps of training each, in a folder of its own."""
     folder = tmp_path / "family"
-    family.train_family(folder)
+    quickstart("family").train_family(folder, steps=3)
     return folder
 
 
-def test_quickstart_training_saves_complete_models_only(tiny_family):
-    import family
-
+def test_quickstart_training_saves_complete_models_only(quickstart, tiny_family):
+    family = quickstart("family")
     assert sorted(path.name for path in tiny_family.iterdir()) == sorted(["base", *family.EXPERTS])
     times = [path.stat().st_mtime_ns for path in tiny_family.rglob("*.safetensors")]
-    family.train_family(tiny_family)  # at once, from the cache
+    family.train_family(tiny_family, steps=3)  # at once, from the cache
     assert times == [path.stat().st_mtime_ns for path in tiny_family.rglob("*.safetensors")]
 
 
 @pytest.fixture
-def tiny_quickstart(tiny_family, monkeypatch):
+def tiny_quickstart(quickstart, tiny_family, in_process, monkeypatch):
     """The quickstart on the tiny family, its merges in this process."""
-    import quickstart as program
-    from click.testing import CliRunner
-    from mergekit.scripts.run_yaml import main
-
-    def run(command, cwd, **options):
-        monkeypatch.chdir(cwd)
-        CliRunner().invoke(main, [str(part) for part in command[1:]], catch_exceptions=False)
-        return SimpleNamespace(returncode=0)
+    program = quickstart("quickstart")
 
     def one_after_the_other(workers):
         """An output runner that swaps sys.stdout cannot be shared by threads."""
@@ -226,7 +189,6 @@ def tiny_quickstart(tiny_family, monkeypatch):
     monkeypatch.setattr(program, "HERE", here)
     monkeypatch.setattr(program, "FAMILY", tiny_family)
     monkeypatch.setattr(program, "MERGED", here / "merged")
-    monkeypatch.setattr(program.subprocess, "run", run)
     monkeypatch.setattr(program, "ThreadPoolExecutor", one_after_the_other)
     return program
 
@@ -245,9 +207,8 @@ def test_quickstart_from_end_to_end(tiny_quickstart, monkeypatch, capsys):
     assert "ruby moon = " in capsys.readouterr().out
 
 
-def test_what_dtype_costs(tiny_quickstart, monkeypatch, capsys):
-    import dtype
-
+def test_what_dtype_costs(quickstart, tiny_quickstart, monkeypatch, capsys):
+    dtype = quickstart("dtype")
     tiny_quickstart.merge_all()
     for name in ("FAMILY", "MERGED"):
         monkeypatch.setattr(dtype, name, getattr(tiny_quickstart, name))
@@ -261,8 +222,7 @@ def test_what_dtype_costs(tiny_quickstart, monkeypatch, capsys):
 
 
 def test_a_failed_merge_ends_the_quickstart(quickstart, tmp_path):
-    import quickstart as program
-
+    program = quickstart("quickstart")
     config = tmp_path / "bad.yml"
     config.write_text("merge_method: ace\nmodels: [{model: ./nowhere/at/all}]\n")
     with pytest.raises(SystemExit, match=r"(?s)mergekit-yaml bad.yml failed.*nowhere"):

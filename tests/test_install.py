@@ -64,7 +64,9 @@ def artifacts(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("dist")
     copy = tmp_path_factory.mktemp("source") / "project"
     copy.mkdir()
-    trained = shutil.ignore_patterns("family", "family-*", "merged", "__pycache__")
+    trained = shutil.ignore_patterns(
+        "family", "family-*", "families", "merged", "learned*", "run-*", "__pycache__"
+    )
     for name in ("mergekit_ace", "examples", "tests"):
         shutil.copytree(PROJECT / name, copy / name, ignore=trained)
     for name in ("pyproject.toml", "README.md", "LICENSE"):

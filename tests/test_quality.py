@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,16 +15,11 @@ from transformers import LlamaForCausalLM
 
 from mergekit_ace.training.config import TrainConfig
 
-BENCHMARK = Path(__file__).resolve().parents[1] / "examples" / "benchmark"
-
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def benchmark(example):
     """Import a module of the benchmark."""
-    monkeypatch.syspath_prepend(BENCHMARK)
-    yield importlib.import_module
-    for name in [n for n in sys.modules if n == "quality" or n.startswith("evidence")]:
-        del sys.modules[name]
+    return partial(example, "benchmark")
 
 
 @pytest.fixture
@@ -34,7 +29,7 @@ def family(benchmark, tmp_path):
     states = [LlamaForCausalLM.from_pretrained(path).state_dict() for path in paths]
 
     class Near(benchmark("evidence.families").Family):
-        name, seed, old = "near", 0, ("old",)
+        old = ("old",)
         base = Path(paths[0])
         experts = {str(t): Path(path) for t, path in enumerate(paths[1:])}  # noqa: RUF012
 
@@ -51,7 +46,26 @@ def family(benchmark, tmp_path):
             start = sum(float((states[1][n] - t).square().sum()) for n, t in states[0].items())
             return 1 / (1 + away / start)
 
-    return Near()
+    return Near("near", 0, tmp_path, None)
+
+
+def test_the_program_at_its_smallest(benchmark, tmp_path, monkeypatch, capsys):
+    quality = benchmark("quality")
+    flags = "--families llama --experts 2 --seeds 0 --rows ties".split()
+    more = ["--small", str(tmp_path), "--pictures", str(tmp_path / "pictures")]
+    monkeypatch.setattr(sys, "argv", ["quality.py", *flags, *more])
+    quality.main()
+    shown = capsys.readouterr().out
+    for row in ("base", "each expert", "ties"):
+        assert f"\n| {row} | 0." in shown
+    lines = quality.read_results(tmp_path / "results.jsonl")
+    assert len(lines) == 3
+    monkeypatch.setattr(sys, "argv", ["quality.py", *flags, "--small", str(tmp_path)])
+    quality.main()  # nothing is repeated
+    assert quality.read_results(tmp_path / "results.jsonl") == lines
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "llama-0", "pictures", "results.jsonl"
+    }  # fmt: skip
 
 
 def test_every_row_merges(benchmark, family, monkeypatch):
@@ -126,7 +140,7 @@ def test_results_are_kept_and_not_repeated(benchmark, tmp_path, capsys):
     lines = quality.read_results(path)
     assert [line["published"]["mean"] for line in lines] == [0.6, 0.7]
     assert len(path.read_text().splitlines()) == 3
-    benchmark("evidence.tables").print_tables([*lines, {**lines[0], "experts": 8}])
+    benchmark("evidence.results").print_tables([*lines, {**lines[0], "experts": 8}])
     text = capsys.readouterr().out
     assert text.count("| ties | 0.650 ± 0.050 (old 0.90) | 0.600 (old 0.90) |") == 2
     assert "| | f, 4 experts | f, 8 experts |" in text
@@ -134,20 +148,20 @@ def test_results_are_kept_and_not_repeated(benchmark, tmp_path, capsys):
 
 
 def test_changes_since_a_summary(benchmark, tmp_path):
-    regression = benchmark("evidence.regression")
+    results = benchmark("evidence.results")
     head = {"family": "f", "seed": 0, "experts": 4}
     lines = [
         {**head, "row": "ties", "published": {"mean": 0.5}, "best": {"mean": 0.6}},
         {**head, "row": "base", "published": {"mean": 0.1}},
     ]
-    regression.write_summary(lines, tmp_path / "summary.json")
+    results.write_summary(lines, tmp_path / "summary.json")
     content = json.loads((tmp_path / "summary.json").read_text())
     assert content["f/4/0/ties"] == {"published": 0.5, "best": 0.6}
-    assert not list(regression.changes(lines, tmp_path / "summary.json"))
+    assert not list(results.changes(lines, tmp_path / "summary.json"))
     lines[0]["published"]["mean"] = 0.52  # noise
     lines[0]["best"]["mean"] = 0.5
     lines.append({**head, "row": "new", "published": {"mean": 0.9}})
-    (moved,) = regression.changes(lines, tmp_path / "summary.json")
+    (moved,) = results.changes(lines, tmp_path / "summary.json")
     assert moved == "f/4/0/ties, best: 0.600 before, 0.500 now"
 
 
@@ -236,13 +250,12 @@ def test_every_learned_row_is_a_training_of_its_own(benchmark):
         assert one[1:] not in [other[1:] for other in seen[:number]], one[0]
 
 
-def test_samples_are_chats_that_the_teacher_answered(benchmark, monkeypatch, tmp_path):
+def test_samples_are_chats_that_the_teacher_answered(benchmark, tmp_path):
     dictionaries = benchmark("evidence.dictionaries")
-    monkeypatch.setattr(dictionaries, "FOLDER", tmp_path)
     torch.manual_seed(0)
     model = dictionaries.new_model("llama").eval()
     model.save_pretrained(tmp_path / "base")
-    family = dictionaries.Dictionaries("llama", 0)
+    family = benchmark("evidence.families").make_family("llama", 0, folder=tmp_path)
     family.base, family.experts = tmp_path / "base", {"4": tmp_path / "base"}
     config = family.unlabelled(12, rehearsed=5)
     data = config["models"][0]["data"]
@@ -268,11 +281,10 @@ def test_samples_are_chats_that_the_teacher_answered(benchmark, monkeypatch, tmp
     assert languages == [f"language{n}" for n in (0, 1, 2, 3, 0)]
 
 
-def test_samples_of_masked_models_are_lines_with_masks(benchmark, monkeypatch, tmp_path):
+def test_samples_of_masked_models_are_lines_with_masks(benchmark, tmp_path):
     dictionaries = benchmark("evidence.dictionaries")
-    monkeypatch.setattr(dictionaries, "FOLDER", tmp_path)
     dictionaries.new_model("roberta").save_pretrained(tmp_path / "base")
-    family = dictionaries.Dictionaries("roberta", 0)
+    family = benchmark("evidence.families").make_family("roberta", 0, folder=tmp_path)
     family.base, family.experts = tmp_path / "base", {"4": tmp_path / "base"}
     config = TrainConfig.model_validate(family.unlabelled(12, rehearsed=5))
     assert config.task == "masked-lm"
@@ -324,12 +336,10 @@ def test_a_study_merges_a_model(benchmark, family):
     assert changed == ["model.embed_tokens.weight"]
 
 
-def test_a_tied_head_is_merged_once(benchmark, monkeypatch, tmp_path):
-    dictionaries = benchmark("evidence.dictionaries")
-    model = dictionaries.new_model("llama-tied")
+def test_a_tied_head_is_merged_once(benchmark, tmp_path):
+    model = benchmark("evidence.dictionaries").new_model("llama-tied")
     model.save_pretrained(tmp_path / "base")
-    monkeypatch.setattr(dictionaries, "FOLDER", tmp_path)
-    family = dictionaries.Dictionaries("llama-tied", 0)
+    family = benchmark("evidence.families").make_family("llama-tied", 0, folder=tmp_path)
     family.base, family.experts = tmp_path / "base", {"4": tmp_path / "base"}
     examiner = benchmark("evidence.scoring").Examiner(family)
     assert "lm_head.weight" not in examiner.base
@@ -340,16 +350,9 @@ def test_a_tied_head_is_merged_once(benchmark, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-lora", "gpt2", "roberta"])
-def test_a_family_trains(benchmark, monkeypatch, tmp_path, name):
-    dictionaries = benchmark("evidence.dictionaries")
-    monkeypatch.setattr(dictionaries, "FOLDER", tmp_path)
-    monkeypatch.setattr(benchmark("evidence.learned"), "FOLDER", tmp_path)
-    monkeypatch.setattr(dictionaries, "BASE", dictionaries.Recipe(2, 1e-3))
-    monkeypatch.setattr(dictionaries, "BATCH", 6)
-    architecture, numbers, recipes = dictionaries.FAMILIES[name]
-    short = tuple(dictionaries.Recipe(2, r.peak, r.rank) for r in recipes)
-    monkeypatch.setitem(dictionaries.FAMILIES, name, (architecture, numbers, short))
-    family = dictionaries.Dictionaries(name, 0, count=2)
+def test_a_family_trains(benchmark, tmp_path, name):
+    make_family = benchmark("evidence.families").make_family
+    family = make_family(name, 0, experts=2, folder=tmp_path, steps=2)
     family.train()
     assert family.tasks == ("4", "5")
     examiner = benchmark("evidence.scoring").Examiner(family)
@@ -374,21 +377,14 @@ def test_a_family_trains(benchmark, monkeypatch, tmp_path, name):
         assert file.stat().st_mtime_ns == when
         assert learned.keys() == merged.keys()
         assert any(not torch.equal(learned[n], t) for n, t in merged.items())
-    before = (tmp_path / f"{architecture}-0" / "base").stat().st_mtime_ns
+    before = family.base.stat().st_mtime_ns
     family.train()  # what is there is not trained again
-    assert (tmp_path / f"{architecture}-0" / "base").stat().st_mtime_ns == before
+    assert family.base.stat().st_mtime_ns == before
 
 
-def test_the_image_family(benchmark, monkeypatch, tmp_path):
-    module = benchmark("evidence.images")
-    monkeypatch.setattr(module, "FOLDER", tmp_path)
-    original = module.images.train
-    monkeypatch.setattr(
-        module.images,
-        "train",
-        lambda model, task, steps, *rest: original(model, task, 2, *rest),
-    )
-    family = module.Images("images", 0, 2)
+def test_the_image_family(benchmark, tmp_path):
+    make_family = benchmark("evidence.families").make_family
+    family = make_family("images", 0, experts=2, folder=tmp_path, steps=2)
     family.train()
     examiner = benchmark("evidence.scoring").Examiner(family)
     rows = benchmark("evidence.rows")

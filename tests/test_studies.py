@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from matrices import HETEROGENEOUS, family
@@ -15,11 +11,8 @@ from sklearn.covariance import ledoit_wolf_shrinkage
 
 
 @pytest.fixture
-def studies(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[1] / "examples" / "benchmark")
-    yield importlib.import_module("evidence.studies")
-    for name in [name for name in sys.modules if name.startswith("evidence")]:
-        del sys.modules[name]
+def studies(example):
+    return example("benchmark", "evidence.studies")
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merge whole Llama-shaped checkpoints with stock mergekit, by `ace` and by its neighbours.
 
-    python examples/benchmark/checkpoint.py --size 1B --experts 3 --folder /tmp/llamas
+    python examples/benchmark/checkpoint.py --size 1B --experts 3 --folder llamas
 
 writes the family (once; nothing is downloaded), merges it in turn by each method, and prints wall
 time, time per stage, peak resident memory and, on a GPU, peak device memory. Every merge is a
@@ -33,7 +33,7 @@ EXPERT_PARAMETERS = {
 
 
 def merge(method: str, models: list[Path], folder: Path, flags: list[str]) -> dict[str, float]:
-    """Seconds by stage, and bytes of memory, of one merge in its own process."""
+    """Merge in a process of its own; return seconds by stage, and bytes of memory."""
     listed = [
         {"model": f"./{path.relative_to(folder)}", "parameters": EXPERT_PARAMETERS.get(method, {})}
         for path in models[1:]

@@ -16,6 +16,14 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 SIZES = {
+    "tiny": {  # to see that a program runs
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+    },
     "160M": {
         "hidden_size": 768,
         "intermediate_size": 3072,
@@ -64,7 +72,7 @@ SHARD_BYTES = 2**30
 def write_family(
     folder: Path, size: str, experts: int, heterogeneous: bool, layers: int | None = None
 ) -> list[Path]:
-    """A base and its experts in bfloat16, sharded; their folders, the base's first.
+    """Write a base and its experts in bfloat16, sharded; return their folders, the base's first.
 
     Task vectors are of rank 16 plus noise, and in a heterogeneous family differ in scale by a
     factor of 30. A model that is there already is left alone.
@@ -89,7 +97,7 @@ def write_family(
 
 
 def write_headers(folder: Path, size: str, experts: int) -> list[Path]:
-    """The same family without any weights: files of full length that take no room on the disk."""
+    """Write the same family without weights: files of full length that take no room on the disk."""
     config = LlamaConfig(dtype="bfloat16", architectures=["LlamaForCausalLM"], **SIZES[size])
     paths = []
     for model in range(experts + 1):
@@ -113,7 +121,7 @@ def write_headers(folder: Path, size: str, experts: int) -> list[Path]:
 
 
 def write_hollow(path: Path, entries: dict) -> None:
-    """A safetensors file whose weights are a hole."""
+    """Write a safetensors file whose weights are a hole in the file."""
     header = json.dumps(entries).encode()
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
@@ -121,7 +129,7 @@ def write_hollow(path: Path, entries: dict) -> None:
 
 
 def shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a Llama's tensors."""
+    """Yield names and shapes of a Llama's tensors."""
     hidden, inner = config.hidden_size, config.intermediate_size
     narrow = hidden // config.num_attention_heads * config.num_key_value_heads
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)
@@ -140,7 +148,7 @@ def shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def make_tensor(name: str, shape: tuple[int, ...], model: int, scale: float, device: str) -> Tensor:
-    """One tensor of the base (model 0) or of an expert, the same whenever it is made."""
+    """Return a tensor of the base (model 0) or of an expert, the same whenever it is made."""
     rng = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     tensor = 0.02 * torch.randn(shape, generator=rng, device=device)
     if model > 0:
@@ -155,7 +163,7 @@ def make_tensor(name: str, shape: tuple[int, ...], model: int, scale: float, dev
 
 
 def write_model(path: Path, config: LlamaConfig, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Shards, their index and the config."""
+    """Write shards, their index and the config."""
     path.mkdir(parents=True, exist_ok=True)
     places: dict[str, str] = {}
     shard: dict[str, Tensor] = {}

@@ -19,7 +19,7 @@ def plain_ace(
     epsilon: float = 1e-5,
     rank_fraction: float = 0.3,
 ) -> Tensor:
-    """The merged matrix, (o, i), by Eqs. 5-19 with the branch given."""
+    """Return the merged matrix, (o, i), by Eqs. 5-19 with the branch given."""
     deltas = [expert - base for expert in experts]
     centred = [delta - delta.mean(dim=0) for delta in deltas]
     identity = torch.eye(base.shape[1], dtype=base.dtype, device=base.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long `mergekit-ace check` takes on families of full size, of which only headers exist.
+"""Time `mergekit-ace check` on families of full size, of which only headers exist.
 
     python examples/benchmark/preflight.py --size 8B
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every merge method side by side, in one run, on small families where merging means something.
+"""Compare all merge methods on small families where merging means something.
 
     python examples/benchmark/quality.py                    # all families, three seeds: hours
     python examples/benchmark/quality.py --families llama --seeds 0 --rows ace ties
+    python examples/benchmark/quality.py --families llama --only-train    # a process per family
 
-`pip install 'mergekit-ace[examples,plots]'` first, for the images and `--pictures`. Families are
-trained here, once, in `families/`; nothing is downloaded. Merges run through
-mergekit's own `merge_state_dicts`. Each method is examined at its published defaults and at the
+`pip install '.[examples,plots]'` first, for the images and `--pictures`. Families are trained here,
+once, in `families/`; nothing is downloaded. Merges run through mergekit's own `merge_state_dicts`.
+Each method is examined at its published defaults and at the
 best λ of one grid, the same for all, chosen on a validation split. Results are kept in
 `results-quality.jsonl`: what is there is not repeated, so a run that was stopped goes on.
 """
@@ -14,9 +15,8 @@ best λ of one grid, the same for all, chosen on a validation split. Results are
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch starts its threads
@@ -24,34 +24,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-from evidence.all_families import FAMILIES, make_family
-from evidence.regression import changes, write_summary
+from evidence.families import FAMILIES, FOLDER, make_family
+from evidence.results import changes, keep, key, print_tables, read_results, write_summary
 from evidence.rows import LEARNED, REGULARISED, SAMPLED, SCALES, STUDIED, SWEEPS, TABLE, Row
 from evidence.scoring import Examiner
-from evidence.tables import print_tables
 
 EVERY = TABLE + LEARNED + SAMPLED + REGULARISED + SWEEPS + STUDIED
 RESULTS = Path(__file__).resolve().parent / "results-quality.jsonl"
 
 
-def key(line: dict) -> tuple:
-    """What a result is of."""
-    return tuple(line[part] for part in ("family", "seed", "experts", "row"))
-
-
-def read_results(path: Path) -> list[dict]:
-    """What is known already; the last line wins."""
-    if not path.exists():
-        return []
-    found = {}
-    for text in path.read_text(encoding="utf-8").splitlines():
-        line = json.loads(text)
-        found[key(line)] = line
-    return list(found.values())
-
-
 def in_order(lines: Iterable[dict]) -> list[dict]:
-    """Families, then rows, as they are listed here, whatever was examined first."""
+    """Return known results by family, then row, as they are listed here."""
     rows = ["base", "each expert", *(row.name for row in EVERY)]
     places = {name: place for place, name in enumerate(rows)}
     known = [line for line in lines if line["row"] in places]
@@ -64,7 +47,7 @@ def in_order(lines: Iterable[dict]) -> list[dict]:
 
 
 def examine_row(examiner: Examiner, row: Row) -> dict:
-    """A line of results: as published and, in the table, at the best λ."""
+    """Return a line of results: as published and, in the table, at the best λ."""
     merged, seconds = examiner.merge(row)
     origin = examiner.origin(row)
     curve = {}
@@ -85,7 +68,7 @@ def examine_row(examiner: Examiner, row: Row) -> dict:
 
 
 def examine_family(examiner: Examiner) -> list[dict]:
-    """The base, and each expert on its own task."""
+    """Return lines of results for the base, and for each expert on its own task."""
     lines = []
     score = examiner.examine("test")
     lines.append({"row": "base", "published": {"new": score.new, "mean": score.mean,
@@ -103,7 +86,7 @@ def examine_family(examiner: Examiner) -> list[dict]:
     return lines
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -118,16 +101,37 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, help="draw them into this folder")
     parser.add_argument("--summary", type=Path, help="write them into this small JSON file")
     parser.add_argument("--against", type=Path, help="such a file: fail where results have moved")
+    parser.add_argument("--only-train", action="store_true", help="the families, and their exam")
     parser.add_argument("--only-print", action="store_true", help="the table of what is known")
-    arguments = parser.parse_args()
-    results = {key(line): line for line in read_results(arguments.results)}
+    parser.add_argument(
+        "--small", type=Path, metavar="FOLDER",
+        help="see that it runs: two training steps a model, families and results in this folder",
+    )  # fmt: skip
+    chosen = parser.parse_args(arguments)
+    chosen.folder, chosen.steps = FOLDER, None
+    if chosen.small:
+        chosen.folder, chosen.steps = chosen.small, 2
+        chosen.results = chosen.small / "results.jsonl"
+    return chosen
+
+
+def choose_rows(arguments: argparse.Namespace) -> list[Row]:
+    """Return the rows that the command line asks for."""
+    if arguments.only_train:
+        return []
     rows = TABLE + LEARNED + SWEEPS * arguments.sweeps + STUDIED * arguments.studies
     rows += (SAMPLED + REGULARISED) * arguments.learning
     if arguments.rows:
         rows = [row for row in rows if row.name.startswith(tuple(arguments.rows))]
-    for seed in [] if arguments.only_print else arguments.seeds:
+    return rows
+
+
+def examine(arguments: argparse.Namespace, results: dict[tuple, dict]) -> None:
+    """Train, merge and examine what is not among the results yet, and add it there."""
+    rows = choose_rows(arguments)
+    for seed in arguments.seeds:
         for name in arguments.families:
-            family = make_family(name, seed, arguments.experts)
+            family = make_family(name, seed, arguments.experts, arguments.folder, arguments.steps)
             family.train()
             examiner = Examiner(family)
             head = {"family": name, "seed": seed, "experts": len(family.tasks)}
@@ -141,6 +145,13 @@ def main() -> None:
                 line = examine_row(examiner, row)
                 keep([{**head, "row": row.name, "group": row.group, **line}], results,
                      arguments.results)  # fmt: skip
+
+
+def main() -> None:
+    arguments = parse()
+    results = {key(line): line for line in read_results(arguments.results)}
+    if not arguments.only_print:
+        examine(arguments, results)
     lines = in_order(results.values())
     print_tables(lines)
     if arguments.summary:
@@ -155,22 +166,6 @@ def main() -> None:
         print(f"\n{len(moved)} of {len(lines)} results differ from {arguments.against}", *moved,
               sep="\n")  # fmt: skip
         raise SystemExit(bool(moved))
-
-
-def keep(lines: list[dict], results: dict, path: Path) -> None:
-    """Remember and write lines, and say what they are."""
-    with open(path, "a", encoding="utf-8") as file:
-        for line in lines:
-            results[key(line)] = line
-            file.write(json.dumps(line) + "\n")
-            best = ""
-            if "best" in line:
-                best = f", best λ {line['best_scale']:g}: {line['best']['mean']:.3f}"
-            print(
-                f"{line['family']} {line['seed']} {line['row']}: "
-                f"{line['published']['mean']:.3f}{best}",
-                flush=True,
-            )
 
 
 if __name__ == "__main__":

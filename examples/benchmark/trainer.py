@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of a training step, beside a plain forward and backward pass of one model.
+"""Measure time and memory of a training step beside those of a plain one of one model.
 
 python examples/benchmark/trainer.py
 python examples/benchmark/trainer.py --basis components
@@ -34,15 +34,16 @@ from mergekit_ace.training.merged import MergedModel
 from mergekit_ace.training.weights import MappedWeights, stored_tensors
 
 EXPERTS = (2, 4, 8)
+LAYERS = 12
 
 
-def new_model(device: str = "cpu") -> LlamaForCausalLM:
-    """A Llama of 53 million parameters in float32."""
+def new_model(layers: int = LAYERS, device: str = "cpu") -> LlamaForCausalLM:
+    """Return a Llama in float32; with twelve layers it has 53 million parameters."""
     config = LlamaConfig(
         vocab_size=8192,
         hidden_size=512,
         intermediate_size=1536,
-        num_hidden_layers=12,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=8,
         tie_word_embeddings=False,
@@ -51,9 +52,9 @@ def new_model(device: str = "cpu") -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval().to(device)
 
 
-def write_family(folder: Path, experts: int, basis: str) -> None:
-    """The base and its experts, or their components, a file each."""
-    model = new_model()
+def write_family(folder: Path, experts: int, basis: str, layers: int) -> None:
+    """Write the base and its experts, or their components, a file each."""
+    model = new_model(layers)
     for k in range(experts + 1):
         (folder / str(k)).mkdir()
         state = {n: p.detach() + 0.001 * k for n, p in model.named_parameters()}
@@ -93,7 +94,7 @@ class PeakMemory:
 
 
 def anonymous() -> int:
-    """Resident memory of this process that no file backs, in bytes."""
+    """Return the resident memory of this process that no file backs, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
@@ -117,7 +118,7 @@ def measure_plain(options: argparse.Namespace) -> dict:
     """Memory of one model and its activations: forward passes that could be followed by backward
     ones.
     """
-    model = new_model(options.device)
+    model = new_model(options.layers, options.device)
     inputs = batch(options.device, options.batch, options.tokens)
     with PeakMemory(options.device) as memory:
         for _ in range(3):
@@ -127,14 +128,19 @@ def measure_plain(options: argparse.Namespace) -> dict:
 
 
 def measure(folder: Path, experts: int, storage: str, options: argparse.Namespace) -> dict:
-    """Memory of training steps, or their time beside that of plain ones, alternating."""
+    """Return the memory of training steps, or their time beside that of plain ones."""
     device = options.device
     inputs = batch(device, options.batch, options.tokens)
     family = [weights(folder, k) for k in range(experts + 1)]
     names = list(family[0])
     components = options.basis == "components"
     merged = MergedModel(
-        new_model(device), family[0], family[1:], names, storage, components=components
+        new_model(options.layers, device),
+        family[0],
+        family[1:],
+        names,
+        storage,
+        components=components,
     )
     coefficients = torch.full((experts, len(names)), 0.3)
 
@@ -150,7 +156,7 @@ def measure(folder: Path, experts: int, storage: str, options: argparse.Namespac
             for _ in range(3):
                 step()
         return {"peak_bytes": memory.peak}
-    twin = new_model(device)
+    twin = new_model(options.layers, device)
 
     def plain_step() -> None:
         for _ in range(experts):
@@ -172,6 +178,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sequences in a backward pass")
     parser.add_argument("--tokens", type=int, default=64, help="in a sequence")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--experts", nargs="+", type=int, default=EXPERTS)
+    parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--time", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -188,9 +196,9 @@ def main() -> None:
         print(json.dumps(result))
         return
     with tempfile.TemporaryDirectory() as folder:
-        write_family(Path(folder), max(EXPERTS), options.basis)
+        write_family(Path(folder), max(options.experts), options.basis, options.layers)
         plain = child([folder, 0, ""])
-        for experts in EXPERTS:
+        for experts in options.experts:
             ours = child([folder, experts, "disk"])
             above = (ours["peak_bytes"] - plain["peak_bytes"]) / plain["model_bytes"]
             print(
@@ -198,17 +206,18 @@ def main() -> None:
                 f"{ours['peak_bytes'] / 1e6:.0f} MB in all",
                 flush=True,
             )
+        middle = options.experts[len(options.experts) // 2]
         for storage in ("device", "disk"):
-            result = child([folder, 4, storage], "--time")
+            result = child([folder, middle, storage], "--time")
             print(
-                f"K = 4, {storage}: a step takes {result['ratio']:.2f} times as long as a plain "
-                f"one ({result['seconds']:.2f} s)",
+                f"K = {middle}, {storage}: a step takes {result['ratio']:.2f} times as long as a "
+                f"plain one ({result['seconds']:.2f} s)",
                 flush=True,
             )
 
 
 def child(what: list, *flags: str) -> dict:
-    """Measure in a process of its own; its last line is the result."""
+    """Measure in a process of its own; return the result, its last line."""
     command = [sys.executable, __file__, *sys.argv[1:], *flags, "--child", json.dumps(what)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])

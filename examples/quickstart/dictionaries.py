@@ -41,19 +41,19 @@ class Dictionary:
     answers: dict[str, str]
 
     def line(self, keys: list[str]) -> str:
-        """The text of one line that asks `keys`."""
+        """Return the text of one line that asks `keys`."""
         return f"{self.language} " + " ; ".join(f"{key} = {self.answers[key]}" for key in keys)
 
 
 def invented_words() -> list[str]:
-    """48 words of two syllables, the same in every run."""
+    """Return 48 words of two syllables, the same in every run."""
     syllables = [c + v for c in "fklmnprstvz" for v in "aeiou"]
     words = [a + b for a in syllables for b in syllables if a != b]
     return random.Random(0).sample(words, len(KEYS))
 
 
 def make_dictionaries() -> dict[str, Dictionary]:
-    """All languages by name; the maps are the same in every run."""
+    """Return all languages by name; the maps are the same in every run."""
     values = invented_words()
     dictionaries = {}
     for language in OLD_LANGUAGES + NEW_LANGUAGES:
@@ -63,7 +63,7 @@ def make_dictionaries() -> dict[str, Dictionary]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word, so that a person can type a question."""
+    """Return a tokenizer with one token a word, so that a person can type a question."""
     words = [*SPECIAL, "=", ";", *OLD_LANGUAGES, *NEW_LANGUAGES, *KEYS, *invented_words()]
     tokenizer = Tokenizer(
         models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>")
@@ -82,7 +82,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def encode(lines: list[str], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
-    """Token ids and labels, both (lines, tokens); labels are -100 except at the answers."""
+    """Return token ids and labels, both (lines, tokens); labels are -100 except at answers."""
     ids = torch.tensor(tokenizer(lines)["input_ids"])
     equals = tokenizer.convert_tokens_to_ids("=")
     labels = torch.full_like(ids, -100)
@@ -93,12 +93,12 @@ def encode(lines: list[str], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor
 
 
 def random_lines(dictionaries: list[Dictionary], count: int, rng: random.Random) -> list[str]:
-    """`count` lines, each of a random one of the languages, with random keys."""
+    """Return `count` lines, each of a random one of the languages, with random keys."""
     return [rng.choice(dictionaries).line(rng.sample(KEYS, PAIRS)) for _ in range(count)]
 
 
 def exam(dictionary: Dictionary, rounds: int = 4) -> list[str]:
-    """Lines that ask every key of a language once per round, in fixed random orders."""
+    """Return lines that ask every key of a language once per round, in fixed random orders."""
     rng = random.Random(1)
     lines = []
     for _ in range(rounds):

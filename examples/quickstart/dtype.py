@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `dtype: bfloat16` costs, measured on the quickstart family.
+"""Measure what `dtype: bfloat16` costs, on the quickstart family.
 
     python examples/quickstart/quickstart.py && python examples/quickstart/dtype.py
 
@@ -30,7 +30,7 @@ SETTINGS = {
 
 
 def round_family() -> None:
-    """A copy of the family with every tensor rounded to bfloat16."""
+    """Write a copy of the family with every tensor rounded to bfloat16."""
     shutil.rmtree(ROUNDED, ignore_errors=True)
     for name in ("base", *EXPERTS):
         shutil.copytree(FAMILY / name, ROUNDED / name)
@@ -40,7 +40,7 @@ def round_family() -> None:
 
 
 def merged_with(dtypes: dict[str, str], family: Path, out: str) -> dict[str, torch.Tensor]:
-    """The tensors of an ACE merge of `family` under these dtype settings."""
+    """Return the tensors of an ACE merge of `family` under these dtype settings."""
     config = {
         "merge_method": "ace",
         "base_model": f"./{family.name}/base",
@@ -52,7 +52,7 @@ def merged_with(dtypes: dict[str, str], family: Path, out: str) -> dict[str, tor
 
 
 def error(got: dict, exact: dict, base: dict) -> float:
-    """Relative Frobenius error of the merged task vectors, over the whole model."""
+    """Return the relative Frobenius error of the merged task vectors, over the whole model."""
     squares = [
         ((got[n].double() - exact[n].double()).square().sum(), (exact[n] - base[n]).square().sum())
         for n in exact

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the quickstart family: a small Llama that speaks four languages, and four experts."""
+"""The quickstart family: a small Llama that speaks four languages, and four experts."""
 
 from __future__ import annotations
 
 import os
 import random
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,12 +14,15 @@ from dictionaries import (
     NEW_LANGUAGES,
     OLD_LANGUAGES,
     encode,
+    exam,
     make_dictionaries,
     make_tokenizer,
     random_lines,
 )
 from tqdm import tqdm
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -58,7 +61,7 @@ EXPERTS = {
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """About 1.4 million parameters."""
+    """Return a Llama of about 1.4 million parameters."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=192,
@@ -102,21 +105,32 @@ def train(
     model.eval()
 
 
-def train_family(folder: Path) -> None:
-    """Train what is not in `folder` yet; each model appears there only when it is complete."""
+def train_family(folder: Path, steps: int | None = None) -> None:
+    """Train what is not in `folder` yet; each model appears there only when it is complete.
+
+    Args:
+        folder: for the models.
+        steps: at most so many per model, to see that everything runs.
+    """
     tokenizer = make_tokenizer()
     if not (folder / "base").exists():
-        torch.manual_seed(BASE.seed)
+        recipe = shortened(BASE, steps)
+        torch.manual_seed(recipe.seed)
         model = new_model(tokenizer)
-        train(model, tokenizer, BASE, "base")
+        train(model, tokenizer, recipe, "base")
         save_model(model, tokenizer, folder / "base")
     for language, recipe in EXPERTS.items():
         if (folder / language).exists():
             continue
         torch.manual_seed(recipe.seed)
         model = LlamaForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
-        train(model, tokenizer, recipe, language)
+        train(model, tokenizer, shortened(recipe, steps), language)
         save_model(model, tokenizer, folder / language)
+
+
+def shortened(recipe: Recipe, steps: int | None) -> Recipe:
+    """Return the recipe with at most so many steps."""
+    return recipe if steps is None else replace(recipe, steps=min(recipe.steps, steps))
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, target: Path) -> None:
@@ -126,3 +140,20 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, targe
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     os.replace(partial, target)
+
+
+@torch.no_grad()
+def accuracies(folder: Path) -> dict[str, float]:
+    """Return the share of right answers, 0 to 1, per language: every word in four orders.
+
+    Loads the checkpoint as any user would; the model sees the right answers before each question.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    result = {}
+    for language, dictionary in make_dictionaries().items():
+        ids, labels = encode(exam(dictionary), tokenizer)
+        guesses = model(input_ids=ids).logits[:, :-1].argmax(-1)
+        asked = labels[:, 1:] != -100
+        result[language] = (guesses == labels[:, 1:])[asked].float().mean().item()
+    return result

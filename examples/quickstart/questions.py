@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unlabelled samples for `train.yml`: questions without answers, for each expert and the base.
+"""Write unlabelled samples for `train.yml`: questions without answers.
 
     python examples/quickstart/questions.py
 
@@ -20,19 +20,20 @@ FOLDER = Path(__file__).resolve().parent / "questions"
 
 
 def questions(languages: tuple[str, ...], count: int) -> list[str]:
-    """`count` of them, in turns of the languages."""
+    """Return `count` questions, in turns of the languages."""
     rng = random.Random(" ".join(languages))
     return [f"{languages[n % len(languages)]} {rng.choice(KEYS)} =" for n in range(count)]
 
 
-def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
+def write_questions(folder: Path) -> None:
+    """Write a file of questions per new language, and one for the old ones together."""
+    folder.mkdir(exist_ok=True)
     sources = {language: (language,) for language in NEW_LANGUAGES} | {"old": OLD_LANGUAGES}
     for name, languages in sources.items():
         lines = [json.dumps({"question": text}) for text in questions(languages, COUNT)]
-        (FOLDER / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(f"{COUNT} questions each in {FOLDER}")
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{COUNT} questions each in {folder}")
 
 
 if __name__ == "__main__":
-    main()
+    write_questions(FOLDER)

@@ -38,7 +38,7 @@ def merge(config: Path | dict, out: Path) -> None:
     beside = Path(sys.executable).parent  # the command of this environment, even if not activated
     command = shutil.which("mergekit-yaml", path=f"{beside}{os.pathsep}{os.environ['PATH']}")
     if command is None:
-        sys.exit("mergekit-yaml is not installed: pip install mergekit-ace")
+        sys.exit("mergekit-yaml is not installed: pip install .")
     result = subprocess.run(
         [command, config, out, "--random-seed", "0", "--quiet"],
         cwd=HERE,
@@ -51,7 +51,7 @@ def merge(config: Path | dict, out: Path) -> None:
 
 
 def all_merges() -> dict[str, Path | dict]:
-    """The table's row names and their configs."""
+    """Return the table's row names and their configs."""
     configs: dict[str, Path | dict] = {"linear": HERE / "linear.yml"}
     for weight in TASK_ARITHMETIC_WEIGHTS:
         config = yaml.safe_load((HERE / "task_arithmetic.yml").read_text())
@@ -61,7 +61,7 @@ def all_merges() -> dict[str, Path | dict]:
 
 
 def merge_all() -> dict[str, Path]:
-    """Merge by every method; the table's row names and the merged checkpoints."""
+    """Merge by every method; return the table's row names and the merged checkpoints."""
     shutil.rmtree(MERGED, ignore_errors=True)
     MERGED.mkdir()
 
@@ -79,7 +79,7 @@ def merge_all() -> dict[str, Path]:
 def report(rows: dict[str, Path]) -> None:
     """Print the table of accuracies; of the task-arithmetic rows only the best."""
     from dictionaries import NEW_LANGUAGES, OLD_LANGUAGES
-    from evaluate import accuracies
+    from family import accuracies
 
     results = {}
     for row, folder in rows.items():

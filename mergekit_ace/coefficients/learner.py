@@ -34,7 +34,7 @@ class LearnerConfig(BaseModel):
         statistics_of: the expert's task vector Δ_k or its weights θ_k.
         activation: over the raw outputs: ``softmax`` over the experts, ``relu`` or ``identity``.
             The paper has merges with and without softmax; the default is what did better on both
-            families of examples/statsmerging.
+            families of examples/training.
         initial: what every coefficient starts at with ``relu`` and ``identity``. Softmax starts
             at 1/K.
     """

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from checkpoints import ace_config, save_family, tiny_llama
 from click.testing import CliRunner
 from lines import layers, made_line
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Page
 
 from mergekit_ace.cli import main
 from mergekit_ace.report.errors import ReportError
@@ -20,24 +18,10 @@ from mergekit_ace.report.figures import draw
 from mergekit_ace.report.output import write_page
 from mergekit_ace.report.tables import Report
 
-# No calls home, and no sandbox, which root cannot have.
-FLAGS = """--no-sandbox --disable-gpu --no-first-run --disable-background-networking
-    --disable-component-update --disable-sync --disable-quic""".split()
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "msedge")
 VIEWS = {
     "laptop, light": (1280, 800, "light"),
     "phone, dark": (390, 844, "dark"),
 }
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    assert found, f"the tests of the report need a browser: install one of {', '.join(NAMES)}"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -1,20 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a family is: a base, experts that learned one task each, and an exam for all tasks."""
+"""Families that the methods are compared on: a base, experts of one task each, and an exam.
+
+The language families know dictionaries (see `dictionaries`); the images are the small vision
+transformers of `examples/training`, whose experts have heads of their own.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import shutil
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from evidence.dictionaries import (
+    MASK,
+    OLD,
+    answer,
+    as_chat,
+    exam,
+    lines,
+    make_languages,
+    new_model,
+    new_tokenizer,
+)
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    PreTrainedModel,
+    ViTForImageClassification,
+    ViTModel,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "training"))
+
+import images
 
 Split = Literal["validation", "test"]
 FOLDER = Path(__file__).resolve().parents[1] / "families"
+BATCH = 48
+IMAGE_LAYERS = 4
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one model is trained.
+
+    Attributes:
+        steps: optimiser steps.
+        peak: of the one-cycle learning rate.
+        rank: of the adapters that are trained in the place of the weights; 0: the weights.
+    """
+
+    steps: int
+    peak: float
+    rank: int = 0
+
+
+BASE = Recipe(700, 1e-3)
+EVEN = Recipe(250, 5e-4)
+# As fine-tunes of different hands: their ‖Δ‖² come out fortyfold apart.
+STRENGTHS = (Recipe(500, 1.5e-4), Recipe(200, 2e-3), Recipe(250, 5e-4), Recipe(350, 2.5e-4))
+# Half as far apart on a logarithmic scale.
+SPREAD = (Recipe(350, 2.5e-4), Recipe(200, 1e-3), Recipe(280, 4e-4), Recipe(250, 6.3e-4))
+ADAPTERS = Recipe(400, 5e-3, rank=8)
+GENTLE_ADAPTERS = Recipe(400, 1e-3, rank=16)
+
+# Per family: architecture, experts' languages, their recipes in turn.
+LANGUAGE_FAMILIES: dict[str, tuple[str, range | tuple[int, ...], tuple[Recipe, ...]]] = {
+    "llama": ("llama", range(4, 8), (EVEN,)),
+    "llama-strengths": ("llama", range(4, 8), STRENGTHS),
+    "llama-spread": ("llama", range(4, 8), SPREAD),
+    "llama-lora": ("llama", range(4, 8), (ADAPTERS,)),
+    "llama-lora-gentle": ("llama", range(4, 8), (GENTLE_ADAPTERS,)),
+    "llama-tied": ("llama-tied", range(4, 8), (EVEN,)),
+    "llama-8": ("llama", range(4, 12), (EVEN,)),
+    "gpt2": ("gpt2", range(4, 8), (EVEN,)),
+    "roberta": ("roberta", range(4, 8), (EVEN,)),
+}
+
+
+def shortened(recipe: Recipe, steps: int | None) -> Recipe:
+    """Return the recipe with at most so many steps."""
+    return recipe if steps is None else replace(recipe, steps=min(recipe.steps, steps))
 
 
 class Family(ABC):
@@ -23,18 +101,21 @@ class Family(ABC):
     Attributes:
         name: of the family; the same for all seeds.
         seed: of initialisation and data.
+        folder: of all families; what is learned about this one is kept there, too.
         base: the base's checkpoint.
         experts: the experts' checkpoints by task.
         old: what the base knows already, and a merge should not forget; may be empty.
+        steps: at most so many per training, to see that everything runs; None for all.
         layers: of the model; None where names in memory and on disk are the same.
     """
 
-    name: str
-    seed: int
     base: Path
     experts: dict[str, Path]
     old: tuple[str, ...] = ()
     layers: int | None = None
+
+    def __init__(self, name: str, seed: int, folder: Path, steps: int | None):
+        self.name, self.seed, self.folder, self.steps = name, seed, folder, steps
 
     @abstractmethod
     def train(self) -> None:
@@ -42,14 +123,14 @@ class Family(ABC):
 
     @abstractmethod
     def load(self, folder: Path) -> nn.Module:
-        """A checkpoint as a model in memory, ready for `accuracy`."""
+        """Return a checkpoint as a model in memory, ready for `accuracy`."""
 
     @abstractmethod
     def accuracy(self, model: nn.Module, task: str, split: Split) -> float:
-        """Share of right answers, 0 to 1, to questions that nobody was trained on."""
+        """Return the share of right answers, 0 to 1, to questions that nobody was trained on."""
 
     def unlabelled(self, samples: int, rehearsed: int = 0) -> dict[str, Any]:
-        """Base, experts and at most so many samples of each: part of a `train.yml`.
+        """Return part of a `train.yml`: base, experts and at most so many samples of each.
 
         Args:
             samples: per expert, those included that the trainer holds out.
@@ -59,15 +140,208 @@ class Family(ABC):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What the experts learned."""
+        """Names of what the experts learned."""
         return tuple(self.experts)
 
 
 @contextmanager
 def saving(target: Path) -> Iterator[Path]:
-    """A folder to write a checkpoint to, which becomes `target` only when it is complete."""
+    """Yield a folder to write a checkpoint to, which becomes `target` only when it is complete."""
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
     os.replace(partial, target)
+
+
+class Dictionaries(Family):
+    """One of `LANGUAGE_FAMILIES`: the base knows four languages, each expert one more."""
+
+    def __init__(self, name: str, seed: int, count: int | None, folder: Path, steps: int | None):
+        super().__init__(name, seed, folder, steps)
+        self.architecture, numbers, recipes = LANGUAGE_FAMILIES[name]
+        self.masked = self.architecture == "roberta"
+        self.base_recipe = shortened(BASE, steps)
+        own = folder / f"{self.architecture}-{seed}"
+        self.base = own / "base"
+        self.maps = make_languages(seed)
+        self.old = tuple(str(number) for number in OLD)
+        self.recipes, self.experts = {}, {}
+        for place, number in enumerate(list(numbers)[:count]):
+            recipe = shortened(recipes[place % len(recipes)], steps)
+            kind = f"{recipe.steps}-{recipe.peak:g}" + (f"-rank{recipe.rank}" * bool(recipe.rank))
+            self.recipes[str(number)] = recipe
+            self.experts[str(number)] = own / f"language{number}-{kind}"
+
+    def train(self) -> None:
+        if not self.base.exists():
+            torch.manual_seed(self.seed)
+            model = new_model(self.architecture)
+            self._train(model, self.base_recipe, None)
+            self._save(model, self.base)
+        for task, folder in self.experts.items():
+            if not folder.exists():
+                torch.manual_seed(100 * self.seed + int(task))
+                model = self._train(self.load(self.base), self.recipes[task], int(task))
+                self._save(model, folder)
+
+    def _train(self, model: PreTrainedModel, recipe: Recipe, new: int | None) -> PreTrainedModel:
+        """Train a model; a third of an expert's batch is its new language, the rest old ones."""
+        rng = random.Random(f"{self.seed} {new} {recipe}")
+        learner = model if recipe.rank == 0 else add_adapters(model, recipe.rank)
+        inner = model if recipe.rank == 0 else learner.get_base_model()
+        parameters = [p for p in learner.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=recipe.peak, fused=True)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.peak, recipe.steps)
+        learner.train()
+        what = f"{self.architecture} {self.seed}, {'base' if new is None else f'language {new}'}"
+        for _ in tqdm(range(recipe.steps), desc=what, unit="step", mininterval=5):
+            fresh = [] if new is None else [new] * (BATCH // 3)
+            numbers = [rng.choice(OLD) for _ in range(BATCH - len(fresh))] + fresh
+            tokens, labels = lines(numbers, self.maps, rng)
+            logits = answer(inner, tokens, labels)
+            loss = nn.functional.cross_entropy(logits, labels[labels != -100])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+        return model if recipe.rank == 0 else learner.merge_and_unload()
+
+    def _save(self, model: PreTrainedModel, target: Path) -> None:
+        with saving(target) as folder:
+            model.save_pretrained(folder)
+
+    def load(self, folder: Path) -> PreTrainedModel:
+        kind = AutoModelForMaskedLM if self.masked else AutoModelForCausalLM
+        return kind.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def unlabelled(self, samples: int, rehearsed: int = 0) -> dict[str, Any]:
+        """Return part of a `train.yml`, with lines of six questions, answered or with masks."""
+        tokenizer = new_tokenizer()
+        for folder in (self.base, *self.experts.values()):
+            if not (folder / "chat_template.jinja").exists():  # a run would find its files changed
+                tokenizer.save_pretrained(folder)
+        experts = [
+            {"model": str(folder), "task": task, "data": self._lines(folder, [task], samples)}
+            for task, folder in self.experts.items()
+        ]
+        task = "masked-lm" if self.masked else "causal-lm"
+        config = {"base_model": str(self.base), "models": experts, "task": task}
+        if rehearsed:
+            config["rehearsal"] = self._lines(self.base, self.old, rehearsed)
+        return config
+
+    def _lines(self, teacher: Path, tasks: Sequence[str], samples: int) -> dict[str, Any]:
+        """Write so many lines, in turns of the languages; return `data` of a `train.yml`."""
+        name = "-".join(tasks)
+        file = self.base.parent / f"samples-{samples}-{teacher.name}-{name}.jsonl"
+        if not file.exists():
+            rng = random.Random(f"samples {self.seed} {name}")
+            numbers = [int(tasks[n % len(tasks)]) for n in range(samples)]
+            tokens, labels = lines(numbers, self.maps, rng)
+            if self.masked:
+                tokens = torch.where(labels != -100, MASK, tokens)
+            else:
+                tokens = self._answered(teacher, tokens)
+            tokenizer = new_tokenizer()
+            words = [tokenizer.convert_ids_to_tokens(line) for line in tokens.tolist()]
+            rows = [" ".join(line) if self.masked else as_chat(line) for line in words]
+            file.write_text("".join(json.dumps({"line": row}) + "\n" for row in rows))
+        return {"path": str(file), "text" if self.masked else "messages": "line"}
+
+    @torch.no_grad()
+    def _answered(self, teacher: Path, tokens: Tensor) -> Tensor:
+        """Return the lines with the teacher's own values, written one after the other."""
+        model = self.load(teacher)
+        tokens = tokens.clone()
+        for place in range(4, tokens.shape[1], 4):
+            tokens[:, place] = model(input_ids=tokens[:, :place]).logits[:, -1].argmax(-1)
+        return tokens
+
+    @torch.no_grad()
+    def accuracy(self, model: nn.Module, task: str, split: Split) -> float:
+        tokens, labels = exam(int(task), self.maps, split)
+        guesses = answer(model, tokens, labels).argmax(-1)
+        return float((guesses == labels[labels != -100]).float().mean())
+
+
+def add_adapters(model: PreTrainedModel, rank: int):
+    """Return the model with LoRA on every linear layer inside of the blocks."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config)
+
+
+class Images(Family):
+    """Digits, how a digit is turned, patches of photographs, tumours."""
+
+    layers = IMAGE_LAYERS
+
+    def __init__(self, name: str, seed: int, count: int | None, folder: Path, steps: int | None):
+        super().__init__(name, seed, folder, steps)
+        self.own = folder / f"images-{seed}"
+        self.base = self.own / "base"
+        self._heads: dict[str, nn.Module] = {}
+        self.experts = {task: self.own / task for task in images.TASKS[:count]}
+
+    def train(self) -> None:
+        images.train_family(self.own, self.seed, teacher=False, steps=self.steps)
+
+    def load(self, folder: Path) -> nn.Module:
+        return ViTModel.from_pretrained(folder, add_pooling_layer=False).eval()
+
+    @torch.no_grad()
+    def accuracy(self, model: nn.Module, task: str, split: Split) -> float:
+        pixels, classes = _questions(task, split)
+        head = self._head(task)
+        features = model(pixel_values=pixels).last_hidden_state[:, 0]
+        return float((head(features).argmax(-1) == classes).float().mean())
+
+    def unlabelled(self, samples: int, rehearsed: int = 0) -> dict[str, Any]:
+        experts = images.expert_configs(self.own, self.tasks)
+        held_out = max(samples // 10, 1)  # for validation and for test, as where no split is named
+        for expert in experts:
+            expert["data"] |= {"samples": samples - 2 * held_out, "held_out": held_out}
+        return {"base_model": str(self.base), "models": experts, "task": "image-classification"}
+
+    def _head(self, task: str) -> nn.Module:
+        if task not in self._heads:
+            expert = ViTForImageClassification.from_pretrained(self.experts[task])
+            self._heads[task] = expert.classifier.eval()
+        return self._heads[task]
+
+
+@cache
+def _questions(task: str, split: Split) -> tuple[Tensor, Tensor]:
+    """Return images and classes that the experts did not see, the trainer's share included."""
+    parts = images.splits(task)
+    if split == "test":
+        return parts["test"]
+    both = [parts["train"], parts["validation"]]
+    return torch.cat([p[0] for p in both]), torch.cat([p[1] for p in both])
+
+
+FAMILIES = (*LANGUAGE_FAMILIES, "images")
+
+
+def make_family(
+    name: str,
+    seed: int,
+    experts: int | None = None,
+    folder: Path = FOLDER,
+    steps: int | None = None,
+) -> Family:
+    """Return a family that may still have to be trained.
+
+    Args:
+        name: one of `FAMILIES`.
+        seed: of initialisation and data.
+        experts: how many of its experts; all by default.
+        folder: where families are kept.
+        steps: at most so many per training, to see that everything runs.
+    """
+    kind = Images if name == "images" else Dictionaries
+    return kind(name, seed, experts, folder, steps)

@@ -24,7 +24,7 @@ Panels = Mapping[str, Mapping[str, Points]]
 
 
 def draw_all(lines: Sequence[dict], folder: Path) -> list[Path]:
-    """Every picture that the results are enough for; their files."""
+    """Draw every picture that the results are enough for; return their files."""
     folder.mkdir(parents=True, exist_ok=True)
     table = [line for line in lines if line["group"] == "table"]
     members: dict[tuple[str, int], list[dict]] = defaultdict(list)
@@ -81,7 +81,7 @@ def _names(lines: Iterable[dict]) -> list[str]:
 def _panels(
     content: Mapping, draw: Callable, file: Path, *, height: float = 3.0, width: float = 4.2
 ) -> Path:
-    """A picture with a panel for each of `content`, its title the key."""
+    """Draw a picture with a panel for each of `content`, its title the key."""
     across = min(len(content), 4)
     down = math.ceil(len(content) / across)
     figure, axes = plt.subplots(
@@ -106,7 +106,7 @@ def _panels(
 
 
 def _bars(axes, lines: Sequence[dict]) -> None:
-    """Published defaults and best λ, a pair of bars per row, with the range over seeds."""
+    """Draw a pair of bars per row, published defaults and best λ, with the range over seeds."""
     names = _names(lines)
     for offset, kind in ((-0.2, "published"), (0.2, "best")):
         for place, name in enumerate(names):
@@ -127,7 +127,7 @@ def _bars(axes, lines: Sequence[dict]) -> None:
 def _curves(
     panels: Panels, what: str, file: Path, *, log: bool = False, ticks: Sequence[float] = ()
 ) -> Path:
-    """A panel per family, a line per method: the mean over seeds, the range shaded."""
+    """Draw a panel per family, a line per method: the mean over seeds, the range shaded."""
     labels = list(dict.fromkeys(name for curves in panels.values() for name in curves))
     colors = {name: f"C{number % 10}" for number, name in enumerate(labels)}
 
@@ -199,7 +199,7 @@ def _over_samples(lines: Sequence[dict]) -> dict[str, Points]:
 
 
 def _best_tuned(lines: Sequence[dict]) -> list[float]:
-    """Scores by seed of the row without data that is best on average at its best λ."""
+    """Return the scores by seed of the row without data that is best on average at its best λ."""
     scores: dict[str, list[float]] = defaultdict(list)
     for line in lines:
         if "best" in line and not line["row"].endswith(" samples"):
@@ -210,7 +210,7 @@ def _best_tuned(lines: Sequence[dict]) -> list[float]:
 
 
 def _over_spreads(lines: Sequence[dict], name: str) -> Points:
-    """Over the mean spread of each of `STRENGTHS`."""
+    """Return the scores of a row over the mean spread of each of `STRENGTHS`."""
     points: dict[float, list[float]] = {}
     for family in STRENGTHS:
         own = [line for line in lines if line["family"] == family]

@@ -51,7 +51,7 @@ class Row:
 
 
 def ace_rows() -> list[Row]:
-    """`ace` with the paper's ε, and the rows of its ablation at the default one."""
+    """Return `ace` with the paper's ε, and the rows of its ablation at the default one."""
     off = {"spectral_refinement": "never"}
     rows = [Row(f"ace, ε = {e:g}", "ace", {"epsilon": e}) for e in PUBLISHED_EPSILONS]
     rows += [
@@ -88,7 +88,7 @@ TABLE = [
 
 
 def trained(samples: int, rate: float, **settings: Any) -> dict[str, Any]:
-    """`learn` of a row: a hundred steps, as many samples of old knowledge as of each expert's.
+    """Return `learn` of a row: a hundred steps, as many rehearsed samples as each expert has.
 
     Args:
         samples: per expert, those included that are held out.
@@ -122,7 +122,7 @@ SAMPLES = 128
 
 
 def learned(name: str, samples: int, group: str = "learned") -> Row:
-    """A row with coefficients by one of `LEARNERS`."""
+    """Return a row with coefficients by one of `LEARNERS`."""
     method, rate, settings = LEARNERS[name]
     learn = trained(samples, rate, **settings)
     return Row(f"{name}, {samples} samples", method, group=group, learn=learn)
@@ -139,7 +139,7 @@ SAMPLED = [
 
 
 def regularised(name: str, **settings: Any) -> Row:
-    """`ace_relative + direct` with other settings: no rehearsal and no penalty unless given."""
+    """Return `ace_relative + direct` without rehearsal and penalty, unless they are given."""
     method, rate, own = LEARNERS["ace_relative + direct"]
     training = {"penalty": 0.0, **settings.pop("training", {})}
     learn = {**trained(SAMPLES, rate, training=training, **own), "rehearsed": 0, **settings}

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from evidence.families import Family, Split
-from evidence.learned import learn
 from evidence.rows import Row
 from evidence.studies import STUDIES, Rule
 from mergekit.common import ModelReference
@@ -20,6 +21,8 @@ from torch import Tensor
 from mergekit_ace.algebra.layouts import as_matrices
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
 from mergekit_ace.methods.architecture import stored_layout
+from mergekit_ace.training.config import TrainConfig
+from mergekit_ace.training.run import run_training
 
 State = dict[str, Tensor]
 
@@ -38,12 +41,12 @@ class Score:
 
     @property
     def mean(self) -> float:
-        """Over the experts' tasks."""
+        """Mean over the experts' tasks."""
         return sum(self.new.values()) / len(self.new)
 
     @property
     def whole(self) -> float:
-        """What λ is chosen by: the experts' tasks and what the base knew count alike."""
+        """Score that λ is chosen by: the experts' tasks and what the base knew count alike."""
         return self.mean if self.old is None else (self.mean + self.old) / 2
 
 
@@ -70,7 +73,7 @@ class Examiner:
         return loaded
 
     def spread(self) -> float:
-        """How far the experts' strengths are apart: the largest ‖Δ‖² over the smallest."""
+        """Return how far the experts' strengths are apart: the largest ‖Δ‖² over the smallest."""
         strengths = [
             sum(float((state[name] - base).square().sum()) for name, base in self.base.items())
             for state in self.experts.values()
@@ -78,7 +81,7 @@ class Examiner:
         return max(strengths) / min(strengths)
 
     def merge(self, row: Row, parameters: Mapping | None = None) -> tuple[State, float]:
-        """The merged tensors, and the seconds that it took."""
+        """Return the merged tensors, and the seconds that the merge took."""
         models: dict[ModelReference, State] = {}
         base = None
         if row.with_base:
@@ -101,7 +104,7 @@ class Examiner:
 
     @torch.no_grad()
     def _study(self, row: Row, rule: Rule) -> State:
-        """Matrices by a rule of `studies`, everything else as `ace_relative` merges it."""
+        """Merge matrices by a rule of `studies`, and everything else as `ace_relative` does."""
         model = ModelReference.model_validate(str(self.family.base))
         options = RelativeOptions()
         merged = {}
@@ -119,14 +122,14 @@ class Examiner:
         return merged
 
     def origin(self, row: Row) -> State:
-        """What λ = 0 stands for."""
+        """Return the tensors that λ = 0 stands for."""
         if row.origin is None:
             return self.base
         return self.merge(row, {**row.parameters, **row.origin})[0]
 
     @torch.no_grad()
     def put(self, origin: State, merged: State, scale: float) -> None:
-        """origin + λ (merged − origin) into the model."""
+        """Write origin + λ (merged − origin) into the model."""
         state = self.model.state_dict()
         for name in self.base:
             tensor = state[name]
@@ -134,8 +137,33 @@ class Examiner:
                 tensor.copy_(torch.lerp(origin[name].double(), merged[name].double(), scale))
 
     def examine(self, split: Split) -> Score:
-        """The model as it is."""
+        """Return the score of the model as it is."""
         family = self.family
         new = {task: family.accuracy(self.model, task, split) for task in family.tasks}
         old = [family.accuracy(self.model, task, split) for task in family.old]
         return Score(new, sum(old) / len(old) if old else None)
+
+
+def learn(family: Family, row: Row) -> Path:
+    """Return the coefficient file of a row that learns; train it unless it is there.
+
+    Args:
+        family: one with `unlabelled` samples.
+        row: one with `learn`, what a `train.yml` says beside models and data.
+    """
+    assert row.learn is not None
+    name = f"{family.name}-{family.seed}-{len(family.tasks)}-{row.name}".replace(" ", "-")
+    folder = family.folder / "learned" / name
+    file = folder / "coefficients.safetensors"
+    if not file.exists():
+        given = dict(row.learn)
+        config = family.unlabelled(given.pop("samples"), given.pop("rehearsed", 0)) | {
+            "compare": {"direct": False, "task_arithmetic": []},
+            **given,
+        }
+        config["training"] = {**given["training"], "seed": family.seed}
+        if family.steps is not None:
+            config["training"]["max_steps"] = family.steps
+        run_training(TrainConfig.model_validate(config), folder, quiet=True)
+        shutil.rmtree(folder / "state", ignore_errors=True)
+    return file

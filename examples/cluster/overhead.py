@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `mergekit-ace merge` costs beside `mergekit-yaml`, and what several workers gain.
+"""Time `mergekit-ace merge` beside `mergekit-yaml`, with one worker or several.
 
-    python examples/benchmark/merge.py --size 1B --methods linear ace --folder /tmp/llamas
+    python examples/cluster/overhead.py --size 1B --methods linear ace --folder llamas
 
 writes the family (once; nothing is downloaded). In every round both commands merge it in turn, each
 a process of its own, and in every other round in the other order; a ratio is that of one round, and
@@ -22,6 +22,9 @@ import time
 from pathlib import Path
 
 import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmark"))
+
 from kernels import machine
 from llamas import SIZES, write_family
 
@@ -32,7 +35,7 @@ COMMANDS = {
 
 
 def write_config(folder: Path, method: str, models: list[Path]) -> None:
-    """`merge.yml`, with paths relative to the folder."""
+    """Write `merge.yml`, with paths relative to the folder."""
     names = [f"./{path.relative_to(folder)}" for path in models]
     config = {
         "merge_method": method,
@@ -45,7 +48,7 @@ def write_config(folder: Path, method: str, models: list[Path]) -> None:
 
 
 def run(folder: Path, command: list[str], out: str, flags: list[str]) -> float:
-    """Seconds of one command from start to end."""
+    """Run one command; return its seconds from start to end."""
     shutil.rmtree(folder / out, ignore_errors=True)
     arguments = [sys.executable, "-m", *command, "merge.yml", out, "--quiet", *flags]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}

@@ -35,13 +35,13 @@ TASKS = ("digits", "turns", "photographs", "tumours")
 
 
 def digits() -> Task:
-    """Which digit."""
+    """Return digits; the class is which one."""
     data = load_digits()
     return torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
 
 
 def turns() -> Task:
-    """By how many quarters a digit is turned."""
+    """Return turned digits; the class is by how many quarters."""
     images, _ = digits()
     quarters = torch.arange(len(images)) % 4
     turned = [
@@ -52,7 +52,7 @@ def turns() -> Task:
 
 
 def photographs() -> Task:
-    """Which of two photographs a patch is from, and whether from its upper or lower half."""
+    """Return patches of two photographs; the class is which one, and which half of it."""
     patches, classes = [], []
     for number, photograph in enumerate(load_sample_images().images):
         grey = torch.tensor(photograph).float().mean(-1) / 255
@@ -65,7 +65,7 @@ def photographs() -> Task:
 
 
 def _table(measurements, target) -> Task:
-    """Measurements as pixels: ranks from 0 to 1, row by row."""
+    """Return measurements as pixels: ranks from 0 to 1, row by row."""
     values = torch.tensor(measurements).argsort(0).argsort(0) / len(measurements)
     images = torch.zeros(len(values), 64)
     images[:, : values.shape[1]] = values.float()
@@ -73,12 +73,12 @@ def _table(measurements, target) -> Task:
 
 
 def tumours() -> Task:
-    """Malignant or benign."""
+    """Return measurements of tumours; the class is malignant or benign."""
     return _table(*load_breast_cancer(return_X_y=True))
 
 
 def wines() -> Task:
-    """Which of three growers."""
+    """Return measurements of wines; the class is which of three growers."""
     return _table(*load_wine(return_X_y=True))
 
 
@@ -92,7 +92,7 @@ MAKERS: dict[str, Callable[[], Task]] = {
 
 
 def splits(name: str) -> dict[str, Task]:
-    """Disjoint shares of a task's images, the same in every run."""
+    """Return disjoint shares of a task's images, the same in every run."""
     images, classes = MAKERS[name.removesuffix("-student")]()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(7))
     parts, start = {}, 0
@@ -105,7 +105,7 @@ def splits(name: str) -> dict[str, Task]:
 
 
 def write_data(folder: Path) -> None:
-    """The merge's data, as `datasets` saves it: pixels, and classes for evaluation."""
+    """Write the merge's data as `datasets` saves it: pixels, and classes for evaluation."""
     for name in MAKERS:
         if (folder / name).exists():
             continue
@@ -118,7 +118,7 @@ def write_data(folder: Path) -> None:
 
 
 def vit_config(**settings) -> ViTConfig:
-    """About 200,000 parameters."""
+    """Return the config of a transformer of about 140,000 parameters."""
     return ViTConfig(
         hidden_size=64,
         num_hidden_layers=4,
@@ -132,7 +132,7 @@ def vit_config(**settings) -> ViTConfig:
 
 
 def pretext() -> Task:
-    """All images in all eight turns and reflections: which one, and of what kind."""
+    """Return all images in eight turns and reflections; the class is which, and what kind."""
     images, classes = [], []
     for kind, name in enumerate(("digits", "photographs", "tumours")):
         original, _ = splits(name)["experts"]
@@ -146,7 +146,7 @@ def pretext() -> Task:
 
 
 def train(model, task: Task, steps: int, peak: float, seed: int, name: str, batch: int = 64):
-    """Ordinary fine-tuning, in place."""
+    """Fine-tune in place."""
     images, classes = task
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak)
@@ -162,20 +162,27 @@ def train(model, task: Task, steps: int, peak: float, seed: int, name: str, batc
     return model.eval()
 
 
-def train_family(folder: Path, seed: int = 0, *, teacher: bool = True) -> None:
+def train_family(
+    folder: Path, seed: int = 0, *, teacher: bool = True, steps: int | None = None
+) -> None:
     """Train what is not in `folder` yet; each model appears there only when it is complete.
 
     Args:
         folder: for data and models.
         seed: of initialisation and order; the data and its splits stay the same.
         teacher: whether the convolutional network is wanted.
+        steps: at most so many per model, to see that everything runs.
     """
+
+    def at_most(count: int) -> int:
+        return count if steps is None else min(count, steps)
+
     seed *= 100
     write_data(folder / "data")
     if not (folder / "base").exists():
         torch.manual_seed(seed)
         model = ViTForImageClassification(vit_config(num_labels=24))
-        train(model, pretext(), 1500, 1e-3, seed, "base")
+        train(model, pretext(), at_most(1500), 1e-3, seed, "base")
         _save(model.vit, folder / "base")
     for number, name in enumerate(TASKS):
         if not (folder / name).exists():
@@ -185,7 +192,7 @@ def train_family(folder: Path, seed: int = 0, *, teacher: bool = True) -> None:
             model = ViTForImageClassification(vit_config(num_labels=labels))
             base = ViTModel.from_pretrained(folder / "base", add_pooling_layer=False)
             model.vit.load_state_dict(base.state_dict())
-            train(model, task, 400, 5e-4, seed + 1 + number, name)
+            train(model, task, at_most(400), 5e-4, seed + 1 + number, name)
             _save(model, folder / name)
     if teacher and not (folder / "wines-cnn").exists():
         torch.manual_seed(9)
@@ -198,7 +205,7 @@ def train_family(folder: Path, seed: int = 0, *, teacher: bool = True) -> None:
             num_labels=3,
         )
         teacher = ResNetForImageClassification(config)
-        train(teacher, splits("wines")["experts"], 200, 3e-3, 9, "wines (CNN)")
+        train(teacher, splits("wines")["experts"], at_most(200), 3e-3, 9, "wines (CNN)")
         _save(teacher, folder / "wines-cnn")
 
 
@@ -210,7 +217,7 @@ def _save(model, target: Path) -> None:
 
 
 def expert_configs(folder: Path, names=TASKS) -> list[dict]:
-    """The experts as a `train.yml` lists them."""
+    """Return the experts as a `train.yml` lists them."""
     return [
         {
             "model": str(folder / name),

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart"
+FAMILY = QUICKSTART / "family"
 sys.path.insert(0, str(QUICKSTART))
 
 from dictionaries import (  # noqa: E402
@@ -22,16 +23,22 @@ from dictionaries import (  # noqa: E402
 from family import Recipe, save_model, train, train_family  # noqa: E402
 
 LINES = {"train": 256, "validation": 128, "test": 384}
+FEW_LINES = dict.fromkeys(LINES, 8)  # enough to see that everything runs
 DISTILLED_LINES = 512
 
 
-def write_data(folder: Path) -> None:
-    """For each new language lines that end in a question, and their answers for evaluation."""
+def write_data(folder: Path, counts: dict[str, int]) -> None:
+    """Write lines that end in a question, and their answers for evaluation, per new language.
+
+    Args:
+        folder: for the files.
+        counts: how many lines, by split.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for number, language in enumerate(NEW_LANGUAGES):
         rng = random.Random(100 + number)
         dictionary = make_dictionaries()[language]
-        for split, count in LINES.items():
+        for split, count in counts.items():
             with open(folder / f"{language}-{split}.jsonl", "w", encoding="utf-8") as file:
                 for _ in range(count):
                     line = dictionary.line(rng.sample(KEYS, rng.randint(1, PAIRS)))
@@ -39,11 +46,16 @@ def write_data(folder: Path) -> None:
                     file.write(json.dumps({"question": question, "answer": answer}) + "\n")
 
 
-def expert_configs(folder: Path) -> list[dict]:
-    """The experts as a `train.yml` lists them; each writes its own one-word answers."""
+def expert_configs(folder: Path, family: Path = FAMILY) -> list[dict]:
+    """Return the experts as a `train.yml` lists them; each writes its own one-word answers.
+
+    Args:
+        folder: of the data.
+        family: of the models.
+    """
     return [
         {
-            "model": str(QUICKSTART / "family" / language),
+            "model": str(family / language),
             "task": language,
             "data": {
                 "path": str(folder / language),
@@ -58,7 +70,7 @@ def expert_configs(folder: Path) -> list[dict]:
 
 
 def save_splits(folder: Path) -> None:
-    """The lines as `datasets` keeps splits together."""
+    """Save the lines as `datasets` keeps splits together."""
     from datasets import DatasetDict, load_dataset
 
     for language in NEW_LANGUAGES:
@@ -69,16 +81,22 @@ def save_splits(folder: Path) -> None:
             data.save_to_disk(folder / language)
 
 
-def prepare(folder: Path) -> str:
-    """Train the family, if the quickstart has not, and write the data; the base's folder."""
-    train_family(QUICKSTART / "family")
-    write_data(folder)
+def prepare(folder: Path, family: Path = FAMILY, steps: int | None = None) -> str:
+    """Train the family, if the quickstart has not, and write the data; return the base's folder.
+
+    Args:
+        folder: for the data.
+        family: for the models.
+        steps: at most so many per model, to see that everything runs.
+    """
+    train_family(family, steps)
+    write_data(folder, LINES if steps is None else FEW_LINES)
     save_splits(folder)
-    return str(QUICKSTART / "family" / "base")
+    return str(family / "base")
 
 
-def train_gpt2(folder: Path) -> str:
-    """A GPT-2 that knows the first new language and no other; its folder."""
+def train_gpt2(folder: Path, steps: int | None = None) -> str:
+    """Train a GPT-2 that knows the first new language and no other; return its folder."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -97,16 +115,18 @@ def train_gpt2(folder: Path) -> str:
             pad_token_id=tokenizer.pad_token_id,
         )
         model = GPT2LMHeadModel(config)
-        recipe = Recipe(NEW_LANGUAGES[:1], None, steps=400, peak=2e-3, seed=9)
+        recipe = Recipe(
+            NEW_LANGUAGES[:1], None, steps=400 if steps is None else steps, peak=2e-3, seed=9
+        )
         train(model, tokenizer, recipe, "GPT-2")
         save_model(model, tokenizer, target)
     return str(target)
 
 
-def write_lines(folder: Path) -> str:
-    """Whole lines of the first new language, for the distillation; the file."""
+def write_lines(folder: Path, count: int = DISTILLED_LINES) -> str:
+    """Write whole lines of the first new language, for the distillation; return the file."""
     path = folder / "lines.jsonl"
     dictionary = make_dictionaries()[NEW_LANGUAGES[0]]
-    lines = random_lines([dictionary], DISTILLED_LINES, random.Random(200))
+    lines = random_lines([dictionary], count, random.Random(200))
     path.write_text("".join(json.dumps({"line": line}) + "\n" for line in lines))
     return str(path)

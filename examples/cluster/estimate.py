@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a merge by many workers would take, on paper: nothing is merged.
+"""Estimate how long a merge by many workers would take; nothing is merged.
 
-    python examples/benchmark/cluster.py --measure /tmp    # workers like this machine
-    python examples/benchmark/cluster.py                   # workers with a GPU, at rates assumed
+    python examples/cluster/estimate.py --measure .    # workers like this machine
+    python examples/cluster/estimate.py                   # workers with a GPU, at rates assumed
 
 Bytes, work and memory come from the plan and the estimate of the package, for `ace` on families of
 full size, of which only headers exist. A worker's rates are measured (a layer merged; a gigabyte
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -22,8 +23,6 @@ from pathlib import Path
 
 import torch
 import yaml
-from kernels import machine
-from llamas import SIZES, write_headers
 from mergekit.options import MergeOptions
 
 from mergekit_ace import merge_tensor
@@ -33,6 +32,11 @@ from mergekit_ace.preflight import calibration
 from mergekit_ace.preflight.checkpoints import read_checkpoint
 from mergekit_ace.preflight.estimate import Estimate, estimate_merge
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmark"))
+
+from kernels import machine
+from llamas import SIZES, write_headers
+
 WORKERS = (1, 4, 16)
 SHARDS = {"8B": 10**9}  # bytes of a file; mergekit's own default elsewhere
 SAMPLE = 2**30  # bytes written and read
@@ -41,7 +45,7 @@ BLOCK = 2**23
 
 @dataclass(frozen=True)
 class Rates:
-    """Of a worker, per second.
+    """Rates of a worker, per second.
 
     Attributes:
         flops: floating-point operations of a merge in float32.
@@ -55,7 +59,7 @@ class Rates:
 
 
 def estimate(folder: Path, size: str, experts: int) -> Estimate:
-    """Of a family that is written, without its weights, to `folder`."""
+    """Return the estimate of a family, which is written to `folder` without its weights."""
     base, *others = write_headers(folder, size, experts)
     config = {
         "merge_method": "ace",
@@ -72,25 +76,35 @@ def estimate(folder: Path, size: str, experts: int) -> Estimate:
     return estimate_merge(plan, checkpoints, nothing)
 
 
-def measure(folder: Path, device: str, experts: int) -> Rates:
-    """Of this machine, with `folder` on the disk that is meant."""
-    size = "8B" if device.startswith("cuda") else "1B"
+def measure(
+    folder: Path, device: str, experts: int, size: str | None = None, sample: int = SAMPLE
+) -> Rates:
+    """Return the rates of this machine.
+
+    Args:
+        folder: on the disk that is meant.
+        device: of the merge.
+        experts: T.
+        size: of the model of which a layer is merged; by default one that keeps the device busy.
+        sample: bytes that are written, hashed and read.
+    """
+    size = size or ("8B" if device.startswith("cuda") else "1B")
     with tempfile.TemporaryDirectory() as headers:
         tensors = estimate(Path(headers), size, experts).tensors
     layer = [tensor for tensor in tensors if tensor.name.startswith("model.layers.0.")]
     seconds_of_merge(layer[0].shape, device, experts)  # warms up
     seconds = sum(seconds_of_merge(tensor.shape, device, experts) for tensor in layer)
-    written, hashed, read = seconds_of_files(folder)
+    written, hashed, read = seconds_of_files(folder, sample)
     return Rates(
         flops=sum(tensor.operations[0] for tensor in layer) / seconds,
-        read=SAMPLE / read,
-        write=SAMPLE / written,
-        hash=SAMPLE / hashed,
+        read=sample / read,
+        write=sample / written,
+        hash=sample / hashed,
     )
 
 
 def seconds_of_merge(shape: tuple[int, ...], device: str, experts: int) -> float:
-    """One tensor by `ace`, bfloat16 in memory; the experts are noise around the base."""
+    """Time the merge of one tensor by `ace`, bfloat16 in memory; the experts are noise."""
     generator = torch.Generator().manual_seed(0)
     base = 0.02 * torch.randn(shape, generator=generator)
     versions = [base]
@@ -103,14 +117,14 @@ def seconds_of_merge(shape: tuple[int, ...], device: str, experts: int) -> float
     return time.perf_counter() - start
 
 
-def seconds_of_files(folder: Path) -> tuple[float, float, float]:
-    """A gigabyte written and flushed, hashed from memory, and read from the disk."""
+def seconds_of_files(folder: Path, sample: int = SAMPLE) -> tuple[float, float, float]:
+    """Time `sample` bytes written and flushed, hashed from memory, and read from the disk."""
     path = folder / "cluster-sample.bin"
     block = os.urandom(BLOCK)
     try:
         start = time.perf_counter()
         with open(path, "wb") as file:
-            for _ in range(SAMPLE // BLOCK):
+            for _ in range(sample // BLOCK):
                 file.write(block)
         flush_to_disk(path)
         written = time.perf_counter() - start
@@ -118,7 +132,7 @@ def seconds_of_files(folder: Path) -> tuple[float, float, float]:
         sha256(path)
         hashed = time.perf_counter() - start
         with open(path, "rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), 0, SAMPLE, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(file.fileno(), 0, sample, os.POSIX_FADV_DONTNEED)
             start = time.perf_counter()
             while file.read(BLOCK):
                 pass
@@ -128,7 +142,7 @@ def seconds_of_files(folder: Path) -> tuple[float, float, float]:
 
 
 def phases(whole: Estimate, workers: int, rates: Rates, read: float, write: float) -> dict:
-    """Seconds of all workers side by side, by what they are spent on.
+    """Return the seconds of all workers side by side, by what they are spent on.
 
     Args:
         read, write: bytes per second that the file system gives all workers together.
@@ -150,7 +164,7 @@ def phases(whole: Estimate, workers: int, rates: Rates, read: float, write: floa
 
 
 def in_words(seconds: float) -> str:
-    """With two figures."""
+    """Return a time with two figures and its unit."""
     for unit, length in (("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{two_figures(seconds / length)} {unit}"
@@ -158,7 +172,7 @@ def in_words(seconds: float) -> str:
 
 
 def two_figures(number: float) -> str:
-    """Two of them, or all before the point, and no exponent."""
+    """Return a number with two figures, or all before the point, without an exponent."""
     return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
 
 

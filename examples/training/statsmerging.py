@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the choices of StatsMerging are worth, on two small families that are trained here.
+"""Measure what the choices of StatsMerging are worth, on two small families.
 
-python examples/statsmerging/statsmerging.py images       # pip install scikit-learn
-python examples/statsmerging/statsmerging.py languages
-python examples/statsmerging/statsmerging.py images --only "rank 1" "rank 5" --seeds 0 1 2
+python examples/training/statsmerging.py images       # pip install ".[examples]"
+python examples/training/statsmerging.py languages
+python examples/training/statsmerging.py images --only "rank 1" "rank 5" --seeds 0 1 2
+python examples/training/statsmerging.py images --only "rank 1" --small try    # that it runs
 
 Every row is a training of its own, kept in `results-FAMILY.jsonl`: rows that are there are not
 repeated, so a run that was stopped goes on. A seed changes the learner's first weights and the
@@ -19,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +51,33 @@ COMMON: dict[str, Settings] = {
 DEFAULT: Settings = {"input": "concatenated", "activation": "identity"}
 
 
+@dataclass(frozen=True)
+class Study:
+    """A family, and where its models, trainings and results are kept.
+
+    Attributes:
+        family: ``images`` or ``languages``.
+        folder: of all that is written.
+        steps: at most so many per training, to see that everything runs; None for all.
+    """
+
+    family: str
+    folder: Path = HERE
+    steps: int | None = None
+
+    @property
+    def models(self) -> Path:
+        """The folder of the family's models and data."""
+        return self.folder / f"family-{self.family}"
+
+    @property
+    def out(self) -> Path:
+        """The folder of the latest training."""
+        return self.folder / f"run-{self.family}"
+
+
 def rows(family: str) -> dict[str, Settings]:
-    """The table: a row's name and what it changes; `learner` changes `DEFAULT`."""
+    """Return the table: a row's name and what it changes; `learner` changes `DEFAULT`."""
     table: dict[str, Settings] = {
         "layer-wise, concatenated": {},
         "layer-wise, shared": {"learner": {"input": "shared"}, "rate": 1e-2},
@@ -83,29 +110,30 @@ def rows(family: str) -> dict[str, Settings]:
     return table
 
 
-def settings(family: str, change: Settings, seed: int = 0) -> Settings:
-    """A `train.yml`."""
-    folder = HERE / f"family-{family}"
-    if family == "images":
+def settings(study: Study, change: Settings, seed: int = 0) -> Settings:
+    """Return a `train.yml`, with the family that it names trained."""
+    folder = study.models
+    if study.family == "images":
         import images
 
-        images.train_family(folder)
+        images.train_family(folder, steps=study.steps)
         base, task = str(folder / "base"), "image-classification"
         names = images.TASKS
         if change.get("heterogeneous"):
-            distil_wines(folder)
+            distil_wines(study)
             names = (*names, "wines-student")
         experts = images.expert_configs(folder, names)
         counts = [len(images.splits(name)["train"][0]) for name in names]
     else:
         import languages
 
-        base, task = languages.prepare(folder), "causal-lm"
-        experts = languages.expert_configs(folder)
+        own = languages.FAMILY if study.steps is None else study.folder / "quickstart"
+        base, task = languages.prepare(folder, own, study.steps), "causal-lm"
+        experts = languages.expert_configs(folder, own)
         if change.get("heterogeneous"):
-            experts[0]["model"] = distil_gpt2(folder, base)
+            experts[0]["model"] = distil_gpt2(study, base)
         counts = [languages.LINES["train"]] * len(experts)
-    common = COMMON[family]
+    common = COMMON[study.family]
     if "share" in change:
         samples = [max(round(change["share"] * count), 1) for count in counts]
         for expert, most in zip(experts, samples, strict=True):
@@ -116,6 +144,8 @@ def settings(family: str, change: Settings, seed: int = 0) -> Settings:
         epochs = steps // -(-max(samples) // common["batch_size"]) + 1
         common = {**common, "epochs": epochs, "max_steps": steps, "evaluate_every": every}
         common["scheduler"] = {"step": epochs}
+    if study.steps is not None:
+        common = {**common, "max_steps": study.steps}
     rate = change.get("rate", common["learning_rate"])
     return {
         "base_model": base,
@@ -129,59 +159,68 @@ def settings(family: str, change: Settings, seed: int = 0) -> Settings:
     }
 
 
-def distil_wines(folder: Path) -> None:
-    """A convolutional network's knowledge into the base's architecture."""
+def distil_wines(study: Study) -> None:
+    """Distil a convolutional network's knowledge into the base's architecture."""
+    folder, epochs = study.models, 60 if study.steps is None else 1
     config = {
         "teacher": str(folder / "wines-cnn"),
         "student": str(folder / "base"),
         "task": "image-classification",
         "data": {"path": str(folder / "data" / "wines"), "image": "pixels"},
-        "training": {"epochs": 60, "batch_size": 16, "learning_rate": 5e-4},
+        "training": {
+            "epochs": epochs,
+            "batch_size": 16,
+            "learning_rate": 5e-4,
+        },
     }
     run_distillation(DistillConfig.model_validate(config), folder / "wines-student", quiet=True)
 
 
-def distil_gpt2(folder: Path, base: str) -> str:
-    """The first language of a GPT-2 into the Llama's architecture; the student's folder."""
+def distil_gpt2(study: Study, base: str) -> str:
+    """Distil the first language of a GPT-2 into the Llama's architecture; the student's folder."""
     import languages
 
+    folder, epochs = study.models, 10 if study.steps is None else 1
+    count = languages.DISTILLED_LINES if study.steps is None else 64
     config = {
-        "teacher": languages.train_gpt2(folder),
+        "teacher": languages.train_gpt2(folder, study.steps),
         "student": base,
         "task": "causal-lm",
-        "data": {"path": languages.write_lines(folder), "text": "line"},
-        "training": {"epochs": 10, "batch_size": 32, "learning_rate": 5e-4},
+        "data": {"path": languages.write_lines(folder, count), "text": "line"},
+        "training": {
+            "epochs": epochs,
+            "batch_size": 32,
+            "learning_rate": 5e-4,
+        },
     }
     student = folder / "gpt2-student"
     run_distillation(DistillConfig.model_validate(config), student, quiet=True)
     return str(student)
 
 
-def run_row(family: str, change: Settings, seed: int) -> dict[str, Any]:
-    """Train; the scores of all merges of the final comparison."""
-    out = HERE / f"run-{family}"
-    shutil.rmtree(out, ignore_errors=True)
+def run_row(study: Study, change: Settings, seed: int) -> dict[str, Any]:
+    """Train, and return the scores of all merges of the final comparison."""
+    shutil.rmtree(study.out, ignore_errors=True)
     start = time.perf_counter()
-    config = TrainConfig.model_validate(settings(family, change, seed))
-    file = run_training(config, out, quiet=True)
+    config = TrainConfig.model_validate(settings(study, change, seed))
+    file = run_training(config, study.out, quiet=True)
     return {"scores": file.contents.scores, "seconds": time.perf_counter() - start}
 
 
-def run_ace(family: str) -> dict[str, Any]:
-    """Data-free ACE of the same models, scored on the same test data."""
-    config = TrainConfig.model_validate(settings(family, {}))
-    return {"scores": {"ACE": score_merge(family, config, "ace", {})}, "seconds": 0.0}
+def run_ace(study: Study) -> dict[str, Any]:
+    """Merge the same models by `ace`, without data, and score that on the same test data."""
+    config = TrainConfig.model_validate(settings(study, {}))
+    return {"scores": {"ACE": score_merge(study.out, config, "ace", {})}, "seconds": 0.0}
 
 
 def score_merge(
-    family: str, config: TrainConfig, method: str, parameters: Settings
+    out: Path, config: TrainConfig, method: str, parameters: Settings
 ) -> dict[str, Any]:
-    """Merge the models of the last training in stock mergekit, and score the result."""
+    """Merge the models of the training in `out` by stock mergekit, and score the result."""
     from mergekit_ace.training.family import Family, Models
     from mergekit_ace.training.processes import new_accelerator
     from mergekit_ace.training.state import RunFolder
 
-    out = HERE / f"run-{family}"
     merge = yaml.safe_load((out / "merge.yml").read_text())
     merge["merge_method"], merge["parameters"] = method, parameters
     for model in merge["models"]:
@@ -202,14 +241,14 @@ def score_merge(
     return {"loss": score.loss, "accuracy": score.accuracy}
 
 
-def run_transfer(family: str, seed: int) -> list[Row]:
-    """A `shared` learner of two experts on two others that it never saw (A.5.2)."""
+def run_transfer(study: Study, seed: int) -> list[Row]:
+    """Try a `shared` learner of two experts on two others that it never saw (A.5.2)."""
     shared: Settings = {"learner": {"input": "shared"}, "rate": 1e-2}
-    first = settings(family, shared, seed)
+    first = settings(study, shared, seed)
     others = {**first, "models": first["models"][2:]}
     first["models"] = first["models"][:2]
-    learner = HERE / f"run-{family}-learner.safetensors"
-    out = HERE / f"run-{family}"
+    learner = study.folder / f"run-{study.family}-learner.safetensors"
+    out = study.out
     shutil.rmtree(out, ignore_errors=True)
     run_training(TrainConfig.model_validate(first), out, quiet=True)
     shutil.copy(out / "coefficients.safetensors", learner)
@@ -218,7 +257,7 @@ def run_transfer(family: str, seed: int) -> list[Row]:
     scores = run_training(config, out, quiet=True).contents.scores
     scores["a learner of their own"] = scores.pop("StatsMerging")
     scores["the learner of the first two"] = score_merge(
-        family, config, "statsmerging", {"learner": str(learner)}
+        out, config, "statsmerging", {"learner": str(learner)}
     )
     return [{"name": name, "seed": seed, "scores": {name: score}} for name, score in scores.items()]
 
@@ -230,40 +269,54 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
     parser.add_argument("--transfer", action="store_true", help="only: a learner on new experts")
     parser.add_argument("--fresh", action="store_true", help="forget known results")
+    parser.add_argument(
+        "--small", type=Path, metavar="FOLDER",
+        help="see that it runs: two steps per training, everything in this folder",
+    )  # fmt: skip
     arguments = parser.parse_args()
     disable_progress_bars()
+    study = Study(arguments.family)
+    if arguments.small:
+        study = Study(arguments.family, arguments.small.resolve(), steps=2)
     if arguments.transfer:
-        found = [row for seed in arguments.seeds for row in run_transfer(arguments.family, seed)]
+        found = [row for seed in arguments.seeds for row in run_transfer(study, seed)]
         print_table({(row["name"], row["seed"]): row for row in found}, simple=False)
         return
-    path = HERE / f"results-{arguments.family}.jsonl"
+    path = study.folder / f"results-{study.family}.jsonl"
     if arguments.fresh:
         path.unlink(missing_ok=True)
     known = read_results(path)
     for seed in arguments.seeds:
-        for name, change in rows(arguments.family).items():
-            if (name, seed) in known or (arguments.only and name not in arguments.only):
-                continue
-            results = {name: run_row(arguments.family, change, seed)}
-            if name == "layer-wise, concatenated" and seed == 0:
-                results["ACE (no data)"] = run_ace(arguments.family)
-            for title, result in results.items():
-                row = {"name": title, "seed": seed, **result}
-                known[title, seed] = row
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(f"{title} ({seed}): {mean(own_accuracy(row)):.3f}", flush=True)
+        run_rows(study, seed, arguments.only, known, path)
     print_table(known)
 
 
+def run_rows(
+    study: Study, seed: int, only: list[str] | None, known: dict[tuple[str, int], Row], path: Path
+) -> None:
+    """Run the rows that are not known yet, and add them there and to the file."""
+    for name, change in rows(study.family).items():
+        if (name, seed) in known or (only and name not in only):
+            continue
+        results = {name: run_row(study, change, seed)}
+        if name == "layer-wise, concatenated" and seed == 0:
+            results["ACE (no data)"] = run_ace(study)
+        for title, result in results.items():
+            row = {"name": title, "seed": seed, **result}
+            known[title, seed] = row
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{title} ({seed}): {mean(own_accuracy(row)):.3f}", flush=True)
+
+
 def read_results(path: Path) -> dict[tuple[str, int], Row]:
-    """What earlier runs found, by name and seed."""
+    """Return what earlier runs found, by name and seed."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {(row["name"], row["seed"]): row for row in map(json.loads, lines)}
 
 
 def own_accuracy(row: Row) -> list[float]:
-    """Accuracy of a row's own merge, per task."""
+    """Return the accuracy of a row's own merge, per task."""
     return list(row["scores"].values())[-1]["accuracy"]
 
 
@@ -272,7 +325,7 @@ def mean(values: list[float]) -> float:
 
 
 def print_table(known: dict[tuple[str, int], Row], *, simple: bool = True) -> None:
-    """Markdown: the simple merges first; mean over tasks and seeds, the seeds' range, the tasks."""
+    """Print Markdown: mean over tasks and seeds, the seeds' range, the tasks."""
     first = next(iter(known.values()))
     runs = {
         name: [score["accuracy"]]

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configs of documentation and examples, checked against what mergekit and the trainer accept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+from mergekit import merge_methods
+from mergekit.config import MergeConfiguration
+from mergekit.merge_methods.base import ParameterScope
+
+from mergekit_ace.training.config import TrainConfig
+from mergekit_ace.training.distill_config import DistillConfig
+
+
+def check_merge_config(source: dict[str, Any]) -> None:
+    """Raise unless a merge has only settings and parameters that exist, with values in range.
+
+    mergekit drops what a method did not declare without a word.
+    """
+    config = MergeConfiguration.model_validate(source)
+    assert set(source) <= set(MergeConfiguration.model_fields)
+    declared = {p.name: p for p in merge_methods.get(config.merge_method).spec.parameters}
+    of_experts = {n for n, p in declared.items() if p.scope != ParameterScope.SHARED}
+    for name, setting in (config.parameters or {}).items():
+        assert name in declared
+        _check_values(declared[name], setting)
+    for model in config.models or []:
+        for name, setting in (model.parameters or {}).items():
+            assert name in of_experts
+            _check_values(declared[name], setting)
+
+
+def _check_values(parameter: Any, setting: Any) -> None:
+    for value in setting if isinstance(setting, list) else [setting]:
+        if parameter.name != "report":  # opens the file
+            parameter.validate(getattr(value, "value", value))
+
+
+def check_config(source: dict[str, Any]) -> None:
+    """Raise unless this is a whole `merge`, `train.yml` or `distill.yml`."""
+    if "merge_method" in source:
+        check_merge_config(source)
+    elif "teacher" in source:
+        DistillConfig.model_validate(source)
+    else:
+        TrainConfig.model_validate(source)
+
+
+def read_config(text: str) -> dict[str, Any]:
+    """Return the mapping that a YAML document holds."""
+    source = yaml.safe_load(text)
+    assert isinstance(source, dict), text
+    return source

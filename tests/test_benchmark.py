@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs that measure speed, memory and cost, each at its smallest."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+
+import pytest
+import torch
+from matrices import HETEROGENEOUS, family
+from reference import naive_ace
+
+
+@pytest.fixture
+def run(example, monkeypatch, capsys):
+    """Run a program of the examples in this process; what it prints."""
+
+    def run(folder: str, name: str, *arguments: object) -> str:
+        program = example(folder, name)
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        program.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_checkpoints(run, tmp_path):
+    methods = ["ace", "inspect"]
+    flags = ["--size", "tiny", "--methods", *methods, "--json", tmp_path / "figures.json"]
+    shown = run("benchmark", "checkpoint", *flags, "--folder", tmp_path)
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == methods
+    for row in rows:
+        assert f"\n{row['method']} " in shown
+        assert row["wall"] > 0
+        assert row["resident_bytes"] > 2**20
+    assert rows[0]["wall"] > rows[0]["compute"] > 0
+
+
+def test_check_on_headers(run):
+    shown = run("benchmark", "preflight", "--size", "tiny", "--rounds", 1)
+    assert "nothing to complain about" in shown
+    assert "whole command" in shown
+
+
+@pytest.mark.parametrize("basis", ["experts", "components"])
+def test_training_steps(example, run, monkeypatch, basis):
+    """The measuring processes of the program run one after the other in this one."""
+    trainer = example("benchmark", "trainer")
+    small = f"--layers 1 --experts 2 --batch 1 --tokens 4 --rounds 2 --basis {basis}".split()
+
+    def child(what: list, *flags: str) -> dict:
+        arguments = ["trainer.py", *small, *flags, "--child", json.dumps(what)]
+        with monkeypatch.context() as inside, redirect_stdout(StringIO()) as output:
+            inside.setattr(sys, "argv", arguments)
+            trainer.main()
+        return json.loads(output.getvalue())
+
+    monkeypatch.setattr(trainer, "child", child)
+    shown = run("benchmark", "trainer", *small).splitlines()
+    assert [line.partition(":")[0] for line in shown] == [
+        "K = 2, disk", "K = 2, device", "K = 2, disk"
+    ]  # fmt: skip
+    assert "times as long as a plain" in shown[-1]
+
+
+def test_many_workers_on_paper(example, run, tmp_path):
+    shown = run("cluster", "estimate", "--sizes", "tiny")
+    cells = shown.splitlines()[-1].split(" | ")
+    assert cells[0] == "| tiny"
+    assert len(cells) == 8
+    rates = example("cluster", "estimate").measure(tmp_path, "cpu", 3, "tiny", sample=2**24)
+    assert min(rates.flops, rates.read, rates.write, rates.hash) > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_restartable_merge_costs(run, in_process, tmp_path):
+    """The program compares both results byte for byte, and ends where they differ."""
+    flags = ["--size", "tiny", "--methods", "ace", "--rounds", 1, "--folder", tmp_path]
+    shown = run("cluster", "overhead", *flags).splitlines()
+    assert shown[-1].startswith("ace")
+    assert "median" in shown[-1]
+
+
+@pytest.mark.parametrize("heterogeneous", [False, True])
+def test_the_plain_transcription(example, rng, heterogeneous):
+    base, experts = family(rng, 14, 9, 3, scales=HETEROGENEOUS, noise=0.5)
+    plain = example("benchmark", "plain").plain_ace
+    merged = plain(base.double(), [e.double() for e in experts], heterogeneous=heterogeneous)
+    switch = "always" if heterogeneous else "never"
+    expected = naive_ace(base, experts, adaptive_normalization=switch, spectral_refinement=switch)
+    torch.testing.assert_close(merged, expected)
