@@ -22,8 +22,7 @@ from mergekit.merge_methods.base import ParameterScope
 from reference import naive_tensor, task_vector_error
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
-from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.distill_config import DistillConfig
+from mergekit_ace.training.config import DistillConfig, TrainConfig
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 OURS = {"train": TrainConfig, "distill": DistillConfig}

@@ -30,8 +30,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from mergekit_ace.training.mapped_weights import MappedWeights, stored_tensors
 from mergekit_ace.training.merged import MergedModel
-from mergekit_ace.training.weights import MappedWeights, stored_tensors
 
 EXPERTS = (2, 4, 8)
 

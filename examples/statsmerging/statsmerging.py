@@ -31,9 +31,8 @@ import torch
 import yaml
 from datasets import disable_progress_bars
 
-from mergekit_ace.training.config import TrainConfig
+from mergekit_ace.training.config import DistillConfig, TrainConfig
 from mergekit_ace.training.distill import run_distillation
-from mergekit_ace.training.distill_config import DistillConfig
 from mergekit_ace.training.run import run_training
 
 HERE = Path(__file__).resolve().parent
@@ -178,8 +177,7 @@ def score_merge(
 ) -> dict[str, Any]:
     """Merge the models of the last training in stock mergekit, and score the result."""
     from mergekit_ace.training.family import Family, Models
-    from mergekit_ace.training.processes import new_accelerator
-    from mergekit_ace.training.state import RunFolder
+    from mergekit_ace.training.state import RunFolder, new_accelerator
 
     out = HERE / f"run-{family}"
     merge = yaml.safe_load((out / "merge.yml").read_text())

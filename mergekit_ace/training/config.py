@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `train.yml` may say. Unknown keys are errors, and so are wrong types and ranges."""
+"""Settings of a `train.yml` and of a `distill.yml`; unknown keys and wrong types are errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mergekit_ace.algebra.records import AceOptions, NonNegative, Number
+from mergekit_ace.algebra.records import AceOptions, Fraction, NonNegative, Number
 from mergekit_ace.algebra.relative import RelativeOptions
 from mergekit_ace.coefficients.file import Basis, Granularity
 from mergekit_ace.coefficients.learner import LearnerConfig
@@ -315,3 +315,83 @@ class TrainConfig(Strict):
             )
         if self.labels == "true" and not language and "label" not in columns:
             raise ValueError(f"labels: true needs the `label` column of {name}")
+
+
+class DistillTraining(Strict):
+    """The loop.
+
+    Attributes:
+        epochs: passes over the data.
+        batch_size: samples per process and backward pass.
+        gradient_accumulation: backward passes per step.
+        learning_rate: peak of AdamW's, reached after `warmup`, then falling along a cosine to 0.
+        warmup: share of all steps, 0 to 1.
+        weight_decay: of AdamW.
+        seed: of a new head, the splits and the order of samples.
+        max_steps: ends training earlier.
+        evaluate_every: steps between evaluations on the held-out split; an epoch by default.
+        checkpoint_every: steps between checkpoints.
+    """
+
+    epochs: Count = 10
+    batch_size: Count = 16
+    gradient_accumulation: Count = 1
+    learning_rate: Positive = 5e-5
+    warmup: Fraction = 0.1
+    weight_decay: Annotated[Number, Field(ge=0)] = 0.01
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    max_steps: Count | None = None
+    evaluate_every: Count | None = None
+    checkpoint_every: Count = 500
+
+
+class DistillConfig(Strict):
+    """A whole `distill.yml`.
+
+    Attributes:
+        teacher: the model whose skill is wanted, of any architecture.
+        student: the base model of the merge; the result has its architecture and starts there.
+        task: what both do.
+        data: unlabelled data of the teacher's task.
+        signal: of a language model: ``logits`` (both have one tokenizer: Eq. 8) or ``text`` (the
+            teacher writes the completions, the student learns them as hard labels); ``auto`` takes
+            logits where the tokenizers agree.
+        alpha: share of the hard labels in the loss, 0 to 1.
+        temperature: T of the soft ones.
+        training: see `DistillTraining`.
+        dtype: of the student during training.
+        mixed_precision: of its forward pass, as accelerate has it.
+        trust_remote_code: as in transformers.
+    """
+
+    teacher: str
+    student: str
+    task: Task
+    data: DataConfig
+    signal: Literal["auto", "logits", "text"] = "auto"
+    alpha: Fraction = 0.7
+    temperature: Positive = 4.0
+    training: DistillTraining = DistillTraining()
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    mixed_precision: Literal["no", "bf16"] = "no"
+    trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> DistillConfig:
+        wanted = {
+            "causal-lm": {"text", "prompt", "messages"},
+            "sequence-classification": {"text"},
+            "image-classification": {"image"},
+        }.get(self.task)
+        if wanted is None:
+            raise ValueError(
+                f"task: {self.task} cannot be distilled; causal-lm and both kinds of "
+                "classification can"
+            )
+        if not wanted & self.data.columns.keys():
+            raise ValueError(
+                f"the data needs the column {' or '.join(sorted(wanted))} for task: {self.task}"
+            )
+        if self.signal == "text" and self.data.prompt is None:
+            raise ValueError("signal: text needs the `prompt` column: the teacher answers it")
+        return self

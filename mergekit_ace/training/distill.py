@@ -1,35 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A teacher of any architecture into the base's architecture (Sec. 3.3, Eq. 8)."""
+"""Distillation of a teacher of any architecture into the base's (Sec. 3.3, Eq. 8)."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from mergekit_ace.files import file_states, write_text
-from mergekit_ace.training.distill_config import DistillConfig
-from mergekit_ace.training.errors import Diverged
-from mergekit_ace.training.models import local_folder
-from mergekit_ace.training.order import step_indices
-from mergekit_ace.training.processes import new_accelerator, sum_over_processes
-from mergekit_ace.training.school import School
+from mergekit_ace.training.config import DistillConfig
+from mergekit_ace.training.data import (
+    SPLITS,
+    Example,
+    Examples,
+    Rows,
+    load_examples,
+    load_rows,
+    save_examples,
+    step_indices,
+)
+from mergekit_ace.training.loop import distillation_loss
+from mergekit_ace.training.models import load_model, load_processor, local_folder
 from mergekit_ace.training.state import (
+    Diverged,
     RunFolder,
+    TrainingError,
     load_checkpoint,
     module_tensors,
+    new_accelerator,
     optimizer_tensors,
+    own_batches,
     restore_optimizer,
+    samples_per_step,
     save_checkpoint,
+    sum_over_processes,
     with_prefix,
 )
-from mergekit_ace.training.tasks import kind_of
+from mergekit_ace.training.tasks import CausalLanguageModel, Kind, kind_of
+from mergekit_ace.training.teachers import move
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
 
 RECORD = "distillation.json"
 
@@ -65,7 +86,7 @@ def run_distillation(
     accelerator.wait_for_everyone()
     if (folder.path / RECORD).exists():  # this very run, complete
         return folder.path
-    school = School.open(config, kind, places, folder, accelerator, quiet=quiet)
+    school = Distillation.open(config, kind, places, folder, accelerator, quiet=quiet)
     progress = _train(school, folder, quiet=quiet)
     accelerator.wait_for_everyone()
     best = load_checkpoint(folder.state / "best.safetensors")
@@ -80,7 +101,7 @@ def run_distillation(
 
 
 @dataclass
-class Progress:
+class DistillProgress:
     """Where a distillation stands; saved with every checkpoint."""
 
     step: int = 0
@@ -89,7 +110,7 @@ class Progress:
     log: list[dict[str, float]] = field(default_factory=list)
 
 
-def _train(school: School, folder: RunFolder, *, quiet: bool) -> Progress:
+def _train(school: Distillation, folder: RunFolder, *, quiet: bool) -> DistillProgress:
     """Train the student, or go on with it; the best one is in `state/best.safetensors`."""
     training = school.config.training
     optimizer = torch.optim.AdamW(
@@ -134,19 +155,21 @@ def _train(school: School, folder: RunFolder, *, quiet: bool) -> Progress:
     return progress
 
 
-def _restore(school: School, optimizer: torch.optim.Optimizer, folder: RunFolder) -> Progress:
+def _restore(
+    school: Distillation, optimizer: torch.optim.Optimizer, folder: RunFolder
+) -> DistillProgress:
     known = load_checkpoint(folder.state / "student.safetensors")
     if known is None:
         (folder.state / "best.safetensors").unlink(missing_ok=True)
-        return Progress()
+        return DistillProgress()
     tensors, facts = known
     school.student.load_state_dict(with_prefix(tensors, "student."))
     restore_optimizer(optimizer, tensors)
     torch.set_rng_state(tensors["random_state"])
-    return Progress(**facts)
+    return DistillProgress(**facts)
 
 
-def _step(school: School, optimizer: torch.optim.Optimizer, step: int, count: int) -> float:
+def _step(school: Distillation, optimizer: torch.optim.Optimizer, step: int, count: int) -> float:
     """One step over a batch; the mean loss per position."""
     indices = step_indices(school.config.training.seed, 0, step, school.batch, count)
     optimizer.zero_grad()
@@ -166,7 +189,7 @@ def _step(school: School, optimizer: torch.optim.Optimizer, step: int, count: in
     return total / positions
 
 
-def _judge(school: School, progress: Progress, folder: RunFolder) -> None:
+def _judge(school: Distillation, progress: DistillProgress, folder: RunFolder) -> None:
     """Evaluate, and keep the student if it was never better."""
     loss, agreement = school.evaluate("validation")
     line = {"step": progress.step, "validation_loss": loss, "agreement": agreement}
@@ -178,7 +201,7 @@ def _judge(school: School, progress: Progress, folder: RunFolder) -> None:
             save_checkpoint(folder.state / "best.safetensors", best, line)
 
 
-def _write(school: School, record: dict[str, Any], folder: RunFolder) -> None:
+def _write(school: Distillation, record: dict[str, Any], folder: RunFolder) -> None:
     """The student as an ordinary checkpoint; last the record, which says it is complete."""
     school.student.save_pretrained(folder.path)
     if school.processor is not None:
@@ -196,3 +219,205 @@ def _learning_rate(config: DistillConfig, step: int, total: int) -> float:
         return training.learning_rate * (step + 1) / warmup
     share = (step - warmup) / max(total - warmup, 1)
     return training.learning_rate * 0.5 * (1 + math.cos(math.pi * share))
+
+
+@dataclass
+class Distillation:
+    """Teacher, student and what they read.
+
+    Attributes:
+        config, kind, accelerator: of the run.
+        teacher: None where its words are known already.
+        student: starts as the base.
+        processor: the student's.
+        mine, theirs: samples by split as the student and the teacher read them, position by
+            position the same.
+    """
+
+    config: DistillConfig
+    kind: Kind
+    accelerator: Accelerator
+    teacher: PreTrainedModel | None
+    student: PreTrainedModel
+    processor: Any
+    mine: dict[str, Examples]
+    theirs: dict[str, Examples]
+
+    @classmethod
+    def open(
+        cls,
+        config: DistillConfig,
+        kind: Kind,
+        places: Sequence[str],
+        folder: RunFolder,
+        accelerator: Accelerator,
+        *,
+        quiet: bool,
+    ) -> Distillation:
+        """Load both models and encode the data for each."""
+        theirs_at, mine_at = places
+        processors = [load_processor([place], kind, config) for place in places]
+        teacher = load_model(theirs_at, kind, config).to(accelerator.device)
+        written = isinstance(kind, CausalLanguageModel) and _by_text(config, *processors)
+        path = folder.state / "data.safetensors"
+        if accelerator.is_main_process and not path.exists():
+            rows = load_rows(config.data, config.training.seed)
+            sides = _encode(config, kind, teacher, rows, processors, written, quiet=quiet)
+            save_examples(sides, path, {})
+        accelerator.wait_for_everyone()
+        splits, _ = load_examples(path)
+        torch.manual_seed(config.training.seed)
+        options = {}
+        if kind.has_heads:
+            options = {
+                "num_labels": teacher.config.num_labels,
+                "id2label": teacher.config.id2label,
+                "label2id": teacher.config.label2id,
+                "ignore_mismatched_sizes": True,
+            }
+        student = load_model(mine_at, kind, config, getattr(torch, config.dtype), **options)
+        if not written and not kind.has_heads:
+            _check_vocabulary(teacher, student)
+        return cls(
+            config,
+            kind,
+            accelerator,
+            None if written else teacher,
+            student.to(accelerator.device).requires_grad_(True).train(),
+            processors[1],
+            with_prefix(splits, "mine-"),
+            with_prefix(splits, "theirs-"),
+        )
+
+    @property
+    def batch(self) -> int:
+        """Samples in a step, all processes together."""
+        training = self.config.training
+        return samples_per_step(
+            self.accelerator, training.batch_size, training.gradient_accumulation
+        )
+
+    def shares(self, indices: list[int]) -> list[list[int]]:
+        """This process's samples, in batches."""
+        return own_batches(self.accelerator, indices, self.config.training.batch_size)
+
+    def loss(self, split: str, indices: list[int]) -> tuple[Tensor, int, int]:
+        """Summed loss, how often the student says what the teacher says, and positions."""
+        samples = [self.mine[split][index] for index in indices]
+        with self.accelerator.autocast():
+            batch = move(self.kind.collate(samples), self.accelerator.device)
+            answers = self.kind.logits(self.student, batch)
+        if self.teacher is None:
+            words = torch.cat([s["input_ids"][s["supervised"]] for s in samples])
+            logits, labels = None, words.to(answers.device)
+        else:
+            logits = self._asked([self.theirs[split][index] for index in indices])
+            labels = logits.argmax(-1)
+        loss = distillation_loss(
+            answers, logits, labels, self.config.alpha, self.config.temperature
+        )
+        return loss, int((answers.argmax(-1) == labels).sum()), len(labels)
+
+    @torch.no_grad()
+    def _asked(self, samples: list[Example]) -> Tensor:
+        assert self.teacher is not None
+        batch = move(self.kind.collate(samples), self.accelerator.device)
+        return self.kind.logits(self.teacher, batch)
+
+    @torch.no_grad()
+    def evaluate(self, split: str) -> tuple[float, float]:
+        """Mean loss per position, and the share of answers that are the teacher's."""
+        self.student.eval()
+        totals = torch.zeros(3, dtype=torch.float64)
+        for part in self.shares(list(range(len(self.mine[split])))):
+            loss, right, positions = self.loss(split, part)
+            totals += torch.tensor([float(loss), right, positions], dtype=torch.float64)
+        self.student.train()
+        loss, right, positions = sum_over_processes(self.accelerator, totals).tolist()
+        return loss / positions, right / positions
+
+
+def _by_text(config: DistillConfig, theirs: Any, mine: Any) -> bool:
+    """Whether the student learns the teacher's words instead of its logits."""
+    same = theirs.get_vocab() == mine.get_vocab()
+    if config.signal == "logits" and not same:
+        raise TrainingError(
+            "signal: logits needs one tokenizer, but teacher and student have different ones; use "
+            "signal: text, with the `prompt` column"
+        )
+    written = config.signal == "text" or (config.signal == "auto" and not same)
+    if written and config.data.prompt is None:
+        raise TrainingError(
+            "teacher and student have different tokenizers, so the teacher has to write text; give "
+            "the `prompt` column that it answers"
+        )
+    return written
+
+
+def _check_vocabulary(teacher: PreTrainedModel, student: PreTrainedModel) -> None:
+    sizes = [model.get_output_embeddings().weight.shape[0] for model in (teacher, student)]
+    if sizes[0] != sizes[1]:
+        raise TrainingError(
+            f"the teacher has {sizes[0]} logits and the student {sizes[1]}, though their "
+            "tokenizers agree; resize the embeddings of one, or use signal: text"
+        )
+
+
+def _encode(
+    config: DistillConfig,
+    kind: Kind,
+    teacher: PreTrainedModel,
+    rows: Rows,
+    processors: Sequence[Any],
+    written: bool,
+    *,
+    quiet: bool,
+) -> dict[str, Examples]:
+    """`mine-train`, `theirs-train`, …: the rows as both models read them."""
+    theirs, mine = processors
+    sides = {}
+    for split in SPLITS:
+        pairs = []
+        for row in tqdm(getattr(rows, split), desc=f"encoding {split}", disable=quiet):
+            if written:
+                row = _answered(row, config, kind, teacher, theirs)
+            data = config.data
+            if written:
+                data = data.model_copy(update={"completion": "completion"})
+            pair = (kind.encode(row, data, mine), kind.encode(row, data, theirs))
+            if pair[0] is not None and pair[1] is not None:
+                pairs.append(pair)
+        if not pairs:
+            raise TrainingError(f"data {config.data.path}: nothing to learn in the {split} split")
+        pairs = [
+            _completed(pair, config, kind, teacher, theirs) if kind.unanswered(pair[0]) else pair
+            for pair in pairs
+        ]
+        sides[f"mine-{split}"] = Examples.pack([pair[0] for pair in pairs])
+        sides[f"theirs-{split}"] = Examples.pack([pair[1] for pair in pairs])
+    return sides
+
+
+def _answered(
+    row: dict[str, Any], config: DistillConfig, kind: Kind, teacher: PreTrainedModel, theirs: Any
+) -> dict[str, Any]:
+    """A row with what the teacher writes to its prompt, as text."""
+    data = config.data.model_copy(update={"completion": None})
+    prompt = kind.encode(row, data, theirs)
+    if prompt is None:
+        return {**row, "completion": ""}
+    (completed,) = kind.complete(teacher, [prompt], data, theirs)
+    words = completed["input_ids"][completed["supervised"]]
+    return {**row, "completion": theirs.decode(words, skip_special_tokens=True)}
+
+
+def _completed(
+    pair: tuple[Example, Example],
+    config: DistillConfig,
+    kind: Kind,
+    teacher: PreTrainedModel,
+    theirs: Any,
+) -> tuple[Example, Example]:
+    """One tokenizer: what the teacher writes is the same tokens for both."""
+    (completed,) = kind.complete(teacher, [pair[1]], config.data, theirs)
+    return completed, completed

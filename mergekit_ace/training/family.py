@@ -15,11 +15,11 @@ from tqdm import tqdm
 
 from mergekit_ace.coefficients.statistics import WeightMoments, combine, features, measure_moments
 from mergekit_ace.naming import block_of, relative_depths
-from mergekit_ace.training.components import write_components
+from mergekit_ace.training.basis import write_components
 from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.data import Rows, load_rows
-from mergekit_ace.training.errors import TrainingError
-from mergekit_ace.training.examples import load_examples, save_examples
+from mergekit_ace.training.data import Rows, load_examples, load_rows, save_examples
+from mergekit_ace.training.loop import Objective
+from mergekit_ace.training.mapped_weights import MappedWeights, map_weights, stored_names
 from mergekit_ace.training.merged import MergedModel
 from mergekit_ace.training.models import (
     Heads,
@@ -31,11 +31,9 @@ from mergekit_ace.training.models import (
     merged_parameters,
     save_backbone,
 )
-from mergekit_ace.training.session import Session
-from mergekit_ace.training.state import RunFolder, load_checkpoint, save_checkpoint
+from mergekit_ace.training.state import RunFolder, TrainingError, load_checkpoint, save_checkpoint
 from mergekit_ace.training.tasks import Kind, kind_of
 from mergekit_ace.training.teachers import label_rows
-from mergekit_ace.training.weights import MappedWeights, map_weights, stored_names
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -192,14 +190,14 @@ class Family:
         """Whether `parts` are components, not experts."""
         return self.config.basis != "task_vector"
 
-    def session(self, accelerator: Accelerator) -> Session:
+    def session(self, accelerator: Accelerator) -> Objective:
         """What training and evaluation work with."""
         config, storage = self.config, self.config.expert_storage
         merged = MergedModel(
             self.module, self.base, self.parts, self.names, storage, components=self.components
         )
         kind = self.models.kind
-        return Session(config, kind, accelerator, merged, self.heads, self.data, self.groups)
+        return Objective(config, kind, accelerator, merged, self.heads, self.data, self.groups)
 
     def statistics(
         self, folder: RunFolder, accelerator: Accelerator, *, quiet: bool

@@ -4,19 +4,77 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.encoding import Batch, pad, padding_mask, text_of
-from mergekit_ace.training.errors import TrainingError
-from mergekit_ace.training.examples import Example
+from mergekit_ace.training.data import Example
+from mergekit_ace.training.state import TrainingError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+Batch = dict[str, Tensor]
+_TEXT_INPUTS = ("input_ids", "token_type_ids")
+
+
+class Told:
+    """Of models that answer at once: no expert has to write an answer first."""
+
+    def unanswered(self, sample: Example) -> bool:
+        """Never."""
+        return False
+
+    def complete(self, model, samples, data, processor) -> list[Example]:
+        """Nothing is missing."""
+        return list(samples)
+
+
+def text_of(row: dict[str, Any], data: DataConfig, purpose: str) -> str:
+    """What a row has for `purpose`; an error if that is no text."""
+    text = row[data.columns[purpose]]
+    if not isinstance(text, str):
+        raise TrainingError(
+            f"data {data.path}: column {data.columns[purpose]} holds {text!r} instead of text"
+        )
+    return text
+
+
+def encode_texts(row: dict[str, Any], data: DataConfig, tokenizer: Any) -> Example:
+    """A text, or a pair, with the tokenizer's special tokens, cut to its or the data's length.
+
+    Returns:
+        `input_ids` (n,) and, of some tokenizers, `token_type_ids` (n,).
+    """
+    texts = [text_of(row, data, "text")]
+    if data.text_pair is not None:
+        texts.append(text_of(row, data, "text_pair"))
+    longest = min(data.max_length, tokenizer.model_max_length)
+    encoded = tokenizer(*texts, truncation=True, max_length=longest)
+    return {name: torch.tensor(encoded[name]) for name in _TEXT_INPUTS if name in encoded}
+
+
+def collate_texts(samples: Sequence[Example]) -> Batch:
+    """What `encode_texts` gave of several samples, (B, n), and `attention_mask`."""
+    names = [name for name in _TEXT_INPUTS if name in samples[0]]
+    batch = {name: pad([sample[name] for sample in samples]) for name in names}
+    return batch | {"attention_mask": padding_mask([sample["input_ids"] for sample in samples])}
+
+
+def pad(tensors: list[Tensor]) -> Tensor:
+    """Vectors of different length as rows, (B, n), filled with 0."""
+    return pad_sequence(tensors, batch_first=True)
+
+
+def padding_mask(tensors: list[Tensor]) -> Tensor:
+    """1 where `pad` has an entry, 0 where it has filled, (B, n)."""
+    return pad([torch.ones(len(tensor), dtype=torch.long) for tensor in tensors])
 
 
 class CausalLanguageModel:
@@ -230,3 +288,43 @@ def _until_end(answer: Tensor, model: PreTrainedModel) -> Tensor:
 def _start_token(model: PreTrainedModel) -> int:
     start = model.config.decoder_start_token_id
     return start if start is not None else model.config.pad_token_id
+
+
+class MaskedLanguageModel(Told):
+    """Supervised at the masks of a text or, where it has none, at tokens that are masked here."""
+
+    auto_class = "AutoModelForMaskedLM"
+    has_heads = False
+
+    def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
+        """What the tokenizer makes of the text, and `supervised` (n,), where the masks are.
+
+        Of a text without masks a share of `data.masking_rate`, at least one token and none of the
+        tokenizer's special ones, is masked; the same ones whenever the text is the same. What they
+        were is then `true`. None where there is nothing to mask.
+        """
+        if processor.mask_token_id is None:
+            raise TrainingError("task: masked-lm needs a tokenizer that has a mask token")
+        example = encode_texts(row, data, processor)
+        ids = example["input_ids"]
+        asked = ids == processor.mask_token_id
+        if bool(asked.any()):
+            return example | {"supervised": asked}
+        special = processor.get_special_tokens_mask(ids.tolist(), already_has_special_tokens=True)
+        places = (torch.tensor(special) == 0).nonzero()[:, 0]
+        if not len(places):
+            return None
+        generator = torch.Generator().manual_seed(zlib.crc32(ids.numpy().tobytes()))
+        order = torch.randperm(len(places), generator=generator)
+        asked[places[order[: max(round(data.masking_rate * len(places)), 1)]]] = True
+        masked = ids.masked_fill(asked, processor.mask_token_id)
+        return example | {"input_ids": masked, "supervised": asked, "true": ids[asked]}
+
+    def collate(self, samples: Sequence[Example]) -> Batch:
+        """Samples padded at the end, (B, n)."""
+        return collate_texts(samples) | {"supervised": pad([s["supervised"] for s in samples])}
+
+    def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """What the model says at each mask, (P, vocabulary)."""
+        inputs = {name: tensor for name, tensor in batch.items() if name != "supervised"}
+        return model(**inputs).logits[batch["supervised"]]

@@ -18,15 +18,14 @@ from huggingface_hub import snapshot_download
 from torch import nn
 
 from mergekit_ace.files import file_states
-from mergekit_ace.training.errors import TrainingError
+from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import Kind
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
     from transformers import PreTrainedModel
 
-    from mergekit_ace.training.config import TrainConfig
-    from mergekit_ace.training.distill_config import DistillConfig
+    from mergekit_ace.training.config import DistillConfig, TrainConfig
 
     Settings = TrainConfig | DistillConfig  # what is asked of them here is in both
 

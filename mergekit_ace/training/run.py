@@ -11,9 +11,8 @@ from mergekit_ace.files import file_states
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.family import Family, Models
 from mergekit_ace.training.loop import train
-from mergekit_ace.training.processes import new_accelerator
 from mergekit_ace.training.results import coefficient_file, compare, write_results
-from mergekit_ace.training.state import RunFolder
+from mergekit_ace.training.state import RunFolder, new_accelerator
 
 
 def run_training(

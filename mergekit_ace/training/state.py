@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run keeps on disk while it works, so that a killed one goes on where it was."""
+"""Output folder and processes of a run, its checkpoints, its errors."""
 
 from __future__ import annotations
 
@@ -7,15 +7,26 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from mergekit_ace.files import differences, save_tensors, write_text
-from mergekit_ace.training.errors import TrainingError
+
+
+class TrainingError(ValueError):
+    """Something in the config, the models or the data is wrong; the message says what to do."""
+
+
+class Diverged(TrainingError):
+    """The loss is no longer a number; the last good checkpoint is kept."""
+
 
 # Settings that do not change the result: a run may go on with others.
 _FREE = frozenset({("expert_storage",), ("training", "checkpoint_every"), ("device_map",)})
@@ -134,3 +145,31 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
+
+
+def new_accelerator(mixed_precision: str) -> Accelerator:
+    """An accelerator, alone or one of several processes.
+
+    While one process lets the experts answer, the others wait: for hours, if need be.
+    """
+    patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
+    return Accelerator(mixed_precision=mixed_precision, kwargs_handlers=[patience])
+
+
+def samples_per_step(accelerator: Accelerator, batch_size: int, accumulation: int) -> int:
+    """Samples in a step, all processes and backward passes together."""
+    return batch_size * accumulation * accelerator.num_processes
+
+
+def own_batches(accelerator: Accelerator, indices: list[int], batch_size: int) -> list[list[int]]:
+    """This process's share of some samples, in batches."""
+    own = indices[accelerator.process_index :: accelerator.num_processes]
+    return [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
+
+
+def sum_over_processes(accelerator: Accelerator, numbers: Tensor) -> Tensor:
+    """The sum of what all processes have, where `numbers` lie."""
+    if accelerator.num_processes == 1:
+        return numbers
+    total = accelerator.reduce(numbers.to(accelerator.device), reduction="sum")
+    return total.to(numbers.device)

@@ -1,16 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kinds of models differ in: their class, their inputs, and where they answer.
-
-Everything else in the training sees a model as a function from a batch to logits (P, C) at P
-supervised positions with C classes or tokens.
-"""
+"""Tasks."""
 
 from __future__ import annotations
 
-from mergekit_ace.training.classification import ImageClassification, SequenceClassification
-from mergekit_ace.training.config import Task
-from mergekit_ace.training.language import CausalLanguageModel, Seq2SeqLanguageModel
-from mergekit_ace.training.masked import MaskedLanguageModel
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mergekit_ace.training.config import DataConfig, Task
+from mergekit_ace.training.data import Example
+from mergekit_ace.training.language import (
+    Batch,
+    CausalLanguageModel,
+    MaskedLanguageModel,
+    Seq2SeqLanguageModel,
+    Told,
+    collate_texts,
+    encode_texts,
+)
+from mergekit_ace.training.state import TrainingError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class _Classification(Told):
+    """One answer per sample. Each expert keeps its own head."""
+
+    has_heads = True
+
+    @staticmethod
+    def truth(row: dict[str, Any], data: DataConfig) -> Example:
+        """`true` (1,), where the data has the column."""
+        if data.label is None:
+            return {}
+        label = row[data.label]
+        if isinstance(label, bool) or not isinstance(label, int):
+            raise TrainingError(
+                f"data {data.path}: column {data.label} holds {label!r}; labels are the numbers of "
+                "the classes: 0, 1, …"
+            )
+        return {"true": torch.tensor([label])}
+
+
+class SequenceClassification(_Classification):
+    """Texts, or pairs of them."""
+
+    auto_class = "AutoModelForSequenceClassification"
+
+    def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example:
+        """What the tokenizer makes of the text: `input_ids` (n,), maybe `token_type_ids` (n,)."""
+        return encode_texts(row, data, processor) | self.truth(row, data)
+
+    def collate(self, samples: Sequence[Example]) -> Batch:
+        """Samples padded at the end, (B, n)."""
+        return collate_texts(samples)
+
+    def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """(B, classes).
+
+        Decoders read their answer at the last token that is no padding, which they tell by its
+        number; where they have none, one stands in that this batch does not contain.
+        """
+        config = model.config.get_text_config()
+        ids, present = batch["input_ids"], batch["attention_mask"] == 1
+        known = config.pad_token_id
+        if known is None:
+            used = set(ids[present].tolist())
+            config.pad_token_id = next(n for n in range(len(used) + 1) if n not in used)
+        try:
+            padded = ids.masked_fill(~present, config.pad_token_id)
+            return model(**batch | {"input_ids": padded}).logits
+        finally:
+            config.pad_token_id = known
+
+
+class ImageClassification(_Classification):
+    """Images, or pixel values (channels, height, width) as they are."""
+
+    auto_class = "AutoModelForImageClassification"
+
+    def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example:
+        """`pixel_values` (1, channels, height, width)."""
+        image = row[data.columns["image"]]
+        if isinstance(image, list):
+            pixels = torch.tensor(image, dtype=torch.float32)
+        elif processor is None:
+            raise TrainingError(
+                f"data {data.path} holds images, but the base model has no image processor "
+                "(preprocessor_config.json); add one, or give pixel values"
+            )
+        else:
+            pixels = processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
+        if pixels.ndim != 3:
+            raise TrainingError(
+                f"data {data.path}: column {data.image} holds arrays with {pixels.ndim} axes; "
+                "pixel values have three: channels, height, width"
+            )
+        return {"pixel_values": pixels[None]} | self.truth(row, data)
+
+    def collate(self, samples: Sequence[Example]) -> Batch:
+        """(B, channels, height, width)."""
+        return {"pixel_values": torch.cat([sample["pixel_values"] for sample in samples])}
+
+    def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """(B, classes)."""
+        return model(**batch).logits
+
 
 Kind = (
     CausalLanguageModel

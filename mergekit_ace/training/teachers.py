@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.training.config import DataConfig, Labels
-from mergekit_ace.training.data import SPLITS, Rows
-from mergekit_ace.training.encoding import Batch
-from mergekit_ace.training.errors import TrainingError
-from mergekit_ace.training.examples import Example, Examples
+from mergekit_ace.training.data import SPLITS, Example, Examples, Rows
+from mergekit_ace.training.language import Batch
+from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import Kind
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from families import write_rows
 
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.data import load_rows
-from mergekit_ace.training.errors import TrainingError
+from mergekit_ace.training.state import TrainingError
 
 ROWS = [{"text": f"line {n}", "other": n} for n in range(50)]
 

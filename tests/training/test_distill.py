@@ -29,10 +29,10 @@ from transformers import (
 )
 
 from mergekit_ace.training import distill as distill_module
+from mergekit_ace.training.config import DistillConfig
 from mergekit_ace.training.distill import run_distillation
-from mergekit_ace.training.distill_config import DistillConfig
-from mergekit_ace.training.errors import Diverged, TrainingError
-from mergekit_ace.training.losses import distillation_loss
+from mergekit_ace.training.loop import distillation_loss
+from mergekit_ace.training.state import Diverged, TrainingError
 
 FAST = {"epochs": 6, "batch_size": 8, "learning_rate": 0.003}
 

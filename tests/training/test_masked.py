@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.errors import TrainingError
-from mergekit_ace.training.examples import load_examples
+from mergekit_ace.training.data import load_examples
 from mergekit_ace.training.run import run_training
+from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import kind_of
 
 KIND = kind_of("masked-lm")

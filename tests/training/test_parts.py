@@ -13,11 +13,10 @@ from families import MIXTRAL, vit_family
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForImageClassification, MixtralConfig, MixtralForCausalLM
 
-from mergekit_ace.training.examples import Examples, load_examples, save_examples
-from mergekit_ace.training.losses import collate_labels, summed_loss
-from mergekit_ace.training.order import step_indices
-from mergekit_ace.training.plots import draw
-from mergekit_ace.training.weights import map_weights, stored_names, stored_tensors
+from mergekit_ace.training.data import Examples, load_examples, save_examples, step_indices
+from mergekit_ace.training.loop import collate_labels, summed_loss
+from mergekit_ace.training.mapped_weights import map_weights, stored_names, stored_tensors
+from mergekit_ace.training.results import draw_pictures
 
 
 def test_hard_labels_are_cross_entropy(rng):
@@ -147,7 +146,7 @@ def test_same_names_with_other_values_are_not_trusted(tmp_path):
 def test_pictures(tmp_path):
     log = [{"step": 0, "validation_loss": 2.0}, {"step": 1, "loss": 1.0}]
     file = make_file(["embed.weight", "layers.0.up.weight"], ["./a/math/", "code"])
-    assert "coefficients.png" in draw(file, log, tmp_path)
+    assert "coefficients.png" in draw_pictures(file, log, tmp_path)
     for name in ("coefficients.png", "training.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
@@ -155,5 +154,5 @@ def test_pictures(tmp_path):
 def test_without_matplotlib_a_line_says_how_to_get_pictures(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     file = make_file(["embed.weight"], ["a"])
-    assert "pip install 'mergekit-ace[plots]'" in draw(file, [], tmp_path)
+    assert "pip install 'mergekit-ace[plots]'" in draw_pictures(file, [], tmp_path)
     assert not list(tmp_path.iterdir())

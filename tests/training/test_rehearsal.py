@@ -13,7 +13,7 @@ import torch
 from families import llama_family, parsed, sentence, vit_family, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mergekit_ace.training.examples import load_examples
+from mergekit_ace.training.data import load_examples
 from mergekit_ace.training.run import run_training
 
 

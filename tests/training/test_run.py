@@ -27,12 +27,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergekit_ace.coefficients.file import CoefficientFile
 from mergekit_ace.training import family as family_module
+from mergekit_ace.training import loop as session_module
 from mergekit_ace.training import results as results_module
-from mergekit_ace.training import session as session_module
 from mergekit_ace.training import teachers as teachers_module
-from mergekit_ace.training.errors import Diverged, TrainingError
-from mergekit_ace.training.output import inline_config
+from mergekit_ace.training.results import inline_config
 from mergekit_ace.training.run import run_training
+from mergekit_ace.training.state import Diverged, TrainingError
 
 
 def run(config: dict, out: Path, **options) -> CoefficientFile:
@@ -134,7 +134,7 @@ def _load(folder: str | Path) -> AutoModelForCausalLM:
 
 def _loss_on_test(config: dict, folder: Path, out: Path) -> float:
     """The score again, from the merged checkpoint alone and the labels, by hand."""
-    from mergekit_ace.training.examples import load_examples
+    from mergekit_ace.training.data import load_examples
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     losses = []
@@ -152,7 +152,7 @@ def _loss_on_test(config: dict, folder: Path, out: Path) -> float:
 
 
 def test_labels_are_the_experts_own_answers(llama, tmp_path):
-    from mergekit_ace.training.examples import load_examples
+    from mergekit_ace.training.data import load_examples
 
     run(changed(llama, max_steps=1), tmp_path / "out")
     for row, expert in enumerate(llama["models"]):
@@ -194,9 +194,9 @@ def _killed_after(monkeypatch, owner, name: str, calls: int) -> None:
     [
         (teachers_module, "_label", 7),  # in the labels of the second expert
         (family_module, "measure_moments", 5),  # in the statistics
-        (session_module.Session, "gradient", 1),  # before the first checkpoint
-        (session_module.Session, "gradient", 5),  # after one
-        (session_module.Session, "evaluate", 2),  # in an evaluation
+        (session_module.Objective, "gradient", 1),  # before the first checkpoint
+        (session_module.Objective, "gradient", 5),  # after one
+        (session_module.Objective, "evaluate", 2),  # in an evaluation
         (results_module, "write_config", 1),  # while the results are written
     ],
 )
@@ -219,7 +219,7 @@ def test_a_killed_run_goes_on_to_the_same_coefficients(
 
 def test_labels_that_are_known_are_not_asked_for_again(llama, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        _killed_after(patch, session_module.Session, "gradient", 0)
+        _killed_after(patch, session_module.Objective, "gradient", 0)
         with pytest.raises(Killed):
             run(llama, tmp_path / "out")
 
@@ -244,7 +244,7 @@ def test_another_run_s_folder_is_refused_unless_overwritten(llama, tmp_path):
 def test_overwriting_leaves_nothing_that_looks_complete(llama, tmp_path, monkeypatch):
     out = tmp_path / "out"
     run(changed(llama, max_steps=1), out)
-    _killed_after(monkeypatch, session_module.Session, "gradient", 0)
+    _killed_after(monkeypatch, session_module.Objective, "gradient", 0)
     with pytest.raises(Killed):
         run(changed(llama, max_steps=2), out, overwrite=True)
     assert not (out / "coefficients.safetensors").exists()
@@ -336,7 +336,7 @@ def test_the_kept_network_is_that_of_the_best_evaluation(llama, tmp_path, monkey
         seen.append(split)
         return session_module.Score(losses[min(seen.count("validation"), 6) - 1], (0.5, 0.5))
 
-    monkeypatch.setattr(session_module.Session, "evaluate", scripted)
+    monkeypatch.setattr(session_module.Objective, "evaluate", scripted)
     file = run(changed(llama, evaluate_every=1, max_steps=5), tmp_path / "out")
     assert [e["validation_loss"] for e in log_of(tmp_path / "out") if "loss" not in e] == losses
     seen.clear()
@@ -378,7 +378,7 @@ def test_text_classifiers_with_heads_of_their_own(tmp_path):
 @pytest.mark.parametrize("family", [bert_family, vit_family])
 def test_merged_backbones_carry_every_head(tmp_path, mergekit_yaml, family, config):
     """Put each expert's head on the merged backbone: the scores are those of the training."""
-    from mergekit_ace.training.examples import load_examples
+    from mergekit_ace.training.data import load_examples
     from mergekit_ace.training.tasks import kind_of
 
     settings = family(tmp_path / "family")
@@ -426,7 +426,7 @@ def test_encoders_with_decoders(tmp_path, completion):
 @pytest.mark.parametrize("family", [bert_family, vit_family])
 def test_heads_are_not_trained(tmp_path, family, monkeypatch):
     seen = []
-    original = session_module.Session.evaluate
+    original = session_module.Objective.evaluate
 
     def watching(self, split):
         seen.append(
@@ -438,7 +438,7 @@ def test_heads_are_not_trained(tmp_path, family, monkeypatch):
         )
         return original(self, split)
 
-    monkeypatch.setattr(session_module.Session, "evaluate", watching)
+    monkeypatch.setattr(session_module.Objective, "evaluate", watching)
     run(family(tmp_path / "family"), tmp_path / "out")
     for heads in seen[1:]:
         for head, first in zip(heads, seen[0], strict=True):

@@ -68,8 +68,7 @@ def no_accelerator():
 def test_the_first_gradient_is_nearly_that_of_float32(llama, tmp_path, settings, bar):
     """After one step of plain descent the coefficients tell the gradient."""
     from mergekit_ace.training.family import Family, Models
-    from mergekit_ace.training.processes import new_accelerator
-    from mergekit_ace.training.state import RunFolder
+    from mergekit_ace.training.state import RunFolder, new_accelerator
 
     gradients = []
     for number, change in enumerate(({}, settings)):

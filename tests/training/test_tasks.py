@@ -9,7 +9,7 @@ from checkpoints import tiny_llama
 from families import tokenizer
 
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.errors import TrainingError
+from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import kind_of
 
 CHAT = (

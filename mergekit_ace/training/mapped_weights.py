@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of checkpoints by their names in memory, mapped from disk.
+"""Parameters of checkpoints by their names in memory, mapped from disk.
 
 transformers stores some models under other names, or packed otherwise, than it holds them in
 memory. So a checkpoint's own files are used only after every parameter has been found in them,

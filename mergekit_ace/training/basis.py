@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The components of the experts in a merge, on disk, for training to combine."""
+"""Components of the experts in a merge, on disk, for training to combine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mergekit_ace.algebra.records import FixedLayout
 from mergekit_ace.files import save_tensors
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.errors import TrainingError
-from mergekit_ace.training.weights import MappedWeights, stored_tensors
+from mergekit_ace.training.mapped_weights import MappedWeights, stored_tensors
+from mergekit_ace.training.state import TrainingError
 
 SIZES = {"float32": 4, "bfloat16": 2}
 
