@@ -176,8 +176,8 @@ def score_merge(
     family: str, config: TrainConfig, method: str, parameters: Settings
 ) -> dict[str, Any]:
     """Merge the models of the last training in stock mergekit, and score the result."""
-    from mergekit_ace.training.family import Family, Models
-    from mergekit_ace.training.state import RunFolder, new_accelerator
+    from mergekit_ace.training.family import Family, ModelFolders
+    from mergekit_ace.training.state import TrainingRun
 
     out = HERE / f"run-{family}"
     merge = yaml.safe_load((out / "merge.yml").read_text())
@@ -187,16 +187,16 @@ def score_merge(
     (out / "other.yml").write_text(yaml.safe_dump(merge))
     command = str(Path(sys.executable).parent / "mergekit-yaml")
     subprocess.run([command, out / "other.yml", out / "other", "--quiet"], check=True)
-    accelerator, folder = new_accelerator(config.mixed_precision), RunFolder(out)
-    models = Models.find(config, folder, accelerator)
-    family_ = Family.prepare(config, models, folder, accelerator, quiet=True)
-    session = family_.session(accelerator)
+    run = TrainingRun(out, config.mixed_precision, quiet=True)
+    models = ModelFolders.find(config, run)
+    family_ = Family.prepare(config, models, run)
+    objective = family_.objective(run)
     heads = {"num_labels": 2, "ignore_mismatched_sizes": True} if models.kind.has_heads else {}
-    merged = type(session.merged.module).from_pretrained(out / "other", **heads)
+    merged = type(objective.merged.module).from_pretrained(out / "other", **heads)
     with torch.no_grad():
         for name in family_.names:
-            session.merged.module.get_parameter(name).copy_(merged.get_parameter(name))
-    score = session.evaluate("test")
+            objective.merged.module.get_parameter(name).copy_(merged.get_parameter(name))
+    score = objective.evaluate("test")
     return {"loss": score.loss, "accuracy": score.accuracy}
 
 

@@ -248,11 +248,6 @@ def _load_coefficients(path: str, changed: int) -> CoefficientFile:
     return CoefficientFile.load(path)
 
 
-def expand(values: Tensor, groups: Tensor) -> Tensor:
-    """Values per group, (K, G, …), as values per tensor, (K, L, …); `groups` is (L,)."""
-    return values.index_select(1, groups)
-
-
 def _check_format(path: str, metadata: Mapping[str, str]) -> None:
     if metadata.get("format") != FORMAT:
         raise CoefficientFileError(

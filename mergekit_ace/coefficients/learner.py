@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -108,6 +108,13 @@ class Standardizer(nn.Module):
 
     def _logarithm(self, statistics: Tensor) -> Tensor:
         return statistics.sign() * torch.log1p(statistics.abs() / self.unit)
+
+
+class LearnerInputs(NamedTuple):
+    """Inputs of a learner: statistics (K, L, F) in float64, and relative depths (L,), 0 to 1."""
+
+    statistics: Tensor
+    depths: Tensor
 
 
 class Learner(nn.Module):

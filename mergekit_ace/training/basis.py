@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,23 +18,18 @@ from mergekit_ace.algebra.records import FixedLayout
 from mergekit_ace.files import save_tensors
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.mapped_weights import MappedWeights, stored_tensors
-from mergekit_ace.training.state import TrainingError
-
-SIZES = {"float32": 4, "bfloat16": 2}
+from mergekit_ace.training.mapped_weights import StoredTensor, map_tensors, stored_tensors
+from mergekit_ace.training.state import TrainingError, TrainingRun
 
 
 def write_components(
     config: TrainConfig,
     folder: str,
     stored: Mapping[str, tuple[str, ...]],
-    base: MappedWeights,
-    experts: Sequence[MappedWeights],
-    state: Path,
-    *,
-    device: torch.device,
-    quiet: bool,
-) -> list[MappedWeights]:
+    base: Mapping[str, Tensor],
+    experts: Sequence[Mapping[str, Tensor]],
+    run: TrainingRun,
+) -> list[dict[str, Tensor]]:
     """Split the merge that training starts at; what is on disk already is not computed again.
 
     Args:
@@ -43,63 +37,61 @@ def write_components(
         folder: of the base model.
         stored: names on disk of every merged parameter.
         base, experts: weights by names in memory.
-        state: the files go to its subfolder `components`, one per tensor.
-        device: where they are computed, one tensor at a time.
-        quiet: neither the size nor a progress bar.
+        run: the files go to `components` in its state, one per tensor.
 
     Returns:
-        Per row of coefficients, the component of every parameter.
+        Per row of coefficients, the component of every parameter, mapped from disk.
 
     Raises:
         TrainingError: a matrix is too ill-conditioned.
     """
-    known = stored_tensors(folder)
-    layouts = {
-        name: _layout(config, folder, {other: known[other] for other in stored[name]}, name, weight)
-        for name, weight in base.items()
-    }
     rows = len(experts) + (config.basis == "ace")
-    target = state / "components"
+    target = run.state / "components"
     target.mkdir(parents=True, exist_ok=True)
-    if not quiet:
-        size = sum(math.prod(base[name].shape) for name in base) * rows
-        size *= SIZES[config.component_dtype]
+    dtype = getattr(torch, config.component_dtype)
+    if not run.quiet:
+        size = sum(weight.numel() for weight in base.values()) * rows * dtype.itemsize
         print(
-            f"components of {len(layouts)} tensors, {rows} each, in {config.component_dtype}: "
+            f"components of {len(base)} tensors, {rows} each, in {config.component_dtype}: "
             f"{size / 1e9:.2f} GB in {target}"
         )
-    dtype = getattr(torch, config.component_dtype)
-    files = {}
-    for number, (name, layout) in enumerate(
-        tqdm(layouts.items(), desc="components", unit="tensor", disable=quiet)
-    ):
-        files[name] = target / f"{number:05d}.safetensors"
-        if files[name].exists():
-            continue
-        try:
-            versions = [weights[name].to(device) for weights in (base, *experts)]
-            parts = split_tensor(versions[0], versions[1:], config.options, layout)
-        except (IllConditionedError, OverflowError) as error:
-            raise TrainingError(
-                f"{name} cannot be merged by {config.basis}: {error}. Raise its epsilon"
-            ) from error
-        tensors = {str(row): part.to("cpu", dtype, copy=True) for row, part in enumerate(parts)}
-        tensors = {row: tensor.contiguous() for row, tensor in tensors.items()}
-        save_tensors(files[name], tensors)
+    known = stored_tensors(folder)
+    files = {name: target / f"{number:05d}.safetensors" for number, name in enumerate(base)}
+    for name, path in tqdm(files.items(), "components", unit="tensor", disable=run.quiet):
+        if not path.exists():
+            places = {other: known[other] for other in stored[name]}
+            layout = _layout(config, folder, places, name, base[name])
+            versions = [weights[name].to(run.accelerator.device) for weights in (base, *experts)]
+            _write(path, name, versions, config, layout)
     return [
-        MappedWeights({name: (str(file), str(row)) for name, file in files.items()})
+        map_tensors({name: (str(path), str(row)) for name, path in files.items()})
         for row in range(rows)
     ]
+
+
+def _write(
+    path: Path, name: str, versions: Sequence[Tensor], config: TrainConfig, layout: FixedLayout
+) -> None:
+    """Write the components of one tensor, called by their rows; the base comes first."""
+    try:
+        components = split_tensor(versions[0], versions[1:], config.options, layout)
+    except (IllConditionedError, OverflowError) as error:
+        raise TrainingError(
+            f"{name} cannot be merged by {config.basis}: {error}. Raise its epsilon"
+        ) from error
+    dtype = getattr(torch, config.component_dtype)
+    owned = [component.to("cpu", dtype, copy=True).contiguous() for component in components]
+    save_tensors(path, {str(row): tensor for row, tensor in enumerate(owned)})
 
 
 def _layout(
     config: TrainConfig,
     folder: str,
-    stored: Mapping[str, tuple[str, str]],
+    stored: Mapping[str, StoredTensor],
     name: str,
     weight: Tensor,
 ) -> FixedLayout:
-    """As the merge method reads the tensor.
+    """Return how the merge method reads the tensor.
 
     mergekit merges what is packed from several tensors on disk as transformers packs it in memory.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data of the teachers: rows, samples as tensors on disk, and the order they are seen in."""
+"""Data of the teachers: their rows, samples as tensors on disk, and the order of samples."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class Rows:
-    """The splits of one expert's data; each is a `datasets.Dataset` of the named columns."""
+    """Splits of the data of one teacher; each is a `datasets.Dataset`."""
 
     train: Dataset
     validation: Dataset
@@ -116,6 +116,7 @@ def _draw(data: Dataset, most: int | None, seed: int) -> Dataset:
 # A sample: inputs of a model and, after the teacher has seen it, `hard` (P,), `soft_values` and
 # `soft_indices` (P, k) and `true` (P,), for its P supervised positions.
 Example = dict[str, Tensor]
+Batch = dict[str, Tensor]  # inputs of several samples
 
 
 class Examples(Sequence[Example]):
@@ -131,8 +132,10 @@ class Examples(Sequence[Example]):
 
     @classmethod
     def pack(cls, samples: Sequence[Example]) -> Examples:
-        """Lay samples end to end; a tensor's first axis may differ. Names that not all of them
-        have are dropped.
+        """Lay samples end to end; names that not all of them have are dropped.
+
+        Args:
+            samples: tensors of one name may differ in the length of their first axis.
         """
         fields = {}
         shared = set.intersection(*(set(sample) for sample in samples)) if samples else set()
@@ -152,12 +155,12 @@ class Examples(Sequence[Example]):
         return (self[index] for index in range(len(self)))
 
     def field(self, name: str, index: int) -> Tensor:
-        """One tensor of one sample, a view."""
+        """Return one tensor of one sample, a view."""
         tensor, _ = self.fields[name]
         return tensor[self._start(name, index) : self._ends[name][index]]
 
     def length(self, name: str, index: int) -> int:
-        """Length of one tensor of one sample."""
+        """Return the length of one tensor of one sample."""
         return self._ends[name][index] - self._start(name, index)
 
     def _start(self, name: str, index: int) -> int:
@@ -175,7 +178,7 @@ def save_examples(splits: Mapping[str, Examples], path: Path, metadata: dict[str
 
 
 def load_examples(path: Path) -> tuple[dict[str, Examples], dict[str, str]]:
-    """The splits, memory-mapped, and the metadata of a file that `save_examples` wrote."""
+    """Open what `save_examples` wrote: the splits, memory-mapped, and the metadata."""
     fields: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
     with safe_open(path, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118
@@ -187,26 +190,31 @@ def load_examples(path: Path) -> tuple[dict[str, Examples], dict[str, str]]:
     return {split: Examples(named) for split, named in fields.items()}, metadata
 
 
-def step_indices(seed: int, task: int, step: int, batch: int, count: int) -> list[int]:
-    """The samples of one expert in one step, all processes together.
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch on a device."""
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
-    The samples are gone through in a new random order each time around; a step may end one round
-    and begin the next.
+
+def step_indices(seed: int, teacher: int, step: int, batch: int, count: int) -> list[int]:
+    """Return which samples of a teacher a step sees, all processes together.
+
+    They are gone through in a new random order each time around; a step may end one round and begin
+    the next. It is a function of its arguments alone, so that there is no state to save.
 
     Args:
         seed: of the run.
-        task: index of the expert.
+        teacher: its index.
         step: from 0.
         batch: samples per step.
         count: samples that there are.
     """
     places = range(step * batch, (step + 1) * batch)
-    return [_order(seed, task, place // count, count)[place % count] for place in places]
+    return [_order(seed, teacher, place // count, count)[place % count] for place in places]
 
 
 @lru_cache(maxsize=64)
-def _order(seed: int, task: int, turn: int, count: int) -> list[int]:
+def _order(seed: int, teacher: int, turn: int, count: int) -> list[int]:
     # Four numbers to one seed: mixed, so that no two of them meet in the same order.
-    mixed = (seed * 1_000_003 + task) * 1_000_003 + turn
+    mixed = (seed * 1_000_003 + teacher) * 1_000_003 + turn
     generator = torch.Generator("cpu").manual_seed(mixed % 2**63)
     return torch.randperm(count, generator=generator).tolist()

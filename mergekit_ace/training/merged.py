@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One ordinary model whose weights are the merge, and the gradient of its coefficients.
+"""A model whose weights are the merge, and the gradient of its coefficients.
 
 The merge θ_0 + Σ_k λ_k Δ_k is linear in the coefficients, so for any loss
 ∂L/∂λ_k^l = ⟨∂L/∂θ^l, Δ_k^l⟩. As soon as a parameter's gradient is ready, its K inner products
@@ -24,7 +24,7 @@ SMALL = 2**14
 
 
 class MergedModel:
-    """A model that is written anew for given coefficients and collects their gradient.
+    """Model that is written anew for given coefficients and collects their gradient.
 
     Attributes:
         module: the model; only merged parameters require gradients.
@@ -57,11 +57,11 @@ class MergedModel:
         self._components = components
         self.parameters = [module.get_parameter(name) for name in names]
         self.products = torch.zeros(len(experts), len(names), dtype=torch.float64)
-        self._base, *self._experts = (self._keep(w, storage) for w in (base, *experts))
+        self._base, *self._experts = (self._store(w, storage) for w in (base, *experts))
         self._partial: list[Tensor | None] = [None] * len(names)
         # All at once, before anything large: small blocks between gradients would pin their memory.
         self._small = {
-            column: self._kept(column)
+            column: self._read_small(column)
             for column, parameter in enumerate(self.parameters)
             if parameter.numel() <= SMALL
         }
@@ -131,8 +131,8 @@ class MergedModel:
         known = self._partial[column]
         self._partial[column] = sums if known is None else known + sums
 
-    def _kept(self, column: int) -> tuple[Tensor, Tensor]:
-        """θ_0, (n,), and all Δ_k, (K, n), of a small tensor, in float32."""
+    def _read_small(self, column: int) -> tuple[Tensor, Tensor]:
+        """Read θ_0, (n,), and all Δ_k, (K, n), of a small tensor, in float32."""
         name, device = self.names[column], self.parameters[column].device
         base = self._base[name].reshape(-1).to(device, torch.float32, copy=True)
         experts = [expert[name].reshape(-1).to(device, torch.float32) for expert in self._experts]
@@ -142,7 +142,7 @@ class MergedModel:
     def _blocks(
         self, column: int, device: torch.device, coefficients: Sequence[float]
     ) -> Iterator[tuple[slice, Tensor, Iterator[tuple[float, Tensor]]]]:
-        """Blocks of one parameter: where, θ_0 there, and the coefficients with their Δ_k there."""
+        """Yield blocks of a parameter: where, θ_0 there, the coefficients with their Δ_k there."""
         name = self.names[column]
         base = self._base[name].reshape(-1)
         experts = [expert[name].reshape(-1) for expert in self._experts]
@@ -153,11 +153,11 @@ class MergedModel:
             yield part, origin, ((c, self._delta(e[part], origin)) for c, e in used)
 
     def _delta(self, stored: Tensor, origin: Tensor) -> Tensor:
-        """Δ_k in float32 from what is stored of it, where θ_0 is `origin`."""
+        """Return Δ_k in float32 from what is stored of it, where θ_0 is `origin`."""
         stored = stored.to(origin.device, torch.float32)
         return stored if self._components else stored - origin.to(torch.float32)
 
-    def _keep(self, weights: Mapping[str, Tensor], storage: Storage) -> Mapping[str, Tensor]:
+    def _store(self, weights: Mapping[str, Tensor], storage: Storage) -> Mapping[str, Tensor]:
         if storage == "disk":
             return weights
         kept = {}

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks."""
+"""Tasks: the kind of model for each, and classifiers of texts and images.
+
+Everything else in the training sees a model as a function from a batch to logits (P, C) at P
+supervised positions with C classes or tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,8 @@ from mergekit_ace.training.language import (
     Batch,
     CausalLanguageModel,
     MaskedLanguageModel,
+    NeverWrites,
     Seq2SeqLanguageModel,
-    Told,
     collate_texts,
     encode_texts,
 )
@@ -26,14 +30,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class _Classification(Told):
-    """One answer per sample. Each expert keeps its own head."""
+class _Classification(NeverWrites):
+    """Base of classifiers: one answer per sample; each expert keeps its own head."""
 
     has_heads = True
 
     @staticmethod
     def truth(row: dict[str, Any], data: DataConfig) -> Example:
-        """`true` (1,), where the data has the column."""
+        """Return `true` (1,) where the data has a column of classes."""
         if data.label is None:
             return {}
         label = row[data.label]
@@ -46,20 +50,20 @@ class _Classification(Told):
 
 
 class SequenceClassification(_Classification):
-    """Texts, or pairs of them."""
+    """Classifier of texts, or of pairs of them."""
 
     auto_class = "AutoModelForSequenceClassification"
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example:
-        """What the tokenizer makes of the text: `input_ids` (n,), maybe `token_type_ids` (n,)."""
+        """Encode a row: `input_ids` (n,) and, of some tokenizers, `token_type_ids` (n,)."""
         return encode_texts(row, data, processor) | self.truth(row, data)
 
     def collate(self, samples: Sequence[Example]) -> Batch:
-        """Samples padded at the end, (B, n)."""
+        """Pad samples at the end, (B, n)."""
         return collate_texts(samples)
 
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """(B, classes).
+        """Return the logits, (B, classes).
 
         Decoders read their answer at the last token that is no padding, which they tell by its
         number; where they have none, one stands in that this batch does not contain.
@@ -78,12 +82,12 @@ class SequenceClassification(_Classification):
 
 
 class ImageClassification(_Classification):
-    """Images, or pixel values (channels, height, width) as they are."""
+    """Classifier of images, or of pixel values (channels, height, width) as they are."""
 
     auto_class = "AutoModelForImageClassification"
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example:
-        """`pixel_values` (1, channels, height, width)."""
+        """Encode a row: `pixel_values` (1, channels, height, width)."""
         image = row[data.columns["image"]]
         if isinstance(image, list):
             pixels = torch.tensor(image, dtype=torch.float32)
@@ -102,15 +106,15 @@ class ImageClassification(_Classification):
         return {"pixel_values": pixels[None]} | self.truth(row, data)
 
     def collate(self, samples: Sequence[Example]) -> Batch:
-        """(B, channels, height, width)."""
+        """Put images of one size into a batch, (B, channels, height, width)."""
         return {"pixel_values": torch.cat([sample["pixel_values"] for sample in samples])}
 
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """(B, classes)."""
+        """Return the logits, (B, classes)."""
         return model(**batch).logits
 
 
-Kind = (
+ModelKind = (
     CausalLanguageModel
     | Seq2SeqLanguageModel
     | MaskedLanguageModel
@@ -119,8 +123,8 @@ Kind = (
 )
 
 
-def kind_of(task: Task) -> Kind:
-    """The adapter for `task`."""
+def kind_of(task: Task) -> ModelKind:
+    """Return how models are used for `task`."""
     return {
         "causal-lm": CausalLanguageModel,
         "seq2seq-lm": Seq2SeqLanguageModel,

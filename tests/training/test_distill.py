@@ -30,8 +30,7 @@ from transformers import (
 
 from mergekit_ace.training import distill as distill_module
 from mergekit_ace.training.config import DistillConfig
-from mergekit_ace.training.distill import run_distillation
-from mergekit_ace.training.loop import distillation_loss
+from mergekit_ace.training.distill import distillation_loss, run_distillation
 from mergekit_ace.training.state import Diverged, TrainingError
 
 FAST = {"epochs": 6, "batch_size": 8, "learning_rate": 0.003}
@@ -125,7 +124,7 @@ def test_a_finished_run_is_not_repeated(images, tmp_path, monkeypatch):
     def forbidden(*_, **__):
         raise AssertionError("trained again")
 
-    monkeypatch.setattr(distill_module, "_step", forbidden)
+    monkeypatch.setattr(distill_module, "step_student", forbidden)
     assert distil(config, tmp_path / "out") == out
     with pytest.raises(TrainingError, match=r"another run; changed .*config\.alpha"):
         distil({**config, "alpha": 0.5}, tmp_path / "out")
@@ -159,7 +158,7 @@ def test_a_killed_distillation_goes_on_to_the_same_student(images, tmp_path, mon
     _, config = images
     config = {**config, "training": {**FAST, "checkpoint_every": 3}}
     whole = distil(config, tmp_path / "whole")
-    original, left = distill_module._step, [steps]
+    original, left = distill_module.step_student, [steps]
 
     def dying(*arguments):
         if left[0] == 0:
@@ -168,7 +167,7 @@ def test_a_killed_distillation_goes_on_to_the_same_student(images, tmp_path, mon
         return original(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(distill_module, "_step", dying)
+        patch.setattr(distill_module, "step_student", dying)
         with pytest.raises(Killed):
             distil(config, tmp_path / "killed")
     resumed = distil(config, tmp_path / "killed")
@@ -271,7 +270,7 @@ def test_tokenizers_that_differ_are_explained(tmp_path, same, columns, signal, m
 
 def test_a_loss_that_is_no_number(images, tmp_path, monkeypatch):
     _, config = images
-    monkeypatch.setattr(distill_module, "_step", lambda *_: float("nan"))
+    monkeypatch.setattr(distill_module, "step_student", lambda *_: float("nan"))
     with pytest.raises(
         Diverged,
         match=r"became nan in step 0; no student was evaluated.*Lower training\.learning_rate",

@@ -11,7 +11,6 @@ from checkpoints import fine_tuned, tiny_llama
 from torch import Tensor
 from torch.func import functional_call
 
-from mergekit_ace.coefficients.file import expand
 from mergekit_ace.coefficients.learner import Learner, LearnerConfig
 from mergekit_ace.coefficients.statistics import features, measure_moments
 from mergekit_ace.naming import block_of
@@ -81,7 +80,7 @@ def weights(model) -> dict[str, Tensor]:
 def naive_gradients(family: Family, coefficients: Tensor) -> Tensor:
     """∂L/∂λ by autograd in float64 through every θ_0 + Σ λ Δ."""
     model = copy.deepcopy(family.base).double()
-    wide = expand(coefficients.double(), family.groups)
+    wide = coefficients.double()[:, family.groups]
     parameters = {}
     for column, name in enumerate(family.names):
         origin = weights(family.base)[name].double()
@@ -117,7 +116,7 @@ def test_the_gradient_of_the_learner_is_that_of_autograd(granularity, activation
     learner.zero_grad()
     merged = family.merged()
     coefficients = learner(statistics, depths)
-    merged.write(expand(coefficients, family.groups))
+    merged.write(coefficients[:, family.groups])
     family.loss(merged.module).backward()
     merged.collect()
     gradient = torch.zeros(coefficients.shape, dtype=torch.float64)

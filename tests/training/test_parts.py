@@ -101,7 +101,7 @@ def test_checkpoints_are_mapped_as_they_are_where_names_agree(tmp_path):
     names = list(parameters(model))
     mapped = map_weights(model, names, tmp_path / "m", tmp_path / "copy.safetensors")
     assert not (tmp_path / "copy.safetensors").exists()
-    assert len(mapped.files) > 1
+    assert len({path for path, _ in stored_tensors(tmp_path / "m").values()}) > 1
     assert all(torch.equal(mapped[n], p) for n, p in parameters(model).items())
     stored = stored_names(model, names, tmp_path / "m")
     assert {s for group in stored.values() for s in group} == set(stored_tensors(tmp_path / "m"))

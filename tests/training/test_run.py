@@ -192,7 +192,7 @@ def _killed_after(monkeypatch, owner, name: str, calls: int) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "calls"),
     [
-        (teachers_module, "_label", 7),  # in the labels of the second expert
+        (teachers_module, "label_batch", 7),  # in the labels of the second expert
         (family_module, "measure_moments", 5),  # in the statistics
         (session_module.Objective, "gradient", 1),  # before the first checkpoint
         (session_module.Objective, "gradient", 5),  # after one
@@ -226,7 +226,7 @@ def test_labels_that_are_known_are_not_asked_for_again(llama, tmp_path, monkeypa
     def forbidden(*_, **__):
         raise AssertionError("asked again")
 
-    monkeypatch.setattr(teachers_module, "_label", forbidden)
+    monkeypatch.setattr(teachers_module, "label_batch", forbidden)
     monkeypatch.setattr(family_module, "measure_moments", forbidden)
     run(llama, tmp_path / "out")
 
@@ -255,7 +255,7 @@ def test_a_comparison_that_diverges_loses_nothing(llama, tmp_path, monkeypatch):
     def diverging(*_, **__):
         raise Diverged("only the comparison")
 
-    monkeypatch.setattr(results_module, "train", diverging)
+    monkeypatch.setattr(results_module, "train_learner", diverging)
     file = run({**llama, "compare": {"direct": True}}, tmp_path / "out")
     assert "StatsMerging" in file.contents.scores
     assert "coefficients learned directly" not in file.contents.scores
@@ -432,8 +432,8 @@ def test_heads_are_not_trained(tmp_path, family, monkeypatch):
         seen.append(
             [
                 {n: t.clone() for n, t in m.state_dict().items()}
-                for heads in self.heads.modules
-                for m in heads.values()
+                for teacher in self.teachers
+                for m in teacher.head.values()
             ]
         )
         return original(self, split)
@@ -501,7 +501,7 @@ def test_mistakes_of_the_last_expert_are_found_before_the_first_answers(
     def forbidden(*_, **__):
         raise AssertionError("an expert was asked")
 
-    monkeypatch.setattr(teachers_module, "_label", forbidden)
+    monkeypatch.setattr(teachers_module, "label_batch", forbidden)
     with pytest.raises(TrainingError):
         run(config, tmp_path / "out")
 
