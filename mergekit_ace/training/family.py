@@ -23,7 +23,6 @@ from mergekit_ace.training.mapped_weights import map_weights, stored_names
 from mergekit_ace.training.merged import MergedModel
 from mergekit_ace.training.models import (
     check_expert,
-    head_modules,
     load_model,
     load_processor,
     load_skeleton,
@@ -32,7 +31,7 @@ from mergekit_ace.training.models import (
     save_backbone,
 )
 from mergekit_ace.training.state import TrainingError, TrainingRun, load_checkpoint, save_checkpoint
-from mergekit_ace.training.tasks import ModelKind, kind_of
+from mergekit_ace.training.tasks import ModelKind, head_modules, kind_of
 from mergekit_ace.training.teachers import (
     Teacher,
     labels_path,
@@ -270,7 +269,8 @@ def _label(
         model.cpu()
 
     run.make_once(path, write)
-    return Teacher.load(path, head_modules(model, folders.kind))
+    name, _ = config.sources[row]
+    return Teacher.load(name, path, head_modules(model, folders.kind))
 
 
 def _on_device(base: PreTrainedModel, config: TrainConfig, run: TrainingRun) -> PreTrainedModel:

@@ -8,6 +8,7 @@ A step in `train_learner`: the learner predicts λ, `Objective` writes the merge
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from mergekit_ace.files import write_text
 from mergekit_ace.training.config import Labels, TrainConfig, TrainingConfig
 from mergekit_ace.training.data import Examples, step_indices, to_device
 from mergekit_ace.training.merged import MergedModel
-from mergekit_ace.training.models import attach_head
 from mergekit_ace.training.state import (
     Diverged,
     TrainingProgress,
@@ -31,7 +31,7 @@ from mergekit_ace.training.state import (
     restore_training,
     save_training,
 )
-from mergekit_ace.training.tasks import ModelKind
+from mergekit_ace.training.tasks import ModelKind, attach_head
 from mergekit_ace.training.teachers import Teacher
 
 # Under float16 small gradients vanish; they are scaled by this and the products scaled back.
@@ -247,8 +247,9 @@ class Objective:
             self.merged.collect()
         losses = self.run.sum(losses)
         gradient = self.run.sum(self.merged.products) / scale
-        for (name, _), loss in zip(self.config.sources, losses.tolist(), strict=True):
-            if loss != loss or loss == float("inf"):
+        for teacher, loss in zip(self.teachers, losses.tolist(), strict=True):
+            if not math.isfinite(loss):
+                name = teacher.name
                 raise Diverged(f"the loss on the data of {name} became {loss} in step {step}")
         if not gradient.isfinite().all():
             raise Diverged(f"the gradient became NaN or Inf in step {step}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models: found, loaded, and which of their parameters are merged; heads of classifiers."""
+"""Models: found, loaded, and which of their parameters are merged."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from torch import nn
 
 from mergekit_ace.files import file_states
 from mergekit_ace.training.state import TrainingError
-from mergekit_ace.training.tasks import ModelKind
+from mergekit_ace.training.tasks import ModelKind, head_names
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
@@ -161,18 +160,6 @@ def _tokenizer(folder: str, config: Settings) -> Any:
     )
 
 
-def head_names(model: PreTrainedModel, kind: ModelKind) -> list[str]:
-    """Return the children of a classifier that are its head: all but the backbone."""
-    if not kind.has_heads:
-        return []
-    if not hasattr(model, model.base_model_prefix):
-        raise TrainingError(
-            f"{type(model).__name__} does not tell its backbone from its head; this architecture "
-            "cannot be merged for classification"
-        )
-    return [name for name, _ in model.named_children() if name != model.base_model_prefix]
-
-
 def merged_parameters(
     model: PreTrainedModel, kind: ModelKind, exclude: tuple[str, ...]
 ) -> list[str]:
@@ -227,18 +214,6 @@ def save_backbone(model: PreTrainedModel, folder: Path) -> None:
     backbone.save_pretrained(partial, save_original_format=False)
     backbone.config.architectures = architectures
     os.replace(partial, folder)
-
-
-def head_modules(model: PreTrainedModel, kind: ModelKind) -> dict[str, nn.Module]:
-    """Return the modules of a classifier's head by name; none of other models."""
-    return {name: model.get_submodule(name) for name in head_names(model, kind)}
-
-
-def attach_head(model: PreTrainedModel, head: Mapping[str, nn.Module]) -> None:
-    """Make `model` answer as the classes of a head of `head_modules`."""
-    for name, module in head.items():
-        module.to(model.device, model.dtype)
-        setattr(model, name, module)
 
 
 @contextlib.contextmanager

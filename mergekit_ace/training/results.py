@@ -157,9 +157,8 @@ def _stored_names(family: Family) -> dict[str, tuple[str, ...]]:
     if not family.folders.kind.has_heads:
         return family.stored
     prefix = f"{family.module.base_model_prefix}."
-    return {
-        n: tuple(sorted({*names, n.removeprefix(prefix)})) for n, names in family.stored.items()
-    }
+    both = {name: {*names, name.removeprefix(prefix)} for name, names in family.stored.items()}
+    return {name: tuple(sorted(names)) for name, names in both.items()}
 
 
 def _frozen_names(family: Family, stored: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:

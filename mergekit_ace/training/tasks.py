@@ -7,11 +7,11 @@ supervised positions with C classes or tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mergekit_ace.training.config import DataConfig, Task
 from mergekit_ace.training.data import Example
@@ -132,3 +132,27 @@ def kind_of(task: Task) -> ModelKind:
         "sequence-classification": SequenceClassification,
         "image-classification": ImageClassification,
     }[task]()
+
+
+def head_names(model: PreTrainedModel, kind: ModelKind) -> list[str]:
+    """Return the children of a classifier that are its head: all but the backbone."""
+    if not kind.has_heads:
+        return []
+    if not hasattr(model, model.base_model_prefix):
+        raise TrainingError(
+            f"{type(model).__name__} does not tell its backbone from its head; this architecture "
+            "cannot be merged for classification"
+        )
+    return [name for name, _ in model.named_children() if name != model.base_model_prefix]
+
+
+def head_modules(model: PreTrainedModel, kind: ModelKind) -> dict[str, nn.Module]:
+    """Return the modules of a classifier's head by name; none of other models."""
+    return {name: model.get_submodule(name) for name in head_names(model, kind)}
+
+
+def attach_head(model: PreTrainedModel, head: Mapping[str, nn.Module]) -> None:
+    """Make `model` answer as the classes of a head of `head_modules`."""
+    for name, module in head.items():
+        module.to(model.device, model.dtype)
+        setattr(model, name, module)

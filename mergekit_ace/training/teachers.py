@@ -36,20 +36,22 @@ class Teacher:
     """Labelled data of an expert or, last of all, of the base that rehearses.
 
     Attributes:
+        name: of its data, for the user.
         splits: samples with inputs and labels, by split.
         accuracy: of the teacher itself on its test split, 0 to 1; None without true labels.
         head: modules of a classifier by name, which go on the merged backbone for this data.
     """
 
+    name: str
     splits: dict[str, Examples]
     accuracy: float | None
     head: dict[str, nn.Module] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, path: Path, head: dict[str, nn.Module]) -> Teacher:
+    def load(cls, name: str, path: Path, head: dict[str, nn.Module]) -> Teacher:
         """Open the labels at `path`, memory-mapped."""
         splits, metadata = load_examples(path)
-        return cls(splits, json.loads(metadata["accuracy"]), head)
+        return cls(name, splits, json.loads(metadata["accuracy"]), head)
 
 
 def labels_path(run: TrainingRun, row: int) -> Path:

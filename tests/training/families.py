@@ -18,6 +18,8 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    ResNetConfig,
+    ResNetForImageClassification,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -216,6 +218,34 @@ def mixtral_family(folder: Path) -> dict:
         tuned = fine_tuned(base, seed=70 + k, scale=0.1)
         made.append((_save(tuned, folder / f"expert{k}"), expert["data"]))
     return _config(_save(base, folder / "base"), made, "causal-lm")
+
+
+def image_distillation(folder: Path) -> tuple[dict, dict]:
+    """A ViT family, and a convolutional teacher with five classes for its base."""
+    family = vit_family(folder)
+    torch.manual_seed(0)
+    teacher = ResNetForImageClassification(
+        ResNetConfig(
+            num_channels=1,
+            embedding_size=8,
+            hidden_sizes=[8, 16],
+            depths=[1, 1],
+            layer_type="basic",
+            num_labels=5,
+            id2label={n: f"kind {n}" for n in range(5)},
+        )
+    )
+    teacher.save_pretrained(folder / "teacher")
+    generator = torch.Generator().manual_seed(9)
+    rows = [{"pixels": torch.rand(1, 8, 8, generator=generator).tolist()} for _ in range(40)]
+    data = {"path": write_rows(folder / "more.jsonl", rows), "image": "pixels"}
+    return family, {
+        "teacher": str(folder / "teacher"),
+        "student": family["base_model"],
+        "task": "image-classification",
+        "data": data,
+        "training": {"epochs": 6, "batch_size": 8, "learning_rate": 0.003},
+    }
 
 
 def parsed(config: dict) -> TrainConfig:

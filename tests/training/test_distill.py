@@ -4,17 +4,13 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from checkpoints import fine_tuned, tiny_llama
-from families import sentence, tokenizer, vit_family, write_rows
+from families import image_distillation, sentence, tokenizer, write_rows
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -24,8 +20,6 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     PreTrainedTokenizerFast,
-    ResNetConfig,
-    ResNetForImageClassification,
 )
 
 from mergekit_ace.training import distill as distill_module
@@ -70,32 +64,7 @@ def test_the_loss_is_equation_8():
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> tuple[dict, dict]:
-    """A ViT family, and a convolutional teacher with five classes for its base."""
-    folder = tmp_path_factory.mktemp("images")
-    family = vit_family(folder)
-    torch.manual_seed(0)
-    teacher = ResNetForImageClassification(
-        ResNetConfig(
-            num_channels=1,
-            embedding_size=8,
-            hidden_sizes=[8, 16],
-            depths=[1, 1],
-            layer_type="basic",
-            num_labels=5,
-            id2label={n: f"kind {n}" for n in range(5)},
-        )
-    )
-    teacher.save_pretrained(folder / "teacher")
-    generator = torch.Generator().manual_seed(9)
-    rows = [{"pixels": torch.rand(1, 8, 8, generator=generator).tolist()} for _ in range(40)]
-    data = {"path": write_rows(folder / "more.jsonl", rows), "image": "pixels"}
-    return family, {
-        "teacher": str(folder / "teacher"),
-        "student": family["base_model"],
-        "task": "image-classification",
-        "data": data,
-        "training": FAST,
-    }
+    return image_distillation(tmp_path_factory.mktemp("images"))
 
 
 def test_a_convolutional_network_becomes_an_expert(images, tmp_path):
@@ -128,25 +97,6 @@ def test_a_finished_run_is_not_repeated(images, tmp_path, monkeypatch):
     assert distil(config, tmp_path / "out") == out
     with pytest.raises(TrainingError, match=r"another run; changed .*config\.alpha"):
         distil({**config, "alpha": 0.5}, tmp_path / "out")
-
-
-def test_two_processes_are_one_with_twice_the_batch(images, tmp_path):
-    _, config = images
-    config = {**config, "training": {**FAST, "epochs": 2, "batch_size": 4}}
-    (tmp_path / "distill.yml").write_text(yaml.safe_dump(config))
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "mergekit_ace.cli", "distill", tmp_path / "distill.yml", tmp_path / "two"),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr[-3000:]
-    config["training"]["batch_size"] = 8
-    one = record(distil(config, tmp_path / "one"))
-    two = record(tmp_path / "two")
-    for mine, other in zip(one["log"], two["log"], strict=True):
-        assert mine == pytest.approx(other, rel=1e-3)
-    assert one["test_loss"] == pytest.approx(two["test_loss"], rel=1e-3)
 
 
 class Killed(BaseException):
