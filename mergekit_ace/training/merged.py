@@ -17,11 +17,6 @@ from torch import Tensor, nn
 
 from mergekit_ace.training.config import Storage
 
-BLOCK = 2**18  # entries; a float32 block of 1 MiB stays in a core's cache
-# Up to so many entries (norms, biases) the task vectors of a tensor are kept: its share of a model
-# is nothing, but a dozen operations for each expert would take longer than its part of the network.
-SMALL = 2**14
-
 
 class MergedModel:
     """Model that is written anew for given coefficients and collects their gradient.
@@ -41,6 +36,8 @@ class MergedModel:
         storage: Storage = "disk",
         *,
         components: bool = False,
+        small: int = 2**14,
+        block: int = 2**18,
     ):
         """
         Args:
@@ -48,13 +45,18 @@ class MergedModel:
             base: θ_0 by name.
             experts: θ_k by name.
             names: of the parameters that are merged.
-            components: `experts` are the Δ_k themselves.
             storage: ``disk``: read the weights where they are mapped; ``cpu``, ``device``: keep
                 them, in their own dtype, in memory or where the parameter is.
+            components: `experts` are the Δ_k themselves.
+            small: up to so many entries (norms, biases) the task vectors of a tensor are kept. Its
+                share of a model is nothing, but a dozen operations for each expert would take
+                longer than its part of the network.
+            block: entries of larger tensors that are read at once; a float32 block of 1 MiB stays
+                in a core's cache.
         """
         self.module = module
         self.names = tuple(names)
-        self._components = components
+        self._components, self._block = components, block
         self.parameters = [module.get_parameter(name) for name in names]
         self.products = torch.zeros(len(experts), len(names), dtype=torch.float64)
         self._base, *self._experts = (self._store(w, storage) for w in (base, *experts))
@@ -63,7 +65,7 @@ class MergedModel:
         self._small = {
             column: self._read_small(column)
             for column, parameter in enumerate(self.parameters)
-            if parameter.numel() <= SMALL
+            if parameter.numel() <= small
         }
         module.requires_grad_(False)
         for column, parameter in enumerate(self.parameters):
@@ -147,8 +149,8 @@ class MergedModel:
         base = self._base[name].reshape(-1)
         experts = [expert[name].reshape(-1) for expert in self._experts]
         used = [(c, e) for c, e in zip(coefficients, experts, strict=True) if c != 0]
-        for start in range(0, len(base), BLOCK):
-            part = slice(start, min(start + BLOCK, len(base)))
+        for start in range(0, len(base), self._block):
+            part = slice(start, min(start + self._block, len(base)))
             origin = base[part].to(device)
             yield part, origin, ((c, self._delta(e[part], origin)) for c, e in used)
 

@@ -27,7 +27,8 @@ from transformers import (
     ViTModel,
 )
 
-from mergekit_ace.training.config import TrainConfig
+from mergekit_ace.training.config import DistillConfig, TrainConfig
+from mergekit_ace.training.distill import run_distillation
 
 WORDS = [f"w{n}" for n in range(36)]
 MIXTRAL = {
@@ -250,3 +251,11 @@ def image_distillation(folder: Path) -> tuple[dict, dict]:
 
 def parsed(config: dict) -> TrainConfig:
     return TrainConfig.model_validate(config)
+
+
+def distil(config: dict, out: Path, **options) -> Path:
+    return run_distillation(DistillConfig.model_validate(config), out, quiet=True, **options)
+
+
+def record(out: Path) -> dict:
+    return json.loads((out / "distillation.json").read_text())

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import fine_tuned, tiny_llama
-from families import image_distillation, sentence, tokenizer, write_rows
+from families import distil, image_distillation, record, sentence, tokenizer, write_rows
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -24,18 +23,10 @@ from transformers import (
 
 from mergekit_ace.training import distill as distill_module
 from mergekit_ace.training.config import DistillConfig
-from mergekit_ace.training.distill import distillation_loss, run_distillation
+from mergekit_ace.training.distill import distillation_loss
 from mergekit_ace.training.state import Diverged, TrainingError
 
 FAST = {"epochs": 6, "batch_size": 8, "learning_rate": 0.003}
-
-
-def distil(config: dict, out: Path, **options) -> Path:
-    return run_distillation(DistillConfig.model_validate(config), out, quiet=True, **options)
-
-
-def record(out: Path) -> dict:
-    return json.loads((out / "distillation.json").read_text())
 
 
 def losses(out: Path) -> list[float]:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from families import image_distillation, llama_family, parsed
-from test_distill import distil, record
+from families import distil, image_distillation, llama_family, parsed, record
 
 from mergekit_ace.coefficients.file import CoefficientFile
 from mergekit_ace.training.run import run_training
