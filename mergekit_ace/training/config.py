@@ -23,13 +23,13 @@ Positive = Annotated[Number, Field(gt=0)]
 
 
 class Strict(BaseModel):
-    """No unknown keys, no changes."""
+    """Base of all settings: unknown keys are errors, and nothing changes afterwards."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class DataConfig(Strict):
-    """The data of one expert, and which of its columns are used.
+    """Data of one teacher, and which of its columns are used.
 
     Attributes:
         path: a .jsonl, .json, .csv, .parquet or .txt file, a folder that `datasets` knows or has
@@ -88,14 +88,28 @@ class DataConfig(Strict):
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns that are read, by purpose."""
+        """Columns that are read, by purpose."""
         purposes = ("text", "text_pair", "prompt", "completion", "messages", "image", "label")
         named = {purpose: getattr(self, purpose) for purpose in purposes}
         return {purpose: column for purpose, column in named.items() if column is not None}
 
 
+def _check_input(task: Task, data: DataConfig, whose: str) -> None:
+    """Raise ValueError unless the data has a column that models of `task` read."""
+    allowed = {
+        "causal-lm": {"text", "prompt", "messages"},
+        "seq2seq-lm": {"prompt"},
+        "masked-lm": {"text"},
+        "sequence-classification": {"text"},
+        "image-classification": {"image"},
+    }[task]
+    if not allowed & data.columns.keys():
+        columns = " or ".join(sorted(allowed))
+        raise ValueError(f"{whose} needs the column {columns} for task: {task}")
+
+
 class ExpertConfig(Strict):
-    """An expert and its data.
+    """Expert and its data.
 
     Attributes:
         model: mergekit's reference: folder or Hub name, `@revision`, `+adapter`.
@@ -116,7 +130,7 @@ class ExpertConfig(Strict):
 
 
 class SchedulerConfig(Strict):
-    """How the learning rate falls.
+    """Schedule of the learning rate.
 
     Attributes:
         kind: ``step``: it is multiplied by `gamma` every `step` epochs. ``linear``: with every
@@ -130,7 +144,7 @@ class SchedulerConfig(Strict):
 
 
 class TrainingConfig(Strict):
-    """The loop.
+    """Settings of the training loop.
 
     Attributes:
         epochs: passes over the data of the largest expert; smaller sets start over.
@@ -164,7 +178,7 @@ class TrainingConfig(Strict):
 
 
 class ComparisonConfig(Strict):
-    """What the result is compared with at the end, on the test split.
+    """Merges that the result is compared with at the end, on the test split.
 
     Attributes:
         task_arithmetic: weights to try, where the basis is task vectors.
@@ -178,7 +192,7 @@ class ComparisonConfig(Strict):
 
 
 class TrainConfig(Strict):
-    """A whole `train.yml`.
+    """Settings of a `train.yml`.
 
     Attributes:
         base_model: the model that all experts were fine-tuned from.
@@ -234,7 +248,7 @@ class TrainConfig(Strict):
 
     @property
     def penalty(self) -> float:
-        """As given. Else 3 where components of a language model are learned without rehearsal.
+        """Penalty as given, or 3 where components of a language model are learned unrehearsed.
 
         Nothing else would hold what nobody's samples ask for: see the README, "With a little data".
         """
@@ -245,13 +259,13 @@ class TrainConfig(Strict):
 
     @property
     def options(self) -> AceOptions | RelativeOptions:
-        """Of the merge that the components are of."""
+        """Parameters of the merge that the components are of."""
         return self.ace if self.basis == "ace" else self.ace_relative
 
     @model_validator(mode="before")
     @classmethod
     def _start(cls, values: Any) -> Any:
-        """Components are merged with coefficients around 1."""
+        """Let coefficients of components start at 1."""
         if isinstance(values, dict) and values.get("basis", "task_vector") != "task_vector":
             learner = values.get("learner") or {}
             if isinstance(learner, LearnerConfig):
@@ -293,19 +307,7 @@ class TrainConfig(Strict):
             )
 
     def _check_columns(self, name: str, data: DataConfig) -> None:
-        columns = data.columns
-        allowed = {
-            "causal-lm": {"text", "prompt", "messages"},
-            "seq2seq-lm": {"prompt"},
-            "masked-lm": {"text"},
-            "sequence-classification": {"text"},
-            "image-classification": {"image"},
-        }[self.task]
-        if not allowed & columns.keys():
-            raise ValueError(
-                f"the data of {name} needs the column {' or '.join(sorted(allowed))} for "
-                f"task: {self.task}"
-            )
+        _check_input(self.task, data, f"the data of {name}")
         language = self.task in LanguageTask
         written = data.prompt is not None and data.completion is None
         if self.labels == "true" and language and written:
@@ -313,12 +315,12 @@ class TrainConfig(Strict):
                 f"labels: true needs the `completion` column of {name}; without one the "
                 "expert writes the completions, which are not the truth"
             )
-        if self.labels == "true" and not language and "label" not in columns:
+        if self.labels == "true" and not language and data.label is None:
             raise ValueError(f"labels: true needs the `label` column of {name}")
 
 
 class DistillTraining(Strict):
-    """The loop.
+    """Settings of the distillation loop.
 
     Attributes:
         epochs: passes over the data.
@@ -346,7 +348,7 @@ class DistillTraining(Strict):
 
 
 class DistillConfig(Strict):
-    """A whole `distill.yml`.
+    """Settings of a `distill.yml`.
 
     Attributes:
         teacher: the model whose skill is wanted, of any architecture.
@@ -378,20 +380,12 @@ class DistillConfig(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> DistillConfig:
-        wanted = {
-            "causal-lm": {"text", "prompt", "messages"},
-            "sequence-classification": {"text"},
-            "image-classification": {"image"},
-        }.get(self.task)
-        if wanted is None:
+        if self.task in ("seq2seq-lm", "masked-lm"):
             raise ValueError(
                 f"task: {self.task} cannot be distilled; causal-lm and both kinds of "
                 "classification can"
             )
-        if not wanted & self.data.columns.keys():
-            raise ValueError(
-                f"the data needs the column {' or '.join(sorted(wanted))} for task: {self.task}"
-            )
+        _check_input(self.task, self.data, "the data")
         if self.signal == "text" and self.data.prompt is None:
             raise ValueError("signal: text needs the `prompt` column: the teacher answers it")
         return self

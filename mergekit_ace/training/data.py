@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,20 +28,13 @@ _READERS = {
     ".parquet": "parquet",
     ".txt": "text",
 }
-SPLITS = ("train", "validation", "test")
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Splits of the data of one teacher; each is a `datasets.Dataset`."""
-
-    train: Dataset
-    validation: Dataset
-    test: Dataset
-
-
-def load_rows(config: DataConfig, seed: int) -> Rows:
+def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
     """Read, draw `samples` rows and split them 8 : 1 : 1 where the data has no splits of its own.
+
+    Returns:
+        The rows by split: train, validation, test.
 
     Raises:
         TrainingError: naming the data and what is missing: the file, a column, rows.
@@ -61,7 +53,7 @@ def load_rows(config: DataConfig, seed: int) -> Rows:
             )
         held_out[split] = data.select(range(len(data) - count, len(data)))
         data = data.select(range(len(data) - count))
-    return Rows(data, held_out["validation"], held_out["test"])
+    return {"train": data, **{split: held_out[split] for split in ("validation", "test")}}
 
 
 def _read(config: DataConfig, split: str) -> Dataset:

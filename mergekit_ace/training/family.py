@@ -17,7 +17,6 @@ from mergekit_ace.coefficients.statistics import WeightMoments, combine, feature
 from mergekit_ace.naming import block_of, relative_depths
 from mergekit_ace.training.basis import write_components
 from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.data import Rows
 from mergekit_ace.training.loop import Objective
 from mergekit_ace.training.mapped_weights import map_weights, stored_names
 from mergekit_ace.training.merged import MergedModel
@@ -31,7 +30,7 @@ from mergekit_ace.training.models import (
     save_backbone,
 )
 from mergekit_ace.training.state import TrainingError, TrainingRun, load_checkpoint, save_checkpoint
-from mergekit_ace.training.tasks import ModelKind, head_modules, kind_of
+from mergekit_ace.training.tasks import ModelKind, head_modules, model_kind
 from mergekit_ace.training.teachers import (
     Teacher,
     labels_path,
@@ -40,6 +39,7 @@ from mergekit_ace.training.teachers import (
 )
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedModel
 
 Weights = Mapping[str, Tensor]  # mapped from disk, by names in memory
@@ -67,7 +67,7 @@ class ModelFolders:
         Raises:
             TrainingError: one cannot be found, or they have different tokenizers.
         """
-        kind = kind_of(config.task)
+        kind = model_kind(config.task)
         references = (config.base_model, *(expert.model for expert in config.models))
         # The first process downloads, and merges adapters.
         with run.accelerator.main_process_first():
@@ -253,7 +253,7 @@ def _label(
     folders: ModelFolders,
     run: TrainingRun,
     row: int,
-    rows: Mapping[int, Rows],
+    rows: Mapping[int, Mapping[str, Dataset]],
 ) -> Teacher:
     """Let a teacher answer its data, unless it has; `row` is its number, that of the base last."""
     path = labels_path(run, row)

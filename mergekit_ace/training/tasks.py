@@ -123,7 +123,7 @@ ModelKind = (
 )
 
 
-def kind_of(task: Task) -> ModelKind:
+def model_kind(task: Task) -> ModelKind:
     """Return how models are used for `task`."""
     return {
         "causal-lm": CausalLanguageModel,

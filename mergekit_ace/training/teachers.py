@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +15,8 @@ from tqdm import tqdm
 
 from mergekit_ace.training.config import DataConfig, Labels, TrainConfig
 from mergekit_ace.training.data import (
-    SPLITS,
     Example,
     Examples,
-    Rows,
     load_examples,
     load_rows,
     save_examples,
@@ -28,6 +26,7 @@ from mergekit_ace.training.state import TrainingError, TrainingRun
 from mergekit_ace.training.tasks import ModelKind
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedModel
 
 
@@ -59,7 +58,7 @@ def labels_path(run: TrainingRun, row: int) -> Path:
     return run.state / f"labels-{row}.safetensors"
 
 
-def read_unlabelled_rows(config: TrainConfig, run: TrainingRun) -> dict[int, Rows]:
+def read_unlabelled_rows(config: TrainConfig, run: TrainingRun) -> dict[int, dict[str, Dataset]]:
     """Read the data of the teachers that have not answered yet, before the first one does."""
     if not run.is_main:
         return {}
@@ -73,7 +72,7 @@ def read_unlabelled_rows(config: TrainConfig, run: TrainingRun) -> dict[int, Row
 def write_labels(
     path: Path,
     teacher: PreTrainedModel,
-    rows: Rows,
+    rows: Mapping[str, Dataset],
     kind: ModelKind,
     processor: Any,
     config: TrainConfig,
@@ -86,7 +85,7 @@ def write_labels(
     Args:
         path: where to.
         teacher: the model, on its device.
-        rows: its data.
+        rows: its data, by split.
         kind, processor: how rows become inputs.
         config: of the training.
         row: number of the teacher in `config.sources`.
@@ -98,8 +97,8 @@ def write_labels(
     """
     name, data = config.sources[row]
     splits = {}
-    for split in SPLITS:
-        samples = _encode(getattr(rows, split), split, data, kind, processor)
+    for split, unlabelled in rows.items():
+        samples = _encode(unlabelled, split, data, kind, processor)
         size = config.training.batch_size
         batches = [samples[start : start + size] for start in range(0, len(samples), size)]
         labelled: list[Example] = []
@@ -118,7 +117,7 @@ def write_labels(
 
 
 def _encode(
-    rows: Any, split: str, data: DataConfig, kind: ModelKind, processor: Any
+    rows: Dataset, split: str, data: DataConfig, kind: ModelKind, processor: Any
 ) -> list[Example]:
     encoded = (kind.encode(row, data, processor) for row in rows)
     samples = [sample for sample in encoded if sample is not None]

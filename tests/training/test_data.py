@@ -25,7 +25,7 @@ ROWS = [{"text": f"line {n}", "other": n} for n in range(50)]
 
 
 def texts(rows) -> list[set[str]]:
-    return [set(part["text"]) for part in (rows.train, rows.validation, rows.test)]
+    return [set(part["text"]) for part in (rows["train"], rows["validation"], rows["test"])]
 
 
 def config(path, **settings) -> DataConfig:
@@ -104,7 +104,7 @@ def test_named_splits_are_limited_by_held_out(tmp_path):
     parts = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS)}
     DatasetDict(parts).save_to_disk(tmp_path / "d")
     rows = load_rows(config(tmp_path / "d", test_split="test", samples=20, held_out=30), 0)
-    assert (len(rows.train) + len(rows.validation), len(rows.test)) == (20, 30)
+    assert (len(rows["train"]) + len(rows["validation"]), len(rows["test"])) == (20, 30)
 
 
 def test_files_that_are_missing_or_broken(tmp_path):

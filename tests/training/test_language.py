@@ -14,7 +14,7 @@ from transformers import (
 
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.state import TrainingError
-from mergekit_ace.training.tasks import kind_of
+from mergekit_ace.training.tasks import model_kind
 
 CHAT = (
     "{% for m in messages %}{{ m.role[0] and '<s> ' }}{{ m.content }} </s> {% endfor %}"
@@ -33,7 +33,7 @@ def supervised(example, words) -> str:
 
 
 def encode(row, words, task="causal-lm", **columns):
-    return kind_of(task).encode(row, DataConfig(path="d", **columns), words)
+    return model_kind(task).encode(row, DataConfig(path="d", **columns), words)
 
 
 def test_every_token_of_a_text_but_the_first(words):
@@ -48,7 +48,7 @@ def test_a_completion_and_its_end(words):
     open_one = encode(row, words, prompt="q")
     assert not open_one["supervised"].any()
     assert "true" not in open_one
-    assert kind_of("causal-lm").needs_completion(open_one)
+    assert model_kind("causal-lm").needs_completion(open_one)
 
 
 def test_the_last_answer_of_a_chat(words):
@@ -64,7 +64,7 @@ def test_the_last_answer_of_a_chat(words):
         supervised(example, words).split() == ["w4", "w5", "</s>"]
         or supervised(example, words) == "w4 w5</s>"
     )
-    assert kind_of("causal-lm").needs_completion(encode({"m": chat[:-1]}, words, messages="m"))
+    assert model_kind("causal-lm").needs_completion(encode({"m": chat[:-1]}, words, messages="m"))
 
 
 MARKED = (
@@ -89,7 +89,7 @@ def test_all_answers_of_a_chat_whose_template_marks_them(words):
     cut = encode({"m": TALK}, words, messages="m", max_length=7)
     assert supervised(cut, words) == "w2 w3 </s>"
     # a last question is for the expert to answer, and its answer alone is supervised
-    assert kind_of("causal-lm").needs_completion(encode({"m": TALK[:3]}, words, messages="m"))
+    assert model_kind("causal-lm").needs_completion(encode({"m": TALK[:3]}, words, messages="m"))
 
 
 def test_the_last_answer_where_the_marks_are_around_nothing(words):
@@ -118,7 +118,7 @@ def test_columns_that_hold_no_text(words, value):
 
 
 def test_logits_of_a_padded_batch_are_those_of_each_alone(words):
-    model, kind = tiny_llama(), kind_of("causal-lm")
+    model, kind = tiny_llama(), model_kind("causal-lm")
     rows = [{"t": "w1 w2 w3 w4 w5"}, {"t": "w6 w7"}, {"t": "w8 w9 w10"}]
     examples = [encode(row, words, text="t") for row in rows]
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_logits_of_a_padded_batch_are_those_of_each_alone(words):
 
 
 def test_an_expert_writes_what_it_would_write_alone(words):
-    model, kind = tiny_llama(), kind_of("causal-lm")
+    model, kind = tiny_llama(), model_kind("causal-lm")
     data = DataConfig(path="d", prompt="q", max_new_tokens=6)
     samples = [kind.encode({"q": q}, data, words) for q in ("w1 w2 w3 w4", "w5")]
     for sample, done in zip(samples, kind.complete(model, samples, data, words), strict=True):
@@ -144,7 +144,7 @@ def test_an_expert_writes_what_it_would_write_alone(words):
         assert int(done["supervised"].sum()) == len(ids) - len(sample["input_ids"])
 
 
-MASKED = kind_of("masked-lm")
+MASKED = model_kind("masked-lm")
 
 
 LONG = " ".join(f"w{n}" for n in range(20))

@@ -43,7 +43,7 @@ from mergekit_ace.training.data import load_examples
 from mergekit_ace.training.results import inline_config
 from mergekit_ace.training.run import run_training
 from mergekit_ace.training.state import Diverged, TrainingError
-from mergekit_ace.training.tasks import kind_of
+from mergekit_ace.training.tasks import model_kind
 
 
 def run(config: dict, out: Path, **options) -> CoefficientFile:
@@ -394,7 +394,7 @@ def test_merged_backbones_carry_every_head(tmp_path, mergekit_yaml, family, conf
     settings = family(tmp_path / "family")
     file = run(settings, tmp_path / "out")
     merged = mergekit_yaml(yaml.safe_load((tmp_path / "out" / config).read_text()))
-    kind = kind_of(settings["task"])
+    kind = model_kind(settings["task"])
     right, total = [], []
     for row, expert in enumerate(settings["models"]):
         model = getattr(transformers, kind.auto_class).from_pretrained(expert["model"])

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.state import TrainingError
-from mergekit_ace.training.tasks import kind_of
+from mergekit_ace.training.tasks import model_kind
 
 
 @pytest.mark.parametrize("pad", [None, 0, 5])
@@ -26,7 +26,7 @@ def test_a_padded_batch_is_answered_like_each_alone(pad):
         pad_token_id=pad,
     )
     model = LlamaForSequenceClassification(config).eval()
-    kind, data = kind_of("sequence-classification"), DataConfig(path="d", text="t")
+    kind, data = model_kind("sequence-classification"), DataConfig(path="d", text="t")
     texts = ["w1 w2 w3 w4 w5 w6", "w7 w8", "w9 w10 w11 <pad>"]  # the last ends in token 0
     samples = [kind.encode({"t": text}, data, tokenizer()) for text in texts]
     if pad == 0:
@@ -45,7 +45,7 @@ def test_texts_are_cut_to_what_the_model_can_read():
     words = tokenizer()
     words.model_max_length = 4
     data = DataConfig(path="d", text="t")
-    sample = kind_of("sequence-classification").encode({"t": "w1 " * 9}, data, words)
+    sample = model_kind("sequence-classification").encode({"t": "w1 " * 9}, data, words)
     assert len(sample["input_ids"]) == 4
 
 
@@ -55,7 +55,7 @@ def words():
 
 
 def encode(row, words, task="causal-lm", **columns):
-    return kind_of(task).encode(row, DataConfig(path="d", **columns), words)
+    return model_kind(task).encode(row, DataConfig(path="d", **columns), words)
 
 
 @pytest.mark.parametrize("label", ["cat", 1.0, True, None])
