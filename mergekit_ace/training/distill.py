@@ -140,12 +140,6 @@ class Distillation:
             teacher_data=with_prefix(splits, "teacher-"),
         )
 
-    @property
-    def samples_per_step(self) -> int:
-        """Samples in a step, all processes together."""
-        training = self.config.training
-        return self.run.samples_per_step(training.batch_size, training.gradient_accumulation)
-
     def share(self, indices: list[int]) -> list[list[int]]:
         """Return this process's samples, in batches."""
         return self.run.share(indices, self.config.training.batch_size)
@@ -222,7 +216,9 @@ def train_student(distillation: Distillation) -> TrainingProgress:
     checkpoint = run.state / "student.safetensors"
     known = restore_training(checkpoint, student, optimizer)
     progress = known[0] if known else TrainingProgress()
-    per_epoch = -(-len(distillation.student_data["train"]) // distillation.samples_per_step)
+    if not known:  # whatever was kept before a kill
+        (run.state / "best.safetensors").unlink(missing_ok=True)
+    per_epoch = -(-len(distillation.student_data["train"]) // run.samples_per_step(settings))
     total = min(settings.epochs * per_epoch, settings.max_steps or settings.epochs * per_epoch)
     bar = tqdm(total=total, initial=progress.step, desc="distilling", disable=run.quiet)
     while progress.step < total:
@@ -246,12 +242,11 @@ def step_student(
     distillation: Distillation, optimizer: torch.optim.Optimizer, step: int, rate: float
 ) -> float:
     """Take one step of the optimizer; return the mean loss per position before it."""
-    run, student = distillation.run, distillation.student
-    count = len(distillation.student_data["train"])
-    seed, size = distillation.config.training.seed, distillation.samples_per_step
+    run, student, settings = distillation.run, distillation.student, distillation.config.training
+    count, size = len(distillation.student_data["train"]), run.samples_per_step(settings)
     optimizer.zero_grad()
     totals = torch.zeros(2, dtype=torch.float64)
-    for part in distillation.share(step_indices(seed, 0, step, size, count)):
+    for part in distillation.share(step_indices(settings.seed, 0, step, size, count)):
         loss, _, positions = distillation.loss("train", part)
         loss.backward()
         totals += torch.tensor([float(loss.detach()), positions], dtype=torch.float64)

@@ -208,7 +208,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         settings = self.config.training
-        self._batch = self.run.samples_per_step(settings.batch_size, settings.gradient_accumulation)
+        self._batch = self.run.samples_per_step(settings)
         weights = torch.ones(len(self.teachers), dtype=torch.float64)
         if self.config.rehearsal is not None:
             weights[-1] = settings.rehearsal_weight * (len(weights) - 1)

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from mergekit_ace.files import differences, file_states, save_tensors, write_text
+from mergekit_ace.training.config import DistillTraining, TrainingConfig
 
 # Settings that do not change the result: a run may go on with others.
 _FREE = frozenset({("expert_storage",), ("training", "checkpoint_every"), ("device_map",)})
@@ -73,9 +74,10 @@ class TrainingRun:
             make()
         self.wait()
 
-    def samples_per_step(self, batch_size: int, accumulation: int) -> int:
+    def samples_per_step(self, settings: TrainingConfig | DistillTraining) -> int:
         """Return how many samples a step has, all processes and backward passes together."""
-        return batch_size * accumulation * self.accelerator.num_processes
+        count = settings.batch_size * settings.gradient_accumulation
+        return count * self.accelerator.num_processes
 
     def share(self, indices: list[int], batch_size: int) -> list[list[int]]:
         """Return this process's share of some samples, in batches."""

@@ -556,7 +556,7 @@ def test_experts_of_another_shape_are_refused(tmp_path):
 def test_from_masks_to_a_merged_model(tmp_path, mergekit_yaml, model, basis):
     config = masked_family(tmp_path / "family", model, basis=basis)
     out = tmp_path / "out"
-    config["training"] |= {"epochs": 10, "patience": 0, "penalty": 0}
+    config["training"] |= {"epochs": 10, "patience": 0, "penalty": 0, "learning_rate": 0.003}
     file = run_training(parsed(config), out, quiet=True)
     log = map(json.loads, (out / "training.jsonl").read_text().splitlines())
     seen = [line["loss"] for line in log if "loss" in line]
