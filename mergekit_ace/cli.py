@@ -44,8 +44,8 @@ def train(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
     A run that was interrupted goes on when the same command is given again.
     """
     from mergekit_ace.training.config import TrainConfig
-    from mergekit_ace.training.errors import TrainingError
     from mergekit_ace.training.run import run_training
+    from mergekit_ace.training.state import TrainingError
 
     settings = read_config(config, TrainConfig)
     try:
@@ -61,9 +61,9 @@ def distill(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
 
     A run that was interrupted goes on when the same command is given again.
     """
+    from mergekit_ace.training.config import DistillConfig
     from mergekit_ace.training.distill import run_distillation
-    from mergekit_ace.training.distill_config import DistillConfig
-    from mergekit_ace.training.errors import TrainingError
+    from mergekit_ace.training.state import TrainingError
 
     settings = read_config(config, DistillConfig)
     try:

@@ -17,7 +17,7 @@ from mergekit_ace.coefficients.file import CoefficientFileError
 from mergekit_ace.coefficients.learner import LearnerConfig
 from mergekit_ace.coefficients.statistics import features, measure_moments
 from mergekit_ace.naming import relative_depths
-from mergekit_ace.training.output import inline_config
+from mergekit_ace.training.results import inline_config
 
 
 @pytest.fixture(scope="module")

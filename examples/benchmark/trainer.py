@@ -30,8 +30,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from mergekit_ace.training.mapped_weights import map_tensors, stored_tensors
 from mergekit_ace.training.merged import MergedModel
-from mergekit_ace.training.weights import MappedWeights, stored_tensors
 
 EXPERTS = (2, 4, 8)
 LAYERS = 12
@@ -63,8 +63,8 @@ def write_family(folder: Path, experts: int, basis: str, layers: int) -> None:
         save_file(state, folder / str(k) / "model.safetensors")
 
 
-def weights(folder: Path, k: int) -> MappedWeights:
-    return MappedWeights(stored_tensors(folder / str(k)))
+def weights(folder: Path, k: int) -> dict[str, torch.Tensor]:
+    return map_tensors(stored_tensors(folder / str(k)))
 
 
 class PeakMemory:

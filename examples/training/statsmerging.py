@@ -33,9 +33,8 @@ import torch
 import yaml
 from datasets import disable_progress_bars
 
-from mergekit_ace.training.config import TrainConfig
+from mergekit_ace.training.config import DistillConfig, TrainConfig
 from mergekit_ace.training.distill import run_distillation
-from mergekit_ace.training.distill_config import DistillConfig
 from mergekit_ace.training.run import run_training
 
 HERE = Path(__file__).resolve().parent
@@ -217,9 +216,8 @@ def score_merge(
     out: Path, config: TrainConfig, method: str, parameters: Settings
 ) -> dict[str, Any]:
     """Merge the models of the training in `out` by stock mergekit, and score the result."""
-    from mergekit_ace.training.family import Family, Models
-    from mergekit_ace.training.processes import new_accelerator
-    from mergekit_ace.training.state import RunFolder
+    from mergekit_ace.training.family import Family, ModelFolders
+    from mergekit_ace.training.state import TrainingRun
 
     merge = yaml.safe_load((out / "merge.yml").read_text())
     merge["merge_method"], merge["parameters"] = method, parameters
@@ -228,16 +226,16 @@ def score_merge(
     (out / "other.yml").write_text(yaml.safe_dump(merge))
     command = str(Path(sys.executable).parent / "mergekit-yaml")
     subprocess.run([command, out / "other.yml", out / "other", "--quiet"], check=True)
-    accelerator, folder = new_accelerator(config.mixed_precision), RunFolder(out)
-    models = Models.find(config, folder, accelerator)
-    family_ = Family.prepare(config, models, folder, accelerator, quiet=True)
-    session = family_.session(accelerator)
+    run = TrainingRun(out, config.mixed_precision, quiet=True)
+    models = ModelFolders.find(config, run)
+    family_ = Family.prepare(config, models, run)
+    objective = family_.objective(run)
     heads = {"num_labels": 2, "ignore_mismatched_sizes": True} if models.kind.has_heads else {}
-    merged = type(session.merged.module).from_pretrained(out / "other", **heads)
+    merged = type(objective.merged.module).from_pretrained(out / "other", **heads)
     with torch.no_grad():
         for name in family_.names:
-            session.merged.module.get_parameter(name).copy_(merged.get_parameter(name))
-    score = session.evaluate("test")
+            objective.merged.module.get_parameter(name).copy_(merged.get_parameter(name))
+    score = objective.evaluate("test")
     return {"loss": score.loss, "accuracy": score.accuracy}
 
 

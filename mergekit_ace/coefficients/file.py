@@ -29,11 +29,11 @@ _LEARNER = "learner."
 
 
 class CoefficientFileError(ValueError):
-    """A coefficient file that cannot be used; the message says why and what to do."""
+    """Coefficient file that cannot be used; the message says why and what to do."""
 
 
 class Expert(BaseModel):
-    """An expert as it was called at training.
+    """Expert as it was called at training.
 
     Attributes:
         task: its name, unique in the file; the model reference unless another was given.
@@ -49,7 +49,7 @@ class Expert(BaseModel):
 
 
 class MergedTensor(BaseModel):
-    """A tensor of the merge.
+    """Tensor of the merge, in memory and on disk.
 
     Attributes:
         name: of the parameter in memory.
@@ -64,7 +64,7 @@ class MergedTensor(BaseModel):
 
 
 class Contents(BaseModel):
-    """What is in the file beside tensors.
+    """Contents of the file beside tensors.
 
     Attributes:
         base_model: mergekit's reference, as text.
@@ -133,7 +133,7 @@ class CoefficientFile:
 
     @cached_property
     def columns(self) -> dict[str, int]:
-        """The column of every name that a tensor has, in memory or on disk."""
+        """Column of every name that a tensor has, in memory or on disk."""
         columns = {}
         for column, tensor in enumerate(self.contents.tensors):
             columns |= dict.fromkeys((tensor.name, *tensor.stored), column)
@@ -141,12 +141,12 @@ class CoefficientFile:
 
     @cached_property
     def frozen(self) -> frozenset[str]:
-        """Names on disk of what keeps the base's values."""
+        """Names on disk of the tensors that keep the base's values."""
         return frozenset(self.contents.frozen)
 
     @cached_property
     def learner(self) -> Learner:
-        """The trained network."""
+        """Trained network."""
         groups = int(self.groups.max()) + 1
         with torch.device("cpu"):  # also inside of mergekit's own `with torch.device(…)`
             network = Learner(self.contents.learner, len(self.coefficients), groups)
@@ -154,7 +154,7 @@ class CoefficientFile:
         return network.eval().requires_grad_(False)
 
     def row(self, model: str, task: str | None = None) -> int | None:
-        """The row of an expert, by its task where one is given, else by its model; None if absent.
+        """Return the row of an expert, by its task if one is given, else by its model, or None.
 
         A folder is the same under a relative and an absolute path.
         """
@@ -234,7 +234,7 @@ class CoefficientFile:
 
 
 def load_coefficients(path: str) -> CoefficientFile:
-    """A coefficient file, read once until it changes.
+    """Read a coefficient file, once until it changes.
 
     Raises:
         CoefficientFileError: see `CoefficientFile.load`.
@@ -246,11 +246,6 @@ def load_coefficients(path: str) -> CoefficientFile:
 @lru_cache(maxsize=8)
 def _load_coefficients(path: str, changed: int) -> CoefficientFile:
     return CoefficientFile.load(path)
-
-
-def expand(values: Tensor, groups: Tensor) -> Tensor:
-    """Values per group, (K, G, …), as values per tensor, (K, L, …); `groups` is (L,)."""
-    return values.index_select(1, groups)
 
 
 def _check_format(path: str, metadata: Mapping[str, str]) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -16,7 +16,7 @@ HEADS = 4
 
 
 class LearnerConfig(BaseModel):
-    """Which network, on which statistics.
+    """Settings of the learner: which network, on which statistics.
 
     Attributes:
         input: what the network sees at once, which the paper leaves open. ``concatenated``: the
@@ -60,7 +60,7 @@ class LearnerConfig(BaseModel):
         return self
 
     def start(self, experts: int) -> float:
-        """What every coefficient is before training."""
+        """Return what every coefficient is before training."""
         return 1 / experts if self.activation == "softmax" else self.initial
 
     @property
@@ -70,7 +70,7 @@ class LearnerConfig(BaseModel):
 
 
 class Standardizer(nn.Module):
-    """Signed logarithm, then zero mean and unit variance, by constants saved with the learner.
+    """Signed logarithm, then zero mean and unit variance; the constants are saved with the learner.
 
     Experts of one base differ by little, and statistics of one kind span decades over the tensors
     of a model; without this the raw numbers barely tell the experts apart.
@@ -103,15 +103,22 @@ class Standardizer(nn.Module):
         return self
 
     def forward(self, statistics: Tensor) -> Tensor:
-        """(…, F) float64 to (…, F) float32."""
+        """Standardise statistics (…, F) in float64; the result is in float32."""
         return ((self._logarithm(statistics) - self.centre) / self.width).float()
 
     def _logarithm(self, statistics: Tensor) -> Tensor:
         return statistics.sign() * torch.log1p(statistics.abs() / self.unit)
 
 
+class LearnerInputs(NamedTuple):
+    """Inputs of a learner: statistics (K, L, F) in float64, and relative depths (L,), 0 to 1."""
+
+    statistics: Tensor
+    depths: Tensor
+
+
 class Learner(nn.Module):
-    """From statistics (K, L, F) to coefficients (K, L)."""
+    """Network that predicts coefficients (K, L) from statistics (K, L, F)."""
 
     def __init__(self, config: LearnerConfig, experts: int, tensors: int):
         """
@@ -131,7 +138,7 @@ class Learner(nn.Module):
             self.network = _Concatenated(config, tensors)
 
     def forward(self, statistics: Tensor, depths: Tensor) -> Tensor:
-        """Coefficients λ, (K, L) in float32.
+        """Return the coefficients λ, (K, L) in float32.
 
         Args:
             statistics: (K, L, F), float64.
@@ -147,7 +154,7 @@ class Learner(nn.Module):
 
 
 def _starting_at_zero(layer: nn.Linear) -> nn.Linear:
-    """Training starts at plain task arithmetic, and not at an accident of initialisation."""
+    """Zero a layer: training starts at task arithmetic, not at an accident of initialisation."""
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
@@ -162,7 +169,7 @@ def _mlp(inputs: int, config: LearnerConfig, outputs: int) -> nn.Sequential:
 
 
 def _transformer(inputs: int, config: LearnerConfig) -> nn.Sequential:
-    """Tokens (B, N, inputs) to one number each, (B, N, 1)."""
+    """Return a transformer from tokens (B, N, inputs) to one number each, (B, N, 1)."""
     layer = nn.TransformerEncoderLayer(
         config.hidden, HEADS, 2 * config.hidden, dropout=0.0, batch_first=True, norm_first=True
     )
@@ -174,7 +181,7 @@ def _transformer(inputs: int, config: LearnerConfig) -> nn.Sequential:
 
 
 class _Table(nn.Module):
-    """The coefficients themselves."""
+    """Coefficients as parameters, without a network."""
 
     def __init__(self, experts: int, tensors: int):
         super().__init__()
@@ -185,7 +192,7 @@ class _Table(nn.Module):
 
 
 class _Shared(nn.Module):
-    """One network for every pair of expert and tensor."""
+    """Network for one pair of expert and tensor, the same for all."""
 
     def __init__(self, config: LearnerConfig):
         super().__init__()
@@ -200,7 +207,7 @@ class _Shared(nn.Module):
 
 
 class _Concatenated(nn.Module):
-    """All statistics of one expert at once."""
+    """Network for all statistics of one expert at once."""
 
     def __init__(self, config: LearnerConfig, tensors: int):
         super().__init__()

@@ -28,7 +28,7 @@ STATISTICS: tuple[Statistic, ...] = ("mean", "variance", "magnitude", "singular_
 
 @dataclass(frozen=True)
 class WeightMoments:
-    """What is kept of a tensor, such that tensors can be put together.
+    """Moments of a tensor, from which those of several tensors together follow.
 
     Attributes:
         count: number of entries.
@@ -54,7 +54,7 @@ class WeightMoments:
 
 
 def measure_moments(tensor: Tensor, rank: int) -> WeightMoments:
-    """WeightMoments of one tensor.
+    """Measure the moments of one tensor.
 
     Args:
         tensor: any shape and floating dtype, finite.
@@ -72,7 +72,7 @@ def measure_moments(tensor: Tensor, rank: int) -> WeightMoments:
 
 
 def combine(parts: Iterable[WeightMoments], rank: int) -> WeightMoments:
-    """WeightMoments of several tensors together (Chan, Golub & LeVeque 1979, pairwise updating)."""
+    """Combine moments of several tensors (Chan, Golub & LeVeque 1979, pairwise updating)."""
     total = WeightMoments(0, 0.0, 0.0, ())
     for part in parts:
         count = total.count + part.count
@@ -89,7 +89,7 @@ def combine(parts: Iterable[WeightMoments], rank: int) -> WeightMoments:
 
 
 def feature_names(statistics: Sequence[Statistic], rank: int) -> tuple[str, ...]:
-    """Names of the F features, in the order of `features`: `mean`, …, `singular_value_1`, …"""
+    """Return the names of `features`, in their order: `mean`, …, `singular_value_1`, …"""
     names: list[str] = []
     for statistic in statistics:
         if statistic == "singular_values":
@@ -100,7 +100,7 @@ def feature_names(statistics: Sequence[Statistic], rank: int) -> tuple[str, ...]
 
 
 def features(moments: WeightMoments, statistics: Sequence[Statistic], rank: int) -> list[float]:
-    """The chosen statistics as F numbers; missing singular values are 0."""
+    """Return the chosen statistics as F numbers; missing singular values are 0."""
     values: list[float] = []
     for statistic in statistics:
         if statistic == "singular_values":

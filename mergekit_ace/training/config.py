@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `train.yml` may say. Unknown keys are errors, and so are wrong types and ranges."""
+"""Settings of a `train.yml` and of a `distill.yml`; unknown keys and wrong types are errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mergekit_ace.algebra.records import AceOptions, NonNegative, Number
+from mergekit_ace.algebra.records import AceOptions, Fraction, NonNegative, Number
 from mergekit_ace.algebra.relative import RelativeOptions
 from mergekit_ace.coefficients.file import Basis, Granularity
 from mergekit_ace.coefficients.learner import LearnerConfig
@@ -23,13 +23,13 @@ Positive = Annotated[Number, Field(gt=0)]
 
 
 class Strict(BaseModel):
-    """No unknown keys, no changes."""
+    """Base of all settings: unknown keys are errors, and nothing changes afterwards."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class DataConfig(Strict):
-    """The data of one expert, and which of its columns are used.
+    """Data of one teacher, and which of its columns are used.
 
     Attributes:
         path: a .jsonl, .json, .csv, .parquet or .txt file, a folder that `datasets` knows or has
@@ -88,14 +88,28 @@ class DataConfig(Strict):
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns that are read, by purpose."""
+        """Columns that are read, by purpose."""
         purposes = ("text", "text_pair", "prompt", "completion", "messages", "image", "label")
         named = {purpose: getattr(self, purpose) for purpose in purposes}
         return {purpose: column for purpose, column in named.items() if column is not None}
 
 
+def _check_input(task: Task, data: DataConfig, whose: str) -> None:
+    """Raise ValueError unless the data has a column that models of `task` read."""
+    allowed = {
+        "causal-lm": {"text", "prompt", "messages"},
+        "seq2seq-lm": {"prompt"},
+        "masked-lm": {"text"},
+        "sequence-classification": {"text"},
+        "image-classification": {"image"},
+    }[task]
+    if not allowed & data.columns.keys():
+        columns = " or ".join(sorted(allowed))
+        raise ValueError(f"{whose} needs the column {columns} for task: {task}")
+
+
 class ExpertConfig(Strict):
-    """An expert and its data.
+    """Expert and its data.
 
     Attributes:
         model: mergekit's reference: folder or Hub name, `@revision`, `+adapter`.
@@ -116,7 +130,7 @@ class ExpertConfig(Strict):
 
 
 class SchedulerConfig(Strict):
-    """How the learning rate falls.
+    """Schedule of the learning rate.
 
     Attributes:
         kind: ``step``: it is multiplied by `gamma` every `step` epochs. ``linear``: with every
@@ -130,7 +144,7 @@ class SchedulerConfig(Strict):
 
 
 class TrainingConfig(Strict):
-    """The loop.
+    """Settings of the training loop.
 
     Attributes:
         epochs: passes over the data of the largest expert; smaller sets start over.
@@ -164,7 +178,7 @@ class TrainingConfig(Strict):
 
 
 class ComparisonConfig(Strict):
-    """What the result is compared with at the end, on the test split.
+    """Merges that the result is compared with at the end, on the test split.
 
     Attributes:
         task_arithmetic: weights to try, where the basis is task vectors.
@@ -178,7 +192,7 @@ class ComparisonConfig(Strict):
 
 
 class TrainConfig(Strict):
-    """A whole `train.yml`.
+    """Settings of a `train.yml`.
 
     Attributes:
         base_model: the model that all experts were fine-tuned from.
@@ -234,7 +248,7 @@ class TrainConfig(Strict):
 
     @property
     def penalty(self) -> float:
-        """As given. Else 3 where components of a language model are learned without rehearsal.
+        """Penalty as given, or 3 where components of a language model are learned unrehearsed.
 
         Nothing else would hold what nobody's samples ask for: see the README, "With a little data".
         """
@@ -245,13 +259,13 @@ class TrainConfig(Strict):
 
     @property
     def options(self) -> AceOptions | RelativeOptions:
-        """Of the merge that the components are of."""
+        """Parameters of the merge that the components are of."""
         return self.ace if self.basis == "ace" else self.ace_relative
 
     @model_validator(mode="before")
     @classmethod
     def _start(cls, values: Any) -> Any:
-        """Components are merged with coefficients around 1."""
+        """Let coefficients of components start at 1."""
         if isinstance(values, dict) and values.get("basis", "task_vector") != "task_vector":
             learner = values.get("learner") or {}
             if isinstance(learner, LearnerConfig):
@@ -293,19 +307,7 @@ class TrainConfig(Strict):
             )
 
     def _check_columns(self, name: str, data: DataConfig) -> None:
-        columns = data.columns
-        allowed = {
-            "causal-lm": {"text", "prompt", "messages"},
-            "seq2seq-lm": {"prompt"},
-            "masked-lm": {"text"},
-            "sequence-classification": {"text"},
-            "image-classification": {"image"},
-        }[self.task]
-        if not allowed & columns.keys():
-            raise ValueError(
-                f"the data of {name} needs the column {' or '.join(sorted(allowed))} for "
-                f"task: {self.task}"
-            )
+        _check_input(self.task, data, f"the data of {name}")
         language = self.task in LanguageTask
         written = data.prompt is not None and data.completion is None
         if self.labels == "true" and language and written:
@@ -313,5 +315,77 @@ class TrainConfig(Strict):
                 f"labels: true needs the `completion` column of {name}; without one the "
                 "expert writes the completions, which are not the truth"
             )
-        if self.labels == "true" and not language and "label" not in columns:
+        if self.labels == "true" and not language and data.label is None:
             raise ValueError(f"labels: true needs the `label` column of {name}")
+
+
+class DistillTraining(Strict):
+    """Settings of the distillation loop.
+
+    Attributes:
+        epochs: passes over the data.
+        batch_size: samples per process and backward pass.
+        gradient_accumulation: backward passes per step.
+        learning_rate: peak of AdamW's, reached after `warmup`, then falling along a cosine to 0.
+        warmup: share of all steps, 0 to 1.
+        weight_decay: of AdamW.
+        seed: of a new head, the splits and the order of samples.
+        max_steps: ends training earlier.
+        evaluate_every: steps between evaluations on the held-out split; an epoch by default.
+        checkpoint_every: steps between checkpoints.
+    """
+
+    epochs: Count = 10
+    batch_size: Count = 16
+    gradient_accumulation: Count = 1
+    learning_rate: Positive = 5e-5
+    warmup: Fraction = 0.1
+    weight_decay: Annotated[Number, Field(ge=0)] = 0.01
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    max_steps: Count | None = None
+    evaluate_every: Count | None = None
+    checkpoint_every: Count = 500
+
+
+class DistillConfig(Strict):
+    """Settings of a `distill.yml`.
+
+    Attributes:
+        teacher: the model whose skill is wanted, of any architecture.
+        student: the base model of the merge; the result has its architecture and starts there.
+        task: what both do.
+        data: unlabelled data of the teacher's task.
+        signal: of a language model: ``logits`` (both have one tokenizer: Eq. 8) or ``text`` (the
+            teacher writes the completions, the student learns them as hard labels); ``auto`` takes
+            logits where the tokenizers agree.
+        alpha: share of the hard labels in the loss, 0 to 1.
+        temperature: T of the soft ones.
+        training: see `DistillTraining`.
+        dtype: of the student during training.
+        mixed_precision: of its forward pass, as accelerate has it.
+        trust_remote_code: as in transformers.
+    """
+
+    teacher: str
+    student: str
+    task: Task
+    data: DataConfig
+    signal: Literal["auto", "logits", "text"] = "auto"
+    alpha: Fraction = 0.7
+    temperature: Positive = 4.0
+    training: DistillTraining = DistillTraining()
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    mixed_precision: Literal["no", "bf16"] = "no"
+    trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> DistillConfig:
+        if self.task in ("seq2seq-lm", "masked-lm"):
+            raise ValueError(
+                f"task: {self.task} cannot be distilled; causal-lm and both kinds of "
+                "classification can"
+            )
+        _check_input(self.task, self.data, "the data")
+        if self.signal == "text" and self.data.prompt is None:
+            raise ValueError("signal: text needs the `prompt` column: the teacher answers it")
+        return self

@@ -1,28 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base model with its experts and their data: everything that is known before training."""
+"""The base model with its experts and their labelled data: everything known before training."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from mergekit_ace.coefficients.learner import LearnerInputs
 from mergekit_ace.coefficients.statistics import WeightMoments, combine, features, measure_moments
 from mergekit_ace.naming import block_of, relative_depths
-from mergekit_ace.training.components import write_components
+from mergekit_ace.training.basis import write_components
 from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.data import Rows, load_rows
-from mergekit_ace.training.errors import TrainingError
-from mergekit_ace.training.examples import load_examples, save_examples
+from mergekit_ace.training.loop import Objective
+from mergekit_ace.training.mapped_weights import map_weights, stored_names
 from mergekit_ace.training.merged import MergedModel
 from mergekit_ace.training.models import (
-    Heads,
     check_expert,
     load_model,
     load_processor,
@@ -31,41 +29,51 @@ from mergekit_ace.training.models import (
     merged_parameters,
     save_backbone,
 )
-from mergekit_ace.training.session import Session
-from mergekit_ace.training.state import RunFolder, load_checkpoint, save_checkpoint
-from mergekit_ace.training.tasks import Kind, kind_of
-from mergekit_ace.training.teachers import label_rows
-from mergekit_ace.training.weights import MappedWeights, map_weights, stored_names
+from mergekit_ace.training.state import TrainingError, TrainingRun, load_checkpoint, save_checkpoint
+from mergekit_ace.training.tasks import ModelKind, head_modules, model_kind
+from mergekit_ace.training.teachers import (
+    Teacher,
+    labels_path,
+    read_unlabelled_rows,
+    write_labels,
+)
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
+    from datasets import Dataset
     from transformers import PreTrainedModel
+
+Weights = Mapping[str, Tensor]  # mapped from disk, by names in memory
 
 
 @dataclass(frozen=True)
-class Models:
-    """Where the models lie, and what they have in common.
+class ModelFolders:
+    """Folders of all models, and what the models have in common.
 
     Attributes:
         base, experts: folders.
         processor: tokenizer, or image processor (or None).
-        kind: what they do.
+        kind: how they are used.
     """
 
     base: str
     experts: tuple[str, ...]
     processor: Any
-    kind: Kind
+    kind: ModelKind
 
     @classmethod
-    def find(cls, config: TrainConfig, folder: RunFolder, accelerator: Accelerator) -> Models:
-        """Find all models before anything is computed."""
-        kind = kind_of(config.task)
-        adapters = folder.path / "adapters"
-        with accelerator.main_process_first():  # the first one downloads, and merges adapters
+    def find(cls, config: TrainConfig, run: TrainingRun) -> ModelFolders:
+        """Find all models before anything is computed.
+
+        Raises:
+            TrainingError: one cannot be found, or they have different tokenizers.
+        """
+        kind = model_kind(config.task)
+        references = (config.base_model, *(expert.model for expert in config.models))
+        # The first process downloads, and merges adapters.
+        with run.accelerator.main_process_first():
             base, *experts = (
-                local_folder(reference, adapters, config.trust_remote_code)
-                for reference in (config.base_model, *(expert.model for expert in config.models))
+                local_folder(reference, run.path / "adapters", config.trust_remote_code)
+                for reference in references
             )
         return cls(base, tuple(experts), load_processor([base, *experts], kind, config), kind)
 
@@ -75,253 +83,207 @@ class Family:
     """The base model with its experts, mapped from disk, and their labelled data.
 
     Attributes:
-        config, models: what it was made of.
-        module: the model that is written; holds the base at first.
-        names: of the L merged parameters, input first.
-        stored: under which names the base has them on disk.
-        base, experts: their weights.
-        parts: what the coefficients multiply, per row: the experts, or their components and that of
-            a refinement.
-        heads: of the experts.
-        data: splits by expert, and last those of the rehearsal, if there is one.
-        teachers: accuracy of each teacher on its own test split, None without true labels.
-        groups: (L,), which coefficient each tensor has; 0 … G − 1.
+        config, folders: what it was made of.
+        module: the model that the merge is written into; holds the base at first.
+        stored: names on disk of the L merged parameters, by their names in memory, input first.
+        base, experts: weights.
+        components: of the experts in a merge, and of its refinement, where the basis is that.
+        teachers: the experts, and last the base if there is a rehearsal, with their data.
     """
 
     config: TrainConfig
-    models: Models
+    folders: ModelFolders
     module: PreTrainedModel
-    names: list[str]
     stored: dict[str, tuple[str, ...]]
-    base: MappedWeights
-    experts: list[MappedWeights]
-    parts: list[MappedWeights]
-    heads: Heads
-    data: list[dict]
-    teachers: list[float | None]
-    groups: Tensor
+    base: Weights
+    experts: list[Weights]
+    components: list[Weights] | None
+    teachers: list[Teacher]
 
     @classmethod
-    def prepare(
-        cls,
-        config: TrainConfig,
-        models: Models,
-        folder: RunFolder,
-        accelerator: Accelerator,
-        *,
-        quiet: bool,
-    ) -> Family:
-        """Load one model after the other; label what is not labelled yet."""
-        kind = models.kind
-        base = load_model(models.base, kind, config)
-        names = merged_parameters(base, kind, config.exclude)
-        stored = stored_names(base, names, models.base)
-        _check_base(stored, models.base)
-        for expert, path in zip(config.models, models.experts, strict=True):
-            check_expert(load_skeleton(path, kind, config), base, names, expert.model)
-        rows = _unlabelled_rows(config, folder) if accelerator.is_main_process else {}
-        with accelerator.main_process_first():  # the first one writes a copy, if one is needed
-            weights = map_weights(base, names, models.base, folder.state / "base.safetensors")
-        if kind.has_heads and accelerator.is_main_process:
-            save_backbone(base, folder.backbone(None))
-        experts, data, teachers, heads = [], [], [], Heads()
+    def prepare(cls, config: TrainConfig, folders: ModelFolders, run: TrainingRun) -> Family:
+        """Load one model after the other, and label what is not labelled yet.
 
-        def teach(row: int, path: str, model: PreTrainedModel) -> None:
-            if row in rows:
-                _label(config, models, path, model, row, rows, folder, accelerator, quiet=quiet)
-            accelerator.wait_for_everyone()
-            splits, metadata = load_examples(_labels(folder, row))
-            data.append(splits)
-            teachers.append(json.loads(metadata["accuracy"]))
-
-        for row, path in enumerate(models.experts):
-            model = load_model(path, kind, config)
-            copy = folder.state / f"expert-{row}.safetensors"
-            with accelerator.main_process_first():
-                experts.append(map_weights(model, names, path, copy))
-            if kind.has_heads and accelerator.is_main_process:
-                save_backbone(model, folder.backbone(row))
-            teach(row, path, model)
-            heads.add(model, kind)
-            del model
+        Raises:
+            TrainingError: models do not fit together, or data cannot be used.
+        """
+        base = load_model(folders.base, folders.kind, config)
+        stored = _find_parameters(config, folders, base)
+        rows = read_unlabelled_rows(config, run)  # mistakes in them show before the first answer
+        base_weights = _map_model(base, stored, folders, run, None)
+        experts, teachers = [], []
+        for row, path in enumerate(folders.experts):
+            expert = load_model(path, folders.kind, config)
+            experts.append(_map_model(expert, stored, folders, run, row))
+            teachers.append(_label(expert, config, folders, run, row, rows))
+            del expert
         if config.rehearsal is not None:
-            teach(len(experts), models.base, base)
+            teachers.append(_label(base, config, folders, run, len(experts), rows))
         dtype = getattr(torch, config.dtype)
         # Loaded anew where the dtype differs: `to` would round the buffers of rotary embeddings.
         if config.device_map is not None or base.dtype != dtype:
-            del base
-            base = load_model(models.base, kind, config, dtype, **_placement(config))
-        if config.device_map is None:
-            base = base.to(accelerator.device)
-        elif any(parameter.is_meta for parameter in base.parameters()):
-            raise TrainingError(
-                f"the base model {config.base_model} does not fit into the memory of all GPUs "
-                "together; try dtype: bfloat16"
+            del base  # before its successor takes memory
+            base = load_model(
+                folders.base, folders.kind, config, dtype, device_map=config.device_map
             )
-        parts = experts
+        components = None
         if config.basis != "task_vector":
-            with accelerator.main_process_first():
-                parts = write_components(
-                    config,
-                    models.base,
-                    stored,
-                    weights,
-                    experts,
-                    folder.state,
-                    device=accelerator.device,
-                    quiet=quiet,
+            with run.accelerator.main_process_first():
+                components = write_components(
+                    config, folders.base, stored, base_weights, experts, run
                 )
-        groups = _groups(names, config)
         return cls(
-            config,
-            models,
-            base,
-            names,
-            stored,
-            weights,
-            experts,
-            parts,
-            heads,
-            data,
-            teachers,
-            groups,
+            config=config,
+            folders=folders,
+            module=_on_device(base, config, run),
+            stored=stored,
+            base=base_weights,
+            experts=experts,
+            components=components,
+            teachers=teachers,
         )
 
     @property
-    def components(self) -> bool:
-        """Whether `parts` are components, not experts."""
-        return self.config.basis != "task_vector"
+    def names(self) -> list[str]:
+        """Names in memory of the L merged parameters."""
+        return list(self.stored)
 
-    def session(self, accelerator: Accelerator) -> Session:
-        """What training and evaluation work with."""
-        config, storage = self.config, self.config.expert_storage
+    @cached_property
+    def groups(self) -> Tensor:
+        """Which coefficient each tensor has, (L,): 0 … G − 1, in order of appearance."""
+        key = {"task": lambda _: "", "block": block_of, "tensor": str}[self.config.granularity]
+        keys = [key(name) for name in self.stored]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        return torch.tensor([numbers[key] for key in keys])
+
+    def objective(self, run: TrainingRun) -> Objective:
+        """Return the loss of the merge on the teachers' data."""
         merged = MergedModel(
-            self.module, self.base, self.parts, self.names, storage, components=self.components
+            self.module,
+            self.base,
+            self.components or self.experts,
+            self.names,
+            self.config.expert_storage,
+            components=self.components is not None,
         )
-        kind = self.models.kind
-        return Session(config, kind, accelerator, merged, self.heads, self.data, self.groups)
+        return Objective(self.config, self.folders.kind, run, merged, self.teachers, self.groups)
 
-    def statistics(
-        self, folder: RunFolder, accelerator: Accelerator, *, quiet: bool
-    ) -> tuple[Tensor, Tensor]:
-        """(K, G, F) in float64, and the relative depth of each group, (G,)."""
-        path = folder.state / "statistics.safetensors"
-        if accelerator.is_main_process and not path.exists():
-            save_checkpoint(path, {"statistics": self._measure(quiet=quiet)}, {})
-        accelerator.wait_for_everyone()
+    def learner_inputs(self, run: TrainingRun) -> LearnerInputs:
+        """Measure statistics and depth of each group, or read what was measured before."""
+        path = run.state / "statistics.safetensors"
+        run.make_once(path, lambda: save_checkpoint(path, {"statistics": self._measure(run)}, {}))
         known = load_checkpoint(path)
         assert known is not None
         by_name = relative_depths(name for name, _ in self.module.named_parameters())
-        depths = torch.tensor([by_name[name] for name in self.names])
+        depths = torch.tensor([by_name[name] for name in self.stored])
         counts = self.groups.bincount()
         grouped = torch.zeros(len(counts)).index_add_(0, self.groups, depths) / counts
-        return known[0]["statistics"], grouped
+        return LearnerInputs(known[0]["statistics"], grouped)
 
-    def _measure(self, *, quiet: bool) -> Tensor:
+    def _measure(self, run: TrainingRun) -> Tensor:
+        """Measure the statistics of every group, (K, G, F)."""
         learner = self.config.learner
-        rank = learner.rank
-        bar = tqdm(
-            total=len(self.parts) * len(self.names),
-            desc="statistics",
-            unit="tensor",
-            disable=quiet,
-        )
+        described = list(self._described())
+        total = len(described) * len(self.stored)
+        bar = tqdm(total=total, desc="statistics", unit="tensor", disable=run.quiet)
         rows = []
-        for weights in self._described():
+        for weights in described:
             parts: list[list[WeightMoments]] = [[] for _ in range(int(self.groups.max()) + 1)]
-            for group, name in zip(self.groups.tolist(), self.names, strict=True):
+            for group, name in zip(self.groups.tolist(), self.stored, strict=True):
                 tensor = weights[name].float()
-                if learner.statistics_of == "task_vector" and not self.components:
+                if self.components is None and learner.statistics_of == "task_vector":
                     tensor = tensor - self.base[name].float()
-                parts[group].append(measure_moments(tensor, rank))
+                parts[group].append(measure_moments(tensor, learner.rank))
                 bar.update()
-            groups = [combine(part, rank) if len(part) > 1 else part[0] for part in parts]
-            rows.append([features(group, learner.statistics, rank) for group in groups])
+            groups = [combine(part, learner.rank) if len(part) > 1 else part[0] for part in parts]
+            rows.append([features(group, learner.statistics, learner.rank) for group in groups])
         bar.close()
         return torch.tensor(rows, dtype=torch.float64)
 
-    def _described(self) -> list[MappedWeights]:
-        """What statistics are taken of, per row; a refinement has no weights but its component."""
-        if self.config.learner.statistics_of == "task_vector":
-            return self.parts
-        return self.experts + self.parts[len(self.experts) :]
+    def _described(self) -> list[Weights]:
+        """Return what statistics are of, per row: a refinement has no weights but its component."""
+        components = self.components or []
+        if self.config.learner.statistics_of == "weights":
+            return self.experts + components[len(self.experts) :]
+        return components or self.experts
 
 
-def _unlabelled_rows(config: TrainConfig, folder: RunFolder) -> dict[int, Rows]:
-    """The data of the teachers that have not answered yet, read before the first one does."""
-    return {
-        row: load_rows(data, config.training.seed)
-        for row, (_, data) in enumerate(config.sources)
-        if not _labels(folder, row).exists()
-    }
+def _find_parameters(
+    config: TrainConfig, folders: ModelFolders, base: PreTrainedModel
+) -> dict[str, tuple[str, ...]]:
+    """Return the merged parameters with their names on disk, once all models have them.
 
-
-def _labels(folder: RunFolder, row: int) -> Path:
-    """Where the samples and labels of a teacher are kept."""
-    return folder.state / f"labels-{row}.safetensors"
-
-
-def _check_base(stored: dict[str, tuple[str, ...]], folder: str) -> None:
+    Raises:
+        TrainingError: the base lacks one on disk, or an expert has another one.
+    """
+    names = merged_parameters(base, folders.kind, config.exclude)
+    stored = stored_names(base, names, folders.base)
     missing = [name for name, known in stored.items() if not known]
     if missing:
         raise TrainingError(
-            f"the base model {folder} has no {missing[0]} on disk"
+            f"the base model {folders.base} has no {missing[0]} on disk"
             + (f" (nor {len(missing) - 1} others)" if len(missing) > 1 else "")
             + "; leave such tensors out by `exclude`, or use the base that the experts come from"
         )
+    for expert, path in zip(config.models, folders.experts, strict=True):
+        check_expert(load_skeleton(path, folders.kind, config), base, names, expert.model)
+    return stored
+
+
+def _map_model(
+    model: PreTrainedModel,
+    names: Iterable[str],
+    folders: ModelFolders,
+    run: TrainingRun,
+    expert: int | None,
+) -> Weights:
+    """Map the weights of an expert, or of the base (None); keep the backbone of a classifier."""
+    path = folders.base if expert is None else folders.experts[expert]
+    copy = run.state / ("base.safetensors" if expert is None else f"expert-{expert}.safetensors")
+    with run.accelerator.main_process_first():  # the first one writes a copy, if one is needed
+        weights = map_weights(model, names, path, copy)
+    if folders.kind.has_heads and run.is_main:
+        save_backbone(model, run.backbone(expert))
+    return weights
 
 
 def _label(
-    config: TrainConfig,
-    models: Models,
-    path: str,
     model: PreTrainedModel,
+    config: TrainConfig,
+    folders: ModelFolders,
+    run: TrainingRun,
     row: int,
-    rows: dict[int, Rows],
-    folder: RunFolder,
-    accelerator: Accelerator,
-    *,
-    quiet: bool,
-) -> None:
-    name, data = config.sources[row]
-    if config.device_map is None:
-        model.to(accelerator.device)
-    else:
-        model = load_model(path, models.kind, config, **_placement(config))
-    splits = label_rows(
-        model,
-        rows[row],
-        data,
-        models.kind,
-        models.processor,
-        labels=config.labels,
-        top_k=config.top_k,
-        batch_size=config.training.batch_size,
-        progress=lambda batches, split: tqdm(
-            batches, desc=f"labels of {name}, {split}", unit="batch", disable=quiet
-        ),
-    )
-    if config.device_map is None:
+    rows: Mapping[int, Mapping[str, Dataset]],
+) -> Teacher:
+    """Let a teacher answer its data, unless it has; `row` is its number, that of the base last."""
+    path = labels_path(run, row)
+
+    def write() -> None:
+        if config.device_map is None:
+            teacher = model.to(run.accelerator.device)
+        else:
+            folder = (*folders.experts, folders.base)[row]
+            teacher = load_model(folder, folders.kind, config, device_map=config.device_map)
+        kind, processor = folders.kind, folders.processor
+        write_labels(path, teacher, rows[row], kind, processor, config, row, quiet=run.quiet)
         model.cpu()
-    test = splits["test"]
-    accuracy = None
-    if "true" in test.fields:
-        accuracy = float((test.fields["true"][0] == test.fields["hard"][0]).float().mean())
-    save_examples(splits, _labels(folder, row), {"accuracy": json.dumps(accuracy)})
+
+    run.make_once(path, write)
+    name, _ = config.sources[row]
+    return Teacher.load(name, path, head_modules(model, folders.kind))
 
 
-def _placement(config: TrainConfig) -> dict[str, Any]:
-    """How transformers shall place a model."""
-    return {} if config.device_map is None else {"device_map": config.device_map}
+def _on_device(base: PreTrainedModel, config: TrainConfig, run: TrainingRun) -> PreTrainedModel:
+    """Return the base on its device; under a device map it is there already.
 
-
-def _groups(names: Sequence[str], config: TrainConfig) -> Tensor:
-    """Which coefficient each tensor has, numbered in order of appearance."""
-    if config.granularity == "task":
-        keys = [""] * len(names)
-    elif config.granularity == "block":
-        keys = [block_of(name) for name in names]
-    else:
-        keys = list(names)
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    return torch.tensor([numbers[key] for key in keys])
+    Raises:
+        TrainingError: all GPUs together have too little memory.
+    """
+    if config.device_map is None:
+        return base.to(run.accelerator.device)
+    if any(parameter.is_meta for parameter in base.parameters()):
+        raise TrainingError(
+            f"the base model {config.base_model} does not fit into the memory of all GPUs "
+            "together; try dtype: bfloat16"
+        )
+    return base

@@ -1,35 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Language models: which tokens are supervised, and what is said before them."""
+"""Language models: how texts become samples, which tokens are supervised, what is answered there.
+
+A kind of model has the class of transformers' that loads it, whether its experts have heads of
+their own, and says how a row becomes a sample (`encode`), samples become a batch (`collate`) and a
+batch becomes logits (`logits`). Where rows lack an answer, the teacher writes it (`complete`).
+"""
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.encoding import Batch, pad, padding_mask, text_of
-from mergekit_ace.training.errors import TrainingError
-from mergekit_ace.training.examples import Example
+from mergekit_ace.training.data import Batch, Example
+from mergekit_ace.training.state import TrainingError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_TEXT_INPUTS = ("input_ids", "token_type_ids")
+
+
+class NeverWrites:
+    """Base of the kinds of models that answer without writing anything first."""
+
+    def needs_completion(self, sample: Example) -> bool:
+        """Return False: the sample has all that the model reads."""
+        return False
+
+    def complete(self, model, samples, data, processor) -> list[Example]:
+        """Return the samples as they are."""
+        return list(samples)
+
+
+def text_of(row: dict[str, Any], data: DataConfig, purpose: str) -> str:
+    """Return the text that a row has for `purpose`.
+
+    Raises:
+        TrainingError: it is no text.
+    """
+    text = row[data.columns[purpose]]
+    if not isinstance(text, str):
+        raise TrainingError(
+            f"data {data.path}: column {data.columns[purpose]} holds {text!r} instead of text"
+        )
+    return text
+
+
+def encode_texts(row: dict[str, Any], data: DataConfig, tokenizer: Any) -> Example:
+    """Encode a text, or a pair, with special tokens, cut to the tokenizer's or the data's length.
+
+    Returns:
+        `input_ids` (n,) and, of some tokenizers, `token_type_ids` (n,).
+    """
+    texts = [text_of(row, data, "text")]
+    if data.text_pair is not None:
+        texts.append(text_of(row, data, "text_pair"))
+    longest = min(data.max_length, tokenizer.model_max_length)
+    encoded = tokenizer(*texts, truncation=True, max_length=longest)
+    return {name: torch.tensor(encoded[name]) for name in _TEXT_INPUTS if name in encoded}
+
+
+def collate_texts(samples: Sequence[Example]) -> Batch:
+    """Put samples of `encode_texts` into one batch, (B, n), with its `attention_mask`."""
+    names = [name for name in _TEXT_INPUTS if name in samples[0]]
+    batch = {name: pad([sample[name] for sample in samples]) for name in names}
+    return batch | {"attention_mask": padding_mask([sample["input_ids"] for sample in samples])}
+
+
+def pad(tensors: list[Tensor]) -> Tensor:
+    """Return vectors of different length as rows, (B, n), filled with 0."""
+    return pad_sequence(tensors, batch_first=True)
+
+
+def padding_mask(tensors: list[Tensor]) -> Tensor:
+    """Return 1 where `pad` has an entry, 0 where it has filled, (B, n)."""
+    return pad([torch.ones(len(tensor), dtype=torch.long) for tensor in tensors])
+
+
 class CausalLanguageModel:
-    """Supervised at the tokens of a text, of a completion, or of answers in a chat."""
+    """Decoder; supervised at the tokens of a text, of a completion, or of answers in a chat."""
 
     auto_class = "AutoModelForCausalLM"
     has_heads = False
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
-        """A row as tensors: `input_ids` (n,) and `supervised` (n,), tokens to be predicted.
+        """Encode a row: `input_ids` (n,), and `supervised` (n,) at the tokens to be predicted.
 
-        None where nothing is left to predict within `max_length`. A row without completion has no
-        supervised token yet: see `complete`.
+        A row without completion has no supervised token yet: see `complete`.
+
+        Returns:
+            None where nothing is left to predict within `max_length`.
         """
         ids, supervised = _token_ids(row, data, processor)
         if supervised is None:  # a prompt that fills max_length leaves no room for an answer
@@ -45,15 +113,15 @@ class CausalLanguageModel:
         example = {"input_ids": torch.tensor(ids), "supervised": torch.tensor(supervised)}
         return example | {"true": example["input_ids"][example["supervised"]]}
 
-    def unanswered(self, sample: Example) -> bool:
-        """Whether the expert has to write the completion."""
+    def needs_completion(self, sample: Example) -> bool:
+        """Return whether the teacher has to write the completion."""
         return not bool(sample["supervised"].any())
 
     @torch.no_grad()
     def complete(
         self, model: PreTrainedModel, samples: Sequence[Example], data: DataConfig, processor: Any
     ) -> list[Example]:
-        """Let the expert write what follows each prompt, greedily."""
+        """Let the teacher write what follows each prompt, greedily."""
         width = max(len(sample["input_ids"]) for sample in samples)
         filler = _filler(processor)
         ids = torch.full((len(samples), width), filler)
@@ -71,7 +139,7 @@ class CausalLanguageModel:
         return completed
 
     def collate(self, samples: Sequence[Example]) -> Batch:
-        """Samples padded at the end, (B, n)."""
+        """Pad samples at the end, (B, n)."""
         return {
             "input_ids": pad([sample["input_ids"] for sample in samples]),
             "attention_mask": padding_mask([sample["input_ids"] for sample in samples]),
@@ -79,20 +147,20 @@ class CausalLanguageModel:
         }
 
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """What the model says before each supervised token, (P, vocabulary)."""
+        """Return the model's logits before each supervised token, (P, vocabulary)."""
         ids, mask = batch["input_ids"], batch["attention_mask"]
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         return logits[:, :-1][batch["supervised"][:, 1:]]
 
 
 class Seq2SeqLanguageModel:
-    """Supervised at every token of the target."""
+    """Encoder with decoder; supervised at every token of the target."""
 
     auto_class = "AutoModelForSeq2SeqLM"
     has_heads = False
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
-        """`input_ids` (n,) of the source and, where there is a target, `target_ids` (m,)."""
+        """Encode a row: `input_ids` (n,) and, where there is a target, `target_ids` (m,)."""
         source = processor(
             text_of(row, data, "prompt"), truncation=True, max_length=data.max_length
         )
@@ -107,15 +175,15 @@ class Seq2SeqLanguageModel:
         example["target_ids"] = example["true"] = torch.tensor(target["input_ids"])
         return example if len(example["true"]) else None
 
-    def unanswered(self, sample: Example) -> bool:
-        """Whether the expert has to write the target."""
+    def needs_completion(self, sample: Example) -> bool:
+        """Return whether the teacher has to write the target."""
         return "target_ids" not in sample
 
     @torch.no_grad()
     def complete(
         self, model: PreTrainedModel, samples: Sequence[Example], data: DataConfig, processor: Any
     ) -> list[Example]:
-        """Let the expert write the targets, greedily."""
+        """Let the teacher write the targets, greedily."""
         batch = self.collate([{**s, "target_ids": s["input_ids"][:0]} for s in samples])
         filler = _filler(processor)
         ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -125,7 +193,7 @@ class Seq2SeqLanguageModel:
         return [{**sample, "target_ids": answer} for sample, answer in pairs]
 
     def collate(self, samples: Sequence[Example]) -> Batch:
-        """Sources and targets padded at the end, (B, n) and (B, m)."""
+        """Pad sources and targets at the end, (B, n) and (B, m)."""
         return {
             "input_ids": pad([sample["input_ids"] for sample in samples]),
             "attention_mask": padding_mask([sample["input_ids"] for sample in samples]),
@@ -134,7 +202,7 @@ class Seq2SeqLanguageModel:
         }
 
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """What the model says at each token of the target, (P, vocabulary)."""
+        """Return the model's logits at each token of the target, (P, vocabulary)."""
         targets = batch["target_ids"]
         start = _start_token(model)
         shifted = torch.cat((torch.full_like(targets[:, :1], start), targets[:, :-1]), dim=1)
@@ -150,7 +218,7 @@ class Seq2SeqLanguageModel:
 def _token_ids(
     row: dict[str, Any], data: DataConfig, tokenizer: Any
 ) -> tuple[list[int], list[bool] | None]:
-    """All tokens, and which are supervised; None where the expert has to write the completion."""
+    """Return all tokens, and which are supervised; None where the teacher has to write them."""
     if data.text is not None:
         ids = tokenizer(text_of(row, data, "text"))["input_ids"]
         return ids, [True] * len(ids)
@@ -161,11 +229,11 @@ def _token_ids(
         return prompt, None
     answer = tokenizer(text_of(row, data, "completion"), add_special_tokens=False)["input_ids"]
     end = tokenizer.eos_token_id
-    return _after(prompt, answer + ([end] if end is not None else []))
+    return _supervised_after(prompt, answer + ([end] if end is not None else []))
 
 
-def _after(prompt: list[int], answer: list[int]) -> tuple[list[int], list[bool]]:
-    """Supervised on the answer only."""
+def _supervised_after(prompt: list[int], answer: list[int]) -> tuple[list[int], list[bool]]:
+    """Return prompt and answer as one, supervised on the answer only."""
     return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
@@ -192,14 +260,14 @@ def _chat_ids(
     prompt = render(messages[:-1], add_generation_prompt=True)
     whole = render(messages)
     if whole[: len(prompt)] == prompt:
-        return _after(prompt, whole[len(prompt) :])
+        return _supervised_after(prompt, whole[len(prompt) :])
     # A template that writes past answers differently: the answer as plain text.
     answer = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
-    return _after(prompt, answer)
+    return _supervised_after(prompt, answer)
 
 
 def _filler(tokenizer: Any) -> int:
-    """A token for padding; what it is does not matter, since it is masked."""
+    """Return a token for padding; which does not matter, since it is masked."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
             return token
@@ -220,7 +288,7 @@ def _generate(
 
 
 def _until_end(answer: Tensor, model: PreTrainedModel) -> Tensor:
-    """What was written up to and with the first end token; at least one token."""
+    """Return what was written up to and with the first end token."""
     ends = model.generation_config.eos_token_id
     ends = torch.tensor([ends] if isinstance(ends, int) else list(ends or ()), dtype=torch.long)
     stops = torch.isin(answer, ends).nonzero()
@@ -230,3 +298,46 @@ def _until_end(answer: Tensor, model: PreTrainedModel) -> Tensor:
 def _start_token(model: PreTrainedModel) -> int:
     start = model.config.decoder_start_token_id
     return start if start is not None else model.config.pad_token_id
+
+
+class MaskedLanguageModel(NeverWrites):
+    """Encoder; supervised at the masks of a text or, where it has none, at tokens masked here."""
+
+    auto_class = "AutoModelForMaskedLM"
+    has_heads = False
+
+    def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
+        """Encode a text, with `supervised` (n,) where the masks are.
+
+        Of a text without masks a share of `data.masking_rate`, at least one token and none of the
+        tokenizer's special ones, is masked; the same ones whenever the text is the same. What they
+        were is then `true`.
+
+        Returns:
+            None where there is nothing to mask.
+        """
+        if processor.mask_token_id is None:
+            raise TrainingError("task: masked-lm needs a tokenizer that has a mask token")
+        example = encode_texts(row, data, processor)
+        ids = example["input_ids"]
+        masks = ids == processor.mask_token_id
+        if bool(masks.any()):
+            return example | {"supervised": masks}
+        special = processor.get_special_tokens_mask(ids.tolist(), already_has_special_tokens=True)
+        places = (torch.tensor(special) == 0).nonzero()[:, 0]
+        if not len(places):
+            return None
+        generator = torch.Generator().manual_seed(zlib.crc32(ids.numpy().tobytes()))
+        order = torch.randperm(len(places), generator=generator)
+        masks[places[order[: max(round(data.masking_rate * len(places)), 1)]]] = True
+        masked = ids.masked_fill(masks, processor.mask_token_id)
+        return example | {"input_ids": masked, "supervised": masks, "true": ids[masks]}
+
+    def collate(self, samples: Sequence[Example]) -> Batch:
+        """Pad samples at the end, (B, n)."""
+        return collate_texts(samples) | {"supervised": pad([s["supervised"] for s in samples])}
+
+    def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """Return the model's logits at each mask, (P, vocabulary)."""
+        inputs = {name: tensor for name, tensor in batch.items() if name != "supervised"}
+        return model(**inputs).logits[batch["supervised"]]

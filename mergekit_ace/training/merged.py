@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One ordinary model whose weights are the merge, and the gradient of its coefficients.
+"""A model whose weights are the merge, and the gradient of its coefficients.
 
 The merge θ_0 + Σ_k λ_k Δ_k is linear in the coefficients, so for any loss
 ∂L/∂λ_k^l = ⟨∂L/∂θ^l, Δ_k^l⟩. As soon as a parameter's gradient is ready, its K inner products
@@ -17,14 +17,9 @@ from torch import Tensor, nn
 
 from mergekit_ace.training.config import Storage
 
-BLOCK = 2**18  # entries; a float32 block of 1 MiB stays in a core's cache
-# Up to so many entries (norms, biases) the task vectors of a tensor are kept: its share of a model
-# is nothing, but a dozen operations for each expert would take longer than its part of the network.
-SMALL = 2**14
-
 
 class MergedModel:
-    """A model that is written anew for given coefficients and collects their gradient.
+    """Model that is written anew for given coefficients and collects their gradient.
 
     Attributes:
         module: the model; only merged parameters require gradients.
@@ -41,6 +36,8 @@ class MergedModel:
         storage: Storage = "disk",
         *,
         components: bool = False,
+        small: int = 2**14,
+        block: int = 2**18,
     ):
         """
         Args:
@@ -48,22 +45,27 @@ class MergedModel:
             base: θ_0 by name.
             experts: θ_k by name.
             names: of the parameters that are merged.
-            components: `experts` are the Δ_k themselves.
             storage: ``disk``: read the weights where they are mapped; ``cpu``, ``device``: keep
                 them, in their own dtype, in memory or where the parameter is.
+            components: `experts` are the Δ_k themselves.
+            small: up to so many entries (norms, biases) the task vectors of a tensor are kept. Its
+                share of a model is nothing, but a dozen operations for each expert would take
+                longer than its part of the network.
+            block: entries of larger tensors that are read at once; a float32 block of 1 MiB stays
+                in a core's cache.
         """
         self.module = module
         self.names = tuple(names)
-        self._components = components
+        self._components, self._block = components, block
         self.parameters = [module.get_parameter(name) for name in names]
         self.products = torch.zeros(len(experts), len(names), dtype=torch.float64)
-        self._base, *self._experts = (self._keep(w, storage) for w in (base, *experts))
+        self._base, *self._experts = (self._store(w, storage) for w in (base, *experts))
         self._partial: list[Tensor | None] = [None] * len(names)
         # All at once, before anything large: small blocks between gradients would pin their memory.
         self._small = {
-            column: self._kept(column)
+            column: self._read_small(column)
             for column, parameter in enumerate(self.parameters)
-            if parameter.numel() <= SMALL
+            if parameter.numel() <= small
         }
         module.requires_grad_(False)
         for column, parameter in enumerate(self.parameters):
@@ -131,8 +133,8 @@ class MergedModel:
         known = self._partial[column]
         self._partial[column] = sums if known is None else known + sums
 
-    def _kept(self, column: int) -> tuple[Tensor, Tensor]:
-        """θ_0, (n,), and all Δ_k, (K, n), of a small tensor, in float32."""
+    def _read_small(self, column: int) -> tuple[Tensor, Tensor]:
+        """Read θ_0, (n,), and all Δ_k, (K, n), of a small tensor, in float32."""
         name, device = self.names[column], self.parameters[column].device
         base = self._base[name].reshape(-1).to(device, torch.float32, copy=True)
         experts = [expert[name].reshape(-1).to(device, torch.float32) for expert in self._experts]
@@ -142,22 +144,22 @@ class MergedModel:
     def _blocks(
         self, column: int, device: torch.device, coefficients: Sequence[float]
     ) -> Iterator[tuple[slice, Tensor, Iterator[tuple[float, Tensor]]]]:
-        """Blocks of one parameter: where, θ_0 there, and the coefficients with their Δ_k there."""
+        """Yield blocks of a parameter: where, θ_0 there, the coefficients with their Δ_k there."""
         name = self.names[column]
         base = self._base[name].reshape(-1)
         experts = [expert[name].reshape(-1) for expert in self._experts]
         used = [(c, e) for c, e in zip(coefficients, experts, strict=True) if c != 0]
-        for start in range(0, len(base), BLOCK):
-            part = slice(start, min(start + BLOCK, len(base)))
+        for start in range(0, len(base), self._block):
+            part = slice(start, min(start + self._block, len(base)))
             origin = base[part].to(device)
             yield part, origin, ((c, self._delta(e[part], origin)) for c, e in used)
 
     def _delta(self, stored: Tensor, origin: Tensor) -> Tensor:
-        """Δ_k in float32 from what is stored of it, where θ_0 is `origin`."""
+        """Return Δ_k in float32 from what is stored of it, where θ_0 is `origin`."""
         stored = stored.to(origin.device, torch.float32)
         return stored if self._components else stored - origin.to(torch.float32)
 
-    def _keep(self, weights: Mapping[str, Tensor], storage: Storage) -> Mapping[str, Tensor]:
+    def _store(self, weights: Mapping[str, Tensor], storage: Storage) -> Mapping[str, Tensor]:
         if storage == "disk":
             return weights
         kept = {}

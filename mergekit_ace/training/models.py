@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading models and their processors; which of their parameters are merged."""
+"""Models: found, loaded, and which of their parameters are merged."""
 
 from __future__ import annotations
 
@@ -15,39 +15,42 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from torch import nn
 
 from mergekit_ace.files import file_states
-from mergekit_ace.training.errors import TrainingError
-from mergekit_ace.training.tasks import Kind
+from mergekit_ace.training.state import TrainingError
+from mergekit_ace.training.tasks import ModelKind, head_names
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
     from transformers import PreTrainedModel
 
-    from mergekit_ace.training.config import TrainConfig
-    from mergekit_ace.training.distill_config import DistillConfig
+    from mergekit_ace.training.config import DistillConfig, TrainConfig
 
-    Settings = TrainConfig | DistillConfig  # what is asked of them here is in both
+    Settings = TrainConfig | DistillConfig  # both have what is used of them here
 
 
-# Of a model on the Hub.
+# Files that are downloaded of a model on the Hub.
 _NEEDED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.py", "*.jinja"]
 
 
 def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str:
-    """The folder of a model: itself, downloaded from the Hub, or with its adapter merged in.
+    """Return the folder of a model: itself, downloaded from the Hub, or with its adapter merged in.
 
     Args:
         reference: mergekit's: folder or Hub name, `@revision`, `+adapter`.
         adapters: where a model with its adapter is kept once merged.
         trust_remote_code: as in transformers.
+
+    Raises:
+        TrainingError: there is no such model, or it has no safetensors files.
     """
     from mergekit.common import ModelReference
 
     try:
         parsed = ModelReference.model_validate(reference)
-        folder = _merged(parsed, adapters, trust_remote_code) if parsed.lora else parsed.model.path
+        folder = parsed.model.path
+        if parsed.lora:
+            folder = _with_adapter(parsed, adapters, trust_remote_code)
         if not os.path.exists(folder):
             folder = snapshot_download(
                 parsed.model.path, revision=parsed.model.revision, allow_patterns=_NEEDED
@@ -66,8 +69,8 @@ def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str
     return folder
 
 
-def _merged(reference: ModelReference, adapters: Path, trust_remote_code: bool) -> str:
-    """The folder of a model with its adapter, which appears there only when it is complete."""
+def _with_adapter(reference: ModelReference, adapters: Path, trust_remote_code: bool) -> str:
+    """Merge an adapter into its model; the folder appears only when it is complete."""
     parts = [reference.model.path, reference.lora.path]
     identity = json.dumps([str(reference), file_states(parts)])
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
@@ -80,11 +83,19 @@ def _merged(reference: ModelReference, adapters: Path, trust_remote_code: bool) 
 
 
 def load_model(
-    folder: str, kind: Kind, config: Settings, dtype: torch.dtype | str = "auto", **options: Any
+    folder: str,
+    kind: ModelKind,
+    config: Settings,
+    dtype: torch.dtype | str = "auto",
+    **options: Any,
 ) -> PreTrainedModel:
-    """A model for inference, as transformers loads it."""
+    """Load a model for inference; `options` are those of transformers.
+
+    Raises:
+        TrainingError: transformers cannot load it for the task.
+    """
     auto_class = getattr(transformers, kind.auto_class)
-    with _quiet():
+    with _without_warnings():
         try:
             model = auto_class.from_pretrained(
                 folder,
@@ -100,11 +111,11 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def load_skeleton(folder: str, kind: Kind, config: Settings) -> PreTrainedModel:
-    """The architecture of a model without its weights: names and shapes, no memory."""
+def load_skeleton(folder: str, kind: ModelKind, config: Settings) -> PreTrainedModel:
+    """Build the architecture of a model without its weights: names and shapes, no memory."""
     from accelerate import init_empty_weights
 
-    with _quiet():
+    with _without_warnings():
         settings = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=config.trust_remote_code
         )
@@ -114,10 +125,13 @@ def load_skeleton(folder: str, kind: Kind, config: Settings) -> PreTrainedModel:
             )
 
 
-def load_processor(folders: list[str], kind: Kind, config: Settings) -> Any:
-    """The tokenizer of the first folder that has one, which all others must share.
+def load_processor(folders: list[str], kind: ModelKind, config: Settings) -> Any:
+    """Load the tokenizer of the first folder that has one, which all others must share.
 
-    For images the image processor of the first folder that has one, or None.
+    For images it is the image processor of the first folder that has one, or None.
+
+    Raises:
+        TrainingError: there is no tokenizer, or there are different ones.
     """
     if config.task == "image-classification":
         for folder in folders:
@@ -146,20 +160,10 @@ def _tokenizer(folder: str, config: Settings) -> Any:
     )
 
 
-def head_names(model: PreTrainedModel, kind: Kind) -> list[str]:
-    """The children of a classifier that are its head: all but the backbone."""
-    if not kind.has_heads:
-        return []
-    if not hasattr(model, model.base_model_prefix):
-        raise TrainingError(
-            f"{type(model).__name__} does not tell its backbone from its head; this architecture "
-            "cannot be merged for classification"
-        )
-    return [name for name, _ in model.named_children() if name != model.base_model_prefix]
-
-
-def merged_parameters(model: PreTrainedModel, kind: Kind, exclude: tuple[str, ...]) -> list[str]:
-    """Names in memory of the parameters that are merged: no heads, nothing excluded."""
+def merged_parameters(
+    model: PreTrainedModel, kind: ModelKind, exclude: tuple[str, ...]
+) -> list[str]:
+    """Return the names in memory of the parameters that are merged: no heads, nothing excluded."""
     heads = tuple(f"{head}." for head in head_names(model, kind))
     names = [
         name
@@ -212,27 +216,9 @@ def save_backbone(model: PreTrainedModel, folder: Path) -> None:
     os.replace(partial, folder)
 
 
-class Heads:
-    """The heads of all experts, to be put on one backbone in turn."""
-
-    def __init__(self) -> None:
-        self.modules: list[dict[str, nn.Module]] = []
-
-    def add(self, expert: PreTrainedModel, kind: Kind) -> None:
-        """Keep the head of the next expert."""
-        names = head_names(expert, kind)
-        self.modules.append({name: expert.get_submodule(name) for name in names})
-
-    def put_on(self, model: PreTrainedModel, expert: int) -> None:
-        """Make `model` answer as that expert's classes."""
-        for name, module in self.modules[expert].items():
-            module.to(model.device, model.dtype)
-            setattr(model, name, module)
-
-
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' warnings about heads that the base model does not have."""
+def _without_warnings() -> Iterator[None]:
+    """Silence transformers' warnings about heads that the base model does not have."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:

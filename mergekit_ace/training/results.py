@@ -1,156 +1,395 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes out of a training: the comparison and the files."""
+"""Results of a training: the comparison, the coefficient file, configs that merge, pictures."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import torch
+import yaml
+from mergekit.architecture import arch_info_for_config
+from mergekit.common import ModelReference
 from torch import Tensor
+from transformers import AutoConfig
 
 import mergekit_ace
-from mergekit_ace.coefficients.file import CoefficientFile, Contents, Expert, MergedTensor, expand
+from mergekit_ace.coefficients.file import CoefficientFile, Contents, Expert, MergedTensor
+from mergekit_ace.coefficients.learner import LearnerInputs
 from mergekit_ace.files import write_text
-from mergekit_ace.training.compare import as_json, as_table, score_coefficients, simple_merges
-from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.errors import Diverged
+from mergekit_ace.preflight.checkpoints import read_checkpoint
+from mergekit_ace.training.config import LanguageTask
 from mergekit_ace.training.family import Family
-from mergekit_ace.training.loop import Trained, train, write_log
-from mergekit_ace.training.output import inline_config, is_misread, merge_config, write_config
-from mergekit_ace.training.plots import draw
-from mergekit_ace.training.session import Score, Session
-from mergekit_ace.training.state import RunFolder
-from mergekit_ace.training.weights import MappedWeights, stored_tensors
+from mergekit_ace.training.loop import Objective, Score, TrainedLearner, train_learner, write_log
+from mergekit_ace.training.mapped_weights import stored_tensors
+from mergekit_ace.training.state import Diverged, TrainingRun
 
 
-def compare(
-    session: Session,
-    trained: Trained,
-    family: Family,
-    statistics: Tensor,
-    depths: Tensor,
-    folder: RunFolder,
-    *,
-    quiet: bool,
+def compare_merges(
+    objective: Objective, family: Family, trained: TrainedLearner, inputs: LearnerInputs
 ) -> dict[str, Score]:
-    """The final table."""
-    config = session.config
-    rows: dict[str, Score] = {}
-    if all(accuracy is not None for accuracy in family.teachers):
-        accuracies = [float(accuracy) for accuracy in family.teachers if accuracy is not None]
-        rehearsal = None if config.rehearsal is None else accuracies.pop()
-        rows["each expert on its own"] = Score(None, tuple(accuracies), rehearsal)
-    rows |= simple_merges(session, statistics.shape[:2])
+    """Score the learned coefficients beside simple ones, on the test split.
+
+    Returns:
+        Scores by name, in the order of the final table.
+    """
+    config, run = objective.config, objective.run
+    scores = _teachers_scores(family) | _simple_merges(objective, inputs.statistics.shape[:2])
     if config.compare.direct and config.learner.input != "direct":
         direct = config.learner.model_copy(update={"input": "direct"})
-        path = folder.state / "direct.safetensors"
         try:
-            other = train(session, direct, statistics, depths, path, quiet=quiet)
-            rows["coefficients learned directly"] = score_coefficients(session, other.coefficients)
+            other = train_learner(objective, direct, inputs, run.state / "direct.safetensors")
+            scores["coefficients learned directly"] = _score(objective, other.coefficients)
         except Diverged:  # a row less, no reason to lose the others
             pass
     name = "StatsMerging" if config.basis == "task_vector" else f"{config.basis}, coefficients"
-    rows[name] = score_coefficients(session, trained.coefficients)
-    return rows
+    scores[name] = _score(objective, trained.coefficients)
+    return scores
+
+
+def _teachers_scores(family: Family) -> dict[str, Score]:
+    """Return the accuracy of each expert on its own, where all true labels are known."""
+    accuracies = [t.accuracy for t in family.teachers if t.accuracy is not None]
+    if len(accuracies) < len(family.teachers):
+        return {}
+    rehearsal = None if family.config.rehearsal is None else accuracies.pop()
+    return {"each expert on its own": Score(None, tuple(accuracies), rehearsal)}
+
+
+def _simple_merges(objective: Objective, shape: Sequence[int]) -> dict[str, Score]:
+    """Score merges with one coefficient for all, which need no training.
+
+    These are the base model, the mean of the experts and task arithmetic; or the merge that
+    training starts at and scaled ones. Of several weights it is that with the least loss on the
+    validation split.
+
+    Args:
+        objective: model and data.
+        shape: (K, G).
+    """
+    basis = objective.config.basis
+
+    def equal(weight: float, split: str = "test") -> Score:
+        return _score(objective, torch.full(tuple(shape), float(weight)), split)
+
+    if basis == "task_vector":
+        scores = {"base model": equal(0), "uniform (mean of the experts)": equal(1 / shape[0])}
+        weights, tried = objective.config.compare.task_arithmetic, "task arithmetic, weight"
+    else:
+        scores = {"base model": equal(0), f"{basis}, without data": equal(1)}
+        weights, tried = objective.config.compare.scale, f"{basis}, λ"
+    if weights:
+        losses = {weight: equal(weight, "validation").loss for weight in weights}
+        best = min(losses, key=losses.__getitem__)
+        scores[f"{tried} {best:g} (best of {len(weights)})"] = equal(best)
+    return scores
+
+
+def _score(objective: Objective, coefficients: Tensor, split: str = "test") -> Score:
+    objective.write(coefficients)
+    return objective.evaluate(split)
+
+
+def scores_table(scores: Mapping[str, Score], tasks: Iterable[str], *, rehearsal: bool) -> str:
+    """Return a Markdown table: mean accuracy of the experts' tasks, each one's, the loss.
+
+    Args:
+        scores: by name.
+        tasks: of the experts.
+        rehearsal: add a column for it.
+    """
+    header = ["accuracy on the test split", "mean", *map(_short, tasks)]
+    header += ["rehearsal"] * rehearsal + ["loss"]
+    lines = [header, ["---"] * len(header)]
+    for name, score in scores.items():
+        shares = [f"{share:.3f}" for share in (score.mean_accuracy, *score.accuracy)]
+        if rehearsal:
+            shares.append("–" if score.rehearsal is None else f"{score.rehearsal:.3f}")
+        loss = "–" if score.loss is None else f"{score.loss:.4f}"
+        lines.append([name, *shares, loss])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _short(task: str) -> str:
+    """Return the last part of a task that is called like a path."""
+    return task.rstrip("/").rpartition("/")[2] or task
 
 
 def coefficient_file(
-    family: Family,
-    trained: Trained,
-    statistics: Tensor,
-    depths: Tensor,
-    rows: dict[str, Score],
+    family: Family, trained: TrainedLearner, inputs: LearnerInputs, scores: Mapping[str, Score]
 ) -> CoefficientFile:
-    """The result, expanded from groups to tensors."""
-    stored = family.stored
-    if family.models.kind.has_heads:  # as in the backbones, and in merges of them
-        prefix = f"{family.module.base_model_prefix}."
-        stored = {n: tuple({*s, n.removeprefix(prefix)}) for n, s in stored.items()}
-    merged = {name for names in stored.values() for name in names}
-    frozen = set(stored_tensors(family.models.base))
-    if family.models.kind.has_heads:
-        frozen |= set(family.module.base_model.state_dict())
-    else:  # mergekit may know them by their names in memory
-        own = {id(family.module.get_parameter(name)) for name in family.names}
-        everything = family.module.named_parameters(remove_duplicate=False)
-        frozen |= {name for name, parameter in everything if id(parameter) not in own}
+    """Return the result, expanded from groups to tensors."""
+    config, groups = family.config, family.groups
+    stored = _stored_names(family)
     contents = Contents(
-        base_model=family.config.base_model,
+        base_model=config.base_model,
         experts=tuple(
             Expert(task=expert.task, model=expert.model, revision=_revision(path))
-            for expert, path in zip(family.config.models, family.models.experts, strict=True)
+            for expert, path in zip(config.models, family.folders.experts, strict=True)
         ),
-        tensors=tuple(MergedTensor(name=name, stored=stored[name]) for name in family.names),
-        frozen=tuple(sorted(frozen - merged)),
-        granularity=family.config.granularity,
-        basis=family.config.basis,
-        parameters=_parameters(family.config),
-        learner=family.config.learner,
-        config=family.config.model_dump(mode="json"),
-        scores=as_json(rows),
+        tensors=tuple(MergedTensor(name=name, stored=names) for name, names in stored.items()),
+        frozen=_frozen_names(family, stored),
+        granularity=config.granularity,
+        basis=config.basis,
+        parameters={}
+        if config.basis == "task_vector"
+        else config.options.model_dump(exclude={"scale"}),
+        learner=config.learner,
+        config=config.model_dump(mode="json"),
+        scores={name: asdict(score) for name, score in scores.items()},
         package=mergekit_ace.__version__,
     )
-    groups = family.groups
     return CoefficientFile(
         contents,
-        expand(trained.coefficients, groups),
-        expand(statistics, groups),
-        depths[groups],
+        trained.coefficients[:, groups],
+        inputs.statistics[:, groups],
+        inputs.depths[groups],
         trained.learner.state_dict(),
         groups,
     )
 
 
-def _parameters(config: TrainConfig) -> dict[str, Any]:
-    """Of the merge that the components are of; none of task vectors."""
-    if config.basis == "task_vector":
-        return {}
-    return config.options.model_dump(exclude={"scale"})
+def _stored_names(family: Family) -> dict[str, tuple[str, ...]]:
+    """Return the names of every merged parameter on disk, and in backbones of classifiers."""
+    if not family.folders.kind.has_heads:
+        return family.stored
+    prefix = f"{family.module.base_model_prefix}."
+    both = {name: {*names, name.removeprefix(prefix)} for name, names in family.stored.items()}
+    return {name: tuple(sorted(names)) for name, names in both.items()}
+
+
+def _frozen_names(family: Family, stored: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the names of tensors that keep the base's values, on disk and in memory."""
+    frozen = set(stored_tensors(family.folders.base))
+    if family.folders.kind.has_heads:
+        frozen |= set(family.module.base_model.state_dict())
+    else:  # mergekit may know them by their names in memory
+        merged = {id(family.module.get_parameter(name)) for name in family.stored}
+        everything = family.module.named_parameters(remove_duplicate=False)
+        frozen |= {name for name, parameter in everything if id(parameter) not in merged}
+    return tuple(sorted(frozen.difference(*stored.values())))
+
+
+def _revision(folder: str) -> str | None:
+    """Return the commit of a model in the Hub's cache, whose folder is called so."""
+    parent, name = os.path.split(os.path.normpath(folder))
+    return name if os.path.basename(parent) == "snapshots" else None
 
 
 def write_results(
     file: CoefficientFile,
     family: Family,
-    trained: Trained,
-    rows: dict[str, Score],
-    folder: RunFolder,
-    *,
-    quiet: bool,
+    trained: TrainedLearner,
+    scores: Mapping[str, Score],
+    run: TrainingRun,
 ) -> None:
-    """All files of the output folder; the coefficients last, so that they mean it is complete."""
+    """Write the output folder; the coefficients last, so that they mean it is complete."""
     config = family.config
     tasks = [expert.task for expert in config.models]
-    table = as_table(rows, tasks, rehearsal=config.rehearsal is not None)
-    write_text(folder.path / "scores.md", table + "\n")
-    write_log(folder.path / "training.jsonl", trained.progress)
-    path = folder.path / "coefficients.safetensors"
-    options: dict[str, Any] = {"task": config.task, "out_dtype": _stored_dtype(family.base)}
-    if family.models.kind.has_heads:
-        rows_of = range(len(config.models))
-        options["folders"] = [str(folder.backbone(row).resolve()) for row in (None, *rows_of)]
+    table = scores_table(scores, tasks, rehearsal=config.rehearsal is not None)
+    write_text(run.path / "scores.md", table + "\n")
+    write_log(run.path / "training.jsonl", trained.progress)
+    path = run.path / "coefficients.safetensors"
+    options: dict[str, Any] = {"task": config.task, "out_dtype": _stored_dtype(family)}
+    if family.folders.kind.has_heads:
+        rows = range(len(config.models))
+        options["folders"] = [str(run.backbone(row).resolve()) for row in (None, *rows)]
     else:
-        options["infer"] = is_misread(
-            family.models.base, trust_remote_code=config.trust_remote_code
-        )
+        remote = config.trust_remote_code
+        options["infer"] = is_misread(family.folders.base, trust_remote_code=remote)
     method = "StatsMerging" if config.basis == "task_vector" else config.basis
-    notes = [f"{method} with learned coefficients: mergekit-yaml THIS_FILE OUTPUT_FOLDER"]
-    write_config(folder.path / "merge.yml", merge_config(file, path, **options), notes)
+    note = f"{method} with learned coefficients: mergekit-yaml THIS_FILE OUTPUT_FOLDER"
+    write_config(run.path / "merge.yml", merge_config(file, path, **options), note)
     if config.basis == "task_vector":
-        notes = ["The same merge with every coefficient in the config: it needs no other file."]
-        write_config(folder.path / "inline.yml", inline_config(file, **options), notes)
-    drawn = draw(file, trained.progress.log, folder.path)
+        note = "The same merge with every coefficient in the config: it needs no other file."
+        write_config(run.path / "inline.yml", inline_config(file, **options), note)
+    drawn = draw_pictures(file, trained.progress.log, run.path)
     file.save(path)
-    if not quiet:
-        print(f"\n{table}\n\n{drawn}\nmergekit-yaml {folder.path / 'merge.yml'} OUTPUT_FOLDER")
+    if not run.quiet:
+        print(f"\n{table}\n\n{drawn}\nmergekit-yaml {run.path / 'merge.yml'} OUTPUT_FOLDER")
 
 
-def _stored_dtype(base: MappedWeights) -> str | None:
-    """The dtype of the base's first tensor, where that is not float32."""
-    name = str(base[next(iter(base))].dtype).removeprefix("torch.")
+def _stored_dtype(family: Family) -> str | None:
+    """Return the dtype of the base's first tensor, where that is not float32."""
+    name = str(next(iter(family.base.values())).dtype).removeprefix("torch.")
     return name if name != "float32" else None
 
 
-def _revision(folder: str) -> str | None:
-    """The commit of a model in the Hub's cache, whose folder is called so."""
-    parent, name = os.path.split(os.path.normpath(folder))
-    return name if os.path.basename(parent) == "snapshots" else None
+def merge_config(
+    file: CoefficientFile,
+    path: Path,
+    *,
+    task: str,
+    out_dtype: str | None,
+    folders: Sequence[str] = (),
+    infer: bool = False,
+) -> dict[str, Any]:
+    """Return `merge.yml`, which looks the coefficients up in the file at `path`.
+
+    Args:
+        file: the coefficients.
+        path: where they are.
+        task: what the models do.
+        out_dtype: of the merge, float32 by default.
+        folders: what is merged instead of the models named in the file, the base first.
+        infer: let mergekit find out which tensors there are, see `is_misread`.
+    """
+    base, *experts = _models(file, folders, infer)
+    pairs = zip(experts, file.contents.experts, strict=True)
+    contents = file.contents
+    method = "statsmerging" if contents.basis == "task_vector" else contents.basis
+    return {
+        **_frame(base, task, out_dtype),
+        "merge_method": method,
+        "models": [
+            {"model": model, "parameters": {"task": expert.task}} for model, expert in pairs
+        ],
+        "parameters": {**contents.parameters, "coefficients": str(path.resolve())},
+    }
+
+
+def inline_config(
+    file: CoefficientFile,
+    *,
+    task: str,
+    out_dtype: str | None,
+    folders: Sequence[str] = (),
+    infer: bool = False,
+) -> dict[str, Any]:
+    """Return `inline.yml`, the same merge with every coefficient in it; see `merge_config`.
+
+    Where coefficients sum to one, mergekit's own `linear` makes the same of it: it counts the base
+    model among the inputs, whose weight is therefore given, 0 except where nothing is merged.
+    """
+    columns = file.columns
+    untouched = dict.fromkeys(file.contents.frozen, 0.0)
+    base, *experts = _models(file, folders, infer)
+    models = []
+    for expert, row in zip(experts, file.coefficients.tolist(), strict=True):
+        values = {name: row[column] for name, column in columns.items()} | untouched
+        parameters = {"weight": _filters(values, 0.0)}
+        models.append({"model": expert, "parameters": parameters})
+    frozen = dict.fromkeys(file.contents.frozen, 1.0)
+    merged = dict.fromkeys((n for n in columns if any(f in n for f in frozen)), 0.0)
+    return {
+        **_frame(base, task, out_dtype),
+        "models": models,
+        "parameters": {"weight": _filters(merged | frozen, 0.0)},
+    }
+
+
+def _filters(values: dict[str, float], other: float) -> list[dict[str, Any]]:
+    """Return a mergekit setting with a value per tensor.
+
+    mergekit takes the first filter that is part of a tensor's name, so longer names come first.
+    """
+    names = sorted(values, key=lambda name: (-len(name), name))
+    return [{"filter": name, "value": values[name]} for name in names] + [{"value": other}]
+
+
+def write_config(path: Path, config: dict[str, Any], note: str) -> None:
+    """Write a config with a comment on top."""
+    write_text(path, f"# {note}\n{yaml.safe_dump(config, sort_keys=False)}")
+
+
+def is_misread(folder: str, *, trust_remote_code: bool = False) -> bool:
+    """Return whether mergekit's own list of tensors has some that a checkpoint lacks.
+
+    That of BERT asks for a pooler, which a masked language model lacks.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    known = arch_info_for_config(config)
+    checkpoint = read_checkpoint(ModelReference.model_validate(folder))
+    return known is not None and any(
+        not weight.optional and checkpoint.source(weight) is None
+        for weight in known.all_weights(config)
+    )
+
+
+def _models(file: CoefficientFile, folders: Sequence[str], infer: bool) -> list[Any]:
+    """Return the base and the experts such that a config works from every folder.
+
+    Experts of an architecture that mergekit 0.1.5 does not know make it take the tensors that it
+    finds. So it is told for backbones, which have fewer than a whole model, and where its own list
+    is wrong.
+    """
+    named = (file.contents.base_model, *(expert.model for expert in file.contents.experts))
+    base, *experts = folders or map(_reference, named)
+    if not folders and not infer:
+        return [base, *experts]
+    return [base, *(_to_be_inferred(expert) for expert in experts)]
+
+
+def _to_be_inferred(reference: str) -> dict[str, Any]:
+    parsed = ModelReference.model_validate(reference)
+    parts = {"model": parsed.model, "lora": parsed.lora}
+    given = {part: path.model_dump(exclude_none=True) for part, path in parts.items() if path}
+    return {**given, "override_architecture": "Inferred"}
+
+
+def _frame(base: str, task: str, out_dtype: str | None) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "merge_method": "statsmerging",
+        "base_model": base,
+        "dtype": "float32",
+    }
+    if out_dtype is not None:
+        config["out_dtype"] = out_dtype
+    if task in LanguageTask:
+        config["tokenizer"] = {"source": "base"}
+    return config
+
+
+def _reference(model: str) -> str:
+    """Return a model with absolute paths for folders."""
+    paths = [os.path.abspath(part) if os.path.isdir(part) else part for part in model.split("+")]
+    return "+".join(paths)
+
+
+def draw_pictures(file: CoefficientFile, log: list[dict[str, Any]], folder: Path) -> str:
+    """Draw the coefficients over depth (Fig. 6) and the training (Fig. 8) into `folder`.
+
+    Returns:
+        A line for the user: where the pictures are, or how to get some.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no pictures: pip install 'mergekit-ace[plots]' and run the same command again"
+    _heatmap(file, Figure(figsize=(12, 1.5 + 0.4 * file.contents.rows))).savefig(
+        folder / "coefficients.png", dpi=120, bbox_inches="tight"
+    )
+    _curve(log, Figure(figsize=(7, 4))).savefig(
+        folder / "training.png", dpi=120, bbox_inches="tight"
+    )
+    return f"pictures: {folder / 'coefficients.png'}, {folder / 'training.png'}"
+
+
+def _heatmap(file: CoefficientFile, figure: Any) -> Any:
+    """Draw experts by tensors, input on the left."""
+    order = file.depths.argsort(stable=True)
+    axes = figure.subplots()
+    values = file.coefficients[:, order].numpy()
+    image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis")
+    tasks = [_short(expert.task) for expert in file.contents.experts]
+    tasks += ["refinement"] * (file.contents.rows - len(tasks))
+    axes.set_yticks(range(len(tasks)), tasks)
+    axes.set_xlabel("tensors, from input to output")
+    axes.set_title("merging coefficients")
+    figure.colorbar(image, ax=axes)
+    return figure
+
+
+def _curve(log: list[dict[str, Any]], figure: Any) -> Any:
+    """Draw training and validation loss by step."""
+    axes = figure.subplots()
+    for key, label in (("loss", "training"), ("validation_loss", "validation")):
+        points = [(line["step"], line[key]) for line in log if key in line]
+        axes.plot(*zip(*points, strict=True), label=label)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.legend()
+    return figure

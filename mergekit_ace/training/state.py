@@ -1,59 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run keeps on disk while it works, so that a killed one goes on where it was."""
+"""Output folder and processes of a run, its checkpoints, and its errors.
+
+A run that was killed goes on where it was: what it has finished lies in its folder, each file whole
+or not there at all.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from mergekit_ace.files import differences, save_tensors, write_text
-from mergekit_ace.training.errors import TrainingError
+from mergekit_ace.files import differences, file_states, save_tensors, write_text
+from mergekit_ace.training.config import DistillTraining, TrainingConfig
 
 # Settings that do not change the result: a run may go on with others.
 _FREE = frozenset({("expert_storage",), ("training", "checkpoint_every"), ("device_map",)})
 
 
-class RunFolder:
-    """The output folder of one run; what it needs to go on is under `state/`.
+class TrainingError(ValueError):
+    """Mistake in the config, the models or the data; the message says what to do."""
+
+
+class Diverged(TrainingError):
+    """The loss is no longer a number; the best network so far is kept."""
+
+
+class TrainingRun:
+    """Output folder of a training or distillation, and this process among those that work on it.
 
     Attributes:
         path: the folder.
         state: its subfolder for what is only needed until the run is complete.
+        accelerator: device, precision and the other processes.
+        quiet: whether to show neither bars nor results; True outside of the main process.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(
+        self, path: str | os.PathLike, mixed_precision: str = "no", *, quiet: bool = False
+    ):
+        # While one process lets the experts answer, the others wait: for hours, if need be.
+        patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
+        self.accelerator = Accelerator(mixed_precision=mixed_precision, kwargs_handlers=[patience])
         self.path = Path(path)
         self.state = self.path / "state"
+        self.quiet = quiet or not self.is_main
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes what all of them share."""
+        return self.accelerator.is_main_process
+
+    def wait(self) -> None:
+        """Wait until all processes have come here."""
+        self.accelerator.wait_for_everyone()
+
+    def make_once(self, path: Path, make: Callable[[], None]) -> None:
+        """Let the main process make a file that is missing; return when it is there for all."""
+        if self.is_main and not path.exists():
+            make()
+        self.wait()
+
+    def samples_per_step(self, settings: TrainingConfig | DistillTraining) -> int:
+        """Return how many samples a step has, all processes and backward passes together."""
+        count = settings.batch_size * settings.gradient_accumulation
+        return count * self.accelerator.num_processes
+
+    def share(self, indices: list[int], batch_size: int) -> list[list[int]]:
+        """Return this process's share of some samples, in batches."""
+        own = indices[self.accelerator.process_index :: self.accelerator.num_processes]
+        return [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Sum a tensor over all processes; the result lies where `numbers` do."""
+        if self.accelerator.num_processes == 1:
+            return numbers
+        total = self.accelerator.reduce(numbers.to(self.accelerator.device), reduction="sum")
+        return total.to(numbers.device)
 
     def backbone(self, expert: int | None) -> Path:
-        """Where the backbone of a classifier is kept; None for that of the base model."""
+        """Return the folder for the backbone of a classifier; None stands for the base model."""
         return self.path / "backbones" / ("base" if expert is None else f"expert-{expert}")
 
-    def _drop(self) -> None:
-        """Everything of the run that was here; what is complete looks so no longer."""
-        for name in ("coefficients.safetensors", "distillation.json", "merge.yml", "inline.yml"):
-            (self.path / name).unlink(missing_ok=True)
-        for folder in (self.state, self.path / "backbones"):
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def claim(self, identity: dict[str, Any], *, overwrite: bool) -> None:
+    def claim(self, config: BaseModel, inputs: Iterable[str], *, overwrite: bool) -> None:
         """Make the folder this run's, or find that it is already.
 
         Args:
-            identity: config and inputs, as JSON has them.
+            config: of the run.
+            inputs: files and folders that it reads.
             overwrite: drop another run's state.
 
         Raises:
             TrainingError: the folder holds another run's state.
         """
+        if self.is_main:
+            identity = {
+                "config": config.model_dump(mode="json"),
+                "processes": self.accelerator.num_processes,
+                "files": file_states(inputs),
+            }
+            self._claim(identity, overwrite)
+        self.wait()
+
+    def _claim(self, identity: dict[str, Any], overwrite: bool) -> None:
         record = self.state / "run.json"
         known = _read_json(record)
         changed = differences(known, identity, _FREE) if known is not None else []
@@ -74,15 +136,100 @@ class RunFolder:
         self.state.mkdir(parents=True, exist_ok=True)
         write_text(record, json.dumps(identity, indent=1))
 
+    def _drop(self) -> None:
+        """Delete what another run left; first what would look as if this one were complete."""
+        for name in ("coefficients.safetensors", "distillation.json", "merge.yml", "inline.yml"):
+            (self.path / name).unlink(missing_ok=True)
+        for folder in (self.state, self.path / "backbones"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass
+class TrainingProgress:
+    """Progress of a training or distillation; saved with every checkpoint.
+
+    Attributes:
+        step: steps done.
+        best_loss, best_step: of the evaluation that is kept.
+        waited: evaluations since then.
+        finished: whether training has ended.
+        log: a line per step and per evaluation.
+    """
+
+    step: int = 0
+    best_loss: float = math.inf
+    best_step: int = 0
+    waited: int = 0
+    finished: bool = False
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+    def add_step(self, loss: float, rate: float) -> None:
+        """Count a step, and log its loss and learning rate."""
+        self.step += 1
+        self.log.append({"step": self.step, "loss": loss, "learning_rate": rate})
+
+    def add_evaluation(self, loss: float, **scores: float) -> bool:
+        """Log an evaluation; return whether its loss is the least so far."""
+        self.log.append({"step": self.step, "validation_loss": loss, **scores})
+        self.waited += 1
+        if not loss < self.best_loss:
+            return False
+        self.best_loss, self.best_step, self.waited = loss, self.step, 0
+        return True
+
+
+def save_training(
+    path: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: TrainingProgress,
+    best: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write all that changes while a module is trained.
+
+    Args:
+        path: of the checkpoint.
+        module, optimizer, progress: as they are now, like torch's random state.
+        best: state of the module at its best evaluation, unless that is kept elsewhere.
+    """
+    tensors = {f"module.{name}": tensor for name, tensor in module.state_dict().items()}
+    tensors |= {f"best.{name}": tensor for name, tensor in (best or {}).items()}
+    for parameter, values in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{parameter}.{name}": value for name, value in values.items()}
+    tensors["random_state"] = torch.get_rng_state()
+    save_checkpoint(path, tensors, vars(progress))
+
+
+def restore_training(
+    path: Path, module: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[TrainingProgress, dict[str, Tensor]] | None:
+    """Put back what `save_training` wrote; return progress and best state, None without a file.
+
+    Raises:
+        TrainingError: the file is damaged.
+    """
+    known = load_checkpoint(path)
+    if known is None:
+        return None
+    tensors, facts = known
+    module.load_state_dict(with_prefix(tensors, "module."))
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in with_prefix(tensors, "optimizer.").items():
+        parameter, name = key.split(".")
+        state.setdefault(int(parameter), {})[name] = tensor
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    torch.set_rng_state(tensors["random_state"])
+    return TrainingProgress(**facts), with_prefix(tensors, "best.")
+
 
 def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Tensors and JSON-able facts in one safetensors file, whole or not at all."""
+    """Write tensors and JSON-able facts into one safetensors file, whole or not at all."""
     owned = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     save_tensors(path, owned, {"facts": json.dumps(facts)})
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """What `save_checkpoint` wrote; None where there is nothing.
+    """Read what `save_checkpoint` wrote; return None where there is nothing.
 
     Raises:
         TrainingError: the file is damaged.
@@ -99,33 +246,8 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | No
         ) from error
 
 
-def module_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """The state of a module under prefixed names."""
-    return {prefix + name: tensor for name, tensor in module.state_dict().items()}
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The state of an optimiser as tensors: `optimizer.0.exp_avg`, …"""
-    state = optimizer.state_dict()["state"]
-    return {
-        f"optimizer.{parameter}.{name}": value
-        for parameter, values in state.items()
-        for name, value in values.items()
-    }
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of `optimizer_tensors`."""
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        if key.startswith("optimizer."):
-            _, parameter, name = key.split(".")
-            state.setdefault(int(parameter), {})[name] = tensor
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-
-
-def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names start with `prefix`, without it."""
+def with_prefix(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the entries whose names start with `prefix`, without it."""
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kinds of models differ in: their class, their inputs, and where they answer.
+"""Tasks: the kind of model for each, and classifiers of texts and images.
 
 Everything else in the training sees a model as a function from a batch to logits (P, C) at P
 supervised positions with C classes or tokens.
@@ -7,12 +7,114 @@ supervised positions with C classes or tokens.
 
 from __future__ import annotations
 
-from mergekit_ace.training.classification import ImageClassification, SequenceClassification
-from mergekit_ace.training.config import Task
-from mergekit_ace.training.language import CausalLanguageModel, Seq2SeqLanguageModel
-from mergekit_ace.training.masked import MaskedLanguageModel
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-Kind = (
+import torch
+from torch import Tensor, nn
+
+from mergekit_ace.training.config import DataConfig, Task
+from mergekit_ace.training.data import Example
+from mergekit_ace.training.language import (
+    Batch,
+    CausalLanguageModel,
+    MaskedLanguageModel,
+    NeverWrites,
+    Seq2SeqLanguageModel,
+    collate_texts,
+    encode_texts,
+)
+from mergekit_ace.training.state import TrainingError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class _Classification(NeverWrites):
+    """Base of classifiers: one answer per sample; each expert keeps its own head."""
+
+    has_heads = True
+
+    @staticmethod
+    def truth(row: dict[str, Any], data: DataConfig) -> Example:
+        """Return `true` (1,) where the data has a column of classes."""
+        if data.label is None:
+            return {}
+        label = row[data.label]
+        if isinstance(label, bool) or not isinstance(label, int):
+            raise TrainingError(
+                f"data {data.path}: column {data.label} holds {label!r}; labels are the numbers of "
+                "the classes: 0, 1, …"
+            )
+        return {"true": torch.tensor([label])}
+
+
+class SequenceClassification(_Classification):
+    """Classifier of texts, or of pairs of them."""
+
+    auto_class = "AutoModelForSequenceClassification"
+
+    def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example:
+        """Encode a row: `input_ids` (n,) and, of some tokenizers, `token_type_ids` (n,)."""
+        return encode_texts(row, data, processor) | self.truth(row, data)
+
+    def collate(self, samples: Sequence[Example]) -> Batch:
+        """Pad samples at the end, (B, n)."""
+        return collate_texts(samples)
+
+    def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """Return the logits, (B, classes).
+
+        Decoders read their answer at the last token that is no padding, which they tell by its
+        number; where they have none, one stands in that this batch does not contain.
+        """
+        config = model.config.get_text_config()
+        ids, present = batch["input_ids"], batch["attention_mask"] == 1
+        known = config.pad_token_id
+        if known is None:
+            used = set(ids[present].tolist())
+            config.pad_token_id = next(n for n in range(len(used) + 1) if n not in used)
+        try:
+            padded = ids.masked_fill(~present, config.pad_token_id)
+            return model(**batch | {"input_ids": padded}).logits
+        finally:
+            config.pad_token_id = known
+
+
+class ImageClassification(_Classification):
+    """Classifier of images, or of pixel values (channels, height, width) as they are."""
+
+    auto_class = "AutoModelForImageClassification"
+
+    def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example:
+        """Encode a row: `pixel_values` (1, channels, height, width)."""
+        image = row[data.columns["image"]]
+        if isinstance(image, list):
+            pixels = torch.tensor(image, dtype=torch.float32)
+        elif processor is None:
+            raise TrainingError(
+                f"data {data.path} holds images, but the base model has no image processor "
+                "(preprocessor_config.json); add one, or give pixel values"
+            )
+        else:
+            pixels = processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
+        if pixels.ndim != 3:
+            raise TrainingError(
+                f"data {data.path}: column {data.image} holds arrays with {pixels.ndim} axes; "
+                "pixel values have three: channels, height, width"
+            )
+        return {"pixel_values": pixels[None]} | self.truth(row, data)
+
+    def collate(self, samples: Sequence[Example]) -> Batch:
+        """Put images of one size into a batch, (B, channels, height, width)."""
+        return {"pixel_values": torch.cat([sample["pixel_values"] for sample in samples])}
+
+    def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """Return the logits, (B, classes)."""
+        return model(**batch).logits
+
+
+ModelKind = (
     CausalLanguageModel
     | Seq2SeqLanguageModel
     | MaskedLanguageModel
@@ -21,8 +123,8 @@ Kind = (
 )
 
 
-def kind_of(task: Task) -> Kind:
-    """The adapter for `task`."""
+def model_kind(task: Task) -> ModelKind:
+    """Return how models are used for `task`."""
     return {
         "causal-lm": CausalLanguageModel,
         "seq2seq-lm": Seq2SeqLanguageModel,
@@ -30,3 +132,27 @@ def kind_of(task: Task) -> Kind:
         "sequence-classification": SequenceClassification,
         "image-classification": ImageClassification,
     }[task]()
+
+
+def head_names(model: PreTrainedModel, kind: ModelKind) -> list[str]:
+    """Return the children of a classifier that are its head: all but the backbone."""
+    if not kind.has_heads:
+        return []
+    if not hasattr(model, model.base_model_prefix):
+        raise TrainingError(
+            f"{type(model).__name__} does not tell its backbone from its head; this architecture "
+            "cannot be merged for classification"
+        )
+    return [name for name, _ in model.named_children() if name != model.base_model_prefix]
+
+
+def head_modules(model: PreTrainedModel, kind: ModelKind) -> dict[str, nn.Module]:
+    """Return the modules of a classifier's head by name; none of other models."""
+    return {name: model.get_submodule(name) for name in head_names(model, kind)}
+
+
+def attach_head(model: PreTrainedModel, head: Mapping[str, nn.Module]) -> None:
+    """Make `model` answer as the classes of a head of `head_modules`."""
+    for name, module in head.items():
+        module.to(model.device, model.dtype)
+        setattr(model, name, module)

@@ -1,119 +1,181 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every expert answers its own data, once: the labels of the distillation (Sec. 3.3)."""
+"""Labels: every expert, and the base for the rehearsal, answers its own data once (Sec. 3.3)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from tqdm import tqdm
 
-from mergekit_ace.training.config import DataConfig, Labels
-from mergekit_ace.training.data import SPLITS, Rows
-from mergekit_ace.training.encoding import Batch
-from mergekit_ace.training.errors import TrainingError
-from mergekit_ace.training.examples import Example, Examples
-from mergekit_ace.training.tasks import Kind
+from mergekit_ace.training.config import DataConfig, Labels, TrainConfig
+from mergekit_ace.training.data import (
+    Example,
+    Examples,
+    load_examples,
+    load_rows,
+    save_examples,
+    to_device,
+)
+from mergekit_ace.training.state import TrainingError, TrainingRun
+from mergekit_ace.training.tasks import ModelKind
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedModel
 
-T = TypeVar("T")
-Progress = Callable[[Sequence[T], str], Iterable[T]]
+
+@dataclass(frozen=True)
+class Teacher:
+    """Labelled data of an expert or, last of all, of the base that rehearses.
+
+    Attributes:
+        name: of its data, for the user.
+        splits: samples with inputs and labels, by split.
+        accuracy: of the teacher itself on its test split, 0 to 1; None without true labels.
+        head: modules of a classifier by name, which go on the merged backbone for this data.
+    """
+
+    name: str
+    splits: dict[str, Examples]
+    accuracy: float | None
+    head: dict[str, nn.Module] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, name: str, path: Path, head: dict[str, nn.Module]) -> Teacher:
+        """Open the labels at `path`, memory-mapped."""
+        splits, metadata = load_examples(path)
+        return cls(name, splits, json.loads(metadata["accuracy"]), head)
 
 
-def label_rows(
+def labels_path(run: TrainingRun, row: int) -> Path:
+    """Return where the samples and labels of a teacher are kept."""
+    return run.state / f"labels-{row}.safetensors"
+
+
+def read_unlabelled_rows(config: TrainConfig, run: TrainingRun) -> dict[int, dict[str, Dataset]]:
+    """Read the data of the teachers that have not answered yet, before the first one does."""
+    if not run.is_main:
+        return {}
+    return {
+        row: load_rows(data, config.training.seed)
+        for row, (_, data) in enumerate(config.sources)
+        if not labels_path(run, row).exists()
+    }
+
+
+def write_labels(
+    path: Path,
     teacher: PreTrainedModel,
-    rows: Rows,
-    data: DataConfig,
-    kind: Kind,
+    rows: Mapping[str, Dataset],
+    kind: ModelKind,
     processor: Any,
+    config: TrainConfig,
+    row: int,
     *,
-    labels: Labels,
-    top_k: int,
-    batch_size: int,
-    progress: Progress,
-) -> dict[str, Examples]:
-    """Inputs and labels of all splits.
+    quiet: bool,
+) -> None:
+    """Let a teacher answer its data, and write the samples with its labels.
 
     Args:
-        teacher: the expert.
-        rows, data: its data.
+        path: where to.
+        teacher: the model, on its device.
+        rows: its data, by split.
         kind, processor: how rows become inputs.
-        labels: ``soft`` adds `soft_values` and `soft_indices`, (P, k), log-probabilities and their
-            classes in descending order, to `hard`, (P,), the arg max.
-        top_k: k, unless there are fewer classes.
-        batch_size: samples at once.
-        progress: wraps the list of batches, with a description.
+        config: of the training.
+        row: number of the teacher in `config.sources`.
+        quiet: no progress bar.
 
     Raises:
-        TrainingError: nothing usable is left of a split, or a true label is outside of the head.
+        TrainingError: nothing usable is left of a split, an answer is NaN or Inf, or a true label
+            is outside of the head or missing where it is wanted.
     """
+    name, data = config.sources[row]
     splits = {}
-    for split in SPLITS:
-        encoded = [kind.encode(row, data, processor) for row in getattr(rows, split)]
-        samples = [sample for sample in encoded if sample is not None]
-        if not samples:
-            raise TrainingError(
-                f"data {data.path}: no {split} sample has anything to predict within max_length: "
-                f"{data.max_length}"
-            )
+    for split, unlabelled in rows.items():
+        samples = _encode(unlabelled, split, data, kind, processor)
+        size = config.training.batch_size
+        batches = [samples[start : start + size] for start in range(0, len(samples), size)]
         labelled: list[Example] = []
-        for batch in progress(_batches(samples, batch_size), split):
-            open_ones = [sample for sample in batch if kind.unanswered(sample)]
-            answered = [sample for sample in batch if not kind.unanswered(sample)]
-            if open_ones:
-                answered += kind.complete(teacher, open_ones, data, processor)
-            labelled += _label(teacher, answered, kind, data, labels, top_k)
+        for batch in tqdm(batches, f"labels of {name}, {split}", unit="batch", disable=quiet):
+            lacking = [sample for sample in batch if kind.needs_completion(sample)]
+            complete = [sample for sample in batch if not kind.needs_completion(sample)]
+            if lacking:
+                complete += kind.complete(teacher, lacking, data, processor)
+            labelled += label_batch(teacher, complete, kind, data, config.labels, config.top_k)
         splits[split] = Examples.pack(labelled)
-        if labels == "true" and "true" not in splits[split].fields:
+        if config.labels == "true" and "true" not in splits[split].fields:
             raise TrainingError(
                 f"labels: true, but not all {split} samples of data {data.path} have the truth"
             )
-    return splits
+    save_examples(splits, path, {"accuracy": json.dumps(_accuracy(splits["test"]))})
 
 
-def move(batch: Batch, device: torch.device) -> Batch:
-    """A batch on a device."""
-    return {name: tensor.to(device) for name, tensor in batch.items()}
+def _encode(
+    rows: Dataset, split: str, data: DataConfig, kind: ModelKind, processor: Any
+) -> list[Example]:
+    encoded = (kind.encode(row, data, processor) for row in rows)
+    samples = [sample for sample in encoded if sample is not None]
+    if not samples:
+        raise TrainingError(
+            f"data {data.path}: no {split} sample has anything to predict within max_length: "
+            f"{data.max_length}"
+        )
+    return samples
 
 
 @torch.no_grad()
-def _label(
+def label_batch(
     teacher: PreTrainedModel,
     samples: Sequence[Example],
-    kind: Kind,
+    kind: ModelKind,
     data: DataConfig,
     labels: Labels,
     top_k: int,
 ) -> list[Example]:
-    logits = kind.logits(teacher, move(kind.collate(samples), teacher.device)).float()
+    """Add to samples what the teacher answers at their P supervised positions.
+
+    Args:
+        teacher: the model, on its device.
+        samples: complete ones.
+        kind: how samples become logits.
+        data: theirs.
+        labels: ``soft`` adds `soft_values` and `soft_indices`, (P, k), log-probabilities and their
+            classes in descending order, to `hard`, (P,), the arg max.
+        top_k: k, unless there are fewer classes.
+    """
+    batch = to_device(kind.collate(samples), teacher.device)
+    logits = kind.logits(teacher, batch).float()
     if not logits.isfinite().all():
         raise TrainingError(
             f"the expert of data {data.path} answers NaN or Inf; its checkpoint is damaged"
         )
+    classes = logits.shape[-1]
     answers: dict[str, Tensor] = {"hard": logits.argmax(-1)}
     if labels == "soft":
-        best = logits.log_softmax(-1).topk(min(top_k, logits.shape[-1]), dim=-1)
+        best = logits.log_softmax(-1).topk(min(top_k, classes), dim=-1)
         answers |= {"soft_values": best.values, "soft_indices": best.indices}
-    counts = [positions(sample) for sample in samples]
+    counts = [count_positions(sample) for sample in samples]
     parts = {name: answer.cpu().split(counts) for name, answer in answers.items()}
-    classes = logits.shape[-1]
-    labelled = []
-    for n, sample in enumerate(samples):
+    for sample in samples:
         true = sample.get("true")
         if true is not None and not bool(((true >= 0) & (true < classes)).all()):
             raise TrainingError(
                 f"data {data.path} has the label {int(true.max())}, but its expert knows only the "
                 f"classes 0 to {classes - 1}"
             )
-        labelled.append(sample | {name: part[n] for name, part in parts.items()})
-    return labelled
+    return [
+        sample | {name: part[n] for name, part in parts.items()} for n, sample in enumerate(samples)
+    ]
 
 
-def positions(sample: Example) -> int:
-    """P, how many supervised positions a sample has."""
+def count_positions(sample: Example) -> int:
+    """Return P, the number of supervised positions of a sample."""
     if "target_ids" in sample:
         return len(sample["target_ids"])
     if "supervised" in sample:
@@ -121,10 +183,8 @@ def positions(sample: Example) -> int:
     return 1
 
 
-def _batches(samples: Sequence[Example], size: int) -> list[Sequence[Example]]:
-    return [samples[start : start + size] for start in range(0, len(samples), size)]
-
-
-def silent(items: Sequence[T], description: str) -> Iterator[T]:
-    """A `Progress` that shows nothing."""
-    return iter(items)
+def _accuracy(examples: Examples) -> float | None:
+    """Return the share of right answers; None where the truth is not known."""
+    if "true" not in examples.fields:
+        return None
+    return float((examples.fields["true"][0] == examples.fields["hard"][0]).float().mean())

@@ -18,6 +18,8 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    ResNetConfig,
+    ResNetForImageClassification,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -25,7 +27,8 @@ from transformers import (
     ViTModel,
 )
 
-from mergekit_ace.training.config import TrainConfig
+from mergekit_ace.training.config import DistillConfig, TrainConfig
+from mergekit_ace.training.distill import run_distillation
 
 WORDS = [f"w{n}" for n in range(36)]
 MIXTRAL = {
@@ -218,5 +221,41 @@ def mixtral_family(folder: Path) -> dict:
     return _config(_save(base, folder / "base"), made, "causal-lm")
 
 
+def image_distillation(folder: Path) -> tuple[dict, dict]:
+    """A ViT family, and a convolutional teacher with five classes for its base."""
+    family = vit_family(folder)
+    torch.manual_seed(0)
+    teacher = ResNetForImageClassification(
+        ResNetConfig(
+            num_channels=1,
+            embedding_size=8,
+            hidden_sizes=[8, 16],
+            depths=[1, 1],
+            layer_type="basic",
+            num_labels=5,
+            id2label={n: f"kind {n}" for n in range(5)},
+        )
+    )
+    teacher.save_pretrained(folder / "teacher")
+    generator = torch.Generator().manual_seed(9)
+    rows = [{"pixels": torch.rand(1, 8, 8, generator=generator).tolist()} for _ in range(40)]
+    data = {"path": write_rows(folder / "more.jsonl", rows), "image": "pixels"}
+    return family, {
+        "teacher": str(folder / "teacher"),
+        "student": family["base_model"],
+        "task": "image-classification",
+        "data": data,
+        "training": {"epochs": 6, "batch_size": 8, "learning_rate": 0.003},
+    }
+
+
 def parsed(config: dict) -> TrainConfig:
     return TrainConfig.model_validate(config)
+
+
+def distil(config: dict, out: Path, **options) -> Path:
+    return run_distillation(DistillConfig.model_validate(config), out, quiet=True, **options)
+
+
+def record(out: Path) -> dict:
+    return json.loads((out / "distillation.json").read_text())

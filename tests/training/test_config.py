@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Settings: defaults, and what is wrong is said."""
+
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 from click.testing import CliRunner
+from families import llama_family, parsed, sentence, vit_family, write_rows
 from pydantic import ValidationError
 
 from mergekit_ace.cli import main
@@ -121,3 +125,31 @@ def test_errors_of_a_run_are_one_line(tmp_path):
 
     output = invoke(tmp_path, "train", yaml.safe_dump(changed("base_model", "./nowhere")))
     assert output.startswith("Error: model ./nowhere can neither be found")
+
+
+@pytest.fixture
+def rehearsed(tmp_path) -> dict:
+    config = llama_family(tmp_path)
+    rng = random.Random(9)
+    rows = [{"text": sentence(rng)} for _ in range(20)]
+    path = write_rows(tmp_path / "general.jsonl", rows)
+    return config | {"rehearsal": {"path": path, "text": "text"}}
+
+
+def test_the_default_penalty(rehearsed, tmp_path):
+    """Where components of a language model are learned and nothing is rehearsed, it is 3."""
+    relative = {**rehearsed, "basis": "ace_relative"}
+    alone = {name: value for name, value in relative.items() if name != "rehearsal"}
+    assert parsed(relative).penalty == 0
+    assert parsed(alone).penalty == 3
+    assert parsed({**alone, "basis": "task_vector"}).penalty == 0
+    assert parsed({**alone, "training": {"penalty": 0.5}}).penalty == 0.5
+    assert parsed({**alone, "training": {"penalty": 0}}).penalty == 0
+    assert parsed({**vit_family(tmp_path / "images"), "basis": "ace"}).penalty == 0
+
+
+def test_classifiers_have_no_rehearsal(tmp_path):
+    config = vit_family(tmp_path)
+    data = {key: v for key, v in config["models"][0]["data"].items() if key != "label"}
+    with pytest.raises(ValueError, match="rehearsal is for language models"):
+        parsed(config | {"rehearsal": data})

@@ -1,22 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Rows of data sets, samples on disk, the order of samples."""
+
 from __future__ import annotations
 
 import csv
 import json
 
 import pytest
+import torch
 from datasets import Dataset, DatasetDict
 from families import write_rows
 
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.data import load_rows
-from mergekit_ace.training.errors import TrainingError
+from mergekit_ace.training.data import (
+    Examples,
+    load_examples,
+    load_rows,
+    save_examples,
+    step_indices,
+)
+from mergekit_ace.training.state import TrainingError
 
 ROWS = [{"text": f"line {n}", "other": n} for n in range(50)]
 
 
 def texts(rows) -> list[set[str]]:
-    return [set(part["text"]) for part in (rows.train, rows.validation, rows.test)]
+    return [set(part["text"]) for part in (rows["train"], rows["validation"], rows["test"])]
 
 
 def config(path, **settings) -> DataConfig:
@@ -95,7 +104,7 @@ def test_named_splits_are_limited_by_held_out(tmp_path):
     parts = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS)}
     DatasetDict(parts).save_to_disk(tmp_path / "d")
     rows = load_rows(config(tmp_path / "d", test_split="test", samples=20, held_out=30), 0)
-    assert (len(rows.train) + len(rows.validation), len(rows.test)) == (20, 30)
+    assert (len(rows["train"]) + len(rows["validation"]), len(rows["test"])) == (20, 30)
 
 
 def test_files_that_are_missing_or_broken(tmp_path):
@@ -104,3 +113,36 @@ def test_files_that_are_missing_or_broken(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": ')
     with pytest.raises(TrainingError, match=r"b\.jsonl .* cannot be read"):
         load_rows(config(tmp_path / "b.jsonl"), 0)
+
+
+@pytest.mark.parametrize(("batch", "count"), [(4, 10), (3, 9), (8, 5), (1, 1)])
+def test_every_round_sees_every_sample_once(batch, count):
+    seen = [n for step in range(3 * count) for n in step_indices(5, 1, step, batch, count)]
+    for start in range(0, 3 * count, count):
+        assert sorted(seen[start : start + count]) == list(range(count))
+
+
+def test_rounds_tasks_and_seeds_differ():
+    def order(seed, task, turn):
+        return tuple(step_indices(seed, task, turn, 50, 50))
+
+    orders = {order(s, t, r) for s in range(3) for t in range(3) for r in range(3)}
+    assert len(orders) == 27
+
+
+def test_samples_of_any_length_survive_the_disk(tmp_path):
+    samples = [
+        {"a": torch.arange(3), "b": torch.ones(1, 2, 2)},
+        {"a": torch.arange(0), "b": torch.zeros(1, 2, 2)},
+        {"a": torch.arange(5), "b": torch.ones(1, 2, 2), "c": torch.ones(1)},
+    ]
+    save_examples({"train": Examples.pack(samples)}, tmp_path / "e.safetensors", {"x": "y"})
+    splits, metadata = load_examples(tmp_path / "e.safetensors")
+    assert metadata["x"] == "y"
+    assert len(splits["train"]) == 3
+    for got, sample in zip(splits["train"], samples, strict=True):
+        assert set(got) == {"a", "b"}, "what not all samples have is dropped"
+        assert torch.equal(got["a"], sample["a"])
+        assert torch.equal(got["b"], sample["b"])
+    assert [splits["train"].length("a", n) for n in range(3)] == [3, 0, 5]
+    assert len(Examples.pack([])) == 0

@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from checkpoints import fine_tuned, tiny_llama
-from families import sentence, tokenizer, vit_family, write_rows
+from families import distil, image_distillation, record, sentence, tokenizer, write_rows
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -24,25 +19,14 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     PreTrainedTokenizerFast,
-    ResNetConfig,
-    ResNetForImageClassification,
 )
 
 from mergekit_ace.training import distill as distill_module
-from mergekit_ace.training.distill import run_distillation
-from mergekit_ace.training.distill_config import DistillConfig
-from mergekit_ace.training.errors import Diverged, TrainingError
-from mergekit_ace.training.losses import distillation_loss
+from mergekit_ace.training.config import DistillConfig
+from mergekit_ace.training.distill import distillation_loss
+from mergekit_ace.training.state import Diverged, TrainingError
 
 FAST = {"epochs": 6, "batch_size": 8, "learning_rate": 0.003}
-
-
-def distil(config: dict, out: Path, **options) -> Path:
-    return run_distillation(DistillConfig.model_validate(config), out, quiet=True, **options)
-
-
-def record(out: Path) -> dict:
-    return json.loads((out / "distillation.json").read_text())
 
 
 def losses(out: Path) -> list[float]:
@@ -71,32 +55,7 @@ def test_the_loss_is_equation_8():
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> tuple[dict, dict]:
-    """A ViT family, and a convolutional teacher with five classes for its base."""
-    folder = tmp_path_factory.mktemp("images")
-    family = vit_family(folder)
-    torch.manual_seed(0)
-    teacher = ResNetForImageClassification(
-        ResNetConfig(
-            num_channels=1,
-            embedding_size=8,
-            hidden_sizes=[8, 16],
-            depths=[1, 1],
-            layer_type="basic",
-            num_labels=5,
-            id2label={n: f"kind {n}" for n in range(5)},
-        )
-    )
-    teacher.save_pretrained(folder / "teacher")
-    generator = torch.Generator().manual_seed(9)
-    rows = [{"pixels": torch.rand(1, 8, 8, generator=generator).tolist()} for _ in range(40)]
-    data = {"path": write_rows(folder / "more.jsonl", rows), "image": "pixels"}
-    return family, {
-        "teacher": str(folder / "teacher"),
-        "student": family["base_model"],
-        "task": "image-classification",
-        "data": data,
-        "training": FAST,
-    }
+    return image_distillation(tmp_path_factory.mktemp("images"))
 
 
 def test_a_convolutional_network_becomes_an_expert(images, tmp_path):
@@ -125,29 +84,10 @@ def test_a_finished_run_is_not_repeated(images, tmp_path, monkeypatch):
     def forbidden(*_, **__):
         raise AssertionError("trained again")
 
-    monkeypatch.setattr(distill_module, "_step", forbidden)
+    monkeypatch.setattr(distill_module, "step_student", forbidden)
     assert distil(config, tmp_path / "out") == out
     with pytest.raises(TrainingError, match=r"another run; changed .*config\.alpha"):
         distil({**config, "alpha": 0.5}, tmp_path / "out")
-
-
-def test_two_processes_are_one_with_twice_the_batch(images, tmp_path):
-    _, config = images
-    config = {**config, "training": {**FAST, "epochs": 2, "batch_size": 4}}
-    (tmp_path / "distill.yml").write_text(yaml.safe_dump(config))
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "mergekit_ace.cli", "distill", tmp_path / "distill.yml", tmp_path / "two"),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr[-3000:]
-    config["training"]["batch_size"] = 8
-    one = record(distil(config, tmp_path / "one"))
-    two = record(tmp_path / "two")
-    for mine, other in zip(one["log"], two["log"], strict=True):
-        assert mine == pytest.approx(other, rel=1e-3)
-    assert one["test_loss"] == pytest.approx(two["test_loss"], rel=1e-3)
 
 
 class Killed(BaseException):
@@ -159,7 +99,7 @@ def test_a_killed_distillation_goes_on_to_the_same_student(images, tmp_path, mon
     _, config = images
     config = {**config, "training": {**FAST, "checkpoint_every": 3}}
     whole = distil(config, tmp_path / "whole")
-    original, left = distill_module._step, [steps]
+    original, left = distill_module.step_student, [steps]
 
     def dying(*arguments):
         if left[0] == 0:
@@ -168,7 +108,7 @@ def test_a_killed_distillation_goes_on_to_the_same_student(images, tmp_path, mon
         return original(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(distill_module, "_step", dying)
+        patch.setattr(distill_module, "step_student", dying)
         with pytest.raises(Killed):
             distil(config, tmp_path / "killed")
     resumed = distil(config, tmp_path / "killed")
@@ -271,7 +211,7 @@ def test_tokenizers_that_differ_are_explained(tmp_path, same, columns, signal, m
 
 def test_a_loss_that_is_no_number(images, tmp_path, monkeypatch):
     _, config = images
-    monkeypatch.setattr(distill_module, "_step", lambda *_: float("nan"))
+    monkeypatch.setattr(distill_module, "step_student", lambda *_: float("nan"))
     with pytest.raises(
         Diverged,
         match=r"became nan in step 0; no student was evaluated.*Lower training\.learning_rate",

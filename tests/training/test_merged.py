@@ -11,22 +11,18 @@ from checkpoints import fine_tuned, tiny_llama
 from torch import Tensor
 from torch.func import functional_call
 
-from mergekit_ace.coefficients.file import expand
 from mergekit_ace.coefficients.learner import Learner, LearnerConfig
 from mergekit_ace.coefficients.statistics import features, measure_moments
 from mergekit_ace.naming import block_of
-from mergekit_ace.training import merged as merged_module
 from mergekit_ace.training.merged import MergedModel
 
 EXPERTS = 3
 
 
-@pytest.fixture(autouse=True, params=["kept", "in blocks"])
-def way(request, monkeypatch) -> None:
+@pytest.fixture(params=["kept", "in blocks"])
+def sizes(request) -> dict[str, int]:
     """Task vectors of small tensors are kept; here all tensors are small."""
-    if request.param == "in blocks":
-        monkeypatch.setattr(merged_module, "SMALL", 0)
-        monkeypatch.setattr(merged_module, "BLOCK", 100)
+    return {} if request.param == "kept" else {"small": 0, "block": 100}
 
 
 class Family:
@@ -58,13 +54,14 @@ class Family:
         ]
         return torch.tensor(rows, dtype=torch.float64)
 
-    def merged(self, storage: str = "disk") -> MergedModel:
+    def merged(self, sizes: dict[str, int], storage: str = "disk") -> MergedModel:
         return MergedModel(
             copy.deepcopy(self.base),
             weights(self.base),
             [weights(expert) for expert in self.experts],
             self.names,
             storage,
+            **sizes,
         )
 
     def loss(self, model, parameters: dict[str, Tensor] | None = None) -> Tensor:
@@ -81,7 +78,7 @@ def weights(model) -> dict[str, Tensor]:
 def naive_gradients(family: Family, coefficients: Tensor) -> Tensor:
     """∂L/∂λ by autograd in float64 through every θ_0 + Σ λ Δ."""
     model = copy.deepcopy(family.base).double()
-    wide = expand(coefficients.double(), family.groups)
+    wide = coefficients.double()[:, family.groups]
     parameters = {}
     for column, name in enumerate(family.names):
         origin = weights(family.base)[name].double()
@@ -99,7 +96,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("activation", ["softmax", "relu", "identity"])
 @pytest.mark.parametrize("granularity", ["tensor", "block", "task"])
 @pytest.mark.parametrize("kind", ["shared", "concatenated", "direct"])
-def test_the_gradient_of_the_learner_is_that_of_autograd(granularity, activation, kind):
+def test_the_gradient_of_the_learner_is_that_of_autograd(granularity, activation, kind, sizes):
     family = Family(granularity)
     config = LearnerConfig(input=kind, hidden=16, activation=activation)
     statistics = family.statistics(config)
@@ -115,9 +112,9 @@ def test_the_gradient_of_the_learner_is_that_of_autograd(granularity, activation
     expected = [parameter.grad.clone() for parameter in learner.parameters()]
 
     learner.zero_grad()
-    merged = family.merged()
+    merged = family.merged(sizes)
     coefficients = learner(statistics, depths)
-    merged.write(expand(coefficients, family.groups))
+    merged.write(coefficients[:, family.groups])
     family.loss(merged.module).backward()
     merged.collect()
     gradient = torch.zeros(coefficients.shape, dtype=torch.float64)
@@ -128,14 +125,14 @@ def test_the_gradient_of_the_learner_is_that_of_autograd(granularity, activation
 
 
 @pytest.mark.parametrize("storage", ["disk", "cpu", "device"])
-def test_products_are_the_gradient_wherever_the_experts_lie(storage):
+def test_products_are_the_gradient_wherever_the_experts_lie(storage, sizes):
     family = Family("tensor", tie_word_embeddings=True)  # one parameter with two gradients
     coefficients = torch.randn(
         EXPERTS, len(family.names), generator=torch.Generator().manual_seed(1)
     )
     coefficients = (0.3 * coefficients).double().requires_grad_(True)
     naive_gradients(family, coefficients).backward()
-    merged = family.merged(storage)
+    merged = family.merged(sizes, storage)
     merged.write(coefficients)
     for _ in range(2):  # backward passes add up
         family.loss(merged.module).backward()
@@ -145,11 +142,13 @@ def test_products_are_the_gradient_wherever_the_experts_lie(storage):
     assert not merged.products.any()
 
 
-def test_experts_of_different_dtypes():
+def test_experts_of_different_dtypes(sizes):
     family = Family("tensor")
     rounded = {name: tensor.bfloat16() for name, tensor in weights(family.experts[1]).items()}
     mixed = [weights(family.experts[0]), rounded]
-    merged = MergedModel(copy.deepcopy(family.base), weights(family.base), mixed, family.names)
+    merged = MergedModel(
+        copy.deepcopy(family.base), weights(family.base), mixed, family.names, **sizes
+    )
     merged.write(torch.full((2, len(family.names)), 0.5))
     for name in family.names:
         parts = [weights(family.base)[name].double(), *(e[name].double() for e in mixed)]
@@ -157,13 +156,15 @@ def test_experts_of_different_dtypes():
         assert relative_error(weights(merged.module)[name], expected) <= 1e-6
 
 
-def test_gradients_are_freed_and_nothing_else_moves():
+def test_gradients_are_freed_and_nothing_else_moves(sizes):
     family = Family("tensor")
     frozen = "model.norm.weight"
     names = [name for name in family.names if name != frozen]
     before = [{n: t.clone() for n, t in weights(m).items()} for m in (family.base, *family.experts)]
     module = copy.deepcopy(family.base)
-    merged = MergedModel(module, weights(family.base), [weights(e) for e in family.experts], names)
+    merged = MergedModel(
+        module, weights(family.base), [weights(e) for e in family.experts], names, **sizes
+    )
     merged.write(torch.full((EXPERTS, len(names)), 0.5))
     family.loss(module).backward()
     merged.collect()
@@ -174,20 +175,20 @@ def test_gradients_are_freed_and_nothing_else_moves():
         assert all(torch.equal(tensor, known[name]) for name, tensor in weights(model).items())
 
 
-def test_zero_coefficients_write_the_base_bit_for_bit():
+def test_zero_coefficients_write_the_base_bit_for_bit(sizes):
     family = Family("tensor")
-    merged = family.merged()
+    merged = family.merged(sizes)
     merged.write(torch.ones(EXPERTS, len(family.names)))
     merged.write(torch.zeros(EXPERTS, len(family.names)))
     assert all(torch.equal(t, weights(family.base)[n]) for n, t in weights(merged.module).items())
 
 
-def test_the_written_merge_is_the_formula():
+def test_the_written_merge_is_the_formula(sizes):
     family = Family("tensor")
     coefficients = torch.randn(
         EXPERTS, len(family.names), generator=torch.Generator().manual_seed(2)
     )
-    merged = family.merged()
+    merged = family.merged(sizes)
     merged.write(coefficients)
     for column, name in enumerate(family.names):
         origin = weights(family.base)[name].double()

@@ -16,23 +16,34 @@ from checkpoints import fine_tuned, tiny_llama
 from families import (
     bert_family,
     llama_family,
+    masked_family,
     mixtral_family,
     parsed,
     t5_family,
+    tokenizer,
     vit_family,
     write_rows,
 )
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertForMaskedLM,
+    DistilBertForMaskedLM,
+    RobertaForMaskedLM,
+)
 
 from mergekit_ace.coefficients.file import CoefficientFile
 from mergekit_ace.training import family as family_module
+from mergekit_ace.training import loop as loop_module
 from mergekit_ace.training import results as results_module
-from mergekit_ace.training import session as session_module
 from mergekit_ace.training import teachers as teachers_module
-from mergekit_ace.training.errors import Diverged, TrainingError
-from mergekit_ace.training.output import inline_config
+from mergekit_ace.training.data import load_examples
+from mergekit_ace.training.results import inline_config
 from mergekit_ace.training.run import run_training
+from mergekit_ace.training.state import Diverged, TrainingError
+from mergekit_ace.training.tasks import model_kind
 
 
 def run(config: dict, out: Path, **options) -> CoefficientFile:
@@ -134,7 +145,7 @@ def _load(folder: str | Path) -> AutoModelForCausalLM:
 
 def _loss_on_test(config: dict, folder: Path, out: Path) -> float:
     """The score again, from the merged checkpoint alone and the labels, by hand."""
-    from mergekit_ace.training.examples import load_examples
+    from mergekit_ace.training.data import load_examples
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     losses = []
@@ -152,7 +163,7 @@ def _loss_on_test(config: dict, folder: Path, out: Path) -> float:
 
 
 def test_labels_are_the_experts_own_answers(llama, tmp_path):
-    from mergekit_ace.training.examples import load_examples
+    from mergekit_ace.training.data import load_examples
 
     run(changed(llama, max_steps=1), tmp_path / "out")
     for row, expert in enumerate(llama["models"]):
@@ -192,11 +203,11 @@ def _killed_after(monkeypatch, owner, name: str, calls: int) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "calls"),
     [
-        (teachers_module, "_label", 7),  # in the labels of the second expert
+        (teachers_module, "label_batch", 7),  # in the labels of the second expert
         (family_module, "measure_moments", 5),  # in the statistics
-        (session_module.Session, "gradient", 1),  # before the first checkpoint
-        (session_module.Session, "gradient", 5),  # after one
-        (session_module.Session, "evaluate", 2),  # in an evaluation
+        (loop_module.Objective, "gradient", 1),  # before the first checkpoint
+        (loop_module.Objective, "gradient", 5),  # after one
+        (loop_module.Objective, "evaluate", 2),  # in an evaluation
         (results_module, "write_config", 1),  # while the results are written
     ],
 )
@@ -219,14 +230,14 @@ def test_a_killed_run_goes_on_to_the_same_coefficients(
 
 def test_labels_that_are_known_are_not_asked_for_again(llama, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        _killed_after(patch, session_module.Session, "gradient", 0)
+        _killed_after(patch, loop_module.Objective, "gradient", 0)
         with pytest.raises(Killed):
             run(llama, tmp_path / "out")
 
     def forbidden(*_, **__):
         raise AssertionError("asked again")
 
-    monkeypatch.setattr(teachers_module, "_label", forbidden)
+    monkeypatch.setattr(teachers_module, "label_batch", forbidden)
     monkeypatch.setattr(family_module, "measure_moments", forbidden)
     run(llama, tmp_path / "out")
 
@@ -244,7 +255,7 @@ def test_another_run_s_folder_is_refused_unless_overwritten(llama, tmp_path):
 def test_overwriting_leaves_nothing_that_looks_complete(llama, tmp_path, monkeypatch):
     out = tmp_path / "out"
     run(changed(llama, max_steps=1), out)
-    _killed_after(monkeypatch, session_module.Session, "gradient", 0)
+    _killed_after(monkeypatch, loop_module.Objective, "gradient", 0)
     with pytest.raises(Killed):
         run(changed(llama, max_steps=2), out, overwrite=True)
     assert not (out / "coefficients.safetensors").exists()
@@ -255,7 +266,7 @@ def test_a_comparison_that_diverges_loses_nothing(llama, tmp_path, monkeypatch):
     def diverging(*_, **__):
         raise Diverged("only the comparison")
 
-    monkeypatch.setattr(results_module, "train", diverging)
+    monkeypatch.setattr(results_module, "train_learner", diverging)
     file = run({**llama, "compare": {"direct": True}}, tmp_path / "out")
     assert "StatsMerging" in file.contents.scores
     assert "coefficients learned directly" not in file.contents.scores
@@ -334,9 +345,9 @@ def test_the_kept_network_is_that_of_the_best_evaluation(llama, tmp_path, monkey
 
     def scripted(self, split):
         seen.append(split)
-        return session_module.Score(losses[min(seen.count("validation"), 6) - 1], (0.5, 0.5))
+        return loop_module.Score(losses[min(seen.count("validation"), 6) - 1], (0.5, 0.5))
 
-    monkeypatch.setattr(session_module.Session, "evaluate", scripted)
+    monkeypatch.setattr(loop_module.Objective, "evaluate", scripted)
     file = run(changed(llama, evaluate_every=1, max_steps=5), tmp_path / "out")
     assert [e["validation_loss"] for e in log_of(tmp_path / "out") if "loss" not in e] == losses
     seen.clear()
@@ -378,13 +389,12 @@ def test_text_classifiers_with_heads_of_their_own(tmp_path):
 @pytest.mark.parametrize("family", [bert_family, vit_family])
 def test_merged_backbones_carry_every_head(tmp_path, mergekit_yaml, family, config):
     """Put each expert's head on the merged backbone: the scores are those of the training."""
-    from mergekit_ace.training.examples import load_examples
-    from mergekit_ace.training.tasks import kind_of
+    from mergekit_ace.training.data import load_examples
 
     settings = family(tmp_path / "family")
     file = run(settings, tmp_path / "out")
     merged = mergekit_yaml(yaml.safe_load((tmp_path / "out" / config).read_text()))
-    kind = kind_of(settings["task"])
+    kind = model_kind(settings["task"])
     right, total = [], []
     for row, expert in enumerate(settings["models"]):
         model = getattr(transformers, kind.auto_class).from_pretrained(expert["model"])
@@ -426,19 +436,19 @@ def test_encoders_with_decoders(tmp_path, completion):
 @pytest.mark.parametrize("family", [bert_family, vit_family])
 def test_heads_are_not_trained(tmp_path, family, monkeypatch):
     seen = []
-    original = session_module.Session.evaluate
+    original = loop_module.Objective.evaluate
 
     def watching(self, split):
         seen.append(
             [
                 {n: t.clone() for n, t in m.state_dict().items()}
-                for heads in self.heads.modules
-                for m in heads.values()
+                for teacher in self.teachers
+                for m in teacher.head.values()
             ]
         )
         return original(self, split)
 
-    monkeypatch.setattr(session_module.Session, "evaluate", watching)
+    monkeypatch.setattr(loop_module.Objective, "evaluate", watching)
     run(family(tmp_path / "family"), tmp_path / "out")
     for heads in seen[1:]:
         for head, first in zip(heads, seen[0], strict=True):
@@ -454,7 +464,7 @@ def test_true_labels_are_used_only_on_request(tmp_path):
 
 
 def test_a_loss_that_is_no_number_names_the_task_and_keeps_the_best(llama, tmp_path, monkeypatch):
-    original = session_module.summed_loss
+    original = loop_module.summed_loss
     calls = [0]
 
     def breaking(logits, labels):
@@ -462,11 +472,11 @@ def test_a_loss_that_is_no_number_names_the_task_and_keeps_the_best(llama, tmp_p
         loss = original(logits, labels)
         return loss * float("nan") if calls[0] > 30 and logits.requires_grad else loss
 
-    monkeypatch.setattr(session_module, "summed_loss", breaking)
+    monkeypatch.setattr(loop_module, "summed_loss", breaking)
     with pytest.raises(Diverged, match=r"data of task\d became nan in step \d+; the best network"):
         run(changed(llama, epochs=20, checkpoint_every=1000), tmp_path / "out")
     assert (tmp_path / "out" / "state" / "learner.safetensors").exists()
-    monkeypatch.setattr(session_module, "summed_loss", original)
+    monkeypatch.setattr(loop_module, "summed_loss", original)
     run(changed(llama, epochs=20, checkpoint_every=1000), tmp_path / "out")  # it goes on
 
 
@@ -501,7 +511,7 @@ def test_mistakes_of_the_last_expert_are_found_before_the_first_answers(
     def forbidden(*_, **__):
         raise AssertionError("an expert was asked")
 
-    monkeypatch.setattr(teachers_module, "_label", forbidden)
+    monkeypatch.setattr(teachers_module, "label_batch", forbidden)
     with pytest.raises(TrainingError):
         run(config, tmp_path / "out")
 
@@ -539,3 +549,63 @@ def test_experts_of_another_shape_are_refused(tmp_path):
         TrainingError, match=r"mlp.* has shape \(64, 32\) in .*expert1, but \(48, 32\)"
     ):
         run(config, tmp_path / "out")
+
+
+@pytest.mark.parametrize("basis", ["task_vector", "ace_relative"])
+@pytest.mark.parametrize("model", [RobertaForMaskedLM, BertForMaskedLM, DistilBertForMaskedLM])
+def test_from_masks_to_a_merged_model(tmp_path, mergekit_yaml, model, basis):
+    config = masked_family(tmp_path / "family", model, basis=basis)
+    out = tmp_path / "out"
+    config["training"] |= {"epochs": 10, "patience": 0, "penalty": 0, "learning_rate": 0.003}
+    file = run_training(parsed(config), out, quiet=True)
+    log = map(json.loads, (out / "training.jsonl").read_text().splitlines())
+    seen = [line["loss"] for line in log if "loss" in line]
+    assert sum(seen[-4:]) < sum(seen[:4]), "an epoch has four steps"
+    merged = mergekit_yaml(yaml.safe_load((out / "merge.yml").read_text()), out="merged")
+    result = AutoModelForMaskedLM.from_pretrained(merged, dtype=torch.float64).eval()
+    words = tokenizer(mask_token="<mask>")
+    shares, losses = [], []
+    for row, (expert, own) in enumerate(zip(config["models"], file.contents.experts, strict=True)):
+        assert own.task == expert["task"]
+        lines = Path(expert["data"]["path"]).read_text().splitlines()
+        known = {tuple(words(json.loads(line)["t"])["input_ids"]) for line in lines}
+        teacher = AutoModelForMaskedLM.from_pretrained(expert["model"], dtype=torch.float64).eval()
+        splits, _ = load_examples(out / "state" / f"labels-{row}.safetensors")
+        right, logs = [], []
+        for sample in splits["test"]:
+            ids = sample["input_ids"]
+            assert tuple(ids.tolist()) in known
+            place = ids.tolist().index(words.mask_token_id)
+            with torch.no_grad():
+                said = teacher(input_ids=ids[None]).logits[0, place].argmax()
+                mine = result(input_ids=ids[None]).logits[0, place].log_softmax(-1)
+            assert sample["hard"].tolist() == [int(said)]
+            right.append(int(mine.argmax() == said))
+            logs.append(-float(mine[said]))
+        shares.append(sum(right) / len(right))
+        losses.append(sum(logs) / len(logs))
+    row = "StatsMerging" if basis == "task_vector" else f"{basis}, coefficients"
+    score = file.contents.scores[row]
+    assert score["accuracy"] == pytest.approx(shares)
+    assert score["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
+
+
+def test_the_base_rehearses_masks(tmp_path):
+    config = masked_family(tmp_path / "family", RobertaForMaskedLM)
+    rehearsal = {"path": str(tmp_path / "family" / "data0.jsonl"), "text": "t"}
+    assert parsed({**config, "basis": "ace_relative"}).penalty == 3
+    out = tmp_path / "out"
+    file = run_training(parsed(config | {"rehearsal": rehearsal}), out, quiet=True)
+    assert len(file.coefficients) == 2
+    assert file.contents.scores["base model"]["rehearsal"] == 1
+
+
+def test_true_labels_of_given_masks(tmp_path):
+    config = masked_family(tmp_path / "family", RobertaForMaskedLM, labels="true")
+    with pytest.raises(TrainingError, match=r"not all train samples of data .* have the truth"):
+        run_training(parsed(config), tmp_path / "out", quiet=True)
+    for expert in config["models"]:
+        path = Path(expert["data"]["path"])
+        path.write_text(path.read_text().replace("<mask> ", ""))
+    file = run_training(parsed(config), tmp_path / "true", quiet=True)
+    assert file.coefficients.isfinite().all()

@@ -1,21 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is supervised, and that padding and batching change nothing."""
+"""Classifiers: wrong labels and images, padding, texts that are too long."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from checkpoints import tiny_llama
 from families import tokenizer
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.errors import TrainingError
-from mergekit_ace.training.tasks import kind_of
+from mergekit_ace.training.state import TrainingError
+from mergekit_ace.training.tasks import model_kind
 
-CHAT = (
-    "{% for m in messages %}{{ m.role[0] and '<s> ' }}{{ m.content }} </s> {% endfor %}"
-    "{% if add_generation_prompt %}<s> {% endif %}"
-)
+
+@pytest.mark.parametrize("pad", [None, 0, 5])
+def test_a_padded_batch_is_answered_like_each_alone(pad):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_labels=3,
+        pad_token_id=pad,
+    )
+    model = LlamaForSequenceClassification(config).eval()
+    kind, data = model_kind("sequence-classification"), DataConfig(path="d", text="t")
+    texts = ["w1 w2 w3 w4 w5 w6", "w7 w8", "w9 w10 w11 <pad>"]  # the last ends in token 0
+    samples = [kind.encode({"t": text}, data, tokenizer()) for text in texts]
+    if pad == 0:
+        samples = samples[:2]
+    with torch.no_grad():
+        together = kind.logits(model, kind.collate(samples))
+        alone = torch.cat([kind.logits(model, kind.collate([sample])) for sample in samples])
+        states = [model.model(input_ids=s["input_ids"][None]).last_hidden_state for s in samples]
+        naive = torch.cat([model.score(state[:, -1]) for state in states])
+    torch.testing.assert_close(together, naive, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(alone, naive, rtol=1e-4, atol=1e-5)
+    assert model.config.pad_token_id == pad
+
+
+def test_texts_are_cut_to_what_the_model_can_read():
+    words = tokenizer()
+    words.model_max_length = 4
+    data = DataConfig(path="d", text="t")
+    sample = model_kind("sequence-classification").encode({"t": "w1 " * 9}, data, words)
+    assert len(sample["input_ids"]) == 4
 
 
 @pytest.fixture
@@ -23,92 +54,8 @@ def words():
     return tokenizer()
 
 
-def supervised(example, words) -> str:
-    chosen = example["input_ids"][example["supervised"]]
-    return " ".join(words.convert_ids_to_tokens(chosen.tolist()))
-
-
 def encode(row, words, task="causal-lm", **columns):
-    return kind_of(task).encode(row, DataConfig(path="d", **columns), words)
-
-
-def test_every_token_of_a_text_but_the_first(words):
-    example = encode({"t": "w1 w2 w3"}, words, text="t")
-    assert supervised(example, words) == "w2 w3"
-    assert example["true"].tolist() == example["input_ids"][1:].tolist()
-
-
-def test_a_completion_and_its_end(words):
-    row = {"q": "w1 w2", "a": "w3 w4"}
-    assert supervised(encode(row, words, prompt="q", completion="a"), words) == "w3 w4 </s>"
-    open_one = encode(row, words, prompt="q")
-    assert not open_one["supervised"].any()
-    assert "true" not in open_one
-    assert kind_of("causal-lm").unanswered(open_one)
-
-
-def test_the_last_answer_of_a_chat(words):
-    words.chat_template = CHAT
-    chat = [
-        {"role": "user", "content": "w1"},
-        {"role": "assistant", "content": "w2"},
-        {"role": "user", "content": "w3"},
-        {"role": "assistant", "content": "w4 w5"},
-    ]
-    example = encode({"m": chat}, words, messages="m")
-    assert (
-        supervised(example, words).split() == ["w4", "w5", "</s>"]
-        or supervised(example, words) == "w4 w5</s>"
-    )
-    assert kind_of("causal-lm").unanswered(encode({"m": chat[:-1]}, words, messages="m"))
-
-
-MARKED = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}<s> {% generation %}{{ m.content }} "
-    "</s>{% endgeneration %} {% else %}<s> {{ m.content }} </s> {% endif %}{% endfor %}"
-)
-TALK = [
-    {"role": "user", "content": "w1"},
-    {"role": "assistant", "content": "w2 w3"},
-    {"role": "user", "content": "w4"},
-    {"role": "assistant", "content": "w5"},
-]
-
-
-def test_all_answers_of_a_chat_whose_template_marks_them(words):
-    words.chat_template = MARKED
-    example = encode({"m": TALK}, words, messages="m")
-    assert supervised(example, words) == "w2 w3 </s> w5 </s>"
-    assert example["true"].tolist() == example["input_ids"][example["supervised"]].tolist()
-    cut = encode({"m": TALK}, words, messages="m", max_length=7)
-    assert supervised(cut, words) == "w2 w3 </s>"
-    # a last question is for the expert to answer, and its answer alone is supervised
-    assert kind_of("causal-lm").unanswered(encode({"m": TALK[:3]}, words, messages="m"))
-
-
-def test_the_last_answer_where_the_marks_are_around_nothing(words):
-    words.chat_template = CHAT + "{% generation %}{% endgeneration %}"
-    assert supervised(encode({"m": TALK}, words, messages="m"), words) == "w5 </s>"
-
-
-def test_a_chat_without_a_template(words):
-    with pytest.raises(TrainingError, match="no chat template"):
-        encode({"m": [{"role": "user", "content": "w1"}]}, words, messages="m")
-
-
-def test_what_is_too_long_is_cut_or_left_out(words):
-    row = {"t": "w1 w2 w3 w4", "q": "w1 w2 w3", "a": "w4 w5"}
-    assert supervised(encode(row, words, text="t", max_length=3), words) == "w2 w3"
-    assert encode(row, words, prompt="q", completion="a", max_length=3) is None
-    cut = encode(row, words, prompt="q", completion="a", max_length=4)
-    assert supervised(cut, words) == "w4"
-    assert encode({"t": "w1"}, words, text="t") is None, "nothing to predict"
-
-
-@pytest.mark.parametrize("value", [None, 3, ["w1"]])
-def test_columns_that_hold_no_text(words, value):
-    with pytest.raises(TrainingError, match=r"column t holds .* instead of text"):
-        encode({"t": value}, words, text="t")
+    return model_kind(task).encode(row, DataConfig(path="d", **columns), words)
 
 
 @pytest.mark.parametrize("label", ["cat", 1.0, True, None])
@@ -121,30 +68,3 @@ def test_labels_that_are_no_classes(words, label):
 def test_pixels_of_another_shape():
     with pytest.raises(TrainingError, match="arrays with 2 axes"):
         encode({"x": [[1.0, 2.0]]}, None, "image-classification", image="x")
-
-
-def test_logits_of_a_padded_batch_are_those_of_each_alone(words):
-    model, kind = tiny_llama(), kind_of("causal-lm")
-    rows = [{"t": "w1 w2 w3 w4 w5"}, {"t": "w6 w7"}, {"t": "w8 w9 w10"}]
-    examples = [encode(row, words, text="t") for row in rows]
-    with torch.no_grad():
-        together = kind.logits(model, kind.collate(examples))
-        alone = torch.cat([kind.logits(model, kind.collate([e])) for e in examples])
-        naive = torch.cat([model(input_ids=e["input_ids"][None]).logits[0, :-1] for e in examples])
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(alone, naive, rtol=1e-4, atol=1e-5)
-
-
-def test_an_expert_writes_what_it_would_write_alone(words):
-    model, kind = tiny_llama(), kind_of("causal-lm")
-    data = DataConfig(path="d", prompt="q", max_new_tokens=6)
-    samples = [kind.encode({"q": q}, data, words) for q in ("w1 w2 w3 w4", "w5")]
-    for sample, done in zip(samples, kind.complete(model, samples, data, words), strict=True):
-        ids = sample["input_ids"].tolist()
-        for _ in range(6):  # greedily, by hand
-            with torch.no_grad():
-                ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-            if ids[-1] == model.generation_config.eos_token_id:
-                break
-        assert done["input_ids"].tolist() == ids
-        assert int(done["supervised"].sum()) == len(ids) - len(sample["input_ids"])

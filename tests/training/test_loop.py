@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps a training near where it starts: the base as a teacher, and a penalty."""
+"""The loss, its parts and the schedule, and what keeps a training near where it starts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,52 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import llama_family, parsed, sentence, vit_family, write_rows
+from families import llama_family, parsed, sentence, write_rows
+from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mergekit_ace.training.examples import load_examples
+from mergekit_ace.training.data import Examples, load_examples
+from mergekit_ace.training.loop import collate_labels, summed_loss
 from mergekit_ace.training.run import run_training
+
+
+def test_hard_labels_are_cross_entropy(rng):
+    logits = torch.randn(5, 7, generator=rng)
+    labels = torch.tensor([1, 0, 6, 3, 3])
+    loss = summed_loss(logits, {"classes": labels})
+    assert float(loss) == pytest.approx(float(cross_entropy(logits, labels, reduction="sum")))
+
+
+def test_soft_labels_are_the_divergence_from_the_teacher(rng):
+    logits, teacher = (torch.randn(5, 7, generator=rng) for _ in range(2))
+    expected = kl_div(
+        logits.log_softmax(-1), teacher.log_softmax(-1), reduction="sum", log_target=True
+    )
+    best = teacher.log_softmax(-1).topk(7)
+    labels = {"log_probabilities": best.values, "classes": best.indices}
+    assert float(summed_loss(logits, labels)) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_what_the_teacher_leaves_counts_as_one_class(rng):
+    logits, teacher = (torch.randn(5, 7, generator=rng) for _ in range(2))
+    best = teacher.log_softmax(-1).topk(3)
+    labels = {"log_probabilities": best.values, "classes": best.indices}
+    p = torch.cat([best.values.exp(), 1 - best.values.exp().sum(-1, keepdim=True)], -1)
+    mine = logits.softmax(-1).gather(-1, best.indices)
+    q = torch.cat([mine, 1 - mine.sum(-1, keepdim=True)], -1)
+    expected = (p * (p / q).log()).sum()
+    assert float(summed_loss(logits, labels)) == pytest.approx(float(expected), rel=1e-4)
+    same = {"log_probabilities": best.values, "classes": best.indices}
+    assert float(summed_loss(teacher, same)) == pytest.approx(0, abs=1e-5)
+
+
+def test_the_truth_is_what_counts_as_right_where_it_is_known():
+    samples = [{"hard": torch.tensor([1]), "true": torch.tensor([2])}] * 2
+    labels = collate_labels(Examples.pack(samples), [0, 1], "hard")
+    assert labels["classes"].tolist() == [1, 1]
+    assert labels["target"].tolist() == [2, 2]
+    unknown = collate_labels(Examples.pack([{"hard": torch.tensor([1])}]), [0], "hard")
+    assert unknown["target"].tolist() == [1]
 
 
 @pytest.fixture
@@ -112,22 +153,3 @@ def test_a_penalty_keeps_coefficients_where_they_start(tmp_path, activation):
         away.append(float((file.coefficients - start).abs().mean()))
     assert away[0] > 0
     assert away[1] < 0.5 * away[0]
-
-
-def test_the_default_penalty(rehearsed, tmp_path):
-    """Where components of a language model are learned and nothing is rehearsed, it is 3."""
-    relative = {**rehearsed, "basis": "ace_relative"}
-    alone = {name: value for name, value in relative.items() if name != "rehearsal"}
-    assert parsed(relative).penalty == 0
-    assert parsed(alone).penalty == 3
-    assert parsed({**alone, "basis": "task_vector"}).penalty == 0
-    assert parsed({**alone, "training": {"penalty": 0.5}}).penalty == 0.5
-    assert parsed({**alone, "training": {"penalty": 0}}).penalty == 0
-    assert parsed({**vit_family(tmp_path / "images"), "basis": "ace"}).penalty == 0
-
-
-def test_classifiers_have_no_rehearsal(tmp_path):
-    config = vit_family(tmp_path)
-    data = {key: v for key, v in config["models"][0]["data"].items() if key != "label"}
-    with pytest.raises(ValueError, match="rehearsal is for language models"):
-        parsed(config | {"rehearsal": data})

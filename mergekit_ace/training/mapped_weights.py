@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of checkpoints by their names in memory, mapped from disk.
+"""Parameters of checkpoints by their names in memory, mapped from disk.
 
 transformers stores some models under other names, or packed otherwise, than it holds them in
 memory. So a checkpoint's own files are used only after every parameter has been found in them,
@@ -9,7 +9,7 @@ equal to the one in memory; else a converted copy is written once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,40 +22,27 @@ from mergekit_ace.files import save_tensors
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+StoredTensor = tuple[str, str]  # file, and name in it
 
-class MappedWeights(Mapping[str, Tensor]):
-    """Tensors of safetensors files under names of our own; read when used.
+
+def map_tensors(sources: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Map tensors of safetensors files under names of our own; they are read when used.
 
     What is mapped is the system's cache of the file, not memory of this process.
 
-    Attributes:
-        sources: our name to (file, name there).
+    Args:
+        sources: file, and name there, by our name.
     """
-
-    def __init__(self, sources: Mapping[str, tuple[str, str]]):
-        self.sources = dict(sources)
-        files = {path: safe_open(path, framework="pt") for path in self.files}
-        # Views of the mapped files keep no memory. They are made at once, before anything large:
-        # even what little they take would pin the memory of the gradients between which it lies.
-        self._views = {n: files[path].get_tensor(stored) for n, (path, stored) in sources.items()}
-
-    @property
-    def files(self) -> list[str]:
-        """The files, sorted."""
-        return sorted({path for path, _ in self.sources.values()})
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._views[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.sources)
-
-    def __len__(self) -> int:
-        return len(self.sources)
+    files = {
+        path: safe_open(path, framework="pt") for path in {path for path, _ in sources.values()}
+    }
+    # All views at once, before anything large: what little memory they take would otherwise pin
+    # that of the gradients between which it lies.
+    return {name: files[path].get_tensor(stored) for name, (path, stored) in sources.items()}
 
 
-def stored_tensors(folder: str | os.PathLike) -> dict[str, tuple[str, str]]:
-    """Every tensor in the safetensors files of a checkpoint folder: name to (file, name)."""
+def stored_tensors(folder: str | os.PathLike) -> dict[str, StoredTensor]:
+    """List the tensors in the safetensors files of a checkpoint folder: file and name, by name."""
     sources = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -65,8 +52,8 @@ def stored_tensors(folder: str | os.PathLike) -> dict[str, tuple[str, str]]:
 
 def map_weights(
     model: PreTrainedModel, names: Iterable[str], folder: str | os.PathLike, copy: Path
-) -> MappedWeights:
-    """The parameters `names` of `model`, mapped from the files it was loaded from, or from a copy.
+) -> dict[str, Tensor]:
+    """Map parameters of a model from the files it was loaded from, or from a converted copy.
 
     Args:
         model: loaded from `folder`, in the dtype it is stored in.
@@ -79,17 +66,17 @@ def map_weights(
     sources = stored_tensors(folder)
     direct = {name: _same_name(name, model, sources) for name in parameters}
     if all(stored is not None for stored in direct.values()):
-        mapped = MappedWeights({name: sources[stored] for name, stored in direct.items() if stored})
+        mapped = map_tensors({name: sources[stored] for name, stored in direct.items() if stored})
         if all(_equal(mapped[name], parameter) for name, parameter in parameters.items()):
             return mapped
     if not copy.exists():
         copy.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(copy, {name: p.cpu().contiguous() for name, p in parameters.items()})
-    return MappedWeights({name: (str(copy), name) for name in parameters})
+    return map_tensors({name: (str(copy), name) for name in parameters})
 
 
 def _same_name(name: str, model: PreTrainedModel, sources: Mapping[str, object]) -> str | None:
-    """The stored name that differs at most by the prefix of the backbone."""
+    """Return the stored name that differs at most by the prefix of the backbone."""
     prefix = f"{model.base_model_prefix}."
     candidates = (name, name.removeprefix(prefix), prefix + name)
     return next((candidate for candidate in candidates if candidate in sources), None)
@@ -102,10 +89,10 @@ def _equal(stored: Tensor, parameter: Tensor) -> bool:
 def stored_names(
     model: PreTrainedModel, names: Iterable[str], folder: str | os.PathLike
 ) -> dict[str, tuple[str, ...]]:
-    """The names under which a checkpoint on disk holds parameters in memory.
+    """Find the names under which a checkpoint on disk holds parameters in memory.
 
-    Told by tags: every parameter is replaced by one number, and transformers' own way of saving is
-    followed; where a number ends up, that parameter is stored.
+    Every parameter is replaced by one number, and transformers' own way of saving is followed;
+    where a number ends up, that parameter is stored.
 
     Args:
         model: as transformers loaded it from `folder`.
@@ -135,7 +122,7 @@ def stored_names(
 
 
 def _as_saved(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`state` under the names, and in the packing, that transformers saves."""
+    """Return `state` under the names, and in the packing, that transformers saves."""
     from transformers.core_model_loading import revert_weight_conversion
 
     try:

@@ -67,21 +67,18 @@ def no_accelerator():
 )
 def test_the_first_gradient_is_nearly_that_of_float32(llama, tmp_path, settings, bar):
     """After one step of plain descent the coefficients tell the gradient."""
-    from mergekit_ace.training.family import Family, Models
-    from mergekit_ace.training.processes import new_accelerator
-    from mergekit_ace.training.state import RunFolder
+    from mergekit_ace.training.family import Family, ModelFolders
+    from mergekit_ace.training.state import TrainingRun
 
     gradients = []
     for number, change in enumerate(({}, settings)):
         config = parsed({**llama, **change})
-        folder = RunFolder(tmp_path / str(number))
-        folder.state.mkdir(parents=True)
         AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = new_accelerator(config.mixed_precision)
-        models = Models.find(config, folder, accelerator)
-        family = Family.prepare(config, models, folder, accelerator, quiet=True)
-        session = family.session(accelerator)
+        run = TrainingRun(tmp_path / str(number), config.mixed_precision, quiet=True)
+        run.state.mkdir(parents=True)
+        family = Family.prepare(config, ModelFolders.find(config, run), run)
+        objective = family.objective(run)
         start = torch.full((2, len(family.names)), 0.3)
-        gradients.append(session.gradient(start, 0)[0])
+        gradients.append(objective.gradient(start, 0)[0])
     exact, rough = gradients
     assert (rough - exact).norm() <= bar * exact.norm()

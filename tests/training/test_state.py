@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of several processes are those of one; checkpoints that are damaged."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from families import distil, image_distillation, llama_family, parsed, record
+
+from mergekit_ace.coefficients.file import CoefficientFile
+from mergekit_ace.training.run import run_training
+from mergekit_ace.training.state import TrainingError, load_checkpoint, save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def in_two_processes(tmp_path_factory) -> tuple[Path, str, dict, dict]:
+    """A training and a distillation by torch's launcher; that of accelerate needs GPUs for two."""
+    folder = tmp_path_factory.mktemp("two")
+    train = llama_family(folder / "family", rows=23)
+    train["training"] |= {"batch_size": 3, "epochs": 3}
+    _, distill = image_distillation(folder / "images")
+    distill["training"] |= {"epochs": 2, "batch_size": 4}
+    for name, config in (("train", train), ("distill", distill)):
+        (folder / f"{name}.yml").write_text(yaml.safe_dump(config))
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        Path(__file__).with_name("both_commands.py"),
+        *(folder / "train.yml", folder / "trained", folder / "distill.yml", folder / "distilled"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return folder, result.stdout, train, distill
+
+
+def test_two_processes_train_like_one_with_twice_the_batch(in_two_processes):
+    folder, printed, config, _ = in_two_processes
+    assert printed.count("StatsMerging") == 1, "one process talks"
+    two = CoefficientFile.load(folder / "trained" / "coefficients.safetensors")
+    config["training"]["batch_size"] = 6
+    one = run_training(parsed(config), folder / "trained by one", quiet=True)
+    torch.testing.assert_close(two.coefficients, one.coefficients, rtol=1e-5, atol=1e-5)
+    assert one.coefficients.std() > 0.01
+    for name, score in two.contents.scores.items():
+        other = one.contents.scores[name]
+        assert score["accuracy"] == pytest.approx(other["accuracy"], abs=1e-5)
+        assert score["loss"] == pytest.approx(other["loss"], abs=1e-5)
+
+
+def test_two_processes_distil_like_one_with_twice_the_batch(in_two_processes):
+    folder, _, _, config = in_two_processes
+    config["training"]["batch_size"] = 8
+    one = record(distil(config, folder / "distilled by one"))
+    two = record(folder / "distilled")
+    for line, other in zip(one["log"], two["log"], strict=True):
+        assert line == pytest.approx(other, rel=1e-3)
+    assert one["test_loss"] == pytest.approx(two["test_loss"], rel=1e-3)
+
+
+def test_the_module_that_launchers_start_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("mergekit_ace.train", run_name="__main__")
+    assert "Learn merging coefficients" in capsys.readouterr().out
+
+
+def test_accumulated_gradients_are_one_with_twice_the_batch(tmp_path):
+    config = llama_family(tmp_path / "family", rows=23)
+    config["training"] |= {"batch_size": 3, "gradient_accumulation": 2}
+    two = run_training(parsed(config), tmp_path / "two", quiet=True)
+    config["training"] |= {"batch_size": 6, "gradient_accumulation": 1}
+    one = run_training(parsed(config), tmp_path / "one", quiet=True)
+    torch.testing.assert_close(two.coefficients, one.coefficients, rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoints(tmp_path):
+    path = tmp_path / "c.safetensors"
+    assert load_checkpoint(path) is None
+    save_checkpoint(path, {"a": torch.arange(3)}, {"step": 1})
+    tensors, facts = load_checkpoint(path)
+    assert (tensors["a"].tolist(), facts) == ([0, 1, 2], {"step": 1})
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(TrainingError, match=r"c\.safetensors is damaged .*; delete it"):
+        load_checkpoint(path)
