@@ -140,8 +140,7 @@ def check(config: Path, out: Path | None, as_json: bool, **flags: Any) -> None:
 
     from mergekit.options import MergeOptions
 
-    from mergekit_ace.preflight.check import check_merge
-    from mergekit_ace.preflight.text import to_text
+    from mergekit_ace.preflight.check import check_merge, to_text
 
     result = check_merge(config, MergeOptions(**flags, quiet=True), out)
     click.echo(json.dumps(result.as_json(), indent=1) if as_json else to_text(result))
@@ -162,7 +161,7 @@ def inspect(config: Path, folder: Path, **options: Any) -> None:
     CONFIG is that of the merge. An inspection that was interrupted goes on when the same command is
     given again.
     """
-    from mergekit_ace.report.commands import run_inspection
+    from mergekit_ace.report.inspect import run_inspection
 
     own = {name: options.pop(name) for name in ("tensors", "sample", "overwrite", "quiet")}
     with failures():
@@ -177,7 +176,7 @@ def inspect(config: Path, folder: Path, **options: Any) -> None:
 )  # fmt: skip
 def report(lines: Path, out: Path) -> None:
     """Show the report of a merge, the file under `report:` in its config, as a page."""
-    from mergekit_ace.report.commands import show_report
+    from mergekit_ace.report.page import show_report
 
     with failures():
         show_report(lines, out)
@@ -195,10 +194,25 @@ def card(folder: Path, lines: Path, seed: int | None, quiet: bool) -> None:
 
     OUT_DIR is what mergekit-yaml wrote, --report the file of the merge, or of `inspect`.
     """
-    from mergekit_ace.report.commands import update_card
+    from mergekit_ace.report.card import update_card
 
     with failures():
         update_card(folder, lines, seed=seed, quiet=quiet)
+
+
+@main.command()
+@click.argument("name", required=False)
+@click.option("--markdown", is_flag=True, help="As a page of documentation.")
+def methods(name: str | None, markdown: bool) -> None:
+    """Print what our merge methods do: parameters with default, range and meaning, and papers.
+
+    NAME is that of one method, as in `merge_method:`.
+    """
+    from mergekit_ace.methods.reference import find_methods, to_markdown, to_text
+
+    with failures():
+        found = find_methods(name)
+        click.echo(to_markdown(found) if markdown else to_text(found), nl=not markdown)
 
 
 @contextmanager

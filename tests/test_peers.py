@@ -14,9 +14,11 @@ from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from reference import naive_mean, task_vector_error
 from torch import Tensor
 
-from mergekit_ace.methods.peers import PEERS, wudi
+from mergekit_ace.methods.peers import wudi
 from mergekit_ace.methods.peers.lines import layer_coefficient
+from mergekit_ace.plugin import our_methods
 
+PEERS = [m.spec.name for m in our_methods() if ".peers." in type(m).__module__]
 # Those that read matrices: method, parameters and the transcription.
 MATRIX_METHODS: dict[str, tuple[str, dict, Callable[[list[Tensor]], Tensor]]] = {
     "tsv_m": ("tsv_m", {}, naive.naive_tsv_m),

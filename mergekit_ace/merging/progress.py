@@ -15,7 +15,7 @@ import click
 from tqdm import tqdm
 
 from mergekit_ace.merging.shards import Shard
-from mergekit_ace.preflight.text import in_time
+from mergekit_ace.preflight.estimate import in_time
 
 SLOWEST = 5
 

@@ -18,9 +18,8 @@ from mergekit_ace.merging.errors import MergeError
 from mergekit_ace.merging.job import MergeJob, MergePlan
 from mergekit_ace.merging.output_config import padded_vocabulary
 from mergekit_ace.planning import PlannedMerge, PlannedTensor
-from mergekit_ace.preflight.calibration import Rates
 from mergekit_ace.preflight.checkpoints import DTYPE_NAMES, DTYPES, Checkpoint
-from mergekit_ace.preflight.estimate import Estimate, estimate_merge
+from mergekit_ace.preflight.estimate import Estimate, Rates, estimate_merge
 
 # Only ratios count: a CPU of a tenth of a teraflop, its memory, a disk.
 NOMINAL = Rates(operations=1e11, memory=1e10, read=1e9)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from mergekit_ace.algebra.layouts import resolve_layout
 from mergekit_ace.algebra.records import FixedLayout, RelativeLayout
+from mergekit_ace.naming import kind_of
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
@@ -28,7 +28,6 @@ LOG = logging.getLogger(__name__)
 _LOCK = threading.Lock()  # one thread builds, the others wait
 # Packed experts stored (E, in, out) whose class does not say so by transformers' `is_transposed`.
 _PACKED_TRANSPOSED = {"Llama4TextExperts"}
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def stored_layout(
 
 
 def _is_among(templates: frozenset[str], tensor_name: str) -> bool:
-    template = _NUMBER.sub("*", tensor_name)
+    template = kind_of(tensor_name)
     return any(template == known or template.endswith("." + known) for known in templates)
 
 
@@ -116,8 +115,8 @@ def _known_kinds(model: ModelReference) -> Kinds:
         return _read_kinds(model)
     except Exception as error:
         LOG.warning(
-            "ace: the architecture of %s cannot be built (%s: %s); all its matrices are taken as "
-            "stored (out, in). For Conv1D weights set layout: transposed with a filter.",
+            "mergekit-ace: the architecture of %s cannot be built (%s: %s); all its matrices are "
+            "taken as stored (out, in). For Conv1D weights set layout: transposed with a filter.",
             model, type(error).__name__, error,
         )  # fmt: skip
         return Kinds()
@@ -146,7 +145,7 @@ def _read_kinds(model: ModelReference) -> Kinds:
     prefix = f"{network.base_model_prefix}."
 
     def templates(names: set[str]) -> frozenset[str]:
-        return frozenset(_NUMBER.sub("*", name.removeprefix(prefix)) for name in names)
+        return frozenset(kind_of(name.removeprefix(prefix)) for name in names)
 
     return Kinds(templates(transposed), templates(tables))
 

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from mergekit.merge_methods.base import TensorGroup
@@ -15,13 +14,13 @@ from torch import Tensor
 
 from mergekit_ace.coefficients.file import CoefficientFile, CoefficientFileError, load_coefficients
 from mergekit_ace.coefficients.statistics import features, measure_moments
-from mergekit_ace.methods.inputs import describe
+from mergekit_ace.methods.inputs import TensorSettings, describe
 from mergekit_ace.methods.shapes import tensor_names
-from mergekit_ace.naming import block_of, relative_depths
+from mergekit_ace.naming import relative_depths, within_block
 
 
 def resample(file: CoefficientFile, name: str, depth: float) -> Tensor:
-    """The coefficients, (K,), that a tensor of another network gets at its relative depth.
+    """Return the coefficients, (K,), that a tensor of another network gets at its relative depth.
 
     Interpolated linearly between the tensors of the same kind (`mlp.up_proj.weight` in every
     block) where the file has such, else between the means of all tensors of a depth; constant
@@ -30,17 +29,17 @@ def resample(file: CoefficientFile, name: str, depth: float) -> Tensor:
     Args:
         file: whose coefficients are carried over.
         name: of the tensor.
-        depth: see `depth.relative_depths`.
+        depth: see `naming.relative_depths`.
     """
     with torch.device("cpu"):  # also inside of mergekit's own `with torch.device(…)`
-        return _interpolated(file, _kind(name), depth)
+        return _interpolated(file, within_block(name), depth)
 
 
 def _interpolated(file: CoefficientFile, kind: str, depth: float) -> Tensor:
     alike = [
         column
         for column, tensor in enumerate(file.contents.tensors)
-        if any(_kind(known) == kind for known in (tensor.name, *tensor.stored))
+        if any(within_block(known) == kind for known in (tensor.name, *tensor.stored))
     ]
     columns = torch.tensor(alike or range(len(file.contents.tensors)))
     depths, places = file.depths[columns].unique(return_inverse=True)  # ascending
@@ -55,54 +54,23 @@ def _interpolated(file: CoefficientFile, kind: str, depth: float) -> Tensor:
     return torch.lerp(values[:, above - 1], values[:, above], share)
 
 
-def _kind(name: str) -> str:
-    """What is left of a name without its block."""
-    block = block_of(name)
-    return name[len(block) :] if block[-1:].isdigit() else name
-
-
 LISTED = 8  # names in an error before it says how many more there are
 
 
-@dataclass(frozen=True)
-class TensorVersions:
-    """Whose coefficients of what are wanted.
-
-    Attributes:
-        name: of the tensor.
-        base, experts: the models.
-        tasks: what the experts are called in the file; None for one that is known by its model.
-    """
-
-    name: str | None
-    base: Hashable
-    experts: tuple[Hashable, ...]
-    tasks: tuple[str | None, ...]
-
-    @classmethod
-    def of(cls, group: TensorGroup, parameters: Mapping[str, Any]) -> TensorVersions:
-        """Those of a group with its resolved parameters."""
-        assert group.base is not None
-        experts = tuple(expert.id for expert in group.non_base)
-        tasks = tuple(parameters["task"][expert] for expert in experts)
-        return cls(group.metadata.name, group.base.id, experts, tasks)
-
-
 def component_coefficients(
-    method: str, parameters: Mapping[str, Any], options: BaseModel, tensor: TensorVersions
+    method: str, options: BaseModel, tensor: TensorSettings
 ) -> list[float] | None:
-    """Of a merge by components; None where the config names no file.
+    """Look up the coefficients of a merge by components; None where the config names no file.
 
     Args:
         method: `ace` or `ace_relative`.
-        parameters: of the tensor, resolved.
-        options: the same as options of the algebra.
+        options: the parameters of the tensor as options of the algebra.
         tensor: whose coefficients are wanted.
 
     Raises:
         CoefficientFileError: the file was learned for another merge, or lacks something.
     """
-    path = parameters["coefficients"]
+    path = tensor.parameters["coefficients"]
     if path is None:
         return None
     source = FileCoefficients(path, method=method)
@@ -114,10 +82,10 @@ def component_coefficients(
             f"and there are {len(given)}; what one expert adds depends on all of them, so merge "
             "the same ones"
         )
-    if parameters["layout"] != "auto":
+    layout = tensor.parameters["layout"]
+    if layout != "auto":
         raise CoefficientFileError(
-            f"{method}: the coefficients in {path} were learned for layout: auto, not for "
-            f"{parameters['layout']}"
+            f"{method}: the coefficients in {path} were learned for layout: auto, not for {layout}"
         )
     return source.find(tensor)
 
@@ -166,7 +134,7 @@ class FileCoefficients:
 
     def find(
         self,
-        tensor: TensorVersions,
+        tensor: TensorSettings,
         *,
         missing: Literal["error", "mean"] = "error",
     ) -> list[float]:
@@ -177,7 +145,7 @@ class FileCoefficients:
         Raises:
             CoefficientFileError: an expert or the tensor is not in the file.
         """
-        rows = self._rows([str(expert) for expert in tensor.experts], tensor.tasks)
+        rows = self._rows(tensor.models, tensor.of_experts("task", None))
         rows += range(len(self.file.contents.experts), self.file.contents.rows)
         name = tensor.name
         if name in self.file.frozen:

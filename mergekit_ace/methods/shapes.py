@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mergekit_ace.headers import read_file_header
+from mergekit_ace.naming import kind_of
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
@@ -58,13 +58,14 @@ def check_shapes(
             _warn_once(
                 f"{method}: {model} has a vocabulary of {shape[0]}, the base model {base} one of "
                 f"{expected[0]}. They merge only when the config aligns them, e.g. by\n"
-                "    tokenizer: {source: base}\n(or union; if yours does, all is well)."
+                "    tokenizer: {source: base}\n(or union; if yours does, all is well).",
+                "vocabularies",
             )
             continue
         message = shape_mismatch(tensor_name, model, shape, base, expected)
         if not _in_another_layer(model, tensor_name, expected):
             raise RuntimeError(f"{method}: {message}")
-        _warn_once(f"{method}: {message}")
+        _warn_once(f"{method}: {message}", "shapes")
 
 
 def shape_mismatch(
@@ -80,17 +81,16 @@ def shape_mismatch(
 
 
 @lru_cache(maxsize=256)
-def _warn_once(message: str) -> None:
+def _warn_once(message: str, subject: str) -> None:
     """Cached, so that what is asked for every tensor is said once."""
-    LOG.warning("%s", message)
+    LOG.warning("%s", message, extra={"subject": subject})
 
 
 def _in_another_layer(model: Hashable, tensor_name: str, expected: Shape) -> bool:
-    """Whether a tensor of the same name but for its numbers has the expected shape."""
-    kind = re.compile(re.sub(r"\d+", r"\\d+", re.escape(tensor_name)))
-    index = _index(model)
+    """Return whether a tensor of the same kind has the expected shape."""
+    kind, index = kind_of(tensor_name), _index(model)
     return any(
-        kind.fullmatch(name) and _shape(model, name) == expected
+        kind_of(name) == kind and _shape(model, name) == expected
         for name in (index.tensor_paths if index else ())
     )
 

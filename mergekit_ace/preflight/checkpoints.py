@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from mergekit.io import LazyTensorLoader, ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 
 from mergekit_ace.headers import DamagedFileError, TensorHeader, check_folder, read_headers
+from mergekit_ace.naming import layer_of
 
 INDEX_FILES = ("model.safetensors.index.json", "model.safetensors")
 DTYPES = {
@@ -30,7 +30,6 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LAYER = re.compile(r"\.[^.]+\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,8 @@ class Checkpoint:
 
     def _pack(self, name: str) -> TensorHeader | None:
         """Pack tensors without entries; of its layer only, as there may be ten thousands."""
-        layer = _LAYER.search(name)
-        near = [n for n in self.headers if layer is None or layer.group() in n]
+        layer = layer_of(name)
+        near = [n for n in self.headers if layer is None or layer_of(n) == layer]
         parts = {}
         for other in near or self.headers:
             dtype = DTYPES.get(self.headers[other].dtype)

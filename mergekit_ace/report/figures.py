@@ -133,7 +133,7 @@ def _similarity(report: Report) -> Picture | None:
 
 
 def _spectra(report: Report) -> Picture | None:
-    rows = [row for row in report.solved if "spectrum" in row.matrix]
+    rows = [row for row in report.rows if "spectrum" in row.matrix]
     if not rows:
         return None
     refined = [row for row in rows if row.matrix["spectrum"]["alignment"] is not None]
@@ -164,14 +164,16 @@ def _spectra(report: Report) -> Picture | None:
         "Top 5 % of the merge's singular values",
         "Before and after the spectral refinement, with the cosine between the directions of the "
         "same number (Fig. 2 of the paper). Good: after the refinement the curve is lifted as a "
-        "whole, and the directions keep their places (cosine near 1). Without refinement both "
-        "curves are one.",
+        "whole, and the directions keep their places (cosine near 1)."
+        if refined
+        else "The largest singular values of the merged task vector. Good: none far above the "
+        "others; there one direction would speak for all experts.",
         figure,
     )
 
 
 def _energy(report: Report) -> Picture | None:
-    rows = [row for row in report.solved if "spectrum" in row.matrix]
+    rows = [row for row in report.rows if "spectrum" in row.matrix]
     if not rows:
         return None
     figure = _by_depth(rows, "share of ‖X‖² (0 to 1)", log=False)
@@ -184,15 +186,15 @@ def _energy(report: Report) -> Picture | None:
     return Picture(
         "energy",
         "Energy in the top 5 % of singular values, by depth",
-        "How much of the merged task vector a few directions hold, before and after the "
-        "refinement. Good: no matrix near 1 after it; there one direction would speak for all "
-        "experts.",
+        "How much of the merged task vector a few directions hold"
+        + (", before and after the refinement" if refined else "")
+        + ". Good: no matrix near 1; there one direction would speak for all experts.",
         figure,
     )
 
 
 def _condition(report: Report) -> Picture | None:
-    rows = report.solved
+    rows = [row for row in report.rows if "condition" in row.matrix]
     if not rows:
         return None
     figure = _by_depth(rows, "condition number of A (no unit)", log=True)
@@ -265,7 +267,7 @@ def _coefficients(report: Report) -> Picture | None:
     lines = [line for line in report.lines if "coefficients" in line]
     if not lines:
         return None
-    columns = [report.spread(line, line["coefficients"]) for line in lines]
+    columns = [report.coefficients(line) or [] for line in lines]
     values = [list(row) for row in zip(*columns, strict=True)]
     largest = max((abs(v) for row in values for v in row if v is not None), default=1.0) or 1.0
     figure = go.Figure()

@@ -15,9 +15,9 @@ from lines import layers, made_line
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from mergekit_ace.cli import main
-from mergekit_ace.report.errors import ReportError
 from mergekit_ace.report.figures import draw
-from mergekit_ace.report.output import write_page
+from mergekit_ace.report.lines import ReportError
+from mergekit_ace.report.page import write_page
 from mergekit_ace.report.tables import Report
 
 # No calls home, and no sandbox, which root cannot have.
@@ -90,12 +90,11 @@ def report_page(tmp_path_factory) -> Path:
         },
     )
     vector = made_line("model.norm.weight", [0.1, 0.1, 0.0], rule="mean", shape=[20])
-    for key in ("subspaces", "spectrum", "gamma", "log_variance", "condition", "heterogeneous"):
-        del vector[key]
     path = folder / "report.html"
     coefficients = {"coefficients": [0.1, 0.5, -0.2]}
-    everything = [line | coefficients for line in (*lines, refined, vector)]
-    write_page(everything, path, "Three <b>experts</b> & a base", "</script> is no end")
+    models = {"models": ["org/expert-0", "org/expert-1", "<b>three</b>"]}
+    everything = [line | coefficients | models for line in (*lines, refined, vector)]
+    write_page(everything, path, "</script> is no end & <b>shown</b>")
     return path
 
 
@@ -106,8 +105,9 @@ PICTURES = """tau relative-size gamma similarity coefficients spectra energy con
 @pytest.mark.parametrize("view", VIEWS)
 def test_what_is_on_the_page(report_page, visit, view):
     page = visit(report_page, view)
-    assert page.title() == "Three <b>experts</b> & a base"
-    assert "</script> is no end" in page.inner_text("header")
+    assert page.title() == "ACE-Merging: expert-0, expert-1, <b>three</b>"
+    assert "</script> is no end & <b>shown</b>" in page.inner_text("header")
+    assert "@inproceedings{xu2026ace," in page.inner_text("section:has(#cite)")
     assert page.locator(".summary li").count() >= 3
     assert [p.get_attribute("id") for p in page.locator(".plot").all()] == [
         f"plot-{name}" for name in PICTURES
@@ -235,7 +235,7 @@ def test_the_report_of_a_merge_as_a_page(tmp_path, mergekit_yaml, visit, method)
 def test_a_page_that_cannot_be_written(tmp_path):
     lines = layers(1, [1.0])
     with pytest.raises(ReportError, match="cannot be written"):
-        write_page(lines, tmp_path / "none" / "r.html", "", "")
+        write_page(lines, tmp_path / "none" / "r.html", "")
     report = tmp_path / "r.jsonl"
     report.write_text(json.dumps({"tensor": "a", "models": [], "skipped": "why"}) + "\n")
     result = CliRunner().invoke(main, ["report", str(report), "-o", str(tmp_path / "r.html")])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from mergekit_ace.algebra.decomposition import leading_directions
 from mergekit_ace.algebra.records import Fraction
-from mergekit_ace.methods.peers.decomposed import Peer, parameter, shared_parameters
-from mergekit_ace.methods.task_vectors import method_spec
+from mergekit_ace.methods.base import Citation, method_spec
+from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
+from mergekit_ace.methods.peers.matrix_method import MatrixMethod
 
 
 def merge_centred(deltas: Sequence[Tensor], rank_fraction: float, scale: float) -> Tensor:
@@ -32,10 +34,7 @@ def merge_centred(deltas: Sequence[Tensor], rank_fraction: float, scale: float) 
     return merged
 
 
-NAME = "cart"
-
-
-class Method(Peer):
+class CartMerge(MatrixMethod):
     """CART: centred arithmetic with rank-reduced task vectors.
 
     ``lambda`` is the paper's: it scales what is added to the average of the experts. The average
@@ -43,14 +42,31 @@ class Method(Peer):
     """
 
     spec = method_spec(
-        NAME,
+        "cart",
         "CART",
         "https://arxiv.org/abs/2412.12153",
         (
-            *shared_parameters(NAME),
-            parameter(NAME, "rank_fraction", Fraction, 0.08, "a number from 0 to 1"),
+            replace(LAMBDA, description="λ: what is added to the average is scaled by it."),
+            LAYOUT,
+            shared(
+                "rank_fraction",
+                Fraction,
+                0.08,
+                "Share of the directions that are kept of each expert.",
+            ),
         ),
     )
+    summary = "Takes the average of the experts, and adds what is left of each one at low rank."
+    citations = (
+        Citation(
+            key="choi2024cart",
+            authors="Choi, Jiho and Kim, Donggyun and Lee, Chanhyuk and Hong, Seunghoon",
+            title="Revisiting Weight Averaging for Model Merging",
+            year=2024,
+            arxiv="2412.12153",
+        ),
+    )
+    own_rule = "merged as the average and low-rank differences from it"
 
     def scale(self, parameters: Mapping[str, Any]) -> float:
         return 1.0

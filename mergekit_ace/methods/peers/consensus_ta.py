@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
 
 import torch
-from mergekit.merge_methods.base import TensorGroup
 from pydantic import Field
 from torch import Tensor
 
-from mergekit_ace.algebra.records import NonNegative, Number
+from mergekit_ace.algebra.records import MatrixRecord, NonNegative, Observer, TensorRecord
 from mergekit_ace.algebra.task_vectors import merge_trivial, select_active, task_vector
-from mergekit_ace.methods.peers.decomposed import parameter
-from mergekit_ace.methods.task_vectors import TaskVectorMethod, method_spec
+from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
+from mergekit_ace.methods.inputs import TensorSettings
+from mergekit_ace.methods.parameters import LAMBDA, shared
 
 
 def merge_by_consensus(
@@ -48,10 +49,7 @@ def merge_by_consensus(
     return total.mul_(votes >= least).mul_(scale).add_(base)
 
 
-NAME = "consensus_ta"
-
-
-class Method(TaskVectorMethod):
+class ConsensusMerge(TaskVectorMethod):
     """Consensus Task Arithmetic, entry by entry of every tensor.
 
     The paper tunes λ, and the threshold of the masks among 0.2, 0.3, … 0.6, on validation data;
@@ -59,31 +57,58 @@ class Method(TaskVectorMethod):
     expert that alone changed a tensor is what comes out.
     """
 
-    layouts = False
     spec = method_spec(
-        NAME,
+        "consensus_ta",
         "Consensus Task Arithmetic",
         "https://arxiv.org/abs/2405.07813",
         (
-            parameter(NAME, "lambda", Number, 0.4, "a finite number"),
-            parameter(NAME, "mask_threshold", NonNegative, 0.4, "a number, 0 or greater"),
-            parameter(
-                NAME,
+            replace(LAMBDA, default=0.4),
+            shared(
+                "mask_threshold",
+                NonNegative,
+                0.4,
+                "How large an expert's change must be against that of all others to count.",
+            ),
+            shared(
                 "consensus",
                 Annotated[int, Field(ge=0, strict=True)],
                 2,
-                "how many experts, a whole number",
+                "How many experts must ask for an entry.",
             ),
         ),
     )
+    summary = "Adds the task vectors in those entries that at least two experts ask for."
+    citations = (
+        Citation(
+            key="wang2024localizing",
+            authors="Wang, Ke and Dimitriadis, Nikolaos and Ortiz-Jiménez, Guillermo and "
+            "Fleuret, François and Frossard, Pascal",
+            title="Localizing Task Information for Improved Model Merging and Compression",
+            year=2024,
+            arxiv="2405.07813",
+            booktitle="International Conference on Machine Learning",
+        ),
+    )
+    own_rule = "merged in the entries that enough experts ask for"
 
-    def merge(self, group: TensorGroup, parameters: Mapping[str, Any]) -> Tensor:
-        assert group.base is not None  # the contract requires it
-        base, experts = group.base.tensor, [entry.tensor for entry in group.non_base]
-        scale = parameters["lambda"]
+    def merge(
+        self,
+        tensors: Sequence[Tensor],
+        settings: TensorSettings,
+        *,
+        least_memory: bool = False,
+        observe: Observer | None = None,
+    ) -> Merged:
+        base, *experts = tensors
         active = select_active(base, experts, [1.0] * len(experts), torch.float32)
+        scale, threshold, least = (
+            settings.parameters[name] for name in ("lambda", "mask_threshold", "consensus")
+        )
         trivial = merge_trivial(base, active, scale)
         if trivial is not None:
-            return trivial[0]
-        threshold, least = parameters["mask_threshold"], parameters["consensus"]
-        return merge_by_consensus(base, active.experts, scale, threshold, least, active.dtype)
+            merged, record = trivial
+        else:
+            merged = merge_by_consensus(base, active.experts, scale, threshold, least, active.dtype)
+            weight = active.spread(active.weights, 0.0)
+            record = MatrixRecord(self.spec.name, weight, active.all_tau)
+        return merged, TensorRecord(tuple(base.shape), "mean", (record,))

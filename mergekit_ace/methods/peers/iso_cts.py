@@ -11,8 +11,10 @@ from torch import Tensor
 
 from mergekit_ace.algebra.decomposition import leading_directions, nearest_orthonormal
 from mergekit_ace.algebra.records import Fraction
-from mergekit_ace.methods.peers.decomposed import Peer, parameter, shared_parameters
-from mergekit_ace.methods.task_vectors import method_spec
+from mergekit_ace.methods.base import method_spec
+from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
+from mergekit_ace.methods.peers.iso_c import ISO_CITATION
+from mergekit_ace.methods.peers.matrix_method import MatrixMethod
 
 
 def merge_common_and_specific(deltas: Sequence[Tensor], common_fraction: float) -> Tensor:
@@ -45,21 +47,30 @@ def merge_common_and_specific(deltas: Sequence[Tensor], common_fraction: float) 
     return strength * (left @ right.mT)
 
 
-NAME = "iso_cts"
-
-
-class Method(Peer):
+class IsoCtsMerge(MatrixMethod):
     """Iso-CTS: isotropic merging in common and task-specific subspaces."""
 
     spec = method_spec(
-        NAME,
+        "iso_cts",
         "Iso-CTS",
         "https://arxiv.org/abs/2502.04959",
         (
-            *shared_parameters(NAME),
-            parameter(NAME, "common_fraction", Fraction, 0.8, "a number from 0 to 1"),
+            LAMBDA,
+            LAYOUT,
+            shared(
+                "common_fraction",
+                Fraction,
+                0.8,
+                "Share of the directions that come from the sum of the task vectors.",
+            ),
         ),
     )
+    summary = (
+        "Joins the leading directions of the summed task vectors with a few of each expert alone, "
+        "all with equal singular values."
+    )
+    citations = (ISO_CITATION,)
+    own_rule = "merged with equal singular values in common and own directions"
 
     def combine(
         self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from mergekit_ace.algebra.decomposition import leading_directions, nearest_orthonormal
-from mergekit_ace.methods.peers.decomposed import Peer, shared_parameters
-from mergekit_ace.methods.task_vectors import method_spec
+from mergekit_ace.methods.base import Citation, method_spec
+from mergekit_ace.methods.parameters import LAMBDA, LAYOUT
+from mergekit_ace.methods.peers.matrix_method import MatrixMethod
 
 
 def merge_singular_vectors(deltas: Sequence[Tensor]) -> Tensor:
@@ -37,12 +38,27 @@ def merge_singular_vectors(deltas: Sequence[Tensor]) -> Tensor:
     return merged
 
 
-class Method(Peer):
+class TsvMerge(MatrixMethod):
     """TSV-Merge: task singular vectors without interference."""
 
-    spec = method_spec(
-        "tsv_m", "TSV-Merge", "https://arxiv.org/abs/2412.00081", shared_parameters("tsv_m")
+    spec = method_spec("tsv_m", "TSV-Merge", "https://arxiv.org/abs/2412.00081", (LAMBDA, LAYOUT))
+    summary = (
+        "Keeps each expert's leading singular directions, and makes them orthogonal to those of "
+        "the others."
     )
+    citations = (
+        Citation(
+            key="gargiulo2025tsv",
+            authors="Gargiulo, Antonio Andrea and Crisostomi, Donato and Bucarelli, Maria Sofia "
+            "and Scardapane, Simone and Silvestri, Fabrizio and Rodolà, Emanuele",
+            title="Task Singular Vectors: Reducing Task Interference in Model Merging",
+            year=2025,
+            arxiv="2412.00081",
+            booktitle="Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern "
+            "Recognition",
+        ),
+    )
+    own_rule = "merged from orthogonal singular directions"
 
     def combine(
         self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
