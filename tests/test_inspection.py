@@ -12,18 +12,29 @@ from reference import naive_ace
 from torch import Tensor
 
 from mergekit_ace.algebra import inspection as comparison
+from mergekit_ace.algebra.adaptive import merge_tensor
 from mergekit_ace.algebra.directions import leading_directions, leading_spectrum
 from mergekit_ace.algebra.inspection import (
     BINS,
     REACH,
+    TensorInspection,
     compare,
     compare_subspaces,
     evenly_spaced,
     inspect_tensor,
 )
-from mergekit_ace.algebra.records import AceOptions
+from mergekit_ace.algebra.records import AceOptions, MatrixRecord, TensorRecord
 
 OPTIONS = AceOptions()
+
+
+def look(base, experts, weights, options, layout) -> TensorInspection:
+    """At a tensor as `ace` merges it."""
+
+    def merge(tensors, layout, observe):
+        return merge_tensor(tensors[0], tensors[1:], weights, options, layout, observe=observe)
+
+    return inspect_tensor(base, experts, layout, merge)
 
 
 def deltas_of(base: Tensor, experts: list[Tensor]) -> list[Tensor]:
@@ -183,7 +194,7 @@ def naive_merge(base, experts, refined: bool) -> Tensor:
 @pytest.mark.parametrize("heterogeneous", [False, True])
 def test_the_spectrum_of_the_merge(rng, shape, heterogeneous):
     base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS if heterogeneous else None)
-    found = inspect_tensor(base, experts, [1, 1, 1], OPTIONS, "matrix")
+    found = look(base, experts, [1, 1, 1], OPTIONS, "matrix")
     (matrix,) = found.matrices
     spectrum = matrix.spectrum
     assert matrix.record.heterogeneous == heterogeneous
@@ -210,7 +221,7 @@ def test_the_branch_is_the_merges_own(rng):
     """`inspect` says what a merge would do, with its options."""
     base, experts = family(rng, 20, 30, 3, scales=HETEROGENEOUS)
     options = OPTIONS.model_copy(update={"heterogeneity_threshold": 1e9})
-    record = inspect_tensor(base, experts, [1, 1, 0], options, "matrix").matrices[0].record
+    record = look(base, experts, [1, 1, 0], options, "matrix").matrices[0].record
     assert not record.heterogeneous
     assert record.weight[2] == 0
     taus = [float(d.square().sum()) for d in deltas_of(base, experts)]
@@ -220,29 +231,45 @@ def test_the_branch_is_the_merges_own(rng):
 def test_layouts(rng):
     base = torch.randn(6, 8, 10, generator=rng)
     experts = [base + torch.randn(6, 8, 10, generator=rng) for _ in range(2)]
-    stacked = inspect_tensor(base, experts, [1, 1], OPTIONS, "stacked")
+    stacked = look(base, experts, [1, 1], OPTIONS, "stacked")
     assert len(stacked.matrices) == 6
     looked_at = [n for n, matrix in enumerate(stacked.matrices) if matrix.spectrum]
     assert looked_at == [0, 2, 3, 5]
-    alone = inspect_tensor(base[2], [e[2] for e in experts], [1, 1], OPTIONS, "matrix")
+    alone = look(base[2], [e[2] for e in experts], [1, 1], OPTIONS, "matrix")
     assert stacked.matrices[2].record.tau == alone.matrices[0].record.tau
     assert stacked.matrices[2].subspaces == alone.matrices[0].subspaces
-    mean = inspect_tensor(base, experts, [1, 1], OPTIONS, "mean")
+    mean = look(base, experts, [1, 1], OPTIONS, "mean")
     assert mean.matrices[0].record.rule == "mean"
     assert mean.matrices[0].spectrum is None
-    turned = inspect_tensor(base[0], [e[0] for e in experts], [1, 1], OPTIONS, "transposed")
-    plain = inspect_tensor(base[0].T, [e[0].T for e in experts], [1, 1], OPTIONS, "matrix")
+    turned = look(base[0], [e[0] for e in experts], [1, 1], OPTIONS, "transposed")
+    plain = look(base[0].T, [e[0].T for e in experts], [1, 1], OPTIONS, "matrix")
     assert turned.matrices[0].record.tau == pytest.approx(plain.matrices[0].record.tau)
 
 
 def test_frozen_and_single(rng):
     base = torch.randn(8, 8, generator=rng)
-    nobody = inspect_tensor(base, [base, base], [1, 1], OPTIONS, "matrix")
+    nobody = look(base, [base, base], [1, 1], OPTIONS, "matrix")
     assert nobody.matrices[0].record.rule == "base"
     assert nobody.matrices[0].spectrum is None
-    one = inspect_tensor(base, [base, base + 1], [1, 1], OPTIONS, "matrix")
+    one = look(base, [base, base + 1], [1, 1], OPTIONS, "matrix")
     assert one.matrices[0].record.rule == "single"
     assert one.comparison.unchanged == (1.0, 0.0)
+
+
+def test_a_merge_that_shows_nothing_of_itself(rng):
+    """Its spectrum is that of what it has added to the base."""
+    base, experts = family(rng, 24, 40, 2)
+
+    def merge(tensors, layout, observe):
+        merged = tensors[0] + 0.5 * (tensors[1] - tensors[0])
+        record = MatrixRecord("half", (1.0, 1.0), (1.0, 1.0))
+        return merged, TensorRecord(tuple(base.shape), layout, (record,))
+
+    (matrix,) = inspect_tensor(base, experts, "matrix", merge).matrices
+    sigma = torch.linalg.svdvals(0.5 * (experts[0] - base).double())
+    assert matrix.record.rule == "half"
+    assert matrix.spectrum.before == pytest.approx(sigma[:2].tolist(), rel=1e-4)
+    assert matrix.spectrum.alignment is None
 
 
 def test_evenly_spaced():

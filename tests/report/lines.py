@@ -6,10 +6,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-
 # What a line has only where a closed form was solved.
-OF_MATRICES = """gamma log_variance statistic threshold heterogeneous normalized refined epsilon rank
-    form condition precision subspaces spectrum""".split()
+OF_MATRICES = """gamma log_variance statistic threshold heterogeneous normalized refined epsilon
+    rank form condition precision subspaces spectrum""".split()
 
 
 def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:

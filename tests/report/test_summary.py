@@ -141,6 +141,35 @@ def test_names_that_are_not_told_apart_by_their_last_part():
     assert Report(lines).experts == ["a/final", "b/final"]
 
 
+@pytest.mark.parametrize(
+    ("rule", "title"),
+    [
+        ("ace", "ACE-Merging"),
+        ("ace_relative", "ACE-Merging with relative errors"),
+        ("mean", "A merge"),
+    ],
+)
+def test_lines_that_do_not_name_their_method(rule, title):
+    """Earlier versions wrote such; the rule of a matrix tells."""
+    report = Report(
+        [made_line("a.weight", [1.0, 2.0], rule=rule), made_line("b", [1.0], rule="mean")]
+    )
+    assert report.title.startswith(title)
+    assert bool(report.citations) == (rule != "mean")
+
+
+def test_a_report_of_a_method_that_is_gone():
+    report = Report([made_line("a.weight", [1.0, 2.0], rule="gone", method="gone")])
+    assert report.title == "gone"
+    assert report.about == ""
+    assert "1 by the rule 'gone'" in summarize(report)["sentences"][0]
+
+
+def test_coefficients_without_that_of_the_refinement():
+    (line,) = layers(1, [1.0, 2.0], coefficients=[0.3, 0.4, 0.9])
+    assert Report([line]).coefficients(line) == [0.3, 0.4]
+
+
 def test_reading_lines(tmp_path):
     path = tmp_path / "r.jsonl"
     first = made_line("a.weight", [1.0, 2.0])
