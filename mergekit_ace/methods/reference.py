@@ -21,7 +21,7 @@ words for what it does with a tensor (`own_rule`) and the `merge` of one tensor.
 on matrices in float64 need only a formula: see `peers/matrix_method.py`. The commands `check`,
 `inspect`, `report`, `card` and `methods` ask that object, and nobody compares names of methods.
 
-Below: what `mergekit-ace methods --markdown` prints.
+This page is what `mergekit-ace methods --markdown` prints, and a test keeps it so.
 """
 
 
@@ -58,13 +58,11 @@ def to_markdown(methods: Iterable[TaskVectorMethod]) -> str:
 def _text(method: TaskVectorMethod) -> Iterator[str]:
     spec = method.spec
     yield f"{spec.name}: {spec.pretty_name}, {spec.reference_url}"
-    yield textwrap.fill(method.summary, 96, initial_indent="  ", subsequent_indent="  ")
+    yield _filled(f"{method.summary} {_reading(method)}", 2)
     yield ""
     for parameter in spec.parameters:
         yield f"  {parameter.name}: {_default(parameter)}; {parameter.allowed}{_scope(parameter)}"
-        yield textwrap.fill(
-            parameter.description, 96, initial_indent="      ", subsequent_indent="      "
-        )
+        yield _filled(parameter.description, 6)
     yield ""
     yield from (textwrap.indent(citation.bibtex, "  ") for citation in method.citations)
 
@@ -72,7 +70,7 @@ def _text(method: TaskVectorMethod) -> Iterator[str]:
 def _markdown(method: TaskVectorMethod) -> Iterator[str]:
     spec = method.spec
     yield f"## `{spec.name}`: {spec.pretty_name}\n"
-    yield f"{method.summary} [Paper]({spec.reference_url}).\n"
+    yield f"{method.summary} {_reading(method)} [Paper]({spec.reference_url}).\n"
     yield "| parameter | default | allowed | meaning |"
     yield "|---|---|---|---|"
     for parameter in spec.parameters:
@@ -82,6 +80,19 @@ def _markdown(method: TaskVectorMethod) -> Iterator[str]:
         )
     yield ""
     yield from (f"```bibtex\n{citation.bibtex}\n```\n" for citation in method.citations)
+
+
+def _reading(method: TaskVectorMethod) -> str:
+    """Return how the method reads tensors."""
+    if not method.layouts:
+        return "It reads tensors entry by entry."
+    tables = " and tables of rows" if "table" in method.layouts else ""
+    return f"It reads matrices{tables}, also in stacks; vectors are averaged."
+
+
+def _filled(text: str, indent: int) -> str:
+    spaces = " " * indent
+    return textwrap.fill(text, 96, initial_indent=spaces, subsequent_indent=spaces)
 
 
 def _default(parameter: ParameterSpec) -> str:

@@ -335,7 +335,7 @@ def test_a_device_that_is_full(tmp_path, inspect, monkeypatch, caplog):
 
     monkeypatch.setattr(AceMerge, "merge", full)
     found = lines_of(inspect(config))
-    name = "model.layers.0.mlp.up_proj.weight"
+    name = "model.layers.0.mlp.gate_proj.weight"
     assert failed == [False, True]
     assert found[name]["tau"] == expected[name]["tau"]
     assert found[name]["spectrum"]["before"] == pytest.approx(
