@@ -140,10 +140,10 @@ def check(config: Path, out: Path | None, as_json: bool, **flags: Any) -> None:
 
     from mergekit.options import MergeOptions
 
-    from mergekit_ace.preflight.check import check_merge, to_text
+    from mergekit_ace.preflight.check import check_merge, result_text
 
     result = check_merge(config, MergeOptions(**flags, quiet=True), out)
-    click.echo(json.dumps(result.as_json(), indent=1) if as_json else to_text(result))
+    click.echo(json.dumps(result.as_json(), indent=1) if as_json else result_text(result))
     if not result.ok:
         raise SystemExit(1)
 
@@ -208,11 +208,13 @@ def methods(name: str | None, markdown: bool) -> None:
 
     NAME is that of one method, as in `merge_method:`.
     """
-    from mergekit_ace.methods.reference import find_methods, to_markdown, to_text
+    from mergekit_ace.methods.reference import find_methods, reference_markdown, reference_text
 
     with failures():
         found = find_methods(name)
-        click.echo(to_markdown(found) if markdown else to_text(found), nl=not markdown)
+        click.echo(
+            reference_markdown(found) if markdown else reference_text(found), nl=not markdown
+        )
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def within_block(name: str) -> str:
     return name[match.end() - 1 :] if match else name
 
 
-def kind_of(name: str) -> str:
+def without_numbers(name: str) -> str:
     """A name without its numbers: `model.layers.*.mlp.up_proj.weight`, the same in every layer."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 

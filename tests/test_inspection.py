@@ -18,7 +18,7 @@ from mergekit_ace.algebra.inspection import (
     BINS,
     REACH,
     TensorInspection,
-    compare,
+    compare_entries,
     compare_subspaces,
     evenly_spaced,
     inspect_tensor,
@@ -46,7 +46,7 @@ def test_comparison(rng, shape):
     base = torch.randn(shape, generator=rng)
     experts = [base + s * torch.randn(shape, generator=rng) for s in (0.01, 1.0, 3.0)]
     experts[1] = torch.where(torch.rand(shape, generator=rng) < 0.5, base, experts[1])
-    found = compare(base, experts)
+    found = compare_entries(base, experts)
     deltas = [d.flatten() for d in deltas_of(base, experts)]
     assert found.base_norm == pytest.approx(float(base.double().norm()))
     assert found.norm == pytest.approx([float(d.norm()) for d in deltas])
@@ -73,7 +73,7 @@ def test_a_histogram_of_a_large_tensor_counts_evenly_spaced_entries(rng, monkeyp
     monkeypatch.setattr(comparison, "SAMPLE", 100)
     base = torch.randn(30, 20, generator=rng)
     expert = base + torch.randn(30, 20, generator=rng)
-    counts = compare(base, [expert]).histogram[0]
+    counts = compare_entries(base, [expert]).histogram[0]
     assert sum(counts) == 100
     whole = (expert - base).double()
     sampled = whole.flatten()[::6] / whole.square().mean().sqrt()
@@ -84,11 +84,11 @@ def test_a_histogram_of_a_large_tensor_counts_evenly_spaced_entries(rng, monkeyp
 
 def test_comparison_of_what_cannot_be_compared():
     base = torch.ones(3, 4)
-    found = compare(base, [base.clone(), base + 1])
+    found = compare_entries(base, [base.clone(), base + 1])
     assert found.unchanged == (1.0, 0.0)
     assert found.cosine[0] == (None, None)
     assert found.cosine[1] == (None, pytest.approx(1))
-    empty = compare(torch.ones(0, 4), [torch.ones(0, 4)])
+    empty = compare_entries(torch.ones(0, 4), [torch.ones(0, 4)])
     assert empty.unchanged == (1.0,)
     assert empty.unit == 0
 
@@ -97,7 +97,7 @@ def test_comparison_of_what_cannot_be_compared():
 def test_comparison_of_huge_and_tiny_task_vectors(rng, scale):
     base = torch.zeros(6, 8)
     experts = [scale * torch.randn(6, 8, generator=rng) for _ in range(2)]
-    found = compare(base, experts)
+    found = compare_entries(base, experts)
     a, b = deltas_of(base, experts)
     assert found.cosine[0][1] == pytest.approx(float((a * b).sum() / a.norm() / b.norm()))
     subspaces = compare_subspaces(base, experts, torch.float32)

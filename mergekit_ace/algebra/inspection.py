@@ -78,7 +78,7 @@ class Subspaces:
     outputs: PairTable
 
 
-def compare(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
+def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
     """Everything that one sweep over the entries can tell.
 
     Args:
@@ -254,7 +254,7 @@ def inspect_tensor(
     Raises:
         IllConditionedError, OverflowError: whatever the merge does.
     """
-    comparison = compare(base, experts)
+    comparison = compare_entries(base, experts)
     if layout == "mean" or base.numel() == 0:
         record = merge((base, *experts), "mean", None)[1].matrices[0]
         matrices = (MatrixInspection(record),)

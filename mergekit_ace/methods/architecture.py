@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from mergekit_ace.algebra.layouts import resolve_layout
 from mergekit_ace.algebra.records import FixedLayout, RelativeLayout
-from mergekit_ace.naming import kind_of
+from mergekit_ace.naming import without_numbers
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
@@ -94,7 +94,7 @@ def stored_layout(
 
 
 def _is_among(templates: frozenset[str], tensor_name: str) -> bool:
-    template = kind_of(tensor_name)
+    template = without_numbers(tensor_name)
     return any(template == known or template.endswith("." + known) for known in templates)
 
 
@@ -145,7 +145,7 @@ def _read_kinds(model: ModelReference) -> Kinds:
     prefix = f"{network.base_model_prefix}."
 
     def templates(names: set[str]) -> frozenset[str]:
-        return frozenset(kind_of(name.removeprefix(prefix)) for name in names)
+        return frozenset(without_numbers(name.removeprefix(prefix)) for name in names)
 
     return Kinds(templates(transposed), templates(tables))
 

@@ -300,7 +300,7 @@ class TaskVectorMethod(GroupMergeMethod):
 
 
 # Device, form of the merge, and what a warning says of them, ever leaner.
-ATTEMPTS = (
+DEVICE_ATTEMPTS = (
     ("", False, ""),
     ("", True, "there in the form that takes the least of it"),
     ("cpu", True, "on the CPU instead, which takes longer"),
@@ -324,7 +324,7 @@ def first_that_fits(
         torch.OutOfMemoryError: there is no memory on the CPU either.
     """
     device = tensors[0].device
-    for where, least_memory, words in ATTEMPTS:
+    for where, least_memory, words in DEVICE_ATTEMPTS:
         try:
             result = work([tensor.to(where or device) for tensor in tensors], least_memory)
         except torch.OutOfMemoryError:

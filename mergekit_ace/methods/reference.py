@@ -45,12 +45,12 @@ def find_methods(name: str | None = None) -> list[TaskVectorMethod]:
     return [known[name]]
 
 
-def to_text(methods: Iterable[TaskVectorMethod]) -> str:
+def reference_text(methods: Iterable[TaskVectorMethod]) -> str:
     """Return the reference for a terminal."""
     return "\n\n".join("\n".join(_text(method)) for method in methods)
 
 
-def to_markdown(methods: Iterable[TaskVectorMethod]) -> str:
+def reference_markdown(methods: Iterable[TaskVectorMethod]) -> str:
     """Return the reference as Markdown, with the head of `methods/README.md`."""
     return "\n".join([HEAD, *("\n".join(_markdown(method)) for method in methods)])
 

@@ -55,7 +55,7 @@ def line_head(
         "layout": layout,
         "models": settings.models,
         "seconds": round(seconds, 6),
-        "versions": versions(),
+        "versions": package_versions(),
     }
     if settings.coefficients is not None:
         line["coefficients"] = list(settings.coefficients)
@@ -63,7 +63,7 @@ def line_head(
 
 
 @lru_cache(maxsize=1)
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return the versions of the packages that a merge depends on."""
     return {name: version(name) for name in ("mergekit", "mergekit-ace", "torch")}
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mergekit_ace.headers import read_file_header
-from mergekit_ace.naming import kind_of
+from mergekit_ace.naming import without_numbers
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
@@ -88,9 +88,9 @@ def _warn_once(message: str, subject: str) -> None:
 
 def _in_another_layer(model: Hashable, tensor_name: str, expected: Shape) -> bool:
     """Return whether a tensor of the same kind has the expected shape."""
-    kind, index = kind_of(tensor_name), _index(model)
+    kind, index = without_numbers(tensor_name), _index(model)
     return any(
-        kind_of(name) == kind and _shape(model, name) == expected
+        without_numbers(name) == kind and _shape(model, name) == expected
         for name in (index.tensor_paths if index else ())
     )
 

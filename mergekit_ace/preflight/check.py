@@ -208,7 +208,7 @@ def _sorted(findings: list[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda finding: finding.level != "error"))
 
 
-def to_text(result: Preflight) -> str:
+def result_text(result: Preflight) -> str:
     """Return a check's result for people."""
     return "\n".join(_text_lines(result))
 

@@ -23,7 +23,7 @@ from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.planning import PlannedMerge
 
 Level = Literal["error", "warning"]
-LISTED = 6
+MOST_LISTED = 6
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Finding:
     remedy: str = ""
 
 
-def listed(names: Sequence[str], most: int = LISTED) -> str:
+def listed(names: Sequence[str], most: int = MOST_LISTED) -> str:
     """Return the first names, and how many more there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -23,7 +23,7 @@ from mergekit_ace.preflight.checkpoints import Checkpoint
 PROCESS = 700_000_000  # bytes: python with torch, transformers and mergekit
 SIDE = 1536  # of the products: a few milliseconds on anything
 SWEEP = 2**23  # entries of the sum, too many for a cache
-SAMPLE = 32 * 2**20  # bytes read
+READ_SAMPLE = 32 * 2**20  # bytes read
 # Merges reach this part of the rate of a single product: factors and solves, blocks, float64.
 EFFICIENCY = 0.6
 UNKNOWN_DISK = 1e9  # bytes per second
@@ -133,7 +133,7 @@ def _read_rate(path: Path) -> float:
     """Read from the disk itself where the system can be asked to forget the part first."""
     try:
         with open(path, "rb", buffering=0) as file:
-            size = min(SAMPLE, path.stat().st_size)
+            size = min(READ_SAMPLE, path.stat().st_size)
             if size < 2**20:
                 return UNKNOWN_DISK
             if hasattr(os, "posix_fadvise"):
@@ -144,7 +144,7 @@ def _read_rate(path: Path) -> float:
                 if not part:
                     break
                 size -= part
-            return min(SAMPLE, path.stat().st_size) / (time.perf_counter() - start)
+            return min(READ_SAMPLE, path.stat().st_size) / (time.perf_counter() - start)
     except OSError:
         return UNKNOWN_DISK
 

@@ -18,10 +18,10 @@ from tqdm import tqdm
 from mergekit_ace.files import write_text
 from mergekit_ace.headers import read_file_header
 from mergekit_ace.methods.base import TaskVectorMethod
-from mergekit_ace.methods.report_lines import versions
+from mergekit_ace.methods.report_lines import package_versions
 from mergekit_ace.planning import read_merge_config
 from mergekit_ace.report.figures import COLORS
-from mergekit_ace.report.lines import Line, ReportError, read_lines
+from mergekit_ace.report.jsonl import Line, ReportError, read_lines
 from mergekit_ace.report.summary import relative_sizes, summarize
 from mergekit_ace.report.tables import Report
 
@@ -193,7 +193,7 @@ def _provenance(
     hashes: Mapping[str, str | None],
     seed: int | None,
 ) -> str:
-    used = report.versions or versions()
+    used = report.versions or package_versions()
     listed = ", ".join(f"{name} {number}" for name, number in used.items())
     rows = ["| | |", "|---|---|", f"| versions | {listed} |", f"| seed | {_seed(config, seed)} |"]
     for model, digest in hashes.items():

@@ -35,7 +35,7 @@ class Picture:
     figure: go.Figure
 
 
-def draw(report: Report) -> list[Picture]:
+def draw_pictures(report: Report) -> list[Picture]:
     """All pictures for which the report has the numbers."""
     made = (maker(report) for maker in MAKERS)
     return [picture for picture in made if picture is not None]

@@ -29,9 +29,9 @@ from mergekit_ace.files import differences, file_states, write_text
 from mergekit_ace.methods.ace import AceMerge
 from mergekit_ace.methods.base import MERGE_ERRORS, Merged, TaskVectorMethod, first_that_fits
 from mergekit_ace.methods.inputs import TensorSettings, check_finite
-from mergekit_ace.naming import kind_of, natural_order
+from mergekit_ace.naming import natural_order, without_numbers
 from mergekit_ace.planning import PlannedMerge, PlannedTensor, plan_merge, read_merge_config
-from mergekit_ace.report.lines import (
+from mergekit_ace.report.jsonl import (
     Line,
     ReportError,
     complete_lines,
@@ -293,7 +293,7 @@ def thin_out(names: Sequence[str], wanted: int) -> list[str]:
     """Return at most `wanted` names, of every kind evenly over the depth, in their order."""
     kinds: dict[str, list[str]] = {}
     for name in names:
-        kinds.setdefault(kind_of(name), []).append(name)
+        kinds.setdefault(without_numbers(name), []).append(name)
     members = list(kinds.values())
     if wanted < len(members):
         members = [members[n] for n in evenly_spaced(len(members), wanted)]

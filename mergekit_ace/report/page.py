@@ -17,8 +17,8 @@ from plotly.io import to_json
 from plotly.offline import get_plotlyjs
 
 from mergekit_ace.files import write_text
-from mergekit_ace.report.figures import draw
-from mergekit_ace.report.lines import Line, ReportError, read_lines
+from mergekit_ace.report.figures import draw_pictures
+from mergekit_ace.report.jsonl import Line, ReportError, read_lines
 from mergekit_ace.report.summary import summarize
 from mergekit_ace.report.tables import Report, Row
 
@@ -78,7 +78,7 @@ def render(report: Report, subtitle: str) -> str:
     """Return the page as HTML."""
     template = files("mergekit_ace.report").joinpath("page.html.jinja").read_text("utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    pictures = draw(report)
+    pictures = draw_pictures(report)
     figures = {picture.name: json.loads(to_json(picture.figure)) for picture in pictures}
     columns = _columns(report)
     return environment.from_string(template).render(

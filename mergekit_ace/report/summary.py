@@ -12,13 +12,13 @@ from typing import Any
 
 from mergekit_ace.files import write_text
 from mergekit_ace.methods.report_lines import finite
-from mergekit_ace.report.lines import Line, ReportError
+from mergekit_ace.report.jsonl import Line, ReportError
 from mergekit_ace.report.tables import Report, Row
 
 # An expert "barely differs" outside of the layers that hold this share of its change …
 MOST = 0.95
 # … if those are at most this share of all layers.
-FEW = 0.6
+FEW_LAYERS = 0.6
 ALIKE, OPPOSED = 0.9, -0.1
 WEAK = 0.1  # of the strongest expert's norm
 FAR = 0.3  # ‖Δ‖/‖W0‖ at which an expert is hardly a fine-tune of this base
@@ -160,7 +160,7 @@ def changed_layers(report: Report, expert: int) -> tuple[int, int] | None:
                 if best is None or end - start < best[1] - best[0]:
                     best = (start, end)
                 break
-    if best is None or best[1] - best[0] + 1 > FEW * len(layers):
+    if best is None or best[1] - best[0] + 1 > FEW_LAYERS * len(layers):
         return None
     return layers[best[0]], layers[best[1]]
 

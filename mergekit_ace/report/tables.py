@@ -15,7 +15,7 @@ from mergekit import merge_methods
 from mergekit_ace.methods.base import SHARED_RULES, TaskVectorMethod
 from mergekit_ace.methods.reference import known_methods
 from mergekit_ace.naming import layer_of, natural_order, relative_depths
-from mergekit_ace.report.lines import Line, matrices_of
+from mergekit_ace.report.jsonl import Line, matrices_of
 
 Values = list[float | None]
 

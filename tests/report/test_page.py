@@ -15,8 +15,8 @@ from lines import layers, made_line
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from mergekit_ace.cli import main
-from mergekit_ace.report.figures import draw
-from mergekit_ace.report.lines import ReportError
+from mergekit_ace.report.figures import draw_pictures
+from mergekit_ace.report.jsonl import ReportError
 from mergekit_ace.report.page import write_page
 from mergekit_ace.report.tables import Report
 
@@ -205,7 +205,7 @@ def test_links_lead_to_the_pictures(report_page, visit):
 def test_what_is_drawn_are_the_numbers_of_the_report():
     lines = layers(5, [1.0, 4.0])
     lines[2]["tau"] = [7.0, 0.0]
-    pictures = {picture.name: picture.figure for picture in draw(Report(lines))}
+    pictures = {picture.name: picture.figure for picture in draw_pictures(Report(lines))}
     assert list(pictures["tau"].data[0].y) == [1, 1, 7, 1, 1]
     assert list(pictures["tau"].data[1].y) == [4, 4, None, 4, 4]  # no point at log 0
     assert list(pictures["gamma"].data[0].y) == [0.01] * 5

@@ -7,7 +7,7 @@ import math
 import pytest
 from lines import layers, made_line
 
-from mergekit_ace.report.lines import ReportError, read_lines
+from mergekit_ace.report.jsonl import ReportError, read_lines
 from mergekit_ace.report.summary import summarize
 from mergekit_ace.report.tables import Report
 
