@@ -19,7 +19,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """What every command takes that reads a config and works in a folder."""
+    """Add what every command takes that reads a config and works in a folder."""
     for add in (
         click.option("--quiet", is_flag=True, help="No progress bars."),
         click.option("--overwrite", is_flag=True, help="Drop the state of another run in OUT."),
@@ -73,7 +73,7 @@ def distill(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
 
 
 def merge_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Those flags of `mergekit-yaml` that change what is read, and where it is computed."""
+    """Add those flags of `mergekit-yaml` that change what is read, and where it is computed."""
     for add in (
         click.option("--lazy-unpickle", is_flag=True, help="Read .bin files tensor by tensor."),
         click.option("--transformers-cache", help="Where downloaded models are."),
@@ -219,7 +219,7 @@ def methods(name: str | None, markdown: bool) -> None:
 
 @contextmanager
 def failures() -> Iterator[None]:
-    """Errors as one message, without a traceback: mergekit's own as well as ours."""
+    """Show errors as one message, without a traceback: mergekit's own as well as ours."""
     try:
         yield
     except (ValueError, RuntimeError, OSError) as error:
@@ -227,7 +227,7 @@ def failures() -> Iterator[None]:
 
 
 def read_config(path: Path, model: type[M]) -> M:
-    """A YAML file as `model`; what is wrong in it is said by line of the config.
+    """Read a YAML file as `model`; what is wrong in it is said by line of the config.
 
     Raises:
         click.ClickException: the file is no YAML, or says something that `model` does not allow.
@@ -242,7 +242,7 @@ def read_config(path: Path, model: type[M]) -> M:
 
 
 def explain(error: ValidationError) -> str:
-    """A line per mistake: where it is, what is wrong, and what was found."""
+    """Return a line per mistake: where it is, what is wrong, and what was found."""
     lines = []
     for detail in error.errors():
         where = ".".join(str(part) for part in detail["loc"]) or "the file"

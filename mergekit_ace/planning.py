@@ -107,7 +107,7 @@ class PlannedMerge:
 
 
 def read_merge_config(path: Path) -> tuple[MergeConfiguration, str]:
-    """A mergekit configuration and its source.
+    """Return a mergekit configuration and its source.
 
     Raises:
         ConfigError: it is no YAML, or not a configuration that mergekit accepts.
@@ -128,7 +128,7 @@ def read_merge_config(path: Path) -> tuple[MergeConfiguration, str]:
 
 
 def model_folders(config: MergeConfiguration) -> Iterator[Path]:
-    """Where the models and adapters lie; a name on a Hub is a folder that is not there."""
+    """Yield where models and adapters lie; a name on a Hub is a folder that is not there."""
     for model in config.referenced_models():
         for part in filter(None, (model.model, model.lora)):
             yield Path(part.path).expanduser()
@@ -141,7 +141,7 @@ def check_inputs(config: MergeConfiguration) -> None:
 
 
 def plan_merge(config: MergeConfiguration, source: str, options: MergeOptions) -> PlannedMerge:
-    """What `mergekit-yaml` would do; reads configs and headers, and merges adapters if need be.
+    """Plan what `mergekit-yaml` would do, from configs and headers; adapters are merged first.
 
     Raises:
         DamagedFileError: a file of a local checkpoint is damaged.

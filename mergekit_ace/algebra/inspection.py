@@ -79,7 +79,7 @@ class Subspaces:
 
 
 def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
-    """Everything that one sweep over the entries can tell.
+    """Compare task vectors by all that one sweep over the entries can tell.
 
     Args:
         base: W0, any shape, finite.
@@ -113,7 +113,7 @@ def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
 
 
 def compare_subspaces(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype) -> Subspaces:
-    """Stable ranks and overlaps.
+    """Compare the leading subspaces of task vectors, and measure their stable ranks.
 
     Args:
         base: W0, (o, i), finite, with at least one entry.
@@ -141,7 +141,7 @@ def compare_subspaces(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtyp
 
 
 def _products(rows: Tensor) -> Tensor:
-    """Inner products of rows, (T, n), in float64; formed in it where float32 lacks the range."""
+    """Return inner products of rows, (T, n), in float64, and by it where float32 lacks range."""
     products = (rows @ rows.mT).double()
     diagonal = products.diagonal()
     if rows.dtype == torch.float32 and not bool(((diagonal > 1e-20) & (diagonal < 1e30)).all()):
@@ -151,7 +151,7 @@ def _products(rows: Tensor) -> Tensor:
 
 
 def _symmetric(count: int, entry: Callable[[int, int], float], size: Sequence[float]) -> PairTable:
-    """A T × T matrix from its entries; None wherever a size is zero."""
+    """Return a T × T matrix from its entries; None wherever a size is zero."""
     return tuple(
         tuple(entry(s, t) if size[s] and size[t] else None for t in range(count))
         for s in range(count)
@@ -274,7 +274,7 @@ def inspect_tensor(
 
 
 def evenly_spaced(count: int, wanted: int) -> list[int]:
-    """At most `wanted` of 0 … count − 1, the first and the last among them."""
+    """Return at most `wanted` of 0 … count − 1, the first and the last among them."""
     if wanted >= count:
         return list(range(count))
     if wanted == 1:

@@ -44,7 +44,7 @@ class Kinds:
 
 
 def is_transposed(model: Hashable, tensor_name: str | None) -> bool:
-    """Whether the architecture of `model` stores the weight `tensor_name` as (…, in, out).
+    """Return whether the architecture stores a weight as (…, in, out).
 
     Layers are told by their kind, not by their number, so that a stack with more layers than
     the base model has is answered too; a prefix that only a checkpoint has is ignored. The first
@@ -60,10 +60,10 @@ def is_transposed(model: Hashable, tensor_name: str | None) -> bool:
 
 
 def is_table(model: Hashable, tensor_name: str | None) -> bool:
-    """Whether the architecture of `model` looks up rows of the weight `tensor_name`.
+    """Return whether the architecture looks up rows of a weight.
 
-    Arguments and rules as of `is_transposed`. A matrix that is both the table of embeddings and the
-    head (tied) is a table.
+    Arguments and rules are those of `is_transposed`. A matrix that is both the table of embeddings
+    and the head (tied) is a table.
     """
     return tensor_name is not None and _is_among(_kinds(model).tables, tensor_name)
 
@@ -76,7 +76,7 @@ def stored_layout(
     *,
     tables: bool = False,
 ) -> FixedLayout:
-    """How a tensor of a checkpoint is read.
+    """Return how a tensor of a checkpoint is read.
 
     Args:
         chosen: as configured.
@@ -151,7 +151,7 @@ def _read_kinds(model: ModelReference) -> Kinds:
 
 
 def _instantiate(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    """The class that the config names, or what mergekit takes for it when it is remote code."""
+    """Build what the config names, or what mergekit takes for it when it is remote code."""
     import transformers
     from mergekit.common import get_auto_cls
 

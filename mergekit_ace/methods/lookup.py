@@ -138,7 +138,7 @@ class FileCoefficients:
         *,
         missing: Literal["error", "mean"] = "error",
     ) -> list[float]:
-        """λ_k of the experts of a tensor, and of the refinement where it has one.
+        """Return λ_k of the experts of a tensor, and of the refinement where it has one.
 
         All 0 for a tensor that takes no part.
 
@@ -227,7 +227,7 @@ class LearnerCoefficients:
             )
 
     def predict(self, group: TensorGroup) -> list[float]:
-        """λ_k of the experts of `group`."""
+        """Return λ_k of the experts of `group`."""
         assert group.base is not None
         name = group.metadata.name
         if name in self.file.frozen:
@@ -245,13 +245,13 @@ class LearnerCoefficients:
 
 
 def _described(expert: Tensor, base: Tensor, what: str) -> Tensor:
-    """What the statistics describe: the weights, or the task vector."""
+    """Return what the statistics describe: the weights, or the task vector."""
     dtype = torch.promote_types(torch.float32, expert.dtype)
     return expert.to(dtype) if what == "weights" else expert.to(dtype) - base.to(dtype)
 
 
 def _depth(base: Hashable, name: str | None) -> float:
-    """Relative depth of a tensor; the middle for one without a name."""
+    """Return the relative depth of a tensor; the middle for one without a name."""
     if name is None:
         return 0.5
     depth = _depths(base).get(name)

@@ -119,7 +119,7 @@ def options_from(model: type[Options], parameters: Mapping[str, Any]) -> Options
 
 
 def _writable(path: str) -> str:
-    """A report that cannot be written should be known before hours of merging, not after."""
+    """Check that a report can be written: better known before hours of merging than after."""
     target = os.path.abspath(os.path.expanduser(path))
     folder = os.path.dirname(target)
     if not path or os.path.isdir(target):
@@ -132,7 +132,7 @@ def _writable(path: str) -> str:
 
 
 def _loadable(path: str) -> str:
-    """A file that cannot be used should be known before anything is merged."""
+    """Check that a file can be used, before anything is merged."""
     load_coefficients(path)
     return path
 

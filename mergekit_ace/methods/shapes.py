@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 
 def tensor_names(model: Hashable) -> tuple[str, ...] | None:
-    """Names of all tensors of a checkpoint, from its header; None where it cannot be read."""
+    """Return the names of all tensors of a checkpoint; None where it cannot be read."""
     index = _index(model)
     return tuple(index.tensor_paths) if index else None
 
@@ -71,7 +71,7 @@ def check_shapes(
 def shape_mismatch(
     tensor_name: str | None, model: Hashable, shape: Shape, base: Hashable, expected: Shape
 ) -> str:
-    """What to say of a tensor of another shape than the base's."""
+    """Return what to say of a tensor of another shape than the base's."""
     return (
         f"tensor {tensor_name} has shape {shape} in {model}, but {expected} in the base "
         f"model {base}. Experts must be fine-tuned from this base model: replace or remove "
@@ -82,7 +82,7 @@ def shape_mismatch(
 
 @lru_cache(maxsize=256)
 def _warn_once(message: str, subject: str) -> None:
-    """Cached, so that what is asked for every tensor is said once."""
+    """Warn; cached, so that what is asked for every tensor is said once."""
     LOG.warning("%s", message, extra={"subject": subject})
 
 
@@ -96,7 +96,7 @@ def _in_another_layer(model: Hashable, tensor_name: str, expected: Shape) -> boo
 
 
 def _is_vocabulary(model: Hashable, shape: Shape, base: Hashable, base_shape: Shape) -> bool:
-    """Whether the first axis counts tokens, which is what may differ between experts."""
+    """Return whether the first axis counts tokens, which may differ between experts."""
     return shape[0] == _vocabulary_size(model) and base_shape[0] == _vocabulary_size(base)
 
 
@@ -112,7 +112,7 @@ def _vocabulary_size(model: ModelReference) -> int | None:
 
 
 def _index(model: Hashable) -> ShardedTensorIndex | None:
-    """Where the tensors of a checkpoint folder lie; None for anything else."""
+    """Return where the tensors of a checkpoint folder lie; None for anything else."""
     from mergekit.common import ModelReference
     from mergekit.io.tasks import LoaderCache
 
@@ -125,7 +125,7 @@ def _index(model: Hashable) -> ShardedTensorIndex | None:
 
 
 def _shape(model: Hashable, tensor_name: str) -> Shape | None:
-    """The tensor's shape in the checkpoint's header; None where it cannot be known."""
+    """Return the tensor's shape by the checkpoint's header; None where it cannot be known."""
     from mergekit.common import ModelReference
 
     if not isinstance(model, ModelReference):
@@ -143,7 +143,7 @@ def _shape(model: Hashable, tensor_name: str) -> Shape | None:
 
 @lru_cache(maxsize=256)
 def _header(path: str, changed: int) -> dict[str, Shape]:
-    """The shapes in one file. Cached until it changes: all tensors of a shard ask for them."""
+    """Return the shapes in one file. Cached until it changes: all tensors of a shard ask."""
     if path.endswith(".safetensors"):
         return {name: header.shape for name, header in read_file_header(Path(path)).items()}
     try:

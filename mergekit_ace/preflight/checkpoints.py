@@ -61,12 +61,12 @@ class Checkpoint:
         return _json(Path(self.model.lora.path).expanduser() / "adapter_config.json")
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """A file of the checkpoint; fetched, if it is small and the model on the Hub."""
+        """Read a small JSON file of the checkpoint; it is fetched if the model is on the Hub."""
         path = self.file(name)
         return _json(path) if path else {}
 
     def file(self, name: str) -> Path | None:
-        """Where a small file of the checkpoint lies; None where there is none."""
+        """Return where a small file of the checkpoint lies; None where there is none."""
         if self.folder is not None:
             path = self.folder / name
             return path if path.is_file() else None
@@ -79,7 +79,7 @@ class Checkpoint:
             return None
 
     def source(self, weight: WeightInfo) -> TensorHeader | None:
-        """What mergekit reads for a planned tensor.
+        """Return what mergekit reads for a planned tensor.
 
         Either as it is stored, or put together from several stored ones, as transformers has it in
         memory; the latter is in no file. None where there is nothing of it.
@@ -122,7 +122,7 @@ class Checkpoint:
 
 
 def read_checkpoint(model: ModelReference) -> Checkpoint:
-    """The headers of a model, wherever it is; no weight is read or downloaded.
+    """Read the headers of a model, wherever it is; no weight is read or downloaded.
 
     Raises:
         DamagedFileError: a file is damaged, or there is no such model.
@@ -139,7 +139,7 @@ def read_checkpoint(model: ModelReference) -> Checkpoint:
 
 
 def _folder(model: ModelReference) -> Path | None:
-    """A local folder, or the snapshot in the Hub's cache if it holds weights."""
+    """Return a local folder, or the snapshot in the Hub's cache if it holds weights."""
     path = Path(model.model.path).expanduser()
     if path.is_dir():
         return path

@@ -36,7 +36,7 @@ class Picture:
 
 
 def draw_pictures(report: Report) -> list[Picture]:
-    """All pictures for which the report has the numbers."""
+    """Draw all pictures for which the report has the numbers."""
     made = (maker(report) for maker in MAKERS)
     return [picture for picture in made if picture is not None]
 
@@ -303,7 +303,7 @@ MAKERS: tuple[Callable[[Report], Picture | None], ...] = (
 
 
 def _by_depth(rows: Sequence[Row], unit: str, *, log: bool) -> go.Figure:
-    """An empty figure whose horizontal axis runs over tensors in depth order."""
+    """Return an empty figure whose horizontal axis runs over tensors in depth order."""
     figure = go.Figure()
     starts = [n for n in range(len(rows)) if n == 0 or rows[n].layer != rows[n - 1].layer]
     starts = [n for n in starts if rows[n].layer is not None]
@@ -337,7 +337,7 @@ def _choice(rows: Sequence[Row]) -> list[Row]:
 
 
 def _menu(figure: go.Figure, labels: Sequence[str], traces: Callable[[int], list[int]]) -> None:
-    """A menu above the picture that shows some of its traces."""
+    """Add a menu above the picture that shows some of its traces."""
     buttons = []
     for number, label in enumerate(labels):
         visible = [False] * len(figure.data)

@@ -51,20 +51,20 @@ class InspectTensor(Task[Line]):
     merge: ExecuteMergeMethodTask
 
     def arguments(self) -> dict[str, Task]:
-        """The tensors that the merge would get."""
+        """Return the tensors that the merge would get."""
         return {"tensors": self.merge.gather_tensors}
 
     def group_label(self) -> str | None:
-        """As the merge: tensors that lie together are read together."""
+        """Return the merge's label: tensors that lie together are read together."""
         return self.merge.group_label()
 
     def uses_accelerator(self) -> bool:
-        """Like the merge."""
+        """Return True, as of a merge."""
         return True
 
     @torch.no_grad()
     def execute(self, tensors: dict[ModelReference, Tensor], **_: Any) -> Line:
-        """The line; of a tensor that is merged without experts, or no numbers, a short one."""
+        """Return the line; a short one of a tensor without experts, or without numbers."""
         start = time.perf_counter()
         planned = PlannedTensor(self.merge)
         present = [m for m in self.merge.model_order if tensors.get(m) is not None]
@@ -138,7 +138,7 @@ def _short_line(planned: PlannedTensor, reason: str) -> Line:
 def _group(
     planned: PlannedTensor, tensors: dict[ModelReference, Tensor], present: list[ModelReference]
 ) -> TensorGroup:
-    """What a merge method gets, once it is known to be finite and of one shape."""
+    """Return what a merge method gets, once it is known to be finite and of one shape."""
     entries = tuple(TensorEntry(m, tensors[m], is_base=m == planned.base) for m in present)
     metadata = TensorMetadata.from_weight_info(planned.task.output_weight)
     group = TensorGroup(entries=entries, metadata=metadata)
@@ -200,7 +200,7 @@ def inspect_merge(
 def _lines(
     todo: Sequence[PlannedTensor], plan: PlannedMerge, done: int, *, quiet: bool
 ) -> Iterator[Line]:
-    """Through mergekit's own executor, which reads, moves and frees tensors as in a merge."""
+    """Run mergekit's own executor, which reads, moves and frees tensors as in a merge."""
     tasks: list[Task] = [InspectTensor(merge=tensor.task) for tensor in todo]
     executor = Executor(tasks, math_device=torch.device(plan.options.device or "cpu"))
     bar = tqdm(
@@ -213,7 +213,7 @@ def _lines(
 
 
 def _identity(plan: PlannedMerge, filters: Iterable[str], sample: int | None) -> dict[str, Any]:
-    """What must be the same for the lines of one report."""
+    """Return what must be the same for the lines of one report."""
     places = []
     for model in plan.config.referenced_models():
         index = LoaderCache().get(model).index

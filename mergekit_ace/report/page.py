@@ -96,7 +96,7 @@ def render(report: Report, subtitle: str) -> str:
 
 
 def _inside_script(value: Any) -> str:
-    """JSON that cannot end the element it stands in."""
+    """Return JSON that cannot end the element it stands in."""
     return json.dumps(value, separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\!--")
 
 
@@ -157,7 +157,7 @@ def _columns(report: Report) -> list[Column]:
 
 
 def _closer_columns() -> list[Column]:
-    """What only `inspect` knows."""
+    """Return columns for what only `inspect` knows."""
 
     def largest(key: str) -> Callable[[Row], Cell]:
         def cell(row: Row) -> Cell:

@@ -18,7 +18,7 @@ from mergekit_ace.methods.peers.matrix_method import MatrixMethod
 
 
 def merge_centred(deltas: Sequence[Tensor], rank_fraction: float, scale: float) -> Tensor:
-    """Δ̄ + λ Σ_t SVD_k(Δ_t − Δ̄): the average, and what is left of each expert at rank k.
+    """Return Δ̄ + λ Σ_t SVD_k(Δ_t − Δ̄): the average, and each expert's rest at rank k.
 
     Args:
         deltas: Δ_t, (o, i), float64.

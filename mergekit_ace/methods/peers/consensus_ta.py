@@ -26,7 +26,7 @@ def merge_by_consensus(
     least: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """W0 + λ · M ⊙ Σ_t Δ_t, M the entries that at least `least` experts' TALL masks select.
+    """Return W0 + λ · M ⊙ Σ_t Δ_t, M what at least `least` experts' TALL masks select.
 
     Expert t's mask holds the entries with |Δ_t| > mask_threshold · |Σ_s Δ_s − Δ_t|: those that
     the sum of all task vectors leaves near to what that expert wants (the paper's Eq. 5).

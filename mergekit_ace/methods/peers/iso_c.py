@@ -15,7 +15,7 @@ from mergekit_ace.methods.peers.matrix_method import MatrixMethod, decomposition
 
 
 def merge_isotropic(deltas: Sequence[Tensor]) -> Tensor:
-    """σ̄ U Vᵀ of Σ_t Δ_t = U diag(σ) Vᵀ, σ̄ = mean(σ_1…σ_r), r = min(o, i).
+    """Return σ̄ U Vᵀ of Σ_t Δ_t = U diag(σ) Vᵀ, σ̄ = mean(σ_1…σ_r), r = min(o, i).
 
     Directions that the sum does not have count in σ̄ with σ = 0 and are not added (departure: a full
     decomposition returns arbitrary vectors there).

@@ -18,7 +18,7 @@ from mergekit_ace.methods.peers.matrix_method import MatrixMethod
 
 
 def merge_common_and_specific(deltas: Sequence[Tensor], common_fraction: float) -> Tensor:
-    """A common subspace of the sum, and as many directions of each task vector outside of it.
+    """Join a common subspace of the sum and as many directions of each task vector outside of it.
 
     Of r = min(o, i) directions about `common_fraction` are the leading ones of Σ_t Δ_t, and each
     task contributes s leading ones of (I − U U​ᵀ) Δ_t, U the common left ones; s is rounded so that

@@ -20,7 +20,7 @@ from mergekit_ace.naming import layer_of, stack_size
 
 
 def layer_coefficient(layer: int | None, layers: int, alpha: float, beta: float) -> float:
-    """α + β·l/(L − 1): what the sum of the task vectors is multiplied by (the paper's Eq. 2).
+    """Return α + β·l/(L − 1), by which the sum of the task vectors is multiplied (Eq. 2).
 
     Args:
         layer: l, from 0; None outside of blocks, where the coefficient is α.

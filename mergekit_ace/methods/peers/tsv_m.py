@@ -15,7 +15,7 @@ from mergekit_ace.methods.peers.matrix_method import MatrixMethod
 
 
 def merge_singular_vectors(deltas: Sequence[Tensor]) -> Tensor:
-    """Each task vector's leading directions, made orthogonal to those of the others.
+    """Add the task vectors' leading directions, made orthogonal to those of the others.
 
     Of Δ_t = U_t diag(σ_t) V_tᵀ the leading floor(r/T) triplets are kept, r = min(o, i); the
     concatenated U and V are replaced by the nearest orthonormal matrices U⊥ and V⊥, and the result

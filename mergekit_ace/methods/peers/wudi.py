@@ -25,7 +25,7 @@ BETAS, DENOMINATOR = (0.9, 0.999), 1e-8  # torch's, and the authors'
 
 
 def minimise_exactly(deltas: Sequence[Tensor]) -> Tensor:
-    """X = (Σ_t Δ_t G_t)(Σ_t G_t)⁺ with G_t = Δ_tᵀΔ_t / ‖Δ_t‖², (o, i).
+    """Return X = (Σ_t Δ_t G_t)(Σ_t G_t)⁺ with G_t = Δ_tᵀΔ_t / ‖Δ_t‖², (o, i).
 
     Where the loss does not determine X, the smallest one, which is also where a descent from
     Σ_t Δ_t ends: its gradient has no component there.
@@ -52,7 +52,7 @@ def _pseudo_inverse(gram: Tensor) -> Tensor:
 def minimise_by_adam(
     deltas: Sequence[Tensor], steps: int, learning_rate: float, unit: float = 1.0
 ) -> Tensor:
-    """The authors' descent: Adam from Σ_t Δ_t with a constant learning rate.
+    """Descend as the authors do: by Adam from Σ_t Δ_t with a constant learning rate.
 
     Args:
         deltas: Δ_t / unit, (o, i).
