@@ -286,7 +286,7 @@ class TaskVectorMethod(GroupMergeMethod):
     def record_of_entries(
         self, tensors: Sequence[Tensor], settings: TensorSettings
     ) -> TensorRecord:
-        """Return the record of a merge entry by entry, which reads no matrices.
+        """Return the record of a merge entry by entry; its layout is that of what is no matrix.
 
         τ is measured only where somebody will read it: that is a sweep over all tensors.
         """

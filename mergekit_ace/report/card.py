@@ -23,7 +23,7 @@ from mergekit_ace.planning import read_merge_config
 from mergekit_ace.report.figures import COLORS
 from mergekit_ace.report.jsonl import Line, ReportError, read_lines
 from mergekit_ace.report.summary import relative_sizes, summarize
-from mergekit_ace.report.tables import Report
+from mergekit_ace.report.tables import Report, title_of
 
 BEGIN, END = "<!-- mergekit-ace: begin -->", "<!-- mergekit-ace: end -->"
 PICTURES = {
@@ -74,6 +74,12 @@ def _without_section(text: str) -> str:
 
 def _check_same_merge(folder: Path, config: MergeConfiguration, lines: Sequence[Line]) -> None:
     models = {str(model) for model in config.referenced_models()}
+    others = {line["method"] for line in lines if "method" in line} - {config.merge_method}
+    if others:
+        raise ReportError(
+            f"the report is of another merge: by {', '.join(sorted(others))}, and {folder} was "
+            f"made by {config.merge_method}"
+        )
     strange = {model for line in lines for model in line["models"]} - models
     if strange:
         raise ReportError(
@@ -143,9 +149,8 @@ def _section(
 ) -> str:
     method = merge_methods.get(config.merge_method)
     ours = isinstance(method, TaskVectorMethod)
-    spec = method.spec
-    name = spec.pretty_name or spec.name
-    linked = f"[{name}]({spec.reference_url})" if spec.reference_url else name
+    name, url = title_of(config.merge_method), method.spec.reference_url
+    linked = f"[{name}]({url})" if url else name
     parts = [
         BEGIN,
         "## How this merge was made",

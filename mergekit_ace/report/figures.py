@@ -52,7 +52,7 @@ def _strength(report: Report) -> Picture | None:
     return Picture(
         "tau",
         "How far each expert moved, by depth",
-        "τ of every expert in every tensor, from input to output (Figs. 1 and 4–7 of the paper). "
+        "τ of every expert in every tensor, from input to output (Figs. 1 and 4–7 of ACE-Merging). "
         "Good: the experts' points lie within a factor of ten of each other. An expert far below "
         "the others is easily drowned; gaps are tensors that it left alone.",
         figure,
@@ -163,7 +163,7 @@ def _spectra(report: Report) -> Picture | None:
         "spectra",
         "Top 5 % of the merge's singular values",
         "Before and after the spectral refinement, with the cosine between the directions of the "
-        "same number (Fig. 2 of the paper). Good: after the refinement the curve is lifted as a "
+        "same number (Fig. 2 of ACE-Merging). Good: after the refinement the curve is lifted as a "
         "whole, and the directions keep their places (cosine near 1)."
         if refined
         else "The largest singular values of the merged task vector. Good: none far above the "
@@ -256,7 +256,7 @@ def _histograms(report: Report) -> Picture | None:
     return Picture(
         "histograms",
         "Entries of the task vectors",
-        "Distribution of the entries of Δ in one tensor (Fig. 3 of the paper), out to five root "
+        "Distribution of the entries of Δ in one tensor (Fig. 3 of ACE-Merging), out to five root "
         "mean squares. Good: bells of similar width. A needle at zero is a tensor that was hardly "
         "trained, single bins far out are outliers.",
         figure,

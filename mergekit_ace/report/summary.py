@@ -13,7 +13,7 @@ from typing import Any
 from mergekit_ace.files import write_text
 from mergekit_ace.methods.report_lines import finite
 from mergekit_ace.report.jsonl import Line, ReportError
-from mergekit_ace.report.tables import Report, Row
+from mergekit_ace.report.tables import Report, Row, title_of
 
 # An expert "barely differs" outside of the layers that hold this share of its change …
 MOST = 0.95
@@ -91,8 +91,8 @@ def sentences(report: Report) -> Iterator[str]:
     if report.stands_in:
         yield (
             f"{report.title} is a method of mergekit, which tells nothing of its decisions: rules, "
-            "and what is computed from a merge, are what ACE-Merging would make of these experts "
-            "with its defaults."
+            f"and what is computed from a merge, are what {title_of(report.stands_in)} would make "
+            "of these experts with its defaults."
         )
     yield from _experts(report)
     yield from _pairs(report)

@@ -42,6 +42,12 @@ class Row:
         return "statistic" in self.matrix
 
 
+def title_of(name: str) -> str:
+    """Return a merge method's name for people, or its plain name if mergekit does not know it."""
+    titles = {m.spec.name: m.spec.pretty_name for m in merge_methods.registered_methods()}
+    return titles.get(name) or name
+
+
 class Report:
     """All rows of a report.
 
@@ -78,12 +84,10 @@ class Report:
         """The merge method, if it is one of ours."""
         return known_methods().get(self.name or "")
 
-    @cached_property
+    @property
     def title(self) -> str:
         """The merge method's name for people."""
-        specs = {m.spec.name: m.spec for m in merge_methods.registered_methods()}
-        spec = specs.get(self.name or "")
-        return (spec.pretty_name if spec else None) or self.name or "A merge"
+        return title_of(self.name) if self.name else "A merge"
 
     @property
     def about(self) -> str:

@@ -173,6 +173,8 @@ def test_errors(merged, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({**line, "models": ["a", "b"]}) + "\n" for line in lines))
     assert "the report is of another merge" in card(out, other, fails=True)
+    other.write_text(json.dumps({**lines[0], "method": "tsv_m"}) + "\n")
+    assert "another merge: by tsv_m" in card(out, other, fails=True)
     other.write_text(json.dumps({**lines[0], "tensor": "h.0.attn.weight"}) + "\n")
     assert "has no tensor h.0.attn.weight" in card(out, other, fails=True)
     (out / "mergekit_config.yml").rename(out / "c.yml")
