@@ -351,11 +351,11 @@ def sweep(shape: Sequence[int], experts: int) -> Work:
     return Work((operations, operations), (moved, moved), 4 * entries)
 
 
-def matrix_shape(shape: Sequence[int], layout: str) -> tuple[int, int] | None:
-    """Return (o, i) of a matrix in a tensor; None for what is none, or only a table of rows."""
+def matrices_in(shape: Sequence[int], layout: str) -> tuple[int, int, int] | None:
+    """Return how many matrices (o, i) a tensor holds, o and i; None for vectors and tables."""
     if layout in ("mean", "table") or len(shape) < 2 or not math.prod(shape):
         return None
-    if layout == "flattened":
-        return shape[0], math.prod(shape[1:])
-    rows, columns = shape[-2:]
-    return (columns, rows) if layout == "transposed" else (rows, columns)
+    rows, columns = (shape[0], math.prod(shape[1:])) if layout == "flattened" else shape[-2:]
+    if layout == "transposed":
+        rows, columns = columns, rows
+    return (math.prod(shape) // (rows * columns), rows, columns) if rows > 1 else None

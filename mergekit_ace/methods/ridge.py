@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -12,7 +11,7 @@ from pydantic import BaseModel
 from mergekit_ace.algebra.choose import COSTS, choose_forms
 from mergekit_ace.algebra.closed_form import IllConditionedError
 from mergekit_ace.algebra.linalg import BLOCK_ENTRIES, LARGEST
-from mergekit_ace.methods.base import TaskVectorMethod, Work, matrix_shape
+from mergekit_ace.methods.base import TaskVectorMethod, Work, matrices_in
 from mergekit_ace.methods.inputs import TensorSettings, describe
 from mergekit_ace.methods.lookup import component_coefficients
 from mergekit_ace.methods.parameters import options_from
@@ -46,19 +45,18 @@ class RidgeMethod(TaskVectorMethod):
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         """Return the cost of the forms that would be chosen, if all experts changed the tensor."""
-        plain = super().work(settings, shape, experts)
-        matrix = matrix_shape(shape, settings.layout)
-        if matrix is None or matrix[0] == 1 or experts < 2:
-            return plain
-        stack = math.prod(shape) // (matrix[0] * matrix[1])  # matrices of the tensor
+        found = matrices_in(shape, settings.layout)
+        if found is None or experts < 2:
+            return super().work(settings, shape, experts)
+        count, *matrix = found
         cases = (False, self.refines)
         forms = [choose_forms(*matrix, experts, refined=refined)[0] for refined in cases]
         costs = [COSTS[f](*matrix, experts, r) for f, r in zip(forms, cases, strict=True)]
         extra = [self.extra_operations(*matrix, experts, refined) for refined in cases]
         low, high = (c.operations + e for c, e in zip(costs, extra, strict=True))
         return Work(
-            operations=(stack * low, stack * high),
-            moved=(stack * costs[0].bytes, stack * costs[1].bytes),
+            operations=(count * low, count * high),
+            moved=(count * costs[0].bytes, count * costs[1].bytes),
             working=int(max(cost.memory for cost in costs)) + BLOCKS,
             form=(forms[0], forms[1]),
         )

@@ -7,7 +7,6 @@ is what comes out, and what is no matrix gets the mean of the task vectors.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from mergekit_ace.algebra.layouts import by_layout
 from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.records import MatrixRecord, Observer, show
 from mergekit_ace.algebra.task_vectors import merge_mean, merge_trivial, select_active, task_vector
-from mergekit_ace.methods.base import Merged, TaskVectorMethod, Work, matrix_shape
+from mergekit_ace.methods.base import Merged, TaskVectorMethod, Work, matrices_in
 from mergekit_ace.methods.inputs import TensorSettings
 
 
@@ -98,12 +97,12 @@ class MatrixMethod(TaskVectorMethod):
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         plain = super().work(settings, shape, experts)
-        matrix = matrix_shape(shape, settings.layout)
-        if matrix is None or matrix[0] == 1 or experts < 2:
+        found = matrices_in(shape, settings.layout)
+        if found is None or experts < 2:
             return plain
-        stack = math.prod(shape) // (matrix[0] * matrix[1])
-        operations = stack * self.operations(*matrix, experts, settings.parameters)
-        working = 8 * (experts + 3) * matrix[0] * matrix[1]
+        count, rows, columns = found
+        operations = count * self.operations(rows, columns, experts, settings.parameters)
+        working = 8 * (experts + 3) * rows * columns
         return Work((operations, operations), plain.moved, working)
 
     def operations(
