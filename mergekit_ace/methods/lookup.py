@@ -54,6 +54,8 @@ def _interpolated(file: CoefficientFile, kind: str, depth: float) -> Tensor:
     return torch.lerp(values[:, above - 1], values[:, above], share)
 
 
+# Which method applies coefficients of a basis that is not named after it.
+METHODS_OF_BASES = {"task_vector": "statsmerging"}
 LISTED = 8  # names in an error before it says how many more there are
 
 
@@ -108,7 +110,7 @@ class FileCoefficients:
         self.by_depth = by_depth
         self.method = method
         basis = self.file.contents.basis
-        own = "statsmerging" if basis == "task_vector" else basis
+        own = METHODS_OF_BASES.get(basis, basis)
         if own != method:
             what = "task vectors" if basis == "task_vector" else f"components of {basis}"
             raise CoefficientFileError(
@@ -192,7 +194,7 @@ class FileCoefficients:
             f"{self.method}: {self.path} has no coefficients for {_some(unknown)}. It holds those "
             f"of {_some(held)}, trained on {self.file.contents.base_model}."
         )
-        if self.method != "statsmerging":
+        if self.file.contents.basis not in METHODS_OF_BASES:  # components fit one merge only
             return text
         return (
             f"{text} `missing: mean` merges such tensors by the mean of the task vectors; "

@@ -244,7 +244,8 @@ def _estimate_lines(estimate: Estimate, tensors: int) -> Iterator[str]:
     yield f" rules  {tensors} tensors: {rules}"
     if estimate.forms:
         forms = ", ".join(f"{count} {form}" for form, count in sorted(estimate.forms.items()))
-        yield f" forms  {forms} (should no matrix be refined)"
+        refinable = estimate.operations[0] != estimate.operations[1]
+        yield f" forms  {forms}" + (" (should no matrix be refined)" if refinable else "")
     low, high = (operations / 1e12 for operations in estimate.operations)
     work = f"{low:.3g} Tflop" if low == high else f"{low:.3g} to {high:.3g} Tflop"
     yield f"  work  {work}"
