@@ -17,17 +17,15 @@ from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
 from mergekit_ace.methods.peers.matrix_method import MatrixMethod
 
 
-def merge_centred(deltas: Sequence[Tensor], rank_fraction: float, scale: float) -> Tensor:
+def merge_centred(deltas: Sequence[Tensor], rank: int, scale: float) -> Tensor:
     """Return Δ̄ + λ Σ_t SVD_k(Δ_t − Δ̄): the average, and each expert's rest at rank k.
 
     Args:
         deltas: Δ_t, (o, i), float64.
-        rank_fraction: k = floor(rank_fraction · min(o, i)), at least 1 unless the fraction is 0.
+        rank: k.
         scale: λ.
     """
     mean = torch.stack(list(deltas)).mean(dim=0)
-    rank = int(rank_fraction * min(mean.shape))
-    rank = max(rank, 1) if rank_fraction > 0 else 0
     merged = mean.clone()
     for delta in deltas if rank else ():
         merged.add_(leading_directions(delta - mean, rank).matrix, alpha=scale)
@@ -71,7 +69,13 @@ class CartMerge(MatrixMethod):
     def scale(self, parameters: Mapping[str, Any]) -> float:
         return 1.0
 
+    def rank(self, shape: Sequence[int], experts: int, parameters: Mapping[str, Any]) -> int:
+        """Return floor(rank_fraction · min(o, i)), at least 1 unless the fraction is 0."""
+        fraction = parameters["rank_fraction"]
+        return max(int(fraction * min(shape)), 1) if fraction > 0 else 0
+
     def combine(
         self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
     ) -> Tensor:
-        return merge_centred(deltas, parameters["rank_fraction"], parameters["lambda"])
+        rank = self.rank(deltas[0].shape, len(deltas), parameters)
+        return merge_centred(deltas, rank, parameters["lambda"])

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -18,6 +18,17 @@ from mergekit_ace.methods.inputs import TensorSettings
 from mergekit_ace.methods.parameters import LAMBDA, shared
 
 
+@dataclass(frozen=True)
+class ConsensusRecord(MatrixRecord):
+    """What was done to one tensor.
+
+    Attributes:
+        selected: share of the entries that enough experts ask for, 0 to 1.
+    """
+
+    selected: float | None = None
+
+
 def merge_by_consensus(
     base: Tensor,
     experts: Sequence[Tensor],
@@ -25,7 +36,7 @@ def merge_by_consensus(
     mask_threshold: float,
     least: int,
     dtype: torch.dtype,
-) -> Tensor:
+) -> tuple[Tensor, float]:
     """Return W0 + λ · M ⊙ Σ_t Δ_t, M what at least `least` experts' TALL masks select.
 
     Expert t's mask holds the entries with |Δ_t| > mask_threshold · |Σ_s Δ_s − Δ_t|: those that
@@ -38,6 +49,9 @@ def merge_by_consensus(
         mask_threshold: the paper's λ_t, the same for all experts; larger selects less.
         least: 2 drops what nobody needs and what one expert alone does.
         dtype: in which task vectors are formed.
+
+    Returns:
+        The merged tensor, and the share of its entries that are selected, 0 to 1.
     """
     total = torch.zeros_like(base, dtype=dtype)
     for expert in experts:
@@ -46,7 +60,9 @@ def merge_by_consensus(
     for expert in experts:
         delta = task_vector(expert, base, dtype)
         votes += delta.abs() > (total - delta).abs_().mul_(mask_threshold)
-    return total.mul_(votes >= least).mul_(scale).add_(base)
+    selected = votes >= least
+    share = float(selected.count_nonzero()) / max(1, base.numel())
+    return total.mul_(selected).mul_(scale).add_(base), share
 
 
 class ConsensusMerge(TaskVectorMethod):
@@ -108,7 +124,9 @@ class ConsensusMerge(TaskVectorMethod):
         if trivial is not None:
             merged, record = trivial
         else:
-            merged = merge_by_consensus(base, active.experts, scale, threshold, least, active.dtype)
+            merged, share = merge_by_consensus(
+                base, active.experts, scale, threshold, least, active.dtype
+            )
             weight = active.spread(active.weights, 0.0)
-            record = MatrixRecord(self.spec.name, weight, active.all_tau)
+            record = ConsensusRecord(self.spec.name, weight, active.all_tau, selected=share)
         return merged, TensorRecord(tuple(base.shape), "mean", (record,))

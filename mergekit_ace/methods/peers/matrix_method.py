@@ -74,6 +74,7 @@ class MatrixMethod(TaskVectorMethod):
             rule=self.spec.name,
             weight=active.spread(active.weights, 0.0),
             tau=active.all_tau,
+            rank=self.rank(base.shape, len(deltas), parameters),
             precision="float64",
         )
         return merged.mul_(unit * scale).add_(base), record
@@ -81,6 +82,10 @@ class MatrixMethod(TaskVectorMethod):
     def scale(self, parameters: Mapping[str, Any]) -> float:
         """Return λ: what the merged task vector is multiplied by."""
         return parameters["lambda"]
+
+    def rank(self, shape: Sequence[int], experts: int, parameters: Mapping[str, Any]) -> int | None:
+        """Return how many directions of its own each expert keeps; None where nobody counts."""
+        return None
 
     @abstractmethod
     def combine(

@@ -14,19 +14,17 @@ from mergekit_ace.methods.parameters import LAMBDA, LAYOUT
 from mergekit_ace.methods.peers.matrix_method import MatrixMethod
 
 
-def merge_singular_vectors(deltas: Sequence[Tensor]) -> Tensor:
+def merge_singular_vectors(deltas: Sequence[Tensor], rank: int) -> Tensor:
     """Add the task vectors' leading directions, made orthogonal to those of the others.
 
-    Of Δ_t = U_t diag(σ_t) V_tᵀ the leading floor(r/T) triplets are kept, r = min(o, i); the
-    concatenated U and V are replaced by the nearest orthonormal matrices U⊥ and V⊥, and the result
-    is U⊥ diag(σ) V⊥ᵀ (the paper's Algorithm 1).
+    Of Δ_t = U_t diag(σ_t) V_tᵀ the leading triplets are kept; the concatenated U and V are replaced
+    by the nearest orthonormal matrices U⊥ and V⊥, and the result is U⊥ diag(σ) V⊥ᵀ (the paper's
+    Algorithm 1).
 
     Args:
         deltas: Δ_t, (o, i), float64.
-
-    With more experts than directions each keeps one (departure: the paper's share would be none).
+        rank: how many of each; the paper's choice is floor(min(o, i) / T).
     """
-    rank = max(1, min(deltas[0].shape) // len(deltas))
     parts = [leading_directions(delta, rank) for delta in deltas]
     left = nearest_orthonormal([part.left for part in parts])
     right = nearest_orthonormal([part.right for part in parts])
@@ -60,7 +58,11 @@ class TsvMerge(MatrixMethod):
     )
     own_rule = "merged from orthogonal singular directions"
 
+    def rank(self, shape: Sequence[int], experts: int, parameters: Mapping[str, Any]) -> int:
+        """Return floor(min(o, i) / T), or 1 (departure: the paper's share would be none)."""
+        return max(1, min(shape) // experts)
+
     def combine(
         self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
     ) -> Tensor:
-        return merge_singular_vectors(deltas)
+        return merge_singular_vectors(deltas, self.rank(deltas[0].shape, len(deltas), parameters))
