@@ -19,7 +19,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """What every command takes that reads a config and works in a folder."""
+    """Add what every command takes that reads a config and works in a folder."""
     for add in (
         click.option("--quiet", is_flag=True, help="No progress bars."),
         click.option("--overwrite", is_flag=True, help="Drop the state of another run in OUT."),
@@ -73,7 +73,7 @@ def distill(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
 
 
 def merge_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Those flags of `mergekit-yaml` that change what is read, and where it is computed."""
+    """Add those flags of `mergekit-yaml` that change what is read, and where it is computed."""
     for add in (
         click.option("--lazy-unpickle", is_flag=True, help="Read .bin files tensor by tensor."),
         click.option("--transformers-cache", help="Where downloaded models are."),
@@ -140,11 +140,10 @@ def check(config: Path, out: Path | None, as_json: bool, **flags: Any) -> None:
 
     from mergekit.options import MergeOptions
 
-    from mergekit_ace.preflight.check import check_merge
-    from mergekit_ace.preflight.text import to_text
+    from mergekit_ace.preflight.check import check_merge, result_text
 
     result = check_merge(config, MergeOptions(**flags, quiet=True), out)
-    click.echo(json.dumps(result.as_json(), indent=1) if as_json else to_text(result))
+    click.echo(json.dumps(result.as_json(), indent=1) if as_json else result_text(result))
     if not result.ok:
         raise SystemExit(1)
 
@@ -162,7 +161,7 @@ def inspect(config: Path, folder: Path, **options: Any) -> None:
     CONFIG is that of the merge. An inspection that was interrupted goes on when the same command is
     given again.
     """
-    from mergekit_ace.report.commands import run_inspection
+    from mergekit_ace.report.inspect import run_inspection
 
     own = {name: options.pop(name) for name in ("tensors", "sample", "overwrite", "quiet")}
     with failures():
@@ -177,7 +176,7 @@ def inspect(config: Path, folder: Path, **options: Any) -> None:
 )  # fmt: skip
 def report(lines: Path, out: Path) -> None:
     """Show the report of a merge, the file under `report:` in its config, as a page."""
-    from mergekit_ace.report.commands import show_report
+    from mergekit_ace.report.page import show_report
 
     with failures():
         show_report(lines, out)
@@ -195,15 +194,32 @@ def card(folder: Path, lines: Path, seed: int | None, quiet: bool) -> None:
 
     OUT_DIR is what mergekit-yaml wrote, --report the file of the merge, or of `inspect`.
     """
-    from mergekit_ace.report.commands import update_card
+    from mergekit_ace.report.card import update_card
 
     with failures():
         update_card(folder, lines, seed=seed, quiet=quiet)
 
 
+@main.command()
+@click.argument("name", required=False)
+@click.option("--markdown", is_flag=True, help="As a page of documentation.")
+def methods(name: str | None, markdown: bool) -> None:
+    """Print what our merge methods do: parameters with default, range and meaning, and papers.
+
+    NAME is that of one method, as in `merge_method:`.
+    """
+    from mergekit_ace.methods.reference import find_methods, reference_markdown, reference_text
+
+    with failures():
+        found = find_methods(name)
+        click.echo(
+            reference_markdown(found) if markdown else reference_text(found), nl=not markdown
+        )
+
+
 @contextmanager
 def failures() -> Iterator[None]:
-    """Errors as one message, without a traceback: mergekit's own as well as ours."""
+    """Show errors as one message, without a traceback: mergekit's own as well as ours."""
     try:
         yield
     except (ValueError, RuntimeError, OSError) as error:
@@ -211,7 +227,7 @@ def failures() -> Iterator[None]:
 
 
 def read_config(path: Path, model: type[M]) -> M:
-    """A YAML file as `model`; what is wrong in it is said by line of the config.
+    """Read a YAML file as `model`; what is wrong in it is said by line of the config.
 
     Raises:
         click.ClickException: the file is no YAML, or says something that `model` does not allow.
@@ -226,7 +242,7 @@ def read_config(path: Path, model: type[M]) -> M:
 
 
 def explain(error: ValidationError) -> str:
-    """A line per mistake: where it is, what is wrong, and what was found."""
+    """Return a line per mistake: where it is, what is wrong, and what was found."""
     lines = []
     for detail in error.errors():
         where = ".".join(str(part) for part in detail["loc"]) or "the file"

@@ -54,7 +54,7 @@ class TensorHeader:
 
 
 def read_headers(tensor_paths: Mapping[str, str], folder: str) -> dict[str, TensorHeader]:
-    """The headers of all tensors that an index names.
+    """Return the headers of all tensors that an index names.
 
     Args:
         tensor_paths: file name by tensor name, as mergekit's index has them.
@@ -90,11 +90,12 @@ def check_folder(folder: Path) -> None:
 
 
 def read_file_header(path: Path) -> dict[str, TensorHeader]:
-    """The tensors in one safetensors file.
+    """Return the headers of the tensors in one safetensors file.
 
     Raises:
         DamagedFileError: see `read_headers`.
     """
+    # huggingface_hub's local reader does not tell a file that is cut short behind its header
     _check_exists(path)
     size = path.stat().st_size
     with open(path, "rb") as file:

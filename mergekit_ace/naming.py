@@ -24,6 +24,26 @@ def block_of(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
+def within_block(name: str) -> str:
+    """What is left of a name without its block: `.mlp.up_proj.weight`, the same in every block.
+
+    A name outside of blocks is returned as it is.
+    """
+    match = _BLOCK.match(name)
+    return name[match.end() - 1 :] if match else name
+
+
+def without_numbers(name: str) -> str:
+    """A name without its numbers: `model.layers.*.mlp.up_proj.weight`, the same in every layer."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def natural_order(name: str) -> list[tuple[bool, int, str]]:
+    """A key that sorts layer 10 behind layer 9."""
+    parts = re.split(r"(\d+)", name)
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+
+
 def relative_depths(names: Iterable[str]) -> dict[str, float]:
     """Relative depth of every tensor of a network, from 0 (its input) to 1 (its output).
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,13 +20,11 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 
-from mergekit_ace.algebra.records import AceOptions, FixedLayout
+from mergekit_ace.algebra.records import FixedLayout
 from mergekit_ace.headers import check_folder
 from mergekit_ace.methods.architecture import stored_layout
-from mergekit_ace.methods.parameters import ace_options
-
-# Those that solve a ridge regression, with weights of experts in it.
-RIDGE_METHODS = ("ace", "ace_relative")
+from mergekit_ace.methods.base import TaskVectorMethod
+from mergekit_ace.methods.inputs import TensorSettings
 
 
 class ConfigError(ValueError):
@@ -65,32 +63,25 @@ class PlannedTensor:
         return tuple(model for model in self.task.model_order if model != self.base)
 
     @property
-    def parameters(self) -> Mapping[str, Any]:
-        """Those of the tensor, by name."""
-        return dict(self.task.parameters.items())
+    def method(self) -> MergeMethod:
+        """The merge method."""
+        return merge_methods.get(self.task.method_name)
 
-    def expert_parameter(self, name: str, default: Any) -> tuple[Any, ...]:
-        """A parameter of every expert, in their order; `default` where the method has none."""
-        own = self.task.input_parameters
-        return tuple(dict(own[model].items()).get(name, default) for model in self.experts)
-
-    @property
-    def options(self) -> AceOptions:
-        """The switches of `ace`; its defaults where the config merges by another method."""
-        return ace_options(self.parameters) if self.task.method_name == "ace" else AceOptions()
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """w_t of `ace` and `ace_relative`; 1 where the config merges by another method."""
-        if self.task.method_name not in RIDGE_METHODS:
-            return (1.0,) * len(self.experts)
-        return self.expert_parameter("weight", 1.0)
+    @cached_property
+    def settings(self) -> TensorSettings:
+        """The tensor's name, models and parameters, as our methods take them."""
+        parameters: dict[str, Any] = dict(self.task.parameters.items())
+        own = {model: dict(self.task.input_parameters[model].items()) for model in self.experts}
+        for parameter in self.method.spec.input_parameters:
+            name = parameter.name
+            parameters[name] = {model: own[model].get(name) for model in self.experts}
+        return TensorSettings(self.name, self.base, self.experts, parameters)
 
     def layout(self, ndim: int) -> FixedLayout:
-        """How this tensor of so many axes is read, by `ace` if its method does not say."""
-        chosen = self.parameters.get("layout", "auto")
-        tables = getattr(merge_methods.get(self.task.method_name), "tables", False)
-        return stored_layout(chosen, self.base, self.name, ndim, tables=tables)
+        """Return how this tensor of so many axes is read; by mergekit's own methods as by ours."""
+        if isinstance(self.method, TaskVectorMethod):
+            return self.method.layout(self.settings, ndim)
+        return stored_layout("auto", self.base, self.name, ndim)
 
 
 @dataclass(frozen=True)
@@ -116,7 +107,7 @@ class PlannedMerge:
 
 
 def read_merge_config(path: Path) -> tuple[MergeConfiguration, str]:
-    """A mergekit configuration and its source.
+    """Return a mergekit configuration and its source.
 
     Raises:
         ConfigError: it is no YAML, or not a configuration that mergekit accepts.
@@ -137,7 +128,7 @@ def read_merge_config(path: Path) -> tuple[MergeConfiguration, str]:
 
 
 def model_folders(config: MergeConfiguration) -> Iterator[Path]:
-    """Where the models and adapters lie; a name on a Hub is a folder that is not there."""
+    """Yield where models and adapters lie; a name on a Hub is a folder that is not there."""
     for model in config.referenced_models():
         for part in filter(None, (model.model, model.lora)):
             yield Path(part.path).expanduser()
@@ -150,7 +141,7 @@ def check_inputs(config: MergeConfiguration) -> None:
 
 
 def plan_merge(config: MergeConfiguration, source: str, options: MergeOptions) -> PlannedMerge:
-    """What `mergekit-yaml` would do; reads configs and headers, and merges adapters if need be.
+    """Plan what `mergekit-yaml` would do, from configs and headers; adapters are merged first.
 
     Raises:
         DamagedFileError: a file of a local checkpoint is damaged.

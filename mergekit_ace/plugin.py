@@ -4,28 +4,45 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
+from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mergekit.merge_methods import MergeMethod
 
+# Module and class of every merge method. A new one is a file, and a line here.
+METHODS = (
+    "mergekit_ace.methods.ace:AceMerge",
+    "mergekit_ace.methods.ace_relative:RelativeAceMerge",
+    "mergekit_ace.methods.statsmerging:StatsMerge",
+    "mergekit_ace.methods.peers.tsv_m:TsvMerge",
+    "mergekit_ace.methods.peers.iso_c:IsoCMerge",
+    "mergekit_ace.methods.peers.iso_cts:IsoCtsMerge",
+    "mergekit_ace.methods.peers.wudi:WudiMerge",
+    "mergekit_ace.methods.peers.cart:CartMerge",
+    "mergekit_ace.methods.peers.consensus_ta:ConsensusMerge",
+    "mergekit_ace.methods.peers.lines:LinesMerge",
+)
 SUPPORTED = "mergekit >=0.1.5,<0.2"
 _FIRST, _BEYOND = (0, 1, 5), (0, 2)
 
 
-def our_methods() -> tuple[MergeMethod, ...]:
-    """One instance of every merge method of this package."""
-    from mergekit_ace.methods.ace import AceMerge
-    from mergekit_ace.methods.ace_relative import RelativeAceMerge
-    from mergekit_ace.methods.peers import peer_methods
-    from mergekit_ace.methods.statsmerging import StatsMerge
+def our_methods(listed: Iterable[str] = METHODS) -> tuple[MergeMethod, ...]:
+    """Return one instance of every listed merge method."""
+    classes = []
+    for entry in listed:
+        module, _, name = entry.partition(":")
+        classes.append(getattr(import_module(module), name))
+    return tuple(method() for method in classes)
 
-    return (AceMerge(), RelativeAceMerge(), StatsMerge(), *peer_methods())
 
-
-def register() -> None:
+def register(listed: Sequence[str] = METHODS) -> None:
     """Make our merge methods available by name in mergekit; again is the same as once.
+
+    Args:
+        listed: module and class of each, see `METHODS`.
 
     Raises:
         RuntimeError: the installed mergekit is not one that we work with.
@@ -35,7 +52,7 @@ def register() -> None:
     from mergekit import merge_methods
 
     known = {method.spec.name: method for method in merge_methods.registered_methods()}
-    for method in our_methods():
+    for method in our_methods(listed):
         name = method.spec.name
         if name not in known:
             merge_methods.register(method)

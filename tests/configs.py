@@ -9,9 +9,8 @@ import yaml
 from mergekit import merge_methods
 from mergekit.config import MergeConfiguration
 from mergekit.merge_methods.base import ParameterScope
-from mergekit_ace.training.distill_config import DistillConfig
 
-from mergekit_ace.training.config import TrainConfig
+from mergekit_ace.training.config import DistillConfig, TrainConfig
 
 
 def check_merge_config(source: dict[str, Any]) -> None:

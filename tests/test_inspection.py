@@ -12,17 +12,28 @@ from reference import naive_ace
 from torch import Tensor
 
 from mergekit_ace.algebra import inspection as comparison
+from mergekit_ace.algebra.adaptive import merge_tensor
 from mergekit_ace.algebra.inspection import (
     BINS,
     REACH,
-    compare,
+    TensorInspection,
+    compare_entries,
     compare_subspaces,
     evenly_spaced,
     inspect_tensor,
 )
-from mergekit_ace.algebra.records import AceOptions
+from mergekit_ace.algebra.records import AceOptions, MatrixRecord, TensorRecord
 
 OPTIONS = AceOptions()
+
+
+def look(base, experts, weights, options, layout) -> TensorInspection:
+    """At a tensor as `ace` merges it."""
+
+    def merge(tensors, layout, observe):
+        return merge_tensor(tensors[0], tensors[1:], weights, options, layout, observe=observe)
+
+    return inspect_tensor(base, experts, layout, merge)
 
 
 def deltas_of(base: Tensor, experts: list[Tensor]) -> list[Tensor]:
@@ -34,7 +45,7 @@ def test_comparison(rng, shape):
     base = torch.randn(shape, generator=rng)
     experts = [base + s * torch.randn(shape, generator=rng) for s in (0.01, 1.0, 3.0)]
     experts[1] = torch.where(torch.rand(shape, generator=rng) < 0.5, base, experts[1])
-    found = compare(base, experts)
+    found = compare_entries(base, experts)
     deltas = [d.flatten() for d in deltas_of(base, experts)]
     assert found.base_norm == pytest.approx(float(base.double().norm()))
     assert found.norm == pytest.approx([float(d.norm()) for d in deltas])
@@ -61,7 +72,7 @@ def test_a_histogram_of_a_large_tensor_counts_evenly_spaced_entries(rng, monkeyp
     monkeypatch.setattr(comparison, "SAMPLE", 100)
     base = torch.randn(30, 20, generator=rng)
     expert = base + torch.randn(30, 20, generator=rng)
-    counts = compare(base, [expert]).histogram[0]
+    counts = compare_entries(base, [expert]).histogram[0]
     assert sum(counts) == 100
     whole = (expert - base).double()
     sampled = whole.flatten()[::6] / whole.square().mean().sqrt()
@@ -72,11 +83,11 @@ def test_a_histogram_of_a_large_tensor_counts_evenly_spaced_entries(rng, monkeyp
 
 def test_comparison_of_what_cannot_be_compared():
     base = torch.ones(3, 4)
-    found = compare(base, [base.clone(), base + 1])
+    found = compare_entries(base, [base.clone(), base + 1])
     assert found.unchanged == (1.0, 0.0)
     assert found.cosine[0] == (None, None)
     assert found.cosine[1] == (None, pytest.approx(1))
-    empty = compare(torch.ones(0, 4), [torch.ones(0, 4)])
+    empty = compare_entries(torch.ones(0, 4), [torch.ones(0, 4)])
     assert empty.unchanged == (1.0,)
     assert empty.unit == 0
 
@@ -85,7 +96,7 @@ def test_comparison_of_what_cannot_be_compared():
 def test_comparison_of_huge_and_tiny_task_vectors(rng, scale):
     base = torch.zeros(6, 8)
     experts = [scale * torch.randn(6, 8, generator=rng) for _ in range(2)]
-    found = compare(base, experts)
+    found = compare_entries(base, experts)
     a, b = deltas_of(base, experts)
     assert found.cosine[0][1] == pytest.approx(float((a * b).sum() / a.norm() / b.norm()))
     subspaces = compare_subspaces(base, experts, torch.float32)
@@ -124,7 +135,7 @@ def naive_merge(base, experts, refined: bool) -> Tensor:
 @pytest.mark.parametrize("heterogeneous", [False, True])
 def test_the_spectrum_of_the_merge(rng, shape, heterogeneous):
     base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS if heterogeneous else None)
-    found = inspect_tensor(base, experts, [1, 1, 1], OPTIONS, "matrix")
+    found = look(base, experts, [1, 1, 1], OPTIONS, "matrix")
     (matrix,) = found.matrices
     spectrum = matrix.spectrum
     assert matrix.record.heterogeneous == heterogeneous
@@ -151,7 +162,7 @@ def test_the_branch_is_the_merges_own(rng):
     """`inspect` says what a merge would do, with its options."""
     base, experts = family(rng, 20, 30, 3, scales=HETEROGENEOUS)
     options = OPTIONS.model_copy(update={"heterogeneity_threshold": 1e9})
-    record = inspect_tensor(base, experts, [1, 1, 0], options, "matrix").matrices[0].record
+    record = look(base, experts, [1, 1, 0], options, "matrix").matrices[0].record
     assert not record.heterogeneous
     assert record.weight[2] == 0
     taus = [float(d.square().sum()) for d in deltas_of(base, experts)]
@@ -161,29 +172,45 @@ def test_the_branch_is_the_merges_own(rng):
 def test_layouts(rng):
     base = torch.randn(6, 8, 10, generator=rng)
     experts = [base + torch.randn(6, 8, 10, generator=rng) for _ in range(2)]
-    stacked = inspect_tensor(base, experts, [1, 1], OPTIONS, "stacked")
+    stacked = look(base, experts, [1, 1], OPTIONS, "stacked")
     assert len(stacked.matrices) == 6
     looked_at = [n for n, matrix in enumerate(stacked.matrices) if matrix.spectrum]
     assert looked_at == [0, 2, 3, 5]
-    alone = inspect_tensor(base[2], [e[2] for e in experts], [1, 1], OPTIONS, "matrix")
+    alone = look(base[2], [e[2] for e in experts], [1, 1], OPTIONS, "matrix")
     assert stacked.matrices[2].record.tau == alone.matrices[0].record.tau
     assert stacked.matrices[2].subspaces == alone.matrices[0].subspaces
-    mean = inspect_tensor(base, experts, [1, 1], OPTIONS, "mean")
+    mean = look(base, experts, [1, 1], OPTIONS, "mean")
     assert mean.matrices[0].record.rule == "mean"
     assert mean.matrices[0].spectrum is None
-    turned = inspect_tensor(base[0], [e[0] for e in experts], [1, 1], OPTIONS, "transposed")
-    plain = inspect_tensor(base[0].T, [e[0].T for e in experts], [1, 1], OPTIONS, "matrix")
+    turned = look(base[0], [e[0] for e in experts], [1, 1], OPTIONS, "transposed")
+    plain = look(base[0].T, [e[0].T for e in experts], [1, 1], OPTIONS, "matrix")
     assert turned.matrices[0].record.tau == pytest.approx(plain.matrices[0].record.tau)
 
 
 def test_frozen_and_single(rng):
     base = torch.randn(8, 8, generator=rng)
-    nobody = inspect_tensor(base, [base, base], [1, 1], OPTIONS, "matrix")
+    nobody = look(base, [base, base], [1, 1], OPTIONS, "matrix")
     assert nobody.matrices[0].record.rule == "base"
     assert nobody.matrices[0].spectrum is None
-    one = inspect_tensor(base, [base, base + 1], [1, 1], OPTIONS, "matrix")
+    one = look(base, [base, base + 1], [1, 1], OPTIONS, "matrix")
     assert one.matrices[0].record.rule == "single"
     assert one.comparison.unchanged == (1.0, 0.0)
+
+
+def test_a_merge_that_shows_nothing_of_itself(rng):
+    """Its spectrum is that of what it has added to the base."""
+    base, experts = family(rng, 24, 40, 2)
+
+    def merge(tensors, layout, observe):
+        merged = tensors[0] + 0.5 * (tensors[1] - tensors[0])
+        record = MatrixRecord("half", (1.0, 1.0), (1.0, 1.0))
+        return merged, TensorRecord(tuple(base.shape), layout, (record,))
+
+    (matrix,) = inspect_tensor(base, experts, "matrix", merge).matrices
+    sigma = torch.linalg.svdvals(0.5 * (experts[0] - base).double())
+    assert matrix.record.rule == "half"
+    assert matrix.spectrum.before == pytest.approx(sigma[:2].tolist(), rel=1e-4)
+    assert matrix.spectrum.alignment is None
 
 
 def test_evenly_spaced():

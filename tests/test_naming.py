@@ -3,7 +3,13 @@ from __future__ import annotations
 
 import pytest
 
-from mergekit_ace.naming import block_of, relative_depths
+from mergekit_ace.naming import (
+    block_of,
+    natural_order,
+    relative_depths,
+    within_block,
+    without_numbers,
+)
 
 
 @pytest.mark.parametrize(
@@ -48,3 +54,19 @@ def test_input_sides_of_many_architectures(name):
 
 def test_nothing_has_no_depth():
     assert relative_depths([]) == {}
+
+
+def test_what_tensors_of_all_layers_have_in_common():
+    name = "model.layers.11.mlp.experts.3.w1.weight"
+    assert without_numbers(name) == "model.layers.*.mlp.experts.*.w1.weight"
+    assert within_block(name) == ".mlp.experts.3.w1.weight"
+    assert without_numbers("0.weight") == "*.weight"
+    assert within_block("0.weight") == ".weight"
+    for outside in ("lm_head.weight", "fc1.weight"):
+        assert without_numbers(outside) == within_block(outside) == outside
+
+
+def test_layer_ten_comes_behind_layer_nine():
+    names = ["h.10.b", "h.9.b", "a.weight", "h.9.a10", "h.9.a9"]
+    ordered = ["a.weight", "h.9.a9", "h.9.a10", "h.9.b", "h.10.b"]
+    assert sorted(names, key=natural_order) == ordered

@@ -2,36 +2,74 @@
 from __future__ import annotations
 
 import os
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import Field
 
 from mergekit_ace import AceOptions
+from mergekit_ace.algebra.records import Fraction, NonNegative, Number
+from mergekit_ace.algebra.relative import RelativeOptions
 from mergekit_ace.methods.ace import AceMerge
-from mergekit_ace.methods.parameters import LAYOUT, OPTION_NAMES, OPTION_PARAMETERS, REPORT, WEIGHT
+from mergekit_ace.methods.parameters import (
+    LAYOUT,
+    REPORT,
+    WEIGHT,
+    Meaning,
+    describe_type,
+    option_parameters,
+    options_from,
+)
+from mergekit_ace.plugin import our_methods
+
+OPTIONS = {p.name: p for p in option_parameters(AceOptions)}
 
 
 def test_every_option_is_a_parameter_with_the_same_default():
-    offered = {OPTION_NAMES.get(p.name, p.name): p.default for p in OPTION_PARAMETERS}
-    assert offered == AceOptions().model_dump()
+    offered = {name: parameter.default for name, parameter in OPTIONS.items()}
+    assert offered == AceOptions().model_dump(by_alias=True)
+    assert options_from(AceOptions, {**offered, "layout": "auto"}) == AceOptions()
     names = [p.name for p in AceMerge.spec.parameters]
     others = ["layout", "coefficients", "task", "report"]
-    assert names == ["weight", *(p.name for p in OPTION_PARAMETERS), *others]
-    assert all(p.allowed for p in AceMerge.spec.parameters)
+    assert names == ["weight", *OPTIONS, *others]
+
+
+@pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
+def test_every_parameter_explains_itself(method):
+    for parameter in method.spec.parameters:
+        assert parameter.method == method.spec.name
+        assert parameter.description.endswith(".")
+        assert parameter.allowed
+        assert parameter.validate(parameter.default) == parameter.default
+    assert "report" in [parameter.name for parameter in method.spec.parameters]
+
+
+@pytest.mark.parametrize(
+    ("value_type", "words"),
+    [
+        (Number, "a finite number"),
+        (NonNegative | None, "a number, 0 or greater"),
+        (Fraction, "a number from 0 to 1"),
+        (Annotated[Number, Field(gt=0)], "a number above 0"),
+        (Annotated[int, Field(ge=1, strict=True)] | None, "a whole number, 1 or greater"),
+        (int, "a whole number"),
+        (bool, "true or false"),
+        (Literal["a", "b"], "one of a, b"),
+        (str | None, "text"),
+        (Annotated[str, Meaning("a name")] | None, "a name"),
+    ],
+)
+def test_types_in_words(value_type, words):
+    assert describe_type(value_type) == words
 
 
 @pytest.mark.parametrize("value", ["1e-5", 1e-5, "0.00001"])
 def test_numbers_that_yaml_takes_for_text(value):
-    (epsilon,) = (p for p in OPTION_PARAMETERS if p.name == "epsilon")
-    assert epsilon.validate(value) == 1e-5
+    assert OPTIONS["epsilon"].validate(value) == 1e-5
 
 
 def test_whole_numbers():
     assert WEIGHT.validate(2) == 2.0
-
-
-def test_defaults_are_valid():
-    for parameter in AceMerge.spec.parameters:
-        assert parameter.validate(parameter.default) == parameter.default
 
 
 def test_layouts():
@@ -57,5 +95,12 @@ def test_report_without_permission(tmp_path, monkeypatch):
 
 
 def test_options_reject_unknown_names():
-    with pytest.raises(ValueError, match="epsilom"):
-        AceOptions(epsilom=1)
+    for model in (AceOptions, RelativeOptions):
+        with pytest.raises(ValueError, match="epsilom"):
+            model(epsilom=1)
+
+
+def test_lambda_is_scale():
+    for model in (AceOptions, RelativeOptions):
+        assert model(scale=0.5) == model(**{"lambda": 0.5})
+        assert model(scale=0.5).model_dump()["scale"] == 0.5

@@ -14,9 +14,14 @@ from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from reference import naive_mean, task_vector_error
 from torch import Tensor
 
-from mergekit_ace.methods.peers import PEERS, wudi
+from mergekit_ace.methods.base import Work
+from mergekit_ace.methods.inputs import TensorSettings
+from mergekit_ace.methods.peers import wudi
 from mergekit_ace.methods.peers.lines import layer_coefficient
+from mergekit_ace.methods.reference import known_methods
+from mergekit_ace.plugin import our_methods
 
+PEERS = [m.spec.name for m in our_methods() if ".peers." in type(m).__module__]
 # Those that read matrices: method, parameters and the transcription.
 MATRIX_METHODS: dict[str, tuple[str, dict, Callable[[list[Tensor]], Tensor]]] = {
     "tsv_m": ("tsv_m", {}, naive.naive_tsv_m),
@@ -203,6 +208,29 @@ def test_lines_wants_to_know_how_many_layers():
     merged = merge_state_dicts(models, "lines", base="base", parameters={"layers": 3, "beta": 0.2})
     delta = models["a"]["h.1.w"] + models["b"]["h.1.w"] - 2 * models["base"]["h.1.w"]
     torch.testing.assert_close(merged["h.1.w"], models["base"]["h.1.w"] + 0.6 * delta)
+
+
+def work(method: str, shape: tuple[int, ...], experts: int, **parameters) -> Work:
+    known = known_methods()[method]
+    given = {p.name: p.default for p in known.spec.parameters} | parameters
+    layout = "stacked" if len(shape) == 3 else "matrix"
+    settings = TensorSettings("w", 0, tuple(range(1, experts + 1)), given, layout)
+    return known.work(settings, shape, experts)
+
+
+def test_work():
+    """What `check` says before a merge: operations, and float64 task vectors in memory."""
+    decomposition = 6 * 30 * 20**2 + 20 * 20**3
+    for shape in ((30, 20), (20, 30)):
+        assert work("iso_c", shape, 3).operations == (decomposition, decomposition)
+        assert work("tsv_m", shape, 3).operations[0] == 5 * decomposition
+    assert work("tsv_m", (4, 30, 20), 3).operations[0] == 20 * decomposition
+    assert work("tsv_m", (30, 20), 3).working == 8 * 6 * 30 * 20
+    adam = work("wudi", (30, 20), 3, steps=10).operations[0]
+    assert adam == 10 * work("wudi", (30, 20), 3, steps=1).operations[0] == 10 * 12 * 30**2 * 20
+    assert 0 < work("wudi", (30, 20), 3, solver="exact").operations[0] < adam
+    for method in ("tsv_m", "lines"):
+        assert work(method, (30,), 3).operations == (180, 180)
 
 
 @pytest.mark.parametrize("method", PEERS)

@@ -28,7 +28,7 @@ from mergekit.options import MergeOptions
 from mergekit_ace import merge_tensor
 from mergekit_ace.files import flush_to_disk, sha256
 from mergekit_ace.planning import plan_merge, read_merge_config
-from mergekit_ace.preflight import calibration
+from mergekit_ace.preflight import estimate as preflight_estimate
 from mergekit_ace.preflight.checkpoints import read_checkpoint
 from mergekit_ace.preflight.estimate import Estimate, estimate_merge
 
@@ -72,7 +72,7 @@ def estimate(folder: Path, size: str, experts: int) -> Estimate:
     shard = {"out_shard_size": SHARDS[size]} if size in SHARDS else {}
     plan = plan_merge(*read_merge_config(path), MergeOptions(**shard))
     checkpoints = {model: read_checkpoint(model) for model in plan.config.referenced_models()}
-    nothing = calibration.Rates(operations=1, memory=1, read=1)
+    nothing = preflight_estimate.Rates(operations=1, memory=1, read=1)
     return estimate_merge(plan, checkpoints, nothing)
 
 

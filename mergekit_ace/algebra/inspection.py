@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the task vectors of one tensor look, how they look beside each other, and what is decided."""
+"""How the task vectors of one tensor look, alone and beside each other, and what is decided."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.adaptive import merge_matrix
 from mergekit_ace.algebra.layouts import as_matrices
 from mergekit_ace.algebra.linalg import full_precision
-from mergekit_ace.algebra.records import AceOptions, FixedLayout, MatrixRecord, Stage
+from mergekit_ace.algebra.records import (
+    FixedLayout,
+    MatrixRecord,
+    Observer,
+    Stage,
+    TensorRecord,
+)
 from mergekit_ace.algebra.spectrum import Directions, leading_directions
-from mergekit_ace.algebra.task_vectors import merge_mean, select_active, squared_norm, task_vector
+from mergekit_ace.algebra.task_vectors import squared_norm, task_vector
 
 # A histogram reaches from −REACH to REACH root mean squares of all task vectors of the tensor.
 REACH = 5.0
@@ -73,8 +78,8 @@ class Subspaces:
     outputs: PairTable
 
 
-def compare(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
-    """Everything that one sweep over the entries can tell.
+def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
+    """Compare task vectors by all that one sweep over the entries can tell.
 
     Args:
         base: W0, any shape, finite.
@@ -108,7 +113,7 @@ def compare(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
 
 
 def compare_subspaces(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype) -> Subspaces:
-    """Stable ranks and overlaps.
+    """Compare the leading subspaces of task vectors, and measure their stable ranks.
 
     Args:
         base: W0, (o, i), finite, with at least one entry.
@@ -136,7 +141,7 @@ def compare_subspaces(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtyp
 
 
 def _products(rows: Tensor) -> Tensor:
-    """Inner products of rows, (T, n), in float64; formed in it where float32 lacks the range."""
+    """Return inner products of rows, (T, n), in float64, and by it where float32 lacks range."""
     products = (rows @ rows.mT).double()
     diagonal = products.diagonal()
     if rows.dtype == torch.float32 and not bool(((diagonal > 1e-20) & (diagonal < 1e30)).all()):
@@ -146,7 +151,7 @@ def _products(rows: Tensor) -> Tensor:
 
 
 def _symmetric(count: int, entry: Callable[[int, int], float], size: Sequence[float]) -> PairTable:
-    """A T × T matrix from its entries; None wherever a size is zero."""
+    """Return a T × T matrix from its entries; None wherever a size is zero."""
     return tuple(
         tuple(entry(s, t) if size[s] and size[t] else None for t in range(count))
         for s in range(count)
@@ -167,6 +172,13 @@ def _histogram(base: Tensor, expert: Tensor, unit: float) -> tuple[int, ...]:
 LEADING = 0.05
 # Of a stack of matrices, the directions of so many are looked at, evenly spaced.
 STACK_SAMPLE = 4
+# Rules that are no formula for a matrix: the mean, and what fewer than two experts changed.
+TRIVIAL_RULES = ("mean", "single", "base")
+
+# From the base's and the experts' versions of a tensor, a layout and an observer.
+ObservedMerge = Callable[
+    [Sequence[Tensor], FixedLayout, Observer | None], tuple[Tensor, TensorRecord]
+]
 
 
 @dataclass(frozen=True)
@@ -175,7 +187,7 @@ class MergedSpectrum:
 
     Attributes:
         leading: k, how many singular values are the top 5 %, at least one.
-        before, after: σ_1…σ_k of X by the closed form, and of the refined X; equal without
+        before, after: σ_1…σ_k of X by the method's formula, and of the refined X; equal without
             refinement.
         share_before, share_after: Σ_{j≤k} σ_j² / ‖X‖_F², 0 to 1.
         alignment: |⟨u_j, u'_j⟩| of the k leading singular vectors of the shorter side before and
@@ -195,9 +207,9 @@ class MatrixInspection:
     """One matrix.
 
     Attributes:
-        record: what `ace` does with it.
+        record: what the merge does with it.
         subspaces: of the task vectors; None where nobody looked.
-        spectrum: of the merge; None where it is not a sum over covariances, or nobody looked.
+        spectrum: of the merge; None where it is the mean or one expert, or nobody looked.
     """
 
     record: MatrixRecord
@@ -226,37 +238,43 @@ class TensorInspection:
 def inspect_tensor(
     base: Tensor,
     experts: Sequence[Tensor],
-    weights: Sequence[float],
-    options: AceOptions,
     layout: FixedLayout,
-    *,
-    least_memory: bool = False,
+    merge: ObservedMerge,
+    dtype: torch.dtype = torch.float32,
 ) -> TensorInspection:
-    """Look at a tensor as `merge_tensor` merges it.
+    """Look at the versions of a tensor, and at what a merge makes of them.
 
     Args:
-        base, experts, weights, options, layout: see `merge_tensor`; at least one expert.
+        base: W0.
+        experts: W_t, at least one, each shaped as `base`.
+        layout: how the tensor is read.
+        merge: of a tensor, or of one matrix of it at a time.
+        dtype: in which task vectors are formed, unless the tensors are wider.
 
     Raises:
-        IllConditionedError, OverflowError: see `merge_matrix`.
+        IllConditionedError, OverflowError: whatever the merge does.
     """
-    comparison = compare(base, experts)
+    comparison = compare_entries(base, experts)
     if layout == "mean" or base.numel() == 0:
-        active = select_active(base, experts, weights, options.dtype)
-        record = merge_mean(base, active, options.scale)[1]
+        record = merge((base, *experts), "mean", None)[1].matrices[0]
         matrices = (MatrixInspection(record),)
         return TensorInspection(tuple(base.shape), "mean", comparison, matrices)
     stacks = list(zip(*(as_matrices(tensor, layout) for tensor in (base, *experts)), strict=True))
     looked_at = set(evenly_spaced(len(stacks), STACK_SAMPLE))
     matrices = tuple(
-        _inspect_matrix(stack[0], stack[1:], weights, options, least_memory, closely=n in looked_at)
-        for n, stack in enumerate(stacks)
+        _inspect_matrix(
+            stack,
+            "table" if layout == "table" else "matrix",
+            merge,
+            dtype if number in looked_at else None,
+        )
+        for number, stack in enumerate(stacks)
     )
     return TensorInspection(tuple(base.shape), layout, comparison, matrices)
 
 
 def evenly_spaced(count: int, wanted: int) -> list[int]:
-    """At most `wanted` of 0 … count − 1, the first and the last among them."""
+    """Return at most `wanted` of 0 … count − 1, the first and the last among them."""
     if wanted >= count:
         return list(range(count))
     if wanted == 1:
@@ -265,29 +283,26 @@ def evenly_spaced(count: int, wanted: int) -> list[int]:
 
 
 def _inspect_matrix(
-    base: Tensor,
-    experts: Sequence[Tensor],
-    weights: Sequence[float],
-    options: AceOptions,
-    least_memory: bool,
-    *,
-    closely: bool,
+    tensors: Sequence[Tensor], layout: FixedLayout, merge: ObservedMerge, dtype: torch.dtype | None
 ) -> MatrixInspection:
+    """Look at one matrix; closely, if there is a dtype for it."""
+    if dtype is None:
+        return MatrixInspection(merge(tensors, layout, None)[1].matrices[0])
     spectra: dict[Stage, tuple[Directions, float]] = {}
+    base, *experts = tensors
     leading = math.ceil(LEADING * min(base.shape))
 
     def observe(stage: Stage, merged: Tensor) -> None:
         spectra[stage] = leading_directions(merged, leading), squared_norm(merged)
 
-    # Only the record: the merged matrix is not kept while the next things are looked at.
-    observer = observe if closely else None
-    record = merge_matrix(base, experts, weights, options, observer, least_memory=least_memory)[1]
-    if not closely:
-        return MatrixInspection(record)
-    subspaces = compare_subspaces(base, experts, options.dtype)
-    if record.rule != "ace":
-        return MatrixInspection(record, subspaces)
-    return MatrixInspection(record, subspaces, _spectrum(spectra, leading))
+    merged, whole = merge(tensors, layout, observe)
+    (record,) = whole.matrices
+    if not spectra and record.rule not in TRIVIAL_RULES:  # a merge that shows nothing of itself
+        observe("closed form", task_vector(merged, base, dtype))
+    del merged  # not kept while the next things are looked at
+    subspaces = compare_subspaces(base, experts, dtype)
+    spectrum = _spectrum(spectra, leading) if spectra else None
+    return MatrixInspection(record, subspaces, spectrum)
 
 
 def _spectrum(spectra: dict[Stage, tuple[Directions, float]], leading: int) -> MergedSpectrum:

@@ -36,33 +36,47 @@ Fraction = Annotated[Number, Field(ge=0, le=1)]
 class AceOptions(BaseModel):
     """What may be chosen per tensor. Defaults are the paper's (arXiv 2603.02945).
 
-    Attributes:
-        scale: λ of Eq. 14's application W0 + λ X; any finite number. mergekit's name for it is
-            ``lambda``, which Python reserves.
-        epsilon: ridge ε ≥ 0 added to every task's covariance estimate (Eq. 9).
-        epsilon_scale: ``absolute``, or ``relative``: ε multiplies the mean eigenvalue tr(S_t)/i.
-        heterogeneity: the statistic compared with the threshold, ``gamma`` (Eq. 7) or
-            ``log_variance``, Var_t[log τ_t], which ignores the unit of the weights.
-        heterogeneity_threshold: ≥ 0; above it a matrix counts as heterogeneous.
-        adaptive_normalization: whether S_t = G_t / tr(G_t) (Eq. 8); ``auto`` follows the statistic.
-        structural_prior: whether the rank-one prior 1 cᵀ enters (Eqs. 11-13).
-        spectral_refinement: whether Eqs. 15-19 are applied; ``auto`` follows the statistic.
-        rank_fraction: k_frac in [0, 1]; k = floor(k_frac · min(o, i)) directions are refined.
-        compute_dtype: the dtype in which task vectors are formed, unless the tensors are wider.
+    Every field says what it is in its description; mergekit's name for ``scale`` is ``lambda``,
+    which Python reserves.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
-    scale: Number = 1.0
-    epsilon: NonNegative = 1e-5
-    epsilon_scale: Literal["absolute", "relative"] = "absolute"
-    heterogeneity: Statistic = "gamma"
-    heterogeneity_threshold: NonNegative = 0.3
-    adaptive_normalization: Literal["auto", "always", "never"] = "auto"
-    structural_prior: bool = True
-    spectral_refinement: Literal["auto", "always", "never"] = "auto"
-    rank_fraction: Fraction = 0.3
-    compute_dtype: Literal["float32", "float64"] = "float32"
+    scale: Number = Field(1.0, alias="lambda", description="λ of W0 + λ X.")
+    epsilon: NonNegative = Field(
+        1e-5, description="Ridge ε, added to every task's covariance estimate (Eq. 9)."
+    )
+    epsilon_scale: Literal["absolute", "relative"] = Field(
+        "absolute",
+        description="relative: ε multiplies the mean eigenvalue tr(S_t)/i of each estimate.",
+    )
+    heterogeneity: Statistic = Field(
+        "gamma",
+        description="The statistic that is compared with the threshold: gamma (Eq. 7), or "
+        "log_variance, Var_t[log τ_t], which ignores the unit of the weights.",
+    )
+    heterogeneity_threshold: NonNegative = Field(
+        0.3, description="Above it a matrix counts as heterogeneous."
+    )
+    adaptive_normalization: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether estimates are divided by their traces, S_t = G_t / tr(G_t) (Eq. 8); "
+        "auto: in heterogeneous matrices.",
+    )
+    structural_prior: bool = Field(
+        True, description="Whether the rank-one prior 1 cᵀ enters (Eqs. 11-13)."
+    )
+    spectral_refinement: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether the spectrum is refined (Eqs. 15-19); auto: in heterogeneous "
+        "matrices.",
+    )
+    rank_fraction: Fraction = Field(
+        0.3, description="Share k / min(o, i) of the directions that are refined."
+    )
+    compute_dtype: Literal["float32", "float64"] = Field(
+        "float32", description="In which task vectors are formed, unless the tensors are wider."
+    )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,16 +84,13 @@ class AceOptions(BaseModel):
         return torch.float64 if self.compute_dtype == "float64" else torch.float32
 
 
-Rule = Literal["ace", "ace_relative", "peer", "single", "mean", "base"]
-
-
 @dataclass(frozen=True)
 class MatrixRecord:
     """What was measured and decided for one matrix. Tuples have an entry per expert given.
 
     Attributes:
-        rule: ``ace``; ``ace_relative``; ``peer`` (a formula of another method); ``single`` (one
-            expert changed it); ``mean``; ``base`` (nobody changed it).
+        rule: the name of the merge method whose formula was used; ``single`` (one expert changed
+            it); ``mean``; ``base`` (nobody changed it).
         weight: w_t, rescaled to mean 1 over the experts in use; 0 for one that is not.
         tau: τ_t, 0 where unchanged.
         gamma, log_variance: the two statistics of heterogeneity; None with fewer than two experts.
@@ -95,7 +106,7 @@ class MatrixRecord:
         precision: dtype of the sums and the solve.
     """
 
-    rule: Rule
+    rule: str
     weight: tuple[float, ...]
     tau: tuple[float, ...]
     gamma: float | None = None

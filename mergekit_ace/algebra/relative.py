@@ -30,7 +30,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from mergekit_ace.algebra.choose import Attempt, choose_attempts, first_success, solve
@@ -62,23 +62,25 @@ from mergekit_ace.algebra.task_vectors import (
 
 
 class RelativeOptions(BaseModel):
-    """What may be chosen per tensor.
+    """What may be chosen per tensor; see `AceOptions`."""
 
-    Attributes:
-        scale: λ of W0 + λ X; any finite number. mergekit's name for it is ``lambda``.
-        epsilon: ridge ε ≥ 0, in mean eigenvalues of a task's covariance estimate.
-        centred: take the column means out of Δ_t and G_t, as ACE does; not of tables.
-        structural_prior: ACE's rank-one prior (Eqs. 11-13); not of tables.
-        compute_dtype: the dtype in which task vectors are formed, unless the tensors are wider.
-    """
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    scale: Number = 1.0
-    epsilon: NonNegative = 0.03
-    centred: bool = False
-    structural_prior: bool = False
-    compute_dtype: Literal["float32", "float64"] = "float32"
+    scale: Number = Field(1.0, alias="lambda", description="λ of W0 + λ X.")
+    epsilon: NonNegative = Field(
+        0.03, description="Ridge ε, in mean eigenvalues of a task's covariance estimate."
+    )
+    centred: bool = Field(
+        False,
+        description="Whether column means are taken out of Δ_t and G_t, as ACE does; not of "
+        "tables.",
+    )
+    structural_prior: bool = Field(
+        False, description="Whether ACE's rank-one prior enters (Eqs. 11-13); not for tables."
+    )
+    compute_dtype: Literal["float32", "float64"] = Field(
+        "float32", description="In which task vectors are formed, unless the tensors are wider."
+    )
 
     @property
     def dtype(self) -> torch.dtype:

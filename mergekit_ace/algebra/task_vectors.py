@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import blocks
-from mergekit_ace.algebra.records import MatrixRecord, Rule
+from mergekit_ace.algebra.records import MatrixRecord
 
 T = TypeVar("T")
 
@@ -255,5 +255,5 @@ def merge_mean(base: Tensor, active: ActiveExperts, scale: float) -> tuple[Tenso
     return merged, _record("mean", active)
 
 
-def _record(rule: Rule, active: ActiveExperts) -> MatrixRecord:
+def _record(rule: str, active: ActiveExperts) -> MatrixRecord:
     return MatrixRecord(rule, active.spread(active.weights, 0.0), active.all_tau)

@@ -31,9 +31,8 @@ from pydantic import PrivateAttr
 
 from mergekit_ace.headers import TensorHeader, read_headers
 from mergekit_ace.planning import PlannedMerge, PlannedTensor
-from mergekit_ace.preflight.calibration import Rates
 from mergekit_ace.preflight.checkpoints import DTYPE_NAMES, DTYPES, Checkpoint
-from mergekit_ace.preflight.estimate import Estimate, estimate_merge
+from mergekit_ace.preflight.estimate import Estimate, Rates, estimate_merge
 
 PACKAGES = ("mergekit", "mergekit-ace", "torch", "transformers", "safetensors")
 # Only ratios count: a CPU of a tenth of a teraflop, its memory, a disk.

@@ -14,7 +14,7 @@ import click
 from tqdm import tqdm
 
 from mergekit_ace.merging.job import Shard
-from mergekit_ace.preflight.text import in_time
+from mergekit_ace.preflight.estimate import in_time
 
 _SLOWEST = 5
 

@@ -3,60 +3,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from mergekit_ace.algebra.adaptive import merge_tensor
-from mergekit_ace.algebra.records import AceOptions, FixedLayout, TensorRecord
+from mergekit_ace.algebra.records import AceOptions, Observer
+from mergekit_ace.methods.base import Citation, Merged, method_spec
+from mergekit_ace.methods.inputs import TensorSettings
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
     LAYOUT,
-    OPTION_PARAMETERS,
-    REPORT,
     TASK,
     WEIGHT,
-    ace_options,
+    option_parameters,
+    options_from,
 )
 from mergekit_ace.methods.ridge import RidgeMethod
-from mergekit_ace.methods.task_vectors import method_spec
+
+ACE_CITATION = Citation(
+    key="xu2026ace",
+    authors="Xu, Bo and Wu, Haotian and Lin, Hehai and Huang, Weiquan and Zhu, Beier and Shu, Yao "
+    "and Qin, Chengwei",
+    title="{ACE-Merging}: Data-Free Model Merging with Adaptive Covariance Estimation",
+    year=2026,
+    arxiv="2603.02945",
+    booktitle="Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition",
+)
 
 
 class AceMerge(RidgeMethod):
-    """ACE-Merging (Xu et al., CVPR 2026, arXiv 2603.02945) for one tensor at a time."""
+    """ACE-Merging (Xu et al., CVPR 2026) for one tensor at a time."""
 
     spec = method_spec(
         "ace",
         "ACE-Merging",
         "https://arxiv.org/abs/2603.02945",
-        (WEIGHT, *OPTION_PARAMETERS, LAYOUT, COEFFICIENTS, TASK, REPORT),
+        (WEIGHT, *option_parameters(AceOptions), LAYOUT, COEFFICIENTS, TASK),
     )
+    summary = (
+        "Merges every matrix by one ridge regression in closed form, with covariances of the "
+        "layers' inputs that are estimated from the task vectors; no data is needed."
+    )
+    citations = (ACE_CITATION,)
+    own_rule = "merged by the closed form"
+    options_class = AceOptions
+    refines = True
     ill_conditioned = (
         "Raise `epsilon` for this tensor (by a filter) or for all; task vectors that are large, or "
         "of low rank, against a tiny epsilon are the usual cause, and epsilon_scale: relative "
         "adapts it to their size."
     )
 
-    def merge_tensors(
+    def merge(
         self,
         tensors: Sequence[Tensor],
-        weights: Sequence[float],
-        options: AceOptions,
-        layout: FixedLayout,
-        coefficients: Sequence[float] | None,
+        settings: TensorSettings,
         *,
-        least_memory: bool,
-    ) -> tuple[Tensor, TensorRecord]:
+        least_memory: bool = False,
+        observe: Observer | None = None,
+    ) -> Merged:
         return merge_tensor(
             tensors[0],
             tensors[1:],
-            weights,
-            options,
-            layout,
-            coefficients,
+            self.weights(settings),
+            options_from(AceOptions, settings.parameters),
+            settings.layout,
+            settings.coefficients,
             least_memory=least_memory,
+            observe=observe,
         )
 
-    def options(self, parameters: Mapping[str, Any]) -> AceOptions:
-        return ace_options(parameters)
+    def extra_operations(self, rows: int, columns: int, experts: int, refined: bool) -> float:
+        """Return those of the Gram matrix of F and its decomposition, about 9 m³ in all."""
+        small, large = sorted((rows, columns))
+        return small**2 * large + 9.0 * small**3 if refined else 0.0

@@ -3,73 +3,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
-from mergekit_ace.algebra.records import FixedLayout, TensorRecord
+from mergekit_ace.algebra.records import Observer, RelativeLayout
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
+from mergekit_ace.methods.ace import ACE_CITATION
+from mergekit_ace.methods.base import Merged, method_spec
+from mergekit_ace.methods.inputs import TensorSettings
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
-    RELATIVE_LAYOUT,
-    REPORT,
+    LAYOUT,
     TASK,
     WEIGHT,
-    of_method,
-    option,
+    option_parameters,
+    options_from,
 )
 from mergekit_ace.methods.ridge import RidgeMethod
-from mergekit_ace.methods.task_vectors import method_spec
 
-NAME = "ace_relative"
-# The option's name in mergekit, and ours.
-OPTIONS = {
-    "lambda": "scale",
-    "epsilon": "epsilon",
-    "centred": "centred",
-    "structural_prior": "structural_prior",
-    "compute_dtype": "compute_dtype",
-}
+RELATIVE_LAYOUT = replace(
+    LAYOUT,
+    value_type=RelativeLayout,
+    description=f"{LAYOUT.description} table: rows that are looked up, as of embeddings.",
+)
 
 
 class RelativeAceMerge(RidgeMethod):
     """ACE's ridge regression with the sum of relative errors as its objective; ours."""
 
-    tables = True
     spec = method_spec(
-        NAME,
+        "ace_relative",
         "ACE-Merging with relative errors",
         "https://arxiv.org/abs/2603.02945",
-        (
-            of_method(WEIGHT, NAME),
-            *(option(RelativeOptions, name, field, NAME) for name, field in OPTIONS.items()),
-            of_method(RELATIVE_LAYOUT, NAME),
-            of_method(COEFFICIENTS, NAME),
-            of_method(TASK, NAME),
-            of_method(REPORT, NAME),
-        ),
+        (WEIGHT, *option_parameters(RelativeOptions), RELATIVE_LAYOUT, COEFFICIENTS, TASK),
     )
+    summary = (
+        "Merges every matrix as ACE-Merging does, but minimises the sum of the tasks' relative "
+        "errors, and tables of embeddings row by row; ours, not the paper's."
+    )
+    citations = (ACE_CITATION,)
+    own_rule = "merged by the closed form of relative errors"
+    options_class = RelativeOptions
 
-    def merge_tensors(
+    def merge(
         self,
         tensors: Sequence[Tensor],
-        weights: Sequence[float],
-        options: RelativeOptions,
-        layout: FixedLayout,
-        coefficients: Sequence[float] | None,
+        settings: TensorSettings,
         *,
-        least_memory: bool,
-    ) -> tuple[Tensor, TensorRecord]:
+        least_memory: bool = False,
+        observe: Observer | None = None,
+    ) -> Merged:
         return merge_tensor_relative(
             tensors[0],
             tensors[1:],
-            weights,
-            options,
-            layout,
-            coefficients,
+            self.weights(settings),
+            options_from(RelativeOptions, settings.parameters),
+            settings.layout,
+            settings.coefficients,
             least_memory=least_memory,
+            observe=observe,
         )
 
-    def options(self, parameters: Mapping[str, Any]) -> RelativeOptions:
-        return RelativeOptions(**{field: parameters[name] for name, field in OPTIONS.items()})
+    def extra_operations(self, rows: int, columns: int, experts: int, refined: bool) -> float:
+        """Return those of the ‖G_t‖ of all experts."""
+        small, large = sorted((rows, columns))
+        return float(experts * small**2 * large)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from mergekit_ace.algebra.layouts import resolve_layout
 from mergekit_ace.algebra.records import FixedLayout, RelativeLayout
+from mergekit_ace.naming import without_numbers
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
@@ -28,7 +28,6 @@ LOG = logging.getLogger(__name__)
 _LOCK = threading.Lock()  # one thread builds, the others wait
 # Packed experts stored (E, in, out) whose class does not say so by transformers' `is_transposed`.
 _PACKED_TRANSPOSED = {"Llama4TextExperts"}
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Kinds:
 
 
 def is_transposed(model: Hashable, tensor_name: str | None) -> bool:
-    """Whether the architecture of `model` stores the weight `tensor_name` as (…, in, out).
+    """Return whether the architecture stores a weight as (…, in, out).
 
     Layers are told by their kind, not by their number, so that a stack with more layers than
     the base model has is answered too; a prefix that only a checkpoint has is ignored. The first
@@ -61,10 +60,10 @@ def is_transposed(model: Hashable, tensor_name: str | None) -> bool:
 
 
 def is_table(model: Hashable, tensor_name: str | None) -> bool:
-    """Whether the architecture of `model` looks up rows of the weight `tensor_name`.
+    """Return whether the architecture looks up rows of a weight.
 
-    Arguments and rules as of `is_transposed`. A matrix that is both the table of embeddings and the
-    head (tied) is a table.
+    Arguments and rules are those of `is_transposed`. A matrix that is both the table of embeddings
+    and the head (tied) is a table.
     """
     return tensor_name is not None and _is_among(_kinds(model).tables, tensor_name)
 
@@ -77,7 +76,7 @@ def stored_layout(
     *,
     tables: bool = False,
 ) -> FixedLayout:
-    """How a tensor of a checkpoint is read.
+    """Return how a tensor of a checkpoint is read.
 
     Args:
         chosen: as configured.
@@ -95,7 +94,7 @@ def stored_layout(
 
 
 def _is_among(templates: frozenset[str], tensor_name: str) -> bool:
-    template = _NUMBER.sub("*", tensor_name)
+    template = without_numbers(tensor_name)
     return any(template == known or template.endswith("." + known) for known in templates)
 
 
@@ -116,8 +115,8 @@ def _known_kinds(model: ModelReference) -> Kinds:
         return _read_kinds(model)
     except Exception as error:
         LOG.warning(
-            "ace: the architecture of %s cannot be built (%s: %s); all its matrices are taken as "
-            "stored (out, in). For Conv1D weights set layout: transposed with a filter.",
+            "mergekit-ace: the architecture of %s cannot be built (%s: %s); all its matrices are "
+            "taken as stored (out, in). For Conv1D weights set layout: transposed with a filter.",
             model, type(error).__name__, error,
         )  # fmt: skip
         return Kinds()
@@ -146,13 +145,13 @@ def _read_kinds(model: ModelReference) -> Kinds:
     prefix = f"{network.base_model_prefix}."
 
     def templates(names: set[str]) -> frozenset[str]:
-        return frozenset(_NUMBER.sub("*", name.removeprefix(prefix)) for name in names)
+        return frozenset(without_numbers(name.removeprefix(prefix)) for name in names)
 
     return Kinds(templates(transposed), templates(tables))
 
 
 def _instantiate(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    """The class that the config names, or what mergekit takes for it when it is remote code."""
+    """Build what the config names, or what mergekit takes for it when it is remote code."""
     import transformers
     from mergekit.common import get_auto_cls
 

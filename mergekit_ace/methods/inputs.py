@@ -1,21 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every merge method here asks of its inputs, with errors that say what to write instead."""
+"""The inputs of a merge method: what is asked of them, and what a config says of one tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from mergekit.merge_methods.base import TensorGroup
 from torch import Tensor
 
+from mergekit_ace.algebra.records import FixedLayout
 from mergekit_ace.methods.shapes import shape_mismatch
+
+
+@dataclass(frozen=True)
+class TensorSettings:
+    """One tensor of a merge: of which models, and with which parameters.
+
+    Attributes:
+        name: of the tensor; None for one in memory without a name.
+        base, experts: the models, as mergekit refers to them.
+        parameters: resolved, by name; those of experts by model.
+        layout: how the tensor is read; ``mean`` where it is no matrix, or none is needed.
+        coefficients: that its merge uses; None where it has none.
+        recorded: whether somebody will read the record of the merge.
+    """
+
+    name: str | None
+    base: Hashable
+    experts: tuple[Hashable, ...]
+    parameters: Mapping[str, Any]
+    layout: FixedLayout = "mean"
+    coefficients: Sequence[float] | None = None
+    recorded: bool = False
+
+    @classmethod
+    def of(cls, group: TensorGroup, parameters: Mapping[str, Any]) -> TensorSettings:
+        """Return those of a group with its resolved parameters."""
+        assert group.base is not None  # the contract of our methods requires it
+        experts = tuple(expert.id for expert in group.non_base)
+        recorded = parameters.get("report") is not None
+        return cls(group.metadata.name, group.base.id, experts, parameters, recorded=recorded)
+
+    @property
+    def models(self) -> list[str]:
+        """Names of the experts."""
+        return [str(expert) for expert in self.experts]
+
+    @property
+    def weights(self) -> list[float]:
+        """w_t of the experts; 1 for methods without weights."""
+        return self.of_experts("weight", 1.0)
+
+    def of_experts(self, name: str, default: Any) -> list[Any]:
+        """Return a parameter of every expert; `default` where the method has none."""
+        own = self.parameters.get(name)
+        return [default if own is None else own[expert] for expert in self.experts]
 
 
 def check_models(
     method: str, input_ids: Sequence[Hashable], base_id: Hashable | None, group_name: str | None
 ) -> list[Hashable]:
-    """The experts, once there is a base model among the inputs and at least one expert.
+    """Return the experts, once there is a base model among the inputs and at least one expert.
 
     Raises:
         ValueError: naming `method` and the line to add or change.
@@ -48,7 +96,7 @@ def check_models(
 
 
 def check_shapes_in_memory(method: str, group: TensorGroup) -> None:
-    """Like `shapes.check_shapes`, for tensors that have no header."""
+    """Do what `shapes.check_shapes` does, for tensors that have no header."""
     base = group.base
     for entry in group.non_base if base is not None else ():
         shape, expected = tuple(entry.tensor.shape), tuple(base.tensor.shape)
@@ -69,7 +117,7 @@ def check_finite(method: str, group: TensorGroup) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor Inf; without a copy of it."""
+    """Return whether a tensor holds neither NaN nor Inf; without a copy of it."""
     if tensor.numel() == 0:
         return True
     smallest, largest = torch.aminmax(tensor)  # both are NaN if any entry is
@@ -77,5 +125,5 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def describe(name: str | None) -> str:
-    """A tensor in words."""
+    """Return a tensor in words."""
     return f"tensor {name}" if name else "a tensor"

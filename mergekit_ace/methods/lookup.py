@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from mergekit.merge_methods.base import TensorGroup
@@ -15,13 +14,13 @@ from torch import Tensor
 
 from mergekit_ace.coefficients.file import CoefficientFile, CoefficientFileError, load_coefficients
 from mergekit_ace.coefficients.statistics import features, measure_moments
-from mergekit_ace.methods.inputs import describe
+from mergekit_ace.methods.inputs import TensorSettings, describe
 from mergekit_ace.methods.shapes import tensor_names
-from mergekit_ace.naming import block_of, relative_depths
+from mergekit_ace.naming import relative_depths, within_block
 
 
 def resample(file: CoefficientFile, name: str, depth: float) -> Tensor:
-    """The coefficients, (K,), that a tensor of another network gets at its relative depth.
+    """Return the coefficients, (K,), that a tensor of another network gets at its relative depth.
 
     Interpolated linearly between the tensors of the same kind (`mlp.up_proj.weight` in every
     block) where the file has such, else between the means of all tensors of a depth; constant
@@ -30,17 +29,17 @@ def resample(file: CoefficientFile, name: str, depth: float) -> Tensor:
     Args:
         file: whose coefficients are carried over.
         name: of the tensor.
-        depth: see `depth.relative_depths`.
+        depth: see `naming.relative_depths`.
     """
     with torch.device("cpu"):  # also inside of mergekit's own `with torch.device(…)`
-        return _interpolated(file, _kind(name), depth)
+        return _interpolated(file, within_block(name), depth)
 
 
 def _interpolated(file: CoefficientFile, kind: str, depth: float) -> Tensor:
     alike = [
         column
         for column, tensor in enumerate(file.contents.tensors)
-        if any(_kind(known) == kind for known in (tensor.name, *tensor.stored))
+        if any(within_block(known) == kind for known in (tensor.name, *tensor.stored))
     ]
     columns = torch.tensor(alike or range(len(file.contents.tensors)))
     depths, places = file.depths[columns].unique(return_inverse=True)  # ascending
@@ -55,54 +54,25 @@ def _interpolated(file: CoefficientFile, kind: str, depth: float) -> Tensor:
     return torch.lerp(values[:, above - 1], values[:, above], share)
 
 
-def _kind(name: str) -> str:
-    """What is left of a name without its block."""
-    block = block_of(name)
-    return name[len(block) :] if block[-1:].isdigit() else name
-
-
+# Which method applies coefficients of a basis that is not named after it.
+METHODS_OF_BASES = {"task_vector": "statsmerging"}
 LISTED = 8  # names in an error before it says how many more there are
 
 
-@dataclass(frozen=True)
-class TensorVersions:
-    """Whose coefficients of what are wanted.
-
-    Attributes:
-        name: of the tensor.
-        base, experts: the models.
-        tasks: what the experts are called in the file; None for one that is known by its model.
-    """
-
-    name: str | None
-    base: Hashable
-    experts: tuple[Hashable, ...]
-    tasks: tuple[str | None, ...]
-
-    @classmethod
-    def of(cls, group: TensorGroup, parameters: Mapping[str, Any]) -> TensorVersions:
-        """Those of a group with its resolved parameters."""
-        assert group.base is not None
-        experts = tuple(expert.id for expert in group.non_base)
-        tasks = tuple(parameters["task"][expert] for expert in experts)
-        return cls(group.metadata.name, group.base.id, experts, tasks)
-
-
 def component_coefficients(
-    method: str, parameters: Mapping[str, Any], options: BaseModel, tensor: TensorVersions
+    method: str, options: BaseModel, tensor: TensorSettings
 ) -> list[float] | None:
-    """Of a merge by components; None where the config names no file.
+    """Look up the coefficients of a merge by components; None where the config names no file.
 
     Args:
         method: `ace` or `ace_relative`.
-        parameters: of the tensor, resolved.
-        options: the same as options of the algebra.
+        options: the parameters of the tensor as options of the algebra.
         tensor: whose coefficients are wanted.
 
     Raises:
         CoefficientFileError: the file was learned for another merge, or lacks something.
     """
-    path = parameters["coefficients"]
+    path = tensor.parameters["coefficients"]
     if path is None:
         return None
     source = FileCoefficients(path, method=method)
@@ -114,10 +84,10 @@ def component_coefficients(
             f"and there are {len(given)}; what one expert adds depends on all of them, so merge "
             "the same ones"
         )
-    if parameters["layout"] != "auto":
+    layout = tensor.parameters["layout"]
+    if layout != "auto":
         raise CoefficientFileError(
-            f"{method}: the coefficients in {path} were learned for layout: auto, not for "
-            f"{parameters['layout']}"
+            f"{method}: the coefficients in {path} were learned for layout: auto, not for {layout}"
         )
     return source.find(tensor)
 
@@ -140,7 +110,7 @@ class FileCoefficients:
         self.by_depth = by_depth
         self.method = method
         basis = self.file.contents.basis
-        own = "statsmerging" if basis == "task_vector" else basis
+        own = METHODS_OF_BASES.get(basis, basis)
         if own != method:
             what = "task vectors" if basis == "task_vector" else f"components of {basis}"
             raise CoefficientFileError(
@@ -166,18 +136,18 @@ class FileCoefficients:
 
     def find(
         self,
-        tensor: TensorVersions,
+        tensor: TensorSettings,
         *,
         missing: Literal["error", "mean"] = "error",
     ) -> list[float]:
-        """λ_k of the experts of a tensor, and of the refinement where it has one.
+        """Return λ_k of the experts of a tensor, and of the refinement where it has one.
 
         All 0 for a tensor that takes no part.
 
         Raises:
             CoefficientFileError: an expert or the tensor is not in the file.
         """
-        rows = self._rows([str(expert) for expert in tensor.experts], tensor.tasks)
+        rows = self._rows(tensor.models, tensor.of_experts("task", None))
         rows += range(len(self.file.contents.experts), self.file.contents.rows)
         name = tensor.name
         if name in self.file.frozen:
@@ -224,7 +194,7 @@ class FileCoefficients:
             f"{self.method}: {self.path} has no coefficients for {_some(unknown)}. It holds those "
             f"of {_some(held)}, trained on {self.file.contents.base_model}."
         )
-        if self.method != "statsmerging":
+        if self.file.contents.basis not in METHODS_OF_BASES:  # components fit one merge only
             return text
         return (
             f"{text} `missing: mean` merges such tensors by the mean of the task vectors; "
@@ -259,7 +229,7 @@ class LearnerCoefficients:
             )
 
     def predict(self, group: TensorGroup) -> list[float]:
-        """λ_k of the experts of `group`."""
+        """Return λ_k of the experts of `group`."""
         assert group.base is not None
         name = group.metadata.name
         if name in self.file.frozen:
@@ -277,13 +247,13 @@ class LearnerCoefficients:
 
 
 def _described(expert: Tensor, base: Tensor, what: str) -> Tensor:
-    """What the statistics describe: the weights, or the task vector."""
+    """Return what the statistics describe: the weights, or the task vector."""
     dtype = torch.promote_types(torch.float32, expert.dtype)
     return expert.to(dtype) if what == "weights" else expert.to(dtype) - base.to(dtype)
 
 
 def _depth(base: Hashable, name: str | None) -> float:
-    """Relative depth of a tensor; the middle for one without a name."""
+    """Return the relative depth of a tensor; the middle for one without a name."""
     if name is None:
         return 0.5
     depth = _depths(base).get(name)

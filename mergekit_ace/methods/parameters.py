@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mergekit parameters whose errors name the parameter, the value and what is allowed.
+"""Parameters of merge methods: declared once, with a type that says what is allowed.
 
 mergekit validates every value while it plans a merge, before a tensor is read.
 """
@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, get_args
+from dataclasses import dataclass
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
+from annotated_types import Ge, Gt, Le
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
-from mergekit_ace.algebra.records import AceOptions, Layout, NonNegative, RelativeLayout
+from mergekit_ace.algebra.records import Layout, NonNegative, Number
 from mergekit_ace.coefficients.file import load_coefficients
+
+Options = TypeVar("Options", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -23,15 +28,18 @@ class NamedParameter(ParameterSpec):
     """A mergekit parameter that explains itself when its value is wrong.
 
     Attributes:
-        allowed: what a value may be, in words.
         method: the merge method that has it.
     """
 
-    allowed: str = ""
-    method: str = "ace"
+    method: str = ""
+
+    @property
+    def allowed(self) -> str:
+        """What a value may be, in words."""
+        return describe_type(self.value_type)
 
     def validate(self, value: Any) -> Any:
-        """`value` as its type.
+        """Return `value` as its type.
 
         Raises:
             ValueError: naming the parameter, the value and what is allowed.
@@ -48,8 +56,70 @@ class NamedParameter(ParameterSpec):
             ) from None
 
 
+@dataclass(frozen=True)
+class Meaning:
+    """Part of an annotation: what a value of the type is, where no range can tell."""
+
+    words: str
+
+
+def describe_type(value_type: Any) -> str:
+    """Return in words what a value of a type may be, such as "a number, 0 or greater"."""
+    if NoneType in get_args(value_type):
+        value_type = next(part for part in get_args(value_type) if part is not NoneType)
+    if get_origin(value_type) is Literal:
+        return "one of " + ", ".join(get_args(value_type))
+    info = FieldInfo.from_annotation(value_type)
+    for part in info.metadata:
+        if isinstance(part, Meaning):
+            return part.words
+    if info.annotation is bool:
+        return "true or false"
+    if info.annotation not in (int, float):
+        return "text"
+    low = next((part.ge for part in info.metadata if isinstance(part, Ge)), None)
+    above = next((part.gt for part in info.metadata if isinstance(part, Gt)), None)
+    high = next((part.le for part in info.metadata if isinstance(part, Le)), None)
+    number = "a whole number" if info.annotation is int else "a number"
+    if low is not None:
+        return (
+            f"{number} from {low} to {high}" if high is not None else f"{number}, {low} or greater"
+        )
+    if above is not None:
+        return f"{number} above {above}"
+    return number if info.annotation is int else "a finite number"
+
+
+def shared(name: str, value_type: Any, default: Any, description: str) -> NamedParameter:
+    """Declare a parameter of whole tensors; `description` is its line in the reference."""
+    return NamedParameter(name, value_type, ParameterScope.SHARED, default, description)
+
+
+def per_expert(name: str, value_type: Any, default: Any, description: str) -> NamedParameter:
+    """Declare a parameter that every expert has for itself, under `models:`."""
+    return NamedParameter(name, value_type, ParameterScope.NON_BASE, default, description)
+
+
+def option_parameters(model: type[BaseModel]) -> tuple[NamedParameter, ...]:
+    """Return the fields of typed options as parameters, under their aliases."""
+    parameters = []
+    for field, info in model.model_fields.items():
+        value_type: Any = info.annotation
+        for constraint in info.metadata:
+            value_type = Annotated[value_type, constraint]
+        assert info.description is not None, field
+        parameters.append(shared(info.alias or field, value_type, info.default, info.description))
+    return tuple(parameters)
+
+
+def options_from(model: type[Options], parameters: Mapping[str, Any]) -> Options:
+    """Return the options among the resolved parameters of a tensor."""
+    names = {info.alias or field for field, info in model.model_fields.items()}
+    return model.model_validate({name: parameters[name] for name in names})
+
+
 def _writable(path: str) -> str:
-    """A report that cannot be written should be known before hours of merging, not after."""
+    """Check that a report can be written: better known before hours of merging than after."""
     target = os.path.abspath(os.path.expanduser(path))
     folder = os.path.dirname(target)
     if not path or os.path.isdir(target):
@@ -61,115 +131,50 @@ def _writable(path: str) -> str:
     return target
 
 
-ReportPath = Annotated[str, AfterValidator(_writable)]
-
-
 def _loadable(path: str) -> str:
-    """A file that cannot be used should be known before anything is merged."""
+    """Check that a file can be used, before anything is merged."""
     load_coefficients(path)
     return path
 
 
-CoefficientPath = Annotated[str, AfterValidator(_loadable)]
+ReportPath = Annotated[
+    str,
+    AfterValidator(_writable),
+    Meaning("the path of a file in an existing folder that you may write to"),
+]
+CoefficientPath = Annotated[
+    str,
+    AfterValidator(_loadable),
+    Meaning("the path of a coefficients.safetensors that `mergekit-ace train` wrote"),
+]
+TaskName = Annotated[str, Meaning("the name that the expert has in the coefficient file")]
 
-# The option's name in mergekit, where it differs from ours.
-OPTION_NAMES = {"lambda": "scale"}
-
-_ALLOWED = {
-    "lambda": "a finite number",
-    "epsilon": "a number, 0 or greater",
-    "heterogeneity_threshold": "a number, 0 or greater",
-    "structural_prior": "true or false",
-    "centred": "true or false",
-    "rank_fraction": "a number from 0 to 1",
-}
-
-
-def option(model: type[BaseModel], name: str, field: str, method: str) -> NamedParameter:
-    """A shared parameter for a field of typed options, with its type, range and default.
-
-    Args:
-        model: the options.
-        name: in mergekit.
-        field: in the options.
-        method: the merge method.
-    """
-    info = model.model_fields[field]
-    value_type = info.annotation
-    for constraint in info.metadata:
-        value_type = Annotated[value_type, constraint]  # type: ignore[valid-type]
-    return NamedParameter(
-        name,
-        value_type,
-        ParameterScope.SHARED,
-        default=info.default,
-        allowed=_ALLOWED.get(name) or _one_of(value_type),
-        method=method,
-    )
-
-
-def _one_of(literal: Any) -> str:
-    return "one of " + ", ".join(get_args(literal))
-
-
-OPTION_PARAMETERS: tuple[NamedParameter, ...] = tuple(
-    option(AceOptions, name, OPTION_NAMES.get(name, name), "ace")
-    for name in (
-        "lambda",
-        "epsilon",
-        "epsilon_scale",
-        "heterogeneity",
-        "heterogeneity_threshold",
-        "adaptive_normalization",
-        "structural_prior",
-        "spectral_refinement",
-        "rank_fraction",
-        "compute_dtype",
-    )
-)
-
-
-def ace_options(parameters: Mapping[str, Any]) -> AceOptions:
-    """The options among the resolved parameters of a tensor."""
-    return AceOptions(
-        **{OPTION_NAMES.get(p.name, p.name): parameters[p.name] for p in OPTION_PARAMETERS}
-    )
-
-
-def of_method(parameter: NamedParameter, method: str) -> NamedParameter:
-    """The same parameter of another method."""
-    return replace(parameter, method=method)
-
-
-WEIGHT = NamedParameter(
+LAMBDA = shared("lambda", Number, 1.0, "λ of W0 + λ X: what the merged task vector is scaled by.")
+WEIGHT = per_expert(
     "weight",
     NonNegative,
-    ParameterScope.NON_BASE,
-    default=1.0,
-    allowed="a number, 0 or greater (0 leaves the expert out)",
+    1.0,
+    "How much the expert counts; only ratios matter, and 0 leaves it out.",
 )
-LAYOUT = NamedParameter(
-    "layout", Layout, ParameterScope.SHARED, default="auto", allowed=_one_of(Layout)
+LAYOUT = shared(
+    "layout",
+    Layout,
+    "auto",
+    "How the tensor is read: as a matrix (out, in), its transpose, a stack of matrices, a kernel "
+    "flattened to (out, rest), or no matrix at all (mean). auto asks the architecture.",
 )
-RELATIVE_LAYOUT = replace(LAYOUT, value_type=RelativeLayout, allowed=_one_of(RelativeLayout))
-COEFFICIENTS = NamedParameter(
+COEFFICIENTS = shared(
     "coefficients",
     CoefficientPath | None,
-    ParameterScope.SHARED,
-    default=None,
-    allowed="the path of a coefficients.safetensors that `mergekit-ace train` wrote",
+    None,
+    "The file with learned coefficients.",
 )
-TASK = NamedParameter(
-    "task",
-    str | None,
-    ParameterScope.NON_BASE,
-    default=None,
-    allowed="the name that the expert has in the coefficient file",
+TASK = per_expert(
+    "task", TaskName | None, None, "Which expert of the coefficient file this is, if not by path."
 )
-REPORT = NamedParameter(
+REPORT = shared(
     "report",
     ReportPath | None,
-    ParameterScope.SHARED,
-    default=None,
-    allowed="the path of a file in an existing folder that you may write to",
+    None,
+    "Where a JSON line per tensor is appended that says what was done to it.",
 )

@@ -1,100 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the merge methods by ridge regression share: weights, layouts, full devices, reports."""
+"""What the merge methods by ridge regression share: options, learned coefficients, their work."""
 
 from __future__ import annotations
 
-import time
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from typing import ClassVar
 
-import torch
-from mergekit.merge_methods.base import TensorGroup
 from pydantic import BaseModel
-from torch import Tensor
 
+from mergekit_ace.algebra.choose import COSTS, choose_forms
 from mergekit_ace.algebra.closed_form import IllConditionedError
-from mergekit_ace.algebra.records import FixedLayout, TensorRecord
-from mergekit_ace.methods.inputs import describe, is_finite
-from mergekit_ace.methods.lookup import TensorVersions, component_coefficients
-from mergekit_ace.methods.report import append_report
-from mergekit_ace.methods.sparing import merge_sparingly
-from mergekit_ace.methods.task_vectors import TaskVectorMethod
+from mergekit_ace.algebra.linalg import LARGEST_BLOCK
+from mergekit_ace.methods.base import TaskVectorMethod, Work, matrices_in
+from mergekit_ace.methods.inputs import TensorSettings, describe
+from mergekit_ace.methods.lookup import component_coefficients
+from mergekit_ace.methods.parameters import options_from
+
+BLOCKS = 6 * LARGEST_BLOCK * 4  # bytes, beside what the forms count
 
 
 class RidgeMethod(TaskVectorMethod):
-    """A method that solves a ridge regression per matrix.
+    """A method that solves a ridge regression per matrix, of any number of experts.
 
-    Its parameters are ``weight`` and ``task`` per expert, ``layout``, ``coefficients``, ``report``
-    and those of its own.
+    Attributes:
+        options_class: its options, whose fields are parameters beside ``weight``, ``layout``,
+            ``coefficients`` and ``task``.
+        refines: whether a refinement may follow.
+        ill_conditioned: what to do where a matrix cannot be solved.
     """
 
+    options_class: ClassVar[type[BaseModel]]
+    refines: ClassVar[bool] = False
     remedy = ", a smaller lambda or a larger epsilon"
+    ill_conditioned: ClassVar[str] = "Raise `epsilon` for this tensor (by a filter) or for all."
 
-    def merge(self, group: TensorGroup, parameters: Mapping[str, Any]) -> Tensor:
-        start = time.perf_counter()
-        base, experts, name = group.base, group.non_base, group.metadata.name
-        assert base is not None  # the contract requires it
-        weights = [parameters["weight"][expert.id] for expert in experts]
-        models = [str(expert.id) for expert in experts]
-        layout = self.layout(group, parameters)
-        versions = TensorVersions.of(group, parameters)
-        options = self.options(parameters)
-        coefficients = component_coefficients(self.spec.name, parameters, options, versions)
-        if coefficients is not None and not any(coefficients):
-            weights = [0.0] * len(experts)  # left out of the training: the base's, nothing to solve
+    def learned_coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
+        options = options_from(self.options_class, settings.parameters)
+        return component_coefficients(self.spec.name, options, settings)
 
-        def merge(tensors: Sequence[Tensor], lean: bool) -> tuple[Tensor, TensorRecord]:
-            return self.merge_tensors(
-                tensors, weights, options, layout, coefficients, least_memory=lean
-            )
+    def weights(self, settings: TensorSettings) -> list[float]:
+        """Return w_t; 0 of all experts for a tensor that training left out, as the base has it."""
+        left_out = settings.coefficients is not None and not any(settings.coefficients)
+        return [0.0] * len(settings.experts) if left_out else settings.weights
 
-        tensors = [base.tensor, *(expert.tensor for expert in experts)]
-        try:
-            merged, record = merge_sparingly(tensors, merge, self.spec.name, describe(name))
-        except (IllConditionedError, OverflowError, torch.linalg.LinAlgError) as error:
-            raise ValueError(self._explain(error, name, models)) from error
-        # a result too large for its dtype is an error, and no line of a report
-        if parameters["report"] is not None and is_finite(merged):
-            seconds = time.perf_counter() - start
-            if coefficients is not None:
-                record = replace(record, coefficients=tuple(coefficients))
-            append_report(parameters["report"], name, models, record, seconds)
-        return merged
+    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
+        """Return the cost of the forms that would be chosen, if all experts changed the tensor."""
+        found = matrices_in(shape, settings.layout)
+        if found is None or experts < 2:
+            return super().work(settings, shape, experts)
+        count, *matrix = found
+        cases = (False, self.refines)
+        forms = [choose_forms(*matrix, experts, refined=refined)[0] for refined in cases]
+        costs = [COSTS[f](*matrix, experts, r) for f, r in zip(forms, cases, strict=True)]
+        extra = [self.extra_operations(*matrix, experts, refined) for refined in cases]
+        low, high = (c.operations + e for c, e in zip(costs, extra, strict=True))
+        return Work(
+            operations=(count * low, count * high),
+            moved=(count * costs[0].bytes, count * costs[1].bytes),
+            working=int(max(cost.memory for cost in costs)) + BLOCKS,
+            form=(forms[0], forms[1]),
+        )
 
-    @abstractmethod
-    def merge_tensors(
-        self,
-        tensors: Sequence[Tensor],
-        weights: Sequence[float],
-        options: Any,
-        layout: FixedLayout,
-        coefficients: Sequence[float] | None,
-        *,
-        least_memory: bool,
-    ) -> tuple[Tensor, TensorRecord]:
-        """The merged tensor in any dtype, and its record.
+    def extra_operations(self, rows: int, columns: int, experts: int, refined: bool) -> float:
+        """Return the operations beside the closed form for a matrix (o, i)."""
+        return 0.0
 
-        Args:
-            tensors: the base's and the experts', on one device.
-            weights: of the experts.
-            options: of the tensor, as `options` makes them.
-            layout: how it is read.
-            coefficients: of the components, and of the refinement where the method has one; None:
-                all are 1.
-            least_memory: take the form with the least working memory instead of the fastest.
-        """
-
-    @abstractmethod
-    def options(self, parameters: Mapping[str, Any]) -> BaseModel:
-        """The parameters of a tensor as options of the algebra."""
-
-    def _explain(self, error: Exception, name: str | None, experts: Sequence[str]) -> str:
-        what = f"{self.spec.name}: {describe(name)} cannot be merged: {error}"
-        if isinstance(error, IllConditionedError):
-            return f"{what}, too much to be solved even in float64. {self.ill_conditioned}"
-        listed = ", ".join(f"{position}: {model}" for position, model in enumerate(experts))
-        return f"{what} (experts: {listed})."
-
-    ill_conditioned = "Raise `epsilon` for this tensor (by a filter) or for all."
+    def explain(self, error: Exception, settings: TensorSettings) -> str:
+        if not isinstance(error, IllConditionedError):
+            return super().explain(error, settings)
+        return (
+            f"{self.spec.name}: {describe(settings.name)} cannot be merged: {error}, too much to "
+            f"be solved even in float64. {self.ill_conditioned}"
+        )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mergekit_ace.headers import read_file_header
+from mergekit_ace.naming import without_numbers
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 
 def tensor_names(model: Hashable) -> tuple[str, ...] | None:
-    """Names of all tensors of a checkpoint, from its header; None where it cannot be read."""
+    """Return the names of all tensors of a checkpoint; None where it cannot be read."""
     index = _index(model)
     return tuple(index.tensor_paths) if index else None
 
@@ -58,19 +58,20 @@ def check_shapes(
             _warn_once(
                 f"{method}: {model} has a vocabulary of {shape[0]}, the base model {base} one of "
                 f"{expected[0]}. They merge only when the config aligns them, e.g. by\n"
-                "    tokenizer: {source: base}\n(or union; if yours does, all is well)."
+                "    tokenizer: {source: base}\n(or union; if yours does, all is well).",
+                "vocabularies",
             )
             continue
         message = shape_mismatch(tensor_name, model, shape, base, expected)
         if not _in_another_layer(model, tensor_name, expected):
             raise RuntimeError(f"{method}: {message}")
-        _warn_once(f"{method}: {message}")
+        _warn_once(f"{method}: {message}", "shapes")
 
 
 def shape_mismatch(
     tensor_name: str | None, model: Hashable, shape: Shape, base: Hashable, expected: Shape
 ) -> str:
-    """What to say of a tensor of another shape than the base's."""
+    """Return what to say of a tensor of another shape than the base's."""
     return (
         f"tensor {tensor_name} has shape {shape} in {model}, but {expected} in the base "
         f"model {base}. Experts must be fine-tuned from this base model: replace or remove "
@@ -80,23 +81,22 @@ def shape_mismatch(
 
 
 @lru_cache(maxsize=256)
-def _warn_once(message: str) -> None:
-    """Cached, so that what is asked for every tensor is said once."""
-    LOG.warning("%s", message)
+def _warn_once(message: str, subject: str) -> None:
+    """Warn; cached, so that what is asked for every tensor is said once."""
+    LOG.warning("%s", message, extra={"subject": subject})
 
 
 def _in_another_layer(model: Hashable, tensor_name: str, expected: Shape) -> bool:
-    """Whether a tensor of the same name but for its numbers has the expected shape."""
-    kind = re.compile(re.sub(r"\d+", r"\\d+", re.escape(tensor_name)))
-    index = _index(model)
+    """Return whether a tensor of the same kind has the expected shape."""
+    kind, index = without_numbers(tensor_name), _index(model)
     return any(
-        kind.fullmatch(name) and _shape(model, name) == expected
+        without_numbers(name) == kind and _shape(model, name) == expected
         for name in (index.tensor_paths if index else ())
     )
 
 
 def _is_vocabulary(model: Hashable, shape: Shape, base: Hashable, base_shape: Shape) -> bool:
-    """Whether the first axis counts tokens, which is what may differ between experts."""
+    """Return whether the first axis counts tokens, which may differ between experts."""
     return shape[0] == _vocabulary_size(model) and base_shape[0] == _vocabulary_size(base)
 
 
@@ -112,7 +112,7 @@ def _vocabulary_size(model: ModelReference) -> int | None:
 
 
 def _index(model: Hashable) -> ShardedTensorIndex | None:
-    """Where the tensors of a checkpoint folder lie; None for anything else."""
+    """Return where the tensors of a checkpoint folder lie; None for anything else."""
     from mergekit.common import ModelReference
     from mergekit.io.tasks import LoaderCache
 
@@ -125,7 +125,7 @@ def _index(model: Hashable) -> ShardedTensorIndex | None:
 
 
 def _shape(model: Hashable, tensor_name: str) -> Shape | None:
-    """The tensor's shape in the checkpoint's header; None where it cannot be known."""
+    """Return the tensor's shape by the checkpoint's header; None where it cannot be known."""
     from mergekit.common import ModelReference
 
     if not isinstance(model, ModelReference):
@@ -143,7 +143,7 @@ def _shape(model: Hashable, tensor_name: str) -> Shape | None:
 
 @lru_cache(maxsize=256)
 def _header(path: str, changed: int) -> dict[str, Shape]:
-    """The shapes in one file. Cached until it changes: all tensors of a shard ask for them."""
+    """Return the shapes in one file. Cached until it changes: all tensors of a shard ask."""
     if path.endswith(".safetensors"):
         return {name: header.shape for name, header in read_file_header(Path(path)).items()}
     try:

@@ -3,25 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from mergekit.merge_methods.base import ParameterScope, TensorGroup
+from mergekit.merge_methods.base import TensorGroup
 from torch import Tensor
 
-from mergekit_ace.algebra.records import Number
+from mergekit_ace.algebra.records import Number, Observer
 from mergekit_ace.algebra.task_vectors import merge_linear
-from mergekit_ace.methods.inputs import describe
-from mergekit_ace.methods.lookup import FileCoefficients, LearnerCoefficients, TensorVersions
-from mergekit_ace.methods.parameters import COEFFICIENTS, TASK, NamedParameter, of_method
-from mergekit_ace.methods.task_vectors import TaskVectorMethod, method_spec
+from mergekit_ace.coefficients.file import load_coefficients
+from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
+from mergekit_ace.methods.inputs import TensorSettings, describe
+from mergekit_ace.methods.lookup import FileCoefficients, LearnerCoefficients
+from mergekit_ace.methods.parameters import COEFFICIENTS, TASK, per_expert, shared
 
-NAME = "statsmerging"
-
-
-def _parameter(name: str, value_type: Any, scope: ParameterScope, default: Any, allowed: str):
-    return NamedParameter(name, value_type, scope, default, allowed=allowed, method=NAME)
+LEARNER = replace(
+    COEFFICIENTS,
+    name="learner",
+    description="The file whose network predicts coefficients from the statistics of the tensors.",
+)
 
 
 class StatsMerge(TaskVectorMethod):
@@ -32,66 +33,100 @@ class StatsMerge(TaskVectorMethod):
     network (``learner``), or given in the config (``weight``).
     """
 
-    layouts = False
     spec = method_spec(
-        NAME,
+        "statsmerging",
         "StatsMerging",
         "https://arxiv.org/abs/2506.04567",
         (
-            _parameter("weight", Number | None, ParameterScope.NON_BASE, None, "a finite number"),
-            of_method(COEFFICIENTS, NAME),
-            replace(of_method(COEFFICIENTS, NAME), name="learner"),
-            of_method(TASK, NAME),
-            _parameter(
+            per_expert("weight", Number | None, None, "λ of the expert, instead of a file."),
+            COEFFICIENTS,
+            LEARNER,
+            TASK,
+            shared(
                 "missing",
                 Literal["error", "mean"],
-                ParameterScope.SHARED,
                 "error",
-                "one of error, mean",
+                "What happens to a tensor that the file does not know; mean: all λ = 1/T.",
             ),
-            _parameter(
+            shared(
                 "match",
                 Literal["name", "depth"],
-                ParameterScope.SHARED,
                 "name",
-                "one of name, depth",
+                "How tensors are found in the file; depth: of another architecture, by relative "
+                "depth.",
             ),
         ),
     )
+    summary = (
+        "Adds the task vectors with a coefficient per expert and tensor that `mergekit-ace train` "
+        "has learned from statistics of the weights."
+    )
+    citations = (
+        Citation(
+            key="statsmerging",
+            authors="Merugu, Ranjith and Cao, Bryan Bo and Jain, Shubham",
+            title="{StatsMerging}: Statistics-Guided Model Merging via Task-Specific Teacher "
+            "Distillation",
+            year=2025,
+            arxiv="2506.04567",
+        ),
+    )
+    own_rule = "merged with learned coefficients"
 
-    def merge(self, group: TensorGroup, parameters: Mapping[str, Any]) -> Tensor:
-        assert group.base is not None  # the contract requires it
-        tensors = [expert.tensor for expert in group.non_base]
-        return merge_linear(group.base.tensor, tensors, coefficients_of(group, parameters))
+    def merge(
+        self,
+        tensors: Sequence[Tensor],
+        settings: TensorSettings,
+        *,
+        least_memory: bool = False,
+        observe: Observer | None = None,
+    ) -> Merged:
+        assert settings.coefficients is not None
+        merged = merge_linear(tensors[0], tensors[1:], settings.coefficients)
+        return merged, self.record_of_entries(tensors, settings)
 
+    def learned_coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
+        path = settings.parameters["coefficients"]
+        if path is None:
+            return None
+        source = FileCoefficients(path, by_depth=settings.parameters["match"] == "depth")
+        return source.find(settings, missing=settings.parameters["missing"])
 
-def coefficients_of(group: TensorGroup, parameters: Mapping[str, Any]) -> list[float]:
-    """λ_k of one tensor, from the one source that the config names.
+    def coefficients(self, settings: TensorSettings, group: TensorGroup) -> Sequence[float]:
+        """Return λ_k from the one source that the config names.
 
-    Args:
-        group: the tensor's versions.
-        parameters: resolved; those of experts by model.
-    """
-    weights = [parameters["weight"][expert.id] for expert in group.non_base]
-    weighted = any(weight is not None for weight in weights)
-    given = [name for name in ("coefficients", "learner") if parameters[name] is not None]
-    given += ["weight"] * weighted
-    where = describe(group.metadata.name)
-    if len(given) != 1:
-        raise ValueError(
-            f"{NAME}: {where} has {' and '.join(given) or 'no coefficients'}; give exactly one of "
-            "`coefficients: PATH` (the trainer's file), `learner: PATH` (predict from statistics), "
-            "or a `weight` for every expert"
-        )
-    if weighted:
-        for expert, weight in zip(group.non_base, weights, strict=True):
+        Raises:
+            ValueError: it names none, or several, or lacks the weight of an expert.
+        """
+        weights = settings.of_experts("weight", None)
+        given = [n for n in ("coefficients", "learner") if settings.parameters[n] is not None]
+        given += ["weight"] * any(weight is not None for weight in weights)
+        name, where = self.spec.name, describe(settings.name)
+        if len(given) != 1:
+            raise ValueError(
+                f"{name}: {where} has {' and '.join(given) or 'no coefficients'}; give exactly one "
+                "of `coefficients: PATH` (the trainer's file), `learner: PATH` (predict from "
+                "statistics), or a `weight` for every expert"
+            )
+        if given == ["learner"]:
+            return LearnerCoefficients(settings.parameters["learner"]).predict(group)
+        learned = self.learned_coefficients(settings)
+        if learned is not None:
+            return learned
+        for model, weight in zip(settings.models, weights, strict=True):
             if weight is None:
                 raise ValueError(
-                    f"{NAME}: {where} has no weight for {expert.id}, but for another expert; give "
-                    "one to every expert (0 leaves it out), e.g. as a last entry without filter"
+                    f"{name}: {where} has no weight for {model}, but for another expert; give one "
+                    "to every expert (0 leaves it out), e.g. as a last entry without filter"
                 )
         return weights
-    if parameters["learner"] is not None:
-        return LearnerCoefficients(parameters["learner"]).predict(group)
-    source = FileCoefficients(parameters["coefficients"], by_depth=parameters["match"] == "depth")
-    return source.find(TensorVersions.of(group, parameters), missing=parameters["missing"])
+
+    def seed(self, parameters: Mapping[str, Any]) -> str:
+        path = parameters.get("coefficients") or parameters.get("learner")
+        if not isinstance(path, str):
+            return super().seed(parameters)
+        try:
+            seed = load_coefficients(path).contents.config.get("training", {}).get("seed")
+        except (ValueError, OSError):
+            seed = None
+        return f"{seed} (of the training of the coefficients)" if seed is not None else "none"

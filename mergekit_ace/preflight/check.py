@@ -18,36 +18,44 @@ from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
 from mergekit_ace.headers import DamagedFileError
+from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.planning import ConfigError, PlannedMerge, plan_merge, read_merge_config
-from mergekit_ace.preflight.calibration import calibrate
-from mergekit_ace.preflight.checkpoints import Checkpoint, headers_only, read_checkpoint
-from mergekit_ace.preflight.coefficients import check_coefficients
-from mergekit_ace.preflight.estimate import Estimate, estimate_merge
-from mergekit_ace.preflight.findings import Finding
-from mergekit_ace.preflight.models import (
+from mergekit_ace.preflight.checkpoint_rules import (
     check_adapters,
     check_configs,
+    check_dtypes,
     check_heads,
+    check_tensors,
     check_tokenizers,
+    compare_shapes,
 )
-from mergekit_ace.preflight.settings import check_settings
-from mergekit_ace.preflight.tensors import check_dtypes, check_shapes, check_tensors
+from mergekit_ace.preflight.checkpoints import Checkpoint, headers_only, read_checkpoint
+from mergekit_ace.preflight.config_rules import Finding, check_coefficients, check_settings
+from mergekit_ace.preflight.estimate import (
+    Estimate,
+    calibrate,
+    estimate_merge,
+    in_bytes,
+    in_time,
+)
 
 MARGIN = 1.02  # of the result's size, for indices, tokenizers and the rest
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """The result.
+    """Result of a check.
 
     Attributes:
         findings: errors first.
+        method: what the merge method does, and where to read more; its name if it is mergekit's.
         models: what is known of each.
         tensors: how many are merged; None where no plan was possible.
         estimate: what that takes; None where no plan was possible.
     """
 
     findings: tuple[Finding, ...]
+    method: str = ""
     models: tuple[dict[str, Any], ...] = ()
     tensors: int | None = None
     estimate: Estimate | None = None
@@ -58,7 +66,7 @@ class Preflight:
         return all(finding.level != "error" for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the result for programs."""
         return {"ok": self.ok, **asdict(self)}
 
 
@@ -74,19 +82,12 @@ def check_merge(path: Path, options: MergeOptions, out: Path | None = None) -> P
         config, source = read_merge_config(path)
     except ConfigError as error:
         return Preflight((Finding("error", "config", str(error)),))
-    findings: list[Finding] = []
-    try:
-        spec = merge_methods.get(config.merge_method).spec
-        findings += check_settings(yaml.safe_load(source), spec)
-    except RuntimeError:
-        known = ", ".join(sorted(m.spec.name for m in merge_methods.registered_methods()))
-        findings.append(
-            Finding("error", "config", f"there is no method {config.merge_method!r}", known)
-        )
+    method, findings = _check_method(config, source)
     checkpoints, lost = _read_all(config)
+    known: dict[str, Any] = {"method": method, "models": _facts(checkpoints, config)}
     findings += lost
     if lost:  # nothing can be planned without them
-        return Preflight(_sorted(findings), _facts(checkpoints, config))
+        return Preflight(_sorted(findings), **known)
     findings += check_adapters(checkpoints, options)
     findings += check_dtypes(checkpoints, config)
     findings += check_heads(checkpoints, config.base_model)
@@ -95,15 +96,28 @@ def check_merge(path: Path, options: MergeOptions, out: Path | None = None) -> P
     plan, told = _plan(config, source, options, checkpoints)
     findings += told
     if plan is None:
-        return Preflight(_sorted(findings), _facts(checkpoints, config))
+        return Preflight(_sorted(findings), **known)
     findings += check_tensors(plan.tensors, checkpoints)
-    findings += check_shapes(plan.tensors, checkpoints, config)
+    findings += compare_shapes(plan.tensors, checkpoints, config)
     findings += check_coefficients(plan)
     shards = [Path(h.file) for c in checkpoints.values() if c.folder for h in c.headers.values()]
     largest = max(set(shards), key=lambda shard: shard.stat().st_size, default=None)
     estimate = estimate_merge(plan, checkpoints, calibrate(options.device or "cpu", largest))
     findings += _check_disk(estimate, out or Path("."))
-    return Preflight(_sorted(findings), _facts(checkpoints, config), len(plan.tensors), estimate)
+    return Preflight(_sorted(findings), **known, tensors=len(plan.tensors), estimate=estimate)
+
+
+def _check_method(config: MergeConfiguration, source: str) -> tuple[str, list[Finding]]:
+    """Return what the merge method does, and what is wrong with its settings."""
+    try:
+        method = merge_methods.get(config.merge_method)
+    except RuntimeError:
+        known = ", ".join(sorted(m.spec.name for m in merge_methods.registered_methods()))
+        message = f"there is no method {config.merge_method!r}"
+        return config.merge_method, [Finding("error", "config", message, known)]
+    spec = method.spec
+    about = method.about if isinstance(method, TaskVectorMethod) else spec.pretty_name or spec.name
+    return about, list(check_settings(yaml.safe_load(source), spec))
 
 
 def _read_all(
@@ -124,27 +138,30 @@ def _plan(
     options: MergeOptions,
     checkpoints: Mapping[ModelReference, Checkpoint],
 ) -> tuple[PlannedMerge | None, list[Finding]]:
-    """mergekit's own plan, with what it and the merge methods say while they make it."""
+    """Return mergekit's own plan, with what the merge methods say while it is made."""
     with headers_only(list(checkpoints.values())), _warnings() as warnings:
         try:
             plan = plan_merge(config, source, options)
         except Exception as error:  # mergekit raises whatever its parts do
             text = str(error) or type(error).__name__
             return None, [Finding("error", "plan", text)]
-    ours = [message for message in warnings if message.startswith(("ace:", "statsmerging:"))]
-    # what `check_shapes` says itself
-    told = [message for message in ours if "has a vocabulary of" not in message]
-    return plan, [Finding("warning", "plan", message) for message in dict.fromkeys(told)]
+    return plan, [Finding("warning", "plan", message) for message in dict.fromkeys(warnings)]
 
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Messages that are logged as warnings, kept instead of shown."""
+    """Keep what this package logs as warnings, instead of showing it.
+
+    Without vocabularies: `compare_shapes` says those itself, once it is known whether they differ
+    in the merge.
+    """
     messages: list[str] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
+            ours = record.name.partition(".")[0] == __name__.partition(".")[0]
+            if ours and getattr(record, "subject", "") != "vocabularies":
+                messages.append(record.getMessage())
 
     root, keep = logging.getLogger(), Keep(logging.WARNING)
     others = root.handlers[:]
@@ -191,10 +208,52 @@ def _sorted(findings: list[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda finding: finding.level != "error"))
 
 
-def in_bytes(count: float) -> str:
-    """Bytes in words."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+def result_text(result: Preflight) -> str:
+    """Return a check's result for people."""
+    return "\n".join(_text_lines(result))
+
+
+def _text_lines(result: Preflight) -> Iterator[str]:
+    if result.method:
+        yield f"method  {result.method}"
+    for model in result.models:
+        yield (
+            f"{model['role']:>6}  {model['model']}: {model['tensors']} tensors, "
+            f"{in_bytes(model['bytes'])}, {', '.join(model['dtypes']) or 'unknown dtype'}"
+            + (f", vocabulary {model['vocabulary']}" if model["vocabulary"] else "")
+        )
+    if result.estimate is not None:
+        yield ""
+        yield from _estimate_lines(result.estimate, result.tensors or 0)
+    yield ""
+    for finding in result.findings:
+        yield f"{finding.level}: {finding.subject}: {finding.message}"
+        if finding.remedy:
+            yield f"    → {finding.remedy}"
+    errors = sum(finding.level == "error" for finding in result.findings)
+    warnings = len(result.findings) - errors
+    yield (
+        f"{errors} errors, {warnings} warnings"
+        if result.findings
+        else "nothing to complain about: mergekit-yaml may start"
+    )
+
+
+def _estimate_lines(estimate: Estimate, tensors: int) -> Iterator[str]:
+    rules = ", ".join(f"{count} {rule}" for rule, count in sorted(estimate.rules.items()))
+    yield f" rules  {tensors} tensors: {rules}"
+    if estimate.forms:
+        forms = ", ".join(f"{count} {form}" for form, count in sorted(estimate.forms.items()))
+        refinable = estimate.operations[0] != estimate.operations[1]
+        yield f" forms  {forms}" + (" (should no matrix be refined)" if refinable else "")
+    low, high = (operations / 1e12 for operations in estimate.operations)
+    work = f"{low:.3g} Tflop" if low == high else f"{low:.3g} to {high:.3g} Tflop"
+    yield f"  work  {work}"
+    if estimate.seconds is not None:
+        fast, slow = (in_time(seconds) for seconds in estimate.seconds)
+        yield f"  time  about {fast}" + (f", {slow} if all is refined" if slow != fast else "")
+    device = estimate.device_memory
+    yield f"memory  about {in_bytes(estimate.memory)}" + (
+        f", and {in_bytes(device)} on the device" if device is not None else ""
+    )
+    yield f"  disk  reads {in_bytes(estimate.read)}, writes {in_bytes(estimate.written)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from mergekit.io import LazyTensorLoader, ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 
 from mergekit_ace.headers import DamagedFileError, TensorHeader, check_folder, read_headers
+from mergekit_ace.naming import layer_of
 
 INDEX_FILES = ("model.safetensors.index.json", "model.safetensors")
 DTYPES = {
@@ -30,7 +30,6 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LAYER = re.compile(r"\.[^.]+\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,12 @@ class Checkpoint:
         return _json(Path(self.model.lora.path).expanduser() / "adapter_config.json")
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """A file of the checkpoint; fetched, if it is small and the model on the Hub."""
+        """Read a small JSON file of the checkpoint; it is fetched if the model is on the Hub."""
         path = self.file(name)
         return _json(path) if path else {}
 
     def file(self, name: str) -> Path | None:
-        """Where a small file of the checkpoint lies; None where there is none."""
+        """Return where a small file of the checkpoint lies; None where there is none."""
         if self.folder is not None:
             path = self.folder / name
             return path if path.is_file() else None
@@ -80,7 +79,7 @@ class Checkpoint:
             return None
 
     def source(self, weight: WeightInfo) -> TensorHeader | None:
-        """What mergekit reads for a planned tensor.
+        """Return what mergekit reads for a planned tensor.
 
         Either as it is stored, or put together from several stored ones, as transformers has it in
         memory; the latter is in no file. None where there is nothing of it.
@@ -102,8 +101,8 @@ class Checkpoint:
 
     def _pack(self, name: str) -> TensorHeader | None:
         """Pack tensors without entries; of its layer only, as there may be ten thousands."""
-        layer = _LAYER.search(name)
-        near = [n for n in self.headers if layer is None or layer.group() in n]
+        layer = layer_of(name)
+        near = [n for n in self.headers if layer is None or layer_of(n) == layer]
         parts = {}
         for other in near or self.headers:
             dtype = DTYPES.get(self.headers[other].dtype)
@@ -123,7 +122,7 @@ class Checkpoint:
 
 
 def read_checkpoint(model: ModelReference) -> Checkpoint:
-    """The headers of a model, wherever it is; no weight is read or downloaded.
+    """Read the headers of a model, wherever it is; no weight is read or downloaded.
 
     Raises:
         DamagedFileError: a file is damaged, or there is no such model.
@@ -140,7 +139,7 @@ def read_checkpoint(model: ModelReference) -> Checkpoint:
 
 
 def _folder(model: ModelReference) -> Path | None:
-    """A local folder, or the snapshot in the Hub's cache if it holds weights."""
+    """Return a local folder, or the snapshot in the Hub's cache if it holds weights."""
     path = Path(model.model.path).expanduser()
     if path.is_dir():
         return path

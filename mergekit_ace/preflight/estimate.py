@@ -1,25 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a merge will take: work, time, memory and disk, from shapes alone."""
+"""What a merge will take: work, time, memory and disk, from shapes and a fraction of a second."""
 
 from __future__ import annotations
 
-import math
+import os
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import torch
 from mergekit.common import ModelReference
 
-from mergekit_ace.algebra.choose import COSTS, choose_forms
-from mergekit_ace.algebra.linalg import LARGEST_BLOCK
+from mergekit_ace.algebra.linalg import product
 from mergekit_ace.headers import ITEM_SIZES, TensorHeader
-from mergekit_ace.planning import RIDGE_METHODS, PlannedMerge, PlannedTensor
-from mergekit_ace.preflight.calibration import Rates
+from mergekit_ace.methods.base import TaskVectorMethod, sweep
+from mergekit_ace.planning import PlannedMerge, PlannedTensor
+from mergekit_ace.preflight.checkpoint_rules import NAMES, sources
 from mergekit_ace.preflight.checkpoints import Checkpoint
-from mergekit_ace.preflight.tensors import NAMES, sources
 
-BLOCKS = 6 * LARGEST_BLOCK * 4  # bytes, beside what the forms count
-PROCESS = 700_000_000  # python with torch, transformers and mergekit
+PROCESS = 700_000_000  # bytes: python with torch, transformers and mergekit
+SIDE = 1536  # of the products: a few milliseconds on anything
+SWEEP = 2**23  # entries of the sum, too many for a cache
+READ_SAMPLE = 32 * 2**20  # bytes read
+# Merges reach this part of the rate of a single product: factors and solves, blocks, float64.
+EFFICIENCY = 0.6
+UNKNOWN_DISK = 1e9  # bytes per second
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class TensorEstimate:
     Attributes:
         name: of it.
         shape: as stored.
-        rule: `matrix`, `stacked`, … as `ace` reads it; another method's name.
+        rule: `matrix`, `stacked`, … as it is read; the method's name if it reads entries.
         form: of the closed form, without and with the refinement; None for what needs none.
         operations: of the merge, without the refinement and with it.
         moved: bytes to and from memory, likewise.
@@ -59,7 +66,7 @@ class Estimate:
         rules: tensors by rule.
         forms: matrices by form.
         operations: floating-point operations.
-        seconds: from the rates of this machine; None for a method that is not ours.
+        seconds: from the rates of this machine; None for a method whose time they do not tell.
         memory: bytes of the process at its largest, about; without what the system caches of files.
         device_memory: bytes on the accelerator; None without one.
         read, written: bytes of disk.
@@ -77,75 +84,107 @@ class Estimate:
     tensors: tuple[TensorEstimate, ...]
 
 
+@dataclass(frozen=True)
+class Rates:
+    """Rates of a machine.
+
+    Attributes:
+        operations: of a merge in float32, per second.
+        memory: bytes per second of a sweep.
+        read: bytes per second from disk.
+    """
+
+    operations: float
+    memory: float
+    read: float
+
+
+def calibrate(device: str, file: Path | None) -> Rates:
+    """Measure the rates of this machine.
+
+    Args:
+        device: of the matrix work.
+        file: on the disk that is read; a usual rate without one.
+    """
+    matrix = torch.ones(SIDE, SIDE, device=device)
+    seconds = _best(lambda: product(matrix, matrix), device)
+    vector = torch.ones(SWEEP, device=device)
+    sweep = _best(lambda: vector.add_(1.0), device)
+    return Rates(
+        operations=EFFICIENCY * 2 * SIDE**3 / seconds,
+        memory=2 * 4 * SWEEP / sweep,
+        read=_read_rate(file) if file is not None else UNKNOWN_DISK,
+    )
+
+
+def _best(work: Callable[[], object], device: str, rounds: int = 4) -> float:
+    """Return the seconds of the fastest of a few rounds; a first one warms up."""
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return max(min(times[1:]), 1e-9)
+
+
+def _read_rate(path: Path) -> float:
+    """Read from the disk itself where the system can be asked to forget the part first."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = min(READ_SAMPLE, path.stat().st_size)
+            if size < 2**20:
+                return UNKNOWN_DISK
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
+            start = time.perf_counter()
+            while size > 0:
+                part = len(file.read(min(size, 2**22)))
+                if not part:
+                    break
+                size -= part
+            return min(READ_SAMPLE, path.stat().st_size) / (time.perf_counter() - start)
+    except OSError:
+        return UNKNOWN_DISK
+
+
 def estimate_tensor(
     tensor: PlannedTensor, found: Mapping[ModelReference, TensorHeader], plan: PlannedMerge
 ) -> TensorEstimate | None:
-    """What one tensor takes, if all experts have changed it; None if nobody has it."""
+    """Return what one tensor takes, if all experts have changed it; None if nobody has it."""
     header = found.get(tensor.base) if tensor.base else next(iter(found.values()), None)
     if header is None:
         return None
     merged_in = NAMES.get(plan.config.dtype or "", header.dtype)
     written_in = NAMES.get(plan.config.out_dtype or "", merged_in)
-    itemsize = ITEM_SIZES.get(merged_in, 4)
     entries, experts = header.entries, max(1, len(found) - 1)
-    rule, form = plan.config.merge_method, None
-    operations = (2.0 * experts * entries,) * 2
-    moved = (3.0 * 4 * experts * entries,) * 2
-    working = 4 * entries
-    if "layout" in tensor.parameters:
-        rule = tensor.layout(len(header.shape))
-    shape = matrix_shape(header.shape, rule)
-    if plan.config.merge_method in RIDGE_METHODS and shape and shape[0] > 1 and experts > 1:
-        stack = entries // max(1, shape[0] * shape[1])
-        refined = (False, plan.config.merge_method == "ace")
-        forms = [choose_forms(*shape, experts, refined=r)[0] for r in refined]
-        costs = [COSTS[f](*shape, experts, r) for f, r in zip(forms, refined, strict=True)]
-        form = (forms[0], forms[1])
-        extra = _extra(plan.config.merge_method, shape, experts)
-        operations = tuple(stack * (c.operations + e) for c, e in zip(costs, extra, strict=True))
-        moved = tuple(stack * cost.bytes for cost in costs)
-        working = int(max(cost.memory for cost in costs)) + BLOCKS
+    method = tensor.method
+    rule, work = method.spec.name, sweep(header.shape, experts)
+    if isinstance(method, TaskVectorMethod):
+        settings = tensor.settings
+        if method.layouts:
+            rule = method.layout(settings, len(header.shape))
+            settings = replace(settings, layout=rule)
+        work = method.work(settings, header.shape, experts)
     return TensorEstimate(
         name=tensor.name,
         shape=header.shape,
         rule=rule,
-        form=form,
-        operations=(operations[0], operations[1]),
-        moved=(moved[0], moved[1]),
+        form=work.form,
+        operations=work.operations,
+        moved=work.moved,
         read=sum(h.bytes for h in found.values()),
         written=entries * ITEM_SIZES.get(written_in, 4),
-        inputs=len(found) * entries * itemsize,
-        working=working + 4 * entries,  # and the result in float32
+        inputs=len(found) * entries * ITEM_SIZES.get(merged_in, 4),
+        working=work.working + 4 * entries,  # and the result in float32
     )
-
-
-def matrix_shape(shape: Sequence[int], layout: str) -> tuple[int, int] | None:
-    """(o, i) of a matrix in a tensor; None for what is none, or only a table of rows."""
-    if layout in ("mean", "table") or len(shape) < 2 or not math.prod(shape):
-        return None
-    if layout == "flattened":
-        return shape[0], math.prod(shape[1:])
-    rows, columns = shape[-2:]
-    return (columns, rows) if layout == "transposed" else (rows, columns)
-
-
-def _extra(method: str, shape: tuple[int, int], experts: int) -> tuple[float, float]:
-    """Operations beside the closed form, without and with a refinement.
-
-    Of `ace` the Gram matrix of F and its decomposition, about 9 m³ in all; of `ace_relative` the
-    ‖G_t‖ of all experts, in both cases.
-    """
-    small, large = min(shape), max(shape)
-    if method == "ace":
-        return 0.0, small**2 * large + 9.0 * small**3
-    norms = float(experts * small**2 * large)
-    return norms, norms
 
 
 def estimate_merge(
     plan: PlannedMerge, checkpoints: Mapping[ModelReference, Checkpoint], rates: Rates
 ) -> Estimate:
-    """Of all tensors that can be estimated.
+    """Return what all tensors take that can be estimated.
 
     Args:
         plan: the merge.
@@ -158,14 +197,14 @@ def estimate_merge(
     moved = tuple(sum(part.moved[n] for part in known) for n in range(2))
     read, written = sum(part.read for part in known), sum(part.written for part in known)
     disk = read / rates.read + written / rates.read
-    ours = plan.config.merge_method in (*RIDGE_METHODS, "statsmerging")
+    timed = isinstance(plan.method, TaskVectorMethod) and plan.method.timed
     seconds = tuple(operations[n] / rates.operations + moved[n] / rates.memory for n in range(2))
     on_device = plan.options.device not in (None, "cpu")
     return Estimate(
         rules=dict(Counter(part.rule for part in known)),
         forms=dict(Counter(part.form[0] for part in known if part.form)),
         operations=(operations[0], operations[1]),
-        seconds=(seconds[0] + disk, seconds[1] + disk) if ours else None,
+        seconds=(seconds[0] + disk, seconds[1] + disk) if timed else None,
         memory=_peak(known, plan.options.out_shard_size, on_device),
         device_memory=max((p.inputs + p.working for p in known), default=0) if on_device else None,
         read=read,
@@ -175,7 +214,7 @@ def estimate_merge(
 
 
 def _peak(parts: Sequence[TensorEstimate], shard: int, on_device: bool) -> int:
-    """Largest sum of a tensor's needs and what its output shard holds by then."""
+    """Return the largest sum of a tensor's needs and what its output shard holds by then."""
     peak = held = 0
     for part in sorted(parts, key=lambda part: part.name):  # as mergekit's executor sorts them
         here = part.inputs + part.written + (0 if on_device else part.working)
@@ -184,3 +223,21 @@ def _peak(parts: Sequence[TensorEstimate], shard: int, on_device: bool) -> int:
         peak = max(peak, held + here)
         held += part.written
     return PROCESS + peak
+
+
+def in_bytes(count: float) -> str:
+    """Return a number of bytes in words."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def in_time(seconds: float) -> str:
+    """Return seconds in words."""
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 6000:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h"

@@ -1,49 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section "How this merge was made" of a model card."""
+"""The section "How this merge was made" of a model card, with pictures if matplotlib is there."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+import click
 from mergekit import merge_methods
 from mergekit.common import ModelPath
 from mergekit.config import MergeConfiguration
 from tqdm import tqdm
 
-from mergekit_ace.coefficients.file import load_coefficients
 from mergekit_ace.files import write_text
 from mergekit_ace.headers import read_file_header
-from mergekit_ace.methods.peers import PEERS
-from mergekit_ace.methods.report import versions
-from mergekit_ace.planning import RIDGE_METHODS, read_merge_config
-from mergekit_ace.report.errors import ReportError
-from mergekit_ace.report.lines import Line, read_lines
-from mergekit_ace.report.pictures import save_pictures
+from mergekit_ace.methods.base import TaskVectorMethod
+from mergekit_ace.methods.report_lines import package_versions
+from mergekit_ace.planning import read_merge_config
+from mergekit_ace.report.figures import COLORS
+from mergekit_ace.report.jsonl import Line, ReportError, read_lines
 from mergekit_ace.report.summary import relative_sizes, summarize
-from mergekit_ace.report.tables import Report
+from mergekit_ace.report.tables import Report, title_of
 
 BEGIN, END = "<!-- mergekit-ace: begin -->", "<!-- mergekit-ace: end -->"
-CITATIONS = {
-    "ace": """@inproceedings{xu2026ace,
-  title     = {{ACE-Merging}: Data-Free Model Merging with Adaptive Covariance Estimation},
-  author    = {Xu, Bo and Wu, Haotian and Lin, Hehai and Huang, Weiquan and Zhu, Beier and
-               Shu, Yao and Qin, Chengwei},
-  booktitle = {Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition},
-  year      = {2026},
-  note      = {arXiv:2603.02945}
-}""",
-    "statsmerging": """@article{statsmerging,
-  title   = {{StatsMerging}: Statistics-Guided Model Merging via Task-Specific Teacher
-             Distillation},
-  journal = {arXiv:2506.04567},
-  year    = {2025}
-}""",
+PICTURES = {
+    "merge_task_vectors.png": "How far each expert moved, by depth",
+    "merge_experts.png": "How alike the experts are",
 }
-CITATIONS["ace_relative"] = CITATIONS["ace"]
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
 
@@ -88,6 +74,12 @@ def _without_section(text: str) -> str:
 
 def _check_same_merge(folder: Path, config: MergeConfiguration, lines: Sequence[Line]) -> None:
     models = {str(model) for model in config.referenced_models()}
+    others = {line["method"] for line in lines if "method" in line} - {config.merge_method}
+    if others:
+        raise ReportError(
+            f"the report is of another merge: by {', '.join(sorted(others))}, and {folder} was "
+            f"made by {config.merge_method}"
+        )
     strange = {model for line in lines for model in line["models"]} - models
     if strange:
         raise ReportError(
@@ -102,7 +94,7 @@ def _check_same_merge(folder: Path, config: MergeConfiguration, lines: Sequence[
 def hash_models(
     config: MergeConfiguration, folder: Path, *, quiet: bool = False
 ) -> dict[str, str | None]:
-    """SHA-256 of every input: of the digests of its weight files in the order of their names.
+    """Return SHA-256 of every input: of its weight files' digests in the order of their names.
 
     Args:
         config: of the merge.
@@ -155,21 +147,22 @@ def _section(
     hashes: Mapping[str, str | None],
     seed: int | None,
 ) -> str:
-    spec = merge_methods.get(config.merge_method).spec
-    name = spec.pretty_name or spec.name
-    linked = f"[{name}]({spec.reference_url})" if spec.reference_url else name
+    method = merge_methods.get(config.merge_method)
+    ours = isinstance(method, TaskVectorMethod)
+    name, url = title_of(config.merge_method), method.spec.reference_url
+    linked = f"[{name}]({url})" if url else name
     parts = [
         BEGIN,
         "## How this merge was made",
         f"By {linked}, with [mergekit](https://github.com/arcee-ai/mergekit) and mergekit-ace; the "
-        "configuration is above.",
+        "configuration is above." + (f" {method.summary}" if ours else ""),
         "\n".join(f"* {sentence}" for sentence in summarize(report)["sentences"]),
         _share_table(report),
         *(f"![{title}]({file})" for file, title in pictures.items()),
         _provenance(report, config, hashes, seed),
     ]
-    if spec.name in CITATIONS:
-        parts.append(f"```bibtex\n{CITATIONS[spec.name]}\n```")
+    if ours:
+        parts += [f"```bibtex\n{citation.bibtex}\n```" for citation in method.citations]
     return "\n\n".join([*parts, END])
 
 
@@ -185,11 +178,11 @@ def _share_table(report: Report) -> str:
 
 
 def _weights(report: Report) -> list[str]:
-    """Range of the weights or coefficients that each expert had over all tensors."""
+    """Return the range of weights or coefficients that each expert had over all tensors."""
     columns: list[list[float]] = [[] for _ in report.models]
     for row in report.rows:
-        values = row.line.get("coefficients") or row.matrix["weight"]
-        for t, value in enumerate(report.spread(row.line, values)):
+        values = report.coefficients(row.line) or report.spread(row.line, row.matrix["weight"])
+        for t, value in enumerate(values):
             if value is not None:
                 columns[t].append(value)
     texts = []
@@ -205,7 +198,7 @@ def _provenance(
     hashes: Mapping[str, str | None],
     seed: int | None,
 ) -> str:
-    used = report.versions or versions()
+    used = report.versions or package_versions()
     listed = ", ".join(f"{name} {number}" for name, number in used.items())
     rows = ["| | |", "|---|---|", f"| versions | {listed} |", f"| seed | {_seed(config, seed)} |"]
     for model, digest in hashes.items():
@@ -217,17 +210,78 @@ def _provenance(
 def _seed(config: MergeConfiguration, seed: int | None) -> str:
     if seed is not None:
         return str(seed)
-    if config.merge_method in (*RIDGE_METHODS, *PEERS):
-        return "none needed: the method draws no random numbers"
-    source = (config.parameters or {}).get("coefficients")
-    if config.merge_method == "statsmerging" and isinstance(source, str):
-        trained = _trained_with(source)
-        return f"{trained} (of the training of the coefficients)" if trained is not None else "none"
+    method = merge_methods.get(config.merge_method)
+    if isinstance(method, TaskVectorMethod):
+        return method.seed(config.parameters or {})
     return "none given"
 
 
-def _trained_with(path: str) -> Any:
-    try:
-        return load_coefficients(path).contents.config.get("training", {}).get("seed")
-    except (ValueError, OSError):
-        return None
+def update_card(folder: Path, lines: Path, *, seed: int | None = None, quiet: bool = False) -> None:
+    """`mergekit-ace card`: write the section of a model card, and its pictures."""
+    card = write_card(folder, lines, seed=seed, quiet=quiet)
+    if find_spec("matplotlib") is None:
+        click.echo("without pictures, which need: pip install 'mergekit-ace[plots]'")
+    click.echo(str(card))
+
+
+def save_pictures(report: Report, folder: Path) -> dict[str, str]:
+    """Write two pictures; return what they show by the names of their files.
+
+    Raises:
+        ImportError: there is no matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    names = list(PICTURES)
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    _strength_picture(report, figure.add_subplot())
+    figure.savefig(folder / names[0], dpi=120)
+    saved = {names[0]: PICTURES[names[0]]}
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    if report.looked_at and len(report.models) > 1:
+        _similarity_picture(report, figure)
+        saved[names[1]] = PICTURES[names[1]]
+    elif report.solved:
+        _heterogeneity_picture(report, figure.add_subplot())
+        saved[names[1]] = "How much the experts differ in scale, by depth"
+    else:
+        return saved
+    figure.savefig(folder / names[1], dpi=120)
+    return saved
+
+
+def _strength_picture(report: Report, axes) -> None:
+    rows = [row for row in report.rows if any(row.matrix["tau"])]
+    for t, name in enumerate(report.experts):
+        points = [(n, report.spread(row.line, row.matrix["tau"])[t]) for n, row in enumerate(rows)]
+        points = [(n, value) for n, value in points if value]
+        color = COLORS[t % len(COLORS)]
+        axes.scatter(*zip(*points, strict=True), s=9, color=color, label=name) if points else None
+    axes.set(yscale="log", xlabel="tensor, from input to output", ylabel="τ = ‖Δ‖²")
+    axes.set_title("How far each expert moved")
+    axes.legend()
+
+
+def _heterogeneity_picture(report: Report, axes) -> None:
+    for number, (key, name) in enumerate((("gamma", "γ"), ("log_variance", "variance of log τ"))):
+        values = [(n, row.matrix[key]) for n, row in enumerate(report.solved) if row.matrix[key]]
+        if values:
+            axes.scatter(*zip(*values, strict=True), s=9, color=COLORS[number], label=name)
+    axes.set(yscale="log", xlabel="matrix, from input to output", ylabel="no unit")
+    axes.set_title("How much the experts differ in scale")
+    axes.legend()
+
+
+def _similarity_picture(report: Report, figure) -> None:
+    views = (
+        ("cosine of task vectors", report.cosines, -1, "RdBu_r"),
+        ("overlap of leading inputs", report.mean_overlap("inputs"), 0, "Blues"),
+    )
+    places = range(len(report.experts))
+    for axes, (title, values, low, colors) in zip(figure.subplots(1, 2), views, strict=True):
+        numbers = [[float("nan") if v is None else v for v in row] for row in values]
+        image = axes.imshow(numbers, vmin=low, vmax=1, cmap=colors)
+        axes.set_xticks(places, report.experts, rotation=45, ha="right")
+        axes.set_yticks(places, report.experts)
+        axes.set_title(title)
+        figure.colorbar(image, ax=axes, shrink=0.8)

@@ -35,8 +35,8 @@ class Picture:
     figure: go.Figure
 
 
-def draw(report: Report) -> list[Picture]:
-    """All pictures for which the report has the numbers."""
+def draw_pictures(report: Report) -> list[Picture]:
+    """Draw all pictures for which the report has the numbers."""
     made = (maker(report) for maker in MAKERS)
     return [picture for picture in made if picture is not None]
 
@@ -52,7 +52,7 @@ def _strength(report: Report) -> Picture | None:
     return Picture(
         "tau",
         "How far each expert moved, by depth",
-        "τ of every expert in every tensor, from input to output (Figs. 1 and 4–7 of the paper). "
+        "τ of every expert in every tensor, from input to output (Figs. 1 and 4–7 of ACE-Merging). "
         "Good: the experts' points lie within a factor of ten of each other. An expert far below "
         "the others is easily drowned; gaps are tensors that it left alone.",
         figure,
@@ -133,7 +133,7 @@ def _similarity(report: Report) -> Picture | None:
 
 
 def _spectra(report: Report) -> Picture | None:
-    rows = [row for row in report.solved if "spectrum" in row.matrix]
+    rows = [row for row in report.rows if "spectrum" in row.matrix]
     if not rows:
         return None
     refined = [row for row in rows if row.matrix["spectrum"]["alignment"] is not None]
@@ -163,15 +163,17 @@ def _spectra(report: Report) -> Picture | None:
         "spectra",
         "Top 5 % of the merge's singular values",
         "Before and after the spectral refinement, with the cosine between the directions of the "
-        "same number (Fig. 2 of the paper). Good: after the refinement the curve is lifted as a "
-        "whole, and the directions keep their places (cosine near 1). Without refinement both "
-        "curves are one.",
+        "same number (Fig. 2 of ACE-Merging). Good: after the refinement the curve is lifted as a "
+        "whole, and the directions keep their places (cosine near 1)."
+        if refined
+        else "The largest singular values of the merged task vector. Good: none far above the "
+        "others; there one direction would speak for all experts.",
         figure,
     )
 
 
 def _energy(report: Report) -> Picture | None:
-    rows = [row for row in report.solved if "spectrum" in row.matrix]
+    rows = [row for row in report.rows if "spectrum" in row.matrix]
     if not rows:
         return None
     figure = _by_depth(rows, "share of ‖X‖² (0 to 1)", log=False)
@@ -184,15 +186,15 @@ def _energy(report: Report) -> Picture | None:
     return Picture(
         "energy",
         "Energy in the top 5 % of singular values, by depth",
-        "How much of the merged task vector a few directions hold, before and after the "
-        "refinement. Good: no matrix near 1 after it; there one direction would speak for all "
-        "experts.",
+        "How much of the merged task vector a few directions hold"
+        + (", before and after the refinement" if refined else "")
+        + ". Good: no matrix near 1; there one direction would speak for all experts.",
         figure,
     )
 
 
 def _condition(report: Report) -> Picture | None:
-    rows = report.solved
+    rows = [row for row in report.rows if "condition" in row.matrix]
     if not rows:
         return None
     figure = _by_depth(rows, "condition number of A (no unit)", log=True)
@@ -254,7 +256,7 @@ def _histograms(report: Report) -> Picture | None:
     return Picture(
         "histograms",
         "Entries of the task vectors",
-        "Distribution of the entries of Δ in one tensor (Fig. 3 of the paper), out to five root "
+        "Distribution of the entries of Δ in one tensor (Fig. 3 of ACE-Merging), out to five root "
         "mean squares. Good: bells of similar width. A needle at zero is a tensor that was hardly "
         "trained, single bins far out are outliers.",
         figure,
@@ -265,7 +267,7 @@ def _coefficients(report: Report) -> Picture | None:
     lines = [line for line in report.lines if "coefficients" in line]
     if not lines:
         return None
-    columns = [report.spread(line, line["coefficients"]) for line in lines]
+    columns = [report.coefficients(line) or [] for line in lines]
     values = [list(row) for row in zip(*columns, strict=True)]
     largest = max((abs(v) for row in values for v in row if v is not None), default=1.0) or 1.0
     figure = go.Figure()
@@ -301,7 +303,7 @@ MAKERS: tuple[Callable[[Report], Picture | None], ...] = (
 
 
 def _by_depth(rows: Sequence[Row], unit: str, *, log: bool) -> go.Figure:
-    """An empty figure whose horizontal axis runs over tensors in depth order."""
+    """Return an empty figure whose horizontal axis runs over tensors in depth order."""
     figure = go.Figure()
     starts = [n for n in range(len(rows)) if n == 0 or rows[n].layer != rows[n - 1].layer]
     starts = [n for n in starts if rows[n].layer is not None]
@@ -335,7 +337,7 @@ def _choice(rows: Sequence[Row]) -> list[Row]:
 
 
 def _menu(figure: go.Figure, labels: Sequence[str], traces: Callable[[int], list[int]]) -> None:
-    """A menu above the picture that shows some of its traces."""
+    """Add a menu above the picture that shows some of its traces."""
     buttons = []
     for number, label in enumerate(labels):
         visible = [False] * len(figure.data)

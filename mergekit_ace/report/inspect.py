@@ -4,33 +4,45 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from mergekit.common import ModelReference
 from mergekit.graph import Executor, Task
 from mergekit.io.tasks import LoaderCache
-from mergekit.merge_methods.base import TensorEntry, TensorGroup, TensorMetadata
+from mergekit.merge_methods.base import ParameterScope, TensorEntry, TensorGroup, TensorMetadata
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
+from mergekit.options import MergeOptions
 from torch import Tensor
 from tqdm import tqdm
 
 import mergekit_ace
-from mergekit_ace.algebra.closed_form import IllConditionedError
-from mergekit_ace.algebra.inspection import TensorInspection, inspect_tensor
+from mergekit_ace.algebra.inspection import TensorInspection, evenly_spaced, inspect_tensor
+from mergekit_ace.algebra.records import FixedLayout, Observer
 from mergekit_ace.files import differences, file_states, write_text
-from mergekit_ace.methods.inputs import check_finite
-from mergekit_ace.methods.statsmerging import StatsMerge, coefficients_of
-from mergekit_ace.planning import PlannedMerge, PlannedTensor
-from mergekit_ace.report.errors import ReportError
-from mergekit_ace.report.lines import Line, complete_lines, inspection_line, read_lines
-from mergekit_ace.report.selection import select
+from mergekit_ace.methods.ace import AceMerge
+from mergekit_ace.methods.base import MERGE_ERRORS, Merged, TaskVectorMethod, first_that_fits
+from mergekit_ace.methods.inputs import TensorSettings, check_finite
+from mergekit_ace.naming import natural_order, without_numbers
+from mergekit_ace.planning import PlannedMerge, PlannedTensor, plan_merge, read_merge_config
+from mergekit_ace.report.jsonl import (
+    Line,
+    ReportError,
+    complete_lines,
+    inspection_line,
+    read_lines,
+)
+from mergekit_ace.report.page import write_page
+from mergekit_ace.report.summary import write_summary
 
-LOG = logging.getLogger(__name__)
+# Whose decisions are shown for methods that are not ours.
+STAND_IN = AceMerge()
 
 
 class InspectTensor(Task[Line]):
@@ -39,20 +51,20 @@ class InspectTensor(Task[Line]):
     merge: ExecuteMergeMethodTask
 
     def arguments(self) -> dict[str, Task]:
-        """The tensors that the merge would get."""
+        """Return the tensors that the merge would get."""
         return {"tensors": self.merge.gather_tensors}
 
     def group_label(self) -> str | None:
-        """As the merge: tensors that lie together are read together."""
+        """Return the merge's label: tensors that lie together are read together."""
         return self.merge.group_label()
 
     def uses_accelerator(self) -> bool:
-        """Like the merge."""
+        """Return True, as of a merge."""
         return True
 
     @torch.no_grad()
     def execute(self, tensors: dict[ModelReference, Tensor], **_: Any) -> Line:
-        """The line; of a tensor that is merged without experts, or no numbers, a short one."""
+        """Return the line; a short one of a tensor without experts, or without numbers."""
         start = time.perf_counter()
         planned = PlannedTensor(self.merge)
         present = [m for m in self.merge.model_order if tensors.get(m) is not None]
@@ -63,37 +75,59 @@ class InspectTensor(Task[Line]):
         if not base.is_floating_point():
             return _short_line(planned, "it holds no floating-point numbers")
         group = _group(planned, tensors, present)
-        weights = dict(zip(planned.experts, planned.weights, strict=True))
+        method, parameters = deciding_method(planned)
+        settings = replace(method.settings(group, parameters), recorded=True)
+        work = partial(_inspect, method, settings, planned.layout(base.ndim))
+        given = [base, *(tensors[model] for model in experts)]
         try:
-            inspection = _inspect(
-                planned,
-                base,
-                [tensors[model] for model in experts],
-                [weights[model] for model in experts],
-            )
-        except (IllConditionedError, OverflowError) as error:
-            raise ReportError(f"tensor {planned.name} cannot be merged by ace: {error}") from error
-        names = [str(model) for model in experts]
-        line = inspection_line(planned.name, names, inspection, time.perf_counter() - start)
-        if self.merge.method_name == "statsmerging":
-            line["coefficients"] = _coefficients(planned, group)
+            inspection = first_that_fits(given, work, "inspect", planned.name)
+        except MERGE_ERRORS as error:
+            raise ReportError(method.explain(error, settings)) from error
+        seconds = time.perf_counter() - start
+        line = inspection_line(self.merge.method_name, settings, inspection, seconds)
+        if method is not planned.method:
+            line["decisions_of"] = method.spec.name
         return line
 
 
+def deciding_method(planned: PlannedTensor) -> tuple[TaskVectorMethod, Mapping[str, Any]]:
+    """Return the method whose decisions are shown, with its parameters for a tensor.
+
+    That is the merge's own. mergekit's methods decide nothing that they could show: in their place
+    stands ACE-Merging with its defaults.
+    """
+    if isinstance(planned.method, TaskVectorMethod):
+        return planned.method, planned.settings.parameters
+    parameters: dict[str, Any] = {}
+    for parameter in STAND_IN.spec.parameters:
+        own = parameter.scope == ParameterScope.NON_BASE
+        default = parameter.default
+        parameters[parameter.name] = dict.fromkeys(planned.experts, default) if own else default
+    return STAND_IN, parameters
+
+
 def _inspect(
-    planned: PlannedTensor, base: Tensor, experts: list[Tensor], weights: list[float]
+    method: TaskVectorMethod,
+    settings: TensorSettings,
+    layout: FixedLayout,
+    tensors: Sequence[Tensor],
+    least_memory: bool,
 ) -> TensorInspection:
-    """On the device, or on the CPU where that is full: as the merge itself."""
-    layout = planned.layout(base.ndim)
-    try:
-        return inspect_tensor(base, experts, weights, planned.options, layout)
-    except torch.OutOfMemoryError:
-        pass  # not here: the error holds on to the tensors of its frames
-    LOG.warning("inspect: %s does not fit on %s; done on the CPU", planned.name, base.device)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    there = [expert.cpu() for expert in experts]
-    return inspect_tensor(base.cpu(), there, weights, planned.options, layout, least_memory=True)
+    merge = partial(_merge, method, settings, least_memory)
+    dtype = getattr(torch, settings.parameters.get("compute_dtype", "float32"))
+    return inspect_tensor(tensors[0], tensors[1:], layout, merge, dtype)
+
+
+def _merge(
+    method: TaskVectorMethod,
+    settings: TensorSettings,
+    least_memory: bool,
+    tensors: Sequence[Tensor],
+    layout: FixedLayout,
+    observe: Observer | None,
+) -> Merged:
+    settings = replace(settings, layout=layout)
+    return method.merge(tensors, settings, least_memory=least_memory, observe=observe)
 
 
 def _short_line(planned: PlannedTensor, reason: str) -> Line:
@@ -104,7 +138,7 @@ def _short_line(planned: PlannedTensor, reason: str) -> Line:
 def _group(
     planned: PlannedTensor, tensors: dict[ModelReference, Tensor], present: list[ModelReference]
 ) -> TensorGroup:
-    """What a merge method gets, once it is known to be finite and of one shape."""
+    """Return what a merge method gets, once it is known to be finite and of one shape."""
     entries = tuple(TensorEntry(m, tensors[m], is_base=m == planned.base) for m in present)
     metadata = TensorMetadata.from_weight_info(planned.task.output_weight)
     group = TensorGroup(entries=entries, metadata=metadata)
@@ -114,14 +148,6 @@ def _group(
         raise ReportError(f"tensor {planned.name} has different shapes ({listed})")
     check_finite("inspect", group)
     return group
-
-
-def _coefficients(planned: PlannedTensor, group: TensorGroup) -> list[float]:
-    """λ_k of one tensor, as the merge would have them."""
-    names = [parameter.name for parameter in StatsMerge.spec.input_parameters]
-    own = planned.task.input_parameters
-    given = {name: {m: dict(own[m].items())[name] for m in planned.experts} for name in names}
-    return coefficients_of(group, {**planned.parameters, **given})
 
 
 def inspect_merge(
@@ -174,7 +200,7 @@ def inspect_merge(
 def _lines(
     todo: Sequence[PlannedTensor], plan: PlannedMerge, done: int, *, quiet: bool
 ) -> Iterator[Line]:
-    """Through mergekit's own executor, which reads, moves and frees tensors as in a merge."""
+    """Run mergekit's own executor, which reads, moves and frees tensors as in a merge."""
     tasks: list[Task] = [InspectTensor(merge=tensor.task) for tensor in todo]
     executor = Executor(tasks, math_device=torch.device(plan.options.device or "cpu"))
     bar = tqdm(
@@ -187,7 +213,7 @@ def _lines(
 
 
 def _identity(plan: PlannedMerge, filters: Iterable[str], sample: int | None) -> dict[str, Any]:
-    """What must be the same for the lines of one report."""
+    """Return what must be the same for the lines of one report."""
     places = []
     for model in plan.config.referenced_models():
         index = LoaderCache().get(model).index
@@ -231,3 +257,86 @@ def _claim(folder: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
 
 def _has_lines(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
+
+
+def select(
+    tensors: Sequence[PlannedTensor], filters: Sequence[str], sample: int | None
+) -> list[PlannedTensor]:
+    """Return the chosen tensors, in the order of the model.
+
+    Args:
+        tensors: all that are merged.
+        filters: parts of names; all tensors without any.
+        sample: how many at most: as many of every kind, a kind being all tensors whose names differ
+            by numbers only, evenly spaced over the depth of the model.
+
+    Raises:
+        ReportError: none is left.
+    """
+    chosen = {
+        tensor.name: tensor
+        for tensor in tensors
+        if not filters or any(part in tensor.name for part in filters)
+    }
+    if not chosen:
+        raise ReportError(
+            f"no tensor contains {' or '.join(map(repr, filters))}; there are, for example, "
+            f"{', '.join(tensor.name for tensor in tensors[:3])}"
+        )
+    names = sorted(chosen, key=natural_order)
+    if sample is not None:
+        names = thin_out(names, sample)
+    return [chosen[name] for name in names]
+
+
+def thin_out(names: Sequence[str], wanted: int) -> list[str]:
+    """Return at most `wanted` names, of every kind evenly over the depth, in their order."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(without_numbers(name), []).append(name)
+    members = list(kinds.values())
+    if wanted < len(members):
+        members = [members[n] for n in evenly_spaced(len(members), wanted)]
+    each = max(1, wanted // len(members))
+    kept = {group[n] for group in members for n in evenly_spaced(len(group), each)}
+    return [name for name in names if name in kept]
+
+
+def run_inspection(
+    config: Path,
+    folder: Path,
+    flags: Mapping[str, Any],
+    *,
+    tensors: Sequence[str] = (),
+    sample: int | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> None:
+    """`mergekit-ace inspect`: write `report.jsonl`, `summary.json` and `report.html`.
+
+    Args:
+        config, folder: of the merge, and for the report.
+        flags: fields of mergekit's `MergeOptions`.
+        tensors, sample, overwrite, quiet: see `inspect_merge`.
+    """
+    merge, source = read_merge_config(config)
+    plan = plan_merge(merge, source, MergeOptions(**flags, quiet=True))
+    lines = inspect_merge(
+        plan, folder, filters=tensors, sample=sample, overwrite=overwrite, quiet=quiet
+    )
+    summary = write_summary(lines, folder / "summary.json")
+    write_page(lines, folder / "report.html", describe_inspection(plan, len(lines)))
+    if isinstance(plan.method, TaskVectorMethod):
+        click.echo(f"{plan.method.about}\n")
+    for sentence in summary["sentences"]:
+        click.echo(f"* {sentence}")
+    click.echo(f"\n{folder / 'report.html'}")
+
+
+def describe_inspection(plan: PlannedMerge, looked_at: int) -> str:
+    """Return what the page says below its title."""
+    part = "" if looked_at == len(plan.tensors) else f", {looked_at} of them looked at"
+    return (
+        f"Base model {plan.config.base_model}; {len(plan.tensors)} tensors{part}. "
+        "Seen before the merge, by mergekit-ace inspect."
+    )

@@ -8,13 +8,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+import click
 from jinja2 import Environment, StrictUndefined
 from plotly.io import to_json
 from plotly.offline import get_plotlyjs
 
-from mergekit_ace.report.figures import draw
+from mergekit_ace.files import write_text
+from mergekit_ace.report.figures import draw_pictures
+from mergekit_ace.report.jsonl import Line, ReportError, read_lines
+from mergekit_ace.report.summary import summarize
 from mergekit_ace.report.tables import Report, Row
 
 
@@ -43,23 +48,45 @@ class Column:
     textual: bool = False
 
 
-def render(report: Report, sentences: Sequence[str], title: str, subtitle: str) -> str:
-    """The page.
+def write_page(lines: Sequence[Line], path: Path, subtitle: str) -> None:
+    """Write the page of a report, whole or not at all.
 
     Args:
-        report: what is shown.
-        sentences: the summary.
-        title, subtitle: plain text.
+        lines: of the report.
+        path: of the page.
+        subtitle: where the report comes from.
+
+    Raises:
+        ReportError: no tensor could be compared, or the page cannot be written.
     """
+    report = Report(lines)
+    if not report.lines:
+        raise ReportError("no tensor could be compared: there is nothing to show")
+    try:
+        write_text(path, render(report, subtitle))
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written: {error}") from error
+
+
+def show_report(lines: Path, out: Path) -> None:
+    """`mergekit-ace report`: write a page from the JSON lines of a merge."""
+    write_page(read_lines(lines), out, f"From {lines.name}, written by the merge.")
+    click.echo(str(out))
+
+
+def render(report: Report, subtitle: str) -> str:
+    """Return the page as HTML."""
     template = files("mergekit_ace.report").joinpath("page.html.jinja").read_text("utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    pictures = draw(report)
+    pictures = draw_pictures(report)
     figures = {picture.name: json.loads(to_json(picture.figure)) for picture in pictures}
     columns = _columns(report)
     return environment.from_string(template).render(
-        title=title,
+        title=f"{report.title}: {', '.join(report.experts)}",
         subtitle=subtitle,
-        sentences=sentences,
+        about=report.about,
+        citations=report.citations,
+        sentences=summarize(report)["sentences"],
         pictures=pictures,
         columns=columns,
         rows=[[column.cell(row) for column in columns] for row in report.rows],
@@ -69,7 +96,7 @@ def render(report: Report, sentences: Sequence[str], title: str, subtitle: str) 
 
 
 def _inside_script(value: Any) -> str:
-    """JSON that cannot end the element it stands in."""
+    """Return JSON that cannot end the element it stands in."""
     return json.dumps(value, separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\!--")
 
 
@@ -97,6 +124,9 @@ def _columns(report: Report) -> list[Column]:
         words = {True: "heterogeneous", False: "homogeneous", None: ""}
         return Cell(words[heterogeneous])
 
+    def form(row: Row) -> Cell:
+        return Cell(row.matrix.get("form") or "")
+
     def shape(row: Row) -> Cell:
         lengths = row.line["shape"]
         return Cell(" × ".join(map(str, lengths)) or "scalar", float(math.prod(lengths)))
@@ -105,12 +135,18 @@ def _columns(report: Report) -> list[Column]:
         Column("tensor", "Name, as it is written", lambda row: Cell(row.label)),
         Column("shape", "As stored; sorted by entries", shape),
         Column("rule", "How the tensor is merged", lambda row: Cell(row.matrix["rule"]), True),
-        Column("branch", "What step 1 of ACE decides", branch, True),
-        Column("form", "How it is computed", lambda row: Cell(row.matrix.get("form") or ""), True),
-        Column("γ", "Heterogeneity, Eq. 7", of("gamma")),
-        Column("var log τ", "Variance of log τ, which has no unit", of("log_variance")),
-        Column("condition", "Estimated condition number of A", of("condition")),
     ]
+    if report.solved:
+        columns.append(Column("branch", "What step 1 of ACE decides", branch, True))
+    if any("form" in row.matrix for row in report.rows):
+        columns.append(Column("form", "How it is computed", form, True))
+    if report.solved:
+        columns += [
+            Column("γ", "Heterogeneity, Eq. 7", of("gamma")),
+            Column("var log τ", "Variance of log τ, which has no unit", of("log_variance")),
+        ]
+    if any("condition" in row.matrix for row in report.rows):
+        columns.append(Column("condition", "Estimated condition number of A", of("condition")))
     columns += [
         Column(f"τ {name}", f"Squared norm of the task vector of {name}", expert(t))
         for t, name in enumerate(report.experts)
@@ -121,7 +157,7 @@ def _columns(report: Report) -> list[Column]:
 
 
 def _closer_columns() -> list[Column]:
-    """What only `inspect` knows."""
+    """Return columns for what only `inspect` knows."""
 
     def largest(key: str) -> Callable[[Row], Cell]:
         def cell(row: Row) -> Cell:

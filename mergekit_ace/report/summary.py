@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from mergekit_ace.report.tables import Report, Row
+from mergekit_ace.files import write_text
+from mergekit_ace.methods.report_lines import finite
+from mergekit_ace.report.jsonl import Line, ReportError
+from mergekit_ace.report.tables import Report, Row, title_of
 
 # An expert "barely differs" outside of the layers that hold this share of its change …
 MOST = 0.95
 # … if those are at most this share of all layers.
-FEW = 0.6
+FEW_LAYERS = 0.6
 ALIKE, OPPOSED = 0.9, -0.1
 WEAK = 0.1  # of the strongest expert's norm
 FAR = 0.3  # ‖Δ‖/‖W0‖ at which an expert is hardly a fine-tune of this base
@@ -23,11 +28,29 @@ DOMINANT = 0.7  # mean share of the weight in the sum of relative errors
 CROWDED = 3.0  # times the overlap of random subspaces
 
 
+def write_summary(lines: Sequence[Line], path: Path) -> dict[str, Any]:
+    """Write `summary.json`, and return its content.
+
+    Raises:
+        ReportError: the file cannot be written.
+    """
+    summary = summarize(Report(lines))
+    text = json.dumps(finite(summary), indent=1, ensure_ascii=False) + "\n"
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written: {error}") from error
+    return summary
+
+
 def summarize(report: Report) -> dict[str, Any]:
-    """The content of `summary.json`: numbers, and the sentences that the page begins with."""
+    """Return numbers, and the sentences that the page begins with: what `summary.json` holds."""
     rules = Counter(row.matrix["rule"] for row in report.rows)
     exceeding = [row for row in report.solved if row.matrix["heterogeneous"]]
     return {
+        "method": report.name,
+        "about": report.about,
+        "citations": report.citations,
         "experts": report.models,
         "tensors": len(report.lines),
         "matrices": dict(rules),
@@ -48,13 +71,13 @@ def summarize(report: Report) -> dict[str, Any]:
 
 
 def relative_sizes(report: Report) -> list[float | None]:
-    """‖Δ_t‖/‖W0‖ over the whole model; None if nobody looked."""
+    """Return ‖Δ_t‖/‖W0‖ over the whole model; None if nobody looked."""
     base = report.base_norm
     return [norm / base if base else None for norm in report.norms]
 
 
 def by_unit_alone(row: Row) -> bool:
-    """Whether γ calls a matrix heterogeneous though the experts' log τ hardly spread.
+    """Return whether γ calls a matrix heterogeneous though the experts' log τ hardly spread.
 
     γ divides by the squared mean of log τ, which vanishes where τ is close to 1.
     """
@@ -63,8 +86,14 @@ def by_unit_alone(row: Row) -> bool:
 
 
 def sentences(report: Report) -> Iterator[str]:
-    """The summary, most important first."""
+    """Yield the summary, most important first."""
     yield _overview(report)
+    if report.stands_in:
+        yield (
+            f"{report.title} is a method of mergekit, which tells nothing of its decisions: rules, "
+            f"and what is computed from a merge, are what {title_of(report.stands_in)} would make "
+            "of these experts with its defaults."
+        )
     yield from _experts(report)
     yield from _pairs(report)
     yield from _shares(report)
@@ -79,13 +108,7 @@ def sentences(report: Report) -> Iterator[str]:
 
 def _overview(report: Report) -> str:
     rules = Counter(row.matrix["rule"] for row in report.rows)
-    words = {
-        "ace": "merged by the closed form",
-        "ace_relative": "merged by the closed form of relative errors",
-        "mean": "by the mean (vectors)",
-        "single": "taken from the only expert that changed it",
-        "base": "as in the base, because no expert changed it",
-    }
+    words = report.words | {rule: f"by the rule {rule!r}" for rule in rules - report.words.keys()}
     parts = [f"{rules[rule]} {text}" for rule, text in words.items() if rules[rule]]
     return (
         f"{_count(len(report.lines), 'tensor')} of {_count(len(report.models), 'expert')}: "
@@ -122,7 +145,7 @@ def _experts(report: Report) -> Iterator[str]:
 
 
 def changed_layers(report: Report, expert: int) -> tuple[int, int] | None:
-    """The shortest run of layers with most of an expert's change in layers, if it is short."""
+    """Return the shortest run of layers with most of an expert's change in layers, if short."""
     layers = list(report.layer_squares)
     change = [report.layer_squares[layer][expert] for layer in layers]
     total = math.fsum(change)
@@ -137,7 +160,7 @@ def changed_layers(report: Report, expert: int) -> tuple[int, int] | None:
                 if best is None or end - start < best[1] - best[0]:
                     best = (start, end)
                 break
-    if best is None or best[1] - best[0] + 1 > FEW * len(layers):
+    if best is None or best[1] - best[0] + 1 > FEW_LAYERS * len(layers):
         return None
     return layers[best[0]], layers[best[1]]
 
@@ -171,7 +194,7 @@ def _pairs(report: Report) -> Iterator[str]:
 
 
 def input_overlap(report: Report) -> tuple[float | None, float]:
-    """Mean overlap of the leading input directions over pairs and matrices, and that of chance."""
+    """Return the mean overlap of leading input directions over all pairs, and that of chance."""
     values, chances = [], []
     for row in report.rows:
         subspaces = row.matrix.get("subspaces")
@@ -188,7 +211,7 @@ def input_overlap(report: Report) -> tuple[float | None, float]:
 
 
 def _shares(report: Report) -> Iterator[str]:
-    """Where relative errors weigh an expert very differently from its neighbours."""
+    """Find experts that relative errors weigh very differently from their neighbours."""
     columns: list[list[float]] = [[] for _ in report.models]
     for row in report.rows:
         shares = row.matrix.get("share")

@@ -10,9 +10,12 @@ from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
-from mergekit_ace.naming import layer_of, relative_depths
-from mergekit_ace.report.lines import Line, matrices_of
-from mergekit_ace.report.selection import kind_of, natural
+from mergekit import merge_methods
+
+from mergekit_ace.methods.base import SHARED_RULES, TaskVectorMethod
+from mergekit_ace.methods.reference import known_methods
+from mergekit_ace.naming import layer_of, natural_order, relative_depths
+from mergekit_ace.report.jsonl import Line, matrices_of
 
 Values = list[float | None]
 
@@ -24,21 +27,25 @@ class Row:
     Attributes:
         label: the tensor's name; of a stack with the matrix' number.
         layer: number of the layer in its stack; None outside of layers.
-        kind: the name without numbers.
         line: of the tensor.
         matrix: what the line says of this matrix.
     """
 
     label: str
     layer: int | None
-    kind: str
     line: Mapping[str, Any]
     matrix: Mapping[str, Any]
 
     @property
     def is_solved(self) -> bool:
-        """Whether `ace`'s closed form was used."""
-        return self.matrix["rule"] == "ace"
+        """Whether a statistic of heterogeneity decided how it is merged."""
+        return "statistic" in self.matrix
+
+
+def title_of(name: str) -> str:
+    """Return a merge method's name for people, or its plain name if mergekit does not know it."""
+    titles = {m.spec.name: m.spec.pretty_name for m in merge_methods.registered_methods()}
+    return titles.get(name) or name
 
 
 class Report:
@@ -54,8 +61,49 @@ class Report:
         names = [str(line["tensor"]) for line in kept]
         depths = relative_depths(names)
         self.lines = sorted(
-            kept, key=lambda line: (depths[str(line["tensor"])], natural(str(line["tensor"])))
+            kept, key=lambda line: (depths[str(line["tensor"])], natural_order(str(line["tensor"])))
         )
+
+    @cached_property
+    def name(self) -> str | None:
+        """The merge method of the config; None where a report does not tell.
+
+        Lines of earlier versions do not name it, but a rule bears the name of its method.
+        """
+        named = [line["method"] for line in self.lines if "method" in line]
+        rules = {matrix["rule"] for line in self.lines for matrix in matrices_of(line)}
+        return next((name for name in (*named, *(rules & known_methods().keys()))), None)
+
+    @cached_property
+    def stands_in(self) -> str | None:
+        """The method whose decisions are shown in the place of the merge's own."""
+        return next((line["decisions_of"] for line in self.lines if "decisions_of" in line), None)
+
+    @cached_property
+    def method(self) -> TaskVectorMethod | None:
+        """The merge method, if it is one of ours."""
+        return known_methods().get(self.name or "")
+
+    @property
+    def title(self) -> str:
+        """The merge method's name for people."""
+        return title_of(self.name) if self.name else "A merge"
+
+    @property
+    def about(self) -> str:
+        """What the method does; empty for one that is not ours."""
+        return self.method.about if self.method else ""
+
+    @property
+    def citations(self) -> list[str]:
+        """BibTeX of the papers behind the method; none for one that is not ours."""
+        return [citation.bibtex for citation in self.method.citations] if self.method else []
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What is done with tensors, by the rules of the method that decided."""
+        method = known_methods().get(self.stands_in or self.name or "")
+        return dict(method.rules if method else SHARED_RULES)
 
     @cached_property
     def models(self) -> list[str]:
@@ -84,12 +132,12 @@ class Report:
             matrices = matrices_of(line)
             for number, matrix in enumerate(matrices):
                 label = name if len(matrices) == 1 else f"{name}[{number}]"
-                rows.append(Row(label, layer_of(name), kind_of(name), line, matrix))
+                rows.append(Row(label, layer_of(name), line, matrix))
         return rows
 
     @cached_property
     def solved(self) -> list[Row]:
-        """The matrices that `ace`'s closed form merged."""
+        """The matrices whose experts were tested for heterogeneity."""
         return [row for row in self.rows if row.is_solved]
 
     @cached_property
@@ -97,8 +145,16 @@ class Report:
         """Lines that `inspect` wrote; a merge's own report knows less."""
         return [line for line in self.lines if "cosine" in line]
 
+    def coefficients(self, line: Mapping[str, Any]) -> list[Any] | None:
+        """Return λ of all experts in a line; None where it has no coefficients.
+
+        A refinement's, which follows them, is left out.
+        """
+        given = line.get("coefficients")
+        return None if given is None else self.spread(line, given[: len(line["models"])])
+
     def spread(self, line: Mapping[str, Any], values: Sequence[Any]) -> list[Any]:
-        """Values of the experts of a line at the places of all experts; None for an absent one."""
+        """Return values of a line's experts at the places of all; None for an absent one."""
         known = dict(zip(line["models"], values, strict=True))
         return [known.get(model) for model in self.models]
 
@@ -148,7 +204,7 @@ class Report:
         ]
 
     def mean_overlap(self, side: str) -> list[Values]:
-        """Mean over all matrices of the overlap of leading subspaces, `inputs` or `outputs`."""
+        """Return the mean overlap of leading subspaces, `inputs` or `outputs`, over matrices."""
         count = len(self.models)
         sums = [[0.0] * count for _ in range(count)]
         numbers = [[0] * count for _ in range(count)]

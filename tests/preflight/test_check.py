@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast, ViTConfig, ViTModel
 from mergekit_ace.algebra.choose import choose_forms
 from mergekit_ace.cli import main, merge_flags
 from mergekit_ace.headers import TensorHeader
+from mergekit_ace.plugin import our_methods
 from mergekit_ace.preflight import check as check_module
 
 
@@ -362,6 +363,16 @@ def test_methods_that_read_matrices(check, paths):
     assert peer["seconds"] is None
     answer = check(ace_config(paths, merge_method="wudi", parameters={"solver": "newton"}))
     assert "one of adam, exact" in texts(answer, "error")
+
+
+@pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
+def test_what_every_method_does_and_warns_of(check, paths, method):
+    """One layer of another shape: under slices: that need not be the layer that is merged."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(paths[2], lambda tensors: tensors.update({name: tensors[name][:-8].contiguous()}))
+    answer = check(ace_config(paths, merge_method=method.spec.name))
+    assert answer["method"] == method.about
+    assert f"plan: {method.spec.name}: tensor {name} has shape" in texts(answer, "warning")
 
 
 def test_flags_are_mergekits_own():

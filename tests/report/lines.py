@@ -6,12 +6,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
+# What a line has only where a closed form was solved.
+OF_MATRICES = """gamma log_variance statistic threshold heterogeneous normalized refined epsilon
+    rank form condition precision subspaces spectrum""".split()
+
 
 def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:
     """A matrix of 10 × 20 that was looked at, W0 of norm 100, task vectors all orthogonal."""
     count = len(tau)
     identity = [[float(a == b) for b in range(count)] for a in range(count)]
-    return {
+    line = {
         "tensor": name,
         "shape": [10, 20],
         "layout": "matrix",
@@ -55,6 +59,9 @@ def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:
         },
         **changes,
     }
+    if line["rule"] == "mean":
+        line = {key: value for key, value in line.items() if key not in OF_MATRICES}
+    return line
 
 
 def layers(count: int, tau: list[float], **changes: Any) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from html import unescape
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from mergekit_ace.cli import main
+from mergekit_ace.plugin import our_methods
 
 TITLE = "## How this merge was made"
 
@@ -114,6 +116,43 @@ def test_learned_coefficients(tmp_path, mergekit_yaml):
     assert "arXiv:2506.04567" in text
 
 
+@pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
+def test_every_method_is_cited(tmp_path, mergekit_yaml, method):
+    paths = save_family(tiny_llama(), tmp_path)
+    name, report = method.spec.name, tmp_path / "r.jsonl"
+    config = ace_config(paths, merge_method=name, parameters={"report": str(report)})
+    if name == "statsmerging":
+        for model in config["models"]:
+            model["parameters"] = {"weight": 0.5}
+    out = mergekit_yaml(config)
+    text = card(out, report)
+    assert f"By [{method.spec.pretty_name}]({method.spec.reference_url})" in text
+    assert method.summary in text
+    assert method.own_rule in text
+    assert text.count("```bibtex") == len(method.citations)
+    assert all(citation.bibtex in text for citation in method.citations)
+    assert "draws no random numbers" in text
+    result = CliRunner().invoke(main, ["report", str(report), "-o", str(tmp_path / "p.html")])
+    assert result.exit_code == 0, result.output
+    page = unescape((tmp_path / "p.html").read_text())
+    assert f"<title>{method.spec.pretty_name}: expert0, expert1</title>" in page
+    assert method.summary in page
+    assert method.citations[0].key in page
+
+
+def test_a_method_of_mergekit(tmp_path, mergekit_yaml):
+    paths = save_family(tiny_llama(), tmp_path)
+    config = ace_config(paths, merge_method="task_arithmetic", parameters={"weight": 0.5})
+    out = mergekit_yaml(config)
+    inspected = tmp_path / "inspected"
+    CliRunner().invoke(main, ["inspect", str(tmp_path / "merged.yml"), str(inspected), "--quiet"])
+    text = card(out, inspected / "report.jsonl")
+    assert "By [Task Arithmetic](" in text
+    assert "what ACE-Merging would make of these experts" in text
+    assert "bibtex" not in text
+    assert "| seed | none given |" in text
+
+
 def test_inputs_that_are_gone(merged):
     out, report, paths = merged
     (Path(paths[2]) / "model.safetensors").unlink()
@@ -134,6 +173,8 @@ def test_errors(merged, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({**line, "models": ["a", "b"]}) + "\n" for line in lines))
     assert "the report is of another merge" in card(out, other, fails=True)
+    other.write_text(json.dumps({**lines[0], "method": "tsv_m"}) + "\n")
+    assert "another merge: by tsv_m" in card(out, other, fails=True)
     other.write_text(json.dumps({**lines[0], "tensor": "h.0.attn.weight"}) + "\n")
     assert "has no tensor h.0.attn.weight" in card(out, other, fails=True)
     (out / "mergekit_config.yml").rename(out / "c.yml")

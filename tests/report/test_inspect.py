@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from mergekit_ace.cli import main
-from mergekit_ace.report import inspect as inspect_module
+from mergekit_ace.methods.ace import AceMerge
+from mergekit_ace.plugin import our_methods
 from mergekit_ace.report.inspect import InspectTensor
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
@@ -254,6 +256,44 @@ def test_other_methods_are_looked_at_with_the_defaults_of_ace(tmp_path, inspect)
     found = lines_of(inspect(config))
     assert found[QUERY]["tau"] == expected[QUERY]["tau"]
     assert found[QUERY]["condition"] == expected[QUERY]["condition"]
+    assert found[QUERY]["method"] == "task_arithmetic"
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "Task Arithmetic: expert0, expert1" in page
+    assert "are what ACE-Merging would make of these experts with its defaults" in page
+    assert "To cite" not in page
+
+
+@pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
+def test_every_method_shows_what_it_would_do_itself(tmp_path, inspect, mergekit_yaml, method):
+    paths = save_family(tiny_llama(), tmp_path, scales=[0.02, 0.05])
+    name, lines = method.spec.name, tmp_path / "r.jsonl"
+    config = ace_config(paths, merge_method=name, parameters={"report": str(lines)})
+    if name == "statsmerging":
+        for number, model in enumerate(config["models"]):
+            model["parameters"] = {"weight": 0.25 + number}
+    merged = tensors_of(mergekit_yaml(config))
+    done = {line["tensor"]: line for line in map(json.loads, lines.read_text().splitlines())}
+    folder = inspect(config)
+    found = lines_of(folder)
+    assert found.keys() == done.keys()
+    for tensor, line in done.items():
+        assert line["method"] == name
+        assert {key: found[tensor][key] for key in line if key not in ("seconds", "layout")} == {
+            key: value for key, value in line.items() if key not in ("seconds", "layout")
+        }
+    line, base = found[QUERY], tensors_of(paths[0])
+    assert line["rule"] == name
+    # what is shown is the spectrum of what is added to the base
+    sigma = torch.linalg.svdvals(merged[QUERY] - base[QUERY])
+    after = line["spectrum"]["after"]
+    assert after == pytest.approx(sigma[: len(after)].tolist(), rel=1e-3)
+    words = f"{sum(line['rule'] == name for line in done.values())} {method.own_rule}"
+    for file in ("report.html", "summary.json"):
+        text = unescape((folder / file).read_text())
+        assert words in text
+        assert method.summary in text
+        assert method.citations[0].key in text
+    assert ("gamma" in line) == (name == "ace")
 
 
 def test_coefficients_of_statsmerging(tmp_path, inspect):
@@ -285,18 +325,18 @@ def test_a_device_that_is_full(tmp_path, inspect, monkeypatch, caplog):
     """Simulated: the tensor is done in the leanest form on the CPU, with a warning."""
     config = ace_config(save_family(tiny_llama(), tmp_path))
     expected = lines_of(inspect(config, out="expected"))
-    real, failed = inspect_module.inspect_tensor, []
+    real, failed = AceMerge.merge, []
 
-    def full(base, *others, least_memory=False):
-        if not least_memory and base.shape == (48, 32):
-            failed.append(1)
+    def full(self, tensors, settings, *, least_memory=False, observe=None):
+        if len(failed) < 2 and tensors[0].shape == (48, 32):
+            failed.append(least_memory)
             raise torch.OutOfMemoryError("simulated")
-        return real(base, *others, least_memory=least_memory)
+        return real(self, tensors, settings, least_memory=least_memory, observe=observe)
 
-    monkeypatch.setattr(inspect_module, "inspect_tensor", full)
+    monkeypatch.setattr(AceMerge, "merge", full)
     found = lines_of(inspect(config))
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert failed
+    name = "model.layers.0.mlp.gate_proj.weight"
+    assert failed == [False, True]
     assert found[name]["tau"] == expected[name]["tau"]
     assert found[name]["spectrum"]["before"] == pytest.approx(
         expected[name]["spectrum"]["before"], rel=1e-4

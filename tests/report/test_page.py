@@ -13,9 +13,9 @@ from lines import layers, made_line
 from playwright.sync_api import Page
 
 from mergekit_ace.cli import main
-from mergekit_ace.report.errors import ReportError
-from mergekit_ace.report.figures import draw
-from mergekit_ace.report.output import write_page
+from mergekit_ace.report.figures import draw_pictures
+from mergekit_ace.report.jsonl import ReportError
+from mergekit_ace.report.page import write_page
 from mergekit_ace.report.tables import Report
 
 VIEWS = {
@@ -74,12 +74,11 @@ def report_page(tmp_path_factory) -> Path:
         },
     )
     vector = made_line("model.norm.weight", [0.1, 0.1, 0.0], rule="mean", shape=[20])
-    for key in ("subspaces", "spectrum", "gamma", "log_variance", "condition", "heterogeneous"):
-        del vector[key]
     path = folder / "report.html"
     coefficients = {"coefficients": [0.1, 0.5, -0.2]}
-    everything = [line | coefficients for line in (*lines, refined, vector)]
-    write_page(everything, path, "Three <b>experts</b> & a base", "</script> is no end")
+    models = {"models": ["org/expert-0", "org/expert-1", "<b>three"]}
+    everything = [line | coefficients | models for line in (*lines, refined, vector)]
+    write_page(everything, path, "</script> is no end & <b>shown</b>")
     return path
 
 
@@ -90,8 +89,9 @@ PICTURES = """tau relative-size gamma similarity coefficients spectra energy con
 @pytest.mark.parametrize("view", VIEWS)
 def test_what_is_on_the_page(report_page, visit, view):
     page = visit(report_page, view)
-    assert page.title() == "Three <b>experts</b> & a base"
-    assert "</script> is no end" in page.inner_text("header")
+    assert page.title() == "ACE-Merging: expert-0, expert-1, <b>three"
+    assert "</script> is no end & <b>shown</b>" in page.inner_text("header")
+    assert "@inproceedings{xu2026ace," in page.inner_text("section:has(#cite)")
     assert page.locator(".summary li").count() >= 3
     assert [p.get_attribute("id") for p in page.locator(".plot").all()] == [
         f"plot-{name}" for name in PICTURES
@@ -189,7 +189,7 @@ def test_links_lead_to_the_pictures(report_page, visit):
 def test_what_is_drawn_are_the_numbers_of_the_report():
     lines = layers(5, [1.0, 4.0])
     lines[2]["tau"] = [7.0, 0.0]
-    pictures = {picture.name: picture.figure for picture in draw(Report(lines))}
+    pictures = {picture.name: picture.figure for picture in draw_pictures(Report(lines))}
     assert list(pictures["tau"].data[0].y) == [1, 1, 7, 1, 1]
     assert list(pictures["tau"].data[1].y) == [4, 4, None, 4, 4]  # no point at log 0
     assert list(pictures["gamma"].data[0].y) == [0.01] * 5
@@ -219,7 +219,7 @@ def test_the_report_of_a_merge_as_a_page(tmp_path, mergekit_yaml, visit, method)
 def test_a_page_that_cannot_be_written(tmp_path):
     lines = layers(1, [1.0])
     with pytest.raises(ReportError, match="cannot be written"):
-        write_page(lines, tmp_path / "none" / "r.html", "", "")
+        write_page(lines, tmp_path / "none" / "r.html", "")
     report = tmp_path / "r.jsonl"
     report.write_text(json.dumps({"tensor": "a", "models": [], "skipped": "why"}) + "\n")
     result = CliRunner().invoke(main, ["report", str(report), "-o", str(tmp_path / "r.html")])

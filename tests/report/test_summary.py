@@ -7,8 +7,7 @@ import math
 import pytest
 from lines import layers, made_line
 
-from mergekit_ace.report.errors import ReportError
-from mergekit_ace.report.lines import read_lines
+from mergekit_ace.report.jsonl import ReportError, read_lines
 from mergekit_ace.report.summary import summarize
 from mergekit_ace.report.tables import Report
 
@@ -140,6 +139,34 @@ def test_refinement():
 def test_names_that_are_not_told_apart_by_their_last_part():
     lines = layers(1, [1.0, 1.0], models=["a/final", "b/final"])
     assert Report(lines).experts == ["a/final", "b/final"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "title"),
+    [
+        ("ace", "ACE-Merging"),
+        ("ace_relative", "ACE-Merging with relative errors"),
+        ("mean", "A merge"),
+    ],
+)
+def test_lines_that_do_not_name_their_method(rule, title):
+    """Earlier versions wrote such; the rule of a matrix tells."""
+    lines = [("a.weight", rule), ("b.weight", "mean")]
+    report = Report([made_line(name, [1.0, 2.0], rule=own) for name, own in lines])
+    assert report.title == title
+    assert bool(report.citations) == (rule != "mean")
+
+
+def test_a_report_of_a_method_that_is_gone():
+    report = Report([made_line("a.weight", [1.0, 2.0], rule="gone", method="gone")])
+    assert report.title == "gone"
+    assert report.about == ""
+    assert "1 by the rule 'gone'" in summarize(report)["sentences"][0]
+
+
+def test_coefficients_without_that_of_the_refinement():
+    (line,) = layers(1, [1.0, 2.0], coefficients=[0.3, 0.4, 0.9])
+    assert Report([line]).coefficients(line) == [0.3, 0.4]
 
 
 def test_reading_lines(tmp_path):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,31 +12,27 @@ from torch import Tensor
 
 from mergekit_ace.algebra.records import Fraction
 from mergekit_ace.algebra.spectrum import singular_directions
-from mergekit_ace.methods.peers.decomposed import Peer, parameter, shared_parameters
-from mergekit_ace.methods.task_vectors import method_spec
+from mergekit_ace.methods.base import Citation, method_spec
+from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
+from mergekit_ace.methods.peers.matrix_method import MatrixMethod
 
 
-def merge_centred(deltas: Sequence[Tensor], rank_fraction: float, scale: float) -> Tensor:
-    """Δ̄ + λ Σ_t SVD_k(Δ_t − Δ̄): the average, and what is left of each expert at rank k.
+def merge_centred(deltas: Sequence[Tensor], rank: int, scale: float) -> Tensor:
+    """Return Δ̄ + λ Σ_t SVD_k(Δ_t − Δ̄): the average, and each expert's rest at rank k.
 
     Args:
         deltas: Δ_t, (o, i), float64.
-        rank_fraction: k = floor(rank_fraction · min(o, i)), at least 1 unless the fraction is 0.
+        rank: k.
         scale: λ.
     """
     mean = torch.stack(list(deltas)).mean(dim=0)
-    rank = int(rank_fraction * min(mean.shape))
-    rank = max(rank, 1) if rank_fraction > 0 else 0
     merged = mean.clone()
     for delta in deltas if rank else ():
         merged.add_(singular_directions(delta - mean, rank).matrix, alpha=scale)
     return merged
 
 
-NAME = "cart"
-
-
-class Method(Peer):
+class CartMerge(MatrixMethod):
     """CART: centred arithmetic with rank-reduced task vectors.
 
     ``lambda`` is the paper's: it scales what is added to the average of the experts. The average
@@ -43,19 +40,42 @@ class Method(Peer):
     """
 
     spec = method_spec(
-        NAME,
+        "cart",
         "CART",
         "https://arxiv.org/abs/2412.12153",
         (
-            *shared_parameters(NAME),
-            parameter(NAME, "rank_fraction", Fraction, 0.08, "a number from 0 to 1"),
+            replace(LAMBDA, description="λ: what is added to the average is scaled by it."),
+            LAYOUT,
+            shared(
+                "rank_fraction",
+                Fraction,
+                0.08,
+                "Share of the directions that are kept of each expert.",
+            ),
         ),
     )
+    summary = "Takes the average of the experts, and adds what is left of each one at low rank."
+    citations = (
+        Citation(
+            key="choi2024cart",
+            authors="Choi, Jiho and Kim, Donggyun and Lee, Chanhyuk and Hong, Seunghoon",
+            title="Revisiting Weight Averaging for Model Merging",
+            year=2024,
+            arxiv="2412.12153",
+        ),
+    )
+    own_rule = "merged as the average and low-rank differences from it"
 
     def scale(self, parameters: Mapping[str, Any]) -> float:
         return 1.0
 
+    def rank(self, shape: Sequence[int], experts: int, parameters: Mapping[str, Any]) -> int:
+        """Return floor(rank_fraction · min(o, i)), at least 1 unless the fraction is 0."""
+        fraction = parameters["rank_fraction"]
+        return max(int(fraction * min(shape)), 1) if fraction > 0 else 0
+
     def combine(
         self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
     ) -> Tensor:
-        return merge_centred(deltas, parameters["rank_fraction"], parameters["lambda"])
+        rank = self.rank(deltas[0].shape, len(deltas), parameters)
+        return merge_centred(deltas, rank, parameters["lambda"])

@@ -3,18 +3,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
-from mergekit.merge_methods.base import TensorGroup
 from pydantic import Field
 from torch import Tensor
 
-from mergekit_ace.algebra.records import NonNegative, Number
+from mergekit_ace.algebra.records import MatrixRecord, NonNegative, Observer, TensorRecord
 from mergekit_ace.algebra.task_vectors import merge_trivial, select_active, task_vector
-from mergekit_ace.methods.peers.decomposed import parameter
-from mergekit_ace.methods.task_vectors import TaskVectorMethod, method_spec
+from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
+from mergekit_ace.methods.inputs import TensorSettings
+from mergekit_ace.methods.parameters import LAMBDA, shared
+
+
+@dataclass(frozen=True)
+class ConsensusRecord(MatrixRecord):
+    """What was done to one tensor.
+
+    Attributes:
+        selected: share of the entries that enough experts ask for, 0 to 1.
+    """
+
+    selected: float | None = None
 
 
 def merge_by_consensus(
@@ -24,8 +36,8 @@ def merge_by_consensus(
     mask_threshold: float,
     least: int,
     dtype: torch.dtype,
-) -> Tensor:
-    """W0 + λ · M ⊙ Σ_t Δ_t, M the entries that at least `least` experts' TALL masks select.
+) -> tuple[Tensor, float]:
+    """Return W0 + λ · M ⊙ Σ_t Δ_t, M what at least `least` experts' TALL masks select.
 
     Expert t's mask holds the entries with |Δ_t| > mask_threshold · |Σ_s Δ_s − Δ_t|: those that
     the sum of all task vectors leaves near to what that expert wants (the paper's Eq. 5).
@@ -37,6 +49,9 @@ def merge_by_consensus(
         mask_threshold: the paper's λ_t, the same for all experts; larger selects less.
         least: 2 drops what nobody needs and what one expert alone does.
         dtype: in which task vectors are formed.
+
+    Returns:
+        The merged tensor, and the share of its entries that are selected, 0 to 1.
     """
     total = torch.zeros_like(base, dtype=dtype)
     for expert in experts:
@@ -45,13 +60,12 @@ def merge_by_consensus(
     for expert in experts:
         delta = task_vector(expert, base, dtype)
         votes += delta.abs() > (total - delta).abs_().mul_(mask_threshold)
-    return total.mul_(votes >= least).mul_(scale).add_(base)
+    selected = votes >= least
+    share = float(selected.count_nonzero()) / max(1, base.numel())
+    return total.mul_(selected).mul_(scale).add_(base), share
 
 
-NAME = "consensus_ta"
-
-
-class Method(TaskVectorMethod):
+class ConsensusMerge(TaskVectorMethod):
     """Consensus Task Arithmetic, entry by entry of every tensor.
 
     The paper tunes λ, and the threshold of the masks among 0.2, 0.3, … 0.6, on validation data;
@@ -59,31 +73,60 @@ class Method(TaskVectorMethod):
     expert that alone changed a tensor is what comes out.
     """
 
-    layouts = False
     spec = method_spec(
-        NAME,
+        "consensus_ta",
         "Consensus Task Arithmetic",
         "https://arxiv.org/abs/2405.07813",
         (
-            parameter(NAME, "lambda", Number, 0.4, "a finite number"),
-            parameter(NAME, "mask_threshold", NonNegative, 0.4, "a number, 0 or greater"),
-            parameter(
-                NAME,
+            replace(LAMBDA, default=0.4),
+            shared(
+                "mask_threshold",
+                NonNegative,
+                0.4,
+                "How large an expert's change must be against that of all others to count.",
+            ),
+            shared(
                 "consensus",
                 Annotated[int, Field(ge=0, strict=True)],
                 2,
-                "how many experts, a whole number",
+                "How many experts must ask for an entry.",
             ),
         ),
     )
+    summary = "Adds the task vectors in those entries that at least two experts ask for."
+    citations = (
+        Citation(
+            key="wang2024localizing",
+            authors="Wang, Ke and Dimitriadis, Nikolaos and Ortiz-Jiménez, Guillermo and "
+            "Fleuret, François and Frossard, Pascal",
+            title="Localizing Task Information for Improved Model Merging and Compression",
+            year=2024,
+            arxiv="2405.07813",
+            booktitle="International Conference on Machine Learning",
+        ),
+    )
+    own_rule = "merged in the entries that enough experts ask for"
 
-    def merge(self, group: TensorGroup, parameters: Mapping[str, Any]) -> Tensor:
-        assert group.base is not None  # the contract requires it
-        base, experts = group.base.tensor, [entry.tensor for entry in group.non_base]
-        scale = parameters["lambda"]
+    def merge(
+        self,
+        tensors: Sequence[Tensor],
+        settings: TensorSettings,
+        *,
+        least_memory: bool = False,
+        observe: Observer | None = None,
+    ) -> Merged:
+        base, *experts = tensors
         active = select_active(base, experts, [1.0] * len(experts), torch.float32)
+        scale, threshold, least = (
+            settings.parameters[name] for name in ("lambda", "mask_threshold", "consensus")
+        )
         trivial = merge_trivial(base, active, scale)
         if trivial is not None:
-            return trivial[0]
-        threshold, least = parameters["mask_threshold"], parameters["consensus"]
-        return merge_by_consensus(base, active.experts, scale, threshold, least, active.dtype)
+            merged, record = trivial
+        else:
+            merged, share = merge_by_consensus(
+                base, active.experts, scale, threshold, least, active.dtype
+            )
+            weight = active.spread(active.weights, 0.0)
+            record = ConsensusRecord(self.spec.name, weight, active.all_tau, selected=share)
+        return merged, TensorRecord(tuple(base.shape), "mean", (record,))

@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from mergekit_ace.algebra.spectrum import singular_directions
-from mergekit_ace.methods.peers.decomposed import Peer, shared_parameters
-from mergekit_ace.methods.task_vectors import method_spec
+from mergekit_ace.methods.base import Citation, method_spec
+from mergekit_ace.methods.parameters import LAMBDA, LAYOUT
+from mergekit_ace.methods.peers.matrix_method import MatrixMethod, decomposition_operations
 
 
 def merge_isotropic(deltas: Sequence[Tensor]) -> Tensor:
-    """σ̄ U Vᵀ of Σ_t Δ_t = U diag(σ) Vᵀ, σ̄ = mean(σ_1…σ_r), r = min(o, i).
+    """Return σ̄ U Vᵀ of Σ_t Δ_t = U diag(σ) Vᵀ, σ̄ = mean(σ_1…σ_r), r = min(o, i).
 
     Directions that the sum does not have count in σ̄ with σ = 0 and are not added (departure: a full
     decomposition returns arbitrary vectors there).
@@ -27,14 +28,31 @@ def merge_isotropic(deltas: Sequence[Tensor]) -> Tensor:
     return strength * (directions.left @ directions.right.mT)
 
 
-class Method(Peer):
+ISO_CITATION = Citation(
+    key="marczak2025isotropic",
+    authors="Marczak, Daniel and Magistri, Simone and Cygert, Sebastian and Twardowski, "
+    "Bartłomiej and Bagdanov, Andrew D. and van de Weijer, Joost",
+    title="No Task Left Behind: Isotropic Model Merging with Common and Task-Specific Subspaces",
+    year=2025,
+    arxiv="2502.04959",
+    booktitle="International Conference on Machine Learning",
+)
+
+
+class IsoCMerge(MatrixMethod):
     """Iso-C: isotropic merging in the common subspace."""
 
-    spec = method_spec(
-        "iso_c", "Iso-C", "https://arxiv.org/abs/2502.04959", shared_parameters("iso_c")
-    )
+    spec = method_spec("iso_c", "Iso-C", "https://arxiv.org/abs/2502.04959", (LAMBDA, LAYOUT))
+    summary = "Sums the task vectors, and makes all singular values of the sum equal."
+    citations = (ISO_CITATION,)
+    own_rule = "merged with equal singular values"
 
     def combine(
         self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
     ) -> Tensor:
         return merge_isotropic(deltas)
+
+    def operations(
+        self, rows: int, columns: int, experts: int, parameters: Mapping[str, Any]
+    ) -> float:
+        return decomposition_operations(rows, columns)

@@ -11,27 +11,28 @@ from torch import Tensor
 
 from mergekit_ace.algebra.records import Fraction
 from mergekit_ace.algebra.spectrum import nearest_orthonormal, singular_directions
-from mergekit_ace.methods.peers.decomposed import Peer, parameter, shared_parameters
-from mergekit_ace.methods.task_vectors import method_spec
+from mergekit_ace.methods.base import method_spec
+from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
+from mergekit_ace.methods.peers.iso_c import ISO_CITATION
+from mergekit_ace.methods.peers.matrix_method import MatrixMethod
 
 
-def merge_common_and_specific(deltas: Sequence[Tensor], common_fraction: float) -> Tensor:
-    """A common subspace of the sum, and as many directions of each task vector outside of it.
+def merge_common_and_specific(deltas: Sequence[Tensor], each: int) -> Tensor:
+    """Join a common subspace of the sum and as many directions of each task vector outside of it.
 
-    Of r = min(o, i) directions about `common_fraction` are the leading ones of Σ_t Δ_t, and each
-    task contributes s leading ones of (I − U U​ᵀ) Δ_t, U the common left ones; s is rounded so that
-    all tasks get the same. The concatenated left and right directions are replaced by the nearest
-    orthonormal matrices, and all singular values by their mean.
+    Of r = min(o, i) directions each task contributes s leading ones of (I − U Uᵀ) Δ_t, U the common
+    left ones, which are the other r − T·s and lead Σ_t Δ_t. The concatenated left and right
+    directions are replaced by the nearest orthonormal matrices, and all singular values by their
+    mean.
 
     Args:
         deltas: Δ_t, (o, i), float64.
-        common_fraction: 0 to 1; the authors' choice is 0.8.
+        each: s.
 
     Directions that a matrix does not have count in the mean with σ = 0 and are not added.
     """
-    full, count = min(deltas[0].shape), len(deltas)
-    each = min(round((full - int(full * common_fraction)) / count), full // count)
-    common = singular_directions(sum(deltas), full - each * count)
+    full = min(deltas[0].shape)
+    common = singular_directions(sum(deltas), full - each * len(deltas))
     parts = [common]
     for delta in deltas if each else ():
         outside = delta - common.left @ (common.left.mT @ delta)
@@ -45,23 +46,40 @@ def merge_common_and_specific(deltas: Sequence[Tensor], common_fraction: float) 
     return strength * (left @ right.mT)
 
 
-NAME = "iso_cts"
-
-
-class Method(Peer):
+class IsoCtsMerge(MatrixMethod):
     """Iso-CTS: isotropic merging in common and task-specific subspaces."""
 
     spec = method_spec(
-        NAME,
+        "iso_cts",
         "Iso-CTS",
         "https://arxiv.org/abs/2502.04959",
         (
-            *shared_parameters(NAME),
-            parameter(NAME, "common_fraction", Fraction, 0.8, "a number from 0 to 1"),
+            LAMBDA,
+            LAYOUT,
+            shared(
+                "common_fraction",
+                Fraction,
+                0.8,
+                "Share of the directions that come from the sum of the task vectors.",
+            ),
         ),
     )
+    summary = (
+        "Joins the leading directions of the summed task vectors with a few of each expert alone, "
+        "all with equal singular values."
+    )
+    citations = (ISO_CITATION,)
+    own_rule = "merged with equal singular values in common and own directions"
+
+    def rank(self, shape: Sequence[int], experts: int, parameters: Mapping[str, Any]) -> int:
+        """Return s, rounded so that all tasks get the same."""
+        full = min(shape)
+        own = full - int(full * parameters["common_fraction"])
+        return min(round(own / experts), full // experts)
 
     def combine(
         self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
     ) -> Tensor:
-        return merge_common_and_specific(deltas, parameters["common_fraction"])
+        return merge_common_and_specific(
+            deltas, self.rank(deltas[0].shape, len(deltas), parameters)
+        )

@@ -3,24 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 from mergekit.merge_methods.base import TensorGroup
 from pydantic import Field
 from torch import Tensor
 
-from mergekit_ace.algebra.records import Number
+from mergekit_ace.algebra.records import Number, Observer
 from mergekit_ace.algebra.task_vectors import merge_linear
-from mergekit_ace.methods.inputs import describe
-from mergekit_ace.methods.peers.decomposed import parameter
+from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
+from mergekit_ace.methods.inputs import TensorSettings, describe
+from mergekit_ace.methods.parameters import LAMBDA, shared
 from mergekit_ace.methods.shapes import tensor_names
-from mergekit_ace.methods.task_vectors import TaskVectorMethod, method_spec
 from mergekit_ace.naming import layer_of, stack_size
 
 
 def layer_coefficient(layer: int | None, layers: int, alpha: float, beta: float) -> float:
-    """α + β·l/(L − 1): what the sum of the task vectors is multiplied by (the paper's Eq. 2).
+    """Return α + β·l/(L − 1), by which the sum of the task vectors is multiplied (Eq. 2).
 
     Args:
         layer: l, from 0; None outside of blocks, where the coefficient is α.
@@ -33,50 +33,78 @@ def layer_coefficient(layer: int | None, layers: int, alpha: float, beta: float)
     return alpha + beta * (layer / (layers - 1) if layers > 1 else 1.0)
 
 
-NAME = "lines"
-
-
-class Method(TaskVectorMethod):
+class LinesMerge(TaskVectorMethod):
     """LiNeS on task arithmetic: coefficients that rise linearly with depth.
 
     The paper's α is one over the number of experts, and its β is tuned as the coefficient of task
     arithmetic is; the default is what is used for that without data.
     """
 
-    layouts = False
     spec = method_spec(
-        NAME,
+        "lines",
         "LiNeS",
         "https://arxiv.org/abs/2410.17146",
         (
-            parameter(NAME, "lambda", Number, 1.0, "a finite number"),
-            parameter(NAME, "alpha", Number | None, None, "a finite number"),
-            parameter(NAME, "beta", Number, 0.4, "a finite number"),
-            parameter(
-                NAME,
+            LAMBDA,
+            shared(
+                "alpha",
+                Number | None,
+                None,
+                "The coefficient in the first layer and outside of layers; 1/T by default.",
+            ),
+            shared("beta", Number, 0.4, "How much larger the coefficient of the last layer is."),
+            shared(
                 "layers",
                 Annotated[int, Field(ge=1, strict=True)] | None,
                 None,
-                "how many layers the model has, a whole number above 0",
+                "How many layers the model has, where that cannot be read from the base.",
             ),
         ),
     )
+    summary = "Adds the task vectors with a coefficient that rises linearly with depth."
+    citations = (
+        Citation(
+            key="wang2025lines",
+            authors="Wang, Ke and Dimitriadis, Nikolaos and Favero, Alessandro and "
+            "Ortiz-Jiménez, Guillermo and Fleuret, François and Frossard, Pascal",
+            title="{LiNeS}: Post-training Layer Scaling Prevents Forgetting and Enhances Model "
+            "Merging",
+            year=2025,
+            arxiv="2410.17146",
+            booktitle="International Conference on Learning Representations",
+        ),
+    )
+    own_rule = "merged with a coefficient by depth"
 
-    def merge(self, group: TensorGroup, parameters: Mapping[str, Any]) -> Tensor:
-        base, experts = group.base, group.non_base
-        assert base is not None  # the contract requires it
-        name, alpha = group.metadata.name, parameters["alpha"]
-        layer = layer_of(name) if name else None
-        layers = 1
+    def coefficients(self, settings: TensorSettings, group: TensorGroup) -> Sequence[float]:
+        """Return λ (α + β·l/(L − 1)) for every expert.
+
+        Raises:
+            ValueError: it is not known how many layers there are.
+        """
+        name, parameters = settings.name, settings.parameters
+        layer, layers = layer_of(name) if name else None, 1
         if layer is not None:
-            known = tensor_names(base.id)
-            layers = parameters["layers"] or (stack_size(name, known) if known else 0)
+            known = tensor_names(settings.base)
+            layers = parameters["layers"] or (stack_size(name or "", known) if known else 0)
             if layer >= layers:
                 raise ValueError(
-                    f"{NAME}: {describe(name)} belongs to layer {layer}, but how many layers there "
-                    "are is not known here: set `layers`."
+                    f"{self.spec.name}: {describe(name)} belongs to layer {layer}, but how many "
+                    "layers there are is not known here: set `layers`."
                 )
-        alpha = 1 / len(experts) if alpha is None else alpha
+        count, alpha = len(settings.experts), parameters["alpha"]
+        alpha = 1 / count if alpha is None else alpha
         share = parameters["lambda"] * layer_coefficient(layer, layers, alpha, parameters["beta"])
-        tensors = [entry.tensor for entry in experts]
-        return merge_linear(base.tensor, tensors, [share] * len(tensors))
+        return [share] * count
+
+    def merge(
+        self,
+        tensors: Sequence[Tensor],
+        settings: TensorSettings,
+        *,
+        least_memory: bool = False,
+        observe: Observer | None = None,
+    ) -> Merged:
+        assert settings.coefficients is not None
+        merged = merge_linear(tensors[0], tensors[1:], settings.coefficients)
+        return merged, self.record_of_entries(tensors, settings)

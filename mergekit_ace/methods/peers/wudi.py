@@ -17,14 +17,15 @@ from torch import Tensor
 from mergekit_ace.algebra.records import Number
 from mergekit_ace.algebra.spectrum import EPS64
 from mergekit_ace.algebra.task_vectors import squared_norm
-from mergekit_ace.methods.peers.decomposed import Peer, parameter, shared_parameters
-from mergekit_ace.methods.task_vectors import method_spec
+from mergekit_ace.methods.base import Citation, method_spec
+from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
+from mergekit_ace.methods.peers.matrix_method import MatrixMethod
 
 BETAS, DENOMINATOR = (0.9, 0.999), 1e-8  # torch's, and the authors'
 
 
 def minimise_exactly(deltas: Sequence[Tensor]) -> Tensor:
-    """X = (Σ_t Δ_t G_t)(Σ_t G_t)⁺ with G_t = Δ_tᵀΔ_t / ‖Δ_t‖², (o, i).
+    """Return X = (Σ_t Δ_t G_t)(Σ_t G_t)⁺ with G_t = Δ_tᵀΔ_t / ‖Δ_t‖², (o, i).
 
     Where the loss does not determine X, the smallest one, which is also where a descent from
     Σ_t Δ_t ends: its gradient has no component there.
@@ -51,7 +52,7 @@ def _pseudo_inverse(gram: Tensor) -> Tensor:
 def minimise_by_adam(
     deltas: Sequence[Tensor], steps: int, learning_rate: float, unit: float = 1.0
 ) -> Tensor:
-    """The authors' descent: Adam from Σ_t Δ_t with a constant learning rate.
+    """Descend as the authors do: by Adam from Σ_t Δ_t with a constant learning rate.
 
     Args:
         deltas: Δ_t / unit, (o, i).
@@ -73,30 +74,45 @@ def minimise_by_adam(
     return merged
 
 
-NAME = "wudi"
 POSITIVE = Annotated[Number, Field(gt=0)]
 
 
-class Method(Peer):
+class WudiMerge(MatrixMethod):
     """WUDI-Merging, by the published descent or exactly."""
 
     spec = method_spec(
-        NAME,
+        "wudi",
         "WUDI-Merging",
         "https://arxiv.org/abs/2503.08099",
         (
-            *shared_parameters(NAME),
-            parameter(NAME, "solver", Literal["adam", "exact"], "adam", "one of adam, exact"),
-            parameter(
-                NAME,
-                "steps",
-                Annotated[int, Field(ge=0, strict=True)],
-                300,
-                "a whole number, 0 or greater",
+            LAMBDA,
+            LAYOUT,
+            shared(
+                "solver",
+                Literal["adam", "exact"],
+                "adam",
+                "How the interference is minimised: by the authors' descent, or in closed form.",
             ),
-            parameter(NAME, "learning_rate", POSITIVE, 1e-5, "a number above 0"),
+            shared("steps", Annotated[int, Field(ge=0, strict=True)], 300, "Steps of adam."),
+            shared("learning_rate", POSITIVE, 1e-5, "Of adam, in the unit of the weights."),
         ),
     )
+    summary = (
+        "Minimises the interference of the task vectors with each other on their own rows, which "
+        "stand for the inputs of their tasks."
+    )
+    citations = (
+        Citation(
+            key="cheng2025wudi",
+            authors="Cheng, Runxi and Xiong, Feng and Wei, Yongxian and Zhu, Wanyun and Yuan, Chun",
+            title="Whoever Started the Interference Should End It: Guiding Data-Free Model "
+            "Merging via Task Vectors",
+            year=2025,
+            arxiv="2503.08099",
+            booktitle="International Conference on Machine Learning",
+        ),
+    )
+    own_rule = "merged with the least interference"
 
     def combine(
         self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
@@ -107,3 +123,12 @@ class Method(Peer):
         narrow = [delta.to(torch.float32) for delta in deltas]
         steps, rate = parameters["steps"], parameters["learning_rate"]
         return minimise_by_adam(narrow, steps, rate, unit).to(torch.float64)
+
+    def operations(
+        self, rows: int, columns: int, experts: int, parameters: Mapping[str, Any]
+    ) -> float:
+        """Return those of two products per step and expert, or of one decomposition."""
+        if parameters["solver"] == "adam":
+            return 4.0 * parameters["steps"] * experts * rows**2 * columns
+        small = min(experts * rows, columns)
+        return 4.0 * experts * rows * columns * small + 9.0 * small**3

@@ -5,37 +5,42 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mergekit_ace.algebra.inspection import MatrixInspection, TensorInspection
-from mergekit_ace.methods.report import finite, record_fields, versions
-from mergekit_ace.report.errors import ReportError
+from mergekit_ace.methods.inputs import TensorSettings
+from mergekit_ace.methods.report_lines import finite, line_head, record_fields
 
 Line = dict[str, Any]
 
 
+class ReportError(ValueError):
+    """Something in the config, the models or the folder is wrong; the message says what to do."""
+
+
 def inspection_line(
-    name: str, models: Sequence[str], inspection: TensorInspection, seconds: float
+    method: str, settings: TensorSettings, inspection: TensorInspection, seconds: float
 ) -> Line:
-    """The line of one tensor: the fields of a merge's report, and what only a look can tell.
+    """Return the line of one tensor: that of a merge's report, and what only a look can tell.
 
     Lists over experts are in the order of ``models``. Beside `MatrixRecord`'s fields there are
     those of `Comparison`, ``relative_size`` (‖Δ_t‖/‖W0‖, None where W0 = 0), and for a matrix those
     of `Subspaces` and `MergedSpectrum` under ``subspaces`` and ``spectrum``. A stack of matrices
     has a list ``matrices``.
+
+    Args:
+        method: of the config.
+        settings: of the tensor.
+        inspection: of the tensor.
+        seconds: that it took.
     """
     comparison = inspection.comparison
     base = comparison.base_norm
     line: Line = {
-        "tensor": name,
-        "shape": list(inspection.shape),
-        "layout": inspection.layout,
-        "models": list(models),
-        "seconds": round(seconds, 6),
-        "versions": versions(),
+        **line_head(method, settings, inspection.shape, inspection.layout, seconds),
         "relative_size": [norm / base if base else None for norm in comparison.norm],
         **asdict(comparison),
     }
@@ -55,7 +60,7 @@ def _matrix_fields(matrix: MatrixInspection) -> Line:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The lines of a report, the last one of each tensor; numbers that JSON lacks as floats.
+    """Return the last line of each tensor in a report; numbers that JSON lacks as floats.
 
     Raises:
         ReportError: the file is missing, empty, or no report.
@@ -80,12 +85,12 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def matrices_of(line: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What a line says of its matrices, one or more."""
+    """Return what a line says of its matrices, one or more."""
     return line.get("matrices", [line])
 
 
 def complete_lines(path: Path) -> int:
-    """Cut an unfinished last line off, which a killed process left; how many lines remain."""
+    """Cut off an unfinished last line, which a killed process left; return how many remain."""
     if not path.exists():
         return 0
     with open(path, "r+b") as file:
@@ -98,9 +103,11 @@ def complete_lines(path: Path) -> int:
 
 
 def _checked(line: Line) -> Line:
-    """The line with an infinite γ as a number, once it has what every line has."""
+    """Return the line with an infinite γ as a number, once it has what every line has."""
     for matrix in matrices_of(line) if "skipped" not in line else ():
-        if matrix["rule"] == "ace":
+        if "rule" not in matrix:
+            raise KeyError("rule")
+        if "gamma" in matrix:
             if not {"statistic", "threshold", "condition"} <= matrix.keys():
                 raise KeyError("written by another version")
             matrix["gamma"] = float(matrix["gamma"])  # type: ignore[index]

@@ -13,14 +13,15 @@ from importlib.metadata import version
 from typing import Any
 
 from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
+from mergekit_ace.methods.inputs import TensorSettings
 
 _LOCK = threading.Lock()  # --multi-gpu merges tensors side by side
 
 
 def append_report(
-    path: str, name: str | None, models: Sequence[str], record: TensorRecord, seconds: float
+    path: str, method: str, settings: TensorSettings, record: TensorRecord, seconds: float
 ) -> None:
-    """Append the line of one tensor.
+    """Append the JSON line of one tensor to a file.
 
     A matrix's fields (see `MatrixRecord`) stand at the top level of the line; a stacked tensor has
     a list of them under ``matrices`` instead. Lists over experts are in the order of ``models``. A
@@ -28,21 +29,12 @@ def append_report(
 
     Args:
         path: the file; it is created, or grows.
-        name: of the tensor.
-        models: names of the experts.
+        method: the merge method.
+        settings: of the tensor.
         record: what was done.
         seconds: wall time of the merge of this tensor.
     """
-    line: dict[str, Any] = {
-        "tensor": name,
-        "shape": record.shape,
-        "layout": record.layout,
-        "models": list(models),
-        "seconds": round(seconds, 6),
-        "versions": versions(),
-    }
-    if record.coefficients is not None:
-        line["coefficients"] = list(record.coefficients)
+    line = line_head(method, settings, record.shape, record.layout, seconds)
     if len(record.matrices) == 1:
         line |= record_fields(record.matrices[0])
     else:
@@ -52,19 +44,37 @@ def append_report(
         file.write(text)
 
 
+def line_head(
+    method: str, settings: TensorSettings, shape: Sequence[int], layout: str, seconds: float
+) -> dict[str, Any]:
+    """Return what the line of a tensor begins with, in the report of a merge or of `inspect`."""
+    line: dict[str, Any] = {
+        "tensor": settings.name,
+        "method": method,
+        "shape": list(shape),
+        "layout": layout,
+        "models": settings.models,
+        "seconds": round(seconds, 6),
+        "versions": package_versions(),
+    }
+    if settings.coefficients is not None:
+        line["coefficients"] = list(settings.coefficients)
+    return line
+
+
 @lru_cache(maxsize=1)
-def versions() -> dict[str, str]:
-    """Of the packages that a merge depends on."""
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that a merge depends on."""
     return {name: version(name) for name in ("mergekit", "mergekit-ace", "torch")}
 
 
 def record_fields(matrix: MatrixRecord) -> dict[str, Any]:
-    """What a line says of one matrix."""
+    """Return what a line says of one matrix."""
     return {key: value for key, value in asdict(matrix).items() if value is not None}
 
 
 def finite(value: Any) -> Any:
-    """A JSON value with numbers that JSON lacks (γ = ∞) as text."""
+    """Return a JSON value with numbers that JSON lacks (γ = ∞) as text."""
     if isinstance(value, dict):
         return {key: finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

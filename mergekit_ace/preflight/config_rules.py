@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and parameters of a config that mergekit would ignore without a word."""
+"""What can be wrong with a config: settings that nobody reads, coefficients of another merge."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from mergekit.config import (
     InputModelDefinition,
@@ -17,11 +18,40 @@ from mergekit.config import (
 from mergekit.merge_methods.base import MergeMethodSpec, ParameterScope
 from pydantic import BaseModel
 
-from mergekit_ace.preflight.findings import Finding
+from mergekit_ace.coefficients.file import CoefficientFileError
+from mergekit_ace.methods.base import TaskVectorMethod
+from mergekit_ace.planning import PlannedMerge
+
+Level = Literal["error", "warning"]
+MOST_LISTED = 6
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong, or may be.
+
+    Attributes:
+        level: ``error``: the merge fails, or is not what the config says. ``warning``: it may not
+            be what you want.
+        subject: what it is about: ``config``, ``tensors``, ``tokenizers``, …
+        message: what was found.
+        remedy: what to do.
+    """
+
+    level: Level
+    subject: str
+    message: str
+    remedy: str = ""
+
+
+def listed(names: Sequence[str], most: int = MOST_LISTED) -> str:
+    """Return the first names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_settings(content: Mapping[str, Any], spec: MergeMethodSpec) -> Iterator[Finding]:
-    """Findings on a config as YAML has it.
+    """Find keys and parameters that mergekit would ignore without a word.
 
     Args:
         content: of the file.
@@ -53,7 +83,7 @@ def check_settings(content: Mapping[str, Any], spec: MergeMethodSpec) -> Iterato
 
 
 def _parts(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], type[BaseModel]]]:
-    """The nested definitions of a config: where they stand, they, and what mergekit reads there."""
+    """Yield nested definitions: where they stand, they, and what mergekit reads there."""
     yield from _inputs(content, "")
     modules = content.get("modules")
     for name, module in modules.items() if isinstance(modules, Mapping) else ():
@@ -96,3 +126,27 @@ def _unknown(where: str, name: str, known: Iterable[str], what: str, method: str
         "ignore it without a word",
         f"did you mean {close[0]!r}?" if close else f"there are: {there_are}",
     )
+
+
+def check_coefficients(plan: PlannedMerge) -> Iterator[Finding]:
+    """Say what a merge would when it comes to the first tensor whose coefficients do not fit.
+
+    And, where they do fit, whether the components have changed under them by weights of experts.
+    """
+    method, weighted = plan.method, []
+    for tensor in plan.tensors if isinstance(method, TaskVectorMethod) else ():
+        try:
+            known = method.learned_coefficients(tensor.settings)
+        except CoefficientFileError as error:
+            yield Finding("error", "coefficients", str(error))
+            return
+        if known is not None and len(set(tensor.settings.weights)) > 1:
+            weighted.append(tensor.name)
+    if weighted:
+        yield Finding(
+            "warning",
+            "coefficients",
+            f"experts have different weights in {listed(weighted)}; the coefficients were learned "
+            "for equal ones",
+            "leave `weight` out, or expect another merge than the one that was trained",
+        )

@@ -61,6 +61,33 @@ def test_stacked_tensors_have_a_list_of_matrices(rng, tmp_path):
     assert "tau" not in line
 
 
+@pytest.mark.parametrize(
+    ("method", "parameters", "recorded"),
+    [
+        ("tsv_m", {}, {"rank": 3, "precision": "float64"}),
+        ("iso_c", {}, {"precision": "float64"}),
+        ("iso_cts", {"common_fraction": 0.4}, {"rank": 2}),
+        ("cart", {"rank_fraction": 0.5}, {"rank": 5}),
+        ("wudi", {"solver": "exact"}, {}),
+        ("consensus_ta", {"mask_threshold": 0.0, "consensus": 3}, {"selected": 1.0}),
+        ("consensus_ta", {"mask_threshold": 1e9}, {"selected": 0.0}),
+        ("lines", {"alpha": 0.5}, {"coefficients": [0.5] * 3}),
+        ("statsmerging", {"weight": [0.5, 0.0, -1.0]}, {"coefficients": [0.5, 0.0, -1.0]}),
+    ],
+)
+def test_what_other_methods_say(rng, tmp_path, method, parameters, recorded):
+    base, experts = family(rng, 20, 10, 3)
+    report = tmp_path / "r.jsonl"
+    given = {**parameters, "report": str(report)}
+    merge_tensors([base, *experts], method, base_index=0, name="w", parameters=given)
+    (line,) = lines(report)
+    assert recorded.items() <= line.items()
+    assert line["method"] == line["rule"] == method
+    assert line["models"] == ["1", "2", "3"]
+    tau = [float((expert - base).double().square().sum()) for expert in experts]
+    assert line["tau"] == pytest.approx(tau)
+
+
 def test_infinite_gamma_is_still_json(tmp_path):
     base = torch.zeros(4, 4)
     small, large = torch.eye(4) / 4, torch.eye(4)  # τ = 1/4 and 4: the mean of log τ is 0

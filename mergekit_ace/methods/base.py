@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every merge method here is: one object that knows all that is to be known of the method.
+
+A tensor's way: mergekit gathers its versions and calls `merge_group`, which checks them, resolves
+the settings, calls the method's own `merge` (again, with less memory, where the device is full),
+checks the result and writes the line of the report.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, TypeVar, get_args
+
+import torch
+from mergekit.merge_methods.base import (
+    BasePolicy,
+    GroupMergeMethod,
+    InputContract,
+    MergeMethodSpec,
+    OptionalTensorPolicy,
+    TensorGroup,
+)
+from torch import Tensor
+
+from mergekit_ace.algebra.closed_form import IllConditionedError
+from mergekit_ace.algebra.records import FixedLayout, MatrixRecord, Observer, TensorRecord
+from mergekit_ace.algebra.task_vectors import squared_norm, task_vector
+from mergekit_ace.methods.architecture import is_transposed, stored_layout
+from mergekit_ace.methods.inputs import (
+    TensorSettings,
+    check_finite,
+    check_models,
+    check_shapes_in_memory,
+    describe,
+    is_finite,
+)
+from mergekit_ace.methods.parameters import LAYOUT, REPORT, NamedParameter
+from mergekit_ace.methods.report_lines import append_report
+from mergekit_ace.methods.shapes import check_shapes
+
+LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+Merged = tuple[Tensor, TensorRecord]
+
+# Words for the rules that methods share; a method adds those for the rule that bears its name.
+SHARED_RULES = {
+    "mean": "by the mean (vectors)",
+    "single": "taken from the only expert that changed it",
+    "base": "as in the base, because no expert changed it",
+}
+MERGE_ERRORS = (IllConditionedError, OverflowError, torch.linalg.LinAlgError)
+
+
+@dataclass(frozen=True)
+class Citation:
+    """A paper.
+
+    Attributes:
+        key: of the BibTeX entry.
+        authors, title: as BibTeX has them.
+        year: of the publication.
+        arxiv: its number there.
+        booktitle: of the proceedings; empty for a preprint.
+    """
+
+    key: str
+    authors: str
+    title: str
+    year: int
+    arxiv: str
+    booktitle: str = ""
+
+    @property
+    def bibtex(self) -> str:
+        """The entry."""
+        fields = {"title": self.title, "author": self.authors}
+        if self.booktitle:
+            fields |= {"booktitle": self.booktitle, "note": f"arXiv:{self.arxiv}"}
+        else:
+            fields["journal"] = f"arXiv:{self.arxiv}"
+        fields["year"] = str(self.year)
+        kind = "inproceedings" if self.booktitle else "article"
+        lines = [f"  {name:9} = {{{text}}}" for name, text in fields.items()]
+        return f"@{kind}{{{self.key},\n" + ",\n".join(lines) + "\n}"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the merge of one tensor takes; pairs are without and with all that is optional.
+
+    Attributes:
+        operations: floating-point operations.
+        moved: bytes to and from memory, where they are not part of a product.
+        working: bytes beside inputs and result, the larger of both.
+        form: of the closed form; None for what needs none.
+    """
+
+    operations: tuple[float, float]
+    moved: tuple[float, float]
+    working: int
+    form: tuple[str, str] | None = None
+
+
+def method_spec(
+    name: str, title: str, url: str, parameters: Sequence[NamedParameter]
+) -> MergeMethodSpec:
+    """Return mergekit's description of a method with a base model and at least one expert.
+
+    Args:
+        name: as in ``merge_method:``.
+        title, url: for people.
+        parameters: of the method; ``report`` is added to them.
+    """
+    return MergeMethodSpec(
+        name=name,
+        pretty_name=title,
+        reference_url=url,
+        parameters=tuple(replace(p, method=name) for p in (*parameters, REPORT)),
+        contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=1),
+        optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON,
+    )
+
+
+class TaskVectorMethod(GroupMergeMethod):
+    """A merge method on the differences between experts and their base.
+
+    Nothing outlives a tensor but strings (which weights are transposed, what the headers say), so a
+    checkpoint of any size merges shard by shard, and threads may merge tensors side by side.
+
+    Attributes:
+        spec: name, title, reference and parameters, see `method_spec`.
+        summary: what the method does, in one sentence.
+        citations: the papers to cite.
+        own_rule: what is done with a tensor by the method's own formula, after "12 tensors are …".
+        remedy: what else helps against a result that is too large for its dtype.
+        timed: whether the time that a merge takes can be told from its `work`.
+    """
+
+    summary: ClassVar[str]
+    citations: ClassVar[tuple[Citation, ...]]
+    own_rule: ClassVar[str]
+    remedy: ClassVar[str] = ""
+    timed: ClassVar[bool] = True
+
+    @abstractmethod
+    def merge(
+        self,
+        tensors: Sequence[Tensor],
+        settings: TensorSettings,
+        *,
+        least_memory: bool = False,
+        observe: Observer | None = None,
+    ) -> Merged:
+        """Merge the versions of one tensor.
+
+        Args:
+            tensors: the base's and the experts', finite, of one shape, on one device.
+            settings: of the tensor.
+            least_memory: take the least working memory instead of the shortest time.
+            observe: called with the merged task vector of a matrix, where the method can show it.
+
+        Returns:
+            The merged tensor in any dtype, and the record of what was done.
+        """
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """What ``layout`` may be; empty for a method that reads tensors entry by entry."""
+        types = [p.value_type for p in self.spec.parameters if p.name == LAYOUT.name]
+        return get_args(types[0]) if types else ()
+
+    @property
+    def rules(self) -> dict[str, str]:
+        """Words for what is done with tensors, by the rule in their records."""
+        return {self.spec.name: self.own_rule, **SHARED_RULES}
+
+    @property
+    def about(self) -> str:
+        """The title, what the method does, and where to read more."""
+        return f"{self.spec.pretty_name}: {self.summary} {self.spec.reference_url}"
+
+    def seed(self, parameters: Mapping[str, Any]) -> str:
+        """Return what a model card says of random numbers, for the parameters of a config."""
+        return "none needed: the method draws no random numbers"
+
+    def layout(self, settings: TensorSettings, ndim: int) -> FixedLayout:
+        """Return how a tensor of so many axes is read as matrices."""
+        chosen = settings.parameters.get("layout", "auto")
+        tables = "table" in self.layouts
+        return stored_layout(chosen, settings.base, settings.name, ndim, tables=tables)
+
+    def learned_coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
+        """Look a tensor up in the coefficient file; None where the config names none.
+
+        Raises:
+            CoefficientFileError: the file was learned for another merge, or lacks something.
+        """
+        return None
+
+    def coefficients(self, settings: TensorSettings, group: TensorGroup) -> Sequence[float] | None:
+        """Return the coefficients that the merge of a tensor uses; None where it has none."""
+        return self.learned_coefficients(settings)
+
+    def settings(self, group: TensorGroup, parameters: Mapping[str, Any]) -> TensorSettings:
+        """Return all that is known of a tensor before it is merged."""
+        settings = TensorSettings.of(group, parameters)
+        assert group.base is not None
+        if self.layouts:
+            layout = self.layout(settings, group.base.tensor.ndim)
+            settings = replace(settings, layout=layout)
+        return replace(settings, coefficients=self.coefficients(settings, group))
+
+    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
+        """Return what a merge takes, from shapes alone: here a sweep over the entries.
+
+        Args:
+            settings: of the tensor.
+            shape: as stored.
+            experts: how many have the tensor.
+        """
+        return sweep(shape, experts)
+
+    def explain(self, error: Exception, settings: TensorSettings) -> str:
+        """Return the message for a tensor that cannot be merged."""
+        listed = ", ".join(f"{number}: {model}" for number, model in enumerate(settings.models))
+        what = f"{self.spec.name}: {describe(settings.name)}"
+        return f"{what} cannot be merged: {error} (experts: {listed})."
+
+    def validate_inputs(
+        self,
+        input_ids: Sequence[Hashable],
+        base_id: Hashable | None = None,
+        *,
+        group_name: str | None = None,
+    ) -> None:
+        """Do mergekit's structural check, with errors that say what to write instead."""
+        experts = check_models(self.spec.name, input_ids, base_id, group_name)
+        super().validate_inputs(input_ids, base_id, group_name=group_name)
+        if group_name is not None:
+            check_shapes(group_name, experts, base_id, method=self.spec.name)
+            if self.layouts:
+                is_transposed(base_id, group_name)  # mergekit plans on the main thread: see there
+
+    def __call__(self, groups: Sequence[TensorGroup], /, **options: Any) -> tuple[Tensor, ...]:
+        """Merge tensors in memory; mergekit's entry point for them, with its arguments."""
+        for group in groups:
+            check_shapes_in_memory(self.spec.name, group)
+        return super().__call__(groups, **options)
+
+    @torch.no_grad()
+    def merge_group(self, group: TensorGroup, /, **parameters: Any) -> Tensor:
+        """Merge one tensor; the result has the dtype of the inputs."""
+        start = time.perf_counter()
+        check_finite(self.spec.name, group)
+        assert group.base is not None  # the contract requires it
+        settings = self.settings(group, parameters)
+        tensors = [group.base.tensor, *(expert.tensor for expert in group.non_base)]
+        work = partial(self._merge_to_dtype, settings)
+        try:
+            merged, record = first_that_fits(tensors, work, self.spec.name, settings.name)
+        except MERGE_ERRORS as error:
+            raise ValueError(self.explain(error, settings)) from error
+        if not is_finite(merged):
+            raise ValueError(
+                f"{self.spec.name}: {describe(settings.name)} came out too large for "
+                f"{merged.dtype}. Use a dtype with more range (dtype: bfloat16 or float32)"
+                f"{self.remedy}."
+            )
+        if settings.recorded:
+            seconds = time.perf_counter() - start
+            append_report(parameters["report"], self.spec.name, settings, record, seconds)
+        return merged
+
+    def _merge_to_dtype(
+        self, settings: TensorSettings, tensors: Sequence[Tensor], least_memory: bool
+    ) -> Merged:
+        merged, record = self.merge(tensors, settings, least_memory=least_memory)
+        return merged.to(tensors[0].dtype), record
+
+    def record_of_entries(
+        self, tensors: Sequence[Tensor], settings: TensorSettings
+    ) -> TensorRecord:
+        """Return the record of a merge entry by entry; its layout is that of what is no matrix.
+
+        τ is measured only where somebody will read it: that is a sweep over all tensors.
+        """
+        base, dtype = tensors[0], torch.promote_types(torch.float32, tensors[0].dtype)
+        tau = tuple(
+            squared_norm(task_vector(expert, base, dtype)) if settings.recorded else 0.0
+            for expert in tensors[1:]
+        )
+        record = MatrixRecord(self.spec.name, (1.0,) * len(tau), tau)
+        return TensorRecord(tuple(base.shape), "mean", (record,))
+
+
+# Device, form of the merge, and what a warning says of them, ever leaner.
+DEVICE_ATTEMPTS = (
+    ("", False, ""),
+    ("", True, "there in the form that takes the least of it"),
+    ("cpu", True, "on the CPU instead, which takes longer"),
+)
+
+
+def first_that_fits(
+    tensors: Sequence[Tensor],
+    work: Callable[[Sequence[Tensor], bool], T],
+    method: str,
+    name: str | None,
+) -> T:
+    """Work on tensors where they are; on a full device with least memory, then on the CPU.
+
+    Args:
+        tensors: on one device.
+        work: from tensors, and whether they are to take the least memory, to a result.
+        method, name: of the merge and of the tensor, for the one warning.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory on the CPU either.
+    """
+    device = tensors[0].device
+    for where, least_memory, words in DEVICE_ATTEMPTS:
+        try:
+            result = work([tensor.to(where or device) for tensor in tensors], least_memory)
+        except torch.OutOfMemoryError:
+            result = None  # goes on below: the error holds on to the tensors of its frames
+        if result is None:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            continue
+        if words:
+            LOG.warning(
+                "%s: %s does not fit into the free memory of %s; merged %s. Other work on the "
+                "device, or tensors that --read-to-gpu and --low-cpu-memory keep there, leave it "
+                "less.",
+                method, describe(name), device, words,
+            )  # fmt: skip
+        return result
+    raise torch.OutOfMemoryError(f"{method}: there is no memory left to merge {describe(name)}")
+
+
+def sweep(shape: Sequence[int], experts: int) -> Work:
+    """Return what it takes to read every entry of every expert once."""
+    entries = math.prod(shape)
+    operations, moved = 2.0 * experts * entries, 3.0 * 4 * experts * entries
+    return Work((operations, operations), (moved, moved), 4 * entries)
+
+
+def matrices_in(shape: Sequence[int], layout: str) -> tuple[int, int, int] | None:
+    """Return how many matrices (o, i) a tensor holds, o and i; None for vectors and tables."""
+    if layout in ("mean", "table") or len(shape) < 2 or not math.prod(shape):
+        return None
+    rows, columns = (shape[0], math.prod(shape[1:])) if layout == "flattened" else shape[-2:]
+    if layout == "transposed":
+        rows, columns = columns, rows
+    return (math.prod(shape) // (rows * columns), rows, columns) if rows > 1 else None

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What methods have in common that merge the task vectors of each matrix by a formula in float64.
+
+As in `ace`, an expert that left a tensor as it was takes no part in it, one that alone changed it
+is what comes out, and what is no matrix gets the mean of the task vectors.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mergekit_ace.algebra.covariance import choose_unit
+from mergekit_ace.algebra.layouts import by_layout
+from mergekit_ace.algebra.linalg import full_precision
+from mergekit_ace.algebra.records import MatrixRecord, Observer, show
+from mergekit_ace.algebra.task_vectors import merge_mean, merge_trivial, select_active, task_vector
+from mergekit_ace.methods.base import Merged, TaskVectorMethod, Work, matrices_in
+from mergekit_ace.methods.inputs import TensorSettings
+
+
+class MatrixMethod(TaskVectorMethod):
+    """A method that merges the task vectors of each matrix by a formula of its own.
+
+    Everything is computed in float64, with room for a task vector per expert and a few matrices of
+    the tensor's size. Weights of experts are not known to it.
+    """
+
+    timed = False  # decompositions do not run at the rate of products
+
+    def merge(
+        self,
+        tensors: Sequence[Tensor],
+        settings: TensorSettings,
+        *,
+        least_memory: bool = False,
+        observe: Observer | None = None,
+    ) -> Merged:
+        matrix = partial(self._merge_matrix, settings.parameters, observe)
+        mean = partial(self._merge_mean, settings.parameters)
+        return by_layout(tensors[0], tensors[1:], settings.layout, matrix, mean)
+
+    def _merge_mean(
+        self, parameters: Mapping[str, Any], base: Tensor, experts: Sequence[Tensor]
+    ) -> tuple[Tensor, MatrixRecord]:
+        active = select_active(base, experts, [1.0] * len(experts), torch.float64)
+        return merge_mean(base, active, self.scale(parameters))
+
+    @full_precision()
+    def _merge_matrix(
+        self,
+        parameters: Mapping[str, Any],
+        observe: Observer | None,
+        base: Tensor,
+        experts: Sequence[Tensor],
+    ) -> tuple[Tensor, MatrixRecord]:
+        if len(base) == 1:  # a vector in the shape of a matrix
+            return self._merge_mean(parameters, base, experts)
+        scale = self.scale(parameters)
+        active = select_active(base, experts, [1.0] * len(experts), torch.float64)
+        trivial = merge_trivial(base, active, scale)
+        if trivial is not None:
+            return trivial
+        unit = choose_unit(active, base.numel())
+        deltas = [task_vector(w, base, torch.float64).div_(unit) for w in active.experts]
+        merged = self.combine(deltas, parameters, unit)
+        show(observe, "closed form", merged, unit)
+        record = MatrixRecord(
+            rule=self.spec.name,
+            weight=active.spread(active.weights, 0.0),
+            tau=active.all_tau,
+            rank=self.rank(base.shape, len(deltas), parameters),
+            precision="float64",
+        )
+        return merged.mul_(unit * scale).add_(base), record
+
+    def scale(self, parameters: Mapping[str, Any]) -> float:
+        """Return λ: what the merged task vector is multiplied by."""
+        return parameters["lambda"]
+
+    def rank(self, shape: Sequence[int], experts: int, parameters: Mapping[str, Any]) -> int | None:
+        """Return how many directions of its own each expert keeps; None where nobody counts."""
+        return None
+
+    @abstractmethod
+    def combine(
+        self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
+    ) -> Tensor:
+        """Return the merged task vector of one matrix before λ, in new memory.
+
+        Args:
+            deltas: Δ_t / unit of at least two experts, (o, i), o > 1, in float64, none of them
+                zero. May be overwritten.
+            parameters: of the method.
+            unit: a power of two.
+        """
+
+    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
+        plain = super().work(settings, shape, experts)
+        found = matrices_in(shape, settings.layout)
+        if found is None or experts < 2:
+            return plain
+        count, rows, columns = found
+        operations = count * self.operations(rows, columns, experts, settings.parameters)
+        working = 8 * (experts + 3) * rows * columns
+        return Work((operations, operations), plain.moved, working)
+
+    def operations(
+        self, rows: int, columns: int, experts: int, parameters: Mapping[str, Any]
+    ) -> float:
+        """Return those for one matrix (o, i): a decomposition per expert, and two of them all."""
+        return (experts + 2) * decomposition_operations(rows, columns)
+
+
+def decomposition_operations(rows: int, columns: int) -> float:
+    """Return 6 m n² + 20 n³ with n ≤ m, of a singular value decomposition (Golub and Van Loan)."""
+    small, large = sorted((rows, columns))
+    return 6.0 * large * small**2 + 20.0 * small**3

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mergekit-ace methods`: the reference of our merge methods, from what they know of themselves."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+
+from mergekit import merge_methods
+from mergekit.merge_methods.base import ParameterScope, ParameterSpec
+
+from mergekit_ace.methods.base import TaskVectorMethod
+
+HEAD = """\
+# Merge methods
+
+How a method is written: one file with a class on `TaskVectorMethod` (`base.py`), and one line in
+the list of `plugin.py`. The class carries all that is known of the method: its `spec` (name, title,
+reference and parameters, each with its type, default and a sentence), a `summary`, `citations`, the
+words for what it does with a tensor (`own_rule`) and the `merge` of one tensor. Methods that work
+on matrices in float64 need only a formula: see `peers/matrix_method.py`. The commands `check`,
+`inspect`, `report`, `card` and `methods` ask that object, and nobody compares names of methods.
+
+This page is what `mergekit-ace methods --markdown` prints, and a test keeps it so.
+"""
+
+
+def known_methods() -> dict[str, TaskVectorMethod]:
+    """Return the methods of our kind that are registered with mergekit, by name."""
+    methods = merge_methods.registered_methods()
+    return {m.spec.name: m for m in methods if isinstance(m, TaskVectorMethod)}
+
+
+def find_methods(name: str | None = None) -> list[TaskVectorMethod]:
+    """Return all methods, or the one of a name.
+
+    Raises:
+        ValueError: there is no such method; the message lists those that there are.
+    """
+    known = known_methods()
+    if name is None:
+        return list(known.values())
+    if name not in known:
+        raise ValueError(f"there is no method {name!r} here; there are {', '.join(known)}")
+    return [known[name]]
+
+
+def reference_text(methods: Iterable[TaskVectorMethod]) -> str:
+    """Return the reference for a terminal."""
+    return "\n\n".join("\n".join(_text(method)) for method in methods)
+
+
+def reference_markdown(methods: Iterable[TaskVectorMethod]) -> str:
+    """Return the reference as Markdown, with the head of `methods/README.md`."""
+    return "\n".join([HEAD, *("\n".join(_markdown(method)) for method in methods)])
+
+
+def _text(method: TaskVectorMethod) -> Iterator[str]:
+    spec = method.spec
+    yield f"{spec.name}: {spec.pretty_name}, {spec.reference_url}"
+    yield _filled(f"{method.summary} {_reading(method)}", 2)
+    yield ""
+    for parameter in spec.parameters:
+        yield f"  {parameter.name}: {_default(parameter)}; {parameter.allowed}{_scope(parameter)}"
+        yield _filled(parameter.description, 6)
+    yield ""
+    yield from (textwrap.indent(citation.bibtex, "  ") for citation in method.citations)
+
+
+def _markdown(method: TaskVectorMethod) -> Iterator[str]:
+    spec = method.spec
+    yield f"## `{spec.name}`: {spec.pretty_name}\n"
+    yield f"{method.summary} {_reading(method)} [Paper]({spec.reference_url}).\n"
+    yield "| parameter | default | allowed | meaning |"
+    yield "|---|---|---|---|"
+    for parameter in spec.parameters:
+        allowed = f"{parameter.allowed}{_scope(parameter)}"
+        yield (
+            f"| `{parameter.name}` | {_default(parameter)} | {allowed} | {parameter.description} |"
+        )
+    yield ""
+    yield from (f"```bibtex\n{citation.bibtex}\n```\n" for citation in method.citations)
+
+
+def _reading(method: TaskVectorMethod) -> str:
+    """Return how the method reads tensors."""
+    if not method.layouts:
+        return "It reads tensors entry by entry."
+    tables = " and tables of rows" if "table" in method.layouts else ""
+    return f"It reads matrices{tables}, also in stacks; vectors are averaged."
+
+
+def _filled(text: str, indent: int) -> str:
+    spaces = " " * indent
+    return textwrap.fill(text, 96, initial_indent=spaces, subsequent_indent=spaces)
+
+
+def _default(parameter: ParameterSpec) -> str:
+    value = parameter.default
+    if value is None:
+        return "not set"
+    return str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def _scope(parameter: ParameterSpec) -> str:
+    return "; per expert" if parameter.scope == ParameterScope.NON_BASE else ""

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be wrong with checkpoints: tensors, dtypes, configs, heads, tokenizers, adapters."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mergekit.architecture.conversion import can_convert_checkpoint_keys
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.options import MergeOptions
+
+from mergekit_ace.headers import TensorHeader
+from mergekit_ace.planning import PlannedTensor
+from mergekit_ace.preflight.checkpoints import Checkpoint
+from mergekit_ace.preflight.config_rules import Finding, listed
+
+# Share of a model's entries that may be left out of a merge before that is an error: more than
+# position tables and other buffers, less than any layer.
+LEFT_OUT = 0.001
+WIDTHS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+NAMES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def sources(
+    tensor: PlannedTensor, checkpoints: Mapping[ModelReference, Checkpoint]
+) -> dict[ModelReference, TensorHeader]:
+    """Return the headers of a planned tensor, of all models that have it."""
+    weights = dict(tensor.gather.weight_info.items())
+    found = {m: checkpoints[m].source(weights[m]) for m in tensor.task.model_order}
+    return {model: header for model, header in found.items() if header is not None}
+
+
+def check_tensors(
+    tensors: Sequence[PlannedTensor], checkpoints: Mapping[ModelReference, Checkpoint]
+) -> Iterator[Finding]:
+    """Find tensors that a model lacks, or that nobody merges."""
+    missing: dict[ModelReference, list[str]] = {}
+    read: dict[ModelReference, set[str]] = {model: set() for model in checkpoints}
+    for tensor in tensors:
+        for model, weight in tensor.gather.weight_info.items():
+            checkpoint = checkpoints[model]
+            names = {weight.name, *(weight.aliases or ()), *(weight.tied_names or ())}
+            read[model] |= names
+            if weight.optional or names & checkpoint.index.tensor_paths.keys():
+                continue
+            kind = checkpoint.config.get("model_type")
+            known = set(checkpoint.index.tensor_paths)
+            if any(can_convert_checkpoint_keys(kind, known, name) for name in names):
+                read[model] |= known  # put together from several: which ones is mergekit's business
+            else:
+                missing.setdefault(model, []).append(weight.name)
+    for model, names in missing.items():
+        yield Finding(
+            "error",
+            "tensors",
+            f"{model} lacks {len(names)} of {len(tensors)} tensors: {listed(names)}",
+            "replace the model by one of the same architecture, or save it again",
+        )
+    for model, checkpoint in checkpoints.items():
+        if model not in missing:
+            yield from _left_out(model, checkpoint, read[model])
+
+
+def _left_out(model: ModelReference, checkpoint: Checkpoint, read: set[str]) -> Iterator[Finding]:
+    left = [name for name in checkpoint.headers if name not in read]
+    entries = sum(checkpoint.headers[name].entries for name in left)
+    total = sum(header.entries for header in checkpoint.headers.values())
+    if not entries or not total:
+        return
+    share = entries / total
+    yield Finding(
+        "error" if share > LEFT_OUT else "warning",
+        "tensors",
+        f"mergekit plans no merge of {len(left)} tensors of {model} ({share:.1%} of its entries): "
+        f"{listed(sorted(left))}",
+        "the result will lack them. If they are needed, save the model under the names that it has "
+        "in memory (save_pretrained(…, save_original_format=False)) or merge with mergekit-pytorch",
+    )
+
+
+def compare_shapes(
+    tensors: Sequence[PlannedTensor],
+    checkpoints: Mapping[ModelReference, Checkpoint],
+    config: MergeConfiguration,
+) -> Iterator[Finding]:
+    """Find tensors of another shape than the base model's, or the first model's."""
+    aligned = bool(config.tokenizer or config.tokenizer_source)
+    odd: dict[ModelReference, list[str]] = {}
+    vocabularies: dict[ModelReference, str] = {}
+    for tensor in tensors:
+        found = sources(tensor, checkpoints)
+        first = tensor.base if tensor.base in found else next(iter(found), None)
+        for model, header in found.items():
+            expected = found[first].shape
+            if header.shape == expected:
+                continue
+            text = f"{tensor.name} {header.shape} instead of {expected}"
+            if tensor.task.output_weight.vocabulary_axis is not None:
+                vocabularies.setdefault(model, text)
+            else:
+                odd.setdefault(model, []).append(text)
+    for model, texts in odd.items():
+        yield Finding(
+            "error",
+            "shapes",
+            f"{model} has {len(texts)} tensors of another shape: {listed(texts, 3)}",
+            f"remove {model}, or set base_model to the model that it was fine-tuned from",
+        )
+    for model, text in vocabularies.items():
+        if not aligned:
+            yield Finding(
+                "error",
+                "vocabularies",
+                f"{model} has another vocabulary: {text}",
+                "align them: add the line `tokenizer: {source: base}` (or union)",
+            )
+
+
+def check_dtypes(
+    checkpoints: Mapping[ModelReference, Checkpoint], config: MergeConfiguration
+) -> Iterator[Finding]:
+    """Find dtypes that differ, cannot be merged, or are rounded too early."""
+    main = {model: _main_dtype(checkpoint) for model, checkpoint in checkpoints.items()}
+    wanted = NAMES.get(config.dtype or "")
+    for model, dtype in main.items():
+        if dtype not in WIDTHS:
+            if dtype:
+                yield Finding(
+                    "error",
+                    "dtypes",
+                    f"{model} is stored as {dtype}, which cannot be merged",
+                    "merge the unquantised checkpoints",
+                )
+        elif wanted and WIDTHS[wanted] < WIDTHS[dtype]:
+            yield Finding(
+                "warning",
+                "dtypes",
+                f"dtype: {config.dtype} rounds {model}, stored as {dtype}, before its task vector "
+                "is formed",
+                "write `dtype: float32` and `out_dtype: bfloat16`: rounded once, at the end",
+            )
+    if not config.dtype and len(set(main.values())) > 1:
+        text = ", ".join(f"{model}: {dtype}" for model, dtype in main.items())
+        yield Finding(
+            "error",
+            "dtypes",
+            f"the checkpoints have different dtypes ({text})",
+            "add a line `dtype: float32`, and `out_dtype: bfloat16` for a small result",
+        )
+
+
+def _main_dtype(checkpoint: Checkpoint) -> str:
+    """Return the dtype of most entries; empty where headers tell nothing."""
+    counts: Counter[str] = Counter()
+    for header in checkpoint.headers.values():
+        counts[header.dtype] += header.entries
+    return counts.most_common(1)[0][0] if counts else ""
+
+
+# What changes the function that the same weights compute. mergekit writes the base's config.
+FUNCTION = """
+    model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    hidden_act activation_function rope_theta rope_scaling rope_parameters partial_rotary_factor
+    rms_norm_eps layer_norm_epsilon layer_norm_eps sliding_window max_position_embeddings
+    max_window_layers attention_bias tie_word_embeddings num_experts_per_tok
+""".split()
+_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+
+
+def check_configs(
+    checkpoints: Mapping[ModelReference, Checkpoint], base: ModelReference | None
+) -> Iterator[Finding]:
+    """Find what the base's `config.json` will say differently of an expert's weights."""
+    if base is None or not checkpoints[base].config:
+        return
+    origin = checkpoints[base].config
+    for model, checkpoint in checkpoints.items():
+        if model == base or not checkpoint.config:
+            continue
+        changed = [
+            f"{key}: {_short(checkpoint.config.get(key))} instead of {_short(origin.get(key))}"
+            for key in FUNCTION
+            if checkpoint.config.get(key) != origin.get(key)
+            and key != "tie_word_embeddings"
+            and key in checkpoint.config
+            and key in origin
+        ]
+        if changed:
+            yield Finding(
+                "warning",
+                "configs",
+                f"{model} has another config than the base model ({listed(changed)})",
+                "mergekit writes the base's config.json: adjust it in the result if the experts' "
+                "is the right one",
+            )
+
+
+def check_heads(
+    checkpoints: Mapping[ModelReference, Checkpoint], base: ModelReference | None
+) -> Iterator[Finding]:
+    """Find heads that the base ties to its embedding and an expert does not, or vice versa."""
+    if base is None:
+        return
+    tied = _is_tied(checkpoints[base])
+    for model, checkpoint in checkpoints.items():
+        if model == base or _is_tied(checkpoint) == tied:
+            continue
+        if tied:
+            yield Finding(
+                "error",
+                "heads",
+                f"the base model ties its head to the embedding, {model} has a head of its own, "
+                "which the result will lose",
+                "save the base untied (tie_word_embeddings: false, with its lm_head), or the "
+                "expert tied",
+            )
+        else:
+            yield Finding(
+                "error",
+                "heads",
+                f"{model} ties its head to the embedding, the base model has one of its own",
+                "save both in the same way",
+            )
+
+
+def _is_tied(checkpoint: Checkpoint) -> bool:
+    return bool(checkpoint.config.get("tie_word_embeddings")) and not any(
+        name in checkpoint.index.tensor_paths for name in _HEADS
+    )
+
+
+def check_adapters(
+    checkpoints: Mapping[ModelReference, Checkpoint], options: MergeOptions
+) -> Iterator[Finding]:
+    """Find what hinders adapters, which mergekit merges first."""
+    for model, checkpoint in checkpoints.items():
+        if model.lora is None:
+            continue
+        if Path(model.lora.path).expanduser().is_dir() and not checkpoint.adapter:
+            yield Finding(
+                "error",
+                "adapters",
+                f"{model.lora} holds no adapter_config.json",
+                "give the folder that peft's save_pretrained wrote",
+            )
+            continue
+        if not options.lora_merge_cache:
+            yield Finding(
+                "error",
+                "adapters",
+                f"{model} is an adapter, which mergekit merges into its base first",
+                "say where, with --lora-merge-cache DIR, to the merge and to this check; add "
+                "--lora-merge-dtype float32",
+            )
+        made_for = checkpoint.adapter.get("base_model_name_or_path")
+        if made_for and _name(made_for) != _name(model.model.path):
+            yield Finding(
+                "warning",
+                "adapters",
+                f"the adapter {model.lora} was trained on {made_for}, not on {model.model}",
+                "put it onto the model that it was trained on",
+            )
+
+
+def check_tokenizers(
+    checkpoints: Mapping[ModelReference, Checkpoint],
+    base: ModelReference | None,
+    config: MergeConfiguration,
+) -> Iterator[Finding]:
+    """Find tokenizers that give the same token another number."""
+    if config.tokenizer or config.tokenizer_source or base is None:
+        return
+    origin = checkpoints[base]
+    for model, checkpoint in checkpoints.items():
+        if model == base or model.lora is not None:
+            continue
+        pieces = [_digest(c.file("tokenizer.model")) for c in (origin, checkpoint)]
+        if all(pieces) and pieces[0] != pieces[1] and not checkpoint.file("tokenizer.json"):
+            yield Finding(
+                "warning",
+                "tokenizers",
+                f"the tokenizer.model of {model} differs from the base model's",
+                "if tokens have other numbers, add the line `tokenizer: {source: base}`",
+            )
+        different = _different_tokens(origin, checkpoint)
+        if different:
+            yield Finding(
+                "error",
+                "tokenizers",
+                f"{model} numbers {len(different)} tokens differently from the base model: "
+                f"{listed([repr(token) for token in different])}",
+                "add the line `tokenizer: {source: base}` (or union), which aligns the embeddings",
+            )
+
+
+def _different_tokens(origin: Checkpoint, other: Checkpoint) -> list[str]:
+    """Return tokens known by different numbers, or that share a number; none if unknown."""
+    files = [checkpoint.file("tokenizer.json") for checkpoint in (origin, other)]
+    if None in files or _digest(files[0]) == _digest(files[1]):
+        return []
+    first, second = _tokens(origin), _tokens(other)
+    by_number = {number: token for token, number in first.items()}
+    return sorted(
+        token
+        for token, number in second.items()
+        if first.get(token, number) != number or by_number.get(number, token) != token
+    )
+
+
+def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
+    content = checkpoint.read_json("tokenizer.json")
+    vocabulary = content.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, list):  # a unigram model: pairs of token and score
+        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+    added = {entry["content"]: entry["id"] for entry in content.get("added_tokens", ())}
+    return {**vocabulary, **added}
+
+
+def _digest(path: Path | None) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path else ""
+
+
+def _name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2].lower()
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "…"
