@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import yaml
 from pydantic import BaseModel, ValidationError
 
 import mergekit_ace
-from mergekit_ace.merging.flags import CommandWithFlags, take_options
+
+if TYPE_CHECKING:
+    from mergekit.options import MergeOptions
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -28,6 +31,34 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
     ):
         command = add(command)
     return command
+
+
+class CommandWithFlags(click.Command):
+    """A command that takes all flags of `mergekit-yaml` beside its own."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        own = super().get_params(ctx)
+        *rest, last = own  # --help stays at the end
+        return [*rest, *_mergekit().params, last]
+
+
+def take_options(values: dict[str, Any]) -> MergeOptions:
+    """Return mergekit's options from the values of a command line, and remove them from there."""
+    command = _mergekit()
+    flags = {parameter.name: values.pop(parameter.name) for parameter in command.params}
+    assert command.callback is not None  # it is `_options`
+    return command.callback(**flags)
+
+
+@lru_cache(maxsize=1)
+def _mergekit() -> click.Command:
+    from mergekit.options import add_merge_options
+
+    return click.command()(add_merge_options(_options))
+
+
+def _options(merge_options: MergeOptions) -> MergeOptions:
+    return merge_options
 
 
 @click.group()

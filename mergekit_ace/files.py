@@ -6,6 +6,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Set
+from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,12 @@ def file_states(paths: Iterable[str]) -> dict[str, list[int]]:
                 status = file.stat()
                 states[str(file)] = [status.st_size, status.st_mtime_ns]
     return states
+
+
+@lru_cache
+def package_versions(*names: str) -> dict[str, str]:
+    """Return the versions of installed packages."""
+    return {name: version(name) for name in names}
 
 
 def differences(one: Any, other: Any, free: Set[Key] = frozenset(), path: Key = ()) -> list[str]:

@@ -18,14 +18,14 @@ from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
-from mergekit_ace.files import differences, flush_to_disk, sha256
+from mergekit_ace.files import differences, flush_to_disk, package_versions, sha256
 from mergekit_ace.merging.job import (
+    MERGE_PACKAGES,
     MergeError,
     MergeJob,
     MergePlan,
     OutputError,
     Shard,
-    package_versions,
     plan_job,
     plan_shards,
 )
@@ -166,7 +166,7 @@ def _plan(
         scratch=str(folder.scratch),
         folder=os.getcwd(),
         threads=torch.get_num_threads(),
-        versions=package_versions(),
+        versions=package_versions(*MERGE_PACKAGES),
     )
     return job, plan_job(job)
 

@@ -10,7 +10,6 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,8 @@ from mergekit_ace.planning import PlannedMerge, PlannedTensor
 from mergekit_ace.preflight.checkpoints import DTYPE_NAMES, DTYPES, Checkpoint
 from mergekit_ace.preflight.estimate import Estimate, Rates, estimate_merge
 
-PACKAGES = ("mergekit", "mergekit-ace", "torch", "transformers", "safetensors")
+# On whose versions a result depends.
+MERGE_PACKAGES = ("mergekit", "mergekit-ace", "torch", "transformers", "safetensors")
 # Only ratios count: a CPU of a tenth of a teraflop, its memory, a disk.
 NOMINAL = Rates(operations=1e11, memory=1e10, read=1e9)
 
@@ -114,11 +114,6 @@ class MergeJob:
     def tokenizer_info(self) -> TokenizerInfo | None:
         """The tokenizer of the result, and where its tokens come from."""
         return None if self.tokenizer is None else pickle.loads(self.tokenizer)
-
-
-def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that a result depends on."""
-    return {name: version(name) for name in PACKAGES}
 
 
 @dataclass(frozen=True)

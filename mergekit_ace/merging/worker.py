@@ -20,13 +20,13 @@ from mergekit.io.tasks import SaveTensor
 from mergekit.io.tensor_writer import TensorWriter
 from safetensors import SafetensorError
 
-from mergekit_ace.files import flush_to_disk, sha256
+from mergekit_ace.files import flush_to_disk, package_versions, sha256
 from mergekit_ace.merging.job import (
+    MERGE_PACKAGES,
     MergeError,
     MergeJob,
     MergePlan,
     OutputError,
-    package_versions,
     plan_job,
 )
 from mergekit_ace.merging.manifest import FinishedShard
@@ -102,7 +102,7 @@ class ShardWorker:
         Raises:
             MergeError: other packages are installed here than where the driver is.
         """
-        here = package_versions()
+        here = package_versions(*MERGE_PACKAGES)
         if here != self.job.versions:
             raise MergeError(
                 f"a worker has other packages ({here}) than the driver ({self.job.versions}); "

@@ -3,21 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from mergekit_ace.algebra.adaptive import merge_tensor
-from mergekit_ace.algebra.records import AceOptions, Observer
-from mergekit_ace.methods.base import Citation, Merged, method_spec
-from mergekit_ace.methods.inputs import TensorSettings
+from mergekit_ace.algebra.records import AceOptions
+from mergekit_ace.methods.base import Citation, method_spec
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
     LAYOUT,
     TASK,
     WEIGHT,
     option_parameters,
-    options_from,
 )
 from mergekit_ace.methods.ridge import RidgeMethod
 
@@ -48,31 +42,13 @@ class AceMerge(RidgeMethod):
     citations = (ACE_CITATION,)
     own_rule = "merged by the closed form"
     options_class = AceOptions
+    merge_versions = staticmethod(merge_tensor)
     refines = True
     ill_conditioned = (
         "Raise `epsilon` for this tensor (by a filter) or for all; task vectors that are large, or "
         "of low rank, against a tiny epsilon are the usual cause, and epsilon_scale: relative "
         "adapts it to their size."
     )
-
-    def merge(
-        self,
-        tensors: Sequence[Tensor],
-        settings: TensorSettings,
-        *,
-        least_memory: bool = False,
-        observe: Observer | None = None,
-    ) -> Merged:
-        return merge_tensor(
-            tensors[0],
-            tensors[1:],
-            self.weights(settings),
-            options_from(AceOptions, settings.parameters),
-            settings.layout,
-            settings.coefficients,
-            least_memory=least_memory,
-            observe=observe,
-        )
 
     def extra_operations(self, rows: int, columns: int, experts: int, refined: bool) -> float:
         """Return those of the Gram matrix of F and its decomposition, about 9 m³ in all."""

@@ -3,23 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
-from mergekit_ace.algebra.records import Observer, RelativeLayout
+from mergekit_ace.algebra.records import RelativeLayout
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
 from mergekit_ace.methods.ace import ACE_CITATION
-from mergekit_ace.methods.base import Merged, method_spec
-from mergekit_ace.methods.inputs import TensorSettings
+from mergekit_ace.methods.base import method_spec
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
     LAYOUT,
     TASK,
     WEIGHT,
     option_parameters,
-    options_from,
 )
 from mergekit_ace.methods.ridge import RidgeMethod
 
@@ -46,25 +41,7 @@ class RelativeAceMerge(RidgeMethod):
     citations = (ACE_CITATION,)
     own_rule = "merged by the closed form of relative errors"
     options_class = RelativeOptions
-
-    def merge(
-        self,
-        tensors: Sequence[Tensor],
-        settings: TensorSettings,
-        *,
-        least_memory: bool = False,
-        observe: Observer | None = None,
-    ) -> Merged:
-        return merge_tensor_relative(
-            tensors[0],
-            tensors[1:],
-            self.weights(settings),
-            options_from(RelativeOptions, settings.parameters),
-            settings.layout,
-            settings.coefficients,
-            least_memory=least_memory,
-            observe=observe,
-        )
+    merge_versions = staticmethod(merge_tensor_relative)
 
     def extra_operations(self, rows: int, columns: int, experts: int, refined: bool) -> float:
         """Return those of the ‖G_t‖ of all experts."""

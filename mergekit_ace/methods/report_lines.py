@@ -8,13 +8,14 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import lru_cache
-from importlib.metadata import version
 from typing import Any
 
 from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
+from mergekit_ace.files import package_versions
 from mergekit_ace.methods.inputs import TensorSettings
 
+# Whose versions are in a report.
+PACKAGES = ("mergekit", "mergekit-ace", "torch")
 _LOCK = threading.Lock()  # --multi-gpu merges tensors side by side
 
 
@@ -55,17 +56,11 @@ def line_head(
         "layout": layout,
         "models": settings.models,
         "seconds": round(seconds, 6),
-        "versions": package_versions(),
+        "versions": package_versions(*PACKAGES),
     }
     if settings.coefficients is not None:
         line["coefficients"] = list(settings.coefficients)
     return line
-
-
-@lru_cache(maxsize=1)
-def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that a merge depends on."""
-    return {name: version(name) for name in ("mergekit", "mergekit-ace", "torch")}
 
 
 def record_fields(matrix: MatrixRecord) -> dict[str, Any]:

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from pydantic import BaseModel
+from torch import Tensor
 
 from mergekit_ace.algebra.choose import COSTS, choose_forms
 from mergekit_ace.algebra.closed_form import IllConditionedError
 from mergekit_ace.algebra.linalg import LARGEST_BLOCK
-from mergekit_ace.methods.base import TaskVectorMethod, Work, matrices_in
+from mergekit_ace.algebra.records import Observer
+from mergekit_ace.methods.base import Merged, TaskVectorMethod, Work, matrices_in
 from mergekit_ace.methods.inputs import TensorSettings, describe
 from mergekit_ace.methods.lookup import component_coefficients
 from mergekit_ace.methods.parameters import options_from
@@ -25,14 +27,35 @@ class RidgeMethod(TaskVectorMethod):
     Attributes:
         options_class: its options, whose fields are parameters beside ``weight``, ``layout``,
             ``coefficients`` and ``task``.
+        merge_versions: the merge of one tensor, with the arguments of `merge_tensor`.
         refines: whether a refinement may follow.
         ill_conditioned: what to do where a matrix cannot be solved.
     """
 
     options_class: ClassVar[type[BaseModel]]
+    merge_versions: ClassVar[Callable[..., Merged]]
     refines: ClassVar[bool] = False
     remedy = ", a smaller lambda or a larger epsilon"
     ill_conditioned: ClassVar[str] = "Raise `epsilon` for this tensor (by a filter) or for all."
+
+    def merge(
+        self,
+        tensors: Sequence[Tensor],
+        settings: TensorSettings,
+        *,
+        least_memory: bool = False,
+        observe: Observer | None = None,
+    ) -> Merged:
+        return self.merge_versions(
+            tensors[0],
+            tensors[1:],
+            self.weights(settings),
+            options_from(self.options_class, settings.parameters),
+            settings.layout,
+            settings.coefficients,
+            least_memory=least_memory,
+            observe=observe,
+        )
 
     def learned_coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
         options = options_from(self.options_class, settings.parameters)

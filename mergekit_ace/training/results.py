@@ -206,7 +206,7 @@ def write_results(
     if config.basis == "task_vector":
         note = "The same merge with every coefficient in the config: it needs no other file."
         write_config(run.path / "inline.yml", inline_config(file, **options), note)
-    drawn = draw_pictures(file, trained.progress.log, run.path)
+    drawn = draw_training(file, trained.progress.log, run.path)
     file.save(path)
     if not run.quiet:
         print(f"\n{table}\n\n{drawn}\nmergekit-yaml {run.path / 'merge.yml'} OUTPUT_FOLDER")
@@ -349,7 +349,7 @@ def _reference(model: str) -> str:
     return "+".join(paths)
 
 
-def draw_pictures(file: CoefficientFile, log: list[dict[str, Any]], folder: Path) -> str:
+def draw_training(file: CoefficientFile, log: list[dict[str, Any]], folder: Path) -> str:
     """Draw the coefficients over depth (Fig. 6) and the training (Fig. 8) into `folder`.
 
     Returns:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import torch
 
-from mergekit_ace.merging.job import MergeJob, package_versions
+from mergekit_ace.files import package_versions
+from mergekit_ace.merging.job import MERGE_PACKAGES, MergeJob
 from mergekit_ace.merging.worker import ShardWorker
 
 
 def test_other_packages(tmp_path):
     """On a node of a cluster that was set up at another time."""
-    versions = {**package_versions(), "torch": "0.1"}
+    versions = {**package_versions(*MERGE_PACKAGES), "torch": "0.1"}
     threads = torch.get_num_threads()
     job = MergeJob("", {}, (), None, str(tmp_path), str(tmp_path), threads, versions)
     (failure,) = ShardWorker(job).run(3, ["model.norm.weight"])

@@ -7,13 +7,13 @@ import sys
 
 from coefficient_files import make_file
 
-from mergekit_ace.training.results import draw_pictures
+from mergekit_ace.training.results import draw_training
 
 
 def test_pictures(tmp_path):
     log = [{"step": 0, "validation_loss": 2.0}, {"step": 1, "loss": 1.0}]
     file = make_file(["embed.weight", "layers.0.up.weight"], ["./a/math/", "code"])
-    assert "coefficients.png" in draw_pictures(file, log, tmp_path)
+    assert "coefficients.png" in draw_training(file, log, tmp_path)
     for name in ("coefficients.png", "training.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
@@ -21,5 +21,5 @@ def test_pictures(tmp_path):
 def test_without_matplotlib_a_line_says_how_to_get_pictures(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     file = make_file(["embed.weight"], ["a"])
-    assert "pip install 'mergekit-ace[plots]'" in draw_pictures(file, [], tmp_path)
+    assert "pip install 'mergekit-ace[plots]'" in draw_training(file, [], tmp_path)
     assert not list(tmp_path.iterdir())
