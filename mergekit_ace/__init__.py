@@ -23,7 +23,7 @@ __all__ = [
 
 _HOMES = {
     "AceOptions": "algebra.records",
-    "IllConditionedError": "algebra.closed_form",
+    "IllConditionedError": "algebra.records",
     "MatrixRecord": "algebra.records",
     "TensorRecord": "algebra.records",
     "merge_matrix": "algebra.adaptive",
@@ -34,8 +34,12 @@ _HOMES = {
 TYPE_CHECKING = False  # typing itself would cost every Python process its import
 if TYPE_CHECKING:
     from mergekit_ace.algebra.adaptive import merge_matrix, merge_tensor
-    from mergekit_ace.algebra.closed_form import IllConditionedError
-    from mergekit_ace.algebra.records import AceOptions, MatrixRecord, TensorRecord
+    from mergekit_ace.algebra.records import (
+        AceOptions,
+        IllConditionedError,
+        MatrixRecord,
+        TensorRecord,
+    )
     from mergekit_ace.plugin import register
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.choose import Attempt, choose_forms
+from mergekit_ace.algebra.closed_form import Attempt, choose_forms
 
 
 def family(

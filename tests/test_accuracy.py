@@ -15,9 +15,8 @@ from reference import naive_ace, task_vector_error
 from torch import Tensor
 
 from mergekit_ace import AceOptions, merge_matrix
-from mergekit_ace.algebra.choose import Attempt
-from mergekit_ace.algebra.closed_form import tolerance
-from mergekit_ace.algebra.records import MatrixRecord
+from mergekit_ace.algebra.closed_form import Attempt
+from mergekit_ace.algebra.records import MatrixRecord, tolerance
 
 KINDS = ["noise", "low rank", "low rank and noise", "spiked", "near-duplicates"]
 SHAPES = {"dual": (48, 200), "primal": (90, 80), "tall": (200, 60), "lean": (90, 80)}

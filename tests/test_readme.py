@@ -15,9 +15,6 @@ PROJECT = Path(__file__).resolve().parent.parent
 # Not deeper in the examples: programs write models there, with cards of their own.
 PLACES = ("*.md", "examples/*.md", "examples/*/*.md", "mergekit_ace/**/*.md", "tests/**/*.md")
 READMES = sorted(path for place in PLACES for path in PROJECT.glob(place))
-# Built on other branches; to be empty once they are merged.
-NOT_YET_COMMANDS = {"methods"}
-NOT_YET_FILES = {PROJECT / "mergekit_ace" / "methods" / "README.md"}
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"mergekit-ace ([a-z]+)\b")
@@ -58,8 +55,6 @@ def test_links_point_to_something(path):
         name, _, anchor = link.partition("#")
         target = (path.parent / name).resolve() if name else path
         assert PROJECT in target.parents, link
-        if target in NOT_YET_FILES:
-            continue
         assert target.exists(), link
         if anchor:
             assert anchor in anchors(target), link
@@ -68,7 +63,7 @@ def test_links_point_to_something(path):
 @pytest.mark.parametrize("path", READMES, ids=identify)
 def test_commands_exist(path):
     text = path.read_text(encoding="utf-8")
-    known = {*main.commands} | NOT_YET_COMMANDS
+    known = {*main.commands}
     assert set(COMMAND.findall(text)) <= known
     for program in PROGRAM.findall(text):
         assert (PROJECT / program).exists() or (path.parent / program).exists() or any(

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mergekit_ace.algebra.closed_form import IllConditionedError, Solution
+from mergekit_ace.algebra.records import IllConditionedError, Solution
 from mergekit_ace.algebra.refinement import estimate_blur, isotropic_component, refine
 
 

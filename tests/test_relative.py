@@ -19,8 +19,8 @@ from reference import (
 )
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from mergekit_ace.algebra.choose import Attempt
-from mergekit_ace.algebra.closed_form import tolerance
+from mergekit_ace.algebra.closed_form import Attempt
+from mergekit_ace.algebra.records import tolerance
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
 
 SHAPES = {"dual": (20, 90), "primal": (50, 60), "tall": (120, 24), "square": (32, 32)}

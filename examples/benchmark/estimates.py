@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace import AceOptions, IllConditionedError
-from mergekit_ace.algebra.choose import solve
+from mergekit_ace.algebra.closed_form import solve
 from mergekit_ace.algebra.covariance import estimate_covariances
 from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.task_vectors import select_active

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mergekit_ace.algebra.choose import Attempt, choose_attempts, first_success, solve
+from mergekit_ace.algebra.closed_form import Attempt, choose_attempts, first_success, solve
 from mergekit_ace.algebra.covariance import estimate_covariances
-from mergekit_ace.algebra.layouts import by_layout, resolve_layout
 from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.records import (
     AceOptions,
@@ -27,9 +26,11 @@ from mergekit_ace.algebra.refinement import refine
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     Heterogeneity,
+    by_layout,
     measure_heterogeneity,
     merge_mean,
     merge_trivial,
+    resolve_layout,
     select_active,
 )
 

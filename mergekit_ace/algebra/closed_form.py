@@ -1,214 +1,192 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the forms of the closed form (Eq. 14) share: a factor, its condition, X and F.
-
-What the (i, i) forms solve for is Y − C_r with Y = Σ_t C_t (S_t + ε_t I) A⁻¹. All else follows:
-
-    X = Y − (Y 1) qᵀ,        qᵀ = cᵀA⁻¹ / (1 + cᵀA⁻¹1)        (see `prior_row`)
-    R = Σ_t Δ_t (S_t − S̄) = (Y − C̄) A − Σ_t ε_t C_t + 1 aᵀ,   F = R + X
-    a = Σ_t S_t μ_t − A μ̄ = Σ_{t≠r} S_t (μ_t − μ_r) + S (μ_r − μ̄) − ε̄ μ̄
-
-with C̄ and μ̄ the means over the T tasks. Since Y A is the numerator of Eq. 14, the residual takes
-one product whatever T is, and what a weak direction of A magnified in Y, A makes small again.
-"""
+"""Which form of the closed form, and in which precision: counted operations and bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.covariance import Covariances
-from mergekit_ace.algebra.linalg import add_product_, blocks, cholesky_, solve_
+from mergekit_ace.algebra.dual import solve_dual
+from mergekit_ace.algebra.primal import solve_lean, solve_primal, solve_tall, through_gram
+from mergekit_ace.algebra.records import Form, IllConditionedError, MatrixRecord, Solution
+from mergekit_ace.algebra.task_vectors import ActiveExperts
 
-
-class IllConditionedError(ValueError):
-    """The digits at hand are not enough: A is singular or nearly so, or the result is too blurred.
-
-    Attributes:
-        condition: the estimated condition number of A; infinite where no factor exists.
-        error: the estimated relative error of the result that led to this; None where the
-            condition number alone did.
-    """
-
-    def __init__(self, condition: float, error: float | None = None):
-        super().__init__(f"the regularised covariance has condition number {condition:.1e}")
-        self.condition = condition
-        self.error = error
-
-
-def tolerance(condition: float) -> float:
-    """Return the relative error that float32 may leave in a merged task vector.
-
-    Storing a merged task vector in bfloat16 costs ten times as much.
-
-    Args:
-        condition: the condition number of A.
-    """
-    return max(2e-5, min(2e-7 * condition, 1e-3))
+# Operations that take as long as a byte from memory. Two cores of a server do 200 Gflop/s and
+# 15 GB/s, a data-centre GPU 50 Tflop/s and 3 TB/s in float32: both about 16.
+OPERATIONS_PER_BYTE = 16
 
 
 @dataclass(frozen=True)
-class Solution:
-    """The closed form of one matrix, in units of ``Covariances.unit``.
+class Cost:
+    """What a form takes for one matrix.
 
     Attributes:
-        merged: X, (o, i).
-        target: F = R + X, (o, i), whose leading directions the refinement adds (Eq. 16); None
-            where it was not asked for.
-        condition: estimated condition number of A.
-        error: estimated relative error of X and F.
+        operations: floating-point operations of products, factors and solves.
+        bytes: moved to and from memory, where it is not part of a product.
+        memory: bytes of working memory beside inputs and result.
     """
 
-    merged: Tensor
-    target: Tensor | None
-    condition: float
-    error: float
+    operations: float
+    bytes: float
+    memory: float
+
+    @property
+    def total(self) -> float:
+        """All of it in operations."""
+        return self.operations + OPERATIONS_PER_BYTE * self.bytes
 
 
-def factorize(matrix: Tensor) -> Tensor:
-    """Overwrite the lower triangle of a symmetric positive definite matrix by its Cholesky factor.
+def primal_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
+    """Count the (i, i) system, for T matrices (o, i) in a dtype of `itemsize` bytes."""
+    area, square = rows * columns, columns**2
+    gram = through_gram(rows, columns)
+    numerator = 2 * area * columns if gram else 4 * area * rows
+    operations = tasks * area * columns + (tasks - 1) * numerator  # symmetric products count half
+    operations += columns**3 / 3 + (1 + refined) * 2 * area * columns
+    formed = (3 * tasks if gram else 2 * tasks) + refined * tasks  # task vectors
+    moved = 3 * formed * area + 6 * tasks * square
+    memory = square + max(gram * square, refined * (square + area))
+    return Cost(operations, itemsize * moved, itemsize * memory)
+
+
+def tall_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
+    """Count the (i, i) system with a mixing matrix per task; what is in float64 counts double."""
+    return _mixing_cost(rows, columns, tasks, refined, itemsize, tasks - 1)
+
+
+def lean_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
+    """Count the same with one mixing matrix at a time."""
+    return _mixing_cost(rows, columns, tasks, refined, itemsize, 1)
+
+
+def _mixing_cost(
+    rows: int, columns: int, tasks: int, refined: bool, itemsize: int, kept: int
+) -> Cost:
+    area, square, again = rows * columns, columns**2, max(0, tasks - 1 - kept)
+    operations = (tasks + again) * area * columns + (tasks - 1 + refined) * 2 * area * columns
+    operations += 2 * columns**3 / 3 + (tasks - 1) * 4 * columns**3
+    formed = 2 * tasks + again + refined * tasks
+    moved = 3 * formed * area + 8 * (tasks + again) * square
+    memory = 8 * square + itemsize * max(kept * square, refined * area)
+    return Cost(operations, itemsize * moved, memory)
+
+
+def dual_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
+    """Count the (N, N) system, N = T·o."""
+    area, size = rows * columns, rows * tasks
+    operations = size**2 * columns + size**3 / 3 + 2 * size**2 * rows
+    operations += (2 + 2 * refined) * size * area
+    moved = 3 * 2 * tasks * area + 6 * size**2
+    memory = size**2 + (1 + refined) * size * rows + refined * area
+    return Cost(operations, itemsize * moved, itemsize * memory)
+
+
+# Working memory beside inputs and result, in matrices of max(i², o·i) entries (of max(N², o·i) in
+# the dual form). All but ``tall`` keep to it whatever T is.
+MATRICES = 4
+
+COSTS: dict[Form, Callable[..., Cost]] = {
+    "primal": primal_cost,
+    "tall": tall_cost,
+    "lean": lean_cost,
+    "dual": dual_cost,
+}
+
+
+def choose_forms(
+    rows: int, columns: int, tasks: int, *, refined: bool, least_memory: bool = False
+) -> list[Form]:
+    """Return the forms for a matrix, in the order in which they are to be tried in float32.
 
     Args:
-        matrix: (n, n), its lower triangle; what is above the diagonal stays, see `cholesky_`.
+        rows, columns: o and i.
+        tasks: T.
+        refined: whether the spectral refinement follows.
+        least_memory: whether memory counts, instead of time.
+
+    The dual form is out of the question where N ≥ i: M Mᵀ is as large as A there, and singular. Of
+    the other three, ``primal`` takes the fewest products unless the matrix is tall; ``tall``, and
+    ``lean`` where that would take more than `MATRICES`, lose ten times fewer digits. They follow
+    where ``primal`` was not enough, and come first with a refinement, which is nearly always so.
+    """
+    costs = {form: cost(rows, columns, tasks, refined) for form, cost in COSTS.items()}
+    if rows * tasks >= columns:
+        del costs["dual"]
+    if least_memory:
+        return [min(costs, key=lambda form: costs[form].memory)]
+    limit = MATRICES * 4 * columns * max(rows, columns)
+    mixing: Form = "tall" if costs["tall"].memory <= limit else "lean"
+    cheapest = min(("primal", mixing), key=lambda form: costs[form].total)
+    if "dual" in costs and costs["dual"].total < costs[cheapest].total:
+        return ["dual"]
+    return [mixing] if refined or cheapest == mixing else ["primal", mixing]
+
+
+SOLVERS = {"primal": solve_primal, "tall": solve_tall, "lean": solve_lean, "dual": solve_dual}
+# Below this many operations float64 costs milliseconds on anything.
+SMALL_SYSTEM = 2**32
+
+Merged = tuple[Tensor, MatrixRecord]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One way to compute a merge.
+
+    Attributes:
+        form: of the closed form.
+        dtype: of products, factor and solve.
+    """
+
+    form: Form
+    dtype: torch.dtype
+
+
+def choose_attempts(
+    shape: Sequence[int], active: ActiveExperts, *, refined: bool, least_memory: bool = False
+) -> list[Attempt]:
+    """Return the ways to merge a matrix, in the order in which they are to be tried.
+
+    Float32 goes first, as long as that keeps enough digits; the last one is always in float64.
+
+    Args:
+        shape: of the matrix, (o, i).
+        active: its experts.
+        refined, least_memory: see `choose_forms`.
+    """
+    rows, columns = shape
+    tasks = len(active.experts)
+    forms = choose_forms(rows, columns, tasks, refined=refined, least_memory=least_memory)
+    exact = Attempt(forms[0], torch.float64)
+    operations = COSTS[forms[0]](rows, columns, tasks, refined).operations
+    if active.dtype != torch.float32 or operations <= SMALL_SYSTEM:
+        return [exact]
+    return [*(Attempt(form, torch.float32) for form in forms), exact]
+
+
+def first_success(attempts: Sequence[Attempt], merge: Callable[[Attempt], Merged]) -> Merged:
+    """Return the merge by the first attempt that keeps enough digits.
+
+    Args:
+        attempts: in the order in which they are to be tried.
+        merge: the merge by one of them.
 
     Raises:
-        IllConditionedError: there is no factor.
+        IllConditionedError: not even the last one does.
     """
-    if not cholesky_(matrix):
-        raise IllConditionedError(float("inf"))
-    return matrix
+    *others, last = attempts
+    for attempt in others:
+        try:
+            return merge(attempt)
+        except IllConditionedError:
+            pass  # the next attempt keeps more digits; here, or its memory would stay in use
+    return merge(last)
 
 
-def factorize_within(matrix: Tensor, limit: float) -> tuple[Tensor, float]:
-    """Do what `factorize` does to a matrix of which all is valid; return its condition number, too.
-
-    Raises:
-        IllConditionedError: there is no factor, or the condition number is beyond `limit`.
-    """
-    largest = largest_eigenvalue(matrix)
-    lower = factorize(matrix)
-    condition = largest / smallest_eigenvalue(lower)
-    if not condition <= limit:  # NaN, too, is no answer
-        raise IllConditionedError(condition)
-    return lower, condition
-
-
-def prior_row(lower: Tensor, prior: Tensor) -> Tensor:
-    """Return q, (i,), with B (A + 1 cᵀ)⁻¹ = Y − (Y 1) qᵀ for Y = B A⁻¹ (Sherman and Morrison).
-
-    c is the mean row of Σ S_t, which commutes with A: 1 + cᵀA⁻¹1 is never below 1.
-
-    Args:
-        lower: the Cholesky factor of A, (i, i).
-        prior: c, (i,).
-    """
-    inverse_ones, inverse_prior = solve_(torch.stack([torch.ones_like(prior), prior]), lower)
-    return inverse_prior / (1 + prior @ inverse_ones)
-
-
-def largest_eigenvalue(*factors: Tensor, steps: int = 5) -> float:
-    """Estimate λ_max of a symmetric matrix from below by power iterations.
-
-    What comes out is nearly always at least half of it.
-
-    Args:
-        factors: one or more whose product is positive semidefinite, (n, n) each, all of them valid.
-        steps: iterations of 2 n² operations for each factor.
-    """
-    vector, value = _start(factors[0]), 0.0
-    for _ in range(steps):
-        vector = vector / torch.linalg.vector_norm(vector)
-        for factor in factors:
-            vector = vector @ factor
-        value = float(torch.linalg.vector_norm(vector))
-    return value
-
-
-def smallest_eigenvalue(lower: Tensor, steps: int = 5) -> float:
-    """Estimate λ_min of L Lᵀ by inverse iterations: from above, like `largest_eigenvalue`.
-
-    Args:
-        lower: L, (n, n), of which the lower triangle is read.
-        steps: iterations of 2 n² operations.
-    """
-    vector, value = _start(lower), 0.0
-    for _ in range(steps):
-        vector = solve_(vector / torch.linalg.vector_norm(vector), lower)
-        value = float(torch.linalg.vector_norm(vector))
-    return 1 / value if value else float("inf")
-
-
-def inverse_norm(lower: Tensor, probes: int = 8) -> float:
-    """Estimate ‖(L Lᵀ)⁻¹‖_F/√n, the root mean square eigenvalue of the inverse, by random vectors.
-
-    Args:
-        lower: L, (n, n), of which the lower triangle is read.
-        probes: how many random vectors.
-    """
-    sides = _start(lower, probes)
-    norm = torch.linalg.vector_norm(sides)
-    return float(torch.linalg.vector_norm(solve_(sides, lower)) / norm)
-
-
-def inverse_trace(lower: Tensor, probes: int = 8) -> float:
-    """Estimate tr (L Lᵀ)⁻¹ by random vectors; arguments as of `inverse_norm`."""
-    sides = _start(lower, probes)
-    return max(0.0, float((sides * solve_(sides.clone(), lower)).sum()) / probes)
-
-
-def _start(lower: Tensor, rows: int = 1) -> Tensor:
-    # The same start everywhere, and none of the global random numbers. Named devices, because
-    # mergekit's --multi-gpu merges inside of `with torch.device(…)`.
-    generator = torch.Generator("cpu").manual_seed(0)
-    shape = (rows, len(lower))
-    start = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    return start.to(lower)
-
-
-def complete_(
-    covariances: Covariances,
-    merged: Tensor,
-    prior: Tensor | None,
-    residual: tuple[Tensor, Tensor] | None,
-) -> Tensor | None:
-    """Write X over Y − C_r, in blocks of rows, and return F.
-
-    Args:
-        covariances: the estimates.
-        merged: Y − C_r, (o, i); overwritten by X.
-        prior: q, (i,); None without a structural prior.
-        residual: A, (i, i), and a, (i,); None where F is not wanted.
-
-    Returns:
-        F, (o, i), where it is wanted.
-    """
-    count = len(covariances.tasks)
-    target = None if residual is None else torch.empty_like(merged)
-    for block in blocks(*merged.shape):
-        part = merged[block]
-        first = covariances.reference_block(block)
-        if target is not None and residual is not None:
-            system, row = residual
-            beyond = covariances.buffer("beyond", *part.shape).copy_(part)  # Y − C̄
-            rest = torch.sub(row, first, alpha=covariances.ridge, out=target[block])
-            for task in covariances.others:
-                moved = covariances.difference(task, block, first)
-                beyond.sub_(moved, alpha=1 / count)
-                rest.sub_(moved, alpha=task.ridge)
-            add_product_(rest, beyond, system)
-        part.add_(first)
-        if prior is not None:
-            part.addr_(part.sum(dim=1), prior, alpha=-1)
-        if target is not None:
-            target[block].mul_(covariances.covariance_unit).add_(part)
-    return target
-
-
-def residual_row(covariances: Covariances, system: Tensor, turned: Tensor) -> Tensor:
-    """Return a, (i,), from A and Σ_{t≠r} S_t (μ_t − μ_r).
-
-    A (μ_r − μ̄) has ε̄ μ_r where S (μ_r − μ̄) − ε̄ μ̄ has none.
-    """
-    mean, reference = covariances.mean, covariances.reference_task.mean
-    return turned + system @ (reference - mean) - covariances.ridge * reference
+def solve(covariances: Covariances, form: Form, *, prior: bool, refined: bool) -> Solution:
+    """Solve the closed form in one of its forms; see `solve_primal` and the others."""
+    return SOLVERS[form](covariances, prior=prior, refined=refined)

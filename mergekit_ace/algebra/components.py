@@ -17,24 +17,33 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.adaptive import decide_branch, merge_tensor
-from mergekit_ace.algebra.closed_form import (
-    IllConditionedError,
+from mergekit_ace.algebra.covariance import Covariances, Task, estimate_covariances
+from mergekit_ace.algebra.linalg import (
+    add_gram,
+    blocks,
     factorize,
     factorize_within,
+    full_precision,
     largest_eigenvalue,
+    mirror,
+    product,
+    solve_,
 )
-from mergekit_ace.algebra.covariance import Covariances, Task, estimate_covariances
-from mergekit_ace.algebra.layouts import as_matrices, from_matrices
-from mergekit_ace.algebra.linalg import add_gram, blocks, full_precision, mirror, product, solve_
 from mergekit_ace.algebra.primal import through_gram
-from mergekit_ace.algebra.records import AceOptions, FixedLayout
+from mergekit_ace.algebra.records import AceOptions, FixedLayout, IllConditionedError
 from mergekit_ace.algebra.refinement import isotropic_component
 from mergekit_ace.algebra.relative import (
     RelativeOptions,
     estimate_relative,
     merge_tensor_relative,
 )
-from mergekit_ace.algebra.task_vectors import ActiveExperts, select_active, task_vector
+from mergekit_ace.algebra.task_vectors import (
+    ActiveExperts,
+    as_matrices,
+    from_matrices,
+    select_active,
+    task_vector,
+)
 
 CONDITION_LIMIT = 1e13  # beyond it, even a factor in float64 is noise
 Options = AceOptions | RelativeOptions

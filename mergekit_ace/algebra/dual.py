@@ -21,16 +21,19 @@ import math
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import (
-    IllConditionedError,
-    Solution,
+from mergekit_ace.algebra.covariance import Covariances
+from mergekit_ace.algebra.linalg import (
+    add_gram,
+    blocks,
     factorize,
     inverse_trace,
     largest_eigenvalue,
-    tolerance,
+    mirror,
+    rounding,
+    set_product_,
+    solve_,
 )
-from mergekit_ace.algebra.covariance import Covariances
-from mergekit_ace.algebra.linalg import add_gram, blocks, mirror, rounding, set_product_, solve_
+from mergekit_ace.algebra.records import IllConditionedError, Solution, tolerance
 from mergekit_ace.algebra.task_vectors import squared_norm
 
 CONDITION_LIMIT = {torch.float32: 1e7, torch.float64: 1e14}

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.layouts import as_matrices
 from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.records import (
     FixedLayout,
@@ -20,7 +19,7 @@ from mergekit_ace.algebra.records import (
     TensorRecord,
 )
 from mergekit_ace.algebra.spectrum import Directions, leading_directions
-from mergekit_ace.algebra.task_vectors import squared_norm, task_vector
+from mergekit_ace.algebra.task_vectors import as_matrices, squared_norm, task_vector
 
 # A histogram reaches from −REACH to REACH root mean squares of all task vectors of the tensor.
 REACH = 5.0

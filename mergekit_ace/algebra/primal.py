@@ -1,9 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The closed form through the (i, i) system A = Σ_t (S_t + ε_t I).
+"""The closed form through the (i, i) system A = Σ_t (S_t + ε_t I), in two ways.
 
 With the reference r (see `Covariances`) and the numerator B = Σ_{t≠r} (C_t − C_r)(S_t + ε_t I),
 
     Y = Σ_t C_t (S_t + ε_t I) A⁻¹ = C_r + B A⁻¹.
+
+``primal`` solves that for Y. Or, since the mixing matrices W_t = (S_t + ε_t I) A⁻¹ sum to the
+identity,
+
+    Y = Σ_t C_t W_t = C_r + Σ_{t≠r} (C_t − C_r) W_t.
+
+There, all that has o rows is formed, multiplied and forgotten in blocks. A is summed up and
+factored, and the W_t are solved for, in float64, which is cheap for (i, i) matrices. ``tall`` keeps
+all S_t, ``lean`` one, whatever T is, and forms the others once for A and once more when their turn
+comes. All else follows from Y − C_r:
+
+    X = Y − (Y 1) qᵀ,        qᵀ = cᵀA⁻¹ / (1 + cᵀA⁻¹1)        (see `prior_row`)
+    R = Σ_t Δ_t (S_t − S̄) = (Y − C̄) A − Σ_t ε_t C_t + 1 aᵀ,   F = R + X
+    a = Σ_t S_t μ_t − A μ̄ = Σ_{t≠r} S_t (μ_t − μ_r) + S (μ_r − μ̄) − ε̄ μ̄
+
+with C̄ and μ̄ the means over the T tasks. Since Y A is the numerator of Eq. 14, the residual takes
+one product whatever T is, and what a weak direction of A magnified in Y, A makes small again.
 """
 
 from __future__ import annotations
@@ -11,27 +28,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import (
-    IllConditionedError,
-    Solution,
-    complete_,
-    factorize_within,
-    inverse_norm,
-    prior_row,
-    residual_row,
-    tolerance,
-)
 from mergekit_ace.algebra.covariance import Covariances, Task
 from mergekit_ace.algebra.linalg import (
     add_gram,
     add_product_,
     blocks,
+    factorize_within,
+    inverse_norm,
     mirror,
     product,
     restore_,
     rounding,
     solve_,
 )
+from mergekit_ace.algebra.records import IllConditionedError, Solution, tolerance
 from mergekit_ace.algebra.task_vectors import squared_norm
 
 # Beyond it, even a Cholesky factor is noise.
@@ -123,3 +133,192 @@ def _add_through_rows(
     small = product(difference, centred.mT)
     add_product_(numerator, small, centred, task.scale)
     numerator.add_(difference, alpha=task.ridge)
+
+
+MIXING_LIMIT = {torch.float32: 1e7, torch.float64: 1e13}
+
+
+def solve_tall(covariances: Covariances, *, prior: bool, refined: bool) -> Solution:
+    """Solve for X, and with `refined` for F.
+
+    Needs memory for T − 1 (i, i) matrices, and one in float64, beside X; then, with `refined`, for
+    the latter and F.
+
+    Args:
+        covariances: the estimates of at least one task.
+        prior: whether the structural prior enters.
+        refined: whether F is wanted.
+
+    Raises:
+        IllConditionedError: A has no factor, a condition number beyond `MIXING_LIMIT`, or the
+            error by `_mixing_error` is beyond `tolerance`.
+    """
+    return _solve(covariances, prior, refined, kept=len(covariances.tasks) - 1)
+
+
+def solve_lean(covariances: Covariances, *, prior: bool, refined: bool) -> Solution:
+    """Solve for the same with memory for one (i, i) matrix in the place of T − 1."""
+    return _solve(covariances, prior, refined, kept=1)
+
+
+def _solve(covariances: Covariances, prior: bool, refined: bool, kept: int) -> Solution:
+    reference, others = covariances.reference_task, covariances.others
+    split = max(0, len(others) - kept)
+    forgotten, remembered = others[:split], others[split:]
+    total, matrices = _covariances(covariances, [reference, *forgotten], remembered)
+    common = total.mean(dim=0) / covariances.mean_tau if prior else None
+    total.diagonal().add_(covariances.ridge)
+    diagonal, dtype = total.diagonal().clone(), reference.mean.dtype
+    lower, condition, error = _factorize(total, dtype)
+    row = None if common is None else prior_row(lower, common).to(dtype)
+
+    merged, turned = covariances.new(*covariances.shape), covariances.new(covariances.shape[1])
+    while remembered:
+        for task, matrix in zip(remembered, matrices, strict=True):
+            turned.addmv_(matrix, task.mean - reference.mean)
+            _mix(matrix, task.ridge, lower)
+        _add_products(covariances, merged, remembered, matrices)
+        remembered, matrices = forgotten[:1], matrices[:1]
+        for task in remembered:
+            mirror(covariances.add_estimate(matrices[0].zero_(), task))
+        forgotten = forgotten[1:]
+    del matrices
+    residual = None
+    if refined:
+        system = restore_(lower, diagonal).to(dtype)
+        residual = system, residual_row(covariances, system, turned)
+    del total, lower
+    target = complete_(covariances, merged, row, residual)
+    return Solution(merged, target, condition, error)
+
+
+def _covariances(
+    covariances: Covariances, forgotten: list[Task], remembered: list[Task]
+) -> tuple[Tensor, list[Tensor]]:
+    """Return S in float64, and the S_t that are to be remembered, (i, i)."""
+    columns = covariances.shape[1]
+    total = covariances.new(columns, columns, dtype=torch.float64)
+    matrices = [covariances.new(columns, columns)]
+    for task in forgotten:
+        _widen(total, covariances.add_estimate(matrices[0].zero_(), task))
+    for t, task in enumerate(remembered):
+        if t == 0:
+            matrices[0].zero_()
+        else:
+            matrices.append(covariances.new(columns, columns))
+        _widen(total, mirror(covariances.add_estimate(matrices[t], task)))
+    return mirror(total), matrices[: len(remembered)]
+
+
+def _widen(total: Tensor, part: Tensor) -> None:
+    """Add a lower triangle to that of a wider dtype, in blocks: torch would widen it whole."""
+    for block in blocks(*total.shape):
+        total[block, : block.stop].add_(part[block, : block.stop])
+
+
+def _factorize(system: Tensor, dtype: torch.dtype) -> tuple[Tensor, float, float]:
+    """Return the factor of A, A's condition number, and the estimated error of X.
+
+    Args:
+        system: A, (i, i), in float64; overwritten.
+        dtype: of the products.
+
+    Raises:
+        IllConditionedError: see `solve_tall`.
+    """
+    size = squared_norm(system) ** 0.5
+    lower, condition = factorize_within(system, MIXING_LIMIT[dtype])
+    error = _mixing_error(size * inverse_norm(lower), len(lower), rounding(dtype))
+    if error > tolerance(condition):
+        raise IllConditionedError(condition, error)
+    return lower, condition, error
+
+
+def _mixing_error(growth: float, columns: int, unit: float) -> float:
+    """Estimate the relative error of X: only the rounding of the S_t is magnified by A⁻¹.
+
+    Args:
+        growth: ‖A‖_F ‖A⁻¹‖_F / √i.
+        columns: i; the rounding errors of larger sums even out.
+        unit: roundoff of products, see `rounding`.
+    """
+    return unit * (4 + (0.05 + 0.4 * min(1, 400 / columns)) * growth)
+
+
+def _mix(matrix: Tensor, ridge: float, lower: Tensor) -> None:
+    """Write W_t over S_t, (i, i), which is symmetric: a row of it times A⁻¹ is a row of W_t."""
+    matrix.diagonal().add_(ridge)
+    for block in blocks(*matrix.shape):
+        part = matrix[block]
+        part.copy_(solve_(part.to(lower.dtype), lower))
+
+
+def _add_products(
+    covariances: Covariances, total: Tensor, tasks: list[Task], matrices: list[Tensor]
+) -> None:
+    """Add Σ (C_t − C_r) W_t, (o, i)."""
+    for block in blocks(*total.shape):
+        first = covariances.reference_block(block)
+        for task, matrix in zip(tasks, matrices, strict=True):
+            add_product_(total[block], covariances.difference(task, block, first), matrix)
+
+
+def prior_row(lower: Tensor, prior: Tensor) -> Tensor:
+    """Return q, (i,), with B (A + 1 cᵀ)⁻¹ = Y − (Y 1) qᵀ for Y = B A⁻¹ (Sherman and Morrison).
+
+    c is the mean row of Σ S_t, which commutes with A: 1 + cᵀA⁻¹1 is never below 1.
+
+    Args:
+        lower: the Cholesky factor of A, (i, i).
+        prior: c, (i,).
+    """
+    inverse_ones, inverse_prior = solve_(torch.stack([torch.ones_like(prior), prior]), lower)
+    return inverse_prior / (1 + prior @ inverse_ones)
+
+
+def complete_(
+    covariances: Covariances,
+    merged: Tensor,
+    prior: Tensor | None,
+    residual: tuple[Tensor, Tensor] | None,
+) -> Tensor | None:
+    """Write X over Y − C_r, in blocks of rows, and return F.
+
+    Args:
+        covariances: the estimates.
+        merged: Y − C_r, (o, i); overwritten by X.
+        prior: q, (i,); None without a structural prior.
+        residual: A, (i, i), and a, (i,); None where F is not wanted.
+
+    Returns:
+        F, (o, i), where it is wanted.
+    """
+    count = len(covariances.tasks)
+    target = None if residual is None else torch.empty_like(merged)
+    for block in blocks(*merged.shape):
+        part = merged[block]
+        first = covariances.reference_block(block)
+        if target is not None and residual is not None:
+            system, row = residual
+            beyond = covariances.buffer("beyond", *part.shape).copy_(part)  # Y − C̄
+            rest = torch.sub(row, first, alpha=covariances.ridge, out=target[block])
+            for task in covariances.others:
+                moved = covariances.difference(task, block, first)
+                beyond.sub_(moved, alpha=1 / count)
+                rest.sub_(moved, alpha=task.ridge)
+            add_product_(rest, beyond, system)
+        part.add_(first)
+        if prior is not None:
+            part.addr_(part.sum(dim=1), prior, alpha=-1)
+        if target is not None:
+            target[block].mul_(covariances.covariance_unit).add_(part)
+    return target
+
+
+def residual_row(covariances: Covariances, system: Tensor, turned: Tensor) -> Tensor:
+    """Return a, (i,), from A and Σ_{t≠r} S_t (μ_t − μ_r).
+
+    A (μ_r − μ̄) has ε̄ μ_r where S (μ_r − μ̄) − ε̄ μ̄ has none.
+    """
+    mean, reference = covariances.mean, covariances.reference_task.mean
+    return turned + system @ (reference - mean) - covariances.ridge * reference

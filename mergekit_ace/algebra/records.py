@@ -146,3 +146,47 @@ def show(observe: Observer | None, stage: Stage, merged: Tensor, unit: float) ->
     """Call an observer, if there is one, with X in the unit of the weights."""
     if observe is not None:
         observe(stage, merged if unit == 1 else merged * unit)
+
+
+class IllConditionedError(ValueError):
+    """The digits at hand are not enough: A is singular or nearly so, or the result is too blurred.
+
+    Attributes:
+        condition: the estimated condition number of A; infinite where no factor exists.
+        error: the estimated relative error of the result that led to this; None where the
+            condition number alone did.
+    """
+
+    def __init__(self, condition: float, error: float | None = None):
+        super().__init__(f"the regularised covariance has condition number {condition:.1e}")
+        self.condition = condition
+        self.error = error
+
+
+def tolerance(condition: float) -> float:
+    """Return the relative error that float32 may leave in a merged task vector.
+
+    Storing a merged task vector in bfloat16 costs ten times as much.
+
+    Args:
+        condition: the condition number of A.
+    """
+    return max(2e-5, min(2e-7 * condition, 1e-3))
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The closed form of one matrix, in units of ``Covariances.unit``.
+
+    Attributes:
+        merged: X, (o, i).
+        target: F = R + X, (o, i), whose leading directions the refinement adds (Eq. 16); None
+            where it was not asked for.
+        condition: estimated condition number of A.
+        error: estimated relative error of X and F.
+    """
+
+    merged: Tensor
+    target: Tensor | None
+    condition: float
+    error: float

@@ -33,7 +33,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from mergekit_ace.algebra.choose import Attempt, choose_attempts, first_success, solve
+from mergekit_ace.algebra.closed_form import Attempt, choose_attempts, first_success, solve
 from mergekit_ace.algebra.covariance import (
     Covariances,
     Task,
@@ -41,7 +41,6 @@ from mergekit_ace.algebra.covariance import (
     choose_reference,
     choose_unit,
 )
-from mergekit_ace.algebra.layouts import by_layout, resolve_layout
 from mergekit_ace.algebra.linalg import add_gram, blocks, full_precision
 from mergekit_ace.algebra.records import (
     MatrixRecord,
@@ -54,8 +53,10 @@ from mergekit_ace.algebra.records import (
 )
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
+    by_layout,
     merge_mean,
     merge_trivial,
+    resolve_layout,
     select_active,
     squared_norm,
 )

@@ -1,20 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`merge_method: ace`."""
+"""`merge_method: ace`, and what it shares with other methods by ridge regression."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from pydantic import BaseModel
+from torch import Tensor
+
 from mergekit_ace.algebra.adaptive import merge_tensor
-from mergekit_ace.algebra.records import AceOptions
-from mergekit_ace.methods.base import Citation, method_spec
+from mergekit_ace.algebra.closed_form import COSTS, choose_forms
+from mergekit_ace.algebra.linalg import LARGEST_BLOCK
+from mergekit_ace.algebra.records import AceOptions, IllConditionedError, Observer
+from mergekit_ace.methods.base import (
+    Citation,
+    Merged,
+    TaskVectorMethod,
+    Work,
+    matrices_in,
+    method_spec,
+)
+from mergekit_ace.methods.inputs import TensorSettings, describe
+from mergekit_ace.methods.lookup import component_coefficients
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
     LAYOUT,
     TASK,
     WEIGHT,
     option_parameters,
+    options_from,
 )
-from mergekit_ace.methods.ridge import RidgeMethod
 
+BLOCKS = 6 * LARGEST_BLOCK * 4  # bytes, beside what the forms count
 ACE_CITATION = Citation(
     key="xu2026ace",
     authors="Xu, Bo and Wu, Haotian and Lin, Hehai and Huang, Weiquan and Zhu, Beier and Shu, Yao "
@@ -24,6 +42,82 @@ ACE_CITATION = Citation(
     arxiv="2603.02945",
     booktitle="Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition",
 )
+
+
+class RidgeMethod(TaskVectorMethod):
+    """A method that solves a ridge regression per matrix, of any number of experts.
+
+    Attributes:
+        options_class: its options, whose fields are parameters beside ``weight``, ``layout``,
+            ``coefficients`` and ``task``.
+        merge_versions: the merge of one tensor, with the arguments of `merge_tensor`.
+        refines: whether a refinement may follow.
+        ill_conditioned: what to do where a matrix cannot be solved.
+    """
+
+    options_class: ClassVar[type[BaseModel]]
+    merge_versions: ClassVar[Callable[..., Merged]]
+    refines: ClassVar[bool] = False
+    remedy = ", a smaller lambda or a larger epsilon"
+    ill_conditioned: ClassVar[str] = "Raise `epsilon` for this tensor (by a filter) or for all."
+
+    def merge(
+        self,
+        tensors: Sequence[Tensor],
+        settings: TensorSettings,
+        *,
+        least_memory: bool = False,
+        observe: Observer | None = None,
+    ) -> Merged:
+        return self.merge_versions(
+            tensors[0],
+            tensors[1:],
+            self.weights(settings),
+            options_from(self.options_class, settings.parameters),
+            settings.layout,
+            settings.coefficients,
+            least_memory=least_memory,
+            observe=observe,
+        )
+
+    def learned_coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
+        options = options_from(self.options_class, settings.parameters)
+        return component_coefficients(self.spec.name, options, settings)
+
+    def weights(self, settings: TensorSettings) -> list[float]:
+        """Return w_t; 0 of all experts for a tensor that training left out, as the base has it."""
+        left_out = settings.coefficients is not None and not any(settings.coefficients)
+        return [0.0] * len(settings.experts) if left_out else settings.weights
+
+    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
+        """Return the cost of the forms that would be chosen, if all experts changed the tensor."""
+        found = matrices_in(shape, settings.layout)
+        if found is None or experts < 2:
+            return super().work(settings, shape, experts)
+        count, *matrix = found
+        cases = (False, self.refines)
+        forms = [choose_forms(*matrix, experts, refined=refined)[0] for refined in cases]
+        costs = [COSTS[f](*matrix, experts, r) for f, r in zip(forms, cases, strict=True)]
+        extra = [self.extra_operations(*matrix, experts, refined) for refined in cases]
+        low, high = (c.operations + e for c, e in zip(costs, extra, strict=True))
+        return Work(
+            operations=(count * low, count * high),
+            moved=(count * costs[0].bytes, count * costs[1].bytes),
+            working=int(max(cost.memory for cost in costs)) + BLOCKS,
+            form=(forms[0], forms[1]),
+        )
+
+    def extra_operations(self, rows: int, columns: int, experts: int, refined: bool) -> float:
+        """Return the operations beside the closed form for a matrix (o, i)."""
+        return 0.0
+
+    def explain(self, error: Exception, settings: TensorSettings) -> str:
+        if not isinstance(error, IllConditionedError):
+            return super().explain(error, settings)
+        return (
+            f"{self.spec.name}: {describe(settings.name)} cannot be merged: {error}, too much to "
+            f"be solved even in float64. {self.ill_conditioned}"
+        )
 
 
 class AceMerge(RidgeMethod):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mergekit_ace.algebra.records import RelativeLayout
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
-from mergekit_ace.methods.ace import ACE_CITATION
+from mergekit_ace.methods.ace import ACE_CITATION, RidgeMethod
 from mergekit_ace.methods.base import method_spec
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
@@ -16,7 +16,6 @@ from mergekit_ace.methods.parameters import (
     WEIGHT,
     option_parameters,
 )
-from mergekit_ace.methods.ridge import RidgeMethod
 
 RELATIVE_LAYOUT = replace(
     LAYOUT,

@@ -28,8 +28,13 @@ from mergekit.merge_methods.base import (
 )
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import IllConditionedError
-from mergekit_ace.algebra.records import FixedLayout, MatrixRecord, Observer, TensorRecord
+from mergekit_ace.algebra.records import (
+    FixedLayout,
+    IllConditionedError,
+    MatrixRecord,
+    Observer,
+    TensorRecord,
+)
 from mergekit_ace.algebra.task_vectors import squared_norm, task_vector
 from mergekit_ace.methods.architecture import is_transposed, stored_layout
 from mergekit_ace.methods.inputs import (

@@ -12,9 +12,8 @@ from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from mergekit_ace.algebra.closed_form import IllConditionedError
 from mergekit_ace.algebra.components import split_tensor
-from mergekit_ace.algebra.records import FixedLayout
+from mergekit_ace.algebra.records import FixedLayout, IllConditionedError
 from mergekit_ace.files import save_tensors
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.training.config import TrainConfig

@@ -16,10 +16,15 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.covariance import choose_unit
-from mergekit_ace.algebra.layouts import by_layout
 from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.records import MatrixRecord, Observer, show
-from mergekit_ace.algebra.task_vectors import merge_mean, merge_trivial, select_active, task_vector
+from mergekit_ace.algebra.task_vectors import (
+    by_layout,
+    merge_mean,
+    merge_trivial,
+    select_active,
+    task_vector,
+)
 from mergekit_ace.methods.base import Merged, TaskVectorMethod, Work, matrices_in
 from mergekit_ace.methods.inputs import TensorSettings
 
