@@ -93,3 +93,32 @@ def test_the_plain_transcription(example, rng, heterogeneous):
     switch = "always" if heterogeneous else "never"
     expected = naive_ace(base, experts, adaptive_normalization=switch, spectral_refinement=switch)
     torch.testing.assert_close(merged, expected)
+
+
+@pytest.mark.parametrize("branch", ["homogeneous", "heterogeneous"])
+def test_kernels(run, tmp_path, branch):
+    small = ["--divide", 64, "--rounds", 1, "--json", tmp_path / "kernels.json"]
+    shown = run("benchmark", "kernels", *small, "--branch", branch)
+    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
+    assert [(row["rows"], row["columns"]) for row in rows] == [
+        (32, 32),
+        (8, 32),
+        (128, 32),
+        (32, 128),
+    ]
+    assert all(row["speedup"] > 0 and row["over_bound"] > 0 for row in rows)
+    assert "all together" in shown
+
+
+def test_bound(run):
+    shown = run("benchmark", "bound", "--divide", 64, "--rounds", 1)
+    rates = [line.split()[-1] for line in shown.splitlines()[1:]]
+    assert len(rates) == 13
+    assert all(float(rate) >= 0 for rate in rates)
+
+
+def test_estimates(run):
+    shown = run("benchmark", "estimates", "--divide", 4)
+    lines = [line.split() for line in shown.splitlines()[2:]]
+    assert len(lines) == 15
+    assert {line[0] for line in lines} == {"primal", "tall", "dual"}

@@ -87,6 +87,7 @@ def family(
 def time_matrix(
     model: str,
     shape: tuple[int, int],
+    count: int,
     experts: int,
     heterogeneous: bool,
     rounds: int,
@@ -122,7 +123,7 @@ def time_matrix(
         model=model,
         rows=shape[0],
         columns=shape[1],
-        count=MODELS[model][shape],
+        count=count,
         experts=experts,
         heterogeneous=heterogeneous,
         form=record.form,
@@ -189,6 +190,7 @@ def main() -> None:
     parser.add_argument("--branch", nargs="+", choices=["homogeneous", "heterogeneous"])
     parser.add_argument("--rounds", type=int, default=3, help="0: a single one, not warmed up")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--divide", type=int, default=1, help="sides of all matrices by that")
     parser.add_argument("--no-plain", action="store_true", help="leave the plain one out")
     parser.add_argument("--json", help="write the figures there")
     arguments = parser.parse_args()
@@ -204,10 +206,11 @@ def main() -> None:
             for branch in arguments.branch or ["homogeneous", "heterogeneous"]:
                 print(f"{model}, {experts} experts, {branch}")
                 group = []
-                for shape in MODELS[model]:
+                for shape, count in MODELS[model].items():
                     row = time_matrix(
                         model,
-                        shape,
+                        (shape[0] // arguments.divide, shape[1] // arguments.divide),
+                        count,
                         experts,
                         branch == "heterogeneous",
                         arguments.rounds,
