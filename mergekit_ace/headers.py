@@ -41,7 +41,7 @@ class TensorHeader:
 
     @property
     def entries(self) -> int:
-        """How many there are."""
+        """The number of entries."""
         count = 1
         for length in self.shape:
             count *= length
@@ -49,7 +49,7 @@ class TensorHeader:
 
     @property
     def bytes(self) -> int:
-        """What it takes on disk."""
+        """The bytes on disk."""
         return self.entries * ITEM_SIZES.get(self.dtype, 4)
 
 

@@ -13,7 +13,7 @@ _INPUT = re.compile(r"embed|shared|patch|(^|\.)(wte|wpe|cls_token|class_token|st
 
 
 def block_of(name: str) -> str:
-    """The block that a tensor belongs to: `model.layers.11`, or its module outside of blocks.
+    """Return the block of a tensor: `model.layers.11`, or its module outside of blocks.
 
     Args:
         name: of a tensor, in memory or on disk, such as `model.layers.11.mlp.up_proj.weight`.
@@ -25,7 +25,7 @@ def block_of(name: str) -> str:
 
 
 def within_block(name: str) -> str:
-    """What is left of a name without its block: `.mlp.up_proj.weight`, the same in every block.
+    """Return a name without its block: `.mlp.up_proj.weight`, the same in every block.
 
     A name outside of blocks is returned as it is.
     """
@@ -45,7 +45,7 @@ def natural_order(name: str) -> list[tuple[bool, int, str]]:
 
 
 def relative_depths(names: Iterable[str]) -> dict[str, float]:
-    """Relative depth of every tensor of a network, from 0 (its input) to 1 (its output).
+    """Return the relative depth of every tensor, from 0 (the input) to 1 (the output).
 
     Block b of a stack of B blocks, counted from 0, stands at (b + 1) / (B + 1); embeddings at 0,
     and whatever else is outside of the stacks (final norms, heads) at 1. An encoder and a decoder
@@ -77,13 +77,13 @@ def _position(name: str) -> tuple[str, int] | None:
 
 
 def layer_of(name: str) -> int | None:
-    """The number of a tensor's layer in its stack, from 0; None outside of stacks."""
+    """Return the number of a tensor's layer in its stack, from 0; None outside of stacks."""
     position = _position(name)
     return position[1] if position else None
 
 
 def stack_size(name: str, names: Iterable[str]) -> int:
-    """How many layers the stack of a tensor has; 0 outside of stacks, or if `names` lacks it.
+    """Return how many layers the stack of a tensor has; 0 outside of stacks, or if unknown.
 
     Args:
         name: of the tensor.

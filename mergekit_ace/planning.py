@@ -43,12 +43,12 @@ class PlannedTensor:
 
     @property
     def name(self) -> str:
-        """Of the tensor that is written."""
+        """The name of the tensor that is written."""
         return self.task.output_weight.name
 
     @property
     def gather(self) -> GatherTensors:
-        """What it is read from; embeddings may be aligned afterwards."""
+        """The task that reads it; embeddings may be aligned afterwards."""
         task = self.task.gather_tensors
         return getattr(task, "gather_tensors", task)
 

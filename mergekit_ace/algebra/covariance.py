@@ -49,7 +49,7 @@ class Task:
     gram: Tensor | None = None
 
     def centred(self, rows: slice = ALL, columns: slice = ALL, out: Tensor | None = None) -> Tensor:
-        """C_t = Δ_t − 1 μ_tᵀ there, formed anew in the dtype of μ_t: the caller may write to it.
+        """Form C_t = Δ_t − 1 μ_tᵀ there, anew in the dtype of μ_t: the caller may write to it.
 
         Args:
             rows, columns: which part.
@@ -96,17 +96,17 @@ class Covariances:
     _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def unweighted(self) -> Covariances:
-        """The same estimates with all coefficients 1."""
+        """Return the same estimates with all coefficients 1."""
         tasks = tuple(replace(task, coefficient=1.0) for task in self.tasks)
         return replace(self, tasks=tasks)
 
     def column_blocks(self) -> Iterator[slice]:
-        """Blocks of columns of a task vector."""
+        """Iterate over blocks of columns of a task vector."""
         rows, columns = self.shape
         return blocks(columns, rows)
 
     def buffer(self, name: str, rows: int, columns: int) -> Tensor:
-        """Room for a block, (rows, columns), the same memory for the same name.
+        """Return room for a block, (rows, columns), the same memory for the same name.
 
         Fresh memory comes from the system page by page, which takes as long as what is done on it.
         """
@@ -126,12 +126,12 @@ class Covariances:
         return [task for t, task in enumerate(self.tasks) if t != self.reference]
 
     def reference_block(self, block: slice) -> Tensor:
-        """λ_r C_r in a block of rows, in a buffer of its own."""
+        """Form λ_r C_r in a block of rows, in a buffer of its own."""
         room = self.buffer("reference", block.stop - block.start, self.shape[1])
         return _times(self.reference_task.centred(block, out=room), self.reference_task.coefficient)
 
     def difference(self, task: Task, block: slice, first: Tensor) -> Tensor:
-        """λ_t C_t − λ_r C_r in a block of rows, where the latter is `first`; in another buffer."""
+        """Form λ_t C_t − λ_r C_r in a block of rows, in another buffer; the latter is `first`."""
         part = task.centred(block, out=self.buffer("task", *first.shape))
         return _times(part, task.coefficient).sub_(first)
 
@@ -163,7 +163,7 @@ class Covariances:
         return rows, columns
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Zeros in the dtype of the products, unless in another, where the tensors are."""
+        """Return zeros in the dtype of the products, unless in another, where the tensors are."""
         mean = self.tasks[0].mean
         return torch.zeros(*shape, dtype=dtype or mean.dtype, device=mean.device)
 
@@ -176,7 +176,7 @@ def estimate_covariances(
     normalized: bool,
     dtype: torch.dtype,
 ) -> Covariances:
-    """The estimates of the active experts of one matrix.
+    """Estimate the covariances of the active experts of one matrix.
 
     Args:
         base: W0, (o, i).
@@ -226,7 +226,7 @@ def _times(part: Tensor, coefficient: float) -> Tensor:
 
 
 def choose_reference(tasks: Sequence[tuple[float, float]]) -> int:
-    """Which task the others are compared with, see `Covariances`.
+    """Return the index of the task that the others are compared with, see `Covariances`.
 
     Args:
         tasks: weight and τ_t of each.
@@ -239,7 +239,7 @@ def choose_reference(tasks: Sequence[tuple[float, float]]) -> int:
 
 
 def choose_unit(active: ActiveExperts, entries: int) -> float:
-    """1, or the power of two nearest to the root mean square entry: exact to divide by."""
+    """Return 1, or the power of two nearest to the root mean square entry: exact to divide by."""
     total = math.log2(math.fsum(active.tau))
     exponent = round((total - math.log2(len(active.experts) * entries)) / 2)
     return 1.0 if abs(exponent) <= PLAIN_EXPONENT else 2.0**exponent
@@ -248,7 +248,7 @@ def choose_unit(active: ActiveExperts, entries: int) -> float:
 def centred_trace(
     expert: Tensor, base: Tensor, moments: Moments, unit: float, dtype: torch.dtype
 ) -> float:
-    """tr(G_t) = ‖C_t‖_F² = τ_t − o‖μ_t‖², in units of unit²."""
+    """Return tr(G_t) = ‖C_t‖_F² = τ_t − o‖μ_t‖², in units of unit²."""
     mean = moments.mean / unit
     trace = moments.tau / unit**2 - len(base) * float(mean.square().sum())
     if trace > 1e-2 * moments.tau / unit**2:
@@ -259,7 +259,7 @@ def centred_trace(
 
 
 def _ridge(options: AceOptions, trace: float, columns: int, unit: float, normalized: bool) -> float:
-    """ε_t before the weight, for a trace in units of unit² (Eqs. 9-10)."""
+    """Return ε_t before the weight, for a trace in units of unit² (Eqs. 9-10)."""
     if options.epsilon_scale == "relative":  # ε times the mean eigenvalue tr(S_t)/i
         return options.epsilon * (1.0 if normalized else trace) / columns
     return options.epsilon / unit**2 / (trace if normalized else 1.0)

@@ -192,7 +192,7 @@ def merge_relative(
 def estimate_relative(
     base: Tensor, active: ActiveExperts, options: RelativeOptions, *, dtype: torch.dtype
 ) -> tuple[Covariances, tuple[float, ...]]:
-    """The estimates of the active experts of one matrix, and w_t per expert, of sum 1.
+    """Estimate the covariances of one matrix, and w_t per expert, of sum 1.
 
     Args:
         base: W0, (o, i).
@@ -242,7 +242,7 @@ def estimate_relative(
 
 
 def gram_norm(task: Task) -> tuple[float, Tensor | None]:
-    """‖C_tᵀC_t‖_F² = ‖C_tC_tᵀ‖_F², through the smaller of the two; the first where it is that."""
+    """Return ‖C_tᵀC_t‖_F² through the smaller of the squares, and that matrix if it is (i, i)."""
     rows, columns = task.base.shape
     holder = Covariances((task,), 0, task.unit, 1.0, (), 1.0)
     through_columns = columns <= rows

@@ -29,7 +29,7 @@ def resolve_layout(
     transposed: bool = False,
     table: bool = False,
 ) -> FixedLayout:
-    """The layout that a tensor of `ndim` axes gets.
+    """Return the layout that a tensor of `ndim` axes gets.
 
     Args:
         layout: as configured. What does not fit the tensor's axes falls back to ``mean``, so that
@@ -84,7 +84,7 @@ def by_layout(
 
 
 def as_matrices(tensor: Tensor, layout: FixedLayout) -> tuple[Tensor, ...]:
-    """The matrices (o, i) of a tensor, as views where strides allow."""
+    """Return the matrices (o, i) of a tensor, as views where strides allow."""
     if layout == "flattened":
         return (tensor.flatten(start_dim=1),)
     if layout == "transposed":
@@ -93,7 +93,7 @@ def as_matrices(tensor: Tensor, layout: FixedLayout) -> tuple[Tensor, ...]:
 
 
 def from_matrices(parts: Sequence[Tensor], shape: torch.Size, layout: FixedLayout) -> Tensor:
-    """The inverse of `as_matrices`; the parts may differ in dtype, the widest one wins."""
+    """Invert `as_matrices`; the parts may differ in dtype, the widest one wins."""
     widest = parts[0].dtype
     for part in parts[1:]:
         widest = torch.promote_types(widest, part.dtype)
@@ -110,7 +110,7 @@ T = TypeVar("T")
 
 
 def task_vector(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
-    """Δ = W − W0, subtracted in `dtype`.
+    """Form Δ = W − W0 in `dtype`.
 
     Two bfloat16 tensors are first widened: their difference rarely fits bfloat16's eight bits.
 
@@ -136,7 +136,7 @@ class Moments:
 
 
 def measure(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Moments:
-    """τ and μ of one task vector, in one sweep over blocks of its first axis.
+    """Measure τ and μ of one task vector, in one sweep over blocks of its first axis.
 
     Args:
         expert, base: W and W0, of one shape.
@@ -158,7 +158,7 @@ def measure(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Moments:
 
 
 def squared_norm(tensor: Tensor) -> float:
-    """‖X‖_F² of a tensor of any shape and size of entries.
+    """Return ‖X‖_F² of a tensor of any shape and size of entries.
 
     Row by row in the tensor's own dtype, summed in float64: thirty times as fast as float64
     throughout, which is taken where squares leave the range of float32.
@@ -203,7 +203,7 @@ class ActiveExperts:
         return tuple(moments.tau for moments in self.moments)
 
     def spread(self, values: Sequence[T], absent: T) -> tuple[T, ...]:
-        """`values` of the active experts at their places among all experts given."""
+        """Return values of the active experts at their places among all experts given."""
         spread = [absent] * len(self.all_tau)
         for position, value in zip(self.positions, values, strict=True):
             spread[position] = value
@@ -273,7 +273,7 @@ class Heterogeneity:
 
 
 def measure_heterogeneity(tau: Sequence[float]) -> Heterogeneity:
-    """The statistics for τ_t > 0 of at least two experts."""
+    """Return both statistics for τ_t > 0 of at least two experts."""
     logs = [math.log(value) for value in tau]
     mean = math.fsum(logs) / len(logs)
     variance = math.fsum((value - mean) ** 2 for value in logs) / (len(logs) - 1)
@@ -284,7 +284,7 @@ def measure_heterogeneity(tau: Sequence[float]) -> Heterogeneity:
 
 
 def merge_linear(base: Tensor, experts: Sequence[Tensor], coefficients: Sequence[float]) -> Tensor:
-    """θ_0 + Σ_k λ_k (θ_k − θ_0) in float32, or in float64 where the tensors are.
+    """Return θ_0 + Σ_k λ_k (θ_k − θ_0) in float32, or in float64 where the tensors are.
 
     The task vectors are summed before the base is added, so that the sum is rounded by its own
     size. With all coefficients 0 the result is `base` itself, uncast; with a single one that is 1
@@ -310,7 +310,7 @@ def merge_linear(base: Tensor, experts: Sequence[Tensor], coefficients: Sequence
 def merge_trivial(
     base: Tensor, active: ActiveExperts, scale: float
 ) -> tuple[Tensor, MatrixRecord] | None:
-    """The merge of fewer than two active experts; None where there are more.
+    """Merge fewer than two active experts; return None where there are more.
 
     Where nobody changed the tensor it is `base` itself, uncast. Where one expert did, it is
     W0 + λ λ_t Δ: with one task the minimiser of Eq. 2 is that expert, whatever its covariance.
@@ -329,7 +329,7 @@ def merge_trivial(
 
 
 def merge_mean(base: Tensor, active: ActiveExperts, scale: float) -> tuple[Tensor, MatrixRecord]:
-    """W0 + λ · Σ_t λ_t w_t Δ_t / Σ_t w_t, the rule for everything that is not a matrix.
+    """Return W0 + λ · Σ_t λ_t w_t Δ_t / Σ_t w_t, the rule for all that is not a matrix.
 
     Args:
         base: W0, any shape.

@@ -117,7 +117,7 @@ class Checkpoint:
 
     @property
     def bytes(self) -> int:
-        """Of all tensors."""
+        """The bytes of all tensors."""
         return sum(header.bytes for header in self.headers.values())
 
 

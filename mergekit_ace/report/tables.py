@@ -114,7 +114,7 @@ class Report:
 
     @cached_property
     def versions(self) -> dict[str, str]:
-        """Of the packages that wrote the report; the last line's, empty if it does not say."""
+        """The versions of the packages that wrote the report; empty if it does not say."""
         return self.lines[-1].get("versions", {}) if self.lines else {}
 
     @cached_property
