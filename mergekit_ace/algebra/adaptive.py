@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -88,17 +89,15 @@ def merge_tensor(
     options = options or AceOptions()
     weights = weights if weights is not None else [1.0] * len(experts)
 
-    def matrix(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        return merge_matrix(
-            base,
-            experts,
-            weights,
-            options,
-            observe,
-            coefficients,
-            least_memory=least_memory,
-            attempts=attempts,
-        )
+    matrix = partial(
+        merge_matrix,
+        weights=weights,
+        options=options,
+        observe=observe,
+        coefficients=coefficients,
+        least_memory=least_memory,
+        attempts=attempts,
+    )
 
     def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
         own = coefficients and coefficients[: len(experts)]

@@ -58,7 +58,7 @@ def solve_dual(covariances: Covariances, *, prior: bool, refined: bool) -> Solut
     size = squared_norm(merged) ** 0.5 or math.inf  # all coefficients may be 0
     error = _error(growth / size, spread / size, condition, rounding(merged.dtype))
     if error > tolerance(condition):
-        raise IllConditionedError(condition)
+        raise IllConditionedError(condition, error)
     return Solution(merged, target, condition, error)
 
 

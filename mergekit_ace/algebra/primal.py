@@ -44,8 +44,9 @@ from mergekit_ace.algebra.linalg import (
 from mergekit_ace.algebra.records import IllConditionedError, Solution, tolerance
 from mergekit_ace.algebra.task_vectors import squared_norm
 
-# Beyond it, even a Cholesky factor is noise.
+# Beyond these, even a Cholesky factor is noise; mixing matrices are solved for in float64.
 CONDITION_LIMIT = {torch.float32: 5e4, torch.float64: 1e13}
+MIXING_LIMIT = {torch.float32: 1e7, torch.float64: 1e13}
 
 
 def solve_primal(covariances: Covariances, *, prior: bool, refined: bool) -> Solution:
@@ -76,7 +77,7 @@ def solve_primal(covariances: Covariances, *, prior: bool, refined: bool) -> Sol
     size, unit = squared_norm(numerator) ** 0.5, rounding(numerator.dtype)
     error = _error(growth / size if size else 0.0, unit)  # all coefficients may be 0
     if error > tolerance(condition):
-        raise IllConditionedError(condition)
+        raise IllConditionedError(condition, error)
     return Solution(numerator, target, condition, error)
 
 
@@ -133,9 +134,6 @@ def _add_through_rows(
     small = product(difference, centred.mT)
     add_product_(numerator, small, centred, task.scale)
     numerator.add_(difference, alpha=task.ridge)
-
-
-MIXING_LIMIT = {torch.float32: 1e7, torch.float64: 1e13}
 
 
 def solve_tall(covariances: Covariances, *, prior: bool, refined: bool) -> Solution:

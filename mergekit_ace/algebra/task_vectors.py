@@ -18,6 +18,7 @@ from torch import Tensor
 from mergekit_ace.algebra.linalg import blocks
 from mergekit_ace.algebra.records import FixedLayout, MatrixRecord, RelativeLayout, TensorRecord
 
+T = TypeVar("T")
 MatrixRule = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, MatrixRecord]]
 
 
@@ -104,9 +105,6 @@ def from_matrices(parts: Sequence[Tensor], shape: torch.Size, layout: FixedLayou
     if layout == "transposed":
         stacked = stacked.mT
     return stacked.reshape(shape)
-
-
-T = TypeVar("T")
 
 
 def task_vector(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
