@@ -4,9 +4,9 @@
     python examples/benchmark/estimates.py
 
 solves families of five kinds, over sizes and condition numbers, in float32 and in float64 and holds
-the error that a form estimates against the one that it has. The constants in the `_error` functions
-of `mergekit_ace/algebra/{primal,mixing,dual}.py` were chosen by this table: an estimate should not
-be below the error, and not far above it, or float64 is taken without need.
+the error that a form estimates against the one that it has. The constants of these estimates, in
+`mergekit_ace/algebra/primal.py` and `dual.py`, were chosen by this table: an estimate should not be
+below the error, and not far above it, or float64 is taken without need.
 """
 
 from __future__ import annotations

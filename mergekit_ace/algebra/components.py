@@ -180,6 +180,7 @@ def _through_rows(covariances: Covariances, prior: bool, dtype: torch.dtype) -> 
     size = len(stack)
     system = add_gram(covariances.new(size, size), stack)
     squares = [slice(start, start + rows) for start in range(0, size, rows)]
+    level = float(system.trace()) / size
     numerators = []
     for task, own in zip(covariances.tasks, squares, strict=True):
         numerator = covariances.new(rows, size)
@@ -187,7 +188,7 @@ def _through_rows(covariances: Covariances, prior: bool, dtype: torch.dtype) -> 
         numerator[:, own].diagonal().add_(task.ridge)
         numerators.append(numerator.div_(task.scale**0.5))
         if covariances.centred:  # M is zero along the indicator of a task: see `dual`
-            system[own, own] += float(system.trace()) / size / rows
+            system[own, own] += level / rows
     system.diagonal().add_(covariances.ridge)
     condition = largest_eigenvalue(mirror(system)) / covariances.ridge
     if not condition <= CONDITION_LIMIT:
@@ -228,15 +229,15 @@ class _Estimate:
 
 def _residual(covariances: Covariances) -> Tensor:
     """Return R = Σ_t (Δ_t − D/T) S_t − ε̄ D/T with D = Σ_t Δ_t, (o, i), in the unit of F."""
-    rows, columns = covariances.shape
-    count = len(covariances.tasks)
-    total = covariances.new(rows, columns)
-    for turn, task in enumerate(covariances.tasks):
+    mean = covariances.new(*covariances.shape)  # D/T
+    for task in covariances.tasks:
+        for block in blocks(*mean.shape):
+            mean[block].add_(task.centred(block).add_(task.mean))
+    mean.div_(len(covariances.tasks))
+    total = mean * -covariances.ridge
+    for task in covariances.tasks:
         estimate = _Estimate(covariances, task)
-        for block in blocks(rows, columns):
-            deltas = [other.centred(block).add_(other.mean) for other in covariances.tasks]
-            mean = sum(deltas) / count
-            total[block] += estimate.times(deltas[turn] - mean)
-            if turn == 0:
-                total[block].sub_(mean, alpha=covariances.ridge)
+        for block in blocks(*mean.shape):
+            beyond = task.centred(block).add_(task.mean).sub_(mean[block])
+            total[block].add_(estimate.times(beyond))
     return total.mul_(covariances.covariance_unit)

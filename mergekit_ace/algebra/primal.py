@@ -137,7 +137,7 @@ def _add_through_rows(
 
 
 def solve_tall(covariances: Covariances, *, prior: bool, refined: bool) -> Solution:
-    """Solve for X, and with `refined` for F.
+    """Solve by mixing matrices, all kept at once, for X, and with `refined` for F.
 
     Needs memory for T − 1 (i, i) matrices, and one in float64, beside X; then, with `refined`, for
     the latter and F.
@@ -151,15 +151,15 @@ def solve_tall(covariances: Covariances, *, prior: bool, refined: bool) -> Solut
         IllConditionedError: A has no factor, a condition number beyond `MIXING_LIMIT`, or the
             error by `_mixing_error` is beyond `tolerance`.
     """
-    return _solve(covariances, prior, refined, kept=len(covariances.tasks) - 1)
+    return _solve_by_mixing(covariances, prior, refined, kept=len(covariances.tasks) - 1)
 
 
 def solve_lean(covariances: Covariances, *, prior: bool, refined: bool) -> Solution:
-    """Solve for the same with memory for one (i, i) matrix in the place of T − 1."""
-    return _solve(covariances, prior, refined, kept=1)
+    """Solve as `solve_tall` with memory for one (i, i) matrix in the place of T − 1."""
+    return _solve_by_mixing(covariances, prior, refined, kept=1)
 
 
-def _solve(covariances: Covariances, prior: bool, refined: bool, kept: int) -> Solution:
+def _solve_by_mixing(covariances: Covariances, prior: bool, refined: bool, kept: int) -> Solution:
     reference, others = covariances.reference_task, covariances.others
     split = max(0, len(others) - kept)
     forgotten, remembered = others[:split], others[split:]

@@ -101,7 +101,7 @@ class MatrixRecord:
         share: of ``ace_relative``: 1 / ‖Δ_t Σ_t^½‖² times w_t, divided by their sum; None for an
             expert that is not in use.
         rank: k of the refinement; sigma_iso: its strength.
-        form: how the closed form was computed, see `forms.choose_forms`.
+        form: how the closed form was computed, see `closed_form.choose_forms`.
         condition: estimated condition number of A.
         precision: dtype of the sums and the solve.
     """

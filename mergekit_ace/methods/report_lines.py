@@ -15,7 +15,7 @@ from mergekit_ace.files import package_versions
 from mergekit_ace.methods.inputs import TensorSettings
 
 # Whose versions are in a report.
-PACKAGES = ("mergekit", "mergekit-ace", "torch")
+REPORTED_PACKAGES = ("mergekit", "mergekit-ace", "torch")
 _LOCK = threading.Lock()  # --multi-gpu merges tensors side by side
 
 
@@ -56,7 +56,7 @@ def line_head(
         "layout": layout,
         "models": settings.models,
         "seconds": round(seconds, 6),
-        "versions": package_versions(*PACKAGES),
+        "versions": package_versions(*REPORTED_PACKAGES),
     }
     if settings.coefficients is not None:
         line["coefficients"] = list(settings.coefficients)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from mergekit_ace.files import package_versions, write_text
 from mergekit_ace.headers import read_file_header
 from mergekit_ace.methods.base import TaskVectorMethod
-from mergekit_ace.methods.report_lines import PACKAGES
+from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
 from mergekit_ace.planning import read_merge_config
 from mergekit_ace.report.figures import COLORS
 from mergekit_ace.report.jsonl import Line, ReportError, read_lines
@@ -198,7 +198,7 @@ def _provenance(
     hashes: Mapping[str, str | None],
     seed: int | None,
 ) -> str:
-    used = report.versions or package_versions(*PACKAGES)
+    used = report.versions or package_versions(*REPORTED_PACKAGES)
     listed = ", ".join(f"{name} {number}" for name, number in used.items())
     rows = ["| | |", "|---|---|", f"| versions | {listed} |", f"| seed | {_seed(config, seed)} |"]
     for model, digest in hashes.items():
