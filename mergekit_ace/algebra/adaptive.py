@@ -12,7 +12,13 @@ from functools import partial
 
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import Attempt, choose_attempts, first_success, solve
+from mergekit_ace.algebra.closed_form import (
+    Attempt,
+    choose_attempts,
+    first_success,
+    solve,
+    solve_above_floor,
+)
 from mergekit_ace.algebra.covariance import estimate_covariances
 from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.records import (
@@ -24,6 +30,7 @@ from mergekit_ace.algebra.records import (
     show,
 )
 from mergekit_ace.algebra.refinement import refine
+from mergekit_ace.algebra.ridge_floor import amplification
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     Heterogeneity,
@@ -204,8 +211,15 @@ def _merge(
         return merge_mean(base, active, options.scale)
     prior, refined = options.structural_prior, branch.rank > 0
     weighted = any(task.coefficient != 1 for task in covariances.tasks)
-    solution = solve(covariances, attempt.form, prior=prior, refined=refined and not weighted)
+    covariances, solution = solve_above_floor(
+        covariances,
+        attempt.form,
+        options.ridge_floor,
+        prior=prior,
+        refined=refined and not weighted,
+    )
     merged, strength = solution.merged, None
+    size = amplification(merged, covariances)
     show(observe, "closed form", merged, covariances.unit)
     if refined:
         plain = solution
@@ -227,6 +241,8 @@ def _merge(
         normalized=branch.normalized,
         refined=refined,
         epsilon=active.spread(covariances.epsilon, None),
+        ridge=covariances.relative_ridge,
+        amplification=size,
         rank=branch.rank,
         sigma_iso=strength,
         form=attempt.form,

@@ -37,6 +37,7 @@ from mergekit_ace.algebra.relative import (
     estimate_relative,
     merge_tensor_relative,
 )
+from mergekit_ace.algebra.ridge_floor import raise_ridge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     as_matrices,
@@ -122,6 +123,8 @@ def _split_matrix(
         covariances, _ = estimate_relative(base, active, options, dtype=torch.float64)
     if not covariances.tasks:  # every expert moved all its rows alike
         return _split_sum(base, experts, options, "matrix", weights)
+    if options.ridge_floor:
+        covariances = raise_ridge(covariances)
     parts = _components(covariances, prior=prior, dtype=active.dtype)
     found = dict(zip(_positions(covariances, active), parts, strict=True))
     split = [found.get(t, torch.zeros_like(parts[0])) for t in range(len(experts))]

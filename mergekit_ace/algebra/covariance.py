@@ -20,6 +20,9 @@ from mergekit_ace.algebra.records import AceOptions
 from mergekit_ace.algebra.task_vectors import ActiveExperts, Moments, squared_norm
 
 ALL = slice(None)
+# The least ridge ε̄ with `ridge_floor`, in mean eigenvalues of Σ S_t: products in float32 are noise
+# below it.
+LEAST_RIDGE = 1e-6
 # Task vectors whose root mean square entry lies within 2^±20 need no other unit: their third powers
 # stay far inside of float32's range.
 PLAIN_EXPONENT = 20
@@ -84,6 +87,8 @@ class Covariances:
         mean_tau: mean_t τ_t of the original task vectors where S_t is normalised, by which the
             structural prior is divided (Eq. 13); otherwise 1.
         centred: whether the column means are taken out of the task vectors.
+        energy: Σ_t ‖Δ_t‖² of the experts in use, in units of unit².
+        trace: Σ_t tr(S_t), in the unit of S_t.
     """
 
     tasks: tuple[Task, ...]
@@ -93,12 +98,20 @@ class Covariances:
     epsilon: tuple[float, ...]
     mean_tau: float
     centred: bool = True
+    energy: float = 0.0
+    trace: float = 0.0
     _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def unweighted(self) -> Covariances:
         """Return the same estimates with all coefficients 1."""
         tasks = tuple(replace(task, coefficient=1.0) for task in self.tasks)
         return replace(self, tasks=tasks)
+
+    def times_ridge(self, factor: float) -> Covariances:
+        """Return the same estimates with all ε_t multiplied by a factor."""
+        tasks = tuple(replace(task, ridge=factor * task.ridge) for task in self.tasks)
+        epsilon = tuple(factor * value for value in self.epsilon)
+        return replace(self, tasks=tasks, epsilon=epsilon)
 
     def column_blocks(self) -> Iterator[slice]:
         """Iterate over blocks of columns of a task vector."""
@@ -152,6 +165,11 @@ class Covariances:
         return math.fsum(task.ridge for task in self.tasks)
 
     @property
+    def relative_ridge(self) -> float:
+        """ε̄ in mean eigenvalues of Σ S_t."""
+        return self.ridge * self.shape[1] / self.trace
+
+    @property
     def mean(self) -> Tensor:
         """μ̄, (i,), the mean of the μ_t."""
         return torch.stack([task.mean for task in self.tasks]).mean(dim=0)
@@ -190,35 +208,43 @@ def estimate_covariances(
     """
     unit = choose_unit(active, base.numel())
     noise = (8 * torch.finfo(active.dtype).eps) ** 2
-    tasks, epsilon, order = [], [], []
+    tasks, order, total = [], [], 0.0
     members = zip(active.experts, active.weights, active.coefficients, active.moments, strict=True)
     for expert, weight, coefficient, moments in members:
         trace = centred_trace(expert, base, moments, unit, active.dtype)  # tr(G_t), unit²
         if normalized and trace <= noise * moments.tau / unit**2:
-            epsilon.append(0.0)
+            tasks.append(None)
             continue
-        ridge = weight * _ridge(options, trace, base.shape[1], unit, normalized)
+        scale = weight / trace if normalized else weight
         tasks.append(
             Task(
                 expert=expert,
                 base=base,
                 mean=(moments.mean / unit).to(dtype),
-                scale=weight / trace if normalized else weight,
-                ridge=ridge,
+                scale=scale,
+                ridge=weight * _ridge(options, trace, base.shape[1], unit, normalized),
                 unit=unit,
                 coefficient=coefficient,
             )
         )
-        epsilon.append(ridge * (1.0 if normalized else unit**2))
         order.append((weight, moments.tau))
+        total += scale * trace
+    estimated = [task for task in tasks if task is not None]
+    epsilon = options.epsilon
+    if options.ridge_floor and estimated:
+        per_epsilon = math.fsum(task.ridge for task in estimated)
+        epsilon = max(epsilon, LEAST_RIDGE * total / base.shape[1] / per_epsilon)
+    covariance_unit = 1.0 if normalized else unit**2
     return Covariances(
-        tasks=tuple(tasks),
+        tasks=tuple(estimated),
         reference=choose_reference(order),
         unit=unit,
-        covariance_unit=1.0 if normalized else unit**2,
-        epsilon=tuple(epsilon),
+        covariance_unit=covariance_unit,
+        epsilon=tuple(task.ridge * covariance_unit if task else 0.0 for task in tasks),
         mean_tau=math.fsum(active.tau) / len(active.tau) if normalized else 1.0,
-    )
+        energy=math.fsum(active.tau) / unit**2,
+        trace=total,
+    ).times_ridge(epsilon)
 
 
 def _times(part: Tensor, coefficient: float) -> Tensor:
@@ -259,7 +285,7 @@ def centred_trace(
 
 
 def _ridge(options: AceOptions, trace: float, columns: int, unit: float, normalized: bool) -> float:
-    """Return ε_t before the weight, for a trace in units of unit² (Eqs. 9-10)."""
+    """Return ε_t for ε = 1 before the weight, for a trace in units of unit² (Eqs. 9-10)."""
     if options.epsilon_scale == "relative":  # ε times the mean eigenvalue tr(S_t)/i
-        return options.epsilon * (1.0 if normalized else trace) / columns
-    return options.epsilon / unit**2 / (trace if normalized else 1.0)
+        return (1.0 if normalized else trace) / columns
+    return 1 / unit**2 / (trace if normalized else 1.0)

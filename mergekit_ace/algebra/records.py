@@ -33,6 +33,13 @@ NonNegative = Annotated[Number, Field(ge=0)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 
 
+RIDGE_FLOOR = Field(
+    True,
+    description="Whether ε is raised where the merge would otherwise be far larger than what the "
+    "experts hold, as it is where their rows just determine it (T·o = i).",
+)
+
+
 class AceOptions(BaseModel):
     """What may be chosen per tensor. Defaults are the paper's (arXiv 2603.02945).
 
@@ -50,6 +57,7 @@ class AceOptions(BaseModel):
         "absolute",
         description="relative: ε multiplies the mean eigenvalue tr(S_t)/i of each estimate.",
     )
+    ridge_floor: bool = RIDGE_FLOOR
     heterogeneity: Statistic = Field(
         "gamma",
         description="The statistic that is compared with the threshold: gamma (Eq. 7), or "
@@ -100,6 +108,9 @@ class MatrixRecord:
         epsilon: ε_t of Eqs. 9-10 times w_t; None for an expert that is not in use.
         share: of ``ace_relative``: 1 / ‖Δ_t Σ_t^½‖² times w_t, divided by their sum; None for an
             expert that is not in use.
+        ridge: ε̄ = Σ ε_t in mean eigenvalues of Σ S_t, as used.
+        amplification: ‖X‖² / Σ_t ‖Δ_t‖² of the closed form: 1 for experts orthogonal to one
+            another, 1/T where they agree, and large at the interpolation threshold.
         rank: k of the refinement; sigma_iso: its strength.
         form: how the closed form was computed, see `closed_form.choose_forms`.
         condition: estimated condition number of A.
@@ -118,6 +129,8 @@ class MatrixRecord:
     refined: bool | None = None
     epsilon: tuple[float | None, ...] | None = None
     share: tuple[float | None, ...] | None = None
+    ridge: float | None = None
+    amplification: float | None = None
     rank: int | None = None
     sigma_iso: float | None = None
     form: Form | None = None

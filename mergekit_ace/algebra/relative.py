@@ -33,8 +33,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import Attempt, choose_attempts, first_success, solve
+from mergekit_ace.algebra.closed_form import (
+    Attempt,
+    choose_attempts,
+    first_success,
+    solve_above_floor,
+)
 from mergekit_ace.algebra.covariance import (
+    LEAST_RIDGE,
     Covariances,
     Task,
     centred_trace,
@@ -43,6 +49,7 @@ from mergekit_ace.algebra.covariance import (
 )
 from mergekit_ace.algebra.linalg import add_gram, blocks, full_precision
 from mergekit_ace.algebra.records import (
+    RIDGE_FLOOR,
     MatrixRecord,
     NonNegative,
     Number,
@@ -51,6 +58,7 @@ from mergekit_ace.algebra.records import (
     TensorRecord,
     show,
 )
+from mergekit_ace.algebra.ridge_floor import amplification
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     by_layout,
@@ -71,6 +79,7 @@ class RelativeOptions(BaseModel):
     epsilon: NonNegative = Field(
         0.03, description="Ridge ε, in mean eigenvalues of a task's covariance estimate."
     )
+    ridge_floor: bool = RIDGE_FLOOR
     centred: bool = Field(
         False,
         description="Whether column means are taken out of Δ_t and G_t, as ACE does; not of "
@@ -173,13 +182,17 @@ def merge_relative(
         covariances, shares = estimate_relative(base, active, options, dtype=attempt.dtype)
         if not covariances.tasks:  # centred, and every expert moved all its rows alike
             return merge_mean(base, active, options.scale)
-        solution = solve(covariances, attempt.form, prior=options.structural_prior, refined=False)
+        covariances, solution = solve_above_floor(
+            covariances, attempt.form, options.ridge_floor, prior=options.structural_prior
+        )
         show(observe, "closed form", solution.merged, covariances.unit)
         record = MatrixRecord(
             rule="ace_relative",
             weight=active.spread(active.weights, 0.0),
             tau=active.all_tau,
             share=active.spread(shares, None),
+            ridge=covariances.relative_ridge,
+            amplification=amplification(solution.merged, covariances),
             form=attempt.form,
             condition=solution.condition,
             precision=str(attempt.dtype).removeprefix("torch."),
@@ -207,6 +220,7 @@ def estimate_relative(
     noise = (8 * torch.finfo(active.dtype).eps) ** 2
     rows, columns = base.shape
     remembered = rows >= len(active.experts) * columns  # then all G_t together take less than a Δ_t
+    epsilon = max(options.epsilon, LEAST_RIDGE) if options.ridge_floor else options.epsilon
     members = []
     given = zip(active.experts, active.weights, active.coefficients, active.moments, strict=True)
     for expert, weight, coefficient, moments in given:
@@ -219,14 +233,14 @@ def estimate_relative(
             members.append((task, trace, 0.0))
             continue
         norm, gram = gram_norm(task)
-        error = norm / trace + options.epsilon * trace / columns
+        error = norm / trace + epsilon * trace / columns
         members.append((replace(task, gram=gram if remembered else None), trace, weight / error))
     total = math.fsum(share for _, _, share in members) or 1.0
     shares = tuple(share / total for _, _, share in members)
     tasks, order = [], []
     for (task, trace, _), share, moments in zip(members, shares, active.moments, strict=True):
         if share > 0:
-            scaled = replace(task, scale=share / trace, ridge=share * options.epsilon / columns)
+            scaled = replace(task, scale=share / trace, ridge=share * epsilon / columns)
             tasks.append(scaled)
             order.append((share, moments.tau))
     covariances = Covariances(
@@ -237,6 +251,8 @@ def estimate_relative(
         epsilon=(),
         mean_tau=1.0,
         centred=options.centred,
+        energy=math.fsum(active.tau) / unit**2,
+        trace=math.fsum(shares),
     )
     return covariances, shares
 
