@@ -24,11 +24,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-from evidence.families import FAMILIES, FOLDER, make_family
+from evidence.families import FAMILIES, FOLDER, GROUPED_FAMILIES, make_family
 from evidence.results import changes, keep, key, print_tables, read_results, write_summary
 from evidence.rows import LEARNED, REGULARISED, SAMPLED, SCALES, STUDIED, SWEEPS, TABLE, Row
 from evidence.scoring import Examiner
 
+NAMES = (*FAMILIES, *GROUPED_FAMILIES)
 EVERY = TABLE + LEARNED + SAMPLED + REGULARISED + SWEEPS + STUDIED
 RESULTS = Path(__file__).resolve().parent / "results-quality.jsonl"
 
@@ -41,7 +42,7 @@ def in_order(lines: Iterable[dict]) -> list[dict]:
     return sorted(
         known,
         key=lambda line: (
-            FAMILIES.index(line["family"]), line["experts"], places[line["row"]], line["seed"]
+            NAMES.index(line["family"]), line["experts"], places[line["row"]], line["seed"]
         ),
     )  # fmt: skip
 
@@ -88,7 +89,7 @@ def examine_family(examiner: Examiner) -> list[dict]:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--families", nargs="+", choices=NAMES, default=list(FAMILIES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--experts", type=int, help="only the first so many of a family")
     parser.add_argument("--rows", nargs="+", help="only rows whose name starts with one of these")
@@ -97,6 +98,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--learning", action="store_true", help="coefficients by 16 to 512 samples, regularised"
     )
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where families are kept")
     parser.add_argument("--results", type=Path, default=RESULTS, help="a line per result")
     parser.add_argument("--pictures", type=Path, help="draw them into this folder")
     parser.add_argument("--summary", type=Path, help="write them into this small JSON file")
@@ -108,7 +110,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="see that it runs: two training steps a model, families and results in this folder",
     )  # fmt: skip
     chosen = parser.parse_args(arguments)
-    chosen.folder, chosen.steps = FOLDER, None
+    chosen.steps = None
     if chosen.small:
         chosen.folder, chosen.steps = chosen.small, 2
         chosen.results = chosen.small / "results.jsonl"

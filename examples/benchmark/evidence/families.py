@@ -77,7 +77,7 @@ ADAPTERS = Recipe(400, 5e-3, rank=8)
 GENTLE_ADAPTERS = Recipe(400, 1e-3, rank=16)
 
 # Per family: architecture, experts' languages, their recipes in turn.
-LANGUAGE_FAMILIES: dict[str, tuple[str, range | tuple[int, ...], tuple[Recipe, ...]]] = {
+LANGUAGE_FAMILIES: dict[str, tuple[str, range, tuple[Recipe, ...]]] = {
     "llama": ("llama", range(4, 8), (EVEN,)),
     "llama-strengths": ("llama", range(4, 8), STRENGTHS),
     "llama-spread": ("llama", range(4, 8), SPREAD),
@@ -87,6 +87,19 @@ LANGUAGE_FAMILIES: dict[str, tuple[str, range | tuple[int, ...], tuple[Recipe, .
     "llama-8": ("llama", range(4, 12), (EVEN,)),
     "gpt2": ("gpt2", range(4, 8), (EVEN,)),
     "roberta": ("roberta", range(4, 8), (EVEN,)),
+}
+# Sisters whose keys and values have as many rows, over all experts, as columns, or nearly as many.
+# GPT-2 and RoBERTa have none: they know no grouped heads.
+GROUPED_FAMILIES = {
+    "llama-grouped": ("llama-grouped", range(4, 8), (EVEN,)),
+    "llama-grouped-0.9": ("llama-grouped-0.9", range(4, 8), (EVEN,)),
+    "llama-grouped-1.1": ("llama-grouped-1.1", range(4, 8), (EVEN,)),
+    "llama-strengths-grouped": ("llama-grouped", range(4, 8), STRENGTHS),
+    "llama-spread-grouped": ("llama-grouped", range(4, 8), SPREAD),
+    "llama-lora-grouped": ("llama-grouped", range(4, 8), (ADAPTERS,)),
+    "llama-lora-gentle-grouped": ("llama-grouped", range(4, 8), (GENTLE_ADAPTERS,)),
+    "llama-tied-grouped": ("llama-tied-grouped", range(4, 8), (EVEN,)),
+    "llama-8-grouped": ("llama-8-grouped", range(4, 12), (EVEN,)),
 }
 
 
@@ -155,11 +168,11 @@ def saving(target: Path) -> Iterator[Path]:
 
 
 class Dictionaries(Family):
-    """One of `LANGUAGE_FAMILIES`: the base knows four languages, each expert one more."""
+    """A family of languages: the base knows four of them, each expert one more."""
 
     def __init__(self, name: str, seed: int, count: int | None, folder: Path, steps: int | None):
         super().__init__(name, seed, folder, steps)
-        self.architecture, numbers, recipes = LANGUAGE_FAMILIES[name]
+        self.architecture, numbers, recipes = (LANGUAGE_FAMILIES | GROUPED_FAMILIES)[name]
         self.masked = self.architecture == "roberta"
         self.base_recipe = shortened(BASE, steps)
         own = folder / f"{self.architecture}-{seed}"
@@ -206,6 +219,15 @@ class Dictionaries(Family):
             optimizer.step()
             schedule.step()
         return model if recipe.rank == 0 else learner.merge_and_unload()
+
+    def store_as(self, dtype: torch.dtype) -> None:
+        """Let base and experts be copies in another precision, which are written once."""
+        copies = self.base.parent / str(dtype).removeprefix("torch.")
+        for folder in (self.base, *self.experts.values()):
+            if not (copies / folder.name).exists():
+                self._save(self.load(folder).to(dtype), copies / folder.name)
+        self.base = copies / self.base.name
+        self.experts = {task: copies / folder.name for task, folder in self.experts.items()}
 
     def _save(self, model: PreTrainedModel, target: Path) -> None:
         with saving(target) as folder:
@@ -337,7 +359,7 @@ def make_family(
     """Return a family that may still have to be trained.
 
     Args:
-        name: one of `FAMILIES`.
+        name: one of `FAMILIES` or `GROUPED_FAMILIES`.
         seed: of initialisation and data.
         experts: how many of its experts; all by default.
         folder: where families are kept.

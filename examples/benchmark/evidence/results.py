@@ -96,6 +96,8 @@ def cell(scores: Sequence[dict]) -> str:
     """Return mean and half the range over seeds, and what the base knew where that suffered."""
     if not scores:
         return ""
+    if any("error" in score for score in scores):
+        return "error"
     values = [score["mean"] for score in scores]
     text = f"{sum(values) / len(values):.3f}"
     if len(values) > 1:
