@@ -4,7 +4,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mergekit_ace.algebra.records import IllConditionedError, Solution
+from mergekit_ace.algebra.covariance import Solution
+from mergekit_ace.algebra.records import IllConditionedError
 from mergekit_ace.algebra.refinement import estimate_blur, isotropic_component, refine
 
 

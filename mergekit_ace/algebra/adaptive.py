@@ -17,7 +17,6 @@ from mergekit_ace.algebra.closed_form import (
     choose_attempts,
     first_success,
     solve,
-    solve_above_floor,
 )
 from mergekit_ace.algebra.covariance import estimate_covariances
 from mergekit_ace.algebra.linalg import full_precision
@@ -211,20 +210,16 @@ def _merge(
         return merge_mean(base, active, options.scale)
     prior, refined = options.structural_prior, branch.rank > 0
     weighted = any(task.coefficient != 1 for task in covariances.tasks)
-    covariances, solution = solve_above_floor(
-        covariances,
-        attempt.form,
-        options.ridge_floor,
-        prior=prior,
-        refined=refined and not weighted,
-    )
+    solve_in_form = partial(solve, form=attempt.form, prior=prior, floor=options.ridge_floor)
+    solution = solve_in_form(covariances, refined=refined and not weighted)
+    covariances = solution.covariances
     merged, strength = solution.merged, None
     size = amplification(merged, covariances)
     show(observe, "closed form", merged, covariances.unit)
     if refined:
         plain = solution
         if weighted:
-            plain = solve(covariances.unweighted(), attempt.form, prior=prior, refined=True)
+            plain = solve_in_form(covariances.unweighted(), refined=True)
         component = refine(plain, branch.rank)
         merged.add_(component.matrix, alpha=refinement)
         strength = component.strength * covariances.unit

@@ -9,16 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.covariance import Covariances
+from mergekit_ace.algebra.covariance import Covariances, Solution
 from mergekit_ace.algebra.dual import solve_dual
 from mergekit_ace.algebra.primal import solve_lean, solve_primal, solve_tall, through_gram
-from mergekit_ace.algebra.records import Form, IllConditionedError, MatrixRecord, Solution
-from mergekit_ace.algebra.ridge_floor import (
-    LIMIT,
-    WORTH_ESTIMATING,
-    amplification,
-    raise_ridge,
-)
+from mergekit_ace.algebra.records import Form, IllConditionedError, MatrixRecord
 from mergekit_ace.algebra.task_vectors import ActiveExperts
 
 # Operations that take as long as a byte from memory. Two cores of a server do 200 to 400 Gflop/s
@@ -193,32 +187,8 @@ def first_success(attempts: Sequence[Attempt], merge: Callable[[Attempt], Merged
     return merge(last)
 
 
-def solve(covariances: Covariances, form: Form, *, prior: bool, refined: bool) -> Solution:
+def solve(
+    covariances: Covariances, form: Form, *, prior: bool, refined: bool, floor: bool = False
+) -> Solution:
     """Solve the closed form in one of its forms; see `solve_primal` and the others."""
-    return SOLVERS[form](covariances, prior=prior, refined=refined)
-
-
-def solve_above_floor(
-    covariances: Covariances, form: Form, floor: bool, *, prior: bool, refined: bool = False
-) -> tuple[Covariances, Solution]:
-    """Solve the closed form with the ridge that is given, or as much as `raise_ridge` asks for.
-
-    Args:
-        covariances: the estimates of at least one task.
-        form: of the closed form.
-        floor: whether the ridge may be raised.
-        prior, refined: see `solve_primal`.
-
-    Returns:
-        The estimates with the ridge used, and what follows from them.
-    """
-    weighted = any(task.coefficient != 1 for task in covariances.tasks)
-    if floor and weighted:  # the size of X tells nothing
-        covariances = raise_ridge(covariances)
-    solution = solve(covariances, form, prior=prior, refined=refined)
-    if floor and not weighted:
-        if amplification(solution.merged, covariances) > WORTH_ESTIMATING * LIMIT:
-            raised = raise_ridge(covariances)
-            if raised is not covariances:
-                return raised, solve(raised, form, prior=prior, refined=refined)
-    return covariances, solution
+    return SOLVERS[form](covariances, prior=prior, refined=refined, floor=floor)

@@ -37,7 +37,7 @@ from mergekit_ace.algebra.relative import (
     estimate_relative,
     merge_tensor_relative,
 )
-from mergekit_ace.algebra.ridge_floor import raise_ridge
+from mergekit_ace.algebra.ridge_floor import apply_floor
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     as_matrices,
@@ -123,9 +123,9 @@ def _split_matrix(
         covariances, _ = estimate_relative(base, active, options, dtype=torch.float64)
     if not covariances.tasks:  # every expert moved all its rows alike
         return _split_sum(base, experts, options, "matrix", weights)
-    if options.ridge_floor:
-        covariances = raise_ridge(covariances)
-    parts = _components(covariances, prior=prior, dtype=active.dtype)
+    covariances, parts = _components(
+        covariances, prior=prior, floor=options.ridge_floor, dtype=active.dtype
+    )
     found = dict(zip(_positions(covariances, active), parts, strict=True))
     split = [found.get(t, torch.zeros_like(parts[0])) for t in range(len(experts))]
     if isinstance(options, AceOptions):
@@ -145,21 +145,27 @@ def _positions(covariances: Covariances, active: ActiveExperts) -> list[int]:
     return [places[id(task.expert)] for task in covariances.tasks]
 
 
-def _components(covariances: Covariances, *, prior: bool, dtype: torch.dtype) -> list[Tensor]:
-    """Return X_t of every task, (o, i), in units of ``covariances.unit``."""
+def _components(
+    covariances: Covariances, *, prior: bool, floor: bool, dtype: torch.dtype
+) -> tuple[Covariances, list[Tensor]]:
+    """Return the estimates with the ridge used, and X_t of every task, (o, i), in their unit."""
     rows, columns = covariances.shape
     if rows * len(covariances.tasks) < columns:
-        return _through_rows(covariances, prior, dtype)
-    return _through_columns(covariances, prior, dtype)
+        return _through_rows(covariances, prior, floor, dtype)
+    return _through_columns(covariances, prior, floor, dtype)
 
 
-def _through_columns(covariances: Covariances, prior: bool, dtype: torch.dtype) -> list[Tensor]:
+def _through_columns(
+    covariances: Covariances, prior: bool, floor: bool, dtype: torch.dtype
+) -> tuple[Covariances, list[Tensor]]:
     """Return the components by a factor of A, (i, i)."""
     rows, columns = covariances.shape
     system = covariances.new(columns, columns)
     for task in covariances.tasks:
         covariances.add_estimate(system, task)
     common = mirror(system).mean(dim=0) / covariances.mean_tau
+    if floor:
+        covariances = apply_floor(covariances, system)
     system.diagonal().add_(covariances.ridge)
     lower, _ = factorize_within(system, CONDITION_LIMIT)
     inverse = solve_(common[None].clone(), lower).squeeze(0)  # A⁻¹c
@@ -171,17 +177,25 @@ def _through_columns(covariances: Covariances, prior: bool, dtype: torch.dtype) 
             found = solve_(estimate.times(centred).add_(centred, alpha=task.ridge), lower)
             part[block] = _with_prior(found, inverse) if prior else found
         parts.append(part)
-    return parts
+    return covariances, parts
 
 
-def _through_rows(covariances: Covariances, prior: bool, dtype: torch.dtype) -> list[Tensor]:
+def _through_rows(
+    covariances: Covariances, prior: bool, floor: bool, dtype: torch.dtype
+) -> tuple[Covariances, list[Tensor]]:
     """Return the components by a factor of K, (N, N): X_t = P_t K⁻¹ M as in `dual`."""
     rows, columns = covariances.shape
     if covariances.ridge == 0:
         raise IllConditionedError(math.inf)
-    stack = torch.cat([task.centred().mul_(task.scale**0.5) for task in covariances.tasks])
+    stack = torch.cat([task.centred() for task in covariances.tasks])
     size = len(stack)
-    system = add_gram(covariances.new(size, size), stack)
+    system = mirror(add_gram(covariances.new(size, size), stack))
+    if floor:
+        covariances = apply_floor(covariances, system, dual=True)
+    roots = stack.new_tensor([task.scale**0.5 for task in covariances.tasks])
+    roots = roots.repeat_interleave(rows)[:, None]
+    stack.mul_(roots)
+    system.mul_(roots).mul_(roots.mT)
     squares = [slice(start, start + rows) for start in range(0, size, rows)]
     level = float(system.trace()) / size
     numerators = []
@@ -203,7 +217,7 @@ def _through_rows(covariances: Covariances, prior: bool, dtype: torch.dtype) -> 
     for numerator in numerators:
         found = product(solve_(numerator, lower), stack)
         parts.append((_with_prior(found, inverse) if prior else found).to(dtype))
-    return parts
+    return covariances, parts
 
 
 def _with_prior(rows: Tensor, inverse: Tensor) -> Tensor:

@@ -186,6 +186,26 @@ class Covariances:
         return torch.zeros(*shape, dtype=dtype or mean.dtype, device=mean.device)
 
 
+@dataclass(frozen=True)
+class Solution:
+    """The closed form of one matrix, in units of ``Covariances.unit``.
+
+    Attributes:
+        merged: X, (o, i).
+        target: F = R + X, (o, i), whose leading directions the refinement adds (Eq. 16); None
+            where it was not asked for.
+        condition: estimated condition number of A.
+        error: estimated relative error of X and F.
+        covariances: the estimates with the ridge that was used.
+    """
+
+    merged: Tensor
+    target: Tensor | None
+    condition: float
+    error: float
+    covariances: Covariances
+
+
 def estimate_covariances(
     base: Tensor,
     active: ActiveExperts,

@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.covariance import Covariances
+from mergekit_ace.algebra.covariance import Covariances, Solution
 from mergekit_ace.algebra.linalg import (
     add_gram,
     blocks,
@@ -33,13 +33,16 @@ from mergekit_ace.algebra.linalg import (
     set_product_,
     solve_,
 )
-from mergekit_ace.algebra.records import IllConditionedError, Solution, tolerance
+from mergekit_ace.algebra.records import IllConditionedError, tolerance
+from mergekit_ace.algebra.ridge_floor import apply_floor
 from mergekit_ace.algebra.task_vectors import squared_norm
 
 CONDITION_LIMIT = {torch.float32: 1e7, torch.float64: 1e14}
 
 
-def solve_dual(covariances: Covariances, *, prior: bool, refined: bool) -> Solution:
+def solve_dual(
+    covariances: Covariances, *, prior: bool, refined: bool, floor: bool = False
+) -> Solution:
     """Solve the (N, N) system for X, and with `refined` for F.
 
     Needs memory for an (N, N) and an (o, N) matrix beside X; with `refined` another (o, N), and F.
@@ -48,18 +51,26 @@ def solve_dual(covariances: Covariances, *, prior: bool, refined: bool) -> Solut
         covariances: the estimates of at least one task.
         prior: whether the structural prior enters.
         refined: whether F is wanted.
+        floor: whether the ridge is raised where X would be amplified, see `apply_floor`.
 
     Raises:
         IllConditionedError: K has no factor, A a condition number beyond `CONDITION_LIMIT`, or the
             error by `_error` is beyond `tolerance`.
     """
-    merged, target, condition, growth, spread = _coefficients(covariances, prior, refined)
+    if covariances.ridge == 0:
+        raise IllConditionedError(math.inf)
+    products, sides = _products(covariances)
+    if floor:
+        covariances = apply_floor(covariances, mirror(products), dual=True)
+    merged, target, condition, growth, spread = _coefficients(
+        covariances, products, sides, prior, refined
+    )
     merged, target = _expand(covariances, merged, target)
     size = squared_norm(merged) ** 0.5 or math.inf  # all coefficients may be 0
     error = _error(growth / size, spread / size, condition, rounding(merged.dtype))
     if error > tolerance(condition):
         raise IllConditionedError(condition, error)
-    return Solution(merged, target, condition, error)
+    return Solution(merged, target, condition, error, covariances)
 
 
 def _error(growth: float, spread: float, condition: float, unit: float) -> float:
@@ -81,15 +92,12 @@ def _error(growth: float, spread: float, condition: float, unit: float) -> float
 
 
 def _coefficients(
-    covariances: Covariances, prior: bool, refined: bool
+    covariances: Covariances, products: Tensor, sides: Tensor, prior: bool, refined: bool
 ) -> tuple[Tensor, Tensor | None, float, float, float]:
     """Return X and F in terms of the C_t, (o, N) each, A's condition, growth and spread (`_error`).
 
-    The latter two still times ‖X‖_F.
+    The latter two still times ‖X‖_F. The products are overwritten.
     """
-    if covariances.ridge == 0:
-        raise IllConditionedError(math.inf)
-    products, sides = _products(covariances)
     grid = _Grid(products, covariances.shape[0])
     left = _numerator(covariances, grid)
     residual = _residual(covariances, grid, sides) if refined else None

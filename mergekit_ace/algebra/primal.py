@@ -28,7 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.covariance import Covariances, Task
+from mergekit_ace.algebra.covariance import Covariances, Solution, Task
 from mergekit_ace.algebra.linalg import (
     add_gram,
     add_product_,
@@ -41,7 +41,8 @@ from mergekit_ace.algebra.linalg import (
     rounding,
     solve_,
 )
-from mergekit_ace.algebra.records import IllConditionedError, Solution, tolerance
+from mergekit_ace.algebra.records import IllConditionedError, tolerance
+from mergekit_ace.algebra.ridge_floor import apply_floor
 from mergekit_ace.algebra.task_vectors import squared_norm
 
 # Beyond these, even a Cholesky factor is noise; mixing matrices are solved for in float64.
@@ -49,7 +50,9 @@ CONDITION_LIMIT = {torch.float32: 5e4, torch.float64: 1e13}
 MIXING_LIMIT = {torch.float32: 1e7, torch.float64: 1e13}
 
 
-def solve_primal(covariances: Covariances, *, prior: bool, refined: bool) -> Solution:
+def solve_primal(
+    covariances: Covariances, *, prior: bool, refined: bool, floor: bool = False
+) -> Solution:
     """Solve the (i, i) system for X, and with `refined` for F.
 
     Needs memory for one (i, i) matrix beside X, or two for a tall one, and for F.
@@ -58,12 +61,17 @@ def solve_primal(covariances: Covariances, *, prior: bool, refined: bool) -> Sol
         covariances: the estimates of at least one task.
         prior: whether the structural prior enters.
         refined: whether F is wanted.
+        floor: whether the ridge is raised where X would be amplified, see `apply_floor`.
 
     Raises:
         IllConditionedError: A has no factor, a condition number beyond `CONDITION_LIMIT`, or the
             error by `_error` is beyond `tolerance`.
     """
     total, numerator, turned = _sum_up(covariances)
+    if floor:
+        raised = apply_floor(covariances, total)
+        _add_ridge(covariances, numerator, raised.ridge / covariances.ridge - 1)
+        covariances = raised
     common = total.mean(dim=0) / covariances.mean_tau if prior else None
     total.diagonal().add_(covariances.ridge)
     centre = residual_row(covariances, total, turned) if refined else None
@@ -78,7 +86,7 @@ def solve_primal(covariances: Covariances, *, prior: bool, refined: bool) -> Sol
     error = _error(growth / size if size else 0.0, unit)  # all coefficients may be 0
     if error > tolerance(condition):
         raise IllConditionedError(condition, error)
-    return Solution(numerator, target, condition, error)
+    return Solution(numerator, target, condition, error, covariances)
 
 
 def _error(growth: float, unit: float) -> float:
@@ -136,7 +144,18 @@ def _add_through_rows(
     numerator.add_(difference, alpha=task.ridge)
 
 
-def solve_tall(covariances: Covariances, *, prior: bool, refined: bool) -> Solution:
+def _add_ridge(covariances: Covariances, numerator: Tensor, factor: float) -> None:
+    """Add Σ ε_t (C_t − C_r), times a factor, to B, (o, i)."""
+    for block in blocks(*numerator.shape) if factor > 0 else ():
+        first = covariances.reference_block(block)
+        for task in covariances.others:
+            moved = covariances.difference(task, block, first)
+            numerator[block].add_(moved, alpha=factor * task.ridge)
+
+
+def solve_tall(
+    covariances: Covariances, *, prior: bool, refined: bool, floor: bool = False
+) -> Solution:
     """Solve by mixing matrices, all kept at once, for X, and with `refined` for F.
 
     Needs memory for T − 1 (i, i) matrices, and one in float64, beside X; then, with `refined`, for
@@ -146,24 +165,32 @@ def solve_tall(covariances: Covariances, *, prior: bool, refined: bool) -> Solut
         covariances: the estimates of at least one task.
         prior: whether the structural prior enters.
         refined: whether F is wanted.
+        floor: whether the ridge is raised where X would be amplified, see `apply_floor`.
 
     Raises:
         IllConditionedError: A has no factor, a condition number beyond `MIXING_LIMIT`, or the
             error by `_mixing_error` is beyond `tolerance`.
     """
-    return _solve_by_mixing(covariances, prior, refined, kept=len(covariances.tasks) - 1)
+    kept = len(covariances.tasks) - 1
+    return _solve_by_mixing(covariances, prior, refined, floor, kept)
 
 
-def solve_lean(covariances: Covariances, *, prior: bool, refined: bool) -> Solution:
+def solve_lean(
+    covariances: Covariances, *, prior: bool, refined: bool, floor: bool = False
+) -> Solution:
     """Solve as `solve_tall` with memory for one (i, i) matrix in the place of T − 1."""
-    return _solve_by_mixing(covariances, prior, refined, kept=1)
+    return _solve_by_mixing(covariances, prior, refined, floor, kept=1)
 
 
-def _solve_by_mixing(covariances: Covariances, prior: bool, refined: bool, kept: int) -> Solution:
+def _solve_by_mixing(
+    covariances: Covariances, prior: bool, refined: bool, floor: bool, kept: int
+) -> Solution:
+    split = max(0, len(covariances.tasks) - 1 - kept)
+    total, matrices = _covariances(covariances, split)
+    if floor:
+        covariances = apply_floor(covariances, total)
     reference, others = covariances.reference_task, covariances.others
-    split = max(0, len(others) - kept)
     forgotten, remembered = others[:split], others[split:]
-    total, matrices = _covariances(covariances, [reference, *forgotten], remembered)
     common = total.mean(dim=0) / covariances.mean_tau if prior else None
     total.diagonal().add_(covariances.ridge)
     diagonal, dtype = total.diagonal().clone(), reference.mean.dtype
@@ -187,13 +214,13 @@ def _solve_by_mixing(covariances: Covariances, prior: bool, refined: bool, kept:
         residual = system, residual_row(covariances, system, turned)
     del total, lower
     target = complete_(covariances, merged, row, residual)
-    return Solution(merged, target, condition, error)
+    return Solution(merged, target, condition, error, covariances)
 
 
-def _covariances(
-    covariances: Covariances, forgotten: list[Task], remembered: list[Task]
-) -> tuple[Tensor, list[Tensor]]:
-    """Return S in float64, and the S_t that are to be remembered, (i, i)."""
+def _covariances(covariances: Covariances, split: int) -> tuple[Tensor, list[Tensor]]:
+    """Return S in float64, and the S_t, (i, i), of all but the first `split` tasks t ≠ r."""
+    others = covariances.others
+    forgotten, remembered = [covariances.reference_task, *others[:split]], others[split:]
     columns = covariances.shape[1]
     total = covariances.new(columns, columns, dtype=torch.float64)
     matrices = [covariances.new(columns, columns)]

@@ -185,21 +185,3 @@ def tolerance(condition: float) -> float:
         condition: the condition number of A.
     """
     return max(2e-5, min(2e-7 * condition, 1e-3))
-
-
-@dataclass(frozen=True)
-class Solution:
-    """The closed form of one matrix, in units of ``Covariances.unit``.
-
-    Attributes:
-        merged: X, (o, i).
-        target: F = R + X, (o, i), whose leading directions the refinement adds (Eq. 16); None
-            where it was not asked for.
-        condition: estimated condition number of A.
-        error: estimated relative error of X and F.
-    """
-
-    merged: Tensor
-    target: Tensor | None
-    condition: float
-    error: float

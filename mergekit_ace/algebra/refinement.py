@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mergekit_ace.algebra.covariance import Solution
 from mergekit_ace.algebra.linalg import add_gram, blocks, product
-from mergekit_ace.algebra.records import IllConditionedError, Solution, tolerance
+from mergekit_ace.algebra.records import IllConditionedError, tolerance
 from mergekit_ace.algebra.spectrum import EPS64, leading_eigenpairs
 from mergekit_ace.algebra.task_vectors import squared_norm
 

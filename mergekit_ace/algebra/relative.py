@@ -37,7 +37,7 @@ from mergekit_ace.algebra.closed_form import (
     Attempt,
     choose_attempts,
     first_success,
-    solve_above_floor,
+    solve,
 )
 from mergekit_ace.algebra.covariance import (
     LEAST_RIDGE,
@@ -182,9 +182,14 @@ def merge_relative(
         covariances, shares = estimate_relative(base, active, options, dtype=attempt.dtype)
         if not covariances.tasks:  # centred, and every expert moved all its rows alike
             return merge_mean(base, active, options.scale)
-        covariances, solution = solve_above_floor(
-            covariances, attempt.form, options.ridge_floor, prior=options.structural_prior
+        solution = solve(
+            covariances,
+            attempt.form,
+            prior=options.structural_prior,
+            refined=False,
+            floor=options.ridge_floor,
         )
+        covariances = solution.covariances
         show(observe, "closed form", solution.merged, covariances.unit)
         record = MatrixRecord(
             rule="ace_relative",
