@@ -84,6 +84,7 @@ class Covariances:
         mean_tau: mean_t τ_t of the original task vectors where S_t is normalised, by which the
             structural prior is divided (Eq. 13); otherwise 1.
         centred: whether the column means are taken out of the task vectors.
+        ridged_mean: whether the S̄ of the refinement holds the ridges, as the paper's does.
     """
 
     tasks: tuple[Task, ...]
@@ -93,6 +94,7 @@ class Covariances:
     epsilon: tuple[float, ...]
     mean_tau: float
     centred: bool = True
+    ridged_mean: bool = False
     _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def unweighted(self) -> Covariances:
@@ -152,6 +154,11 @@ class Covariances:
         return math.fsum(task.ridge for task in self.tasks)
 
     @property
+    def mean_ridge(self) -> float:
+        """The ridge in T S̄ of the refinement: ε̄, or 0 where S̄ is the plain mean of the S_t."""
+        return self.ridge if self.ridged_mean else 0.0
+
+    @property
     def mean(self) -> Tensor:
         """μ̄, (i,), the mean of the μ_t."""
         return torch.stack([task.mean for task in self.tasks]).mean(dim=0)
@@ -193,8 +200,14 @@ def estimate_covariances(
     tasks, epsilon, order = [], [], []
     members = zip(active.experts, active.weights, active.coefficients, active.moments, strict=True)
     for expert, weight, coefficient, moments in members:
-        trace = centred_trace(expert, base, moments, unit, active.dtype)  # tr(G_t), unit²
-        if normalized and trace <= noise * moments.tau / unit**2:
+        tau = moments.tau / unit**2
+        mean = (moments.mean / unit).to(dtype)
+        trace = tau  # tr(G_t), unit²
+        if options.centred:
+            trace = centred_trace(expert, base, moments, unit, active.dtype)
+        else:
+            mean = torch.zeros_like(mean)
+        if normalized and trace <= noise * tau:
             epsilon.append(0.0)
             continue
         ridge = weight * _ridge(options, trace, base.shape[1], unit, normalized)
@@ -202,7 +215,7 @@ def estimate_covariances(
             Task(
                 expert=expert,
                 base=base,
-                mean=(moments.mean / unit).to(dtype),
+                mean=mean,
                 scale=weight / trace if normalized else weight,
                 ridge=ridge,
                 unit=unit,
@@ -218,6 +231,8 @@ def estimate_covariances(
         covariance_unit=1.0 if normalized else unit**2,
         epsilon=tuple(epsilon),
         mean_tau=math.fsum(active.tau) / len(active.tau) if normalized else 1.0,
+        centred=options.centred,
+        ridged_mean=options.refinement_mean == "ridged",
     )
 
 
