@@ -2,6 +2,8 @@
 """ACE-Merging line by line in float64, as slow and as plain as it gets: the judge of the package.
 
 Explicit inverse, full SVD, one Gram matrix per expert. It shares no code with `mergekit_ace`.
+By default its refinement has the plain mean of the estimates, as that of the package; with
+`refinement_mean="ridged"` it is the paper's.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ def naive_ace(
     structural_prior: bool = True,
     spectral_refinement: str = "auto",
     rank_fraction: float = 0.3,
+    refinement_mean: str = "plain",
+    centred: bool = True,
     coefficients: list[float] | None = None,
 ) -> Tensor:
     """The merged matrix, (o, i), in float64; every input (o, i)."""
@@ -54,8 +58,8 @@ def naive_ace(
     normalize = {"auto": heterogeneous, "always": True, "never": False}[adaptive_normalization]
     refine = {"auto": heterogeneous, "always": True, "never": False}[spectral_refinement]
 
-    centred = [delta - delta.mean(dim=0, keepdim=True) for delta in deltas]
-    gram = [c.T @ c for c in centred]
+    used = [d - d.mean(dim=0, keepdim=True) if centred else d for d in deltas]
+    gram = [c.T @ c for c in used]
     trace = [float(g.trace()) for g in gram]
     s = [g / tr if normalize else g for g, tr in zip(gram, trace, strict=True)]
     if epsilon_scale == "relative":
@@ -71,11 +75,11 @@ def naive_ace(
     ridged = [x + e * identity for x, e in zip(s, eps, strict=True)]
     system = sum(ridged) + (ones @ c if structural_prior else 0)
     inverse = torch.linalg.inv(system)
-    x = sum(ct @ r for ct, r in zip(centred, ridged, strict=True)) @ inverse
-    chosen = sum(a * ct @ r @ inverse for a, ct, r in zip(own, centred, ridged, strict=True))
+    x = sum(ct @ r for ct, r in zip(used, ridged, strict=True)) @ inverse
+    chosen = sum(a * ct @ r @ inverse for a, ct, r in zip(own, used, ridged, strict=True))
     k = int(rank_fraction * min(o, i))
     if refine and k > 0:
-        mean_s = sum(ridged) / len(ridged)
+        mean_s = sum(ridged if refinement_mean == "ridged" else s) / len(s)
         residual = sum(delta @ (st - mean_s) for delta, st in zip(deltas, s, strict=True))
         u, sigma, vh = torch.linalg.svd(residual + x, full_matrices=False)
         chosen = chosen + refinement * sigma[:k].mean() * (u[:, :k] @ vh[:k])

@@ -61,7 +61,7 @@ def sweep(form: str, kind: str, refined: bool) -> Iterator[tuple[float, MatrixRe
             for t in range(experts):
                 scale = 10.0 ** (exponent + (t - 1 if refined else 0))
                 members.append(base + scale * task_vector(rng, kind, shape, shared))
-            given = AceOptions(**options)
+            given = AceOptions(**options, ridge_floor=False)
             merged, record = merge_matrix(base, members, options=given, attempts=attempts)
             if record.condition <= 1e7:
                 yield task_vector_error(merged, naive_ace(base, members, **options), base), record

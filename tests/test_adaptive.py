@@ -25,7 +25,7 @@ def test_against_the_reference(rng, large, shape, scales, dtype):
     attempts = None
     if large and dtype == "float32":
         attempts = as_if_large(shape, 3, refined=scales is not None)
-    options = AceOptions(compute_dtype=dtype)
+    options = AceOptions(compute_dtype=dtype, ridge_floor=False)
     merged, record = merge_matrix(base, experts, options=options, attempts=attempts)
     bar = 5e-5 if dtype == "float32" else 1e-9
     if record.precision == "float32":
@@ -51,7 +51,9 @@ def test_blocks_change_nothing_but_rounding(rng, monkeypatch, shape, scales, blo
 @pytest.mark.parametrize("refinement", ["auto", "always", "never"])
 @pytest.mark.parametrize("prior", [True, False])
 @pytest.mark.parametrize("scale", ["absolute", "relative"])
-def test_every_switch(rng, normalization, refinement, prior, scale):
+@pytest.mark.parametrize("mean", ["plain", "ridged"])
+@pytest.mark.parametrize("centred", [True, False])
+def test_every_switch(rng, normalization, refinement, prior, scale, mean, centred):
     base, experts = family(rng, 20, 28, 3, scales=HETEROGENEOUS)
     switches = {
         "adaptive_normalization": normalization,
@@ -60,6 +62,8 @@ def test_every_switch(rng, normalization, refinement, prior, scale):
         "epsilon_scale": scale,
         "epsilon": 1e-3,
         "rank_fraction": 0.45,
+        "refinement_mean": mean,
+        "centred": centred,
     }
     options = AceOptions(**switches, scale=0.7, compute_dtype="float64")
     merged, record = merge_matrix(base, experts, [1.0, 3.0, 0.5], options)
@@ -67,6 +71,51 @@ def test_every_switch(rng, normalization, refinement, prior, scale):
     assert task_vector_error(merged, expected, base) <= 1e-9
     assert record.normalized == (normalization != "never")
     assert record.refined == (refinement != "never")
+
+
+@pytest.mark.parametrize("mean", ["plain", "ridged"])
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("epsilon", [1e-5, 1e-1, 1e4])
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
+@pytest.mark.parametrize("form", ["primal", "tall", "lean", "dual"])
+def test_every_form(rng, form, precision, epsilon, centred, mean):
+    """Where float32 does not carry, float64 follows."""
+    shape = {"dual": (12, 60), "tall": (60, 16)}.get(form, (24, 30))
+    base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS, noise=0.5)
+    switches = {"epsilon": epsilon, "centred": centred, "refinement_mean": mean}
+    dtype = str(precision).removeprefix("torch.")
+    options = AceOptions(heterogeneity="log_variance", compute_dtype=dtype, **switches)
+    attempts = [Attempt(form, precision), Attempt(form, torch.float64)]
+    merged, record = merge_matrix(base, experts, [1, 2, 0.5], options, attempts=attempts)
+    assert record.refined
+    expected = naive_ace(base, experts, [1, 2, 0.5], heterogeneity="log_variance", **switches)
+    bar = 5e-5
+    if precision == torch.float64:  # what the ridges add to the residual falls away again
+        bar = 1e-8 if epsilon < 1 else 1e-7
+    if record.precision == "float32":
+        bar = max(bar, min(1e-3, 2e-7 * record.condition))
+    assert task_vector_error(merged, expected, base) <= bar
+
+
+def test_both_means_of_the_refinement_agree_where_the_ridge_is_small(rng):
+    """And where it is large, the paper's turns against the experts."""
+    base, experts = family(rng, 40, 40, 3, scales=[0.3, 0.03, 0.1], noise=0.3)
+    total = sum(e.double() - base.double() for e in experts)
+    for epsilon, bar in ((1e-5, 0.05), (1.0, 10.0)):
+        found = {}
+        for mean in ("plain", "ridged"):
+            options = AceOptions(
+                epsilon=epsilon, heterogeneity="log_variance", refinement_mean=mean
+            )
+            merged, record = merge_matrix(base, experts, options=options)
+            found[mean] = merged.double() - base.double()
+            assert record.refined
+        ridge = sum(record.epsilon)
+        assert (ridge > 0.3) == (epsilon == 1)
+        assert (found["plain"] - found["ridged"]).norm() <= bar * found["ridged"].norm()
+        assert (found["plain"] * total).sum() > 0
+        assert (found["ridged"] * total).sum() > 0 or ridge > 0.3
+    assert (found["ridged"] * total).sum() < 0
 
 
 def test_log_variance_ignores_the_unit_of_the_weights(rng):
@@ -125,7 +174,8 @@ def test_the_threshold_decides_the_branch(rng, statistic):
     value = getattr(record, statistic)
     for threshold, heterogeneous in ((0.9 * value, True), (1.1 * value, False)):
         switches = {"heterogeneity": statistic, "heterogeneity_threshold": threshold}
-        merged, record = merge_matrix(base, experts, options=AceOptions(**switches))
+        given = AceOptions(**switches, ridge_floor=False)
+        merged, record = merge_matrix(base, experts, options=given)
         assert record.heterogeneous == record.normalized == record.refined == heterogeneous
         assert task_vector_error(merged, naive_ace(base, experts, **switches), base) <= 5e-5
 
@@ -217,7 +267,7 @@ def test_singular_without_ridge_is_an_error(rng, shape):
     direction = torch.randn(shape[0], 1, generator=rng)
     experts = [base + direction * torch.randn(1, shape[1], generator=rng) for _ in range(2)]
     with pytest.raises(IllConditionedError, match="condition number"):
-        merge_matrix(base, experts, options=AceOptions(epsilon=0))
+        merge_matrix(base, experts, options=AceOptions(epsilon=0, ridge_floor=False))
 
 
 def test_no_ridge_is_fine_where_the_covariances_have_full_rank(rng):

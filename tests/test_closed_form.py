@@ -36,7 +36,7 @@ def spd(rng: torch.Generator, size: int, condition: float) -> torch.Tensor:
 
 def estimates(base, experts, weights, *, normalized, **options):
     active = select_active(base, experts, weights, torch.float64)
-    options = AceOptions(compute_dtype="float64", **options)
+    options = AceOptions(compute_dtype="float64", ridge_floor=False, **options)
     return estimate_covariances(base, active, options, normalized=normalized, dtype=torch.float64)
 
 
@@ -103,7 +103,11 @@ def test_refuses_what_float32_would_spoil(rng, form):
     base, experts = family(rng, 6, 40, 3, scales=[1.0, 10.0, 100.0], noise=1e-3)
     active = select_active(base, experts, [1.0] * 3, torch.float32)
     covariances = estimate_covariances(
-        base, active, AceOptions(epsilon=1e-9), normalized=False, dtype=torch.float32
+        base,
+        active,
+        AceOptions(epsilon=1e-9, ridge_floor=False),
+        normalized=False,
+        dtype=torch.float32,
     )
     with pytest.raises(IllConditionedError):
         SOLVERS[form](covariances, prior=True, refined=False)

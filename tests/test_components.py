@@ -21,13 +21,14 @@ REFINEMENT = 0.4
 @pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["even", "uneven"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("form", ["primal", "tall", "lean", "dual"])
-def test_ace(rng, form, dtype, scales):
+@pytest.mark.parametrize("switches", [{}, {"refinement_mean": "ridged"}, {"centred": False}])
+def test_ace(rng, switches, form, dtype, scales):
     wide = torch.float64 if dtype == "float64" else torch.float32
     both = [Attempt(form, wide), Attempt(form, torch.float64)]
     shape = {"dual": (20, 90), "tall": (120, 24)}.get(form, (50, 60))
     base, experts = family(rng, *shape, 3, scales=scales, noise=0.3)
     epsilon = 1e-4 if scales is None else 1e-2
-    options = AceOptions(epsilon=epsilon, scale=0.8, compute_dtype=dtype)
+    options = AceOptions(epsilon=epsilon, scale=0.8, compute_dtype=dtype, **switches)
     for weights in (None, [1.0, 0.2, 3.0]):
         for own in (OWN, [0.0, 0.0, 2.0], [1.0, 1.0, 1.0]):
             given = [*own, REFINEMENT]
@@ -35,8 +36,9 @@ def test_ace(rng, form, dtype, scales):
                 base, experts, weights, options, "matrix", given, attempts=both
             )
             expected = naive_ace(
-                base, experts, weights, lambda_=0.8, epsilon=epsilon, coefficients=given
-            )
+                base, experts, weights,
+                lambda_=0.8, epsilon=epsilon, coefficients=given, **switches,
+            )  # fmt: skip
             (matrix,) = record.matrices
             assert matrix.refined == (scales is not None)
             bar = 1e-8 if dtype == "float64" else 3 * tolerance(matrix.condition)

@@ -46,7 +46,13 @@ def test_refuses_directions_that_the_error_hides(rng):
     matrix = torch.diag(torch.tensor([1.0, 0.5, 0.01, 0.001])) @ merged
 
     def solution(error: float, dtype: torch.dtype) -> Solution:
-        return Solution(merged.to(dtype), matrix.to(dtype, copy=True), condition=1.0, error=error)
+        return Solution(
+            merged.to(dtype),
+            matrix.to(dtype, copy=True),
+            condition=1.0,
+            error=error,
+            covariances=None,
+        )
 
     refine(solution(1e-7, torch.float32), 2)
     with pytest.raises(IllConditionedError) as caught:

@@ -45,10 +45,11 @@ def test_against_the_transcription(rng, shape, options, scales):
     base, experts = family(rng, *SHAPES[shape], 3, scales=scales, noise=0.3)
     for weights in (None, [1.0, 0.2, 3.0], [0.0, 1.0, 1.0]):
         expected = naive_relative(base, experts, weights, lambda_=0.8, **options)
-        exact, record = merge(base, experts, weights, scale=0.8, compute_dtype="float64", **options)
+        literal = {**options, "scale": 0.8, "ridge_floor": False}
+        exact, record = merge(base, experts, weights, compute_dtype="float64", **literal)
         assert record.matrices[0].rule == "ace_relative"
         assert task_vector_error(exact, expected, base) <= 1e-9
-        merged, _ = merge(base, experts, weights, scale=0.8, **options)
+        merged, _ = merge(base, experts, weights, **literal)
         assert task_vector_error(merged, expected, base) <= 5e-5
 
 
@@ -221,7 +222,11 @@ def test_an_epsilon_of_zero_says_what_to_do(rng):
     experts = [torch.randn(3, 9, generator=rng) for _ in range(2)]
     with pytest.raises(ValueError, match=r"ace_relative: tensor w cannot.*Raise `epsilon`"):
         merge_tensors(
-            [base, *experts], "ace_relative", base_index=0, parameters={"epsilon": 0}, name="w"
+            [base, *experts],
+            "ace_relative",
+            base_index=0,
+            parameters={"epsilon": 0, "ridge_floor": False},
+            name="w",
         )
 
 

@@ -19,7 +19,10 @@ def plain_ace(
     epsilon: float = 1e-5,
     rank_fraction: float = 0.3,
 ) -> Tensor:
-    """Return the merged matrix, (o, i), by Eqs. 5-19 with the branch given."""
+    """Return the merged matrix, (o, i), by Eqs. 5-19 with the branch given.
+
+    The mean of the refinement is the plain one, without ridges, as by default of the package.
+    """
     deltas = [expert - base for expert in experts]
     centred = [delta - delta.mean(dim=0) for delta in deltas]
     identity = torch.eye(base.shape[1], dtype=base.dtype, device=base.device)
@@ -35,7 +38,7 @@ def plain_ace(
     numerator = sum(c @ s for c, s in zip(centred, ridged, strict=True))
     merged = numerator @ torch.linalg.inv(sum(ridged) + prior)
     if heterogeneous:
-        mean = sum(ridged) / len(ridged)
+        mean = sum(covariances) / len(covariances)
         residual = sum(d @ (s - mean) for d, s in zip(deltas, covariances, strict=True))
         left, sigma, right = torch.linalg.svd(residual + merged, full_matrices=False)
         rank = int(rank_fraction * min(base.shape))

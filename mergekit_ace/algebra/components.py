@@ -245,13 +245,13 @@ class _Estimate:
 
 
 def _residual(covariances: Covariances) -> Tensor:
-    """Return R = Σ_t (Δ_t − D/T) S_t − ε̄ D/T with D = Σ_t Δ_t, (o, i), in the unit of F."""
+    """Return R = Σ_t (Δ_t − D/T) S_t − ρ D/T with D = Σ_t Δ_t, (o, i), in the unit of F."""
     mean = covariances.new(*covariances.shape)  # D/T
     for task in covariances.tasks:
         for block in blocks(*mean.shape):
             mean[block].add_(task.centred(block).add_(task.mean))
     mean.div_(len(covariances.tasks))
-    total = mean * -covariances.ridge
+    total = mean * -covariances.mean_ridge  # ρ
     for task in covariances.tasks:
         estimate = _Estimate(covariances, task)
         for block in blocks(*mean.shape):

@@ -87,6 +87,7 @@ class Covariances:
         mean_tau: mean_t τ_t of the original task vectors where S_t is normalised, by which the
             structural prior is divided (Eq. 13); otherwise 1.
         centred: whether the column means are taken out of the task vectors.
+        ridged_mean: whether the S̄ of the refinement holds the ridges, as the paper's does.
         energy: Σ_t ‖Δ_t‖² of the experts in use, in units of unit².
         trace: Σ_t tr(S_t), in the unit of S_t.
     """
@@ -98,6 +99,7 @@ class Covariances:
     epsilon: tuple[float, ...]
     mean_tau: float
     centred: bool = True
+    ridged_mean: bool = False
     energy: float = 0.0
     trace: float = 0.0
     _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
@@ -167,7 +169,12 @@ class Covariances:
     @property
     def relative_ridge(self) -> float:
         """ε̄ in mean eigenvalues of Σ S_t."""
-        return self.ridge * self.shape[1] / self.trace
+        return self.ridge * self.shape[1] / self.trace if self.trace else math.inf
+
+    @property
+    def mean_ridge(self) -> float:
+        """The ridge in T S̄ of the refinement: ε̄, or 0 where S̄ is the plain mean of the S_t."""
+        return self.ridge if self.ridged_mean else 0.0
 
     @property
     def mean(self) -> Tensor:
@@ -231,8 +238,14 @@ def estimate_covariances(
     tasks, order, total = [], [], 0.0
     members = zip(active.experts, active.weights, active.coefficients, active.moments, strict=True)
     for expert, weight, coefficient, moments in members:
-        trace = centred_trace(expert, base, moments, unit, active.dtype)  # tr(G_t), unit²
-        if normalized and trace <= noise * moments.tau / unit**2:
+        tau = moments.tau / unit**2
+        mean = (moments.mean / unit).to(dtype)
+        trace = tau  # tr(G_t), unit²
+        if options.centred:
+            trace = centred_trace(expert, base, moments, unit, active.dtype)
+        else:
+            mean = torch.zeros_like(mean)
+        if normalized and trace <= noise * tau:
             tasks.append(None)
             continue
         scale = weight / trace if normalized else weight
@@ -240,7 +253,7 @@ def estimate_covariances(
             Task(
                 expert=expert,
                 base=base,
-                mean=(moments.mean / unit).to(dtype),
+                mean=mean,
                 scale=scale,
                 ridge=weight * _ridge(options, trace, base.shape[1], unit, normalized),
                 unit=unit,
@@ -251,8 +264,8 @@ def estimate_covariances(
         total += scale * trace
     estimated = [task for task in tasks if task is not None]
     epsilon = options.epsilon
-    if options.ridge_floor and estimated:
-        per_epsilon = math.fsum(task.ridge for task in estimated)
+    per_epsilon = math.fsum(task.ridge for task in estimated)
+    if options.ridge_floor and per_epsilon > 0:
         epsilon = max(epsilon, LEAST_RIDGE * total / base.shape[1] / per_epsilon)
     covariance_unit = 1.0 if normalized else unit**2
     return Covariances(
@@ -262,6 +275,8 @@ def estimate_covariances(
         covariance_unit=covariance_unit,
         epsilon=tuple(task.ridge * covariance_unit if task else 0.0 for task in tasks),
         mean_tau=math.fsum(active.tau) / len(active.tau) if normalized else 1.0,
+        centred=options.centred,
+        ridged_mean=options.refinement_mean == "ridged",
         energy=math.fsum(active.tau) / unit**2,
         trace=total,
     ).times_ridge(epsilon)

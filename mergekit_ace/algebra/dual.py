@@ -7,11 +7,12 @@ needed, and one product Q M at the end. With the reference r (see `Covariances`)
 
     Y = C_r + P K⁻¹ M,   P_t = √s_t (C_t − C_r) C_tᵀ + (ε_t/√s_t) I,   P_r = −((ε̄ − ε_r)/√s_r) I
     c = (1/i) Mᵀ(M 1),   A⁻¹c = (1/i) Mᵀ K⁻¹ (M 1)
-    R = Σ_t s_t ((C_t − C̄) C_tᵀ + 1 (C_t (μ_t − μ̄))ᵀ) C_t − ε̄ (C̄ + 1 μ̄ᵀ)
+    R = Σ_t s_t ((C_t − C̄) C_tᵀ + 1 (C_t (μ_t − μ̄))ᵀ) C_t − ρ (C̄ + 1 μ̄ᵀ)
 
-with μ̄ the mean of the μ_t. With coefficients, Y starts from λ_r C_r, P_t has λ_t C_t − λ_r C_r and
-λ_t ε_t, and P_r is λ_r times as large. Beside half the work where N < i, this form avoids a
-cancellation: weak directions of A are never represented by differences of large numbers.
+with μ̄ the mean of the μ_t, and ρ = ε̄ where the refinement's S̄ holds the ridges, else 0. With
+coefficients, Y starts from λ_r C_r, P_t has λ_t C_t − λ_r C_r and λ_t ε_t, and P_r is λ_r times as
+large. Beside half the work where N < i, this form avoids a cancellation: weak directions of A are
+never represented by differences of large numbers.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def _numerator(covariances: Covariances, grid: _Grid) -> Tensor:
 
 
 def _residual(covariances: Covariances, grid: _Grid, sides: Tensor) -> Tensor:
-    """Return R in terms of the C_t, (o, N), but for its part −ε̄ 1 μ̄ᵀ; in the unit of F."""
+    """Return R in terms of the C_t, (o, N), but for its part −ρ 1 μ̄ᵀ; in the unit of F."""
     rows, _ = covariances.shape
     left = covariances.new(rows, rows * grid.count)
     for t, task in enumerate(covariances.tasks):
@@ -202,7 +203,7 @@ def _residual(covariances: Covariances, grid: _Grid, sides: Tensor) -> Tensor:
             part.sub_(grid.square(s, t), alpha=1 / grid.count)
         turned = sides[grid.own(t)]
         part.add_(turned[:, 1 + t] - turned[:, 1:].mean(dim=1)).mul_(task.scale)
-        part.diagonal().sub_(covariances.ridge / grid.count)
+        part.diagonal().sub_(covariances.mean_ridge / grid.count)
     return left.mul_(covariances.covariance_unit)
 
 
@@ -253,7 +254,7 @@ def _expand(
     rows, columns = covariances.shape
     merged = covariances.new(rows, columns)
     target = covariances.new(rows, columns) if target_left is not None else None
-    row = covariances.mean * (covariances.ridge * covariances.covariance_unit)
+    row = covariances.mean * (covariances.mean_ridge * covariances.covariance_unit)
     for block in blocks(columns, left.shape[1]):
         stack = _stack(covariances, block)
         set_product_(merged[:, block], left, stack)

@@ -16,10 +16,11 @@ all S_t, ``lean`` one, whatever T is, and forms the others once for A and once m
 comes. All else follows from Y − C_r:
 
     X = Y − (Y 1) qᵀ,        qᵀ = cᵀA⁻¹ / (1 + cᵀA⁻¹1)        (see `prior_row`)
-    R = Σ_t Δ_t (S_t − S̄) = (Y − C̄) A − Σ_t ε_t C_t + 1 aᵀ,   F = R + X
-    a = Σ_t S_t μ_t − A μ̄ = Σ_{t≠r} S_t (μ_t − μ_r) + S (μ_r − μ̄) − ε̄ μ̄
+    R = Σ_t Δ_t (S_t − S̄) = (Y − C̄) A − Σ_t (ε_t − ε̄/T) C_t − ρ C̄ + 1 aᵀ,   F = R + X
+    a = Σ_t S_t μ_t − (S + ρ I) μ̄ = Σ_{t≠r} S_t (μ_t − μ_r) + S (μ_r − μ̄) − ρ μ̄
 
-with C̄ and μ̄ the means over the T tasks. Since Y A is the numerator of Eq. 14, the residual takes
+with C̄ and μ̄ the means over the T tasks, and T S̄ = S + ρ I: ρ is ε̄ where the refinement's S̄ holds
+the ridges, else 0. Since Y A is the numerator of Eq. 14, the residual takes
 one product whatever T is, and what a weak direction of A magnified in Y, A makes small again.
 """
 
@@ -81,12 +82,12 @@ def solve_primal(
     row = None if common is None else prior_row(lower, common)
     solve_(numerator, lower)
     residual = None if centre is None else (restore_(lower, diagonal), centre)
-    target = complete_(covariances, numerator, row, residual)
+    target, cancelled = complete_(covariances, numerator, row, residual)
     size, unit = squared_norm(numerator) ** 0.5, rounding(numerator.dtype)
     error = _error(growth / size if size else 0.0, unit)  # all coefficients may be 0
     if error > tolerance(condition):
         raise IllConditionedError(condition, error)
-    return Solution(numerator, target, condition, error, covariances)
+    return Solution(numerator, target, condition, error + unit * cancelled, covariances)
 
 
 def _error(growth: float, unit: float) -> float:
@@ -213,7 +214,8 @@ def _solve_by_mixing(
         system = restore_(lower, diagonal).to(dtype)
         residual = system, residual_row(covariances, system, turned)
     del total, lower
-    target = complete_(covariances, merged, row, residual)
+    target, cancelled = complete_(covariances, merged, row, residual)
+    error += rounding(dtype) * cancelled
     return Solution(merged, target, condition, error, covariances)
 
 
@@ -306,7 +308,7 @@ def complete_(
     merged: Tensor,
     prior: Tensor | None,
     residual: tuple[Tensor, Tensor] | None,
-) -> Tensor | None:
+) -> tuple[Tensor | None, float]:
     """Write X over Y − C_r, in blocks of rows, and return F.
 
     Args:
@@ -316,34 +318,40 @@ def complete_(
         residual: A, (i, i), and a, (i,); None where F is not wanted.
 
     Returns:
-        F, (o, i), where it is wanted.
+        F, (o, i), where it is wanted, and (ε̄ − ρ) ‖Y − C̄‖ / ‖X‖: what the ridges add to (Y − C̄) A
+        falls away again in R, and only its rounding errors stay.
     """
     count = len(covariances.tasks)
+    shared = (covariances.ridge - covariances.mean_ridge) / count
     target = None if residual is None else torch.empty_like(merged)
+    energy = 0.0  # ‖Y − C̄‖²
     for block in blocks(*merged.shape):
         part = merged[block]
         first = covariances.reference_block(block)
         if target is not None and residual is not None:
             system, row = residual
             beyond = covariances.buffer("beyond", *part.shape).copy_(part)  # Y − C̄
-            rest = torch.sub(row, first, alpha=covariances.ridge, out=target[block])
+            rest = torch.sub(row, first, alpha=covariances.mean_ridge, out=target[block])
             for task in covariances.others:
                 moved = covariances.difference(task, block, first)
                 beyond.sub_(moved, alpha=1 / count)
-                rest.sub_(moved, alpha=task.ridge)
+                rest.sub_(moved, alpha=task.ridge - shared)
+            energy += squared_norm(beyond)
             add_product_(rest, beyond, system)
         part.add_(first)
         if prior is not None:
             part.addr_(part.sum(dim=1), prior, alpha=-1)
         if target is not None:
             target[block].mul_(covariances.covariance_unit).add_(part)
-    return target
+    size = squared_norm(merged) ** 0.5 if energy else 1.0
+    return target, count * shared * covariances.covariance_unit * energy**0.5 / size
 
 
 def residual_row(covariances: Covariances, system: Tensor, turned: Tensor) -> Tensor:
     """Return a, (i,), from A and Σ_{t≠r} S_t (μ_t − μ_r).
 
-    A (μ_r − μ̄) has ε̄ μ_r where S (μ_r − μ̄) − ε̄ μ̄ has none.
+    A (μ_r − μ̄) has ε̄ (μ_r − μ̄) where S (μ_r − μ̄) has none.
     """
-    mean, reference = covariances.mean, covariances.reference_task.mean
-    return turned + system @ (reference - mean) - covariances.ridge * reference
+    mean, beyond = covariances.mean, covariances.reference_task.mean - covariances.mean
+    turned = turned + system @ beyond - covariances.ridge * beyond
+    return turned - covariances.mean_ridge * mean

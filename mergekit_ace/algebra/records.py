@@ -79,8 +79,19 @@ class AceOptions(BaseModel):
         description="Whether the spectrum is refined (Eqs. 15-19); auto: in heterogeneous "
         "matrices.",
     )
+    refinement_mean: Literal["plain", "ridged"] = Field(
+        "plain",
+        description="Whether the mean that the refinement compares estimates with holds their "
+        "ridges: ridged is the paper's (Eq. 15), and turns against the experts where Σ ε_t is "
+        "above 0.3; below 0.1 both are nearly the same.",
+    )
     rank_fraction: Fraction = Field(
         0.3, description="Share k / min(o, i) of the directions that are refined."
+    )
+    centred: bool = Field(
+        True,
+        description="Whether the column means of Δ_t are taken out (Eq. 5): the mean row of a task "
+        "vector is then lost to the merge.",
     )
     compute_dtype: Literal["float32", "float64"] = Field(
         "float32", description="In which task vectors are formed, unless the tensors are wider."

@@ -15,8 +15,10 @@ grow alike,
     X = D̄ + E (S + ε̄ I)⁻¹,   E = Σ_t (C_t − D̄) S_t,
 
 and ‖X‖² is the mean of ‖Xᵀz‖² over random signs z. Lanczos' algorithm from Eᵀz replaces S by a
-small tridiagonal matrix, with which ‖Xᵀz‖² is at hand for every ε̄ (Golub and Meurant, "Matrices,
-moments and quadrature", 2010). The same holds in the dual form, with M = [√s_t C_t]_t, K = M Mᵀ:
+small tridiagonal matrix, with which ‖Xᵀz‖² is at hand for every ε̄. With an eigenvalue prescribed at
+0, below all those of S, it errs upwards (Gauss-Radau; Golub and Meurant, "Matrices, moments and
+quadrature", 2010), so that the ridge is never too small. The same holds in the dual form, with
+M = [√s_t C_t]_t and K = M Mᵀ:
 
     Xᵀz = D̄ᵀz + Mᵀ (K + ε̄ I)⁻¹ g,   g = [√s_t C_t (C_t − D̄)ᵀ z]_t,   Eᵀz = Mᵀ g.
 
@@ -33,15 +35,20 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.covariance import Covariances
-from mergekit_ace.algebra.linalg import blocks
+from mergekit_ace.algebra.linalg import blocks, product
 from mergekit_ace.algebra.task_vectors import squared_norm
 
 # On SmolLM2 1 to 2 keep most of the experts' gains, on dictionary families with grouped heads 2 to
 # 3; examples/benchmark/epsilons.py.
 LIMIT = 2.0
-# Rows z, and steps of Lanczos' algorithm.
-PROBES, STEPS = 16, 40
+# Rows z.
+PROBES = 16
+# Steps of Lanczos' algorithm after which the ridge is looked at, and at most in all; and by how
+# much it then falls where more steps are worth their time.
+CHECK_EVERY, MOST_STEPS = 12, 96
+WORTH_MORE = 1.1
 PRECISION = 1.01  # of the ridge
+PRESCRIBED = 1e-10  # of the largest eigenvalue: what rounding leaves of 0
 SPENT = 1e-6  # of the largest eigenvalue: what rounding leaves is no direction
 
 
@@ -59,23 +66,32 @@ def apply_floor(covariances: Covariances, system: Tensor, *, dual: bool = False)
     """Return the estimates with the smallest ridge, from the given one up, that keeps to `LIMIT`.
 
     Args:
-        covariances: with ε̄ > 0.
+        covariances: the estimates.
         system: S, (i, i); with `dual` [C_s C_tᵀ]_st, (N, N). Both triangles are read.
         dual: which of the two it is.
     """
-    probes = _probe(covariances.unweighted(), system, dual)
-    bound = LIMIT * covariances.energy
-    low = high = covariances.ridge
+    if covariances.ridge == 0:  # nothing to raise: no S_t has a trace
+        return covariances
+    bound, before = LIMIT * covariances.energy, math.inf
+    for probes in _probes(covariances.unweighted(), system, dual):
+        ridge = _least_ridge(probes, covariances.ridge, bound)
+        if ridge == covariances.ridge:
+            return covariances
+        if ridge * WORTH_MORE > before:
+            break
+        before = ridge
+    return covariances.times_ridge(ridge / covariances.ridge)
+
+
+def _least_ridge(probes: _Probes, ridge: float, bound: float) -> float:
+    """Return the least ridge, from the given one up, at which ‖X‖² is within a bound."""
+    low = high = ridge
     while probes.squared_norm(high) > bound and high < probes.largest:
         low, high = high, 4 * high
     while high > PRECISION * low:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if probes.squared_norm(middle) > bound else (low, middle)
-    return (
-        covariances
-        if high == covariances.ridge
-        else covariances.times_ridge(high / covariances.ridge)
-    )
+    return high
 
 
 @dataclass(frozen=True)
@@ -83,20 +99,22 @@ class _Probes:
     """‖Xᵀz‖² as a function of the ridge, for p rows z.
 
     Attributes:
+        share: what ‖Xᵀz‖² counts in ‖X‖²: 1/p, or 1 where the z are all rows of the identity.
         mean: ‖D̄ᵀz‖², (p,).
         start: length of what Lanczos' algorithm starts from, (p,).
         along: D̄ᵀz, in the dual form M D̄ᵀz, in terms of the eigenvectors, (p, k).
         values: eigenvalues of the tridiagonal matrices, (p, k).
         first: first entries of their eigenvectors, (p, k).
-        metric: of squares in that basis, (p, k): 1, or in the dual form the eigenvalues.
+        dual: whether squares are those of Mᵀ times it.
     """
 
+    share: float
     mean: Tensor
     start: Tensor
     along: Tensor
     values: Tensor
     first: Tensor
-    metric: Tensor
+    dual: bool
 
     @property
     def largest(self) -> float:
@@ -105,56 +123,69 @@ class _Probes:
 
     def squared_norm(self, ridge: float) -> float:
         """Estimate ‖X‖² at a ridge."""
-        solved = self.start[:, None] * self.first / (self.values + ridge)
-        parts = 2 * solved * self.along + solved.square() * self.metric
-        return float((self.mean + parts.sum(dim=1)).mean())
+        values, metric = self.values, 1
+        if self.dual:  # λ/(λ + ε̄)² is largest at λ = ε̄, and 0 at the eigenvalue that is prescribed
+            values = metric = values.where(values > PRESCRIBED * self.largest, ridge)
+        solved = self.start[:, None] * self.first / (values + ridge)
+        parts = 2 * solved * self.along + solved.square() * metric
+        return self.share * float((self.mean + parts.sum(dim=1)).sum())
 
 
-def _probe(covariances: Covariances, system: Tensor, dual: bool) -> _Probes:
-    means, start, along = _right_hand_sides(covariances, system.dtype, dual)
+def _probes(covariances: Covariances, system: Tensor, dual: bool) -> Iterator[_Probes]:
+    """Iterate over ever better estimates, see `apply_floor`."""
+    rows = covariances.shape[0]
+    signs = _signs(rows).to(covariances.tasks[0].mean)
+    means, start, along = _right_hand_sides(covariances, signs, dual)
     roots = None
     if dual:
         scales = [task.scale**0.5 for task in covariances.tasks]
-        roots = system.new_tensor(scales).repeat_interleave(covariances.shape[0])[:, None]
-    basis, matrix = _tridiagonalise(system, start, roots)
-    values, vectors = torch.linalg.eigh(matrix)
-    values = values.clamp(min=0)
-    along = torch.einsum("kmp,mp->pk", basis, along).double().cpu()
-    return _Probes(
-        mean=means.square().sum(dim=0).double().cpu(),
-        start=start.norm(dim=0).double().cpu(),
-        along=(along[:, :, None] * vectors).sum(dim=1),
-        values=values,
-        first=vectors[:, 0, :],
-        metric=values if dual else torch.ones_like(values),
-    )
+        roots = system.new_tensor(scales).repeat_interleave(rows)
+    start, along = (part.mT.to(system.dtype).contiguous() for part in (start, along))
+    for basis, matrix in _tridiagonalise(system, start, roots):
+        values, vectors = torch.linalg.eigh(matrix)
+        values = values.clamp(min=0)
+        found = (basis @ along[:, :, None]).mT.double().cpu()
+        yield _Probes(
+            share=1 if rows <= PROBES else 1 / PROBES,
+            mean=means.square().sum(dim=0).double().cpu(),
+            start=start.norm(dim=1).double().cpu(),
+            along=(found @ vectors).squeeze(1),
+            values=values,
+            first=vectors[:, 0, :],
+            dual=dual,
+        )
+
+
+def _signs(rows: int) -> Tensor:
+    """Return the rows z as columns, (o, p): random signs, or the identity, which is exact."""
+    if rows <= PROBES:
+        return torch.eye(rows, device="cpu")
+    generator = torch.Generator("cpu").manual_seed(0)  # none of the global random numbers
+    return torch.randint(0, 2, (rows, PROBES), generator=generator, device="cpu") * 2.0 - 1
 
 
 def _right_hand_sides(
-    covariances: Covariances, dtype: torch.dtype, dual: bool
+    covariances: Covariances, signs: Tensor, dual: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return D̄ᵀz, (i, p), then Eᵀz and D̄ᵀz, (i, p), or in the dual form g and M D̄ᵀz, (N, p)."""
-    rows, columns = covariances.shape
-    generator = torch.Generator("cpu").manual_seed(0)  # none of the global random numbers
-    signs = torch.randint(0, 2, (rows, PROBES), generator=generator, device="cpu") * 2 - 1
-    signs = signs.to(covariances.tasks[0].mean)
-    own = [covariances.new(columns, PROBES) for _ in covariances.tasks]
+    columns, count = covariances.shape[1], signs.shape[1]
+    own = [covariances.new(columns, count) for _ in covariances.tasks]
     for part, _, block, centred in _sweep(covariances, own):
         part.addmm_(centred.mT, signs[block])
-    means = covariances.new(columns, PROBES)
+    means = covariances.new(columns, count)
     for task, part in zip(covariances.tasks, own, strict=True):
         means.add_(part, alpha=task.ridge / covariances.ridge)
-    start, turned = covariances.new(columns, PROBES), []
+    start, turned = covariances.new(columns, count), []
     for part, scale, _, centred in _sweep(covariances, own):
         found = centred @ torch.cat([part - means, means], dim=1)
         if dual:
             turned.append(found.mul_(scale**0.5))
         else:
-            start.addmm_(centred.mT, found[:, :PROBES], alpha=scale)
+            start.addmm_(centred.mT, found[:, :count], alpha=scale)
     if dual:
-        start, along = torch.cat(turned).split(PROBES, dim=1)
+        start, along = torch.cat(turned).split(count, dim=1)
         return means, start, along
-    return means, start.to(dtype), means.to(dtype)
+    return means, start, means
 
 
 def _sweep(
@@ -168,35 +199,48 @@ def _sweep(
             yield part, task.scale, block, task.centred(block, out=room)
 
 
-def _tridiagonalise(system: Tensor, start: Tensor, roots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Run Lanczos' algorithm for all columns at once, every vector kept orthogonal.
+def _tridiagonalise(
+    system: Tensor, start: Tensor, roots: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Run Lanczos' algorithm from every row at once, with all vectors kept orthogonal.
 
     Args:
         system: symmetric, (m, m).
-        start: (m, p).
-        roots: (m, 1); what is reduced is the system with rows and columns multiplied by them.
+        start: (p, m).
+        roots: (m,); what is reduced is the system with rows and columns multiplied by them.
 
-    Returns:
-        The bases, (k, m, p), and the tridiagonal matrices, (p, k, k), in float64 on the CPU.
+    Yields:
+        After every `CHECK_EVERY` steps the bases, (p, k, m), and the tridiagonal matrices,
+        (p, k, k), in float64 on the CPU; the last with an eigenvalue at 0, unless it is exact.
     """
-    size, count = start.shape
-    steps = min(STEPS, size)
-    basis = start.new_zeros(steps, size, count)
-    matrix = torch.zeros(count, steps, steps, dtype=torch.float64)
+    count, size = start.shape
+    most = min(MOST_STEPS, size)
+    basis = start.new_empty(count, 0, size)
+    matrix = torch.zeros(count, most, most, dtype=torch.float64, device="cpu")
     vector, largest = start, 0.0
-    for step in range(steps):
-        length = vector.norm(dim=0)
-        spent = length <= SPENT * largest
+    for step in range(most):
+        length = vector.norm(dim=1, keepdim=True)
+        spent = (length <= SPENT * largest) | (length == 0)
         if step > 0:
-            matrix[:, step, step - 1] = matrix[:, step - 1, step] = length.masked_fill(spent, 0)
-        basis[step] = (vector / length).masked_fill(spent | (length == 0), 0)
-        vector = basis[step] if roots is None else basis[step] * roots
-        vector = system @ vector
-        vector = vector if roots is None else vector * roots
-        largest = max(largest, float(vector.norm(dim=0).max()))
-        known = basis[: step + 1]
+            beyond = length.masked_fill(spent, 0).squeeze(1).cpu()
+            matrix[:, step, step - 1] = matrix[:, step - 1, step] = beyond
+        new = (vector / length).masked_fill(spent, 0)
+        basis = torch.cat([basis, new[:, None]], dim=1)
+        if step > 0 and step % CHECK_EVERY == 0:
+            yield basis, _with_eigenvalue_zero(matrix[:, : step + 1, : step + 1])
+        vector = product(new, system) if roots is None else product(new * roots, system) * roots
+        largest = max(largest, float(vector.norm(dim=1).max()))
         for _ in range(2):  # once is not enough in the presence of rounding
-            along = (known * vector).sum(dim=1)
-            vector = vector - (known * along[:, None]).sum(dim=0)
-            matrix[:, step, step] += along[step].cpu()
-    return basis, matrix
+            along = basis @ vector[:, :, None]
+            vector = vector - (along.mT @ basis).squeeze(1)
+            matrix[:, step, step] += along[:, step, 0].cpu()
+    yield basis, matrix if most == size else _with_eigenvalue_zero(matrix)
+
+
+def _with_eigenvalue_zero(matrix: Tensor) -> Tensor:
+    """Return tridiagonal matrices, (p, k, k), with the last entry such that 0 is an eigenvalue."""
+    changed = matrix.clone()
+    values, vectors = torch.linalg.eigh(matrix[:, :-1, :-1])
+    inverse = (vectors[:, -1].square() / values.clamp(min=1e-300)).sum(dim=1)
+    changed[:, -1, -1] = matrix[:, -1, -2].square() * inverse
+    return changed

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The floor of the ridge against dense solves, and what it promises."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from matrices import HETEROGENEOUS, family
+from reference import naive_ace, naive_relative, task_vector_error
+
+from mergekit_ace.algebra.adaptive import merge_matrix
+from mergekit_ace.algebra.closed_form import Attempt
+from mergekit_ace.algebra.components import split_tensor
+from mergekit_ace.algebra.covariance import LEAST_RIDGE
+from mergekit_ace.algebra.records import AceOptions
+from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
+from mergekit_ace.algebra.ridge_floor import LIMIT
+
+# Rows over columns, for three experts below, at and above the threshold T·o = i, and far from it.
+SHAPES = {"0.9": (27, 90), "1": (30, 90), "1.1": (33, 90), "wide": (12, 90), "tall": (120, 40)}
+SMALL = (0.0, 1e-12, 1e-8, 1e-5)
+PLAIN = {"adaptive_normalization": "never", "spectral_refinement": "never"}
+EXACT = {"compute_dtype": "float64"}
+
+
+def noise_family(rng, shape, experts=3, spread=0.0):
+    """Task vectors of independent entries, whose rows only just determine X where T·o = i."""
+    base = torch.randn(shape, generator=rng, dtype=torch.float64)
+    deltas = [torch.randn(shape, generator=rng, dtype=torch.float64) for _ in range(experts)]
+    return base, [base + 10.0 ** (spread * t) * delta for t, delta in enumerate(deltas)]
+
+
+def energies(base, experts):
+    return [float((expert - base).square().sum()) for expert in experts]
+
+
+def naive_least_ridge(base, experts, merge):
+    """Return the smallest relative ε at which ‖X‖² = LIMIT Σ ‖Δ_t‖², by bisection."""
+    bound = LIMIT * sum(energies(base, experts))
+    low, high = 1e-9, 1e3
+    while high > 1.001 * low:
+        middle = math.sqrt(low * high)
+        size = float((merge(base, experts, middle) - base).square().sum())
+        low, high = (middle, high) if size > bound else (low, middle)
+    return high
+
+
+def ace(base, experts, epsilon=1e-5, **options):
+    given = AceOptions(epsilon=epsilon, structural_prior=False, **EXACT, **options)
+    merged, record = merge_matrix(base, experts, options=given)
+    return merged, record
+
+
+def relative(base, experts, epsilon=0.03, **options):
+    given = RelativeOptions(epsilon=epsilon, **EXACT, **options)
+    merged, record = merge_tensor_relative(base, experts, None, given)
+    return merged, record.matrices[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_ridge_is_that_of_a_dense_search(rng, shape):
+    """Lanczos' algorithm and random signs are within a fifth of it in ‖X‖²."""
+    base, experts = noise_family(rng, SHAPES[shape])
+    merged, record = relative(base, experts, 0.0)
+    expected = naive_least_ridge(
+        base, experts, lambda b, e, epsilon: naive_relative(b, e, epsilon=epsilon)
+    )
+    assert merged.isfinite().all()
+    if expected < 1e-6:  # nothing is amplified
+        assert record.ridge == pytest.approx(LEAST_RIDGE, rel=1e-3)
+        assert record.amplification <= 1.2 * LIMIT
+    else:
+        assert record.amplification == pytest.approx(LIMIT, rel=0.2)
+        assert expected / 2 <= record.ridge <= 2 * expected
+    assert (shape in ("0.9", "1", "1.1")) == (expected > 1e-3)
+
+
+@pytest.mark.parametrize("shape", ["0.9", "1", "1.1"])
+@pytest.mark.parametrize("spread", [0.0, 0.5], ids=["even", "uneven"])
+def test_x_is_the_closed_form_at_the_ridge_of_the_record(rng, shape, spread):
+    base, experts = noise_family(rng, SHAPES[shape], spread=spread)
+    for epsilon in SMALL:
+        merged, record = ace(base, experts, epsilon, epsilon_scale="relative", **PLAIN)
+        expected = naive_ace(
+            base,
+            experts,
+            epsilon=record.ridge,
+            epsilon_scale="relative",
+            structural_prior=False,
+            **PLAIN,
+        )
+        assert task_vector_error(merged, expected, base) <= 1e-8
+        assert record.ridge > max(epsilon, 1e-4)
+
+
+@pytest.mark.parametrize("method", [ace, relative])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_below_the_floor_nothing_changes(rng, method, shape):
+    base, experts = noise_family(rng, SHAPES[shape])
+    merges = [method(base, experts, epsilon)[0] for epsilon in SMALL[:3]]
+    for merged in merges[1:]:
+        assert task_vector_error(merged, merges[0], base) <= 0.02
+
+
+@pytest.mark.parametrize("method", [ace, relative])
+def test_above_the_floor_it_is_as_without(rng, method):
+    base, experts = noise_family(rng, SHAPES["1"])
+    for epsilon in (10.0, 1e4) if method is ace else (1.0, 10.0):
+        merged, record = method(base, experts, epsilon, ridge_floor=True)
+        literal, _ = method(base, experts, epsilon, ridge_floor=False)
+        assert torch.equal(merged, literal)
+        assert record.amplification < LIMIT
+
+
+@pytest.mark.parametrize("experts", [2, 3, 5])
+@pytest.mark.parametrize("rows_per_column", [0.3, 0.9, 1.0, 1.1, 3.0])
+@pytest.mark.parametrize("spread", [0.0, 1.5], ids=["even", "uneven"])
+def test_no_merge_is_far_larger_than_its_experts(rng, experts, rows_per_column, spread):
+    """‖X‖ ≤ 2 √T max_t ‖Δ_t‖, with a margin for the estimate."""
+    rows = round(rows_per_column * 80 / experts)
+    base, members = noise_family(rng, (rows, 80), experts, spread / experts)
+    for method in (ace, relative):
+        for epsilon in (*SMALL, 1e-3, 0.1):
+            merged, record = method(base, members, epsilon)
+            size = float((merged - base).norm()) / max(energies(base, members)) ** 0.5
+            assert size <= 2 * experts**0.5
+            assert record.amplification <= 1.25 * LIMIT or record.refined
+
+
+@pytest.mark.parametrize("form", ["primal", "tall", "lean", "dual"])
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
+def test_every_form_finds_the_same_ridge(rng, form, precision):
+    shape = (40, 150) if form == "dual" else (50, 150)
+    base, experts = noise_family(rng, shape)
+    options = AceOptions(epsilon=0, spectral_refinement="never")
+    merged, record = merge_matrix(
+        base, experts, options=options, attempts=[Attempt(form, precision)]
+    )
+    other = Attempt("primal", torch.float64)
+    expected, again = merge_matrix(base, experts, options=options, attempts=[other])
+    assert record.form == form
+    assert record.ridge == pytest.approx(again.ridge, rel=0.02)
+    assert record.ridge > 1e-3
+    assert task_vector_error(merged, expected, base) <= 1e-2
+
+
+@pytest.mark.parametrize("rows", [2, 7])
+def test_few_rows_are_looked_at_one_by_one(rng, rows):
+    """There is no chance in it then: the bound holds to the precision of the search."""
+    base, experts = noise_family(rng, (rows, 2 * rows), 2)
+    _, record = ace(base, experts, 0.0, **PLAIN)
+    assert record.amplification <= LIMIT * 1.001
+    assert record.amplification == pytest.approx(LIMIT, rel=0.02) or record.ridge < 1e-5
+
+
+def test_no_ridge_and_rank_deficient_covariances(rng):
+    """What is an error without the floor is the solution of the smallest ridge with it."""
+    base, experts = family(rng, 3, 20, 2, rank=1, noise=0.0)
+    merged, record = ace(base, experts, 0.0)
+    assert record.ridge == pytest.approx(1e-6, rel=1e-3)
+    tiny = 1e-3 * record.ridge * sum(energies(base, experts)) / 20
+    expected, _ = ace(base, experts, tiny, ridge_floor=False)
+    assert task_vector_error(merged, expected, base) <= 1e-2
+
+
+@pytest.mark.parametrize("options", [AceOptions, RelativeOptions])
+@pytest.mark.parametrize("shape", ["1", "wide", "tall"])
+@pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["even", "uneven"])
+def test_components_are_those_of_the_raised_ridge(rng, options, shape, scales):
+    base, experts = noise_family(rng, SHAPES[shape])
+    if scales is not None:
+        experts = [base + s * (e - base) for s, e in zip(scales, experts, strict=True)]
+    given = options(epsilon=0, **EXACT)
+    parts = split_tensor(base, experts, given, "matrix")
+    if options is AceOptions:
+        merged, _ = merge_matrix(base, experts, options=given)
+    else:
+        merged, _ = merge_tensor_relative(base, experts, None, given)
+    assert task_vector_error(base + sum(parts), merged, base) <= 1e-6
+
+
+def test_coefficients_do_not_move_the_ridge(rng):
+    base, experts = noise_family(rng, SHAPES["1"])
+    options = AceOptions(epsilon=0, spectral_refinement="never", **EXACT)
+    _, plain = merge_matrix(base, experts, options=options)
+    for own in ([0.0, 0.0, 0.0], [3.0, -1.0, 0.5]):
+        merged, record = merge_matrix(base, experts, options=options, coefficients=[*own, 1.0])
+        assert record.ridge == pytest.approx(plain.ridge, rel=1e-6)
+        assert merged.isfinite().all()
+
+
+def test_the_global_random_numbers_stay_as_they_are(rng):
+    base, experts = noise_family(rng, SHAPES["1"])
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    ace(base, experts, 0.0)
+    assert torch.equal(torch.rand(3), expected)
