@@ -45,13 +45,18 @@ def estimates(base, experts, weights, *, normalized, **options):
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("prior", [True, False])
 @pytest.mark.parametrize("block", [1, 100, 2**22])
-def test_x_and_f_against_their_definitions(rng, monkeypatch, form, shape, normalized, prior, block):
+@pytest.mark.parametrize("mean", ["plain", "ridged"])
+def test_x_and_f_against_their_definitions(
+    rng, monkeypatch, form, shape, normalized, prior, block, mean
+):
     if form == "dual" and 3 * shape[0] >= shape[1]:
         shape = (shape[0], 3 * shape[0] + 1)  # the dual form is for N < i
     monkeypatch.setattr(linalg, "BLOCK_ENTRIES", block)
     base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS)
     weights = [2.0, 1.0, 3.0]
-    covariances = estimates(base, experts, weights, normalized=normalized, epsilon=0.01)
+    covariances = estimates(
+        base, experts, weights, normalized=normalized, epsilon=0.01, refinement_mean=mean
+    )
     got = SOLVERS[form](covariances, prior=prior, refined=True)
 
     columns = shape[1]
@@ -69,7 +74,8 @@ def test_x_and_f_against_their_definitions(rng, monkeypatch, form, shape, normal
     full = system + torch.ones(columns, 1).double() * common if prior else system
     numerator = sum(c @ r for c, r in zip(centred, ridged, strict=True))
     x = torch.linalg.solve(full, numerator, left=False)
-    residual = sum(d @ (t - system / 3) for d, t in zip(deltas, s, strict=True))
+    mean_estimate = (system if mean == "ridged" else sum(s)) / 3
+    residual = sum(d @ (t - mean_estimate) for d, t in zip(deltas, s, strict=True))
 
     assert (x - got.merged).norm() <= 1e-9 * x.norm()
     f = residual + x
