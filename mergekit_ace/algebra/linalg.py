@@ -55,6 +55,20 @@ def rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def squared_norm(tensor: Tensor) -> float:
+    """Return ‖X‖_F² of a tensor of any shape and size of entries.
+
+    Row by row in the tensor's own dtype, summed in float64: thirty times as fast as float64
+    throughout, which is taken where squares leave the range of float32.
+    """
+    if tensor.ndim > 1 and tensor.dtype == torch.float32:
+        rows = torch.linalg.vector_norm(tensor, dim=-1)
+        total = float(rows.double().square().sum())
+        if 1e-25 < total < 1e35 or not tensor.any():
+            return total
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+
+
 class Torch:
     """The operations below by torch, on whatever device the tensors are."""
 

@@ -179,6 +179,7 @@ def merge_relative(
             rule="ace_relative",
             weight=active.spread(active.weights, 0.0),
             tau=active.all_tau,
+            changed=active.changed,
             share=active.spread(shares, None),
             form=attempt.form,
             condition=solution.condition,
@@ -310,6 +311,7 @@ def merge_table(
         rule="ace_relative",
         weight=active.spread(active.weights, 0.0),
         tau=active.all_tau,
+        changed=active.changed,
         share=active.spread([share / sum(shares) for share in shares], None),
         precision=str(active.dtype).removeprefix("torch."),
     )

@@ -31,11 +31,9 @@ from torch import Tensor
 from mergekit_ace.algebra.records import (
     FixedLayout,
     IllConditionedError,
-    MatrixRecord,
     Observer,
     TensorRecord,
 )
-from mergekit_ace.algebra.task_vectors import squared_norm, task_vector
 from mergekit_ace.methods.architecture import is_transposed, stored_layout
 from mergekit_ace.methods.inputs import (
     TensorSettings,
@@ -287,21 +285,6 @@ class TaskVectorMethod(GroupMergeMethod):
     ) -> Merged:
         merged, record = self.merge(tensors, settings, least_memory=least_memory)
         return merged.to(tensors[0].dtype), record
-
-    def record_of_entries(
-        self, tensors: Sequence[Tensor], settings: TensorSettings
-    ) -> TensorRecord:
-        """Return the record of a merge entry by entry; its layout is that of what is no matrix.
-
-        τ is measured only where somebody will read it: that is a sweep over all tensors.
-        """
-        base, dtype = tensors[0], torch.promote_types(torch.float32, tensors[0].dtype)
-        tau = tuple(
-            squared_norm(task_vector(expert, base, dtype)) if settings.recorded else 0.0
-            for expert in tensors[1:]
-        )
-        record = MatrixRecord(self.spec.name, (1.0,) * len(tau), tau)
-        return TensorRecord(tuple(base.shape), "mean", (record,))
 
 
 # Device, form of the merge, and what a warning says of them, ever leaner.
