@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import permutations
 
 import torch
 from torch import Tensor
@@ -33,9 +34,9 @@ from mergekit_ace.algebra.linalg import blocks, squared_norm
 
 # Precisions in which checkpoints are stored, the coarsest first.
 STORED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# τ up to so many times r² is rounding: a float32 base that was saved as float16, and as bfloat16
-# later, carries both errors, whose energies are as 1 to 64.
-TWICE_ROUNDED = 1.05
+# τ up to so many times r² is rounding: another order of rounding, or other sums, change r² by less
+# than this.
+SAME = 1.05
 # What exceeds that counts in full from this share of g² on. A change of a tenth of an ulp in every
 # entry has 12 % of g², and on a common grid one ulp in 0.8 % of all entries has 10 %; a single
 # entry that was rounded otherwise in a large tensor has next to nothing.
@@ -100,16 +101,17 @@ def rounding_energy(tensor: Tensor, grid: torch.dtype) -> float:
     return math.fsum(squared_norm(_spacing(part, grid)) for (part,) in _parts(tensor)) / 12
 
 
-def rounding_of_base(base: Tensor, grid: torch.dtype) -> float:
-    """Return r² = ‖round(W0) − W0‖² for a grid; 0 where all numbers of W0's dtype are on it.
+def rounding_of_base(base: Tensor, *grids: torch.dtype) -> float:
+    """Return r² = ‖round(W0) − W0‖² where W0 is saved on one grid after the other.
 
-    Entries beyond the range of the grid are left out: no rounding leads from there to a number.
+    Entries beyond the range of a grid are left out: no rounding leads from there to a number.
     """
-    if not _loses(base.dtype, grid):
-        return 0.0
     total = []
     for (part,) in _parts(base):
-        error = part.to(grid).to(part.dtype).sub_(part)
+        saved = part
+        for grid in grids:
+            saved = saved.to(grid)
+        error = saved.to(part.dtype).sub_(part)
         total.append(squared_norm(error.nan_to_num_(0.0, 0.0, 0.0)))
     return math.fsum(total)
 
@@ -119,7 +121,8 @@ def changed_share(expert: Tensor, base: Tensor, tau: float) -> float:
 
         s = clip((τ − 1.05 r²) / (0.1 g²), 0, 1)
 
-    with the largest r² of all grids that the expert lies on, and g² on the coarsest of them. It is
+    with the largest r² of all grids that the expert lies on, in any order (a base saved as float16
+    and as bfloat16 later lies on both, and has both errors), and g² on the coarsest of them. It is
     0 for an expert that is the base, saved through any precision; nearly always 1 otherwise.
 
     Args:
@@ -130,16 +133,17 @@ def changed_share(expert: Tensor, base: Tensor, tau: float) -> float:
         return float(tau > 0)
     grids = grids_of(expert)
     narrow = [grid for grid in grids if _loses(base.dtype, grid)]
-    # 2^⌊log₂|w|⌋ ≤ |w| bounds both energies by norms, which settles most cases in one cheap sweep.
+    # 2^⌊log₂|w|⌋ ≤ |w| bounds both energies by norms, which settles most cases in one cheap sweep;
+    # an error is at most half an ulp, and 3 ulp²/12 its square.
     size = math.fsum(squared_norm(part) for (part,) in _parts(expert))
     entries, origin = expert.numel(), (size**0.5 + tau**0.5) ** 2
     bound = FULL_CHANGE * _most(grids[0], size, entries)
-    if narrow:
-        bound += TWICE_ROUNDED * 3 * max(_most(grid, origin, entries) for grid in narrow)
+    bound += SAME * 3 * sum(_most(grid, origin, entries) ** 0.5 for grid in narrow) ** 2
     if tau > bound:
         return 1.0
-    own = max((rounding_of_base(base, grid) for grid in narrow), default=0.0)
-    excess, full = tau - TWICE_ROUNDED * own, FULL_CHANGE * rounding_energy(expert, grids[0])
+    orders = (order for n in range(len(narrow)) for order in permutations(narrow, n + 1))
+    own = max((rounding_of_base(base, *order) for order in orders), default=0.0)
+    excess, full = tau - SAME * own, FULL_CHANGE * rounding_energy(expert, grids[0])
     if excess <= 0:
         return 0.0
     return excess / full if excess < full else 1.0

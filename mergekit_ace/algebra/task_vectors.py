@@ -211,6 +211,21 @@ def measure(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Moments:
     return Moments(math.fsum(tau), total.div_(max(1, len(rows))).reshape(base.shape[1:]))
 
 
+def measure_changes(
+    base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[tuple[Moments, ...], tuple[float, ...]]:
+    """Return the moments of every task vector, and s_t of every expert, see `changed_share`.
+
+    Args:
+        base, experts: W0 and the W_t, of one shape.
+        dtype: in which W − W0 is formed, unless the base is wider.
+    """
+    dtype = torch.promote_types(dtype, base.dtype)
+    moments = tuple(measure(expert, base, dtype) for expert in experts)
+    measured = zip(experts, moments, strict=True)
+    return moments, tuple(changed_share(expert, base, m.tau) for expert, m in measured)
+
+
 @dataclass(frozen=True)
 class ActiveExperts:
     """The experts that take part in one matrix: those with positive weight that changed it.
@@ -273,7 +288,7 @@ def select_active(
         OverflowError: the squared norm of a task vector does not fit `dtype`'s or float64's range.
     """
     dtype = torch.promote_types(dtype, base.dtype)
-    moments = [measure(expert, base, dtype) for expert in experts]
+    moments, changed = measure_changes(base, experts, dtype)
     tau = tuple(m.tau for m in moments)
     for position, value in enumerate(tau):
         if not value < float("inf"):
@@ -281,8 +296,6 @@ def select_active(
                 f"the task vector of expert {position} overflows {dtype}"
                 + ("; compute_dtype: float64 has room for it" if dtype == torch.float32 else "")
             )
-    measured = zip(experts, tau, strict=True)
-    changed = tuple(changed_share(expert, base, value) for expert, value in measured)
     used = zip(weights, changed, strict=True)
     positions = tuple(t for t, (w, s) in enumerate(used) if w > 0 and s > 0)
     # Dividing by the largest first keeps the sum of very large or very small weights in range.
@@ -336,16 +349,20 @@ def merge_entries(
 
     Args:
         base, experts, coefficients: see `merge_linear`.
-        rule: the name of the method, for the record; its layout is that of what is no matrix.
+        rule: the name of the method, for the record.
     """
-    dtype = torch.promote_types(torch.float32, base.dtype)
-    tau = tuple(measure(expert, base, dtype).tau for expert in experts)
-    measured = zip(experts, tau, strict=True)
-    changed = tuple(changed_share(expert, base, value) for expert, value in measured)
+    record = record_of_entries(rule, base, experts)
+    changed = record.matrices[0].changed
     own = [c * s for c, s in zip(coefficients, changed, strict=True)]
+    return merge_linear(base, experts, own), record
+
+
+def record_of_entries(rule: str, base: Tensor, experts: Sequence[Tensor]) -> TensorRecord:
+    """Return the record of a merge entry by entry; its layout is that of what is no matrix."""
+    moments, changed = measure_changes(base, experts, torch.float32)
+    tau = tuple(m.tau for m in moments)
     record = MatrixRecord(rule, (1.0,) * len(tau), tau, changed)
-    shape = tuple(base.shape)
-    return merge_linear(base, experts, own), TensorRecord(shape, "mean", (record,))
+    return TensorRecord(tuple(base.shape), "mean", (record,))
 
 
 def merge_linear(base: Tensor, experts: Sequence[Tensor], coefficients: Sequence[float]) -> Tensor:

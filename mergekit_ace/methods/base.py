@@ -28,6 +28,7 @@ from mergekit.merge_methods.base import (
 )
 from torch import Tensor
 
+from mergekit_ace.algebra.inspection import measure_noise
 from mergekit_ace.algebra.records import (
     FixedLayout,
     IllConditionedError,
@@ -275,8 +276,10 @@ class TaskVectorMethod(GroupMergeMethod):
                 f"{merged.dtype}. Use a dtype with more range (dtype: bfloat16 or float32)"
                 f"{self.remedy}."
             )
+        self._mention_rounding(settings, record)
         if settings.recorded:
             seconds = time.perf_counter() - start
+            record = measure_noise(record, tensors)
             append_report(parameters["report"], self.spec.name, settings, record, seconds)
         return merged
 
@@ -285,6 +288,21 @@ class TaskVectorMethod(GroupMergeMethod):
     ) -> Merged:
         merged, record = self.merge(tensors, settings, least_memory=least_memory)
         return merged.to(tensors[0].dtype), record
+
+    def _mention_rounding(self, settings: TensorSettings, record: TensorRecord) -> None:
+        """Name experts, once per merge, that are left out of a tensor though they differ in it."""
+        from mergekit_ace.methods.notices import notice
+
+        for t, model in enumerate(settings.models):
+            if any(matrix.tau[t] > 0 and matrix.changed[t] == 0 for matrix in record.matrices):
+                notice(
+                    self.spec.name,
+                    f"rounding of {model}",
+                    lambda count, model=model: (
+                        f"{model} is left out of {count} tensor{'s' if count > 1 else ''}, where "
+                        "it is the base but for the rounding of its checkpoint"
+                    ),
+                )
 
 
 # Device, form of the merge, and what a warning says of them, ever leaner.
