@@ -197,6 +197,7 @@ def _facts(
             "tensors": len(checkpoint.index.tensor_paths),
             "bytes": checkpoint.bytes,
             "dtypes": sorted({header.dtype for header in checkpoint.headers.values()}),
+            "precision": checkpoint.precision or None,
             "vocabulary": checkpoint.config.get("vocab_size"),
             "place": str(checkpoint.folder) if checkpoint.folder else "on the Hub",
         }
@@ -217,9 +218,11 @@ def _text_lines(result: Preflight) -> Iterator[str]:
     if result.method:
         yield f"method  {result.method}"
     for model in result.models:
+        precision = model["precision"]
         yield (
             f"{model['role']:>6}  {model['model']}: {model['tensors']} tensors, "
             f"{in_bytes(model['bytes'])}, {', '.join(model['dtypes']) or 'unknown dtype'}"
+            + (f" with {precision} values" if precision not in (None, *model["dtypes"]) else "")
             + (f", vocabulary {model['vocabulary']}" if model["vocabulary"] else "")
         )
     if result.estimate is not None:
