@@ -9,6 +9,7 @@ halves the work of a symmetric product (`examples/benchmark/bound.py` compares t
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -44,6 +45,13 @@ def blocks(length: int, width: int, entries: int | None = None) -> Iterator[slic
     step = max(1, entries // max(1, width))
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """Return a tensor of any shape as a matrix whose rows run over its first axis."""
+    return tensor.reshape(
+        (*tensor.shape[:1], math.prod(tensor.shape[1:])) if tensor.ndim else (1, 1)
+    )
 
 
 def rounding(dtype: torch.dtype) -> float:

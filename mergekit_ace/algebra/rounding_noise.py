@@ -30,7 +30,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import blocks, squared_norm
+from mergekit_ace.algebra.linalg import as_rows, blocks, squared_norm
 
 # Precisions in which checkpoints are stored, the coarsest first.
 STORED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -154,8 +154,7 @@ def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
     Blocks are copies: the caller may write to them.
     """
-    shape = tensors[0].shape
-    rows = [t.reshape((*shape[:1], math.prod(shape[1:])) if shape else (1, 1)) for t in tensors]
+    rows = [as_rows(tensor) for tensor in tensors]
     types = [torch.promote_types(torch.float32, tensor.dtype) for tensor in tensors]
     for block in blocks(*rows[0].shape, CHUNK):
         yield tuple(r[block].to(d, copy=True) for r, d in zip(rows, types, strict=True))

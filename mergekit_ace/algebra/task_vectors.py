@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import blocks, squared_norm
+from mergekit_ace.algebra.linalg import BLOCK_ENTRIES, as_rows, blocks, squared_norm
 from mergekit_ace.algebra.records import FixedLayout, MatrixRecord, RelativeLayout, TensorRecord
 from mergekit_ace.algebra.rounding_noise import changed_share
 
@@ -196,8 +196,7 @@ def measure(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Moments:
         expert, base: W and W0, of one shape.
         dtype: in which W − W0 is formed.
     """
-    rows = base.reshape((*base.shape[:1], math.prod(base.shape[1:])) if base.ndim else (1, 1))
-    versions = expert.reshape(rows.shape)
+    rows, versions = as_rows(base), as_rows(expert)
     tau = []
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=base.device)
     room = None
@@ -383,10 +382,15 @@ def merge_linear(base: Tensor, experts: Sequence[Tensor], coefficients: Sequence
         return base
     if [c for _, c in used] == [1]:
         return used[0][0].to(dtype)
-    total = torch.zeros_like(base, dtype=dtype)
-    for expert, coefficient in used:
-        total.add_(task_vector(expert, base, dtype), alpha=coefficient)
-    return total.add_(base)
+    merged = torch.empty_like(base, dtype=dtype, memory_format=torch.contiguous_format)
+    rows = [as_rows(tensor) for tensor in (base, merged, *(expert for expert, _ in used))]
+    for block in blocks(*rows[0].shape, BLOCK_ENTRIES // 4):  # which stays in a cache
+        origin, out, *versions = (part[block] for part in rows)
+        out.zero_()
+        for version, (_, coefficient) in zip(versions, used, strict=True):
+            out.add_(task_vector(version, origin, dtype), alpha=coefficient)
+        out.add_(origin)
+    return merged
 
 
 def merge_trivial(

@@ -225,7 +225,7 @@ def test_dtypes(check, tmp_path):
     assert f"rounds {paths[1]}, stored as F32" in texts(answer, "warning")
     assert paths[2] not in texts(answer, "warning")
     assert "out_dtype: bfloat16" in texts(answer, "warning")
-    rewrite(paths[2], lambda t: t.update({n: x.half() for n, x in t.items()}))
+    rewrite(paths[2], lambda t: t.update({n: (1.01 * x.float()).half() for n, x in t.items()}))
     assert f"rounds {paths[2]}, stored as F16" in texts(check({**config, "dtype": "bfloat16"}))
     rewrite(paths[1], lambda t: t.update({n: x.to(torch.int8) for n, x in t.items()}))
     assert "stored as I8, which cannot be merged" in texts(check(config), "error")
