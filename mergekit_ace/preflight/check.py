@@ -71,7 +71,7 @@ class Preflight:
 
 
 def check_merge(path: Path, options: MergeOptions, out: Path | None = None) -> Preflight:
-    """Check a config and its models; only configs, tokenizers and headers are read.
+    """Check a config and its models by configs, tokenizers, headers and a few matrices of each.
 
     Args:
         path: of the config.
