@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.closed_form import Attempt, choose_forms
+from mergekit_ace.algebra.rounding_noise import changed_share
 
 
 def family(
@@ -30,6 +31,18 @@ def family(
         scale = scales[t] if scales else 1.0
         members.append(base + 0.01 * scale * delta)
     return base, members
+
+
+def hardly_changed(base: Tensor) -> Tensor:
+    """The base, saved as bfloat16, with some entries moved by an ulp: s is neither 0 nor 1."""
+    saved = base.bfloat16().float()
+    for count in range(base.numel()):
+        nearly = saved.clone()
+        nearly.view(-1)[:count] *= 1 + 2**-7
+        nearly = nearly.bfloat16().float()
+        if 0.1 < changed_share(nearly, base, float((nearly - base).square().sum())) < 0.9:
+            return nearly
+    raise AssertionError("every step is too large")
 
 
 HETEROGENEOUS = [0.1, 1.0, 10.0]

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mergekit_ace.algebra.records import Fraction
+from mergekit_ace.algebra.task_vectors import record_of_entries
 from mergekit_ace.cli import main
 from mergekit_ace.methods.ace import AceMerge
 from mergekit_ace.methods.base import Citation, TaskVectorMethod, method_spec
@@ -42,7 +43,7 @@ class MeanOfTwo(TaskVectorMethod):
     def merge(self, tensors, settings, *, least_memory=False, observe=None):
         _, first, second = tensors
         merged = first.lerp(second, settings.parameters["share"])
-        return merged, self.record_of_entries(tensors, settings)
+        return merged, record_of_entries(self.spec.name, tensors[0], tensors[1:])
 
 
 class FullDevice(AceMerge):

@@ -89,6 +89,33 @@ def test_components_add_up(rng, method, layout):
     assert task_vector_error(merged, expected, base) <= 1e-4
 
 
+@pytest.mark.parametrize("layout", ["matrix", "transposed", "mean", "stacked", "table"])
+@pytest.mark.parametrize("method", ["ace", "ace_relative"])
+def test_components_of_experts_that_hardly_changed_add_up(rng, method, layout):
+    """One expert is the base, saved through bfloat16; another one is mixed in by a share."""
+    if method == "ace" and layout == "table":
+        pytest.skip("ace has no such layout")
+    base, experts = family(rng, 12, 16, 2, scales=[0.03, 0.1])
+    nearly = base.bfloat16().float()
+    nearly[0, 0] *= 1 + 2**-7
+    experts += [base.bfloat16().float(), nearly.bfloat16().float()]
+    if layout == "stacked":
+        base, experts = torch.stack([base] * 2), [torch.stack([e] * 2) for e in experts]
+    merge = merge_tensor if method == "ace" else merge_tensor_relative
+    kind = AceOptions if method == "ace" else RelativeOptions
+    options = kind(epsilon=1e-2)
+    parts = split_tensor(base, experts, options, layout)
+    assert not parts[2].any()
+    given = [0.3, 1.0, 7.0, 2.0, -1.0][: len(parts)]
+    wide = kind(epsilon=1e-2, compute_dtype="float64")
+    merged, record = merge(base, experts, None, wide, layout, given)
+    changed = record.matrices[0].changed
+    assert changed[:3] == (1, 1, 0)
+    assert 0.1 < changed[3] < 0.9
+    expected = base.double() + sum(a * p for a, p in zip(given, parts, strict=True)).double()
+    assert task_vector_error(merged, expected, base) <= 1e-4
+
+
 def test_one_expert_alone(rng):
     base, (expert, _) = family(rng, 6, 5, 2)
     merged, _ = merge_tensor(base, [base.clone(), expert], coefficients=[5.0, 0.5, 1.0])

@@ -203,7 +203,7 @@ def test_a_merge_that_shows_nothing_of_itself(rng):
 
     def merge(tensors, layout, observe):
         merged = tensors[0] + 0.5 * (tensors[1] - tensors[0])
-        record = MatrixRecord("half", (1.0, 1.0), (1.0, 1.0))
+        record = MatrixRecord("half", (1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
         return merged, TensorRecord(tuple(base.shape), layout, (record,))
 
     (matrix,) = inspect_tensor(base, experts, "matrix", merge).matrices

@@ -12,6 +12,8 @@ from matrices import HETEROGENEOUS, family
 from mergekit.merge_methods import merge_tensors
 from safetensors.torch import load_file
 
+from mergekit_ace.algebra.rounding_noise import noise_energy
+
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -86,6 +88,19 @@ def test_what_other_methods_say(rng, tmp_path, method, parameters, recorded):
     assert line["models"] == ["1", "2", "3"]
     tau = [float((expert - base).double().square().sum()) for expert in experts]
     assert line["tau"] == pytest.approx(tau)
+
+
+def test_rounding_noise_is_in_every_line(rng, tmp_path):
+    base, experts = family(rng, 20, 10, 2)
+    saved = [experts[0].bfloat16().float(), base.bfloat16().float()]
+    for method in ("ace", "ace_relative", "tsv_m", "consensus_ta", "lines"):
+        report = tmp_path / f"{method}.jsonl"
+        options = {"report": str(report)}
+        merge_tensors([base, *saved], method, base_index=0, parameters=options)
+        (line,) = lines(report)
+        assert line["changed"] == [1, 0]
+        assert line["noise"] == pytest.approx([noise_energy(w, base) for w in saved])
+        assert line["noise"][1] == pytest.approx(line["tau"][1], rel=0.3)
 
 
 def test_infinite_gamma_is_still_json(tmp_path):

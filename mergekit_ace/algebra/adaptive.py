@@ -228,6 +228,7 @@ def _merge(
         rule="ace",
         weight=active.spread(active.weights, 0.0),
         tau=active.all_tau,
+        changed=active.changed,
         gamma=branch.statistics.gamma,
         log_variance=branch.statistics.log_variance,
         statistic=options.heterogeneity,

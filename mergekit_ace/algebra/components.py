@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     as_matrices,
     from_matrices,
+    nested_sets,
     select_active,
     task_vector,
 )
@@ -76,21 +78,40 @@ def split_tensor(
     options = options.model_copy(update={"scale": 1.0})
     weights = [1.0] * len(experts) if weights is None else weights
     if layout in ("mean", "table") or base.numel() == 0:
-        return _split_sum(base, experts, options, layout, weights)
+        return _split_by_change(base, experts, options, layout, weights)
     views = [as_matrices(tensor, layout) for tensor in (base, *experts)]
     split = [
-        _split_matrix(matrices[0], matrices[1:], options, weights)
+        _split_by_change(matrices[0], matrices[1:], options, "matrix", weights)
         for matrices in zip(*views, strict=True)
     ]
     return [from_matrices(parts, base.shape, layout) for parts in zip(*split, strict=True)]
+
+
+def _split_by_change(
+    base: Tensor,
+    experts: Sequence[Tensor],
+    options: Options,
+    layout: FixedLayout,
+    weights: Sequence[float],
+) -> list[Tensor]:
+    """Mix the components of the merges that `merge_by_change` mixes, with the same shares."""
+    split = _split_matrix if layout == "matrix" else partial(_split_sum, layout=layout)
+    changed = select_active(base, experts, weights, options.dtype).changed
+    sets = nested_sets(changed, weights) or [(1.0, (False,) * len(experts))]
+    found = []
+    for share, kept in sets:
+        chosen = [expert if k else base for expert, k in zip(experts, kept, strict=True)]
+        parts = split(base, chosen, options, weights)
+        found.append(parts if share == 1 else [part * share for part in parts])
+    return found[0] if len(found) == 1 else [sum(parts) for parts in zip(*found, strict=True)]
 
 
 def _split_sum(
     base: Tensor,
     experts: Sequence[Tensor],
     options: Options,
-    layout: FixedLayout,
     weights: Sequence[float],
+    layout: FixedLayout = "matrix",
 ) -> list[Tensor]:
     """Split a merge that takes no factorisation: once per component, with all others left out."""
     dtype = torch.promote_types(options.dtype, base.dtype)
@@ -111,7 +132,7 @@ def _split_matrix(
 ) -> list[Tensor]:
     active = select_active(base, experts, weights, options.dtype)
     if len(active.experts) < 2 or len(base) == 1:
-        return _split_sum(base, experts, options, "matrix", weights)
+        return _split_sum(base, experts, options, weights)
     prior, rank = options.structural_prior, 0
     if isinstance(options, AceOptions):
         branch = decide_branch(active, base.shape, options)
@@ -122,7 +143,7 @@ def _split_matrix(
     else:
         covariances, _ = estimate_relative(base, active, options, dtype=torch.float64)
     if not covariances.tasks:  # every expert moved all its rows alike
-        return _split_sum(base, experts, options, "matrix", weights)
+        return _split_sum(base, experts, options, weights)
     covariances, parts = _components(
         covariances, prior=prior, floor=options.ridge_floor, dtype=active.dtype
     )

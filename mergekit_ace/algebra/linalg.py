@@ -9,6 +9,7 @@ halves the work of a symmetric product (`examples/benchmark/bound.py` compares t
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -46,6 +47,13 @@ def blocks(length: int, width: int, entries: int | None = None) -> Iterator[slic
         yield slice(start, min(start + step, length))
 
 
+def as_rows(tensor: Tensor) -> Tensor:
+    """Return a tensor of any shape as a matrix whose rows run over its first axis."""
+    return tensor.reshape(
+        (*tensor.shape[:1], math.prod(tensor.shape[1:])) if tensor.ndim else (1, 1)
+    )
+
+
 def rounding(dtype: torch.dtype) -> float:
     """Return the unit roundoff of a dtype, in which errors of products are measured.
 
@@ -53,6 +61,20 @@ def rounding(dtype: torch.dtype) -> float:
     norm, is two to six units.
     """
     return torch.finfo(dtype).eps / 2
+
+
+def squared_norm(tensor: Tensor) -> float:
+    """Return ‖X‖_F² of a tensor of any shape and size of entries.
+
+    Row by row in the tensor's own dtype, summed in float64: thirty times as fast as float64
+    throughout, which is taken where squares leave the range of float32.
+    """
+    if tensor.ndim > 1 and tensor.dtype == torch.float32:
+        rows = torch.linalg.vector_norm(tensor, dim=-1)
+        total = float(rows.double().square().sum())
+        if 1e-25 < total < 1e35 or not tensor.any():
+            return total
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
 
 class Torch:

@@ -112,6 +112,10 @@ class MatrixRecord:
             it); ``mean``; ``base`` (nobody changed it).
         weight: w_t, rescaled to mean 1 over the experts in use; 0 for one that is not.
         tau: τ_t, 0 where unchanged.
+        changed: s_t, how far the expert counts as having changed it: 0 where its task vector is
+            nothing but rounding, see `changed_share`; between 0 and 1 its merge with and without
+            the expert are mixed.
+        noise: ν_t², the energy of the rounding noise in τ_t; None where nobody asked for it.
         gamma, log_variance: the two statistics of heterogeneity; None with fewer than two experts.
         statistic, threshold: which of the two is compared, and with what.
         heterogeneous: whether it exceeds the threshold.
@@ -131,6 +135,8 @@ class MatrixRecord:
     rule: str
     weight: tuple[float, ...]
     tau: tuple[float, ...]
+    changed: tuple[float, ...]
+    noise: tuple[float, ...] | None = None
     gamma: float | None = None
     log_variance: float | None = None
     statistic: Statistic | None = None

@@ -195,6 +195,7 @@ def merge_relative(
             rule="ace_relative",
             weight=active.spread(active.weights, 0.0),
             tau=active.all_tau,
+            changed=active.changed,
             share=active.spread(shares, None),
             ridge=covariances.relative_ridge,
             amplification=amplification(solution.merged, covariances),
@@ -331,6 +332,7 @@ def merge_table(
         rule="ace_relative",
         weight=active.spread(active.weights, 0.0),
         tau=active.all_tau,
+        changed=active.changed,
         share=active.spread([share / sum(shares) for share in shares], None),
         precision=str(active.dtype).removeprefix("torch."),
     )

@@ -15,8 +15,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import blocks
+from mergekit_ace.algebra.linalg import BLOCK_ENTRIES, as_rows, blocks, squared_norm
 from mergekit_ace.algebra.records import FixedLayout, MatrixRecord, RelativeLayout, TensorRecord
+from mergekit_ace.algebra.rounding_noise import changed_share
 
 T = TypeVar("T")
 MatrixRule = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, MatrixRecord]]
@@ -68,20 +69,75 @@ def by_layout(
         layout: one that fits the tensor, see `resolve_layout`.
         matrix: the rule for a matrix: W0, (o, i), and the W_t, to the merged one and a record.
         other: the rule for what is no matrix, of any shape.
+
+    Both rules are applied by `merge_by_change`.
     """
     if layout == "mean" or base.numel() == 0:
-        merged, record = other(base, experts)
+        merged, record = merge_by_change(base, experts, other)
         return merged, TensorRecord(tuple(base.shape), "mean", (record,))
     views = [as_matrices(tensor, layout) for tensor in (base, *experts)]
     parts, records = [], []
     for matrices in zip(*views, strict=True):
-        part, record = matrix(matrices[0], matrices[1:])
+        part, record = merge_by_change(matrices[0], matrices[1:], matrix)
         parts.append(part)
         records.append(record)
     merged = base
     if any(record.rule != "base" for record in records):
         merged = from_matrices(parts, base.shape, layout)
     return merged, TensorRecord(tuple(base.shape), layout, tuple(records))
+
+
+def merge_by_change(
+    base: Tensor, experts: Sequence[Tensor], rule: MatrixRule
+) -> tuple[Tensor, MatrixRecord]:
+    """Merge the versions of one matrix such that no expert enters or leaves with a jump.
+
+    Every rule leaves out the experts with s_t = 0 (see `select_active`) and takes all others for
+    whole, so that at s_t = 0 it jumps. With the s_t in descending order, s_(1) ≥ s_(2) ≥ …, the
+    result here is
+
+        Σ_k (s_(k) − s_(k+1)) merge(the experts with s_t ≥ s_(k)) + (1 − s_(1)) W0,
+
+    the Lovász extension (Choquet integral) of the merge as a function of sets of experts. It is
+    continuous in the s_t, and one merge unless some lie strictly between 0 and 1.
+
+    Args:
+        base, experts: W0 and the W_t, of one shape.
+        rule: to the merged tensor, and a record with weights and s_t.
+
+    Returns:
+        The merged tensor, and the record of the merge of all experts with s_t > 0.
+    """
+    merged, record = rule(base, experts)
+    (first, _), *others = nested_sets(record.changed, record.weight) or [(1.0, ())]
+    if first == 1:
+        return merged, record
+    total = base.to(merged.dtype).mul(1 - first).add_(merged, alpha=first)
+    for share, kept in others:
+        chosen = [expert if k else base for expert, k in zip(experts, kept, strict=True)]
+        total.add_(rule(base, chosen)[0].to(total.dtype).sub(base), alpha=share)
+    return total, record
+
+
+def nested_sets(
+    changed: Sequence[float], weights: Sequence[float]
+) -> list[tuple[float, tuple[bool, ...]]]:
+    """Return the sets of experts that `merge_by_change` merges, and the share of each merge.
+
+    Args:
+        changed: s_t.
+        weights: w_t; experts of weight 0 make no set of their own.
+
+    Returns:
+        Shares, of sum max s_t, with whether each expert belongs to the set; the largest set first,
+        none at all where nobody has changed anything.
+    """
+    levels = sorted({s for s, w in zip(changed, weights, strict=True) if s > 0 and w != 0})
+    below = [0.0, *levels]
+    return [
+        (level - lower, tuple(s >= level for s in changed))
+        for lower, level in zip(below, levels, strict=False)
+    ]
 
 
 def as_matrices(tensor: Tensor, layout: FixedLayout) -> tuple[Tensor, ...]:
@@ -140,8 +196,7 @@ def measure(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Moments:
         expert, base: W and W0, of one shape.
         dtype: in which W − W0 is formed.
     """
-    rows = base.reshape((*base.shape[:1], math.prod(base.shape[1:])) if base.ndim else (1, 1))
-    versions = expert.reshape(rows.shape)
+    rows, versions = as_rows(base), as_rows(expert)
     tau = []
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=base.device)
     room = None
@@ -155,25 +210,27 @@ def measure(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Moments:
     return Moments(math.fsum(tau), total.div_(max(1, len(rows))).reshape(base.shape[1:]))
 
 
-def squared_norm(tensor: Tensor) -> float:
-    """Return ‖X‖_F² of a tensor of any shape and size of entries.
+def measure_changes(
+    base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[tuple[Moments, ...], tuple[float, ...]]:
+    """Return the moments of every task vector, and s_t of every expert, see `changed_share`.
 
-    Row by row in the tensor's own dtype, summed in float64: thirty times as fast as float64
-    throughout, which is taken where squares leave the range of float32.
+    Args:
+        base, experts: W0 and the W_t, of one shape.
+        dtype: in which W − W0 is formed, unless the base is wider.
     """
-    if tensor.ndim > 1 and tensor.dtype == torch.float32:
-        rows = torch.linalg.vector_norm(tensor, dim=-1)
-        total = float(rows.double().square().sum())
-        if 1e-25 < total < 1e35 or not tensor.any():
-            return total
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+    dtype = torch.promote_types(dtype, base.dtype)
+    moments = tuple(measure(expert, base, dtype) for expert in experts)
+    measured = zip(experts, moments, strict=True)
+    return moments, tuple(changed_share(expert, base, m.tau) for expert, m in measured)
 
 
 @dataclass(frozen=True)
 class ActiveExperts:
     """The experts that take part in one matrix: those with positive weight that changed it.
 
-    An expert that left a tensor as it was says nothing about it. Kept in, it would make log τ_t
+    An expert that left a tensor as it was, but for the rounding of its checkpoint, says nothing
+    about it. Kept in, it would make log τ_t
     meaningless, and in the heterogeneous branch its ridge ε/tr(G_t) would swallow all others.
 
     Attributes:
@@ -183,6 +240,7 @@ class ActiveExperts:
         coefficients: λ_t of the active experts, by which their components of a merge are
             multiplied; 1 unless learned.
         all_tau: τ_t of *all* experts given, in their order; 0 where unchanged.
+        changed: s_t of all experts given, see `changed_share`.
         positions: where the active ones stand among those given.
         dtype: in which task vectors are formed.
     """
@@ -192,6 +250,7 @@ class ActiveExperts:
     coefficients: tuple[float, ...]
     moments: tuple[Moments, ...]
     all_tau: tuple[float, ...]
+    changed: tuple[float, ...]
     positions: tuple[int, ...]
     dtype: torch.dtype
 
@@ -228,7 +287,7 @@ def select_active(
         OverflowError: the squared norm of a task vector does not fit `dtype`'s or float64's range.
     """
     dtype = torch.promote_types(dtype, base.dtype)
-    moments = [measure(expert, base, dtype) for expert in experts]
+    moments, changed = measure_changes(base, experts, dtype)
     tau = tuple(m.tau for m in moments)
     for position, value in enumerate(tau):
         if not value < float("inf"):
@@ -236,8 +295,8 @@ def select_active(
                 f"the task vector of expert {position} overflows {dtype}"
                 + ("; compute_dtype: float64 has room for it" if dtype == torch.float32 else "")
             )
-    changed = zip(weights, tau, strict=True)
-    positions = tuple(t for t, (w, v) in enumerate(changed) if w > 0 and v > 0)
+    used = zip(weights, changed, strict=True)
+    positions = tuple(t for t, (w, s) in enumerate(used) if w > 0 and s > 0)
     # Dividing by the largest first keeps the sum of very large or very small weights in range.
     top = max((weights[p] for p in positions), default=1.0)
     share = [weights[p] / top for p in positions]
@@ -248,6 +307,7 @@ def select_active(
         coefficients=tuple(coefficients[p] if coefficients else 1.0 for p in positions),
         moments=tuple(moments[p] for p in positions),
         all_tau=tau,
+        changed=changed,
         positions=positions,
         dtype=dtype,
     )
@@ -281,6 +341,29 @@ def measure_heterogeneity(tau: Sequence[float]) -> Heterogeneity:
     return Heterogeneity(gamma=variance / square if square > 0 else math.inf, log_variance=variance)
 
 
+def merge_entries(
+    base: Tensor, experts: Sequence[Tensor], coefficients: Sequence[float], rule: str
+) -> tuple[Tensor, TensorRecord]:
+    """Return θ_0 + Σ_k s_k λ_k (θ_k − θ_0), which is what `merge_by_change` makes of a linear rule.
+
+    Args:
+        base, experts, coefficients: see `merge_linear`.
+        rule: the name of the method, for the record.
+    """
+    record = record_of_entries(rule, base, experts)
+    changed = record.matrices[0].changed
+    own = [c * s for c, s in zip(coefficients, changed, strict=True)]
+    return merge_linear(base, experts, own), record
+
+
+def record_of_entries(rule: str, base: Tensor, experts: Sequence[Tensor]) -> TensorRecord:
+    """Return the record of a merge entry by entry; its layout is that of what is no matrix."""
+    moments, changed = measure_changes(base, experts, torch.float32)
+    tau = tuple(m.tau for m in moments)
+    record = MatrixRecord(rule, (1.0,) * len(tau), tau, changed)
+    return TensorRecord(tuple(base.shape), "mean", (record,))
+
+
 def merge_linear(base: Tensor, experts: Sequence[Tensor], coefficients: Sequence[float]) -> Tensor:
     """Return θ_0 + Σ_k λ_k (θ_k − θ_0) in float32, or in float64 where the tensors are.
 
@@ -299,10 +382,15 @@ def merge_linear(base: Tensor, experts: Sequence[Tensor], coefficients: Sequence
         return base
     if [c for _, c in used] == [1]:
         return used[0][0].to(dtype)
-    total = torch.zeros_like(base, dtype=dtype)
-    for expert, coefficient in used:
-        total.add_(task_vector(expert, base, dtype), alpha=coefficient)
-    return total.add_(base)
+    merged = torch.empty_like(base, dtype=dtype, memory_format=torch.contiguous_format)
+    rows = [as_rows(tensor) for tensor in (base, merged, *(expert for expert, _ in used))]
+    for block in blocks(*rows[0].shape, BLOCK_ENTRIES // 4):  # which stays in a cache
+        origin, out, *versions = (part[block] for part in rows)
+        out.zero_()
+        for version, (_, coefficient) in zip(versions, used, strict=True):
+            out.add_(task_vector(version, origin, dtype), alpha=coefficient)
+        out.add_(origin)
+    return merged
 
 
 def merge_trivial(
@@ -346,4 +434,5 @@ def merge_mean(base: Tensor, active: ActiveExperts, scale: float) -> tuple[Tenso
 
 
 def _record(rule: str, active: ActiveExperts) -> MatrixRecord:
-    return MatrixRecord(rule, active.spread(active.weights, 0.0), active.all_tau)
+    weight = active.spread(active.weights, 0.0)
+    return MatrixRecord(rule, weight, active.all_tau, active.changed)

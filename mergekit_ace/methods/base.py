@@ -28,14 +28,13 @@ from mergekit.merge_methods.base import (
 )
 from torch import Tensor
 
+from mergekit_ace.algebra.inspection import measure_noise
 from mergekit_ace.algebra.records import (
     FixedLayout,
     IllConditionedError,
-    MatrixRecord,
     Observer,
     TensorRecord,
 )
-from mergekit_ace.algebra.task_vectors import squared_norm, task_vector
 from mergekit_ace.methods.architecture import is_transposed, stored_layout
 from mergekit_ace.methods.inputs import (
     TensorSettings,
@@ -277,8 +276,10 @@ class TaskVectorMethod(GroupMergeMethod):
                 f"{merged.dtype}. Use a dtype with more range (dtype: bfloat16 or float32)"
                 f"{self.remedy}."
             )
+        self._mention_rounding(settings, record)
         if settings.recorded:
             seconds = time.perf_counter() - start
+            record = measure_noise(record, tensors)
             append_report(parameters["report"], self.spec.name, settings, record, seconds)
         return merged
 
@@ -288,20 +289,20 @@ class TaskVectorMethod(GroupMergeMethod):
         merged, record = self.merge(tensors, settings, least_memory=least_memory)
         return merged.to(tensors[0].dtype), record
 
-    def record_of_entries(
-        self, tensors: Sequence[Tensor], settings: TensorSettings
-    ) -> TensorRecord:
-        """Return the record of a merge entry by entry; its layout is that of what is no matrix.
+    def _mention_rounding(self, settings: TensorSettings, record: TensorRecord) -> None:
+        """Name experts, once per merge, that are left out of a tensor though they differ in it."""
+        from mergekit_ace.methods.notices import notice
 
-        τ is measured only where somebody will read it: that is a sweep over all tensors.
-        """
-        base, dtype = tensors[0], torch.promote_types(torch.float32, tensors[0].dtype)
-        tau = tuple(
-            squared_norm(task_vector(expert, base, dtype)) if settings.recorded else 0.0
-            for expert in tensors[1:]
-        )
-        record = MatrixRecord(self.spec.name, (1.0,) * len(tau), tau)
-        return TensorRecord(tuple(base.shape), "mean", (record,))
+        for t, model in enumerate(settings.models):
+            if any(matrix.tau[t] > 0 and matrix.changed[t] == 0 for matrix in record.matrices):
+                notice(
+                    self.spec.name,
+                    f"rounding of {model}",
+                    lambda count, model=model: (
+                        f"{model} is left out of {count} tensor{'s' if count > 1 else ''}, where "
+                        "it is the base but for the rounding of its checkpoint"
+                    ),
+                )
 
 
 # Device, form of the merge, and what a warning says of them, ever leaner.

@@ -11,7 +11,7 @@ from mergekit.merge_methods.base import TensorGroup
 from torch import Tensor
 
 from mergekit_ace.algebra.records import Number, Observer
-from mergekit_ace.algebra.task_vectors import merge_linear
+from mergekit_ace.algebra.task_vectors import merge_entries
 from mergekit_ace.coefficients.file import load_coefficients
 from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
 from mergekit_ace.methods.inputs import TensorSettings, describe
@@ -82,8 +82,7 @@ class StatsMerge(TaskVectorMethod):
         observe: Observer | None = None,
     ) -> Merged:
         assert settings.coefficients is not None
-        merged = merge_linear(tensors[0], tensors[1:], settings.coefficients)
-        return merged, self.record_of_entries(tensors, settings)
+        return merge_entries(tensors[0], tensors[1:], settings.coefficients, self.spec.name)
 
     def learned_coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
         path = settings.parameters["coefficients"]

@@ -71,7 +71,7 @@ class Preflight:
 
 
 def check_merge(path: Path, options: MergeOptions, out: Path | None = None) -> Preflight:
-    """Check a config and its models; only configs, tokenizers and headers are read.
+    """Check a config and its models by configs, tokenizers, headers and a few matrices of each.
 
     Args:
         path: of the config.
@@ -197,6 +197,7 @@ def _facts(
             "tensors": len(checkpoint.index.tensor_paths),
             "bytes": checkpoint.bytes,
             "dtypes": sorted({header.dtype for header in checkpoint.headers.values()}),
+            "precision": checkpoint.precision or None,
             "vocabulary": checkpoint.config.get("vocab_size"),
             "place": str(checkpoint.folder) if checkpoint.folder else "on the Hub",
         }
@@ -217,9 +218,11 @@ def _text_lines(result: Preflight) -> Iterator[str]:
     if result.method:
         yield f"method  {result.method}"
     for model in result.models:
+        precision = model["precision"]
         yield (
             f"{model['role']:>6}  {model['model']}: {model['tensors']} tensors, "
             f"{in_bytes(model['bytes'])}, {', '.join(model['dtypes']) or 'unknown dtype'}"
+            + (f" with {precision} values" if precision not in (None, *model["dtypes"]) else "")
             + (f", vocabulary {model['vocabulary']}" if model["vocabulary"] else "")
         )
     if result.estimate is not None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
@@ -16,13 +17,12 @@ from mergekit.options import MergeOptions
 
 from mergekit_ace.headers import TensorHeader
 from mergekit_ace.planning import PlannedTensor
-from mergekit_ace.preflight.checkpoints import Checkpoint
+from mergekit_ace.preflight.checkpoints import DTYPES, FLOATING, Checkpoint
 from mergekit_ace.preflight.config_rules import Finding, listed
 
 # Share of a model's entries that may be left out of a merge before that is an error: more than
 # position tables and other buffers, less than any layer.
 LEFT_OUT = 0.001
-WIDTHS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 NAMES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -128,7 +128,8 @@ def check_dtypes(
     main = {model: _main_dtype(checkpoint) for model, checkpoint in checkpoints.items()}
     wanted = NAMES.get(config.dtype or "")
     for model, dtype in main.items():
-        if dtype not in WIDTHS:
+        precision = checkpoints[model].precision or dtype
+        if dtype not in FLOATING:
             if dtype:
                 yield Finding(
                     "error",
@@ -136,12 +137,12 @@ def check_dtypes(
                     f"{model} is stored as {dtype}, which cannot be merged",
                     "merge the unquantised checkpoints",
                 )
-        elif wanted and WIDTHS[wanted] < WIDTHS[dtype]:
+        elif wanted and torch.promote_types(DTYPES[wanted], DTYPES[precision]) != DTYPES[wanted]:
             yield Finding(
                 "warning",
                 "dtypes",
-                f"dtype: {config.dtype} rounds {model}, stored as {dtype}, before its task vector "
-                "is formed",
+                f"dtype: {config.dtype} rounds {model}, stored as {precision}, before its task "
+                "vector is formed",
                 "write `dtype: float32` and `out_dtype: bfloat16`: rounded once, at the end",
             )
     if not config.dtype and len(set(main.values())) > 1:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,9 @@ from mergekit.architecture.conversion import convert_checkpoint_tensors
 from mergekit.common import ModelReference
 from mergekit.io import LazyTensorLoader, ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
+from safetensors import safe_open
 
+from mergekit_ace.algebra.rounding_noise import storage_grid
 from mergekit_ace.headers import DamagedFileError, TensorHeader, check_folder, read_headers
 from mergekit_ace.naming import layer_of
 
@@ -29,6 +32,8 @@ DTYPES = {
     "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+FLOATING = ("F64", "F32", "F16", "BF16")
+SAMPLED_ENTRIES = 2**18  # of a matrix, to tell the precision of a checkpoint
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -114,6 +119,28 @@ class Checkpoint:
         if packed is None:
             return None
         return TensorHeader(DTYPE_NAMES.get(packed.dtype, "F32"), tuple(packed.shape), "")
+
+    @cached_property
+    def precision(self) -> str:
+        """The precision that the values have, by two matrices of every file; empty if unknown.
+
+        A checkpoint that was widened when it was saved still has the values of a narrower dtype.
+        """
+        if self.folder is None:
+            return ""
+        files: dict[str, list[tuple[int, str]]] = {}
+        for name, header in self.headers.items():
+            if header.dtype in FLOATING and len(header.shape) > 1 and header.entries:
+                files.setdefault(header.file, []).append((header.entries, name))
+        grids = set()
+        for path, matrices in files.items():
+            with safe_open(path, framework="pt") as file:
+                matrices.sort()
+                for _, name in {matrices[-1], matrices[len(matrices) // 2]}:
+                    rows = 1 + SAMPLED_ENTRIES // math.prod(self.headers[name].shape[1:])
+                    grids.add(storage_grid(file.get_slice(name)[:rows]))
+        finest = min(grids, key=lambda grid: torch.finfo(grid).eps, default=None)
+        return DTYPE_NAMES[finest] if finest else ""
 
     @property
     def bytes(self) -> int:

@@ -23,7 +23,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 import mergekit_ace
-from mergekit_ace.algebra.inspection import TensorInspection, evenly_spaced, inspect_tensor
+from mergekit_ace.algebra.inspection import (
+    TensorInspection,
+    evenly_spaced,
+    inspect_tensor,
+    measure_noise,
+)
 from mergekit_ace.algebra.records import FixedLayout, Observer
 from mergekit_ace.files import differences, file_states, write_text
 from mergekit_ace.methods.ace import AceMerge
@@ -127,7 +132,8 @@ def _merge(
     observe: Observer | None,
 ) -> Merged:
     settings = replace(settings, layout=layout)
-    return method.merge(tensors, settings, least_memory=least_memory, observe=observe)
+    merged, record = method.merge(tensors, settings, least_memory=least_memory, observe=observe)
+    return merged, measure_noise(record, tensors)
 
 
 def _short_line(planned: PlannedTensor, reason: str) -> Line:

@@ -112,6 +112,11 @@ def _share(value: float | None) -> Cell:
     return Cell("") if value is None else Cell(f"{value:.1%}", value)
 
 
+def _rounding(row: Row) -> Cell:
+    pairs = zip(row.matrix.get("noise", ()), row.matrix["tau"], strict=False)
+    return _share(max((min(1.0, noise / tau) for noise, tau in pairs if tau), default=None))
+
+
 def _columns(report: Report) -> list[Column]:
     def of(key: str) -> Callable[[Row], Cell]:
         return lambda row: _number(row.matrix.get(key))
@@ -147,6 +152,9 @@ def _columns(report: Report) -> list[Column]:
         ]
     if any("condition" in row.matrix for row in report.rows):
         columns.append(Column("condition", "Estimated condition number of A", of("condition")))
+    if any("noise" in row.matrix for row in report.rows):
+        help_ = "Largest share of τ that is the rounding of the checkpoints, over the experts"
+        columns.append(Column("rounding", help_, _rounding))
     columns += [
         Column(f"τ {name}", f"Squared norm of the task vector of {name}", expert(t))
         for t, name in enumerate(report.experts)

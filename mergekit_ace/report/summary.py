@@ -23,6 +23,7 @@ ALIKE, OPPOSED = 0.9, -0.1
 WEAK = 0.1  # of the strongest expert's norm
 FAR = 0.3  # ‖Δ‖/‖W0‖ at which an expert is hardly a fine-tune of this base
 ADAPTER = 0.3  # share of unchanged entries that is worth a word
+ROUNDED = 0.5  # share of an expert's change in a layer that is rounding noise
 ILL_CONDITIONED = 1e5
 DOMINANT = 0.7  # mean share of the weight in the sum of relative errors
 CROWDED = 3.0  # times the overlap of random subspaces
@@ -58,6 +59,7 @@ def summarize(report: Report) -> dict[str, Any]:
         "norm": report.norms,
         "relative_size": relative_sizes(report),
         "unchanged": report.unchanged,
+        "noise": noise_shares(report),
         "cosine": report.cosines,
         "heterogeneous": len(exceeding),
         "heterogeneous_by_unit": len([row for row in exceeding if by_unit_alone(row)]),
@@ -74,6 +76,13 @@ def relative_sizes(report: Report) -> list[float | None]:
     """Return ‖Δ_t‖/‖W0‖ over the whole model; None if nobody looked."""
     base = report.base_norm
     return [norm / base if base else None for norm in report.norms]
+
+
+def noise_shares(report: Report) -> list[float | None]:
+    """Return ν_t²/τ_t over the whole model, how much of a change is rounding; None without one."""
+    noise = [math.fsum(column) for column in zip(*report.noise, strict=True)]
+    change = [norm**2 for norm in report.norms]
+    return [n / c if c else None for n, c in zip(noise, change, strict=True)]
 
 
 def by_unit_alone(row: Row) -> bool:
@@ -95,6 +104,7 @@ def sentences(report: Report) -> Iterator[str]:
             "of these experts with its defaults."
         )
     yield from _experts(report)
+    yield from _rounding(report)
     yield from _pairs(report)
     yield from _shares(report)
     yield from _branches(report)
@@ -142,6 +152,48 @@ def _experts(report: Report) -> Iterator[str]:
                 f"{name} left {unchanged:.0%} of all entries exactly as they were (frozen layers, "
                 "or an adapter)."
             )
+
+
+def _rounding(report: Report) -> Iterator[str]:
+    """Find layers where an expert's change is mostly the rounding of the checkpoints."""
+    for t, name in enumerate(report.experts):
+        parts = []
+        for first, last in rounded_layers(report, t):
+            run = [n for n in report.layer_squares if first <= n <= last]
+            noise = math.fsum(report.layer_noise[n][t] for n in run)
+            share = min(1.0, noise / math.fsum(report.layer_squares[n][t] for n in run))
+            where = f"layers {first}–{last}" if first < last else f"layer {first}"
+            parts.append(f"{share:.0%} of {name}'s change in {where}")
+        if parts:
+            yield f"{_listed(parts)} {'is' if len(parts) == 1 else 'are'} rounding."
+        left_out = {row.line["tensor"] for row in report.rows if _is_rounding(report, row, t)}
+        if left_out:
+            yield (
+                f"{name} is left out of {_count(len(left_out), 'tensor')}, where it is the base "
+                "but for the rounding of its checkpoint."
+            )
+
+
+def _is_rounding(report: Report, row: Row, expert: int) -> bool:
+    tau, changed = (
+        report.spread(row.line, row.matrix.get(key) or [None] * len(row.line["models"]))[expert]
+        for key in ("tau", "changed")
+    )
+    return bool(tau) and changed == 0
+
+
+def rounded_layers(report: Report, expert: int) -> list[tuple[int, int]]:
+    """Return the runs of layers in which most of an expert's change is rounding noise."""
+    runs: list[tuple[int, int]] = []
+    before = None
+    for layer, squares in report.layer_squares.items():
+        if 0 < ROUNDED * squares[expert] <= report.layer_noise[layer][expert]:
+            if runs and runs[-1][1] == before:
+                runs[-1] = (runs[-1][0], layer)
+            else:
+                runs.append((layer, layer))
+        before = layer
+    return runs
 
 
 def changed_layers(report: Report, expert: int) -> tuple[int, int] | None:

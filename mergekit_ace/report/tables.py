@@ -161,13 +161,20 @@ class Report:
     @cached_property
     def squares(self) -> list[list[float]]:
         """‖Δ_t‖² per line and expert, from τ_t."""
-        result = []
-        for line in self.lines:
-            totals = [0.0] * len(line["models"])
-            for matrix in matrices_of(line):
-                totals = [a + b for a, b in zip(totals, matrix["tau"], strict=True)]
-            result.append([value or 0.0 for value in self.spread(line, totals)])
-        return result
+        return [self._totals(line, "tau") for line in self.lines]
+
+    @cached_property
+    def noise(self) -> list[list[float]]:
+        """ν_t², the energy of rounding noise in Δ_t, per line and expert; 0 if nobody looked."""
+        return [self._totals(line, "noise") for line in self.lines]
+
+    def _totals(self, line: Line, key: str) -> list[float]:
+        """Return sums over the matrices of a line, per expert."""
+        totals = [0.0] * len(line["models"])
+        for matrix in matrices_of(line):
+            if key in matrix:
+                totals = [a + b for a, b in zip(totals, matrix[key], strict=True)]
+        return [value or 0.0 for value in self.spread(line, totals)]
 
     @cached_property
     def norms(self) -> list[float]:
@@ -238,10 +245,18 @@ class Report:
     @cached_property
     def layer_squares(self) -> dict[int, list[float]]:
         """‖Δ_t‖² per layer and expert, for tensors inside of layers, by the layer's number."""
+        return self._by_layer(self.squares)
+
+    @cached_property
+    def layer_noise(self) -> dict[int, list[float]]:
+        """ν_t² per layer and expert, for tensors inside of layers, by the layer's number."""
+        return self._by_layer(self.noise)
+
+    def _by_layer(self, values: Sequence[Sequence[float]]) -> dict[int, list[float]]:
         layers: dict[int, list[float]] = {}
-        for line, squares in zip(self.lines, self.squares, strict=True):
+        for line, own in zip(self.lines, values, strict=True):
             layer = layer_of(str(line["tensor"]))
             if layer is not None:
                 known = layers.setdefault(layer, [0.0] * len(self.models))
-                layers[layer] = [a + b for a, b in zip(known, squares, strict=True)]
+                layers[layer] = [a + b for a, b in zip(known, own, strict=True)]
         return dict(sorted(layers.items()))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model whose weights are the merge, and the gradient of its coefficients.
 
-The merge θ_0 + Σ_k λ_k Δ_k is linear in the coefficients, so for any loss
-∂L/∂λ_k^l = ⟨∂L/∂θ^l, Δ_k^l⟩. As soon as a parameter's gradient is ready, its K inner products
+The merge θ_0 + Σ_k λ_k s_k Δ_k is linear in the coefficients, so for any loss
+∂L/∂λ_k^l = s_k^l ⟨∂L/∂θ^l, Δ_k^l⟩; s_k tells whether the expert changed the tensor at all, and is
+nearly always 1 (see `changed_share`). As soon as a gradient is ready, its K inner products
 with the experts' task vectors are taken and the gradient is freed. Task vectors are formed in
 blocks from the stored weights, so that beyond the model, its activations and one gradient there is
 one block in memory, however many experts there are.
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from mergekit_ace.algebra.task_vectors import measure_changes
 from mergekit_ace.training.config import Storage
 
 
@@ -59,6 +61,11 @@ class MergedModel:
         self._components, self._block = components, block
         self.parameters = [module.get_parameter(name) for name in names]
         self.products = torch.zeros(len(experts), len(names), dtype=torch.float64)
+        self._changed = torch.ones(len(experts), len(names))  # s_k, as `merge_entries` has them
+        for column, name in enumerate(names if not components else ()):
+            versions = [expert[name] for expert in experts]
+            _, changed = measure_changes(base[name], versions, torch.float32)
+            self._changed[:, column] = torch.tensor(changed)
         self._base, *self._experts = (self._store(w, storage) for w in (base, *experts))
         self._partial: list[Tensor | None] = [None] * len(names)
         # All at once, before anything large: small blocks between gradients would pin their memory.
@@ -74,12 +81,12 @@ class MergedModel:
 
     @torch.no_grad()
     def write(self, coefficients: Tensor) -> None:
-        """Set every merged parameter to θ_0 + Σ_k λ_k Δ_k.
+        """Set every merged parameter to θ_0 + Σ_k λ_k s_k Δ_k.
 
         Args:
             coefficients: λ, (K, L).
         """
-        columns = coefficients.detach().float().T.contiguous()
+        columns = (coefficients.detach().float().cpu() * self._changed).T.contiguous()
         for column, (parameter, row) in enumerate(
             zip(self.parameters, columns.tolist(), strict=True)
         ):
@@ -102,7 +109,7 @@ class MergedModel:
         """Add what the last backward pass left on the devices to `products`."""
         for column, partial in enumerate(self._partial):
             if partial is not None:
-                self.products[:, column] += partial.cpu().double()
+                self.products[:, column] += partial.cpu().double() * self._changed[:, column]
         self._partial = [None] * len(self.names)
 
     def _collector(self, column: int) -> Callable[[Tensor], None]:

@@ -225,8 +225,24 @@ def test_dtypes(check, tmp_path):
     assert f"rounds {paths[1]}, stored as F32" in texts(answer, "warning")
     assert paths[2] not in texts(answer, "warning")
     assert "out_dtype: bfloat16" in texts(answer, "warning")
+    rewrite(paths[2], lambda t: t.update({n: (1.01 * x.float()).half() for n, x in t.items()}))
+    assert f"rounds {paths[2]}, stored as F16" in texts(check({**config, "dtype": "bfloat16"}))
     rewrite(paths[1], lambda t: t.update({n: x.to(torch.int8) for n, x in t.items()}))
     assert "stored as I8, which cannot be merged" in texts(check(config), "error")
+
+
+def test_the_precision_of_values(check, tmp_path):
+    """A checkpoint in float32 whose values are those of bfloat16 loses nothing by bfloat16."""
+    paths = save_family(tiny_llama(), tmp_path)
+    rewrite(paths[1], lambda t: t.update({n: x.bfloat16().float() for n, x in t.items()}))
+    answer = check({**ace_config(paths), "dtype": "bfloat16"})
+    assert [model["dtypes"] for model in answer["models"]] == [["F32"]] * 3
+    assert [model["precision"] for model in answer["models"]] == ["F32", "BF16", "F32"]
+    assert f"rounds {paths[2]}, stored as F32" in texts(answer, "warning")
+    assert paths[1] not in texts(answer, "warning")
+    result = CliRunner().invoke(main, ["check", str(tmp_path / "checked.yml")])
+    assert f"{paths[1]}: 21 tensors" in result.output
+    assert "F32 with BF16 values" in result.output
 
 
 def test_tied_heads(check, tmp_path):
@@ -329,7 +345,7 @@ def test_a_model_on_the_hub_is_judged_by_its_headers(check, paths, monkeypatch):
     assert found["ok"], found
     assert found["models"][-1] | {"dtypes": None} == {
         "model": "org/expert", "role": "expert", "tensors": 21, "dtypes": None,
-        "bytes": sum(t.nbytes for t in tensors.values()), "vocabulary": None,
+        "precision": None, "bytes": sum(t.nbytes for t in tensors.values()), "vocabulary": None,
         "place": "on the Hub",
     }  # fmt: skip
     answer["model.norm.weight"] = info("F32", [31])

@@ -205,3 +205,25 @@ def test_the_weight_of_relative_errors():
     assert "The condition number exceeds 1e+05 in 1 matrix" in text
     assert summary["largest_condition"] == 1e7
     assert "γ" not in text
+
+
+def test_rounding_is_named_by_layers():
+    lines = layers(12, [1.0, 2.0])
+    for n, line in enumerate(lines):
+        line |= {"noise": [0.1, 1.94 if n < 4 or n == 7 else 0.2], "changed": [1.0, 1.0]}
+    for line in lines[:2]:
+        line |= {"changed": [1.0, 0.0]}
+    summary = summarize(Report(lines))
+    text = "\n".join(summary["sentences"])
+    assert (
+        "97% of expert-1's change in layers 0–3 and 97% of expert-1's change in layer 7 are "
+        "rounding." in text
+    )
+    assert "expert-1 is left out of 2 tensors, where it is the base but for the rounding" in text
+    assert "expert-0's change" not in text
+    assert summary["noise"] == pytest.approx([0.1, (5 * 1.94 + 7 * 0.2) / 24])
+
+
+def test_reports_without_noise():
+    summary = summarize(Report(layers(4, [1.0, 2.0])))
+    assert "rounding" not in "\n".join(summary["sentences"])

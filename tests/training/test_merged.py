@@ -8,7 +8,9 @@ import copy
 import pytest
 import torch
 from checkpoints import fine_tuned, tiny_llama
-from torch import Tensor
+from matrices import hardly_changed
+from mergekit.merge_methods import merge_tensors
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from mergekit_ace.coefficients.learner import Learner, LearnerConfig
@@ -197,3 +199,31 @@ def test_the_written_merge_is_the_formula(sizes):
             for k, e in enumerate(family.experts)
         )
         assert relative_error(weights(merged.module)[name], expected) <= 1e-6
+
+
+@pytest.mark.parametrize("small", [0, 2**14])
+def test_experts_of_rounding_count_as_in_the_method(rng, small):
+    """One expert is the base, saved through bfloat16, and another one nearly so."""
+    base = nn.Linear(64, 48, bias=False)
+    origin = base.weight.detach().clone()
+    nearly = hardly_changed(origin)
+    versions = [
+        origin + 0.01 * torch.randn(48, 64, generator=rng),
+        origin.bfloat16(),
+        nearly.bfloat16(),
+    ]
+    experts = [{"weight": version} for version in versions]
+    merged = MergedModel(base, {"weight": origin}, experts, ["weight"], small=small)
+    given = [0.5, 2.0, -3.0]
+    merged.write(torch.tensor(given)[:, None])
+    wide = [version.float() for version in versions]
+    parameters = {"weight": given}
+    expected = merge_tensors([origin, *wide], "statsmerging", base_index=0, parameters=parameters)
+    torch.testing.assert_close(base.weight.detach(), expected, rtol=0, atol=1e-7)
+    (base.weight * torch.ones(48, 64)).sum().backward()
+    merged.collect()
+    slopes = [float((version - origin).double().sum()) for version in wide]
+    found = merged.products[:, 0].tolist()
+    assert found[0] == pytest.approx(slopes[0], rel=1e-5)
+    assert found[1] == 0
+    assert 0 < found[2] / slopes[2] < 1

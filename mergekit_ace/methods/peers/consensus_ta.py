@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from mergekit_ace.algebra.records import MatrixRecord, NonNegative, Observer, TensorRecord
-from mergekit_ace.algebra.task_vectors import merge_trivial, select_active, task_vector
+from mergekit_ace.algebra.task_vectors import (
+    merge_by_change,
+    merge_trivial,
+    select_active,
+    task_vector,
+)
 from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
 from mergekit_ace.methods.inputs import TensorSettings
 from mergekit_ace.methods.parameters import LAMBDA, shared
@@ -115,18 +121,28 @@ class ConsensusMerge(TaskVectorMethod):
         least_memory: bool = False,
         observe: Observer | None = None,
     ) -> Merged:
-        base, *experts = tensors
+        rule = partial(self._merge_entries, settings.parameters)
+        merged, record = merge_by_change(tensors[0], tensors[1:], rule)
+        return merged, TensorRecord(tuple(merged.shape), "mean", (record,))
+
+    def _merge_entries(
+        self, parameters: Mapping[str, Any], base: Tensor, experts: Sequence[Tensor]
+    ) -> tuple[Tensor, MatrixRecord]:
         active = select_active(base, experts, [1.0] * len(experts), torch.float32)
         scale, threshold, least = (
-            settings.parameters[name] for name in ("lambda", "mask_threshold", "consensus")
+            parameters[name] for name in ("lambda", "mask_threshold", "consensus")
         )
         trivial = merge_trivial(base, active, scale)
         if trivial is not None:
-            merged, record = trivial
-        else:
-            merged, share = merge_by_consensus(
-                base, active.experts, scale, threshold, least, active.dtype
-            )
-            weight = active.spread(active.weights, 0.0)
-            record = ConsensusRecord(self.spec.name, weight, active.all_tau, selected=share)
-        return merged, TensorRecord(tuple(base.shape), "mean", (record,))
+            return trivial
+        merged, selected = merge_by_consensus(
+            base, active.experts, scale, threshold, least, active.dtype
+        )
+        record = ConsensusRecord(
+            rule=self.spec.name,
+            weight=active.spread(active.weights, 0.0),
+            tau=active.all_tau,
+            changed=active.changed,
+            selected=selected,
+        )
+        return merged, record

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from mergekit_ace.algebra.records import Number, Observer
-from mergekit_ace.algebra.task_vectors import merge_linear
+from mergekit_ace.algebra.task_vectors import merge_entries
 from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
 from mergekit_ace.methods.inputs import TensorSettings, describe
 from mergekit_ace.methods.parameters import LAMBDA, shared
@@ -106,5 +106,4 @@ class LinesMerge(TaskVectorMethod):
         observe: Observer | None = None,
     ) -> Merged:
         assert settings.coefficients is not None
-        merged = merge_linear(tensors[0], tensors[1:], settings.coefficients)
-        return merged, self.record_of_entries(tensors, settings)
+        return merge_entries(tensors[0], tensors[1:], settings.coefficients, self.spec.name)

@@ -79,6 +79,7 @@ class MatrixMethod(TaskVectorMethod):
             rule=self.spec.name,
             weight=active.spread(active.weights, 0.0),
             tau=active.all_tau,
+            changed=active.changed,
             rank=self.rank(base.shape, len(deltas), parameters),
             precision="float64",
         )
