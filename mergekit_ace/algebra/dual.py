@@ -9,9 +9,10 @@ needed, and one product Q M at the end. With the reference r (see `Covariances`)
     c = (1/i) Mᵀ(M 1),   A⁻¹c = (1/i) Mᵀ K⁻¹ (M 1)
     R = Σ_t s_t ((C_t − C̄) C_tᵀ + 1 (C_t (μ_t − μ̄))ᵀ) C_t − ρ (C̄ + 1 μ̄ᵀ)
 
-with μ̄ the mean of the μ_t, and ρ = ε̄ where the refinement's S̄ holds the ridges, else 0. With coefficients, Y starts from λ_r C_r, P_t has λ_t C_t − λ_r C_r and
-λ_t ε_t, and P_r is λ_r times as large. Beside half the work where N < i, this form avoids a
-cancellation: weak directions of A are never represented by differences of large numbers.
+with μ̄ the mean of the μ_t, and ρ = ε̄ where the refinement's S̄ holds the ridges, else 0. With
+coefficients, Y starts from λ_r C_r, P_t has λ_t C_t − λ_r C_r and λ_t ε_t, and P_r is λ_r times as
+large. Beside half the work where N < i, this form avoids a cancellation: weak directions of A are
+never represented by differences of large numbers.
 """
 
 from __future__ import annotations
