@@ -123,6 +123,12 @@ def _split_matrix(
     if not covariances.tasks:  # every expert moved all its rows alike
         return _split_sum(base, experts, options, "matrix", weights)
     parts = _components(covariances, prior=prior, dtype=active.dtype)
+    if (
+        prior
+        and isinstance(options, AceOptions)
+        and covariances.points_against(sum(parts[1:], parts[0]))
+    ):
+        parts = _components(covariances, prior=False, dtype=active.dtype)
     found = dict(zip(_positions(covariances, active), parts, strict=True))
     split = [found.get(t, torch.zeros_like(parts[0])) for t in range(len(experts))]
     if isinstance(options, AceOptions):
@@ -131,7 +137,9 @@ def _split_matrix(
             target = _residual(covariances)
             for part in parts:
                 target.add_(part)
-            refinement.copy_(isotropic_component(target, rank).matrix)
+            matrix = isotropic_component(target, rank).matrix
+            if options.refinement_mean == "ridged" or not covariances.points_against(matrix):
+                refinement.copy_(matrix)
         split.append(refinement)
     return [part.mul_(covariances.unit) for part in split]
 

@@ -107,7 +107,8 @@ class MatrixRecord:
         gamma, log_variance: the two statistics of heterogeneity; None with fewer than two experts.
         statistic, threshold: which of the two is compared, and with what.
         heterogeneous: whether it exceeds the threshold.
-        normalized, refined: which steps were taken.
+        normalized, prior, refined: which steps were taken; a prior or a refinement that would turn
+            the merge against the experts is not.
         epsilon: ε_t of Eqs. 9-10 times w_t; None for an expert that is not in use.
         share: of ``ace_relative``: 1 / ‖Δ_t Σ_t^½‖² times w_t, divided by their sum; None for an
             expert that is not in use.
@@ -126,6 +127,7 @@ class MatrixRecord:
     threshold: float | None = None
     heterogeneous: bool | None = None
     normalized: bool | None = None
+    prior: bool | None = None
     refined: bool | None = None
     epsilon: tuple[float | None, ...] | None = None
     share: tuple[float | None, ...] | None = None
