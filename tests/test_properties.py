@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations
 
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from reference import naive_ace, task_vector_error
 from torch import Tensor
 
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix
+from mergekit_ace.algebra.components import split_tensor
 
 settings.register_profile("ours", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("ours")
@@ -217,18 +219,31 @@ def test_no_merge_points_against_the_sum_of_experts_that_agree(deltas, options, 
         assert float((merged * total).sum()) >= -1e-6 * float(merged.norm() * total.norm())
 
 
-def test_steps_that_would_turn_against_the_experts_are_left_out():
+@pytest.mark.parametrize(
+    ("step", "shape", "strengths", "weights", "share"),
+    [
+        ("prior", (24, 60), (0.1, 0.01), [1.0, 1.0], (0.02, 0.3)),
+        ("refined", (8, 24), (0.1, 0.001), [0.03, 1.0], (0.9, 1.0)),
+    ],
+)
+def test_steps_that_would_turn_against_the_experts(step, shape, strengths, weights, share):
+    """They are left out, of the merge and of its components."""
     rng = torch.Generator().manual_seed(3)
-    switches = {"adaptive_normalization": "always", "spectral_refinement": "always"}
-    without = {"prior": 0, "refined": 0}
-    for _ in range(200):
-        shared = torch.randn(8, 1, generator=rng) @ torch.randn(1, 24, generator=rng)
-        deltas = [s * (shared + 0.3 * torch.randn(8, 24, generator=rng)) for s in (1e-1, 1e-4)]
-        base, weights = torch.zeros(8, 24), [0.03, 1.0]
-        merged, record = merge_matrix(base, deltas, weights, AceOptions(epsilon=1e-4, **switches))
-        expected = naive_ace(base, deltas, weights, epsilon=1e-4, **switches)
-        assert close(merged, expected, base, 1e-4)
-        for step in without:
-            without[step] += not getattr(record, step)
-    assert 0 < without["prior"] < 100
-    assert 0 < without["refined"]
+    switches = {
+        "epsilon": 1e-4,
+        "epsilon_scale": "relative",
+        "adaptive_normalization": "always",
+        "spectral_refinement": "always" if step == "refined" else "never",
+    }
+    base, left_out, count = torch.zeros(shape), 0, 60
+    for _ in range(count):
+        shared = torch.randn(shape[0], 1, generator=rng) @ torch.randn(1, shape[1], generator=rng)
+        deltas = [s * (shared + 0.03 * torch.randn(shape, generator=rng)) for s in strengths]
+        merged, record = merge_matrix(base, deltas, weights, AceOptions(**switches))
+        if not getattr(record, step):
+            left_out += 1
+            expected = naive_ace(base, deltas, weights, **switches)
+            assert close(merged, expected, base, 1e-4)
+            parts = split_tensor(base, deltas, AceOptions(**switches), "matrix", weights)
+            assert close(sum(parts), expected, base, 1e-4)
+    assert share[0] <= left_out / count <= share[1]
