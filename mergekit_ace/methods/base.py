@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar, get_args
@@ -221,6 +221,13 @@ class TaskVectorMethod(GroupMergeMethod):
             settings = replace(settings, layout=layout)
         return replace(settings, coefficients=self.coefficients(settings, group))
 
+    def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
+        """Yield what is allowed, but seldom meant, in the settings of a tensor, and remedies."""
+        return iter(())
+
+    def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
+        """Count what is to be said of the merged tensors at the end of the merge."""
+
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         """Return what a merge takes, from shapes alone: here a sweep over the entries.
 
@@ -277,6 +284,7 @@ class TaskVectorMethod(GroupMergeMethod):
                 f"{merged.dtype}. Use a dtype with more range (dtype: bfloat16 or float32)"
                 f"{self.remedy}."
             )
+        self.mention(settings, record)
         if settings.recorded:
             seconds = time.perf_counter() - start
             append_report(parameters["report"], self.spec.name, settings, record, seconds)
