@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,8 @@ from matrices import as_if_large, family
 from reference import naive_ace, task_vector_error
 from torch import Tensor
 
-from mergekit_ace import AceOptions, merge_matrix
+from mergekit_ace import AceOptions, IllConditionedError, merge_matrix
+from mergekit_ace.algebra.components import split_tensor
 
 settings.register_profile("ours", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("ours")
@@ -143,3 +146,104 @@ def test_only_ratios_of_weights_matter(case, factor):
     scaled = Case(case.base, case.experts, [w * factor for w in case.weights])
     again, _ = merge(scaled, compute_dtype="float64")
     assert close(again, merged, case.base, 1e-14 * (record.condition or 1) + 1e-9)
+
+
+# Tall, wide, square, and some whose rows just determine the merge of two or three experts.
+SHAPES = [(24, 6), (48, 12), (6, 24), (5, 40), (16, 16), (12, 24), (8, 24), (30, 60)]
+
+
+@st.composite
+def families(draw) -> list[Tensor]:
+    """Task vectors with a common and an own part of low rank, noise, and a mean row."""
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    shape = draw(st.sampled_from(SHAPES))
+    rank = draw(st.sampled_from([1, 2, 4, 8]))
+    common, own = draw(st.sampled_from([0.1, 0.3, 1.0])), draw(st.sampled_from([0.3, 1.0]))
+    noise, row = draw(st.sampled_from([1e-3, 0.1, 0.5])), draw(st.sampled_from([0.0, 0.3, 1.0]))
+    largest = 10 ** draw(st.floats(-3, 1))
+    strengths = draw(st.lists(st.floats(-3, 0), min_size=2, max_size=3))
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=rng, dtype=torch.float64)
+
+    def part() -> Tensor:
+        return random(shape[0], rank) @ random(rank, shape[1]) / rank**0.5
+
+    shared = common * part() + row * random(shape[1])
+    return [
+        largest * 10**strength * (shared + own * part() + noise * random(*shape))
+        for strength in strengths
+    ]
+
+
+settings_of_ace = st.fixed_dictionaries(
+    {
+        "epsilon": st.just(0.0) | st.floats(-12, 6).map(lambda exponent: 10**exponent),
+        "epsilon_scale": st.sampled_from(["absolute", "relative"]),
+        "heterogeneity": st.sampled_from(["gamma", "log_variance"]),
+        "adaptive_normalization": st.sampled_from(["auto", "always", "never"]),
+        "spectral_refinement": st.sampled_from(["auto", "always", "never"]),
+        "structural_prior": st.booleans(),
+        "rank_fraction": st.sampled_from([0.05, 0.1, 0.3, 0.5, 1.0]),
+        "centred": st.booleans(),
+    }
+)
+
+
+def agree(deltas: list[Tensor]) -> bool:
+    return all(float((a * b).sum()) > 0 for a, b in combinations(deltas, 2))
+
+
+@settings(max_examples=500)
+@given(families(), settings_of_ace, st.lists(st.floats(-2, 1), min_size=3, max_size=3))
+def test_no_merge_points_against_the_sum_of_experts_that_agree(deltas, options, exponents):
+    """By the formula in float64, and by ours.
+
+    Centring takes the mean rows out of the merge. What is left of the experts then has to agree,
+    too: where all that they share is a mean row, what is left may be opposed, and so may be any
+    merge of it.
+    """
+    assume(agree(deltas))
+    if options["centred"]:
+        assume(agree([delta - delta.mean(dim=0) for delta in deltas]))
+    weights = [10**exponent for exponent in exponents[: len(deltas)]]
+    base, total = torch.zeros_like(deltas[0]), sum(deltas)
+    try:
+        merged, record = merge_matrix(base, deltas, weights, AceOptions(**options))
+    except IllConditionedError:
+        assume(False)
+    found = [merged]
+    if record.condition < 1e11:  # beyond it, an explicit inverse is rounding errors
+        found.append(naive_ace(base, deltas, weights, **options))
+    for merged in found:
+        assert float((merged * total).sum()) >= -1e-6 * float(merged.norm() * total.norm())
+
+
+@pytest.mark.parametrize(
+    ("step", "shape", "strengths", "weights", "share"),
+    [
+        ("prior", (24, 60), (0.1, 0.01), [1.0, 1.0], (0.02, 0.3)),
+        ("refined", (8, 24), (0.1, 0.001), [0.03, 1.0], (0.9, 1.0)),
+    ],
+)
+def test_steps_that_would_turn_against_the_experts(step, shape, strengths, weights, share):
+    """They are left out, of the merge and of its components."""
+    rng = torch.Generator().manual_seed(3)
+    switches = {
+        "epsilon": 1e-4,
+        "epsilon_scale": "relative",
+        "adaptive_normalization": "always",
+        "spectral_refinement": "always" if step == "refined" else "never",
+    }
+    base, left_out, count = torch.zeros(shape), 0, 60
+    for _ in range(count):
+        shared = torch.randn(shape[0], 1, generator=rng) @ torch.randn(1, shape[1], generator=rng)
+        deltas = [s * (shared + 0.03 * torch.randn(shape, generator=rng)) for s in strengths]
+        merged, record = merge_matrix(base, deltas, weights, AceOptions(**switches))
+        if not getattr(record, step):
+            left_out += 1
+            expected = naive_ace(base, deltas, weights, **switches)
+            assert close(merged, expected, base, 1e-4)
+            parts = split_tensor(base, deltas, AceOptions(**switches), "matrix", weights)
+            assert close(sum(parts), expected, base, 1e-4)
+    assert share[0] <= left_out / count <= share[1]

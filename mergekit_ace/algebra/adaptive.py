@@ -12,23 +12,20 @@ from functools import partial
 
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import (
-    Attempt,
-    choose_attempts,
-    first_success,
-    solve,
-)
-from mergekit_ace.algebra.covariance import estimate_covariances
+from mergekit_ace.algebra.closed_form import Attempt, choose_attempts, first_success, solve
+from mergekit_ace.algebra.covariance import Covariances, estimate_covariances
 from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.records import (
     AceOptions,
+    Form,
     Layout,
     MatrixRecord,
     Observer,
+    Solution,
     TensorRecord,
     show,
 )
-from mergekit_ace.algebra.refinement import refine
+from mergekit_ace.algebra.refinement import IsotropicComponent, refine
 from mergekit_ace.algebra.ridge_floor import amplification
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
@@ -136,7 +133,7 @@ def merge_matrix(
             start if that has to be computed anew with more digits. It must not write to X.
         coefficients: λ_t of the experts' components of X, and last that of the refinement, T + 1 in
             all: any finite numbers, 1 by default. What is refined is X with all of them at 1. With
-            others, and a refinement, the closed form is computed twice.
+            others, and a prior or a refinement, the closed form is computed twice.
         least_memory: take the form with the least working memory instead of the fastest.
         attempts: forms and precisions to try in turn; by default see `choose_attempts`.
 
@@ -144,6 +141,9 @@ def merge_matrix(
     entries, or in the dual form of max(N², o·i) with N = T·o, whatever T is, and six blocks of
     4 MiB, or of an eighth of a matrix up to 16 MiB. Twice that for the few matrices that have to be
     solved in float64, and for float64 weights.
+
+    A prior or a refinement that would turn the merge against the experts is left out: see `_solve`
+    and `choose_component`.
 
     Returns:
         W0 + λ X, (o, i), in the compute dtype or wider (the base itself, uncast, where no expert
@@ -210,19 +210,21 @@ def _merge(
         return merge_mean(base, active, options.scale)
     prior, refined = options.structural_prior, branch.rank > 0
     weighted = any(task.coefficient != 1 for task in covariances.tasks)
-    solve_in_form = partial(solve, form=attempt.form, prior=prior, floor=options.ridge_floor)
-    solution = solve_in_form(covariances, refined=refined and not weighted)
-    covariances = solution.covariances
-    merged, strength = solution.merged, None
+    component = None
+    if prior or refined or not weighted:
+        solution, prior = _solve(
+            covariances.unweighted(), attempt.form, prior, refined, options.ridge_floor
+        )
+        component = choose_component(covariances, solution, branch.rank) if refined else None
+    if weighted:
+        solution = solve(
+            covariances, attempt.form, prior=prior, refined=False, floor=options.ridge_floor
+        )
+    merged, covariances = solution.merged, solution.covariances
     size = amplification(merged, covariances)
     show(observe, "closed form", merged, covariances.unit)
-    if refined:
-        plain = solution
-        if weighted:
-            plain = solve_in_form(covariances.unweighted(), refined=True)
-        component = refine(plain, branch.rank)
+    if component is not None:
         merged.add_(component.matrix, alpha=refinement)
-        strength = component.strength * covariances.unit
         show(observe, "refined", merged, covariances.unit)
     record = MatrixRecord(
         rule="ace",
@@ -235,14 +237,44 @@ def _merge(
         threshold=options.heterogeneity_threshold,
         heterogeneous=branch.heterogeneous,
         normalized=branch.normalized,
-        refined=refined,
+        prior=prior,
+        refined=component is not None,
         epsilon=active.spread(covariances.epsilon, None),
         ridge=covariances.relative_ridge,
         amplification=size,
         rank=branch.rank,
-        sigma_iso=strength,
+        sigma_iso=component and component.strength * covariances.unit,
         form=attempt.form,
         condition=solution.condition,
         precision=str(attempt.dtype).removeprefix("torch."),
     )
     return merged.mul_(options.scale * covariances.unit).add_(base), record
+
+
+def _solve(
+    covariances: Covariances, form: Form, prior: bool, refined: bool, floor: bool
+) -> tuple[Solution, bool]:
+    """Solve the closed form, and tell whether the structural prior is in it.
+
+    The prior is left out where X would point against the sum of the experts with it (departure:
+    the paper's always enters). Where few directions stand out of the ridge it takes out more than
+    the component along the all-ones vector, up to all that the experts have in common.
+    """
+    solution = solve(covariances, form, prior=prior, refined=refined, floor=floor)
+    if prior and covariances.points_against(solution.merged):
+        return solve(covariances, form, prior=False, refined=refined, floor=floor), False
+    return solution, prior
+
+
+def choose_component(
+    covariances: Covariances, solution: Solution, rank: int
+) -> IsotropicComponent | None:
+    """Return what the refinement adds to X; None where that points against the experts' sum.
+
+    Normalised estimates of experts of very different strength, or weight, can have an R that does
+    (departure; with ``refinement_mean: ridged``, which is the paper's to the letter, it is added).
+    """
+    component = refine(solution, rank)
+    if not covariances.ridged_mean and covariances.points_against(component.matrix):
+        return None
+    return component

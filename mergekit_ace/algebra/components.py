@@ -144,9 +144,15 @@ def _split_matrix(
         covariances, _ = estimate_relative(base, active, options, dtype=torch.float64)
     if not covariances.tasks:  # every expert moved all its rows alike
         return _split_sum(base, experts, options, weights)
-    covariances, parts = _components(
-        covariances, prior=prior, floor=options.ridge_floor, dtype=active.dtype
-    )
+    split_up = partial(_components, covariances, floor=options.ridge_floor, dtype=active.dtype)
+    raised, parts = split_up(prior=prior)
+    if (
+        prior
+        and isinstance(options, AceOptions)
+        and covariances.points_against(sum(parts[1:], parts[0]))
+    ):
+        raised, parts = split_up(prior=False)
+    covariances = raised
     found = dict(zip(_positions(covariances, active), parts, strict=True))
     split = [found.get(t, torch.zeros_like(parts[0])) for t in range(len(experts))]
     if isinstance(options, AceOptions):
@@ -155,7 +161,9 @@ def _split_matrix(
             target = _residual(covariances)
             for part in parts:
                 target.add_(part)
-            refinement.copy_(isotropic_component(target, rank).matrix)
+            matrix = isotropic_component(target, rank).matrix
+            if options.refinement_mean == "ridged" or not covariances.points_against(matrix):
+                refinement.copy_(matrix)
         split.append(refinement)
     return [part.mul_(covariances.unit) for part in split]
 

@@ -161,6 +161,16 @@ class Covariances:
             add_gram(total, centred.mT, task.scale)
         return total
 
+    def points_against(self, matrix: Tensor) -> bool:
+        """Tell whether ⟨M, Σ_t Δ_t⟩ < 0 for M, (o, i): whether M undoes what the experts share."""
+        total = 0.0
+        for block in blocks(*self.shape):
+            part = matrix[block]
+            for task in self.tasks:
+                delta = task.centred(block, out=self.buffer("task", *part.shape)).add_(task.mean)
+                total += float(delta.mul_(part).sum(dtype=torch.float64))
+        return total < 0
+
     @property
     def ridge(self) -> float:
         """ε̄ = Σ ε_t, so that A = Σ S_t + ε̄ I."""

@@ -318,8 +318,9 @@ def complete_(
         residual: A, (i, i), and a, (i,); None where F is not wanted.
 
     Returns:
-        F, (o, i), where it is wanted, and (ε̄ − ρ) ‖Y − C̄‖ / ‖X‖: what the ridges add to (Y − C̄) A
-        falls away again in R, and only its rounding errors stay.
+        F, (o, i), where it is wanted, and what its relative error is beyond that of X, in
+        roundoffs: what the ridges add to (Y − C̄) A falls away again in R, up to the rounding errors
+        of Y.
     """
     count = len(covariances.tasks)
     shared = (covariances.ridge - covariances.mean_ridge) / count
@@ -344,7 +345,7 @@ def complete_(
         if target is not None:
             target[block].mul_(covariances.covariance_unit).add_(part)
     size = squared_norm(merged) ** 0.5 if energy else 1.0
-    return target, count * shared * covariances.covariance_unit * energy**0.5 / size
+    return target, 4 * count * shared * covariances.covariance_unit * energy**0.5 / size
 
 
 def residual_row(covariances: Covariances, system: Tensor, turned: Tensor) -> Tensor:

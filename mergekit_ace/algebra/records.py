@@ -119,7 +119,8 @@ class MatrixRecord:
         gamma, log_variance: the two statistics of heterogeneity; None with fewer than two experts.
         statistic, threshold: which of the two is compared, and with what.
         heterogeneous: whether it exceeds the threshold.
-        normalized, refined: which steps were taken.
+        normalized, prior, refined: which steps were taken; a prior or a refinement that would turn
+            the merge against the experts is not.
         epsilon: ε_t of Eqs. 9-10 times w_t; None for an expert that is not in use.
         share: of ``ace_relative``: 1 / ‖Δ_t Σ_t^½‖² times w_t, divided by their sum; None for an
             expert that is not in use.
@@ -143,6 +144,7 @@ class MatrixRecord:
     threshold: float | None = None
     heterogeneous: bool | None = None
     normalized: bool | None = None
+    prior: bool | None = None
     refined: bool | None = None
     epsilon: tuple[float | None, ...] | None = None
     share: tuple[float | None, ...] | None = None
@@ -153,6 +155,12 @@ class MatrixRecord:
     form: Form | None = None
     condition: float | None = None
     precision: str | None = None
+
+    @property
+    def ridge_turns_refinement(self) -> bool:
+        """Whether a refinement would turn against the experts, were it ``ridged``."""
+        ridges = [value for value in self.epsilon or () if value is not None]
+        return bool(self.normalized and self.rank and sum(ridges) > LARGEST_MEAN_RIDGE)
 
 
 @dataclass(frozen=True)
@@ -176,6 +184,11 @@ def show(observe: Observer | None, stage: Stage, merged: Tensor, unit: float) ->
     """Call an observer, if there is one, with X in the unit of the weights."""
     if observe is not None:
         observe(stage, merged if unit == 1 else merged * unit)
+
+
+# Where Σ ε_t of normalised estimates is above it, a refinement whose mean holds the ridges points
+# against the experts; at a third of it, it is the plain one but for a few percent.
+LARGEST_MEAN_RIDGE = 0.3
 
 
 class IllConditionedError(ValueError):

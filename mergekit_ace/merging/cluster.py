@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mergekit_ace.merging.job import MergeError, MergeJob, Shard
-from mergekit_ace.merging.pool import WorkerOptions
+from mergekit_ace.merging.pool import PATIENCE, WorkerOptions
 from mergekit_ace.merging.worker import Event, ShardFailed, ShardWorker, TensorMerged
 
 
@@ -72,6 +72,9 @@ class RayPool:
             yield self._receive(running)
 
     def close(self) -> None:
+        farewell = [actor.close.remote() for actor in self._idle]
+        if farewell:
+            self._ray.wait(farewell, num_returns=len(farewell), timeout=PATIENCE)
         for actor in [*self._idle, *(running.actor for running in self._running)]:
             self._ray.kill(actor)
         self._idle.clear()

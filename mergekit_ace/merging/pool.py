@@ -23,7 +23,7 @@ from mergekit_ace.merging.worker import Event, ShardFailed, ShardWorker, TensorM
 
 # Imported once, by the process that all workers are forked from.
 PRELOADED = ["mergekit_ace.merging.pool", "mergekit.merge_methods"]
-_PATIENCE = 10  # seconds for a worker that was told to end
+PATIENCE = 10  # seconds for a worker that was told to end
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class SerialPool:
         self._shard = None
 
     def close(self) -> None:
+        self._worker.close()
         LoaderCache().flush_all()
 
 
@@ -174,7 +175,7 @@ class ProcessPool:
             with suppress(OSError):
                 one.pipe.send(None)
         for one in self._processes:
-            one.process.join(_PATIENCE)
+            one.process.join(PATIENCE)
             one.process.kill()  # should it not have gone by itself
             one.process.join()
             one.pipe.close()
@@ -257,6 +258,7 @@ def _serve(job: MergeJob, pipe: Connection, gpu: str | None) -> None:
         while (shard := pipe.recv()) is not None:
             for event in worker.run(*shard):
                 pipe.send(event)
+    worker.close()
 
 
 def _exit_with_driver() -> None:

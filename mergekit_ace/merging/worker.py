@@ -30,6 +30,7 @@ from mergekit_ace.merging.job import (
     plan_job,
 )
 from mergekit_ace.merging.manifest import FinishedShard
+from mergekit_ace.methods.notices import flush_notices
 
 _LARGEST_SEED = 2**32  # that of numpy
 
@@ -119,6 +120,13 @@ class ShardWorker:
             yield ShardFailed(index, str(error), final=True)
         except Exception as error:
             yield ShardFailed(index, f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Log what is to be said of all tensors that this process has merged.
+
+        Workers end without a process's usual rites, in which that would be done.
+        """
+        flush_notices()
 
     def merge(self, index: int, tensors: Sequence[str]) -> Iterator[Event]:
         """Compute a shard and flush it to the disk.

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import ClassVar
 
 from pydantic import BaseModel
@@ -12,7 +13,13 @@ from torch import Tensor
 from mergekit_ace.algebra.adaptive import merge_tensor
 from mergekit_ace.algebra.closed_form import COSTS, choose_forms
 from mergekit_ace.algebra.linalg import LARGEST_BLOCK
-from mergekit_ace.algebra.records import AceOptions, IllConditionedError, Observer
+from mergekit_ace.algebra.records import (
+    LARGEST_MEAN_RIDGE,
+    AceOptions,
+    IllConditionedError,
+    Observer,
+    TensorRecord,
+)
 from mergekit_ace.methods.base import (
     Citation,
     Merged,
@@ -23,6 +30,7 @@ from mergekit_ace.methods.base import (
 )
 from mergekit_ace.methods.inputs import TensorSettings, describe
 from mergekit_ace.methods.lookup import component_coefficients
+from mergekit_ace.methods.notices import notice
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
     LAYOUT,
@@ -144,7 +152,65 @@ class AceMerge(RidgeMethod):
         "adapts it to their size."
     )
 
+    def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
+        options = options_from(AceOptions, settings.parameters)
+        refined = options.spectral_refinement != "never" and options.rank_fraction > 0
+        normalized = options.adaptive_normalization != "never"
+        if options.spectral_refinement == "always" and refined and not normalized:
+            yield (
+                "spectral_refinement: always with adaptive_normalization: never refines by a "
+                "residual of the third power of the weights, which is next to nothing for small "
+                "task vectors and everything for large ones",
+                "write adaptive_normalization: always, or auto for both",
+            )
+        if options.refinement_mean == "ridged" and refined and normalized:
+            yield from _doubt_of_ridges(options, len(settings.experts))
+
+    def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
+        super().mention(settings, record)
+        options = options_from(AceOptions, settings.parameters)
+        left_out = {
+            "structural prior": options.structural_prior
+            and any(matrix.prior is False for matrix in record.matrices),
+            "refinement": any(m.rank and not m.refined for m in record.matrices),
+        }
+        for step in (step for step, is_so in left_out.items() if is_so):
+            notice(self.spec.name, f"without {step}", partial(_left_out, step))
+        ridged = options.refinement_mean == "ridged"
+        if ridged and any(matrix.ridge_turns_refinement for matrix in record.matrices):
+            notice(self.spec.name, "ridged", _turned_by_ridges)
+
     def extra_operations(self, rows: int, columns: int, experts: int, refined: bool) -> float:
         """Return those of the Gram matrix of F and its decomposition, about 9 m³ in all."""
         small, large = sorted((rows, columns))
         return small**2 * large + 9.0 * small**3 if refined else 0.0
+
+
+def _doubt_of_ridges(options: AceOptions, experts: int) -> Iterator[tuple[str, str]]:
+    """Yield where ridges in the refinement's mean are too large, as far as headers can tell."""
+    if options.epsilon_scale == "relative":  # Σ ε_t = T ε / i
+        where = f"in matrices of fewer than {experts * options.epsilon / LARGEST_MEAN_RIDGE:.2g} "
+        where += "columns"
+    else:  # T ε / ‖C‖², if all are of one size
+        norm = (experts * options.epsilon / LARGEST_MEAN_RIDGE) ** 0.5
+        where = f"wherever the task vectors of a matrix have norms below about {norm:.1g}"
+    yield (
+        f"refinement_mean: ridged turns the refinement against the experts {where} "
+        f"(Σ ε_t above {LARGEST_MEAN_RIDGE:g}); mergekit-ace inspect counts these matrices",
+        "leave refinement_mean out, or lower epsilon",
+    )
+
+
+def _left_out(step: str, count: int) -> str:
+    return (
+        f"in {count} tensor{'s' if count > 1 else ''} the {step} would have turned the merge "
+        "against the experts, and was left out"
+    )
+
+
+def _turned_by_ridges(count: int) -> str:
+    return (
+        f"refinement_mean: ridged has turned the refinement of {count} "
+        f"tensor{'s' if count > 1 else ''} against the experts: Σ ε_t is above "
+        f"{LARGEST_MEAN_RIDGE:g} there. Leave refinement_mean out, or lower epsilon"
+    )

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar, get_args
@@ -44,6 +44,7 @@ from mergekit_ace.methods.inputs import (
     describe,
     is_finite,
 )
+from mergekit_ace.methods.notices import notice
 from mergekit_ace.methods.parameters import LAYOUT, REPORT, NamedParameter
 from mergekit_ace.methods.report_lines import append_report
 from mergekit_ace.methods.shapes import check_shapes
@@ -220,6 +221,19 @@ class TaskVectorMethod(GroupMergeMethod):
             settings = replace(settings, layout=layout)
         return replace(settings, coefficients=self.coefficients(settings, group))
 
+    def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
+        """Yield what is allowed, but seldom meant, in the settings of a tensor, and remedies."""
+        return iter(())
+
+    def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
+        """Count what is to be said of the merged tensors at the end of the merge.
+
+        Here experts that are left out of a tensor though they differ from the base in it.
+        """
+        for t, model in enumerate(settings.models):
+            if any(matrix.tau[t] > 0 and matrix.changed[t] == 0 for matrix in record.matrices):
+                notice(self.spec.name, f"rounding of {model}", partial(_only_rounding, model))
+
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         """Return what a merge takes, from shapes alone: here a sweep over the entries.
 
@@ -276,7 +290,7 @@ class TaskVectorMethod(GroupMergeMethod):
                 f"{merged.dtype}. Use a dtype with more range (dtype: bfloat16 or float32)"
                 f"{self.remedy}."
             )
-        self._mention_rounding(settings, record)
+        self.mention(settings, record)
         if settings.recorded:
             seconds = time.perf_counter() - start
             record = measure_noise(record, tensors)
@@ -289,20 +303,13 @@ class TaskVectorMethod(GroupMergeMethod):
         merged, record = self.merge(tensors, settings, least_memory=least_memory)
         return merged.to(tensors[0].dtype), record
 
-    def _mention_rounding(self, settings: TensorSettings, record: TensorRecord) -> None:
-        """Name experts, once per merge, that are left out of a tensor though they differ in it."""
-        from mergekit_ace.methods.notices import notice
 
-        for t, model in enumerate(settings.models):
-            if any(matrix.tau[t] > 0 and matrix.changed[t] == 0 for matrix in record.matrices):
-                notice(
-                    self.spec.name,
-                    f"rounding of {model}",
-                    lambda count, model=model: (
-                        f"{model} is left out of {count} tensor{'s' if count > 1 else ''}, where "
-                        "it is the base but for the rounding of its checkpoint"
-                    ),
-                )
+def _only_rounding(model: str, count: int) -> str:
+    """Return the notice of an expert that is left out of so many tensors."""
+    return (
+        f"{model} is left out of {count} tensor{'s' if count > 1 else ''}, where it is the base "
+        "but for the rounding of its checkpoint"
+    )
 
 
 # Device, form of the merge, and what a warning says of them, ever leaner.

@@ -30,7 +30,12 @@ from mergekit_ace.preflight.checkpoint_rules import (
     compare_shapes,
 )
 from mergekit_ace.preflight.checkpoints import Checkpoint, headers_only, read_checkpoint
-from mergekit_ace.preflight.config_rules import Finding, check_coefficients, check_settings
+from mergekit_ace.preflight.config_rules import (
+    Finding,
+    check_coefficients,
+    check_doubts,
+    check_settings,
+)
 from mergekit_ace.preflight.estimate import (
     Estimate,
     calibrate,
@@ -100,6 +105,7 @@ def check_merge(path: Path, options: MergeOptions, out: Path | None = None) -> P
     findings += check_tensors(plan.tensors, checkpoints)
     findings += compare_shapes(plan.tensors, checkpoints, config)
     findings += check_coefficients(plan)
+    findings += check_doubts(plan)
     shards = [Path(h.file) for c in checkpoints.values() if c.folder for h in c.headers.values()]
     largest = max(set(shards), key=lambda shard: shard.stat().st_size, default=None)
     estimate = estimate_merge(plan, checkpoints, calibrate(options.device or "cpu", largest))

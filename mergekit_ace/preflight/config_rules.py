@@ -150,3 +150,13 @@ def check_coefficients(plan: PlannedMerge) -> Iterator[Finding]:
             "for equal ones",
             "leave `weight` out, or expect another merge than the one that was trained",
         )
+
+
+def check_doubts(plan: PlannedMerge) -> Iterator[Finding]:
+    """Find settings that are allowed, but seldom meant; what a method knows of its own."""
+    method = plan.method
+    if not isinstance(method, TaskVectorMethod):
+        return
+    found = {doubt: None for tensor in plan.tensors for doubt in method.doubts(tensor.settings)}
+    for message, remedy in found:
+        yield Finding("warning", "config", message, remedy)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mergekit_ace.algebra.records import LARGEST_MEAN_RIDGE
 from mergekit_ace.files import write_text
 from mergekit_ace.methods.report_lines import finite
 from mergekit_ace.report.jsonl import Line, ReportError
@@ -302,6 +303,13 @@ def _branches(report: Report) -> Iterator[str]:
             "does not depend on that"
         )
     yield text + "."
+    turned = [row for row in solved if _ridge_turns_refinement(row.matrix)]
+    if turned:
+        yield (
+            f"Σ ε_t is above {LARGEST_MEAN_RIDGE:g} in {len(turned)} of {len(solved)} matrices: "
+            "with `refinement_mean: ridged`, which is the paper's, their refinement turns against "
+            "the experts."
+        )
     refined = [row.matrix["spectrum"] for row in solved if "spectrum" in row.matrix]
     refined = [spectrum for spectrum in refined if spectrum["alignment"] is not None]
     if refined:
@@ -311,6 +319,11 @@ def _branches(report: Report) -> Iterator[str]:
             f"The refinement of {_count(len(refined), 'matrix', 'matrices')} changes the share of "
             f"the energy in the top 5 % of singular values from {before:.0%} to {after:.0%}."
         )
+
+
+def _ridge_turns_refinement(matrix: Mapping[str, Any]) -> bool:
+    ridges = [value for value in matrix["epsilon"] if value is not None]
+    return bool(matrix["normalized"] and matrix["rank"] and sum(ridges) > LARGEST_MEAN_RIDGE)
 
 
 def _numerics(report: Report) -> Iterator[str]:

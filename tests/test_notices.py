@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a merge says once at its end of many tensors."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from matrices import HETEROGENEOUS, family
+from mergekit.merge_methods import merge_tensors
+
+from mergekit_ace.methods.notices import flush_notices, notice
+
+
+@pytest.fixture
+def said(caplog):
+    """Flush; what was said."""
+    flush_notices()
+    caplog.set_level(logging.WARNING)
+
+    def flush() -> list[str]:
+        caplog.clear()
+        flush_notices()
+        return caplog.messages
+
+    return flush
+
+
+def test_threads_count_together(said):
+    with ThreadPoolExecutor(4) as pool:
+        for n in range(200):
+            pool.submit(notice, "ace", f"key {n % 2}", lambda count: f"{count} tensors")
+    assert said() == ["ace: 100 tensors"] * 2
+    assert said() == []
+
+
+def test_the_end_of_a_process_flushes():
+    """`mergekit-yaml` has no hook for the end of a merge."""
+    code = (
+        "from mergekit_ace.methods.notices import notice; notice('ace', 'a', '{} tensors'.format)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "ace: 1 tensors" in done.stderr
+
+
+@pytest.mark.parametrize("mean", ["plain", "ridged"])
+@pytest.mark.parametrize(("epsilon", "large"), [(1e-5, False), (1.0, True)])
+def test_ridges_in_the_mean(rng, said, mean, epsilon, large):
+    parameters = {
+        "refinement_mean": mean,
+        "epsilon": epsilon,
+        "heterogeneity": "log_variance",
+        "structural_prior": False,
+    }
+    for _ in range(2):
+        base, experts = family(rng, 12, 14, 3, scales=HETEROGENEOUS, noise=0.5)
+        merge = partial(merge_tensors, [base, *experts], "ace", base_index=0)
+        merge(parameters=parameters)
+    messages = said()
+    assert len(messages) == (mean == "ridged" and large)
+    if messages:
+        assert "the refinement of 2 tensors against the experts" in messages[0]
+
+
+def test_steps_that_are_left_out(said):
+    rng = torch.Generator().manual_seed(3)
+    shared = torch.randn(8, 1, generator=rng) @ torch.randn(1, 24, generator=rng)
+    experts = [s * (shared + 0.03 * torch.randn(8, 24, generator=rng)) for s in (0.1, 0.001)]
+    parameters = {"adaptive_normalization": "always", "spectral_refinement": "always"}
+    weight = [0.03, 1.0]
+    merge_tensors(
+        [torch.zeros(8, 24), *experts],
+        "ace",
+        base_index=0,
+        parameters={"epsilon": 1e-4, **parameters, "weight": weight},
+    )
+    (message,) = said()
+    assert "in 1 tensor the refinement would have turned the merge against the experts" in message
