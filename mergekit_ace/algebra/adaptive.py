@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from mergekit_ace.algebra.closed_form import Attempt, choose_attempts, first_success, solve
-from mergekit_ace.algebra.covariance import Covariances, estimate_covariances
+from mergekit_ace.algebra.covariance import Covariances, Solution, estimate_covariances
 from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.records import (
     AceOptions,
@@ -21,7 +21,6 @@ from mergekit_ace.algebra.records import (
     Layout,
     MatrixRecord,
     Observer,
-    Solution,
     TensorRecord,
     show,
 )
