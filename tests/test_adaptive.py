@@ -230,6 +230,38 @@ def test_an_unchanged_expert_and_one_of_weight_zero_are_left_out(rng):
     assert record.weight == (1.0, 0.0, 1.0, 0.0)
 
 
+@pytest.mark.parametrize("normalization", ["never", "always"])
+@pytest.mark.parametrize("tau", [1e-3, 1.0, 1e3])
+def test_what_the_prior_does_to_the_all_ones_vector(rng, tau, normalization):
+    """X 1 = Y 1 / (1 + cᵀA⁻¹1): half of it, or by mean τ_t / (1 + mean τ_t) where normalised."""
+    base, experts = family(rng, 40, 24, 3, noise=1.0)
+    deltas = [expert.double() - base.double() for expert in experts]
+    size = (sum(float(delta.square().sum()) for delta in deltas) / 3 / tau) ** 0.5
+    found = []
+    for prior in (True, False):
+        options = AceOptions(
+            structural_prior=prior,
+            adaptive_normalization=normalization,
+            spectral_refinement="never",
+            epsilon_scale="relative",
+        )
+        merged, record = merge_matrix(base.double() * 0, [d / size for d in deltas], None, options)
+        assert record.prior == prior
+        found.append(merged.sum(dim=1).norm())
+    expected = 0.5 if normalization == "never" else tau / (1 + tau)
+    assert float(found[0] / found[1]) == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_centring_takes_the_mean_row_out(rng, centred):
+    base, experts = family(rng, 40, 24, 3)
+    options = AceOptions(centred=centred, compute_dtype="float64", spectral_refinement="never")
+    merged, _ = merge_matrix(base, experts, None, options)
+    found = (merged - base.double()).mean(dim=0).norm()
+    mean = sum(expert.double() - base.double() for expert in experts).mean(dim=0).norm() / 3
+    assert found <= 1e-9 * mean if centred else found >= 0.5 * mean
+
+
 def test_large_epsilon_tends_to_the_mean_of_the_centred_task_vectors(rng):
     """Appendix B.1."""
     base, experts = family(rng, 16, 12, 3)

@@ -72,26 +72,31 @@ class AceOptions(BaseModel):
         "auto: in heterogeneous matrices.",
     )
     structural_prior: bool = Field(
-        True, description="Whether the rank-one prior 1 cᵀ enters (Eqs. 11-13)."
+        True,
+        description="Whether the rank-one prior 1 cᵀ enters (Eqs. 11-13). It halves what the merge "
+        "makes of the all-ones input; where estimates are normalised it multiplies that by "
+        "τ / (1 + τ), τ the mean τ_t. Left out where it would turn the merge against the experts.",
     )
     spectral_refinement: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Whether the spectrum is refined (Eqs. 15-19); auto: in heterogeneous "
-        "matrices.",
+        "matrices. It is meant for normalised estimates: with others, its residual is of the third "
+        "power of the weights.",
     )
     refinement_mean: Literal["plain", "ridged"] = Field(
         "plain",
         description="Whether the mean that the refinement compares estimates with holds their "
-        "ridges: ridged is the paper's (Eq. 15), and turns against the experts where Σ ε_t is "
-        "above 0.3; below 0.1 both are nearly the same.",
+        "ridges: ridged is the paper's (Eq. 15), which turns against the experts where Σ ε_t is "
+        "above 0.3; below 0.1 both are nearly the same. With plain, a refinement that would do so "
+        "is left out.",
     )
     rank_fraction: Fraction = Field(
         0.3, description="Share k / min(o, i) of the directions that are refined."
     )
     centred: bool = Field(
         True,
-        description="Whether the column means of Δ_t are taken out (Eq. 5): the mean row of a task "
-        "vector is then lost to the merge.",
+        description="Whether the column means of Δ_t are taken out (Eq. 5). The closed form then "
+        "has nothing of the mean rows of the task vectors; a model with RMSNorm may miss them.",
     )
     compute_dtype: Literal["float32", "float64"] = Field(
         "float32", description="In which task vectors are formed, unless the tensors are wider."

@@ -16,6 +16,8 @@ RELATIVE_EPSILONS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 
 NEAR_EPSILONS = (1e-2, 3e-2, 1e-1)
 # Where `ace` takes its heterogeneous branch; the first of `gamma` is the paper's.
 THRESHOLDS = {"gamma": (0.3, 0.03, 1.0, 3.0), "log_variance": (0.1, 0.3, 1.0, 3.0)}
+# The paper's range of `rank_fraction`.
+RANK_FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5)
 # What the paper chooses (GPT-2, RoBERTa, the others) and what its implementation has.
 PUBLISHED_EPSILONS = (1e-5, 2e-4, 1e-2, 4e-2)
 
@@ -200,5 +202,30 @@ SWEEPS = [
         )
         for e in (1e-5, 1e-2)
         for always in ("never", "always")
+    ),
+    *(
+        Row(
+            f"refinement_mean {mean}, ε = {e:g}",
+            "ace",
+            {"refinement_mean": mean, "epsilon": e, "heterogeneity": "log_variance"},
+            group="ace by the mean of its refinement",
+        )
+        for mean in ("ridged", "plain")
+        for e in ACE_EPSILONS[3:]
+    ),
+    *(
+        Row(
+            f"rank_fraction {share:g}, ε = {e:g}",
+            "ace",
+            {
+                "rank_fraction": share,
+                "epsilon": e,
+                "adaptive_normalization": "always",
+                "spectral_refinement": "always",
+            },
+            group=f"ace by rank_fraction, ε = {e:g}",
+        )
+        for e in (1e-5, 1e-2)
+        for share in RANK_FRACTIONS
     ),
 ]
