@@ -102,8 +102,9 @@ class MatrixRecord:
         heterogeneous: whether it exceeds the threshold.
         normalized, refined: which steps were taken.
         epsilon: ε_t of Eqs. 9-10 times w_t; None for an expert that is not in use.
-        share: of ``ace_relative``: 1 / ‖Δ_t Σ_t^½‖² times w_t, divided by their sum; None for an
-            expert that is not in use.
+        share: of ``ace_relative``: 1 / ‖Δ_t Σ_t^½‖² times w_t, and times the share of τ_t that is
+            not rounding (`genuine_share`), divided by their sum; None for an expert that is not in
+            use.
         rank: k of the refinement; sigma_iso: its strength.
         form: how the closed form was computed, see `closed_form.choose_forms`.
         condition: estimated condition number of A.

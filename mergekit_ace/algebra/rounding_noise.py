@@ -24,7 +24,7 @@ has learned from a bfloat16 base may well be smaller than the spacing of the bas
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import permutations
 
 import torch
@@ -132,7 +132,7 @@ def changed_share(expert: Tensor, base: Tensor, tau: float) -> float:
     if tau == 0 or not expert.is_floating_point():
         return float(tau > 0)
     grids = grids_of(expert)
-    narrow = [grid for grid in grids if _loses(base.dtype, grid)]
+    narrow = _coarser(grids, base)
     # 2^⌊log₂|w|⌋ ≤ |w| bounds both energies by norms, which settles most cases in one cheap sweep;
     # an error is at most half an ulp, and 3 ulp²/12 its square.
     size = math.fsum(squared_norm(part) for (part,) in _parts(expert))
@@ -141,12 +141,37 @@ def changed_share(expert: Tensor, base: Tensor, tau: float) -> float:
     bound += SAME * 3 * sum(_most(grid, origin, entries) ** 0.5 for grid in narrow) ** 2
     if tau > bound:
         return 1.0
-    orders = (order for n in range(len(narrow)) for order in permutations(narrow, n + 1))
-    own = max((rounding_of_base(base, *order) for order in orders), default=0.0)
-    excess, full = tau - SAME * own, FULL_CHANGE * rounding_energy(expert, grids[0])
+    excess, full = (
+        tau - SAME * _largest_rounding(base, narrow),
+        FULL_CHANGE * rounding_energy(expert, grids[0]),
+    )
     if excess <= 0:
         return 0.0
     return excess / full if excess < full else 1.0
+
+
+def genuine_share(expert: Tensor, base: Tensor, tau: float) -> float:
+    """Return 1 − r²/τ, the share of a change that is not the rounding of the expert, 0 to 1.
+
+    It is exactly 1 where the base lies on the expert's grid.
+
+    Args:
+        expert, base, tau: see `changed_share`; τ > 0.
+    """
+    if not expert.is_floating_point():
+        return 1.0
+    return max(0.0, 1 - _largest_rounding(base, _coarser(grids_of(expert), base)) / tau)
+
+
+def _coarser(grids: Sequence[torch.dtype], base: Tensor) -> list[torch.dtype]:
+    """Return the grids that lack numbers of the base's dtype."""
+    return [grid for grid in grids if _loses(base.dtype, grid)]
+
+
+def _largest_rounding(base: Tensor, grids: Sequence[torch.dtype]) -> float:
+    """Return the largest r² that saving the base on some of the grids in any order leads to."""
+    orders = (order for n in range(len(grids)) for order in permutations(grids, n + 1))
+    return max((rounding_of_base(base, *order) for order in orders), default=0.0)
 
 
 def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
