@@ -34,14 +34,14 @@ from mergekit_ace.algebra.linalg import as_rows, blocks, squared_norm
 
 # Precisions in which checkpoints are stored, the coarsest first.
 STORED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# τ up to so many times r² is rounding: another order of rounding, or other sums, change r² by less
-# than this.
+# τ up to so many times r² is rounding: sums in float32, and a precision on the way that the values
+# no longer show, change r² by less than this.
 SAME = 1.05
 # What exceeds that counts in full from this share of g² on. A change of a tenth of an ulp in every
 # entry has 12 % of g², and on a common grid one ulp in 0.8 % of all entries has 10 %; a single
 # entry that was rounded otherwise in a large tensor has next to nothing.
 FULL_CHANGE = 0.1
-# Entries that are looked at once: they stay in a cache.
+# Entries that a CPU looks at at once: they stay in a cache.
 CHUNK = 2**18
 # The bits of the exponent; without the others a number is the power of two below it.
 EXPONENTS = {
@@ -141,12 +141,10 @@ def changed_share(expert: Tensor, base: Tensor, tau: float) -> float:
     bound += SAME * 3 * sum(_most(grid, origin, entries) ** 0.5 for grid in narrow) ** 2
     if tau > bound:
         return 1.0
-    excess, full = (
-        tau - SAME * _largest_rounding(base, narrow),
-        FULL_CHANGE * rounding_energy(expert, grids[0]),
-    )
+    excess = tau - SAME * _largest_rounding(base, narrow)
     if excess <= 0:
         return 0.0
+    full = FULL_CHANGE * rounding_energy(expert, grids[0])
     return excess / full if excess < full else 1.0
 
 
@@ -181,7 +179,8 @@ def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """
     rows = [as_rows(tensor) for tensor in tensors]
     types = [torch.promote_types(torch.float32, tensor.dtype) for tensor in tensors]
-    for block in blocks(*rows[0].shape, CHUNK):
+    entries = CHUNK if tensors[0].device.type == "cpu" else None
+    for block in blocks(*rows[0].shape, entries):
         yield tuple(r[block].to(d, copy=True) for r, d in zip(rows, types, strict=True))
 
 
