@@ -17,11 +17,14 @@ from reference import (
     naive_table,
     task_vector_error,
 )
+from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from mergekit_ace.algebra.closed_form import Attempt
 from mergekit_ace.algebra.records import tolerance
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
+from mergekit_ace.algebra.rounding_noise import genuine_share
+from mergekit_ace.algebra.task_vectors import squared_norm
 
 SHAPES = {"dual": (20, 90), "primal": (50, 60), "tall": (120, 24), "square": (32, 32)}
 VARIANTS = [
@@ -270,3 +273,25 @@ def test_a_checkpoint_through_mergekit_yaml(tmp_path, mergekit_yaml, build):
     assert shares
     assert any(line["layout"] == "table" for line in lines)
     assert all(sum(share) == pytest.approx(1) for share in shares)
+
+
+@pytest.mark.parametrize("layout", ["matrix", "table"])
+def test_weights_count_what_is_not_rounding(rng, layout):
+    """A weak expert in bfloat16, of a float32 base, has the weight that it had in float32."""
+    base, experts = family(rng, 60, 80, 3, scales=[1.0, 1.0, 0.5], rank=2, noise=0.5)
+    base, experts = 0.02 * base, [0.02 * expert for expert in experts]
+    saved = [*experts[:2], experts[2].bfloat16().float()]
+
+    def shares(given: list[Tensor]) -> Tensor:
+        _, record = merge_tensor_relative(base, given, layout=layout)
+        return torch.tensor(record.matrices[0].share)
+
+    plain = shares(experts)
+    assert torch.allclose(shares(saved), plain, atol=0.04)
+    given = [1.0, 1.0, float(genuine_share(saved[2], base, squared_norm(saved[2] - base)))]
+    assert 0.3 < given[2] < 0.98
+    doubles = [expert.double() for expert in saved]
+    reference = naive_table if layout == "table" else naive_relative
+    merged, _ = merge_tensor_relative(base, saved, layout=layout)
+    expected = reference(base.double(), doubles, given)
+    assert task_vector_error(merged, expected, base) <= 1e-4

@@ -13,6 +13,7 @@ from torch import Tensor
 from mergekit_ace.algebra.rounding_noise import (
     CHUNK,
     changed_share,
+    genuine_share,
     grids_of,
     noise_energy,
     rounding_energy,
@@ -203,6 +204,21 @@ def test_the_share_rises_without_jumps(rng, ours, theirs):
     else:
         assert steps.min() >= 0
         assert steps.max() < 0.03
+
+
+@pytest.mark.parametrize("theirs", PRECISIONS)
+@pytest.mark.parametrize("ours", PRECISIONS)
+def test_what_is_genuine_of_a_change(rng, ours, theirs):
+    base = weights(rng, 200, 300).to(ours).float()
+    change = weights(rng, 200, 300, size=5e-5)
+    expert = (base + change).to(theirs).float()
+    tau = distance(expert, base)
+    share = genuine_share(expert, base, tau)
+    if BITS[theirs] >= BITS[ours]:
+        assert share == pytest.approx(1, abs=1e-9)
+    else:
+        assert share * tau == pytest.approx(float(change.square().sum()), rel=0.06)
+    assert genuine_share(expert, expert, 1.0) == 1
 
 
 def test_a_finer_expert_of_a_coarser_base_has_learned_what_it_says(rng):

@@ -36,6 +36,7 @@ from mergekit_ace.algebra.refinement import isotropic_component
 from mergekit_ace.algebra.relative import (
     RelativeOptions,
     estimate_relative,
+    genuine_weights,
     merge_tensor_relative,
 )
 from mergekit_ace.algebra.ridge_floor import apply_floor
@@ -117,6 +118,9 @@ def _split_sum(
     dtype = torch.promote_types(options.dtype, base.dtype)
     origin = torch.zeros_like(base, dtype=dtype)
     deltas = [task_vector(expert, base, dtype) for expert in experts]
+    if layout == "table":  # whose merge asks for the rounding, which task vectors do not show
+        active = select_active(base, experts, weights, options.dtype)
+        weights = active.spread(genuine_weights(base, active), 0.0)
     ace = isinstance(options, AceOptions)
     merge = merge_tensor if ace else merge_tensor_relative
     count = len(experts) + ace

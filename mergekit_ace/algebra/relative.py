@@ -59,6 +59,7 @@ from mergekit_ace.algebra.records import (
     show,
 )
 from mergekit_ace.algebra.ridge_floor import amplification
+from mergekit_ace.algebra.rounding_noise import genuine_share
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     by_layout,
@@ -228,7 +229,8 @@ def estimate_relative(
     remembered = rows >= len(active.experts) * columns  # then all G_t together take less than a Δ_t
     epsilon = max(options.epsilon, LEAST_RIDGE) if options.ridge_floor else options.epsilon
     members = []
-    given = zip(active.experts, active.weights, active.coefficients, active.moments, strict=True)
+    weights = genuine_weights(base, active)
+    given = zip(active.experts, weights, active.coefficients, active.moments, strict=True)
     for expert, weight, coefficient, moments in given:
         mean = (moments.mean / unit).to(dtype)
         tau = moments.tau / unit**2
@@ -261,6 +263,17 @@ def estimate_relative(
         trace=math.fsum(shares),
     )
     return covariances, shares
+
+
+def genuine_weights(base: Tensor, active: ActiveExperts) -> list[float]:
+    """Return w_t (1 − r_t²/τ_t) of the active experts, see `genuine_share`.
+
+    1/‖Δ_t Σ_t^½‖² gives a weak expert a large weight, and the weaker what it has learned, the more
+    of Δ_t is the rounding of its checkpoint. With the factor the weights come close to what they
+    would be without rounding, and vanish where nothing else is left.
+    """
+    given = zip(active.experts, active.weights, active.tau, strict=True)
+    return [weight * genuine_share(expert, base, tau) for expert, weight, tau in given]
 
 
 def gram_norm(task: Task) -> tuple[float, Tensor | None]:
@@ -308,7 +321,8 @@ def merge_table(
 
     counts = base.new_empty((len(active.experts), rows), dtype=torch.float64)  # c_tv, then w_t c_tv
     shares = []
-    for count, expert, weight in zip(counts, active.experts, active.weights, strict=True):
+    weights = genuine_weights(base, active)
+    for count, expert, weight in zip(counts, active.experts, weights, strict=True):
         for block in blocks(rows, width):
             # in float64: squares of a far weaker expert's entries leave the range of float32
             norms = torch.linalg.vector_norm(moved(expert, block), dim=1, dtype=torch.float64)

@@ -24,7 +24,7 @@ has learned from a bfloat16 base may well be smaller than the spacing of the bas
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import permutations
 
 import torch
@@ -34,14 +34,14 @@ from mergekit_ace.algebra.linalg import as_rows, blocks, squared_norm
 
 # Precisions in which checkpoints are stored, the coarsest first.
 STORED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# τ up to so many times r² is rounding: another order of rounding, or other sums, change r² by less
-# than this.
+# τ up to so many times r² is rounding: sums in float32, and a precision on the way that the values
+# no longer show, change r² by less than this.
 SAME = 1.05
 # What exceeds that counts in full from this share of g² on. A change of a tenth of an ulp in every
 # entry has 12 % of g², and on a common grid one ulp in 0.8 % of all entries has 10 %; a single
 # entry that was rounded otherwise in a large tensor has next to nothing.
 FULL_CHANGE = 0.1
-# Entries that are looked at once: they stay in a cache.
+# Entries that a CPU looks at at once: they stay in a cache.
 CHUNK = 2**18
 # The bits of the exponent; without the others a number is the power of two below it.
 EXPONENTS = {
@@ -132,7 +132,7 @@ def changed_share(expert: Tensor, base: Tensor, tau: float) -> float:
     if tau == 0 or not expert.is_floating_point():
         return float(tau > 0)
     grids = grids_of(expert)
-    narrow = [grid for grid in grids if _loses(base.dtype, grid)]
+    narrow = _coarser(grids, base)
     # 2^⌊log₂|w|⌋ ≤ |w| bounds both energies by norms, which settles most cases in one cheap sweep;
     # an error is at most half an ulp, and 3 ulp²/12 its square.
     size = math.fsum(squared_norm(part) for (part,) in _parts(expert))
@@ -141,12 +141,35 @@ def changed_share(expert: Tensor, base: Tensor, tau: float) -> float:
     bound += SAME * 3 * sum(_most(grid, origin, entries) ** 0.5 for grid in narrow) ** 2
     if tau > bound:
         return 1.0
-    orders = (order for n in range(len(narrow)) for order in permutations(narrow, n + 1))
-    own = max((rounding_of_base(base, *order) for order in orders), default=0.0)
-    excess, full = tau - SAME * own, FULL_CHANGE * rounding_energy(expert, grids[0])
+    excess = tau - SAME * _largest_rounding(base, narrow)
     if excess <= 0:
         return 0.0
+    full = FULL_CHANGE * rounding_energy(expert, grids[0])
     return excess / full if excess < full else 1.0
+
+
+def genuine_share(expert: Tensor, base: Tensor, tau: float) -> float:
+    """Return 1 − r²/τ, the share of a change that is not the rounding of the expert, 0 to 1.
+
+    It is exactly 1 where the base lies on the expert's grid.
+
+    Args:
+        expert, base, tau: see `changed_share`; τ > 0.
+    """
+    if not expert.is_floating_point():
+        return 1.0
+    return max(0.0, 1 - _largest_rounding(base, _coarser(grids_of(expert), base)) / tau)
+
+
+def _coarser(grids: Sequence[torch.dtype], base: Tensor) -> list[torch.dtype]:
+    """Return the grids that lack numbers of the base's dtype."""
+    return [grid for grid in grids if _loses(base.dtype, grid)]
+
+
+def _largest_rounding(base: Tensor, grids: Sequence[torch.dtype]) -> float:
+    """Return the largest r² that saving the base on some of the grids in any order leads to."""
+    orders = (order for n in range(len(grids)) for order in permutations(grids, n + 1))
+    return max((rounding_of_base(base, *order) for order in orders), default=0.0)
 
 
 def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -156,7 +179,8 @@ def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """
     rows = [as_rows(tensor) for tensor in tensors]
     types = [torch.promote_types(torch.float32, tensor.dtype) for tensor in tensors]
-    for block in blocks(*rows[0].shape, CHUNK):
+    entries = CHUNK if tensors[0].device.type == "cpu" else None
+    for block in blocks(*rows[0].shape, entries):
         yield tuple(r[block].to(d, copy=True) for r, d in zip(rows, types, strict=True))
 
 

@@ -230,8 +230,8 @@ class ActiveExperts:
     """The experts that take part in one matrix: those with positive weight that changed it.
 
     An expert that left a tensor as it was, but for the rounding of its checkpoint, says nothing
-    about it. Kept in, it would make log τ_t
-    meaningless, and in the heterogeneous branch its ridge ε/tr(G_t) would swallow all others.
+    about it. Kept in, it would make log τ_t meaningless, and in the heterogeneous branch its ridge
+    ε/tr(G_t) would swallow all others.
 
     Attributes:
         experts: weights W_t of the active experts, each shaped as the base.
@@ -384,7 +384,9 @@ def merge_linear(base: Tensor, experts: Sequence[Tensor], coefficients: Sequence
         return used[0][0].to(dtype)
     merged = torch.empty_like(base, dtype=dtype, memory_format=torch.contiguous_format)
     rows = [as_rows(tensor) for tensor in (base, merged, *(expert for expert, _ in used))]
-    for block in blocks(*rows[0].shape, BLOCK_ENTRIES // 4):  # which stays in a cache
+    # on a CPU what stays in a cache
+    entries = BLOCK_ENTRIES // 4 if base.device.type == "cpu" else None
+    for block in blocks(*rows[0].shape, entries):
         origin, out, *versions = (part[block] for part in rows)
         out.zero_()
         for version, (_, coefficient) in zip(versions, used, strict=True):

@@ -2,11 +2,11 @@
 """A model whose weights are the merge, and the gradient of its coefficients.
 
 The merge θ_0 + Σ_k λ_k s_k Δ_k is linear in the coefficients, so for any loss
-∂L/∂λ_k^l = s_k^l ⟨∂L/∂θ^l, Δ_k^l⟩; s_k tells whether the expert changed the tensor at all, and is
-nearly always 1 (see `changed_share`). As soon as a gradient is ready, its K inner products
-with the experts' task vectors are taken and the gradient is freed. Task vectors are formed in
-blocks from the stored weights, so that beyond the model, its activations and one gradient there is
-one block in memory, however many experts there are.
+∂L/∂λ_k^l = s_k^l ⟨∂L/∂θ^l, Δ_k^l⟩. s_k tells whether the expert changed the tensor at all, and is
+nearly always 1 (see `changed_share`). As soon as a parameter's gradient is ready, its K inner
+products with the experts' task vectors are taken and the gradient is freed. Task vectors are formed
+in blocks from the stored weights, so that beyond the model, its activations and one gradient there
+is one block in memory, however many experts there are.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from mergekit_ace.algebra.rounding_noise import noise_energy
 from mergekit_ace.cli import main
 from mergekit_ace.methods.ace import AceMerge
 from mergekit_ace.plugin import our_methods
@@ -387,3 +388,24 @@ def test_configs_that_are_none(tmp_path):
         result = CliRunner().invoke(main, ["inspect", str(path), str(tmp_path / "out")])
         assert result.exit_code == 1
         assert message in result.output
+
+
+def test_an_expert_that_is_the_base_saved_through_bfloat16(tmp_path, inspect):
+    """Beside a real one; layer 1 of the other one has learned something."""
+    paths = save_family(tiny_llama(), tmp_path, experts=2)
+    file = Path(paths[2]) / "model.safetensors"
+    saved = {name: t.bfloat16().float() for name, t in load_file(Path(paths[0], file.name)).items()}
+    learned = load_file(file)
+    saved |= {name: t.bfloat16().float() for name, t in learned.items() if "layers.1." in name}
+    save_file(saved, file, {"format": "pt"})
+    folder = inspect(ace_config(paths))
+    for name, line in lines_of(folder).items():
+        base = load_file(Path(paths[0], file.name))[name]
+        changed = [1, 1] if "layers.1." in name else [1, 0]
+        if torch.equal(saved[name], base):
+            changed[1] = 0
+        assert line["changed"] == changed
+        assert line["noise"][1] == pytest.approx(noise_energy(saved[name], base))
+    said = (folder / "summary.json").read_text()
+    assert "of expert1's change in layer 0 is rounding." in said
+    assert "expert1 is left out of" in said
