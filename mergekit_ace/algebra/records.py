@@ -66,8 +66,8 @@ class AceOptions(BaseModel):
     structural_prior: bool = Field(
         True,
         description="Whether the rank-one prior 1 cᵀ enters (Eqs. 11-13). It halves what the merge "
-        "makes of the all-ones input; where estimates are normalised it multiplies that by τ / (1 + "
-        "τ), τ the mean τ_t. Left out where it would turn the merge against the experts.",
+        "makes of the all-ones input; where estimates are normalised it multiplies that by "
+        "τ / (1 + τ), τ the mean τ_t. Left out where it would turn the merge against the experts.",
     )
     spectral_refinement: Literal["auto", "always", "never"] = Field(
         "auto",
