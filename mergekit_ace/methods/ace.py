@@ -189,8 +189,10 @@ class AceMerge(RidgeMethod):
 def _doubt_of_ridges(options: AceOptions, experts: int) -> Iterator[tuple[str, str]]:
     """Yield where ridges in the refinement's mean are too large, as far as headers can tell."""
     if options.epsilon_scale == "relative":  # Σ ε_t = T ε / i
-        where = f"in matrices of fewer than {experts * options.epsilon / LARGEST_MEAN_RIDGE:.2g} "
-        where += "columns"
+        columns = experts * options.epsilon / LARGEST_MEAN_RIDGE
+        if columns <= 1:
+            return
+        where = f"in matrices of fewer than {columns:.0f} columns"
     else:  # T ε / ‖C‖², if all are of one size
         norm = (experts * options.epsilon / LARGEST_MEAN_RIDGE) ** 0.5
         where = f"wherever the task vectors of a matrix have norms below about {norm:.1g}"

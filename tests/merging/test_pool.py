@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from checkpoints import ace_config
 from mergekit.options import MergeOptions
 from sharded import SHARD_BYTES, SHARDS, assert_same, command, save_llamas, write_config
@@ -46,10 +47,10 @@ def test_processes(tmp_path, config, monkeypatch, start):
     assert_same(tmp_path / "one" / "merged", tmp_path / "two" / "merged")
 
 
-def test_workers_leave_without_a_word(tmp_path, config):
-    """Nothing on stderr: no warning of what processes left behind."""
+def merge_in_a_process(tmp_path, config, *flags: str) -> str:
+    """Merge; what is on stderr."""
     program = [sys.executable, "-W", "default", "-m", "mergekit_ace.cli", "merge"]
-    arguments = [str(config), str(tmp_path / "merged"), *SHARDS, "--workers", "2", "--quiet"]
+    arguments = [str(config), str(tmp_path / "merged"), *SHARDS, *flags, "--quiet"]
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [*program, *arguments],
@@ -59,5 +60,22 @@ def test_workers_leave_without_a_word(tmp_path, config):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "resource_tracker" not in done.stderr
-    assert "leaked" not in done.stderr
+    return done.stderr
+
+
+def test_workers_leave_without_a_word(tmp_path, config):
+    """Nothing on stderr: no warning of what processes left behind."""
+    shown = merge_in_a_process(tmp_path, config, "--workers", "2")
+    assert "resource_tracker" not in shown
+    assert "leaked" not in shown
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_said_at_the_end(tmp_path, config, workers):
+    """Once by every process that merges."""
+    parameters = {"adaptive_normalization": "always", "spectral_refinement": "always"}
+    parameters |= {"refinement_mean": "ridged", "epsilon": 1.0}
+    settings = {**yaml.safe_load(config.read_text()), "parameters": parameters}
+    config.write_text(yaml.safe_dump(settings))
+    shown = merge_in_a_process(tmp_path, config, "--workers", str(workers))
+    assert 1 <= shown.count("refinement_mean: ridged has turned the refinement of") <= workers

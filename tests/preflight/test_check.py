@@ -129,6 +129,31 @@ def test_settings(check, paths, change, message):
     assert message in texts(answer, "error")
 
 
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (
+            {"spectral_refinement": "always", "adaptive_normalization": "never"},
+            "a residual of the third power of the weights",
+        ),
+        ({"refinement_mean": "ridged", "epsilon": 0.01}, "have norms below about 0.3 (Σ ε_t"),
+        (
+            {"refinement_mean": "ridged", "epsilon": 30, "epsilon_scale": "relative"},
+            "in matrices of fewer than 200 columns",
+        ),
+        ({"refinement_mean": "ridged", "epsilon": 0.01, "epsilon_scale": "relative"}, ""),
+        ({"refinement_mean": "ridged", "spectral_refinement": "never"}, ""),
+        ({"refinement_mean": "plain", "epsilon": 10}, ""),
+        ({"spectral_refinement": "always", "adaptive_normalization": "always"}, ""),
+    ],
+)
+def test_settings_that_are_seldom_meant(check, paths, parameters, message):
+    answer = check(ace_config(paths, parameters=parameters))
+    assert answer["ok"]
+    assert len(answer["findings"]) == bool(message)
+    assert message in texts(answer, "warning")
+
+
 def test_settings_of_models_and_slices(check, paths):
     config = ace_config(paths)
     config["models"][0] |= {"parameters": {"wieght": 0.5}, "weight": 1}

@@ -136,6 +136,22 @@ def test_refinement():
     assert "from 20% to 50%" in text
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, True),
+        ({"normalized": False}, False),
+        ({"rank": 0}, False),
+        ({"epsilon": [0.2, None, 0.05]}, False),
+    ],
+)
+def test_large_ridges_in_the_mean_of_the_refinement(changes, told):
+    large = {"normalized": True, "rank": 3, "epsilon": [0.2, None, 0.2]} | changes
+    flagged = {"heterogeneous": True, "gamma": 0.5, "log_variance": 0.6}
+    text = said(layers(4, [1.0, 0.0, 2.0], **flagged, **large))
+    assert ("Σ ε_t is above 0.3 in 4 of 4 matrices" in text) == told
+
+
 def test_names_that_are_not_told_apart_by_their_last_part():
     lines = layers(1, [1.0, 1.0], models=["a/final", "b/final"])
     assert Report(lines).experts == ["a/final", "b/final"]
