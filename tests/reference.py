@@ -75,18 +75,19 @@ def naive_ace(
     ridged = [x + e * identity for x, e in zip(s, eps, strict=True)]
     inverse = torch.linalg.inv(sum(ridged) + (ones @ c if structural_prior else 0))
     x = sum(ct @ r for ct, r in zip(used, ridged, strict=True)) @ inverse
-    if structural_prior and (x * sum(deltas)).sum() < 0:  # departure: the prior is left out
+    literal = refinement_mean == "ridged"
+    if structural_prior and not literal and (x * sum(deltas)).sum() < 0:  # departure: no prior
         inverse = torch.linalg.inv(sum(ridged))
         x = sum(ct @ r for ct, r in zip(used, ridged, strict=True)) @ inverse
     chosen = sum(a * ct @ r @ inverse for a, ct, r in zip(own, used, ridged, strict=True))
     k = int(rank_fraction * min(o, i))
     if refine and k > 0:
-        mean_s = sum(ridged if refinement_mean == "ridged" else s) / len(s)
+        mean_s = sum(ridged if literal else s) / len(s)
         residual = sum(delta @ (st - mean_s) for delta, st in zip(deltas, s, strict=True))
         u, sigma, vh = torch.linalg.svd(residual + x, full_matrices=False)
         component = sigma[:k].mean() * (u[:, :k] @ vh[:k])
         # departure, unless the paper's formula is asked for
-        if refinement_mean == "ridged" or (component * sum(deltas)).sum() >= 0:
+        if literal or (component * sum(deltas)).sum() >= 0:
             chosen = chosen + refinement * component
     return base + lambda_ * chosen
 

@@ -256,11 +256,12 @@ def _solve(
     """Solve the closed form, and tell whether the structural prior is in it.
 
     The prior is left out where X would point against the sum of the experts with it (departure:
-    the paper's always enters). Where few directions stand out of the ridge it takes out more than
-    the component along the all-ones vector, up to all that the experts have in common.
+    the paper's always enters, and so does ours with ``refinement_mean: ridged``). Where few
+    directions stand out of the ridge it takes out more than the component along the all-ones
+    vector, up to all that the experts have in common.
     """
     solution = solve(covariances, form, prior=prior, refined=refined, floor=floor)
-    if prior and covariances.points_against(solution.merged):
+    if prior and not covariances.ridged_mean and covariances.points_against(solution.merged):
         return solve(covariances, form, prior=False, refined=refined, floor=floor), False
     return solution, prior
 

@@ -150,11 +150,8 @@ def _split_matrix(
         return _split_sum(base, experts, options, weights)
     split_up = partial(_components, covariances, floor=options.ridge_floor, dtype=active.dtype)
     raised, parts = split_up(prior=prior)
-    if (
-        prior
-        and isinstance(options, AceOptions)
-        and covariances.points_against(sum(parts[1:], parts[0]))
-    ):
+    guarded = isinstance(options, AceOptions) and not covariances.ridged_mean
+    if prior and guarded and covariances.points_against(sum(parts[1:], parts[0])):
         raised, parts = split_up(prior=False)
     covariances = raised
     found = dict(zip(_positions(covariances, active), parts, strict=True))
@@ -166,7 +163,7 @@ def _split_matrix(
             for part in parts:
                 target.add_(part)
             matrix = isotropic_component(target, rank).matrix
-            if options.refinement_mean == "ridged" or not covariances.points_against(matrix):
+            if not guarded or not covariances.points_against(matrix):
                 refinement.copy_(matrix)
         split.append(refinement)
     return [part.mul_(covariances.unit) for part in split]
