@@ -38,6 +38,11 @@ def without_numbers(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
+def module_of(name: str) -> str:
+    """Return the module of a tensor without what it is part of: `up_proj`, in every layer."""
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
 def natural_order(name: str) -> list[tuple[bool, int, str]]:
     """A key that sorts layer 10 behind layer 9."""
     parts = re.split(r"(\d+)", name)

@@ -240,6 +240,7 @@ def _merge(
         refined=component is not None,
         epsilon=active.spread(covariances.epsilon, None),
         ridge=covariances.relative_ridge,
+        raised=covariances.raised if options.ridge_floor else None,
         amplification=size,
         rank=branch.rank,
         sigma_iso=component and component.strength * covariances.unit,

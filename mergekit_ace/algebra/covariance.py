@@ -90,6 +90,7 @@ class Covariances:
         ridged_mean: whether the S̄ of the refinement holds the ridges, as the paper's does.
         energy: Σ_t ‖Δ_t‖² of the experts in use, in units of unit².
         trace: Σ_t tr(S_t), in the unit of S_t.
+        raised: whether the ε_t are larger than was asked for.
     """
 
     tasks: tuple[Task, ...]
@@ -102,6 +103,7 @@ class Covariances:
     ridged_mean: bool = False
     energy: float = 0.0
     trace: float = 0.0
+    raised: bool = False
     _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def unweighted(self) -> Covariances:
@@ -289,6 +291,7 @@ def estimate_covariances(
         ridged_mean=options.refinement_mean == "ridged",
         energy=math.fsum(active.tau) / unit**2,
         trace=total,
+        raised=epsilon > options.epsilon,
     ).times_ridge(epsilon)
 
 

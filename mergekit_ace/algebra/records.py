@@ -131,6 +131,7 @@ class MatrixRecord:
             not rounding (`genuine_share`), divided by their sum; None for an expert that is not in
             use.
         ridge: ε̄ = Σ ε_t in mean eigenvalues of Σ S_t, as used.
+        raised: whether `ridge_floor` raised it; None where that is off.
         amplification: ‖X‖² / Σ_t ‖Δ_t‖² of the closed form: 1 for experts orthogonal to one
             another, 1/T where they agree, and large at the interpolation threshold.
         rank: k of the refinement; sigma_iso: its strength.
@@ -155,6 +156,7 @@ class MatrixRecord:
     epsilon: tuple[float | None, ...] | None = None
     share: tuple[float | None, ...] | None = None
     ridge: float | None = None
+    raised: bool | None = None
     amplification: float | None = None
     rank: int | None = None
     sigma_iso: float | None = None

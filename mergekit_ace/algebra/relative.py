@@ -199,6 +199,7 @@ def merge_relative(
             changed=active.changed,
             share=active.spread(shares, None),
             ridge=covariances.relative_ridge,
+            raised=covariances.raised if options.ridge_floor else None,
             amplification=amplification(solution.merged, covariances),
             form=attempt.form,
             condition=solution.condition,
@@ -261,6 +262,7 @@ def estimate_relative(
         centred=options.centred,
         energy=math.fsum(active.tau) / unit**2,
         trace=math.fsum(shares),
+        raised=epsilon > options.epsilon,
     )
     return covariances, shares
 

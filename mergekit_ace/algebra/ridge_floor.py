@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ from mergekit_ace.algebra.task_vectors import squared_norm
 
 # Dictionary families keep most at 2 to 3, SmolLM2 at 1 to 2.5 (examples/benchmark/epsilons.py).
 LIMIT = 2.5
+# Between these T·o/i a matrix counts as near the threshold.
+NEAR_THRESHOLD = (0.8, 1.25)
 # Rows z.
 PROBES = 24
 # Steps of Lanczos' algorithm after which the ridge is looked at, and at most in all; and by how
@@ -49,6 +51,21 @@ WORTH_MORE = 1.1
 PRECISION = 1.01  # of the ridge
 PRESCRIBED = 1e-10  # of the largest eigenvalue: what rounding leaves of 0
 SPENT = 1e-6  # of the largest eigenvalue: what rounding leaves is no direction
+
+
+def rows_per_column(rows: int, columns: int, experts: int) -> float:
+    """Return T·o/i, equations per unknown of a row of X: 1 at the interpolation threshold.
+
+    Args:
+        rows, columns: o and i, as the layout reads the matrix.
+        experts: T, how many are in use.
+    """
+    return experts * rows / columns
+
+
+def is_near_threshold(ratio: float | None) -> bool:
+    """Return whether T·o/i is so close to 1 that a small ridge may amplify X; None is not."""
+    return ratio is not None and NEAR_THRESHOLD[0] <= ratio <= NEAR_THRESHOLD[1]
 
 
 def amplification(merged: Tensor, covariances: Covariances) -> float:
@@ -79,7 +96,7 @@ def apply_floor(covariances: Covariances, system: Tensor, *, dual: bool = False)
         if ridge * WORTH_MORE > before:
             break
         before = ridge
-    return covariances.times_ridge(ridge / covariances.ridge)
+    return replace(covariances.times_ridge(ridge / covariances.ridge), raised=True)
 
 
 def _least_ridge(probes: _Probes, ridge: float, bound: float) -> float:

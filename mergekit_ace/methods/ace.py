@@ -20,6 +20,7 @@ from mergekit_ace.algebra.records import (
     Observer,
     TensorRecord,
 )
+from mergekit_ace.algebra.ridge_floor import is_near_threshold, rows_per_column
 from mergekit_ace.methods.base import (
     Citation,
     Merged,
@@ -113,7 +114,18 @@ class RidgeMethod(TaskVectorMethod):
             moved=(count * costs[0].bytes, count * costs[1].bytes),
             working=int(max(cost.memory for cost in costs)) + BLOCKS,
             form=(forms[0], forms[1]),
+            rows_per_column=rows_per_column(*matrix, experts),
         )
+
+    def doubts(
+        self, settings: TensorSettings, rows_per_column: float | None
+    ) -> Iterator[tuple[str, str]]:
+        if not settings.parameters["ridge_floor"] and is_near_threshold(rows_per_column):
+            yield (
+                "with ridge_floor: false, a small epsilon lets the merge grow far beyond any "
+                "expert where the rows of all experts just determine it (T·o/i near 1)",
+                "leave ridge_floor out, or raise epsilon for these tensors by a filter",
+            )
 
     def extra_operations(self, rows: int, columns: int, experts: int, refined: bool) -> float:
         """Return the operations beside the closed form for a matrix (o, i)."""
@@ -152,7 +164,10 @@ class AceMerge(RidgeMethod):
         "adapts it to their size."
     )
 
-    def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
+    def doubts(
+        self, settings: TensorSettings, rows_per_column: float | None
+    ) -> Iterator[tuple[str, str]]:
+        yield from super().doubts(settings, rows_per_column)
         options = options_from(AceOptions, settings.parameters)
         refined = options.spectral_refinement != "never" and options.rank_fraction > 0
         normalized = options.adaptive_normalization != "never"

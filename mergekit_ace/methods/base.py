@@ -104,12 +104,15 @@ class Work:
         moved: bytes to and from memory, where they are not part of a product.
         working: bytes beside inputs and result, the larger of both.
         form: of the closed form; None for what needs none.
+        rows_per_column: T·o/i of the matrices that a closed form is solved for, see
+            `ridge_floor`; None without one.
     """
 
     operations: tuple[float, float]
     moved: tuple[float, float]
     working: int
     form: tuple[str, str] | None = None
+    rows_per_column: float | None = None
 
 
 def method_spec(
@@ -221,8 +224,15 @@ class TaskVectorMethod(GroupMergeMethod):
             settings = replace(settings, layout=layout)
         return replace(settings, coefficients=self.coefficients(settings, group))
 
-    def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
-        """Yield what is allowed, but seldom meant, in the settings of a tensor, and remedies."""
+    def doubts(
+        self, settings: TensorSettings, rows_per_column: float | None
+    ) -> Iterator[tuple[str, str]]:
+        """Yield what is allowed, but seldom meant, in the settings of a tensor, and remedies.
+
+        Args:
+            settings: of the tensor.
+            rows_per_column: T·o/i of its matrices, see `Work`; None where that means nothing.
+        """
         return iter(())
 
     def mention(self, settings: TensorSettings, record: TensorRecord) -> None:

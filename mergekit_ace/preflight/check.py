@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +18,10 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
+from mergekit_ace.algebra.ridge_floor import is_near_threshold
 from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.methods.base import TaskVectorMethod
+from mergekit_ace.naming import module_of
 from mergekit_ace.planning import ConfigError, PlannedMerge, plan_merge, read_merge_config
 from mergekit_ace.preflight.checkpoint_rules import (
     check_adapters,
@@ -31,6 +34,7 @@ from mergekit_ace.preflight.checkpoint_rules import (
 )
 from mergekit_ace.preflight.checkpoints import Checkpoint, headers_only, read_checkpoint
 from mergekit_ace.preflight.config_rules import (
+    MOST_LISTED,
     Finding,
     check_coefficients,
     check_doubts,
@@ -105,10 +109,10 @@ def check_merge(path: Path, options: MergeOptions, out: Path | None = None) -> P
     findings += check_tensors(plan.tensors, checkpoints)
     findings += compare_shapes(plan.tensors, checkpoints, config)
     findings += check_coefficients(plan)
-    findings += check_doubts(plan)
     shards = [Path(h.file) for c in checkpoints.values() if c.folder for h in c.headers.values()]
     largest = max(set(shards), key=lambda shard: shard.stat().st_size, default=None)
     estimate = estimate_merge(plan, checkpoints, calibrate(options.device or "cpu", largest))
+    findings += check_doubts(plan, {t.name: t.rows_per_column for t in estimate.tensors})
     findings += _check_disk(estimate, out or Path("."))
     return Preflight(_sorted(findings), **known, tensors=len(plan.tensors), estimate=estimate)
 
@@ -248,6 +252,19 @@ def _text_lines(result: Preflight) -> Iterator[str]:
     )
 
 
+def _ratio_lines(estimate: Estimate) -> Iterator[str]:
+    """Yield T·o/i of the modules, those that are nearest to 1 first."""
+    modules: dict[float, dict[str, None]] = {}
+    for tensor in estimate.tensors:
+        if tensor.rows_per_column is not None:
+            modules.setdefault(tensor.rows_per_column, {})[module_of(tensor.name)] = None
+    ratios = sorted(modules, key=lambda ratio: abs(math.log(ratio)))[:MOST_LISTED]
+    if ratios:
+        yield " T·o/i  " + ", ".join(f"{r:.3g} ({', '.join(modules[r])})" for r in ratios)
+    if any(map(is_near_threshold, ratios)):
+        yield "        where it is near 1, the rows of all experts just determine the merge"
+
+
 def _estimate_lines(estimate: Estimate, tensors: int) -> Iterator[str]:
     rules = ", ".join(f"{count} {rule}" for rule, count in sorted(estimate.rules.items()))
     yield f" rules  {tensors} tensors: {rules}"
@@ -255,6 +272,7 @@ def _estimate_lines(estimate: Estimate, tensors: int) -> Iterator[str]:
         forms = ", ".join(f"{count} {form}" for form, count in sorted(estimate.forms.items()))
         refinable = estimate.operations[0] != estimate.operations[1]
         yield f" forms  {forms}" + (" (should no matrix be refined)" if refinable else "")
+    yield from _ratio_lines(estimate)
     low, high = (operations / 1e12 for operations in estimate.operations)
     work = f"{low:.3g} Tflop" if low == high else f"{low:.3g} to {high:.3g} Tflop"
     yield f"  work  {work}"

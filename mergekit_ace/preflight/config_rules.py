@@ -20,6 +20,7 @@ from pydantic import BaseModel
 
 from mergekit_ace.coefficients.file import CoefficientFileError
 from mergekit_ace.methods.base import TaskVectorMethod
+from mergekit_ace.naming import without_numbers
 from mergekit_ace.planning import PlannedMerge
 
 Level = Literal["error", "warning"]
@@ -152,11 +153,23 @@ def check_coefficients(plan: PlannedMerge) -> Iterator[Finding]:
         )
 
 
-def check_doubts(plan: PlannedMerge) -> Iterator[Finding]:
-    """Find settings that are allowed, but seldom meant; what a method knows of its own."""
+def check_doubts(
+    plan: PlannedMerge, rows_per_column: Mapping[str, float | None]
+) -> Iterator[Finding]:
+    """Find settings that are allowed, but seldom meant; what a method knows of its own.
+
+    Args:
+        plan: the merge.
+        rows_per_column: T·o/i of tensors, by name, see `TensorEstimate`.
+    """
     method = plan.method
     if not isinstance(method, TaskVectorMethod):
         return
-    found = {doubt: None for tensor in plan.tensors for doubt in method.doubts(tensor.settings)}
-    for message, remedy in found:
-        yield Finding("warning", "config", message, remedy)
+    found: dict[tuple[str, str], list[str]] = {}
+    for tensor in plan.tensors:
+        for doubt in method.doubts(tensor.settings, rows_per_column.get(tensor.name)):
+            found.setdefault(doubt, []).append(tensor.name)
+    for (message, remedy), names in found.items():
+        kinds = list(dict.fromkeys(without_numbers(name) for name in names))
+        where = "" if len(names) == len(plan.tensors) else f": {listed(kinds)}"
+        yield Finding("warning", "config", message + where, remedy)

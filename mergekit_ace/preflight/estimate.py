@@ -44,6 +44,8 @@ class TensorEstimate:
         written: bytes of the result.
         inputs: bytes of all versions in the dtype of the merge.
         working: bytes beside inputs and result, the larger of both branches.
+        rows_per_column: T·o/i of its matrices, with T the experts whose weight is not 0; None where
+            no closed form is solved.
     """
 
     name: str
@@ -56,6 +58,7 @@ class TensorEstimate:
     written: int
     inputs: int
     working: int
+    rows_per_column: float | None = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,8 @@ def estimate_tensor(
         if method.layouts:
             rule = method.layout(settings, len(header.shape))
             settings = replace(settings, layout=rule)
+        weights = zip(settings.experts, settings.weights, strict=True)
+        experts = sum(weight != 0 for model, weight in weights if model in found)
         work = method.work(settings, header.shape, experts)
     return TensorEstimate(
         name=tensor.name,
@@ -178,6 +183,7 @@ def estimate_tensor(
         written=entries * ITEM_SIZES.get(written_in, 4),
         inputs=len(found) * entries * ITEM_SIZES.get(merged_in, 4),
         working=work.working + 4 * entries,  # and the result in float32
+        rows_per_column=work.rows_per_column,
     )
 
 

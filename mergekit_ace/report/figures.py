@@ -11,6 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from mergekit_ace.algebra.inspection import BINS, REACH, evenly_spaced
+from mergekit_ace.algebra.ridge_floor import LIMIT
 from mergekit_ace.report.tables import Report, Row
 
 # Told apart on white and on black, and by most colour-blind readers.
@@ -89,11 +90,7 @@ def _heterogeneity(report: Report) -> Picture | None:
         _points(figure, rows, values, name, number)
     threshold = rows[0].matrix["threshold"]
     if threshold > 0:
-        figure.add_hline(y=threshold, line_dash="dash", line_color=COLORS[3], line_width=1)
-        figure.add_annotation(
-            x=1, xref="paper", y=math.log10(threshold), text="threshold", showarrow=False,
-            xanchor="right", yanchor="bottom", font_color=COLORS[3],
-        )  # fmt: skip
+        _level(figure, threshold, "threshold")
     return Picture(
         "gamma",
         "How much the experts differ in scale, by depth",
@@ -210,6 +207,28 @@ def _condition(report: Report) -> Picture | None:
     )
 
 
+def _amplification(report: Report) -> Picture | None:
+    rows = [row for row in report.rows if "amplification" in row.matrix]
+    if not rows:
+        return None
+    figure = _by_depth(rows, "‖X‖² / Σ ‖Δ‖² (no unit)", log=True)
+    for number, name in enumerate(("ridge as given", "ridge raised")):
+        members = [bool(row.matrix.get("raised")) == bool(number) for row in rows]
+        sizes = [row.matrix["amplification"] or None for row in rows]
+        values = [size if member else None for size, member in zip(sizes, members, strict=True)]
+        _points(figure, rows, values, name, number)
+    _level(figure, LIMIT, "limit")
+    return Picture(
+        "amplification",
+        "How much larger the merge is than what the experts hold, by depth",
+        "1 is what experts orthogonal to each other give; experts that agree give less. Where "
+        "their rows just determine the result (T·o/i near 1), a small ridge lets it grow far "
+        "beyond that, and `ridge_floor` raises the ridge until it is about the dashed line. "
+        "Good: nothing above that line.",
+        figure,
+    )
+
+
 def _stable_rank(report: Report) -> Picture | None:
     rows = [row for row in report.rows if "subspaces" in row.matrix]
     if not rows:
@@ -297,6 +316,7 @@ MAKERS: tuple[Callable[[Report], Picture | None], ...] = (
     _spectra,
     _energy,
     _condition,
+    _amplification,
     _stable_rank,
     _histograms,
 )
@@ -329,6 +349,15 @@ def _points(
         marker={"size": 6, "color": COLORS[number % len(COLORS)], "opacity": 0.8},
         text=[row.label for row in rows],
         hovertemplate="%{text}<br>%{y:.3g}<extra>%{fullData.name}</extra>",
+    )  # fmt: skip
+
+
+def _level(figure: go.Figure, value: float, text: str) -> None:
+    """Draw a dashed line across a picture with a logarithmic axis."""
+    figure.add_hline(y=value, line_dash="dash", line_color=COLORS[3], line_width=1)
+    figure.add_annotation(
+        x=1, xref="paper", y=math.log10(value), text=text, showarrow=False,
+        xanchor="right", yanchor="bottom", font_color=COLORS[3],
     )  # fmt: skip
 
 

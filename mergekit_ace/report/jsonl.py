@@ -103,7 +103,7 @@ def complete_lines(path: Path) -> int:
 
 
 def _checked(line: Line) -> Line:
-    """Return the line with an infinite γ as a number, once it has what every line has."""
+    """Return the line with an infinite γ or ridge as a number, once it has what all lines have."""
     for matrix in matrices_of(line) if "skipped" not in line else ():
         if "rule" not in matrix:
             raise KeyError("rule")
@@ -111,4 +111,6 @@ def _checked(line: Line) -> Line:
             if not {"statistic", "threshold", "condition"} <= matrix.keys():
                 raise KeyError("written by another version")
             matrix["gamma"] = float(matrix["gamma"])  # type: ignore[index]
+        if "ridge" in matrix:
+            matrix["ridge"] = float(matrix["ridge"])  # type: ignore[index]
     return line

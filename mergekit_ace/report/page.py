@@ -117,6 +117,11 @@ def _rounding(row: Row) -> Cell:
     return _share(max((min(1.0, noise / tau) for noise, tau in pairs if tau), default=None))
 
 
+def _ridge(row: Row) -> Cell:
+    cell = _number(row.matrix.get("ridge"))
+    return Cell(f"{cell.text}, raised", cell.value) if row.matrix.get("raised") else cell
+
+
 def _columns(report: Report) -> list[Column]:
     def of(key: str) -> Callable[[Row], Cell]:
         return lambda row: _number(row.matrix.get(key))
@@ -131,6 +136,9 @@ def _columns(report: Report) -> list[Column]:
 
     def form(row: Row) -> Cell:
         return Cell(row.matrix.get("form") or "")
+
+    def threshold(row: Row) -> Cell:
+        return _number(row.rows_per_column)
 
     def shape(row: Row) -> Cell:
         lengths = row.line["shape"]
@@ -152,6 +160,12 @@ def _columns(report: Report) -> list[Column]:
         ]
     if any("condition" in row.matrix for row in report.rows):
         columns.append(Column("condition", "Estimated condition number of A", of("condition")))
+    if any("ridge" in row.matrix for row in report.rows):
+        columns += [
+            Column("T·o/i", "Rows of all experts over columns", threshold),
+            Column("ridge", "ε̄ in mean eigenvalues of Σ S_t, as used", _ridge),
+            Column("amplification", "‖X‖² / Σ ‖Δ_t‖² of the closed form", of("amplification")),
+        ]
     if any("noise" in row.matrix for row in report.rows):
         help_ = "Largest share of τ that is the rounding of the checkpoints, over the experts"
         columns.append(Column("rounding", help_, _rounding))

@@ -10,9 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mergekit_ace.algebra.covariance import LEAST_RIDGE
 from mergekit_ace.algebra.records import LARGEST_MEAN_RIDGE
+from mergekit_ace.algebra.ridge_floor import LIMIT, is_near_threshold
 from mergekit_ace.files import write_text
 from mergekit_ace.methods.report_lines import finite
+from mergekit_ace.naming import module_of, without_numbers
 from mergekit_ace.report.jsonl import Line, ReportError
 from mergekit_ace.report.tables import Report, Row, title_of
 
@@ -27,6 +30,7 @@ ADAPTER = 0.3  # share of unchanged entries that is worth a word
 ROUNDED = 0.5  # share of an expert's change in a layer that is rounding noise
 ILL_CONDITIONED = 1e5
 DOMINANT = 0.7  # mean share of the weight in the sum of relative errors
+MOSTLY = 0.9  # share of matrices that is worth the names of their modules
 CROWDED = 3.0  # times the overlap of random subspaces
 
 
@@ -49,6 +53,7 @@ def summarize(report: Report) -> dict[str, Any]:
     """Return numbers, and the sentences that the page begins with: what `summary.json` holds."""
     rules = Counter(row.matrix["rule"] for row in report.rows)
     exceeding = [row for row in report.solved if row.matrix["heterogeneous"]]
+    ridges = [row for row in report.rows if "ridge" in row.matrix]
     return {
         "method": report.name,
         "about": report.about,
@@ -69,6 +74,14 @@ def summarize(report: Report) -> dict[str, Any]:
             (row.matrix["condition"] for row in report.rows if "condition" in row.matrix),
             default=None,
         ),
+        "raised": len([row for row in report.rows if row.matrix.get("raised")]),
+        "largest_ridge": max((row.matrix["ridge"] for row in ridges), default=None),
+        "largest_amplification": max((row.matrix["amplification"] for row in ridges), default=None),
+        "near_threshold": {
+            without_numbers(str(row.line["tensor"])): row.rows_per_column
+            for row in ridges
+            if is_near_threshold(row.rows_per_column)
+        },
         "sentences": list(sentences(report)),
     }
 
@@ -109,6 +122,7 @@ def sentences(report: Report) -> Iterator[str]:
     yield from _pairs(report)
     yield from _shares(report)
     yield from _branches(report)
+    yield from _ridges(report)
     yield from _numerics(report)
     if report.skipped:
         yield (
@@ -324,6 +338,61 @@ def _branches(report: Report) -> Iterator[str]:
 def _ridge_turns_refinement(matrix: Mapping[str, Any]) -> bool:
     ridges = [value for value in matrix["epsilon"] if value is not None]
     return bool(matrix["normalized"] and matrix["rank"] and sum(ridges) > LARGEST_MEAN_RIDGE)
+
+
+def _ridges(report: Report) -> Iterator[str]:
+    """Tell where the ridge was raised, where it should have been, and where it nearly was."""
+    ridges = [row for row in report.rows if "ridge" in row.matrix]
+    up = [row for row in ridges if row.matrix.get("raised")]
+    floored = [row for row in up if row.matrix["ridge"] > 1.01 * LEAST_RIDGE]
+    large = [row for row in ridges if row.matrix["amplification"] > LIMIT]
+    amplified = [row for row in large if "raised" not in row.matrix]  # the floor was off
+    near = [row for row in ridges if is_near_threshold(row.rows_per_column)]
+    told = {row.label for row in (*floored, *amplified)}
+    calm = [row for row in near if row.label not in told]
+    if floored:
+        most = max(row.matrix["ridge"] for row in floored)
+        yield (
+            f"The ridge was raised in {_part(floored, ridges)}, up to {most:.2g} mean eigenvalues: "
+            "with less, the merge would be larger there than what the experts hold "
+            f"(‖X‖² above {LIMIT:g} Σ ‖Δ_t‖²)."
+        )
+    if len(up) > len(floored):
+        yield (
+            f"ε was raised to {LEAST_RIDGE:.0e} mean eigenvalues in "
+            f"{_count(len(up) - len(floored), 'matrix', 'matrices')}: below that, products in "
+            "float32 are noise."
+        )
+    if amplified:
+        worst = sorted(amplified, key=lambda row: -row.matrix["amplification"])[:3]
+        named = [f"{row.matrix['amplification']:.3g} in {row.label}" for row in worst]
+        yield (
+            f"The merge is larger than what the experts hold in {_part(amplified, ridges)}: "
+            f"‖X‖² / Σ ‖Δ_t‖² is {_listed(named)}. A ridge that is too small amplifies noise "
+            "there; leave `ridge_floor` out, or raise `epsilon` for these tensors by a filter."
+        )
+    if calm:
+        yield (
+            f"The rows of all experts just determine the result in {_part(calm, ridges)}. A small "
+            "ridge would let it grow there; this one is large enough."
+        )
+
+
+def _part(rows: Sequence[Row], whole: Sequence[Row]) -> str:
+    """Return how many of the matrices these are, in which modules they mostly lie, and T·o/i."""
+    modules = Counter(_module(row) for row in rows)
+    shown: list[str] = []
+    while sum(modules[name] for name in shown) < MOSTLY * len(rows):
+        shown.append(modules.most_common()[len(shown)][0])
+    known = [row.rows_per_column for row in rows if _module(row) in shown]
+    ratios = sorted(ratio for ratio in known if ratio is not None)
+    span = " to ".join(dict.fromkeys(f"{ratio:.3g}" for ratio in (ratios[0], ratios[-1])))
+    mostly = "" if len(shown) == len(modules) else "mostly "
+    return f"{len(rows)} of {len(whole)} matrices, {mostly}{_listed(shown)} (T·o/i = {span})"
+
+
+def _module(row: Row) -> str:
+    return module_of(str(row.line["tensor"]))
 
 
 def _numerics(report: Report) -> Iterator[str]:

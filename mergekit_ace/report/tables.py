@@ -12,7 +12,8 @@ from typing import Any
 
 from mergekit import merge_methods
 
-from mergekit_ace.methods.base import SHARED_RULES, TaskVectorMethod
+from mergekit_ace.algebra.ridge_floor import rows_per_column
+from mergekit_ace.methods.base import SHARED_RULES, TaskVectorMethod, matrices_in
 from mergekit_ace.methods.reference import known_methods
 from mergekit_ace.naming import layer_of, natural_order, relative_depths
 from mergekit_ace.report.jsonl import Line, matrices_of
@@ -40,6 +41,14 @@ class Row:
     def is_solved(self) -> bool:
         """Whether a statistic of heterogeneity decided how it is merged."""
         return "statistic" in self.matrix
+
+    @property
+    def rows_per_column(self) -> float | None:
+        """T·o/i of a matrix that was merged by a ridge regression; None of others."""
+        found = matrices_in(self.line["shape"], self.line["layout"])
+        if found is None or "ridge" not in self.matrix:
+            return None
+        return rows_per_column(*found[1:], sum(w > 0 for w in self.matrix["weight"]))
 
 
 def title_of(name: str) -> str:

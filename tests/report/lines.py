@@ -8,7 +8,7 @@ from typing import Any
 
 # What a line has only where a closed form was solved.
 OF_MATRICES = """gamma log_variance statistic threshold heterogeneous normalized refined epsilon
-    rank form condition precision subspaces spectrum""".split()
+    ridge raised amplification rank form condition precision subspaces spectrum""".split()
 
 
 def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:
@@ -39,6 +39,9 @@ def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:
         "normalized": False,
         "refined": False,
         "epsilon": [1e-5] * count,
+        "ridge": 0.5,
+        "raised": False,
+        "amplification": 1.0,
         "rank": 0,
         "form": "primal",
         "condition": 1000.0,

@@ -57,13 +57,13 @@ def tensors_of(path: str) -> dict[str, Tensor]:
     return {n: t.double() for n, t in load_file(Path(path) / "model.safetensors").items()}
 
 
-def naive_condition(deltas: list[Tensor], heterogeneous: bool, epsilon: float = 1e-5) -> float:
+def naive_condition(deltas: list[Tensor], heterogeneous: bool, ridges: list[float]) -> float:
     total = 0
-    for delta in deltas:
+    for delta, ridge in zip(deltas, ridges, strict=True):
         centred = delta - delta.mean(0)
         gram = centred.T @ centred
         trace = float(gram.trace()) if heterogeneous else 1.0
-        total = total + (gram + epsilon * torch.eye(len(gram), dtype=gram.dtype)) / trace
+        total = total + gram / trace + ridge * torch.eye(len(gram), dtype=gram.dtype)
     return float(torch.linalg.cond(total))
 
 
@@ -101,7 +101,7 @@ def test_every_number_against_float64(tmp_path, inspect, scales, branches):
         seen.add(line["heterogeneous"])
         sigma = torch.linalg.matrix_norm(deltas[1], 2)
         assert line["subspaces"]["stable_rank"][1] == pytest.approx(float(tau[1] / sigma**2), 1e-4)
-        exact = naive_condition(deltas, line["normalized"])
+        exact = naive_condition(deltas, line["normalized"], line["epsilon"])
         assert exact / 2.5 < line["condition"] < 1.1 * exact
     assert seen == branches
 
@@ -201,7 +201,7 @@ def test_conv1d_weights_are_looked_at_as_they_are_merged(tmp_path, inspect):
     assert lines[name]["layout"] == "transposed"
     stored = name if name in base else name.removeprefix("transformer.")
     deltas = [(expert[stored] - base[stored]).T for expert in experts]
-    exact = naive_condition(deltas, heterogeneous=False)
+    exact = naive_condition(deltas, False, lines[name]["epsilon"])
     assert exact / 2.5 < lines[name]["condition"] < 1.1 * exact
 
 

@@ -82,8 +82,8 @@ def report_page(tmp_path_factory) -> Path:
     return path
 
 
-PICTURES = """tau relative-size gamma similarity coefficients spectra energy condition stable-rank
-    histograms""".split()
+PICTURES = """tau relative-size gamma similarity coefficients spectra energy condition amplification
+    stable-rank histograms""".split()
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -189,6 +189,7 @@ def test_links_lead_to_the_pictures(report_page, visit):
 def test_what_is_drawn_are_the_numbers_of_the_report():
     lines = layers(5, [1.0, 4.0])
     lines[2]["tau"] = [7.0, 0.0]
+    lines[1] |= {"raised": True, "amplification": 2.0}
     pictures = {picture.name: picture.figure for picture in draw_pictures(Report(lines))}
     assert list(pictures["tau"].data[0].y) == [1, 1, 7, 1, 1]
     assert list(pictures["tau"].data[1].y) == [4, 4, None, 4, 4]  # no point at log 0
@@ -196,6 +197,8 @@ def test_what_is_drawn_are_the_numbers_of_the_report():
     assert pictures["similarity"].data[0].z[0] == [1.0, 0.0]
     assert list(pictures["condition"].data[0].y) == [1000.0] * 5
     assert list(pictures["energy"].data[0].y) == [0.4] * 5
+    assert list(pictures["amplification"].data[0].y) == [1, None, 1, 1, 1]
+    assert list(pictures["amplification"].data[1].y) == [None, 2, None, None, None]
     histogram = pictures["histograms"].data[0]
     assert sum(histogram.y) == pytest.approx(1)
     assert histogram.x[0] == pytest.approx(-0.49)  # the middle of the first of 50 bins

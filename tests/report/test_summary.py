@@ -243,3 +243,93 @@ def test_rounding_is_named_by_layers():
 def test_reports_without_noise():
     summary = summarize(Report(layers(4, [1.0, 2.0])))
     assert "rounding" not in "\n".join(summary["sentences"])
+
+
+def grouped_heads(count: int) -> list[dict]:
+    """Matrices of three experts: q with T·o/i = 3, k and v with 1, down with 0.8."""
+    shapes = {"q_proj": [60, 60], "k_proj": [20, 60], "v_proj": [20, 60], "down_proj": [48, 180]}
+    return [
+        made_line(f"model.layers.{n}.{kind}.weight", [1.0, 1.0, 1.0], shape=shape)
+        for n in range(count)
+        for kind, shape in shapes.items()
+    ]
+
+
+def test_where_the_ridge_was_raised():
+    lines = grouped_heads(4)
+    for n, line in enumerate(lines):
+        if "k_proj" in line["tensor"] or "v_proj" in line["tensor"]:
+            line |= {"raised": True, "ridge": 0.01 * n, "amplification": 1.9}
+        if "down_proj" in line["tensor"]:
+            line |= {"raised": True, "ridge": 1e-6}
+    summary = summarize(Report(lines))
+    text = "\n".join(summary["sentences"])
+    assert (
+        "The ridge was raised in 8 of 16 matrices, k_proj and v_proj (T·o/i = 1), up to 0.14 mean "
+        "eigenvalues" in text
+    )
+    assert "ε was raised to 1e-06 mean eigenvalues in 4 matrices" in text
+    assert "just determine the result in 4 of 16 matrices, down_proj (T·o/i = 0.8)" in text
+    assert "larger than what the experts hold in" not in text
+    assert summary["raised"] == 12
+    assert summary["largest_ridge"] == 0.5
+    assert summary["largest_amplification"] == 1.9
+    assert summary["near_threshold"] == {
+        "model.layers.*.k_proj.weight": 1,
+        "model.layers.*.v_proj.weight": 1,
+        "model.layers.*.down_proj.weight": pytest.approx(0.8),
+    }
+
+
+def test_modules_that_few_matrices_are_of_are_left_out():
+    lines = grouped_heads(12)
+    for line in lines:
+        line["raised"] = "k_proj" in line["tensor"] or line is lines[0]
+    lines[1] |= {"shape": [22, 60]}
+    expected = "raised in 13 of 48 matrices, mostly k_proj (T·o/i = 1 to 1.1), up to 0.5 mean"
+    assert expected in said(lines)
+
+
+def test_experts_of_no_weight_have_no_rows():
+    (_, line, *_) = grouped_heads(1)
+    line["weight"] = [1.5, 1.5, 0.0]
+    assert [row.rows_per_column for row in Report([line]).rows] == [pytest.approx(2 / 3)]
+    line |= {"shape": [60, 20], "layout": "transposed"}
+    assert [row.rows_per_column for row in Report([line]).rows] == [pytest.approx(2 / 3)]
+
+
+def test_amplification_without_the_floor():
+    lines = grouped_heads(3)
+    for n, line in enumerate(lines):
+        del line["raised"]
+        if "v_proj" in line["tensor"]:
+            line["amplification"] = 20.0 + n
+    lines[1]["amplification"] = 2.5
+    text = said(lines)
+    assert "larger than what the experts hold in 4 of 12 matrices, v_proj and k_proj" in text
+    assert (
+        "‖X‖² / Σ ‖Δ_t‖² is 30 in model.layers.2.v_proj.weight, 26 in model.layers.1.v_proj.weight "
+        "and 22 in model.layers.0.v_proj.weight" in text
+    )
+    assert "leave `ridge_floor` out, or raise `epsilon`" in text
+    assert "was raised" not in text
+
+
+def test_reports_that_know_nothing_of_ridges():
+    lines = layers(4, [1.0, 2.0])
+    for line in lines:
+        for field in ("ridge", "raised", "amplification"):
+            del line[field]
+    summary = summarize(Report(lines))
+    assert summary["raised"] == 0
+    assert summary["largest_ridge"] is summary["largest_amplification"] is None
+    assert summary["near_threshold"] == {}
+    assert "T·o/i" not in "\n".join(summary["sentences"])
+
+
+def test_an_infinite_ridge_is_read_as_a_number(tmp_path):
+    line = made_line("w", [1.0, 1.0], ridge="inf")
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    assert read_lines(path)[0]["ridge"] == math.inf
+    assert "up to inf" not in said(read_lines(path))
