@@ -5,6 +5,7 @@ import pytest
 
 from mergekit_ace.naming import (
     block_of,
+    module_of,
     natural_order,
     relative_depths,
     within_block,
@@ -64,6 +65,19 @@ def test_what_tensors_of_all_layers_have_in_common():
     assert within_block("0.weight") == ".weight"
     for outside in ("lm_head.weight", "fc1.weight"):
         assert without_numbers(outside) == within_block(outside) == outside
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("model.layers.11.mlp.up_proj.weight", "up_proj"),
+        ("model.layers.0.mlp.experts.gate_up_proj", "gate_up_proj"),
+        ("lm_head.weight", "lm_head"),
+        ("w", "w"),
+    ],
+)
+def test_modules(name, module):
+    assert module_of(name) == module
 
 
 def test_layer_ten_comes_behind_layer_nine():

@@ -36,7 +36,8 @@ Fraction = Annotated[Number, Field(ge=0, le=1)]
 RIDGE_FLOOR = Field(
     True,
     description="Whether ε is raised where the merge would otherwise be far larger than what the "
-    "experts hold, as it is where their rows just determine it (T·o = i).",
+    "experts hold, as it is where their rows just determine it (T·o = i). "
+    "false is the paper's formula, with which a small ε can let such a merge grow without bound.",
 )
 
 

@@ -254,13 +254,13 @@ def _text_lines(result: Preflight) -> Iterator[str]:
 
 def _ratio_lines(estimate: Estimate) -> Iterator[str]:
     """Yield T·o/i of the modules, those that are nearest to 1 first."""
-    modules: dict[float, dict[str, None]] = {}
+    modules: dict[float, set[str]] = {}
     for tensor in estimate.tensors:
         if tensor.rows_per_column is not None:
-            modules.setdefault(tensor.rows_per_column, {})[module_of(tensor.name)] = None
+            modules.setdefault(tensor.rows_per_column, set()).add(module_of(tensor.name))
     ratios = sorted(modules, key=lambda ratio: abs(math.log(ratio)))[:MOST_LISTED]
     if ratios:
-        yield " T·o/i  " + ", ".join(f"{r:.3g} ({', '.join(modules[r])})" for r in ratios)
+        yield " T·o/i  " + ", ".join(f"{r:.3g} ({', '.join(sorted(modules[r]))})" for r in ratios)
     if any(map(is_near_threshold, ratios)):
         yield "        where it is near 1, the rows of all experts just determine the merge"
 

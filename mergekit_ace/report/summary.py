@@ -382,8 +382,9 @@ def _part(rows: Sequence[Row], whole: Sequence[Row]) -> str:
     """Return how many of the matrices these are, in which modules they mostly lie, and T·o/i."""
     modules = Counter(_module(row) for row in rows)
     shown: list[str] = []
-    while sum(modules[name] for name in shown) < MOSTLY * len(rows):
-        shown.append(modules.most_common()[len(shown)][0])
+    for module, _ in modules.most_common():
+        if sum(modules[name] for name in shown) < MOSTLY * len(rows):
+            shown.append(module)
     known = [row.rows_per_column for row in rows if _module(row) in shown]
     ratios = sorted(ratio for ratio in known if ratio is not None)
     span = " to ".join(dict.fromkeys(f"{ratio:.3g}" for ratio in (ratios[0], ratios[-1])))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -404,6 +405,40 @@ def test_methods_that_read_matrices(check, paths):
     assert peer["seconds"] is None
     answer = check(ace_config(paths, merge_method="wudi", parameters={"solver": "newton"}))
     assert "one of adam, exact" in texts(answer, "error")
+
+
+@pytest.mark.parametrize("method", ["ace", "ace_relative"])
+def test_matrices_near_the_threshold(check, tmp_path, method):
+    """Keys and values have half as many rows as columns, and a third expert has no weight."""
+    paths = save_family(tiny_llama(), tmp_path, experts=3)
+    config = ace_config(paths, merge_method=method)
+    config["models"][2]["parameters"] = {"weight": 0}
+    answer = check(config)
+    assert answer["findings"] == []
+    ratios = {t["name"]: t["rows_per_column"] for t in answer["estimate"]["tensors"]}
+    assert ratios["model.layers.0.self_attn.k_proj.weight"] == 1
+    assert ratios["model.layers.0.self_attn.q_proj.weight"] == 2
+    assert ratios["model.layers.1.mlp.up_proj.weight"] == 2 * 48 / 32
+    assert ratios["model.layers.1.mlp.down_proj.weight"] == 2 * 32 / 48
+    assert ratios["model.norm.weight"] is None
+    assert (ratios["model.embed_tokens.weight"] is None) == (method == "ace_relative")
+    config["parameters"] = {"ridge_floor": False}
+    answer = check(config)
+    assert answer["ok"]
+    (finding,) = answer["findings"]
+    assert finding["level"] == "warning"
+    assert "with ridge_floor: false, a small epsilon lets the merge grow" in finding["message"]
+    named = finding["message"].partition("near 1): ")[2].split(", ")
+    assert named == [f"model.layers.*.self_attn.{kind}_proj.weight" for kind in "kv"]
+
+
+def test_ratios_for_people(tmp_path, paths):
+    path = tmp_path / "a.yml"
+    path.write_text(yaml.safe_dump(ace_config(paths)))
+    result = CliRunner().invoke(main, ["check", str(path)])
+    assert re.search(r"^ T·o/i  .*\bq_proj\b", result.output, re.MULTILINE)
+    path.write_text(yaml.safe_dump(ace_config(paths, merge_method="tsv_m")))
+    assert "T·o/i" not in CliRunner().invoke(main, ["check", str(path)]).output
 
 
 @pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)

@@ -304,7 +304,7 @@ def test_amplification_without_the_floor():
         del line["raised"]
         if "v_proj" in line["tensor"]:
             line["amplification"] = 20.0 + n
-    lines[1]["amplification"] = 2.5
+    lines[1]["amplification"] = 3.0
     text = said(lines)
     assert "larger than what the experts hold in 4 of 12 matrices, v_proj and k_proj" in text
     assert (
