@@ -38,7 +38,8 @@ from mergekit_ace.algebra.covariance import Covariances
 from mergekit_ace.algebra.linalg import blocks, product
 from mergekit_ace.algebra.task_vectors import squared_norm
 
-# Dictionary families keep most at 2 to 3, SmolLM2 at 1 to 2.5 (examples/benchmark/epsilons.py).
+# Dictionary families keep most of their experts at 2 to 3 (examples/benchmark/epsilons.py), a real
+# language model that was tried at 1 to 2.5.
 LIMIT = 2.5
 # Between these T·o/i a matrix counts as near the threshold.
 NEAR_THRESHOLD = (0.8, 1.25)
