@@ -276,9 +276,8 @@ def estimate_covariances(
         total += scale * trace
     estimated = [task for task in tasks if task is not None]
     epsilon = options.epsilon
-    per_epsilon = math.fsum(task.ridge for task in estimated)
-    if options.ridge_floor and per_epsilon > 0:
-        epsilon = max(epsilon, LEAST_RIDGE * total / base.shape[1] / per_epsilon)
+    if options.ridge_floor:
+        epsilon = max(epsilon, _least_epsilon(estimated, total, base.shape[1]))
     covariance_unit = 1.0 if normalized else unit**2
     return Covariances(
         tasks=tuple(estimated),
@@ -293,6 +292,12 @@ def estimate_covariances(
         trace=total,
         raised=epsilon > options.epsilon,
     ).times_ridge(epsilon)
+
+
+def _least_epsilon(tasks: Sequence[Task], trace: float, columns: int) -> float:
+    """Return the ε with which Σ ε_t is `LEAST_RIDGE`, for tasks with the ridges of ε = 1."""
+    per_epsilon = math.fsum(task.ridge for task in tasks)
+    return LEAST_RIDGE * trace / columns / per_epsilon if per_epsilon > 0 else 0.0
 
 
 def _times(part: Tensor, coefficient: float) -> Tensor:
