@@ -16,7 +16,7 @@ from mergekit_ace.algebra.components import split_tensor
 from mergekit_ace.algebra.covariance import LEAST_RIDGE
 from mergekit_ace.algebra.records import AceOptions
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
-from mergekit_ace.algebra.ridge_floor import LIMIT
+from mergekit_ace.algebra.ridge_floor import LIMIT, is_near_threshold, rows_per_column
 
 # Rows over columns, for three experts below, at and above the threshold T·o = i, and far from it.
 SHAPES = {"0.9": (27, 90), "1": (30, 90), "1.1": (33, 90), "wide": (12, 90), "tall": (120, 40)}
@@ -198,3 +198,26 @@ def test_the_global_random_numbers_stay_as_they_are(rng):
     torch.manual_seed(7)
     ace(base, experts, 0.0)
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("method", [ace, relative])
+def test_the_record_says_whether_the_ridge_was_raised(rng, method):
+    near, far = (noise_family(rng, SHAPES[shape]) for shape in ("1", "tall"))
+    for (base, experts), epsilon, raised in [
+        (near, 1e-8, True),
+        (near, 1e3, False),
+        (far, 0.0, True),  # to the least ridge
+        (far, 1e-2, False),
+    ]:
+        _, record = method(base, experts, epsilon)
+        assert record.raised is raised
+    _, record = method(*near, 1e-8, ridge_floor=False)
+    assert record.raised is None
+    assert record.amplification > LIMIT
+
+
+def test_rows_per_column():
+    assert rows_per_column(192, 576, 3) == 1
+    assert [is_near_threshold(r) for r in (None, 0.7, 0.8, 1, 1.25, 1.3)] == [
+        False, False, True, True, True, False
+    ]  # fmt: skip
