@@ -140,11 +140,13 @@ class _Probes:
 
     def squared_norm(self, ridge: float) -> float:
         """Estimate ‖X‖² at a ridge."""
-        values, metric = self.values, 1
+        known = self.values > PRESCRIBED * self.largest
+        values = self.values
         if self.dual:  # λ/(λ + ε̄)² is largest at λ = ε̄, and 0 at the eigenvalue that is prescribed
-            values = metric = values.where(values > PRESCRIBED * self.largest, ridge)
+            values = values.where(known, ridge)
         solved = self.start[:, None] * self.first / (values + ridge)
-        parts = 2 * solved * self.along + solved.square() * metric
+        along = solved * self.along
+        parts = 2 * along.where(known, along.abs()) + solved.square() * (values if self.dual else 1)
         return self.share * float((self.mean + parts.sum(dim=1)).sum())
 
 
