@@ -67,7 +67,12 @@ def save_family(
 
 
 def ace_config(paths: list[str], **config) -> dict:
-    """A mergekit configuration that merges `paths[1:]` on the base `paths[0]`."""
+    """A mergekit configuration that merges `paths[1:]` on the base `paths[0]`.
+
+    The ridge of `ace` and `ace_relative` is the one that is given, as in the naive references.
+    """
+    if config.get("merge_method", "ace") in ("ace", "ace_relative"):
+        config["parameters"] = {"ridge_floor": False, **config.get("parameters", {})}
     return {
         "merge_method": "ace",
         "base_model": paths[0],
