@@ -66,13 +66,8 @@ def save_family(
     return paths
 
 
-def ace_config(paths: list[str], **config) -> dict:
-    """A mergekit configuration that merges `paths[1:]` on the base `paths[0]`.
-
-    The ridge of `ace` and `ace_relative` is the one that is given, as in the naive references.
-    """
-    if config.get("merge_method", "ace") in ("ace", "ace_relative"):
-        config["parameters"] = {"ridge_floor": False, **config.get("parameters", {})}
+def default_config(paths: list[str], **config) -> dict:
+    """A mergekit configuration that merges `paths[1:]` on the base `paths[0]` by `ace`."""
     return {
         "merge_method": "ace",
         "base_model": paths[0],
@@ -80,6 +75,13 @@ def ace_config(paths: list[str], **config) -> dict:
         "dtype": "float32",
         **config,
     }
+
+
+def ace_config(paths: list[str], **config) -> dict:
+    """The same with the ridge that is given, as the naive references have it."""
+    if config.get("merge_method", "ace") in ("ace", "ace_relative"):
+        config["parameters"] = {"ridge_floor": False, **config.get("parameters", {})}
+    return default_config(paths, **config)
 
 
 def state(model_class: type, path: str | Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from checkpoints import ace_config, fine_tuned, save_family, tiny_llama
+from checkpoints import default_config, fine_tuned, save_family, tiny_llama
 from click.testing import CliRunner
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
@@ -72,7 +72,7 @@ def paths(tmp_path) -> list[str]:
 
 
 def test_a_merge_that_is_all_right(check, paths, mergekit_yaml):
-    config = ace_config(paths)
+    config = default_config(paths)
     answer = check(config)
     assert answer["findings"] == []
     tensors = load_file(Path(paths[0]) / "model.safetensors")
@@ -99,12 +99,12 @@ def test_a_merge_that_is_all_right(check, paths, mergekit_yaml):
 
 def test_for_people(tmp_path, paths):
     path = tmp_path / "a.yml"
-    path.write_text(yaml.safe_dump(ace_config(paths)))
+    path.write_text(yaml.safe_dump(default_config(paths)))
     result = CliRunner().invoke(main, ["check", str(path)])
     assert result.exit_code == 0
     assert "nothing to complain about" in result.output
     assert "15 matrix" in result.output or "matrix" in result.output
-    path.write_text(yaml.safe_dump(ace_config(paths, parameters={"epsilom": 1})))
+    path.write_text(yaml.safe_dump(default_config(paths, parameters={"epsilom": 1})))
     result = CliRunner().invoke(main, ["check", str(path)])
     assert result.exit_code == 1
     assert "error: config: parameters: there is no parameter 'epsilom' of ace" in result.output
@@ -125,7 +125,7 @@ def test_for_people(tmp_path, paths):
     ],
 )
 def test_settings(check, paths, change, message):
-    answer = check({**ace_config(paths), **change})
+    answer = check({**default_config(paths), **change})
     assert not answer["ok"]
     assert message in texts(answer, "error")
 
@@ -149,14 +149,14 @@ def test_settings(check, paths, change, message):
     ],
 )
 def test_settings_that_are_seldom_meant(check, paths, parameters, message):
-    answer = check(ace_config(paths, parameters=parameters))
+    answer = check(default_config(paths, parameters=parameters))
     assert answer["ok"]
     assert len(answer["findings"]) == bool(message)
     assert message in texts(answer, "warning")
 
 
 def test_settings_of_models_and_slices(check, paths):
-    config = ace_config(paths)
+    config = default_config(paths)
     config["models"][0] |= {"parameters": {"wieght": 0.5}, "weight": 1}
     config["models"][1]["parameters"] = {"epsilon": 0.1}
     found = texts(check(config), "error")
@@ -164,7 +164,7 @@ def test_settings_of_models_and_slices(check, paths):
     assert "models.0.parameters: there is no parameter 'wieght'" in found
     assert "models.1.parameters: epsilon is a parameter of whole tensors" in found
     sources = [{"model": path, "layer_range": [0, 2], "wight": 1} for path in paths]
-    config = {**ace_config(paths), "slices": [{"sources": sources}]}
+    config = {**default_config(paths), "slices": [{"sources": sources}]}
     del config["models"]
     assert "slices.0.sources.2: there is no setting 'wight'" in texts(check(config))
 
@@ -172,7 +172,7 @@ def test_settings_of_models_and_slices(check, paths):
 def test_a_missing_tensor(check, paths):
     name = "model.layers.1.mlp.up_proj.weight"
     rewrite(paths[2], lambda tensors: tensors.pop(name))
-    found = texts(check(ace_config(paths)), "error")
+    found = texts(check(default_config(paths)), "error")
     assert f"{paths[2]} lacks 1 of 21 tensors: {name}" in found
 
 
@@ -184,31 +184,31 @@ def test_tensors_that_nobody_merges(check, tmp_path):
     )  # fmt: skip
     torch.manual_seed(0)
     paths = save_family(ViTModel(config, add_pooling_layer=False), tmp_path)
-    answer = check(ace_config(paths))
+    answer = check(default_config(paths))
     assert not answer["ok"]
     assert "mergekit plans no merge of" in texts(answer, "error")
     assert "save_original_format=False" in texts(answer, "error")
     small = save_family(tiny_llama(), tmp_path / "small")
     rewrite(small[1], lambda t: t.update(rotary=torch.zeros(1)))
-    answer = check(ace_config(small))
+    answer = check(default_config(small))
     assert answer["ok"]
     assert "rotary" in texts(answer, "warning")
 
 
 def test_shapes(check, paths, tmp_path):
     tiny_llama(intermediate_size=64).save_pretrained(paths[1])
-    found = texts(check(ace_config(paths)), "error")
+    found = texts(check(default_config(paths)), "error")
     assert paths[1] in found
     assert "(64, 32)" in found
     assert "(48, 32)" in found
-    linear = ace_config(paths, merge_method="task_arithmetic", parameters={"weight": 1})
+    linear = default_config(paths, merge_method="task_arithmetic", parameters={"weight": 1})
     found = texts(check(linear), "error")  # all of them, where the method does not end the plan
     assert f"shapes: {paths[1]} has 6 tensors of another shape" in found
 
 
 def test_vocabularies(check, paths):
     fine_tuned(tiny_llama(vocab_size=44), seed=1).save_pretrained(paths[1])
-    found = texts(check(ace_config(paths)), "error")
+    found = texts(check(default_config(paths)), "error")
     assert f"vocabularies: {paths[1]} has another vocabulary" in found
     assert "tokenizer: {source: base}" in found
 
@@ -222,7 +222,7 @@ def test_tokenizers(check, paths):
     for path in paths[:2]:
         save_tokenizer(path, ["a", "b", "c", "d"])
     save_tokenizer(paths[2], ["a", "c", "b", "d", "e"])
-    config = ace_config(paths)
+    config = default_config(paths)
     found = texts(check(config), "error")
     assert f"{paths[2]} numbers 2 tokens differently from the base model: 'b', 'c'" in found
     assert paths[1] not in found
@@ -234,7 +234,7 @@ def test_tokenizers(check, paths):
 def test_sentencepiece_models_are_compared_as_files(check, paths):
     for path, content in zip(paths, (b"one", b"one", b"other"), strict=True):
         (Path(path) / "tokenizer.model").write_bytes(content)
-    found = texts(check(ace_config(paths)), "warning")
+    found = texts(check(default_config(paths)), "warning")
     assert f"the tokenizer.model of {paths[2]} differs" in found
     assert paths[1] not in found
 
@@ -242,7 +242,7 @@ def test_sentencepiece_models_are_compared_as_files(check, paths):
 def test_dtypes(check, tmp_path):
     paths = save_family(tiny_llama(), tmp_path)
     fine_tuned(tiny_llama(), seed=2).bfloat16().save_pretrained(paths[2])
-    config = ace_config(paths)
+    config = default_config(paths)
     assert check(config)["ok"]
     del config["dtype"]
     assert "have different dtypes" in texts(check(config), "error")
@@ -261,7 +261,7 @@ def test_the_precision_of_values(check, tmp_path):
     """A checkpoint in float32 whose values are those of bfloat16 loses nothing by bfloat16."""
     paths = save_family(tiny_llama(), tmp_path)
     rewrite(paths[1], lambda t: t.update({n: x.bfloat16().float() for n, x in t.items()}))
-    answer = check({**ace_config(paths), "dtype": "bfloat16"})
+    answer = check({**default_config(paths), "dtype": "bfloat16"})
     assert [model["dtypes"] for model in answer["models"]] == [["F32"]] * 3
     assert [model["precision"] for model in answer["models"]] == ["F32", "BF16", "F32"]
     assert f"rounds {paths[2]}, stored as F32" in texts(answer, "warning")
@@ -274,15 +274,15 @@ def test_the_precision_of_values(check, tmp_path):
 def test_tied_heads(check, tmp_path):
     tied = save_family(tiny_llama(tie_word_embeddings=True), tmp_path / "tied")
     untied = save_family(tiny_llama(), tmp_path / "untied")
-    found = texts(check(ace_config([tied[0], tied[1], untied[1]])), "error")
+    found = texts(check(default_config([tied[0], tied[1], untied[1]])), "error")
     assert f"{untied[1]} has a head of its own, which the result will lose" in found
-    found = texts(check(ace_config([untied[0], untied[1], tied[1]])), "error")
+    found = texts(check(default_config([untied[0], untied[1], tied[1]])), "error")
     assert f"heads: {tied[1]} ties its head" in found
 
 
 def test_configs(check, paths):
     configure(paths[1], max_position_embeddings=64, rms_norm_eps=1e-3)
-    answer = check(ace_config(paths))
+    answer = check(default_config(paths))
     assert answer["ok"]
     found = texts(answer, "warning")
     assert "max_position_embeddings: 64 instead of 32" in found
@@ -295,7 +295,7 @@ def test_adapters(check, paths, tmp_path):
     model.peft_config["default"].base_model_name_or_path = "somewhere/else"
     adapter = tmp_path / "adapter"
     model.save_pretrained(adapter)
-    config = ace_config([paths[0], paths[1], f"{paths[0]}+{adapter}"])
+    config = default_config([paths[0], paths[1], f"{paths[0]}+{adapter}"])
     found = texts(check(config), "error")
     assert "--lora-merge-cache DIR" in found
     cache = tmp_path / "cache"
@@ -310,12 +310,12 @@ def test_adapters(check, paths, tmp_path):
 
 
 def test_models_that_are_not_there(check, paths, tmp_path):
-    missing = ace_config([*paths, str(tmp_path / "none")])
+    missing = default_config([*paths, str(tmp_path / "none")])
     found = texts(check(missing), "error")
     assert f"there is no folder {tmp_path / 'none'}" in found
     (tmp_path / "empty").mkdir()
-    assert "holds no weights" in texts(check(ace_config([*paths, str(tmp_path / "empty")])))
-    found = texts(check(ace_config([*paths, "org/unknown"])), "error")
+    assert "holds no weights" in texts(check(default_config([*paths, str(tmp_path / "empty")])))
+    found = texts(check(default_config([*paths, "org/unknown"])), "error")
     assert "org/unknown is no folder here, and the Hub" in found
 
 
@@ -324,9 +324,9 @@ def test_damaged_files(check, paths, cut):
     file = Path(paths[1]) / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-cut])
-    assert "model.safetensors is damaged" in texts(check(ace_config(paths)), "error")
+    assert "model.safetensors is damaged" in texts(check(default_config(paths)), "error")
     file.write_bytes(b"\x00" * 20)
-    assert "it is no safetensors file" in texts(check(ace_config(paths)), "error")
+    assert "it is no safetensors file" in texts(check(default_config(paths)), "error")
 
 
 def test_a_missing_shard(check, tmp_path):
@@ -334,14 +334,14 @@ def test_a_missing_shard(check, tmp_path):
     shards = sorted(Path(paths[2]).glob("*.safetensors"))
     assert len(shards) > 2
     shards[1].unlink()
-    found = texts(check(ace_config(paths)), "error")
+    found = texts(check(default_config(paths)), "error")
     assert f"{shards[1]} is missing" in found
 
 
 def test_room_on_the_disk(check, paths, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(10, 9, 1000))
-    found = texts(check(ace_config(paths), "--out", "/a/b/c"), "error")
+    found = texts(check(default_config(paths), "--out", "/a/b/c"), "error")
     assert "but / has 1 kB left" in found
 
 
@@ -367,7 +367,7 @@ def test_a_model_on_the_hub_is_judged_by_its_headers(check, paths, monkeypatch):
         return config_of(known, trust_remote_code)
 
     monkeypatch.setattr(ModelReference, "config", config)
-    found = check(ace_config([*paths, "org/expert"]))
+    found = check(default_config([*paths, "org/expert"]))
     assert found["ok"], found
     assert found["models"][-1] | {"dtypes": None} == {
         "model": "org/expert", "role": "expert", "tensors": 21, "dtypes": None,
@@ -375,11 +375,13 @@ def test_a_model_on_the_hub_is_judged_by_its_headers(check, paths, monkeypatch):
         "place": "on the Hub",
     }  # fmt: skip
     answer["model.norm.weight"] = info("F32", [31])
-    assert "shapes: org/expert has 1 tensors" in texts(check(ace_config([*paths, "org/expert"])))
+    assert "shapes: org/expert has 1 tensors" in texts(
+        check(default_config([*paths, "org/expert"]))
+    )
 
 
 def test_other_methods(check, paths):
-    config = ace_config(paths, merge_method="ties", parameters={"weight": 0.5, "density": 0.5})
+    config = default_config(paths, merge_method="ties", parameters={"weight": 0.5, "density": 0.5})
     answer = check(config)
     assert answer["ok"]
     assert answer["estimate"]["seconds"] is None
@@ -387,7 +389,7 @@ def test_other_methods(check, paths):
 
 
 def test_methods_that_read_matrices(check, paths):
-    config = ace_config(paths, merge_method="ace_relative", parameters={"epsilon": 0.1})
+    config = default_config(paths, merge_method="ace_relative", parameters={"epsilon": 0.1})
     tables = check(config)["estimate"]
     assert tables["rules"]["table"] == 1, "the embeddings"
     config["parameters"]["layout"] = "matrix"
@@ -397,13 +399,13 @@ def test_methods_that_read_matrices(check, paths):
     assert set(relative["rules"]) == {"matrix", "mean"}
     assert sum(relative["forms"].values()) == relative["rules"]["matrix"]
     assert relative["seconds"][0] == relative["seconds"][1] > 0
-    plain = check(ace_config(paths))["estimate"]
+    plain = check(default_config(paths))["estimate"]
     assert relative["forms"] == plain["forms"]
     assert plain["operations"][0] < relative["operations"][0]
-    peer = check(ace_config(paths, merge_method="tsv_m"))["estimate"]
+    peer = check(default_config(paths, merge_method="tsv_m"))["estimate"]
     assert peer["rules"] == relative["rules"]
     assert peer["seconds"] is None
-    answer = check(ace_config(paths, merge_method="wudi", parameters={"solver": "newton"}))
+    answer = check(default_config(paths, merge_method="wudi", parameters={"solver": "newton"}))
     assert "one of adam, exact" in texts(answer, "error")
 
 
@@ -411,7 +413,7 @@ def test_methods_that_read_matrices(check, paths):
 def test_matrices_near_the_threshold(check, tmp_path, method):
     """Keys and values have half as many rows as columns, and a third expert has no weight."""
     paths = save_family(tiny_llama(), tmp_path, experts=3)
-    config = ace_config(paths, merge_method=method)
+    config = default_config(paths, merge_method=method)
     config["models"][2]["parameters"] = {"weight": 0}
     answer = check(config)
     assert answer["findings"] == []
@@ -434,10 +436,10 @@ def test_matrices_near_the_threshold(check, tmp_path, method):
 
 def test_ratios_for_people(tmp_path, paths):
     path = tmp_path / "a.yml"
-    path.write_text(yaml.safe_dump(ace_config(paths)))
+    path.write_text(yaml.safe_dump(default_config(paths)))
     result = CliRunner().invoke(main, ["check", str(path)])
     assert re.search(r"^ T·o/i  .*\bq_proj\b", result.output, re.MULTILINE)
-    path.write_text(yaml.safe_dump(ace_config(paths, merge_method="tsv_m")))
+    path.write_text(yaml.safe_dump(default_config(paths, merge_method="tsv_m")))
     assert "T·o/i" not in CliRunner().invoke(main, ["check", str(path)]).output
 
 
@@ -446,7 +448,7 @@ def test_what_every_method_does_and_warns_of(check, paths, method):
     """One layer of another shape: under slices: that need not be the layer that is merged."""
     name = "model.layers.1.mlp.up_proj.weight"
     rewrite(paths[2], lambda tensors: tensors.update({name: tensors[name][:-8].contiguous()}))
-    answer = check(ace_config(paths, merge_method=method.spec.name))
+    answer = check(default_config(paths, merge_method=method.spec.name))
     assert answer["method"] == method.about
     assert f"plan: {method.spec.name}: tensor {name} has shape" in texts(answer, "warning")
 
@@ -462,7 +464,7 @@ def test_experts_that_are_packed_in_memory(check, tmp_path, name):
     """Many tensors on disk, which mergekit merges as few: they count, and are compared."""
     torch.manual_seed(0)
     paths = save_family(MODELS[name][0](), tmp_path)
-    answer = check(ace_config(paths))
+    answer = check(default_config(paths))
     assert answer["ok"], answer
     stored = load_file(Path(paths[0]) / "model.safetensors")
     estimate = answer["estimate"]
@@ -480,13 +482,13 @@ def test_experts_that_are_packed_in_memory(check, tmp_path, name):
             tensors[tensor] = torch.cat([tensors[tensor]] * 2)
 
     rewrite(paths[2], widen)
-    assert "layers.0.mlp.experts.down_proj" in texts(check(ace_config(paths)), "error")
+    assert "layers.0.mlp.experts.down_proj" in texts(check(default_config(paths)), "error")
 
 
 def test_the_estimate_covers_what_a_merge_takes(paths, tmp_path):
     """Memory: what the largest tensor needs, and the shard that is being filled."""
     path = tmp_path / "a.yml"
-    path.write_text(yaml.safe_dump(ace_config(paths)))
+    path.write_text(yaml.safe_dump(default_config(paths)))
     result = check_module.check_merge(path, MergeOptions())
     tensors = load_file(Path(paths[0]) / "model.safetensors")
     whole = sum(t.nbytes for t in tensors.values())
