@@ -209,16 +209,13 @@ def _merge(
         return merge_mean(base, active, options.scale)
     prior, refined = options.structural_prior, branch.rank > 0
     weighted = any(task.coefficient != 1 for task in covariances.tasks)
-    component = None
+    component, floor = None, options.ridge_floor
     if prior or refined or not weighted:
-        solution, prior = _solve(
-            covariances.unweighted(), attempt.form, prior, refined, options.ridge_floor
-        )
+        solution, prior = _solve(covariances.unweighted(), attempt.form, prior, refined, floor)
         component = choose_component(covariances, solution, branch.rank) if refined else None
+        covariances, floor = covariances.with_ridges_of(solution.covariances), False
     if weighted:
-        solution = solve(
-            covariances, attempt.form, prior=prior, refined=False, floor=options.ridge_floor
-        )
+        solution = solve(covariances, attempt.form, prior=prior, refined=False, floor=floor)
     merged, covariances = solution.merged, solution.covariances
     size = amplification(merged, covariances)
     show(observe, "closed form", merged, covariances.unit)

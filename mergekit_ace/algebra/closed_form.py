@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from mergekit_ace.algebra.covariance import Covariances, Solution
 from mergekit_ace.algebra.dual import solve_dual
 from mergekit_ace.algebra.primal import solve_lean, solve_primal, solve_tall, through_gram
 from mergekit_ace.algebra.records import Form, IllConditionedError, MatrixRecord
+from mergekit_ace.algebra.ridge_floor import LIMIT, amplification
 from mergekit_ace.algebra.task_vectors import ActiveExperts
 
 # Operations that take as long as a byte from memory. Two cores of a server do 200 to 400 Gflop/s
@@ -190,5 +193,27 @@ def first_success(attempts: Sequence[Attempt], merge: Callable[[Attempt], Merged
 def solve(
     covariances: Covariances, form: Form, *, prior: bool, refined: bool, floor: bool = False
 ) -> Solution:
-    """Solve the closed form in one of its forms; see `solve_primal` and the others."""
-    return SOLVERS[form](covariances, prior=prior, refined=refined, floor=floor)
+    """Solve the closed form in one of its forms; see `solve_primal` and the others.
+
+    Args:
+        covariances: the estimates of at least one task.
+        form: of the closed form.
+        prior, refined: see `solve_primal`.
+        floor: whether the ridge is raised where X, with all coefficients 1, comes out larger than
+            `ridge_floor.LIMIT` allows; what is within it takes no more time.
+
+    Raises:
+        IllConditionedError: the form has too few digits at that precision.
+    """
+    solver = partial(SOLVERS[form], prior=prior, refined=refined)
+    if not floor:
+        return solver(covariances)
+    if any(task.coefficient != 1 for task in covariances.tasks):
+        plain = solve(covariances.unweighted(), form, prior=prior, refined=False, floor=True)
+        return solver(covariances.with_ridges_of(plain.covariances))
+    with suppress(IllConditionedError):  # more ridge is a remedy for that, too
+        solution = solver(covariances)
+        if amplification(solution.merged, covariances) <= LIMIT:
+            return solution
+        del solution  # its memory is needed
+    return solver(covariances, floor=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -39,7 +40,7 @@ from mergekit_ace.algebra.relative import (
     genuine_weights,
     merge_tensor_relative,
 )
-from mergekit_ace.algebra.ridge_floor import apply_floor
+from mergekit_ace.algebra.ridge_floor import LIMIT, amplification, apply_floor
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     as_matrices,
@@ -180,9 +181,15 @@ def _components(
 ) -> tuple[Covariances, list[Tensor]]:
     """Return the estimates with the ridge used, and X_t of every task, (o, i), in their unit."""
     rows, columns = covariances.shape
-    if rows * len(covariances.tasks) < columns:
-        return _through_rows(covariances, prior, floor, dtype)
-    return _through_columns(covariances, prior, floor, dtype)
+    wide = rows * len(covariances.tasks) < columns
+    split = partial(_through_rows if wide else _through_columns, covariances, prior, dtype=dtype)
+    if not floor:
+        return split(floor=False)
+    with suppress(IllConditionedError):  # as in `closed_form.solve`
+        _, parts = split(floor=False)
+        if amplification(sum(parts[1:], parts[0]), covariances) <= LIMIT:
+            return covariances, parts
+    return split(floor=True)
 
 
 def _through_columns(

@@ -117,6 +117,12 @@ class Covariances:
         epsilon = tuple(factor * value for value in self.epsilon)
         return replace(self, tasks=tasks, epsilon=epsilon)
 
+    def with_ridges_of(self, other: Covariances) -> Covariances:
+        """Return the same estimates with the ridges of others of the same tasks."""
+        pairs = zip(self.tasks, other.tasks, strict=True)
+        tasks = tuple(replace(task, ridge=same.ridge) for task, same in pairs)
+        return replace(self, tasks=tasks, epsilon=other.epsilon, raised=other.raised)
+
     def column_blocks(self) -> Iterator[slice]:
         """Iterate over blocks of columns of a task vector."""
         rows, columns = self.shape
