@@ -15,7 +15,7 @@ from mergekit_ace.algebra.covariance import Covariances, Solution
 from mergekit_ace.algebra.dual import solve_dual
 from mergekit_ace.algebra.primal import solve_lean, solve_primal, solve_tall, through_gram
 from mergekit_ace.algebra.records import Form, IllConditionedError, MatrixRecord
-from mergekit_ace.algebra.ridge_floor import LIMIT, amplification
+from mergekit_ace.algebra.ridge_floor import is_amplified
 from mergekit_ace.algebra.task_vectors import ActiveExperts
 
 # Operations that take as long as a byte from memory. Two cores of a server do 200 to 400 Gflop/s
@@ -199,8 +199,8 @@ def solve(
         covariances: the estimates of at least one task.
         form: of the closed form.
         prior, refined: see `solve_primal`.
-        floor: whether the ridge is raised where X, with all coefficients 1, comes out larger than
-            `ridge_floor.LIMIT` allows; what is within it takes no more time.
+        floor: whether the ridge is raised where X, with all coefficients 1, comes out amplified
+            (`is_amplified`); any other takes no more time.
 
     Raises:
         IllConditionedError: the form has too few digits at that precision.
@@ -213,7 +213,7 @@ def solve(
         return solver(covariances.with_ridges_of(plain.covariances))
     with suppress(IllConditionedError):  # more ridge is a remedy for that, too
         solution = solver(covariances)
-        if amplification(solution.merged, covariances) <= LIMIT:
+        if not is_amplified(solution.merged, covariances):
             return solution
         del solution  # its memory is needed
     return solver(covariances, floor=True)

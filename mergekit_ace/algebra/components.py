@@ -40,7 +40,7 @@ from mergekit_ace.algebra.relative import (
     genuine_weights,
     merge_tensor_relative,
 )
-from mergekit_ace.algebra.ridge_floor import LIMIT, amplification, apply_floor
+from mergekit_ace.algebra.ridge_floor import apply_floor, is_amplified
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     as_matrices,
@@ -187,7 +187,7 @@ def _components(
         return split(floor=False)
     with suppress(IllConditionedError):  # as in `closed_form.solve`
         _, parts = split(floor=False)
-        if amplification(sum(parts[1:], parts[0]), covariances) <= LIMIT:
+        if not is_amplified(sum(parts[1:], parts[0]), covariances):
             return covariances, parts
     return split(floor=True)
 

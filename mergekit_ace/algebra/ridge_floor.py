@@ -41,6 +41,8 @@ from mergekit_ace.algebra.task_vectors import squared_norm
 # Dictionary families keep most of their experts at 2 to 3 (examples/benchmark/epsilons.py), a real
 # language model that was tried at 1 to 2.5.
 LIMIT = 2.5
+# Times the limit: an X that is within it is not worth a second solve.
+TOLERATED = 1.2
 # Between these T·o/i a matrix counts as near the threshold.
 NEAR_THRESHOLD = (0.8, 1.25)
 # Rows z.
@@ -77,6 +79,11 @@ def amplification(merged: Tensor, covariances: Covariances) -> float:
         covariances: of the experts.
     """
     return squared_norm(merged) / covariances.energy
+
+
+def is_amplified(merged: Tensor, covariances: Covariances) -> bool:
+    """Tell whether X, (o, i), is so large that it is worth solving again with more ridge."""
+    return amplification(merged, covariances) > TOLERATED * LIMIT
 
 
 def apply_floor(covariances: Covariances, system: Tensor, *, dual: bool = False) -> Covariances:
