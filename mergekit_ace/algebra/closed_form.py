@@ -210,7 +210,9 @@ def solve(
         return solver(covariances)
     if any(task.coefficient != 1 for task in covariances.tasks):
         plain = solve(covariances.unweighted(), form, prior=prior, refined=False, floor=True)
-        return solver(covariances.with_ridges_of(plain.covariances))
+        covariances = covariances.with_ridges_of(plain.covariances)
+        del plain  # its memory is needed
+        return solver(covariances)
     with suppress(IllConditionedError):  # more ridge is a remedy for that, too
         solution = solver(covariances)
         if not is_amplified(solution.merged, covariances):

@@ -32,6 +32,9 @@ Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 NonNegative = Annotated[Number, Field(ge=0)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 
+# Where Σ ε_t of normalised estimates is above it, a refinement whose mean holds the ridges points
+# against the experts; at a third of it, it is the plain one but for a few percent.
+LARGEST_MEAN_RIDGE = 0.3
 
 RIDGE_FLOOR = Field(
     True,
@@ -42,7 +45,9 @@ RIDGE_FLOOR = Field(
 
 
 class AceOptions(BaseModel):
-    """What may be chosen per tensor. Defaults are the paper's (arXiv 2603.02945).
+    """What may be chosen per tensor.
+
+    Defaults are the paper's (arXiv 2603.02945) but for ``ridge_floor`` and ``refinement_mean``.
 
     Every field says what it is in its description; mergekit's name for ``scale`` is ``lambda``,
     which Python reserves.
@@ -193,11 +198,6 @@ def show(observe: Observer | None, stage: Stage, merged: Tensor, unit: float) ->
     """Call an observer, if there is one, with X in the unit of the weights."""
     if observe is not None:
         observe(stage, merged if unit == 1 else merged * unit)
-
-
-# Where Σ ε_t of normalised estimates is above it, a refinement whose mean holds the ridges points
-# against the experts; at a third of it, it is the plain one but for a few percent.
-LARGEST_MEAN_RIDGE = 0.3
 
 
 class IllConditionedError(ValueError):

@@ -33,12 +33,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import (
-    Attempt,
-    choose_attempts,
-    first_success,
-    solve,
-)
+from mergekit_ace.algebra.closed_form import Attempt, choose_attempts, first_success, solve
 from mergekit_ace.algebra.covariance import (
     LEAST_RIDGE,
     Covariances,

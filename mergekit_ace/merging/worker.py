@@ -124,7 +124,7 @@ class ShardWorker:
     def close(self) -> None:
         """Log what is to be said of all tensors that this process has merged.
 
-        Workers end without a process's usual rites, in which that would be done.
+        A worker process ends without running its exit handlers, which would do that.
         """
         flush_notices()
 
