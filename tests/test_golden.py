@@ -21,7 +21,7 @@ from reference import naive_tensor, task_vector_error
 from safetensors.torch import load_file
 
 from mergekit_ace import AceOptions, merge_tensor
-from mergekit_ace.algebra.task_vectors import as_matrices
+from mergekit_ace.algebra.layouts import as_matrices
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "ace.json").read_text())

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from mergekit_ace.algebra.closed_form import Attempt, choose_attempts, first_success, solve
 from mergekit_ace.algebra.covariance import Covariances, Solution, estimate_covariances
+from mergekit_ace.algebra.layouts import by_layout, resolve_layout
 from mergekit_ace.algebra.linalg import full_precision
+from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.records import (
     AceOptions,
     Form,
@@ -29,11 +31,9 @@ from mergekit_ace.algebra.ridge_floor import amplification
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     Heterogeneity,
-    by_layout,
     measure_heterogeneity,
     merge_mean,
     merge_trivial,
-    resolve_layout,
     select_active,
 )
 
@@ -66,6 +66,7 @@ def merge_tensor(
     least_memory: bool = False,
     observe: Observer | None = None,
     attempts: Sequence[Attempt] | None = None,
+    space: CoreSpace | None = None,
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor by ACE-Merging.
 
@@ -80,6 +81,7 @@ def merge_tensor(
         least_memory: take the form with the least working memory instead of the fastest.
         observe: called for every matrix, see `merge_matrix`.
         attempts: of every matrix, see `merge_matrix`.
+        space: of which the tensors are cores, if they are; `base` is 0 then.
 
     Returns:
         The merged tensor, shaped as `base`, in the compute dtype or wider, and its record. Where no
@@ -99,6 +101,7 @@ def merge_tensor(
         coefficients=coefficients,
         least_memory=least_memory,
         attempts=attempts,
+        space=space,
     )
 
     def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
@@ -120,6 +123,7 @@ def merge_matrix(
     *,
     least_memory: bool = False,
     attempts: Sequence[Attempt] | None = None,
+    space: CoreSpace | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge the versions of one matrix.
 
@@ -135,6 +139,7 @@ def merge_matrix(
             others, and a prior or a refinement, the closed form is computed twice.
         least_memory: take the form with the least working memory instead of the fastest.
         attempts: forms and precisions to try in turn; by default see `choose_attempts`.
+        space: of which the matrices are cores, if they are; `base` is 0 then, and so is W0.
 
     Working memory, beside the inputs and the result: at most four float32 matrices of max(i², o·i)
     entries, or in the dual form of max(N², o·i) with N = T·o, whatever T is, and six blocks of
@@ -155,13 +160,13 @@ def merge_matrix(
     options = options or AceOptions()
     weights = weights if weights is not None else [1.0] * len(experts)
     *own, refinement = coefficients or [1.0] * (len(experts) + 1)
-    active = select_active(base, experts, weights, options.dtype, own)
+    active = select_active(base, experts, weights, options.dtype, own, space)
     trivial = merge_trivial(base, active, options.scale)
     if trivial is not None:
         return trivial
-    if base.shape[0] == 1:  # one row is its own column mean: a vector in the shape of a matrix
+    if active.shape[0] == 1:  # one row is its own column mean: a vector in the shape of a matrix
         return merge_mean(base, active, options.scale)
-    branch = decide_branch(active, base.shape, options)
+    branch = decide_branch(active, active.shape, options)
     if attempts is None:
         attempts = choose_attempts(base, active, refined=branch.rank > 0, least_memory=least_memory)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import add_gram, blocks
+from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.records import AceOptions, tolerance
 from mergekit_ace.algebra.task_vectors import ActiveExperts, Moments, squared_norm
 
@@ -97,6 +98,7 @@ class Covariances:
         trace: Σ_t tr(S_t), in the unit of S_t.
         raised: whether the ε_t are larger than was asked for.
         noise: of the experts' rounding in X, see `rounding_in_merge`.
+        space: of which the matrices are cores; None for matrices that stand for themselves.
     """
 
     tasks: tuple[Task, ...]
@@ -111,6 +113,7 @@ class Covariances:
     trace: float = 0.0
     raised: bool = False
     noise: float = 0.0
+    space: CoreSpace | None = None
     _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def unweighted(self) -> Covariances:
@@ -198,7 +201,7 @@ class Covariances:
     @property
     def relative_ridge(self) -> float:
         """ε̄ in mean eigenvalues of Σ S_t."""
-        return self.ridge * self.shape[1] / self.trace if self.trace else math.inf
+        return self.ridge * self.whole_shape[1] / self.trace if self.trace else math.inf
 
     @property
     def mean_ridge(self) -> float:
@@ -215,6 +218,11 @@ class Covariances:
         """(o, i)."""
         rows, columns = self.tasks[0].base.shape
         return rows, columns
+
+    @property
+    def whole_shape(self) -> tuple[int, int]:
+        """(o, i) of the matrices that stand behind these, if they are cores."""
+        return self.space.shape if self.space else self.shape
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return zeros in the dtype of the products, unless in another, where the tensors are."""
@@ -266,6 +274,7 @@ def estimate_covariances(
     """
     unit = choose_unit(active, base.numel())
     least = (8 * torch.finfo(active.dtype).eps) ** 2
+    columns = active.shape[1]
     tasks, order, total = [], [], 0.0
     members = zip(active.experts, active.weights, active.coefficients, active.moments, strict=True)
     for expert, weight, coefficient, moments in members:
@@ -286,7 +295,7 @@ def estimate_covariances(
                 base=base,
                 mean=mean,
                 scale=scale,
-                ridge=weight * _ridge(options, trace, base.shape[1], unit, normalized),
+                ridge=weight * _ridge(options, trace, columns, unit, normalized),
                 unit=unit,
                 coefficient=coefficient,
             )
@@ -294,7 +303,7 @@ def estimate_covariances(
         order.append((weight, moments.tau))
         total += scale * trace
     estimated = [task for task in tasks if task is not None]
-    epsilon, unit_ridge = options.epsilon, _unit_ridge(estimated, total, base.shape[1])
+    epsilon, unit_ridge = options.epsilon, _unit_ridge(estimated, total, columns)
     if options.ridge_floor:
         epsilon = max(epsilon, LEAST_RIDGE * unit_ridge)
     if options.refinement_mean == "plain" and unit_ridge > 0:  # the paper's to the letter otherwise
@@ -313,6 +322,7 @@ def estimate_covariances(
         trace=total,
         raised=epsilon > options.epsilon,
         noise=noise,
+        space=active.space,
     ).times_ridge(epsilon)
 
 

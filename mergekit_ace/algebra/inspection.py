@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mergekit_ace.algebra.layouts import as_matrices
 from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.records import (
     FixedLayout,
@@ -20,7 +21,7 @@ from mergekit_ace.algebra.records import (
 )
 from mergekit_ace.algebra.rounding_noise import noise_energy
 from mergekit_ace.algebra.spectrum import Directions, leading_directions
-from mergekit_ace.algebra.task_vectors import as_matrices, squared_norm, task_vector
+from mergekit_ace.algebra.task_vectors import squared_norm, task_vector
 
 # A histogram reaches from −REACH to REACH root mean squares of all task vectors of the tensor.
 REACH = 5.0

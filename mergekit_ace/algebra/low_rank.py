@@ -1,11 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Task vectors of low rank, as adapters hold them, merged without ever forming a full matrix."""
+"""Task vectors of low rank, as adapters hold them, merged without ever forming a full matrix.
+
+With Δ_t = L_t R_t of ranks r_t, everything that a merge by matrices does stays within the span of
+the factors. Take orthonormal bases U of all columns of the L_t and of the all-ones vector, (o, p),
+and V of all rows of the R_t and of the all-ones vector, (i, q); then Δ_t = U M_t Vᵀ with a *core*
+M_t = (UᵀL_t)(R_tV), (p, q), p and q at most 1 + Σ r_t. (Core Space merging, Panariello et al.,
+NeurIPS 2025, arXiv 2509.17786, does the same for methods without covariances.)
+
+Products, traces, solves and singular values of the Δ_t are those of the M_t, as U and V keep inner
+products. Mean rows, and ACE's prior, are projections onto the all-ones direction, 11ᵀ/o and 11ᵀ/i.
+With U and V turned such that Uᵀ1 and Vᵀ1 are all-ones vectors themselves, times a number, they are
+11ᵀ/p and 11ᵀ/q between cores. So the same formulas merge the cores, with (o, i) in the few places
+where a size counts: see `CoreSpace.shape`.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+# Singular values of a merged core below this share of the largest are what rounding leaves of 0.
+NOTHING = 1e-13
 
 
 @dataclass(frozen=True)
@@ -27,6 +46,107 @@ class LowRank:
         """r, which the rank of Δ does not exceed."""
         return self.left.shape[-1]
 
+    @property
+    def transposed(self) -> LowRank:
+        """Δᵀ of a matrix, or of every matrix of a stack."""
+        *stack, rows, columns = self.shape
+        return LowRank(self.right.mT, self.left.mT, (*stack, columns, rows))
+
     def dense(self) -> Tensor:
         """Return Δ, in the shape of the stored tensor."""
         return (self.left @ self.right).reshape(self.shape)
+
+    def matrix(self, number: int) -> LowRank:
+        """Return one matrix of a stack."""
+        return LowRank(self.left[number], self.right[number], self.shape[1:])
+
+
+@dataclass(frozen=True)
+class CoreSpace:
+    """The span of some task vectors of low rank.
+
+    Attributes:
+        left: U, (o, p), or (E, o, p) of a stack of matrices; orthonormal columns. Uᵀ1 is √(o/p) 1.
+        right: V, (i, q), or (E, i, q), likewise.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    @classmethod
+    def of(cls, deltas: Sequence[LowRank]) -> CoreSpace:
+        """Return the span of the task vectors of one tensor, at least one."""
+        left = torch.cat([delta.left for delta in deltas], dim=-1)
+        right = torch.cat([delta.right for delta in deltas], dim=-2)
+        return cls(_basis(left), _basis(right.mT))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(o, i), of the matrices that cores stand for."""
+        return self.left.shape[-2], self.right.shape[-2]
+
+    def zeros(self) -> Tensor:
+        """Return the core of 0, (p, q), or (E, p, q)."""
+        return self.left.new_zeros(*self.left.shape[:-2], self.left.shape[-1], self.right.shape[-1])
+
+    def core(self, delta: LowRank) -> Tensor:
+        """Return M = UᵀΔV, (p, q), or (E, p, q), of a task vector of the span."""
+        return (self.left.mT @ delta.left) @ (delta.right @ self.right)
+
+    def expand(self, core: Tensor, shape: tuple[int, ...], rank: int) -> tuple[LowRank, float]:
+        """Return U M Vᵀ as a product of factors of equal size: each has the roots of M's values.
+
+        Args:
+            core: M, (p, q), or (E, p, q).
+            shape: of the stored tensor.
+            rank: at most; singular values beyond it are dropped, the smallest first.
+
+        Returns:
+            Factors with as few columns as M has rank, in a stack the largest one, and at least
+            one; and the share of ‖M‖² that was dropped, 0 to 1.
+        """
+        left, values, right = torch.linalg.svd(core, full_matrices=False)
+        least = NOTHING * values[..., :1]
+        kept = max(1, min(rank, int((values > least).sum(dim=-1).max())))
+        roots = values[..., :kept].sqrt()
+        energy, lost = float(values.square().sum()), float(values[..., kept:].square().sum())
+        factors = LowRank(
+            (self.left @ left[..., :kept]) * roots[..., None, :],
+            roots[..., :, None] * (right[..., :kept, :] @ self.right.mT),
+            shape,
+        )
+        return factors, lost / energy if energy else 0.0
+
+
+def _basis(columns: Tensor) -> Tensor:
+    """Return an orthonormal basis, (n, p), of columns, (n, r), and 1; p = min(n, r + 1).
+
+    Columns that depend on others add arbitrary directions, in which cores are 0. A reflection takes
+    the first direction, 1/√n, to that of the all-ones vector of p entries.
+    """
+    rows = columns.shape[-2]
+    ones = torch.ones_like(columns[..., :1])
+    basis = torch.linalg.qr(torch.cat([ones, columns], dim=-1)).Q
+    basis = torch.cat([ones / math.sqrt(rows), basis[..., 1:]], dim=-1)  # QR leaves the sign open
+    count = basis.shape[-1]
+    if count == 1:
+        return basis
+    mirror = basis.new_full((count,), -1 / math.sqrt(count))
+    mirror[0] += 1
+    return basis - (basis @ mirror)[..., None] * (2 / mirror.dot(mirror) * mirror)
+
+
+def compress(delta: LowRank, rank: int) -> tuple[LowRank, float]:
+    """Return the nearest product of a rank, in the Frobenius norm; see `CoreSpace.expand`."""
+    space = CoreSpace(torch.linalg.qr(delta.left).Q, torch.linalg.qr(delta.right.mT).Q)
+    return space.expand(space.core(delta), delta.shape, rank)
+
+
+def rows_in_common(deltas: Sequence[LowRank]) -> tuple[list[Tensor], Tensor]:
+    """Return task vectors (n, d) as Y_t Vᵀ with orthonormal V: all Y_t, (n, q), and V, (d, q).
+
+    Rows keep their norms and angles, so that whatever merges row by row merges the Y_t.
+    """
+    right = torch.cat([delta.right for delta in deltas], dim=-2)
+    basis = torch.linalg.qr(right.mT).Q
+    return [delta.left @ (delta.right @ basis) for delta in deltas], basis

@@ -57,7 +57,7 @@ def refine(solution: Solution, rank: int) -> IsotropicComponent:
 
     Args:
         solution: with F, which is overwritten.
-        rank: k, 1 ≤ k ≤ min(o, i).
+        rank: k, 1 ≤ k ≤ min(o, i); of the matrix that a core stands for, if F is one.
 
     Raises:
         IllConditionedError: the error of F would show in the component by more than `tolerance`,
@@ -65,7 +65,8 @@ def refine(solution: Solution, rank: int) -> IsotropicComponent:
     """
     assert solution.target is not None
     if solution.target.dtype != torch.float32:
-        return isotropic_component(solution.target, rank)
+        shape = solution.covariances.whole_shape
+        return decompose(solution.target, rank, torch.float64, shape).component_()
     if is_noisy(solution.covariances.noise):
         leading = decompose(solution.target, rank, torch.float32)
         if leading.resolved and _error(solution, leading) <= _allowed(solution, leading):
@@ -117,8 +118,10 @@ class Leading:
     there, which the paper's formula would add at full strength).
 
     Attributes:
-        matrix: F, (o, i).
-        rank: k.
+        matrix: F, (o, i), or its core.
+        rank: k, or all of a core that has fewer directions.
+        asked: k.
+        shape: (o, i).
         sigma: its largest singular values, ascending, (k + 1,), or (k,) where there are no more;
             float64.
         vectors: the singular vectors of the k largest, (m, k).
@@ -127,19 +130,21 @@ class Leading:
 
     matrix: Tensor
     rank: int
+    asked: int
+    shape: tuple[int, int]
     sigma: Tensor
     vectors: Tensor
     energy: float
 
     @property
     def strength(self) -> float:
-        """σ_iso."""
-        return float(self.sigma[-self.rank :].mean())
+        """σ_iso; directions that a core does not have are 0."""
+        return float(self.sigma[-self.rank :].sum()) / self.asked
 
     @property
     def kept(self) -> Tensor:
         """Which of the k directions the Gram matrix, which squares σ, can tell from zero."""
-        side = min(self.matrix.shape)
+        side = min(self.shape)
         least = (side * torch.finfo(self.vectors.dtype).eps) ** 0.5 / 2 * self.sigma[-1]
         return self.sigma[-self.rank :] > least
 
@@ -175,13 +180,16 @@ class Leading:
         return IsotropicComponent(self.matrix, strength)
 
 
-def decompose(matrix: Tensor, rank: int, dtype: torch.dtype) -> Leading:
+def decompose(
+    matrix: Tensor, rank: int, dtype: torch.dtype, shape: tuple[int, int] | None = None
+) -> Leading:
     """Return the k leading directions of F, (o, i), by its smaller Gram matrix.
 
     Args:
-        matrix: F, (o, i).
+        matrix: F, (o, i), or its core.
         rank: k, 1 ≤ k ≤ min(o, i).
         dtype: of the Gram matrix and its eigenvectors.
+        shape: (o, i), if `matrix` is a core.
     """
     wide = _on_its_shorter_side(matrix)
     side, length = wide.shape
@@ -190,8 +198,9 @@ def decompose(matrix: Tensor, rank: int, dtype: torch.dtype) -> Leading:
         add_gram(gram, wide[:, columns].to(dtype))
     energy = float(gram.diagonal().sum(dtype=torch.float64))
     values, vectors = leading_eigenpairs(gram, min(rank + 1, side))
-    sigma = values.double().clamp(min=0).sqrt()
-    return Leading(matrix, rank, sigma, vectors[:, -rank:], energy)
+    sigma, found = values.double().clamp(min=0).sqrt(), min(rank, side)
+    rows, columns = shape or matrix.shape
+    return Leading(matrix, found, rank, (rows, columns), sigma, vectors[:, -found:], energy)
 
 
 def _on_its_shorter_side(matrix: Tensor) -> Tensor:

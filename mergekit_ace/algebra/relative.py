@@ -42,7 +42,9 @@ from mergekit_ace.algebra.covariance import (
     choose_reference,
     choose_unit,
 )
+from mergekit_ace.algebra.layouts import by_layout, resolve_layout
 from mergekit_ace.algebra.linalg import add_gram, blocks, full_precision
+from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.records import (
     RIDGE_FLOOR,
     Factor,
@@ -57,10 +59,8 @@ from mergekit_ace.algebra.ridge_floor import amplification
 from mergekit_ace.algebra.rounding_noise import genuine_share
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
-    by_layout,
     merge_mean,
     merge_trivial,
-    resolve_layout,
     select_active,
     squared_norm,
 )
@@ -105,6 +105,7 @@ def merge_tensor_relative(
     least_memory: bool = False,
     observe: Observer | None = None,
     attempts: Sequence[Attempt] | None = None,
+    space: CoreSpace | None = None,
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor; arguments and result as of `merge_tensor`.
 
@@ -115,7 +116,7 @@ def merge_tensor_relative(
     weights = weights if weights is not None else [1.0] * len(experts)
 
     def active(base: Tensor, experts: Sequence[Tensor]) -> ActiveExperts:
-        return select_active(base, experts, weights, options.dtype, coefficients)
+        return select_active(base, experts, weights, options.dtype, coefficients, space)
 
     def matrix(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
         return merge_relative(
@@ -169,7 +170,7 @@ def merge_relative(
     trivial = merge_trivial(base, active, options.scale)
     if trivial is not None:
         return trivial
-    if base.shape[0] == 1:  # a vector in the shape of a matrix
+    if active.shape[0] == 1:  # a vector in the shape of a matrix
         return merge_mean(base, active, options.scale)
     if attempts is None:
         attempts = choose_attempts(base, active, refined=False, least_memory=least_memory)
@@ -230,8 +231,9 @@ def estimate_relative(
     """
     unit = choose_unit(active, base.numel())
     least = (8 * torch.finfo(active.dtype).eps) ** 2
-    rows, columns = base.shape
-    remembered = rows >= len(active.experts) * columns  # then all G_t together take less than a Δ_t
+    columns = active.shape[1]
+    # all G_t together take less memory than a Δ_t then
+    remembered = len(base) >= len(active.experts) * base.shape[1]
     epsilon = max(options.epsilon, LEAST_RIDGE) if options.ridge_floor else options.epsilon
     members = []
     weights = genuine_weights(base, active)
@@ -268,6 +270,7 @@ def estimate_relative(
         trace=math.fsum(shares),
         raised=epsilon > options.epsilon,
         noise=noise,
+        space=active.space,
     )
     return covariances, shares
 

@@ -159,20 +159,22 @@ class _Probes:
 
 def _probes(covariances: Covariances, system: Tensor, dual: bool) -> Iterator[_Probes]:
     """Iterate over ever better estimates, see `apply_floor`."""
-    rows = covariances.shape[0]
-    signs = _signs(rows).to(covariances.tasks[0].mean)
+    signs = _signs(covariances.whole_shape[0]).to(covariances.tasks[0].mean)
+    exact = len(signs) <= PROBES
+    if covariances.space:  # Xᵀz is V times that of the core and Uᵀz
+        signs = covariances.space.left.mT @ signs
     means, start, along = _right_hand_sides(covariances, signs, dual)
     roots = None
     if dual:
         scales = [task.scale**0.5 for task in covariances.tasks]
-        roots = system.new_tensor(scales).repeat_interleave(rows)
+        roots = system.new_tensor(scales).repeat_interleave(covariances.shape[0])
     start, along = (part.mT.to(system.dtype).contiguous() for part in (start, along))
     for basis, matrix in _tridiagonalise(system, start, roots):
         values, vectors = torch.linalg.eigh(matrix)
         values = values.clamp(min=0)
         found = (basis @ along[:, :, None]).mT.double().cpu()
         yield _Probes(
-            share=1 if rows <= PROBES else 1 / PROBES,
+            share=1 if exact else 1 / PROBES,
             mean=means.square().sum(dim=0).double().cpu(),
             start=start.norm(dim=1).double().cpu(),
             along=(found @ vectors).squeeze(1),

@@ -87,6 +87,7 @@ class RidgeMethod(TaskVectorMethod):
             settings.coefficients,
             least_memory=least_memory,
             observe=observe,
+            space=settings.space,
         )
 
     def learned_coefficients(self, settings: TensorSettings) -> Sequence[float] | None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from mergekit_ace.algebra.layouts import resolve_layout
 from mergekit_ace.algebra.records import FixedLayout, RelativeLayout
-from mergekit_ace.algebra.task_vectors import resolve_layout
 from mergekit_ace.naming import without_numbers
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import torch
 from mergekit.merge_methods.base import TensorGroup
 from torch import Tensor
 
+from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.records import FixedLayout
 from mergekit_ace.methods.shapes import shape_mismatch
 
@@ -27,6 +28,7 @@ class TensorSettings:
         layout: how the tensor is read; ``mean`` where it is no matrix, or none is needed.
         coefficients: that its merge uses; None where it has none.
         recorded: whether somebody will read the record of the merge.
+        space: of which the tensors are cores, where all task vectors are of low rank.
     """
 
     name: str | None
@@ -36,6 +38,7 @@ class TensorSettings:
     layout: FixedLayout = "mean"
     coefficients: Sequence[float] | None = None
     recorded: bool = False
+    space: CoreSpace | None = None
 
     @classmethod
     def of(cls, group: TensorGroup, parameters: Mapping[str, Any]) -> TensorSettings:

@@ -18,8 +18,8 @@ from mergekit.common import ModelReference
 from mergekit.merge_methods import merge_state_dicts
 from torch import Tensor
 
+from mergekit_ace.algebra.layouts import as_matrices
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
-from mergekit_ace.algebra.task_vectors import as_matrices
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.run import run_training

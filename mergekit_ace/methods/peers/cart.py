@@ -81,7 +81,11 @@ class CartMerge(MatrixMethod):
         return max(int(fraction * min(shape)), 1) if fraction > 0 else 0
 
     def combine(
-        self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
+        self,
+        deltas: Sequence[Tensor],
+        parameters: Mapping[str, Any],
+        unit: float,
+        shape: tuple[int, ...],
     ) -> Tensor:
-        rank = self.rank(deltas[0].shape, len(deltas), parameters)
+        rank = self.rank(shape, len(deltas), parameters)
         return merge_centred(deltas, rank, parameters["lambda"])

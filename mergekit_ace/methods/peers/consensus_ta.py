@@ -12,13 +12,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from mergekit_ace.algebra.layouts import merge_by_change
 from mergekit_ace.algebra.records import MatrixRecord, NonNegative, Observer, TensorRecord
-from mergekit_ace.algebra.task_vectors import (
-    merge_by_change,
-    merge_trivial,
-    select_active,
-    task_vector,
-)
+from mergekit_ace.algebra.task_vectors import merge_trivial, select_active, task_vector
 from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
 from mergekit_ace.methods.inputs import TensorSettings, describe
 from mergekit_ace.methods.parameters import LAMBDA, shared

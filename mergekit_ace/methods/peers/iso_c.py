@@ -14,17 +14,18 @@ from mergekit_ace.methods.parameters import LAMBDA, LAYOUT
 from mergekit_ace.methods.peers.matrix_method import MatrixMethod, decomposition_operations
 
 
-def merge_isotropic(deltas: Sequence[Tensor]) -> Tensor:
+def merge_isotropic(deltas: Sequence[Tensor], count: int | None = None) -> Tensor:
     """Return σ̄ U Vᵀ of Σ_t Δ_t = U diag(σ) Vᵀ, σ̄ = mean(σ_1…σ_r), r = min(o, i).
 
     Directions that the sum does not have count in σ̄ with σ = 0 and are not added (departure: a full
     decomposition returns arbitrary vectors there).
 
     Args:
-        deltas: Δ_t, (o, i), float64.
+        deltas: Δ_t, (o, i), float64, or their cores.
+        count: r; of the deltas by default.
     """
     directions = singular_directions(sum(deltas))
-    strength = directions.values.sum() / min(deltas[0].shape)
+    strength = directions.values.sum() / (count or min(deltas[0].shape))
     return strength * (directions.left @ directions.right.mT)
 
 
@@ -48,9 +49,13 @@ class IsoCMerge(MatrixMethod):
     own_rule = "merged with equal singular values"
 
     def combine(
-        self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
+        self,
+        deltas: Sequence[Tensor],
+        parameters: Mapping[str, Any],
+        unit: float,
+        shape: tuple[int, ...],
     ) -> Tensor:
-        return merge_isotropic(deltas)
+        return merge_isotropic(deltas, min(shape))
 
     def operations(
         self, rows: int, columns: int, experts: int, parameters: Mapping[str, Any]

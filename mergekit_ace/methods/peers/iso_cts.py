@@ -17,7 +17,9 @@ from mergekit_ace.methods.peers.iso_c import ISO_CITATION
 from mergekit_ace.methods.peers.matrix_method import MatrixMethod
 
 
-def merge_common_and_specific(deltas: Sequence[Tensor], each: int) -> Tensor:
+def merge_common_and_specific(
+    deltas: Sequence[Tensor], each: int, count: int | None = None
+) -> Tensor:
     """Join a common subspace of the sum and as many directions of each task vector outside of it.
 
     Of r = min(o, i) directions each task contributes s leading ones of (I − U Uᵀ) Δ_t, U the common
@@ -26,12 +28,13 @@ def merge_common_and_specific(deltas: Sequence[Tensor], each: int) -> Tensor:
     mean.
 
     Args:
-        deltas: Δ_t, (o, i), float64.
+        deltas: Δ_t, (o, i), float64, or their cores.
         each: s.
+        count: r; of the deltas by default.
 
     Directions that a matrix does not have count in the mean with σ = 0 and are not added.
     """
-    full = min(deltas[0].shape)
+    full = count or min(deltas[0].shape)
     common = singular_directions(sum(deltas), full - each * len(deltas))
     parts = [common]
     for delta in deltas if each else ():
@@ -78,8 +81,12 @@ class IsoCtsMerge(MatrixMethod):
         return min(round(own / experts), full // experts)
 
     def combine(
-        self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
+        self,
+        deltas: Sequence[Tensor],
+        parameters: Mapping[str, Any],
+        unit: float,
+        shape: tuple[int, ...],
     ) -> Tensor:
         return merge_common_and_specific(
-            deltas, self.rank(deltas[0].shape, len(deltas), parameters)
+            deltas, self.rank(shape, len(deltas), parameters), min(shape)
         )

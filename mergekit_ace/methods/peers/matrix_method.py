@@ -16,15 +16,11 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.covariance import choose_unit
+from mergekit_ace.algebra.layouts import by_layout
 from mergekit_ace.algebra.linalg import full_precision
+from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.records import MatrixRecord, Observer, show
-from mergekit_ace.algebra.task_vectors import (
-    by_layout,
-    merge_mean,
-    merge_trivial,
-    select_active,
-    task_vector,
-)
+from mergekit_ace.algebra.task_vectors import merge_mean, merge_trivial, select_active, task_vector
 from mergekit_ace.methods.base import Merged, TaskVectorMethod, Work, matrices_in
 from mergekit_ace.methods.inputs import TensorSettings
 
@@ -46,7 +42,7 @@ class MatrixMethod(TaskVectorMethod):
         least_memory: bool = False,
         observe: Observer | None = None,
     ) -> Merged:
-        matrix = partial(self._merge_matrix, settings.parameters, observe)
+        matrix = partial(self._merge_matrix, settings.parameters, observe, settings.space)
         mean = partial(self._merge_mean, settings.parameters)
         return by_layout(tensors[0], tensors[1:], settings.layout, matrix, mean)
 
@@ -61,10 +57,12 @@ class MatrixMethod(TaskVectorMethod):
         self,
         parameters: Mapping[str, Any],
         observe: Observer | None,
+        space: CoreSpace | None,
         base: Tensor,
         experts: Sequence[Tensor],
     ) -> tuple[Tensor, MatrixRecord]:
-        if len(base) == 1:  # a vector in the shape of a matrix
+        shape = space.shape if space else tuple(base.shape)
+        if shape[0] == 1:  # a vector in the shape of a matrix
             return self._merge_mean(parameters, base, experts)
         scale = self.scale(parameters)
         active = select_active(base, experts, [1.0] * len(experts), torch.float64)
@@ -73,14 +71,14 @@ class MatrixMethod(TaskVectorMethod):
             return trivial
         unit = choose_unit(active, base.numel())
         deltas = [task_vector(w, base, torch.float64).div_(unit) for w in active.experts]
-        merged = self.combine(deltas, parameters, unit)
+        merged = self.combine(deltas, parameters, unit, shape)
         show(observe, "closed form", merged, unit)
         record = MatrixRecord(
             rule=self.spec.name,
             weight=active.spread(active.weights, 0.0),
             tau=active.all_tau,
             changed=active.changed,
-            rank=self.rank(base.shape, len(deltas), parameters),
+            rank=self.rank(shape, len(deltas), parameters),
             precision="float64",
         )
         return merged.mul_(unit * scale).add_(base), record
@@ -95,7 +93,11 @@ class MatrixMethod(TaskVectorMethod):
 
     @abstractmethod
     def combine(
-        self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
+        self,
+        deltas: Sequence[Tensor],
+        parameters: Mapping[str, Any],
+        unit: float,
+        shape: tuple[int, ...],
     ) -> Tensor:
         """Return the merged task vector of one matrix before λ, in new memory.
 
@@ -104,6 +106,7 @@ class MatrixMethod(TaskVectorMethod):
                 zero. May be overwritten.
             parameters: of the method.
             unit: a power of two.
+            shape: (o, i); that of the task vectors, unless these are cores.
         """
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:

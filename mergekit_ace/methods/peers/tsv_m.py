@@ -63,6 +63,10 @@ class TsvMerge(MatrixMethod):
         return max(1, min(shape) // experts)
 
     def combine(
-        self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
+        self,
+        deltas: Sequence[Tensor],
+        parameters: Mapping[str, Any],
+        unit: float,
+        shape: tuple[int, ...],
     ) -> Tensor:
-        return merge_singular_vectors(deltas, self.rank(deltas[0].shape, len(deltas), parameters))
+        return merge_singular_vectors(deltas, self.rank(shape, len(deltas), parameters))

@@ -127,7 +127,11 @@ class WudiMerge(MatrixMethod):
     own_rule = "merged with the least interference"
 
     def combine(
-        self, deltas: Sequence[Tensor], parameters: Mapping[str, Any], unit: float
+        self,
+        deltas: Sequence[Tensor],
+        parameters: Mapping[str, Any],
+        unit: float,
+        shape: tuple[int, ...],
     ) -> Tensor:
         if parameters["solver"] == "exact":
             return minimise_exactly(deltas)

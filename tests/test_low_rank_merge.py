@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merges of low-rank task vectors within their span, beside the merges of the full tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mergekit import merge_methods
+
+from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, compress
+from mergekit_ace.methods.inputs import TensorSettings
+from mergekit_ace.methods.low_rank_merge import merge_low_rank
+
+BAR = 1e-9
+
+
+def low_rank(shape, rank, seed, scale=1.0, stack=()):
+    """A random task vector; kernels are read as (o, rest)."""
+    rng = torch.Generator().manual_seed(seed)
+    rows, columns = shape[len(stack)], int(torch.tensor(shape[len(stack) + 1 :]).prod())
+    left = torch.randn(*stack, rows, rank, generator=rng, dtype=torch.float64)
+    right = torch.randn(*stack, rank, columns, generator=rng, dtype=torch.float64)
+    return LowRank(scale * left, right / columns**0.5, tuple(shape))
+
+
+def settings_of(method, experts, layout="matrix", coefficients=None, **parameters):
+    values = {p.name: p.default for p in method.spec.parameters}
+    for parameter in method.spec.input_parameters:
+        values[parameter.name] = dict.fromkeys(range(experts), parameter.default)
+    for name, value in parameters.items():
+        values[name] = dict(enumerate(value)) if isinstance(value, list) else value
+    return TensorSettings(
+        "layer.weight", "base", tuple(range(experts)), values, layout, coefficients
+    )
+
+
+SAME = ("rule", "weight", "heterogeneous", "normalized", "refined", "prior", "rank", "raised")
+NEAR = ("tau", "gamma", "ridge", "sigma_iso", "amplification", "changed")
+
+
+def check(method_name, deltas, layout="matrix", coefficients=None, bar=BAR, **parameters):
+    """Compare the merge of factors with that of full tensors; return the former."""
+    method = merge_methods.get(method_name)
+    settings = settings_of(method, len(deltas), layout, coefficients, **parameters)
+    shape = next(delta for delta in deltas if delta).shape
+    base = torch.zeros(shape, dtype=torch.float64)
+    full = [delta.dense() if delta else base.clone() for delta in deltas]
+    expected, wanted = method.merge([base, *full], settings)
+    merge = merge_low_rank(method, deltas, settings)
+    got = merge.delta.dense() if merge.delta else base
+    assert got.shape == expected.shape
+    assert float((got - expected).norm()) <= bar * float(expected.norm())
+    assert merge.record.shape == wanted.shape
+    assert merge.record.layout == wanted.layout
+    for ours, theirs in zip(merge.record.matrices, wanted.matrices, strict=True):
+        for name in SAME:
+            assert getattr(ours, name) == getattr(theirs, name), name
+        for name in NEAR:
+            if getattr(theirs, name) is not None:
+                assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-6), name
+    return merge
+
+
+def family(shape=(40, 56), ranks=(3, 5, 2), scales=(1.0, 0.7, 1.3), stack=()):
+    seeds = range(1, 8 * len(ranks), 8)
+    given = zip(ranks, seeds, scales, strict=True)
+    return [low_rank(shape, rank, seed, scale, stack) for rank, seed, scale in given]
+
+
+REFINED = {"adaptive_normalization": "always", "spectral_refinement": "always"}
+CASES = {
+    "ace": [
+        {},
+        {"structural_prior": False},
+        {"centred": False},
+        {"epsilon": 0.1},
+        {"epsilon": 0.1, "epsilon_scale": "relative"},
+        {"adaptive_normalization": "always"},
+        REFINED,
+        {**REFINED, "rank_fraction": 0.05},
+        {**REFINED, "rank_fraction": 1.0},
+        {"refinement_mean": "ridged", "spectral_refinement": "always"},
+        {"lambda": 0.6, "weight": [1.0, 2.0, 0.5]},
+        {"weight": [1.0, 0.0, 0.5]},
+        {"epsilon": 0.0},
+    ],
+    "ace_relative": [
+        {},
+        {"centred": True},
+        {"structural_prior": True},
+        {"epsilon": 1.0},
+        {"epsilon": 0.0},
+        {"weight": [1.0, 2.0, 0.5], "lambda": 1.4},
+    ],
+    "tsv_m": [{}, {"lambda": 0.5}],
+    "iso_c": [{}],
+    "iso_cts": [{}, {"common_fraction": 0.5}, {"common_fraction": 0.98}],
+    "cart": [{}, {"rank_fraction": 0.5}, {"lambda": 0.3}, {"rank_fraction": 0.0}],
+    "wudi": [{"solver": "exact"}],
+}
+SHAPES = [(40, 56), (56, 40), (9, 200), (200, 9), (4, 5)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("method", "parameters"), [(m, p) for m, cases in CASES.items() for p in cases]
+)
+def test_a_merge_in_the_span_is_that_of_the_full_tensors(method, parameters, shape):
+    check(method, family(shape), bar=1e-7, **parameters)
+
+
+@pytest.mark.parametrize("method", ["ace", "ace_relative"])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-6, 1e-3])
+@pytest.mark.parametrize("shape", [(60, 80), (20, 90)])
+def test_the_floor_of_the_ridge_is_that_of_the_full_tensors(method, epsilon, shape):
+    """Experts that share nearly all of their rows amplify where they differ."""
+    common = low_rank(shape, 6, 0).right
+    deltas = []
+    for t in range(3):
+        own = low_rank(shape, 6, t + 1)
+        deltas.append(LowRank(own.left, common + 0.02 * own.right, shape))
+    merge = check(method, deltas, epsilon=epsilon, structural_prior=False, bar=1e-6)
+    assert merge.record.matrices[0].raised
+
+
+def test_experts_of_very_different_strength_take_the_heterogeneous_branch():
+    merge = check("ace", family(scales=(1.0, 30.0, 0.01)), bar=1e-6, epsilon_scale="relative")
+    assert merge.record.matrices[0].heterogeneous
+
+
+LAYOUTS = [
+    ("transposed", (40, 56), ()),
+    ("flattened", (12, 5, 3, 3), ()),
+    ("mean", (12, 5, 3, 3), ()),
+    ("mean", (40, 56), ()),
+    ("stacked", (3, 20, 30), (3,)),
+    ("transposed", (3, 20, 30), (3,)),
+    ("mean", (3, 20, 30), (3,)),
+]
+
+
+@pytest.mark.parametrize(("layout", "shape", "stack"), LAYOUTS)
+@pytest.mark.parametrize("method", ["ace", "ace_relative", "tsv_m", "iso_c", "cart"])
+def test_every_layout_is_read_as_the_full_merge_reads_it(method, layout, shape, stack):
+    check(method, family(shape, stack=stack), layout, bar=1e-7)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"epsilon": 0.0}, {"weight": [1.0, 3.0, 0.2]}])
+def test_a_table_is_merged_row_by_row(parameters):
+    deltas = family((50, 24))
+    deltas[1].left[10:20] = 0
+    for delta in deltas:
+        delta.left[30:35] = 0
+    merge = check("ace_relative", deltas, "table", **parameters)
+    assert merge.delta.rank == 10
+
+
+@pytest.mark.parametrize("method", ["ace", "ace_relative", "tsv_m", "iso_cts"])
+def test_an_expert_without_the_module_takes_no_part(method):
+    first, second, third = family()
+    zero = LowRank(torch.zeros_like(third.left), third.right, third.shape)
+    check(method, [first, None, second, zero], bar=1e-7)
+
+
+@pytest.mark.parametrize("layout", ["matrix", "transposed", "mean", "table"])
+def test_one_expert_alone_comes_out_as_it_is(layout):
+    (alone,) = family(ranks=(3,), scales=(1.0,))
+    merge = check("ace_relative", [None, alone], layout)
+    assert merge.delta is alone
+
+
+def test_a_single_expert_is_scaled_by_lambda():
+    (alone,) = family(ranks=(3,), scales=(1.0,))
+    merge = check("ace", [alone], **{"lambda": 0.5})
+    assert merge.delta.rank == 3
+
+
+def test_tensors_that_nobody_changed_have_no_result():
+    zeros = [LowRank(0 * d.left, d.right, d.shape) for d in family()]
+    assert check("ace", zeros).delta is None
+    assert check("ace_relative", zeros, "table").delta is None
+
+
+@pytest.mark.parametrize("method", ["statsmerging", "lines"])
+def test_given_coefficients_scale_the_task_vectors(method):
+    check(method, family(), "mean", coefficients=[0.2, -1.0, 0.7], weight=[0.2, -1.0, 0.7])
+
+
+def test_learned_components_are_those_of_the_full_tensors():
+    check("ace", family(), coefficients=[0.5, 1.2, 0.9, 0.7], bar=1e-7, **REFINED)
+    check("ace_relative", family(), coefficients=[0.5, 1.2, 0.9], bar=1e-7)
+    check("ace_relative", family(), "table", coefficients=[0.5, 1.2, 0.9], bar=1e-7)
+
+
+def test_the_rank_is_cut_by_singular_values():
+    deltas, method = family(), merge_methods.get("ace")
+    settings = settings_of(method, 3)
+    whole = merge_low_rank(method, deltas, settings)
+    cut = merge_low_rank(method, deltas, settings, rank=4)
+    left, values, right = torch.linalg.svd(whole.delta.dense(), full_matrices=False)
+    assert whole.delta.rank == 10
+    assert whole.lost < 1e-20
+    assert cut.delta.rank == 4
+    assert torch.allclose(cut.delta.dense(), (left[:, :4] * values[:4]) @ right[:4], atol=1e-12)
+    assert cut.lost == pytest.approx(float(values[4:].square().sum() / values.square().sum()))
+    assert torch.allclose(cut.delta.left.norm(dim=0), cut.delta.right.norm(dim=1))
+
+
+def test_the_rank_of_a_stack_is_cut_matrix_by_matrix():
+    deltas, method = family((3, 20, 30), stack=(3,)), merge_methods.get("ace")
+    settings = settings_of(method, 3, "stacked")
+    whole, cut = (merge_low_rank(method, deltas, settings, rank) for rank in (None, 4))
+    values = torch.linalg.svdvals(whole.delta.dense())
+    expected = values[:, 4:].square().sum() / values.square().sum()
+    assert cut.lost == pytest.approx(float(expected))
+    assert float((cut.delta.dense() - whole.delta.dense()).square().sum()) == pytest.approx(
+        float(values[:, 4:].square().sum())
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"), [("stacked", (12, 5, 3, 3)), ("transposed", (6, 5, 3))]
+)
+def test_a_layout_that_is_not_of_low_rank_is_refused(layout, shape):
+    method = merge_methods.get("ace")
+    with pytest.raises(ValueError, match=r"layer\.weight of shape .* is not of low rank"):
+        merge_low_rank(method, family(shape), settings_of(method, 3, layout))
+
+
+@pytest.mark.parametrize("stack", [(), (4,)])
+def test_a_basis_keeps_inner_products_and_the_direction_of_ones(stack):
+    deltas = family((*stack, 12, 30), stack=stack)
+    deltas[1].left[..., 1] = deltas[1].left[..., 0]
+    space = CoreSpace.of(deltas)
+    for basis, rows in ((space.left, 12), (space.right, 30)):
+        count = basis.shape[-1]
+        one = torch.eye(count, dtype=torch.float64).expand(*stack, count, count)
+        assert torch.allclose(basis.mT @ basis, one, atol=1e-12)
+        ones = torch.full((count,), (rows / count) ** 0.5, dtype=torch.float64)
+        assert torch.allclose(basis.sum(dim=-2), ones.expand(*stack, count), atol=1e-12)
+    for delta in deltas:
+        again, lost = space.expand(space.core(delta), delta.shape, 99)
+        assert torch.allclose(again.dense(), delta.dense(), atol=1e-12)
+        assert lost < 1e-20
+
+
+def test_compressing_drops_what_is_not_there():
+    first, second, _ = family()
+    both = LowRank(
+        torch.cat([first.left, first.left], dim=1),
+        torch.cat([first.right, first.right]),
+        first.shape,
+    )
+    again, lost = compress(both, 6)
+    assert again.rank == 3
+    assert lost < 1e-20
+    assert torch.allclose(again.dense(), 2 * first.dense(), atol=1e-12)
+    nothing, lost = compress(LowRank(0 * second.left, second.right, second.shape), 3)
+    assert nothing.rank == 1
+    assert lost == 0
+    assert not nothing.dense().any()
