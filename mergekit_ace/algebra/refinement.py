@@ -65,7 +65,8 @@ def refine(solution: Solution, rank: int) -> IsotropicComponent:
     """
     assert solution.target is not None
     if solution.target.dtype != torch.float32:
-        shape = solution.covariances.whole_shape
+        space = solution.covariances.space
+        shape = space.shape if space else None
         return decompose(solution.target, rank, torch.float64, shape).component_()
     if is_noisy(solution.covariances.noise):
         leading = decompose(solution.target, rank, torch.float32)
