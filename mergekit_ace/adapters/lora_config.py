@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `adapter_config.json` of a LoRA adapter: what can be merged, and by which factor it counts."""
+"""The `adapter_config.json` of a LoRA adapter: whether it can be merged, and ranks and scales."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _REFUSED = {
     "use_dora": ("DoRA, which also rescales the columns of the base", _MERGE_MODELS),
     "use_qalora": ("QA-LoRA, on a quantized base", "train a plain LoRA adapter"),
     "use_bdlora": ("BD-LoRA, whose factors are stored in blocks", _MERGE_MODELS),
-    "arrow_config": ("Arrow, which routes between adapters", "merge the adapters it routes between"),
+    "arrow_config": ("Arrow, which routes between adapters", "merge those adapters"),
     "kasa_config": ("KaSA, which also truncates the base", _MERGE_MODELS),
     "monteclora_config": ("MonteCLoRA, which samples around its factors", _MERGE_MODELS),
     "alora_invocation_tokens": (
         "aLoRA, which is off until certain tokens come and has no merged form",
         "train a plain LoRA adapter",
     ),
-    "trainable_token_indices": ("new rows of an embedding in the place of old ones", _MERGE_MODELS),
-    "layer_replication": ("layers that the base has once and the model several times", _MERGE_MODELS),
+    "trainable_token_indices": ("new rows of an embedding for some tokens", _MERGE_MODELS),
+    "layer_replication": ("layers that the model has oftener than the base", _MERGE_MODELS),
     "megatron_config": ("layers of Megatron", "convert it to the layers of transformers"),
 }  # fmt: skip
 # Initializations that take A · B out of the base before the training.

@@ -233,8 +233,8 @@ class _Reading:
         if (first, second) != expected:
             raise DamagedFileError(
                 f"{self.file.path} has A {first} and B {second} of {name}, where the base and the "
-                f"rank {scale.rank} of its config ask for {expected[0]} and {expected[1]}; give the "
-                "base that the adapter was trained on, or save the adapter again by a newer peft"
+                f"rank {scale.rank} of its config ask for {expected[0]} and {expected[1]}; give "
+                "the base that the adapter was trained on, or train it again by a newer peft"
             )
         change = Change(name, module, "parameter", shape, scale.rank, swapped)
         return change, scale.factor, (factors.first, factors.second)

@@ -163,8 +163,8 @@ class TensorFile:
         if factors.first is None or factors.second is None:
             there, lacking = ("A", "B") if factors.second is None else ("B", "A")
             raise DamagedFileError(
-                f"{self.path} has lora_{there} of {module} without lora_{lacking}; download or save "
-                "the adapter again"
+                f"{self.path} has lora_{there} of {module} without lora_{lacking}; download or "
+                "save the adapter again"
             )
         first, second = self.shapes[factors.first], self.shapes[factors.second]
         if len(first) != len(second) or len(first) < 2 or 0 in first or 0 in second:
