@@ -14,8 +14,8 @@ from torch import Tensor
 from mergekit_ace.headers import DamagedFileError
 
 
-def read_pickle(path: str | os.PathLike) -> dict[str, Tensor]:
-    """Return the tensors of an old `.bin` file on the meta device: their shapes and dtypes.
+def read_pickle(path: str | os.PathLike, device: str = "meta") -> dict[str, Tensor]:
+    """Return the tensors of an old `.bin` file; on the meta device, their shapes and dtypes only.
 
     mergekit's loader opens it, which refuses a file that would execute something.
 
@@ -23,7 +23,7 @@ def read_pickle(path: str | os.PathLike) -> dict[str, Tensor]:
         DamagedFileError: the file is damaged, or holds more than tensors.
     """
     try:
-        content = DumbPytorchLoader(os.fspath(path), device="meta").tensors
+        content = DumbPytorchLoader(os.fspath(path), device=device).tensors
         content = content.get("state_dict", content)
         return {name: value for name, value in content.items() if isinstance(value, Tensor)}
     except Exception as error:  # of many kinds; torch's advice is to trust the file

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `adapter_config.json` of a LoRA adapter: whether it can be merged, and ranks and scales."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import peft
+from peft import LoraConfig
+from peft.utils.other import get_pattern_key
+
+from mergekit_ace.headers import DamagedFileError, read_json
+
+LOG = logging.getLogger(__name__)
+
+_MERGE_MODELS = "merge full models with mergekit-yaml, made by peft's merge_and_unload"
+# What makes a change of a weight other than a scaled product of A and B, by the key of a config.
+_REFUSED = {
+    "use_dora": ("DoRA, which also rescales the columns of the base", _MERGE_MODELS),
+    "use_qalora": ("QA-LoRA, on a quantized base", "train a plain LoRA adapter"),
+    "use_bdlora": ("BD-LoRA, whose factors are stored in blocks", _MERGE_MODELS),
+    "arrow_config": ("Arrow, which routes between adapters", "merge those adapters"),
+    "kasa_config": ("KaSA, which also truncates the base", _MERGE_MODELS),
+    "monteclora_config": ("MonteCLoRA, which samples around its factors", _MERGE_MODELS),
+    "alora_invocation_tokens": (
+        "aLoRA, which is off until certain tokens come and has no merged form",
+        "train a plain LoRA adapter",
+    ),
+    "trainable_token_indices": ("new rows of an embedding for some tokens", _MERGE_MODELS),
+    "layer_replication": ("layers that the model has oftener than the base", _MERGE_MODELS),
+    "megatron_config": ("layers of Megatron", "convert it to the layers of transformers"),
+}  # fmt: skip
+# Initializations that take A · B out of the base before the training.
+_CHANGED_BASES = ("pissa", "olora", "corda", "lora_ga", "loftq")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The rank of an adapter's factors at one module, and what their product is multiplied by."""
+
+    rank: int
+    factor: float
+
+
+def read_lora_config(folder: Path) -> LoraConfig:
+    """Return the config of a LoRA adapter, read by PEFT's own class.
+
+    Raises:
+        DamagedFileError: the file is missing or damaged, PEFT does not read it, or the adapter is
+            of a type whose changes are not products of two factors.
+    """
+    path = folder / "adapter_config.json"
+    content = read_json(path)
+    kind = content.get("peft_type")
+    if kind is None:
+        raise DamagedFileError(
+            f"{path} has no `peft_type`, which tells what kind of adapter this is; save the "
+            "adapter again by peft's save_pretrained"
+        )
+    if kind != "LORA":
+        raise DamagedFileError(
+            f"{path} is of an adapter of the type {kind}, and only LoRA can be merged as an "
+            f"adapter; {_MERGE_MODELS}"
+        )
+    content.pop("runtime_config", None)
+    _check_unknown_keys(path, content)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # on keys that are looked at here
+            config = LoraConfig.from_peft_type(**content)
+    except Exception as error:  # of many kinds
+        raise DamagedFileError(
+            f"{path} is no config that peft {peft.__version__} reads: {error}; correct it, or save "
+            "the adapter again"
+        ) from error
+    _check_values(path, config)
+    _check_variant(path, config)
+    return config
+
+
+def scale_at(path: Path, config: LoraConfig, key: str) -> Scale:
+    """Return rank and factor at a module, as PEFT finds them.
+
+    Args:
+        path: of the config, for messages.
+        config: of the adapter.
+        key: name of the module, or of the parameter of `target_parameters`.
+
+    Raises:
+        DamagedFileError: they are no positive rank and no finite factor.
+    """
+    rank_key = get_pattern_key(config.rank_pattern.keys(), key)
+    alpha_key = get_pattern_key(config.alpha_pattern.keys(), key)
+    rank = config.rank_pattern.get(rank_key, config.r)
+    alpha = config.alpha_pattern.get(alpha_key, config.lora_alpha)
+    if type(rank) is not int or rank < 1:
+        raise DamagedFileError(
+            f"{path} gives {key} the rank {rank!r}; correct `r` or `rank_pattern` to a rank of at "
+            "least 1, or remove the module from the adapter"
+        )
+    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise DamagedFileError(
+            f"{path} gives {key} the alpha {alpha!r}; correct `lora_alpha` or `alpha_pattern` to a "
+            "number"
+        )
+    return Scale(rank, alpha / (math.sqrt(rank) if config.use_rslora else rank))
+
+
+def _check_unknown_keys(path: Path, content: dict[str, Any]) -> None:
+    """Refuse switches of a newer PEFT, and warn of its other settings as PEFT does."""
+    known = {field.name for field in fields(LoraConfig)}
+    unknown = {key: value for key, value in content.items() if key not in known and value}
+    switches = [
+        key
+        for key, value in unknown.items()
+        if (key.startswith("use_") and value is True) or key.endswith("_config")
+    ]
+    if switches:
+        raise DamagedFileError(
+            f"{path} sets {', '.join(sorted(switches))}, which peft {peft.__version__} does not "
+            "know, and which may change what the adapter does; update peft"
+        )
+    if unknown:
+        LOG.warning(
+            "%s sets %s, which peft %s does not know and ignores; update peft if that matters",
+            path, ", ".join(sorted(unknown)), peft.__version__,
+        )  # fmt: skip
+
+
+def _check_values(path: Path, config: LoraConfig) -> None:
+    """Raise for values of a type with which PEFT would fail later, or silently do without."""
+    for key in ("rank_pattern", "alpha_pattern"):
+        if getattr(config, key) is None:
+            setattr(config, key, {})
+        if not isinstance(getattr(config, key), dict):
+            raise DamagedFileError(
+                f"{path} has `{key}`: {getattr(config, key)!r} instead of values by the names of "
+                "modules; correct it"
+            )
+    if config.bias not in ("none", "all", "lora_only"):
+        raise DamagedFileError(
+            f"{path} has `bias`: {config.bias!r}; correct it to none, all or lora_only"
+        )
+    for key in ("modules_to_save", "target_parameters"):
+        names = getattr(config, key, None)
+        if names is not None and not (
+            isinstance(names, list) and all(isinstance(name, str) for name in names)
+        ):
+            raise DamagedFileError(f"{path} has `{key}`: {names!r}; correct it to a list of names")
+
+
+def _check_variant(path: Path, config: LoraConfig) -> None:
+    """Raise for adapters that are more than a scaled product of A and B added to a weight."""
+    for key, (what, remedy) in _REFUSED.items():
+        if getattr(config, key, None):
+            raise DamagedFileError(f"{path} sets `{key}`: {what}; {remedy}")
+    start = config.init_lora_weights
+    if isinstance(start, str) and start.lower().startswith(_CHANGED_BASES):
+        raise DamagedFileError(
+            f"{path} has `init_lora_weights`: {start}, which changed the base before the training, "
+            "so that the adapter means nothing on the original; save it by peft's save_pretrained "
+            "with path_initial_model_for_weight_conversion"
+        )

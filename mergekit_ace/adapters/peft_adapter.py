@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A LoRA adapter that PEFT wrote, as changes of the base's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from mergekit.common import ModelPath
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from torch import Tensor, nn
+
+from mergekit_ace.adapters.lora_config import read_lora_config, scale_at
+from mergekit_ace.adapters.orientation import Kind, from_peft
+from mergekit_ace.adapters.tensor_file import Content, Factors, TensorFile
+from mergekit_ace.algebra.low_rank import LowRank
+from mergekit_ace.checkpoint_files import adapter_files, check_adapter_folder, existing_folder
+from mergekit_ace.headers import DamagedFileError
+
+_WRAPPER = ".base_layer"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One tensor of the base that an adapter changes.
+
+    Attributes:
+        name: of the tensor as the model has it in memory.
+        module: that holds it; of a saved tensor, the module that `modules_to_save` names.
+        kind: `transposed` is a Conv1D, `parameter` one of `target_parameters`, `bias` what is added
+            to a bias (`lora_bias`), and `saved` a whole tensor that takes the place of the base's
+            (`modules_to_save`, trained biases).
+        shape: of the tensor as the base stores it.
+        rank: of the change; None where it is no product.
+        swapped: whether a packed parameter is stored (E, i, o).
+    """
+
+    name: str
+    module: str
+    kind: Kind
+    shape: tuple[int, ...]
+    rank: int | None
+    swapped: bool = False
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter, whose tensors are read when they are asked for.
+
+    Attributes:
+        name: as the user wrote it.
+        folder: where it is.
+        config: read by PEFT's own class.
+        changes: by `Change.name`.
+        network: the base without its weights, if it was given.
+    """
+
+    name: str
+    folder: Path
+    config: LoraConfig
+    changes: Mapping[str, Change]
+    network: nn.Module | None
+    file: TensorFile = field(repr=False)
+    sources: Mapping[str, tuple[float, tuple[str, ...]]] = field(repr=False)
+
+    def low_rank(self, name: str) -> LowRank:
+        """Return the change of a tensor as factors in float64, with PEFT's scale within.
+
+        Raises:
+            DamagedFileError: a factor holds NaN or infinite numbers.
+        """
+        change = self.changes[name]
+        scale, names = self.sources[name]
+        first, second = (tensor.to(torch.float64) for tensor in self.file.read(*names))
+        return from_peft(change.kind, first, scale * second, change.shape, change.swapped)
+
+    def full(self, name: str) -> Tensor:
+        """Return what is added to a bias, in float64, or a saved tensor as it is stored.
+
+        Raises:
+            DamagedFileError: it holds NaN or infinite numbers.
+        """
+        scale, (key,) = self.sources[name]
+        (tensor,) = self.file.read(key)
+        return scale * tensor.to(torch.float64) if self.changes[name].kind == "bias" else tensor
+
+
+def read_adapter(reference: ModelPath | str, network: nn.Module | None = None) -> Adapter:
+    """Read what an adapter changes, by its config and the header of its tensors.
+
+    Args:
+        reference: a folder, or a name on the Hub, of which the adapter's files are downloaded.
+        network: the base on the meta device, by which every module is known for certain. Without
+            it, Conv1D is told by `fan_in_fan_out` alone, and `target_parameters` cannot be read.
+
+    Raises:
+        DamagedFileError: what is wrong with the adapter, and what to do about it.
+    """
+    if isinstance(reference, str):
+        reference = ModelPath.model_validate(reference)
+    folder = existing_folder(reference.path) or _download(reference)
+    check_adapter_folder(folder)
+    config = read_lora_config(folder)
+    file = TensorFile(adapter_files(folder)[0])
+    found = {}
+    for change, scale, names in _Reading(folder, config, file, network).changes():
+        if change.name in found:
+            raise DamagedFileError(
+                f"{file.path} changes {change.name} twice, by {', '.join(names)} and by "
+                f"{', '.join(found[change.name][2])}; save the adapter with one of them"
+            )
+        found[change.name] = change, scale, names
+    return Adapter(
+        name=str(reference),
+        folder=folder,
+        config=config,
+        changes={name: change for name, (change, _, _) in found.items()},
+        network=network,
+        file=file,
+        sources={name: (scale, names) for name, (_, scale, names) in found.items()},
+    )
+
+
+def _download(reference: ModelPath) -> Path:
+    """Return the folder of an adapter's files from the Hub."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    def get(name: str) -> str:
+        return hf_hub_download(reference.path, name, revision=reference.revision)
+
+    try:
+        config = get("adapter_config.json")
+        try:
+            get("adapter_model.safetensors")
+        except (EntryNotFoundError, LocalEntryNotFoundError):
+            get("adapter_model.bin")
+    except Exception as error:  # of many kinds: no such adapter, no access, no network
+        raise DamagedFileError(
+            f"{reference} is no folder in {Path.cwd()}, and no adapter of the Hub that can be read "
+            f"({type(error).__name__}); correct the name, or download the adapter first"
+        ) from error
+    return Path(config).parent
+
+
+_Found = tuple[Change, float, tuple[str, ...]]
+
+
+@dataclass
+class _Reading:
+    """What is known while the tensors of one adapter are told apart."""
+
+    folder: Path
+    config: LoraConfig
+    file: TensorFile
+    network: nn.Module | None
+
+    def __post_init__(self) -> None:
+        self.config_path = self.folder / "adapter_config.json"
+        self.modules = dict(self.network.named_modules()) if self.network is not None else {}
+        self.targets = _targeted_parameters(self.modules, self.config)
+
+    def changes(self) -> Iterator[_Found]:
+        """Return change, scale and names of the tensors of everything in the file."""
+        content = self.file.content()
+        wanted = getattr(self.config, "target_parameters", None)
+        if wanted and self.network is None:
+            raise DamagedFileError(
+                f"{self.config_path} has `target_parameters`, whose order only the base tells; "
+                "name the adapter as BASE+ADAPTER"
+            )
+        for place, factors in content.factors.items():
+            yield from self._changes_at(place, factors)
+        yield from self._saved(content)
+
+    def _changes_at(self, place: str, factors: Factors) -> Iterator[_Found]:
+        module, depth = place, 0
+        while module.endswith(_WRAPPER):
+            module, depth = module.removesuffix(_WRAPPER), depth + 1
+        if self.network is not None and module not in self.modules:
+            raise DamagedFileError(
+                f"{self.file.path} changes {module}, which the base does not have; give the base "
+                "that the adapter was trained on"
+            )
+        parameters = self.targets.get(module, [])
+        if depth >= max(1, len(parameters)):
+            raise DamagedFileError(
+                f"{self.file.path} changes {place}, where the base has nothing that the "
+                "adapter's config targets; give the base that the adapter was trained on"
+            )
+        if parameters:
+            yield self._parameter(module, parameters[-1 - depth], factors)
+            return
+        self._check_targeted(module)
+        yield self._weight(module, factors)
+        if factors.bias is not None:
+            yield self._bias(module, factors)
+
+    def _weight(self, module: str, factors: Factors) -> _Found:
+        """Return the change of the weight of a module."""
+        kind = self._kind(module, factors)
+        first, second = self._shapes(factors)
+        scale = scale_at(self.config_path, self.config, module)
+        self._check_rank(module, first[0], scale.rank)
+        if kind in ("transposed", "embedding"):
+            shape = (first[1], second[0])
+        else:
+            shape = (second[0], *first[1:])
+        if self.network is not None:
+            self._check_shape(module, shape, self.modules[module].weight)
+        change = Change(f"{module}.weight", module, kind, shape, scale.rank)
+        return change, scale.factor, (factors.first, factors.second)
+
+    def _parameter(self, module: str, parameter: str, factors: Factors) -> _Found:
+        """Return the change of a parameter of `target_parameters`."""
+        holder = self.modules[module]
+        shape = tuple(getattr(holder, parameter).shape)
+        name = f"{module}.{parameter}"
+        if len(shape) not in (2, 3):
+            raise DamagedFileError(
+                f"{self.file.path} changes {name}, whose shape is {shape}; PEFT changes matrices "
+                "and stacks of them only"
+            )
+        count = shape[0] if len(shape) == 3 else 1
+        swapped = len(shape) == 3 and getattr(holder, "is_transposed", False)
+        outputs, inputs = shape[-2:][::-1] if swapped else shape[-2:]
+        first, second = self._shapes(factors)
+        scale = scale_at(self.config_path, self.config, name)
+        expected = (scale.rank * count, inputs), (outputs, scale.rank * count)
+        if (first, second) != expected:
+            raise DamagedFileError(
+                f"{self.file.path} has A {first} and B {second} of {name}, where the base and the "
+                f"rank {scale.rank} of its config ask for {expected[0]} and {expected[1]}; give "
+                "the base that the adapter was trained on, or train it again by a newer peft"
+            )
+        change = Change(name, module, "parameter", shape, scale.rank, swapped)
+        return change, scale.factor, (factors.first, factors.second)
+
+    def _bias(self, module: str, factors: Factors) -> _Found:
+        """Return what `lora_bias` adds to the bias of a module."""
+        if self.network is not None and getattr(self.modules[module], "bias", None) is None:
+            raise DamagedFileError(
+                f"{self.file.path} adds to the bias of {module}, which has none in the base; train "
+                "the adapter without `lora_bias`"
+            )
+        scale = scale_at(self.config_path, self.config, module)
+        shape = self.file.shapes[factors.bias]
+        change = Change(f"{module}.bias", module, "bias", shape, None)
+        return change, scale.factor, (factors.bias,)
+
+    def _saved(self, content: Content) -> Iterator[_Found]:
+        """Return the tensors that the adapter holds whole."""
+        known = set(self.network.state_dict()) if self.network is not None else None
+        for name, key in content.full.items():
+            module, _, leaf = name.rpartition(".")
+            if leaf == "weight" and module in content.factors:
+                continue  # the table below its factors, which PEFT saves as the base has it
+            if known is not None and name not in known:
+                raise DamagedFileError(
+                    f"{self.file.path} holds {key}, and the base has no {name}; give the base that "
+                    "the adapter was trained on"
+                )
+            shape = self.file.shapes[key]
+            yield Change(name, self._saved_module(name), "saved", shape, None), 1.0, (key,)
+
+    def _saved_module(self, name: str) -> str:
+        """Return the module that PEFT keeps whole, of which a tensor is part."""
+        module = name.rpartition(".")[0]
+        parts = module.split(".")
+        for count in range(1, len(parts) + 1):
+            outer = ".".join(parts[:count])
+            if any(outer.endswith(ending) for ending in self.config.modules_to_save or ()):
+                return outer
+        return module
+
+    def _kind(self, module: str, factors: Factors) -> Kind:
+        """Return what a module is, by the base if it is there."""
+        window = len(self._shapes(factors)[0]) > 2
+        if factors.embedding or window:
+            kind: Kind = "embedding" if factors.embedding else "convolution"
+        else:
+            kind = "transposed" if self.config.fan_in_fan_out else "linear"
+        if self.network is None:
+            return kind
+        known = _module_kind(self.modules[module])
+        if known is None or {known, kind} not in ({kind}, {"linear", "transposed"}):
+            raise DamagedFileError(
+                f"{self.file.path} has factors of {module} for a layer of the kind {kind}, and the "
+                f"base has a {type(self.modules[module]).__name__} there; give the base that the "
+                "adapter was trained on, or merge full models with mergekit-yaml"
+            )
+        return known
+
+    def _shapes(self, factors: Factors) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.file.shapes[factors.first], self.file.shapes[factors.second]
+
+    def _check_targeted(self, module: str) -> None:
+        """Raise for factors that PEFT would leave aside, as the config does not target them."""
+        targets = self.config.target_modules
+        if targets is None or targets == "all-linear":
+            return
+        if not check_target_module_exists(self.config, module):
+            raise DamagedFileError(
+                f"{self.file.path} changes {module}, which `target_modules` of {self.config_path} "
+                "does not name, so that PEFT would leave it aside; correct the config"
+            )
+
+    def _check_rank(self, module: str, held: int, told: int) -> None:
+        if held != told:
+            raise DamagedFileError(
+                f"{self.file.path} has factors of rank {held} for {module}, but {self.config_path} "
+                f"says {told}; correct `r` or `rank_pattern`, or save the adapter again"
+            )
+
+    def _check_shape(self, module: str, shape: tuple[int, ...], weight: Tensor) -> None:
+        if tuple(weight.shape) != shape:
+            raise DamagedFileError(
+                f"{self.file.path} changes {module} as a weight of the shape {shape}, but the "
+                f"base's is {tuple(weight.shape)}; give the base that the adapter was trained on"
+            )
+
+
+def _module_kind(module: nn.Module) -> Kind | None:
+    """Return what PEFT takes a module for; None if it is none whose weight it changes."""
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = {
+        nn.Embedding: "embedding",
+        Conv1D: "transposed",
+        nn.Linear: "linear",
+        (nn.Conv1d, nn.Conv2d, nn.Conv3d): "convolution",
+    }
+    return next((kind for types, kind in kinds.items() if isinstance(module, types)), None)
+
+
+def _targeted_parameters(
+    modules: Mapping[str, nn.Module], config: LoraConfig
+) -> dict[str, list[str]]:
+    """Return the parameters of `target_parameters` by module, in the order of PEFT's wrappers.
+
+    The innermost wrapper comes first: it is that of the parameter that the module has first.
+    """
+    targets = getattr(config, "target_parameters", None) or []
+    found: dict[str, list[str]] = {}
+    for place, module in modules.items() if targets else ():
+        for name, _ in module.named_parameters(recurse=False):
+            key = f"{place}.{name}"
+            if any(key == target or key.endswith(f".{target}") for target in targets):
+                found.setdefault(place, []).append(name)
+    return found

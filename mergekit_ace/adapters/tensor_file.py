@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of an adapter's tensors: what its names mean, and its tensors one at a time."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from mergekit_ace.headers import DamagedFileError, read_file_header
+from mergekit_ace.pickled import read_pickle
+
+PEFT_PREFIX = "base_model.model."  # of every tensor that PEFT writes and loads
+_FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.(weight|bias))?")
+
+
+@dataclass
+class Factors:
+    """The names of the tensors that an adapter has for one module.
+
+    Attributes:
+        first: A.
+        second: B.
+        bias: of B, of `lora_bias`.
+        embedding: whether they are those of a table.
+    """
+
+    first: str | None = None
+    second: str | None = None
+    bias: str | None = None
+    embedding: bool = False
+
+
+@dataclass
+class Content:
+    """What the tensors of an adapter are, by the names that PEFT gives them.
+
+    Attributes:
+        factors: by module, with a `.base_layer` behind it for every other wrapper around this one.
+        full: name in the file by name in the model.
+    """
+
+    factors: dict[str, Factors] = field(default_factory=dict)
+    full: dict[str, str] = field(default_factory=dict)
+
+
+class TensorFile:
+    """The file of an adapter, `adapter_model.safetensors` or an old `adapter_model.bin`.
+
+    Attributes:
+        path: of it.
+        shapes: by name of a tensor.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the header.
+
+        Raises:
+            DamagedFileError: the file is damaged, holds nothing, or something other than numbers.
+        """
+        self.path = path
+        self._pickled = path.suffix != ".safetensors"
+        if self._pickled:
+            tensors = read_pickle(path)
+            self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            odd = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
+        else:
+            headers = read_file_header(path)
+            self.shapes = {name: header.shape for name, header in headers.items()}
+            odd = [name for name, header in headers.items() if "F" not in header.dtype]
+        self._odd = frozenset(odd)
+        if not self.shapes:
+            raise DamagedFileError(f"{path} holds no tensors; download or save the adapter again")
+
+    def read(self, *names: str) -> list[Tensor]:
+        """Return tensors as they are stored.
+
+        Raises:
+            DamagedFileError: one holds NaN or infinite numbers.
+        """
+        if self._pickled:
+            tensors = [self._all[name] for name in names]
+        else:  # opened anew, so that pages that were read before are let go
+            with safe_open(self.path, framework="pt") as file:
+                tensors = [file.get_tensor(name) for name in names]
+        for name, tensor in zip(names, tensors, strict=True):
+            if not torch.isfinite(tensor).all():
+                raise DamagedFileError(
+                    f"tensor {name} of {self.path} holds NaN or infinite numbers: the training "
+                    "went wrong, or the file is damaged; take an earlier checkpoint of it"
+                )
+        return tensors
+
+    @cached_property
+    def _all(self) -> dict[str, Tensor]:
+        return read_pickle(self.path, "cpu")
+
+    def content(self) -> Content:
+        """Return what the tensors are.
+
+        Raises:
+            DamagedFileError: naming a tensor that PEFT would not load, or that has no second one.
+        """
+        found = Content()
+        for name in sorted(self.shapes):
+            if not name.startswith(PEFT_PREFIX):
+                raise DamagedFileError(
+                    f"tensor {name} of {self.path} lacks the prefix {PEFT_PREFIX}, without which "
+                    "PEFT does not load it; save the adapter again by peft's save_pretrained"
+                )
+            self._add(found, name, name.removeprefix(PEFT_PREFIX))
+        for module, factors in found.factors.items():
+            self._check_pair(module, factors)
+        return found
+
+    def _add(self, found: Content, name: str, place: str) -> None:
+        match = _FACTOR.fullmatch(place)
+        if match is None:
+            if ".lora_" in place or ".token_adapter." in place:
+                raise DamagedFileError(
+                    f"tensor {name} of {self.path} is none of a plain LoRA adapter; save the "
+                    "adapter again by peft's save_pretrained, or merge full models with "
+                    "mergekit-yaml"
+                )
+            self._add_full(found, name, place)
+            return
+        module, table, letter, leaf = match.groups()
+        if (leaf is None) != (table is not None) or (letter == "A" and leaf == "bias"):
+            raise DamagedFileError(
+                f"tensor {name} of {self.path} has a name that PEFT does not load; save the "
+                "adapter again by peft's save_pretrained"
+            )
+        if name in self._odd:
+            raise DamagedFileError(
+                f"tensor {name} of {self.path} holds integers instead of a factor; save the "
+                "adapter again in bfloat16, float16 or float32"
+            )
+        factors = found.factors.setdefault(module, Factors(embedding=table is not None))
+        part = "bias" if leaf == "bias" else "first" if letter == "A" else "second"
+        if getattr(factors, part) is not None or factors.embedding != (table is not None):
+            raise DamagedFileError(
+                f"{self.path} holds factors of {module} twice, the second time as {name}; save "
+                "the adapter again by peft's save_pretrained"
+            )
+        setattr(factors, part, name)
+
+    def _add_full(self, found: Content, name: str, place: str) -> None:
+        plain = place.replace(".base_layer.", ".")
+        if plain in found.full:
+            raise DamagedFileError(
+                f"{self.path} holds {plain} twice, as {found.full[plain]} and as {name}; save the "
+                "adapter again by peft's save_pretrained"
+            )
+        found.full[plain] = name
+
+    def _check_pair(self, module: str, factors: Factors) -> None:
+        """Raise unless A and B are there and can be multiplied."""
+        if factors.first is None or factors.second is None:
+            there, lacking = ("A", "B") if factors.second is None else ("B", "A")
+            raise DamagedFileError(
+                f"{self.path} has lora_{there} of {module} without lora_{lacking}; download or "
+                "save the adapter again"
+            )
+        first, second = self.shapes[factors.first], self.shapes[factors.second]
+        if len(first) != len(second) or len(first) < 2 or 0 in first or 0 in second:
+            raise DamagedFileError(
+                f"{self.path} has A {first} and B {second} of {module}, which are no factors; save "
+                "the adapter again, with all shards of the training gathered"
+            )
+        if first[0] != second[1] or set(second[2:]) - {1}:
+            raise DamagedFileError(
+                f"{self.path} has A {first} and B {second} of {module}, whose ranks "
+                f"{first[0]} and {second[1]} differ; convolutions of several groups cannot be "
+                "merged, everything else needs to be saved again"
+            )
+        if factors.bias is not None and self.shapes[factors.bias] != second[:1]:
+            raise DamagedFileError(
+                f"tensor {factors.bias} of {self.path} is {self.shapes[factors.bias]} instead of "
+                f"{second[:1]}; save the adapter again"
+            )

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models with an adapter of every kind, trained as far as random numbers go."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from checkpoints import tiny_llama
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from mergekit_ace.adapters.peft_adapter import Adapter
+
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
+
+
+class Convolutions(nn.Module):
+    """Convolutions over one and two dimensions, of windows and of single points, and a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(3, 6, (3, 2), padding=1)
+        self.point = nn.Conv2d(6, 4, 1)
+        self.line = nn.Conv1d(4, 5, 3)
+        self.head = nn.Linear(5, 7)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.head(self.line(self.point(self.wide(pixels)).flatten(2)).mean(-1))
+
+
+class Nested(nn.Module):
+    """Modules some of whose names are the endings of others', or continue them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(6, 6)
+        self.my_proj = nn.Linear(6, 6)
+        self.block = nn.Module()
+        self.block.proj = nn.Linear(6, 6)
+        self.block.attn = nn.Module()
+        self.block.attn.proj = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x)
+
+
+def gpt2() -> nn.Module:
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, tie_word_embeddings=False)
+    )
+
+
+def qwen() -> nn.Module:
+    return Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=False))
+
+
+def mixtral() -> nn.Module:
+    return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=3, num_experts_per_tok=2))
+
+
+def gpt_oss() -> nn.Module:
+    return GptOssForCausalLM(
+        GptOssConfig(**SMALL, num_local_experts=3, num_experts_per_tok=2, head_dim=8)
+    )
+
+
+def classifier() -> nn.Module:
+    config = LlamaConfig(**SMALL, num_labels=3, pad_token_id=0)
+    return LlamaForSequenceClassification(config)
+
+
+def _lora(targets=(), r=4, **options) -> dict:
+    targets = list(targets) if not isinstance(targets, str) else targets
+    return {"target_modules": targets, "r": r, "lora_alpha": 7, **options}
+
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+# The model, and the options of the adapter.
+CASES = {
+    "linear": (tiny_llama, _lora(["q_proj", "down_proj"], task_type="CAUSAL_LM")),
+    "rslora": (tiny_llama, _lora(["v_proj"], use_rslora=True)),
+    "patterns": (
+        tiny_llama,
+        _lora(
+            r".*\.(q|k|v)_proj",
+            use_rslora=True,
+            rank_pattern={"layers.1.self_attn.q_proj": 2, "v_proj": 6},
+            alpha_pattern={r"^model\.layers\.0\.self_attn\.k_proj": 3, "v_proj": 11},
+        ),
+    ),
+    "some layers": (tiny_llama, _lora(["q_proj", "up_proj"], layers_to_transform=[1])),
+    "transposed": (gpt2, _lora(["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)),
+    "transposed and linear": (gpt2, _lora(["c_proj", "lm_head"])),
+    "table": (tiny_llama, _lora(["embed_tokens", "lm_head", "q_proj"], use_rslora=True)),
+    "convolutions": (Convolutions, _lora(["wide", "point", "line", "head"])),
+    "convolutions with biases": (Convolutions, _lora(["wide", "line", "head"], lora_bias=True)),
+    "experts": (mixtral, _lora(["q_proj"], target_parameters=EXPERTS)),
+    "second of the experts": (mixtral, _lora(target_parameters=EXPERTS[1:], r=2)),
+    "transposed experts": (gpt_oss, _lora(target_parameters=[EXPERTS[0], EXPERTS[1], "sinks"][:2])),
+    "router": (mixtral, _lora(target_parameters=["gate.weight", *EXPERTS])),
+    "classifier": (classifier, _lora(["q_proj"], task_type="SEQ_CLS")),
+    "saved": (tiny_llama, _lora(["q_proj"], modules_to_save=["lm_head", "norm", "embed_tokens"])),
+    "saved block": (Nested, _lora(["my_proj"], modules_to_save=["block"])),
+    "all biases": (qwen, _lora(["q_proj", "o_proj"], bias="all")),
+    "biases of gpt2": (gpt2, _lora(["c_attn"], bias="all")),
+    "their biases": (qwen, _lora(["q_proj", "v_proj"], bias="lora_only")),
+    "change of biases": (qwen, _lora(["q_proj", "v_proj"], lora_bias=True, use_rslora=True)),
+    "endings of names": (
+        Nested,
+        _lora(
+            ["proj", "my_proj"],
+            rank_pattern={"^proj": 2, "block.proj": 3, "my_proj": 5},
+            alpha_pattern={"attn.proj": 2},
+        ),
+    ),
+    "one of the endings": (Nested, _lora("proj|layers.1|layers.11")),
+}
+
+
+@dataclass
+class Trained:
+    """A base, the folder of an adapter of it, and the weights with the adapter merged by PEFT."""
+
+    base: nn.Module
+    folder: Path
+    merged: dict[str, Tensor]
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+    def network(self) -> nn.Module:
+        return copy.deepcopy(self.base).to("meta")
+
+
+@torch.no_grad()
+def trained(case: str, folder: Path, seed: int = 0) -> Trained:
+    """Make a model and a random adapter of it, save the adapter, and merge it by PEFT."""
+    build, options = CASES[case]
+    return train_by_chance(build, folder, seed, **options)
+
+
+@torch.no_grad()
+def train_by_chance(build, folder: Path, seed: int = 0, **options) -> Trained:
+    """Make an adapter of random numbers; all that PEFT would train is changed."""
+    torch.manual_seed(99)
+    base = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(copy.deepcopy(base), LoraConfig(**options))
+        rng = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=rng))
+        model.save_pretrained(folder)
+        merged = dict(model.merge_and_unload().state_dict())
+    return Trained(base, folder, merged, dict(base.state_dict()))
+
+
+def merged_by_peft(base: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a base with an adapter, which PEFT has to load without a complaint."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for harmless in ("fan_in_fan_out", "tie_word", "is_gradient_checkpointing"):
+            warnings.filterwarnings("ignore", f".*{harmless}")
+        model = PeftModel.from_pretrained(copy.deepcopy(base), folder)
+    return dict(model.merge_and_unload().state_dict())
+
+
+def changed(adapter: Adapter, weights: dict) -> dict:
+    """Weights with an adapter's changes, in float64."""
+    after = {name: tensor.double() for name, tensor in weights.items()}
+    for name, change in adapter.changes.items():
+        if change.kind == "saved":
+            after[name] = adapter.full(name).double()
+        elif change.kind == "bias":
+            after[name] = after[name] + adapter.full(name)
+        else:
+            delta = adapter.low_rank(name)
+            assert delta.rank == change.rank
+            assert delta.shape == change.shape == tuple(weights[name].shape)
+            after[name] = after[name] + delta.dense()
+    return after
+
+
+def largest_difference(one: dict, other: dict) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
