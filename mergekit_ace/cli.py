@@ -202,6 +202,35 @@ def merge(
 
 
 @main.command()
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--rank", type=click.IntRange(min=1), help="Of every module, at most; what is cut off is told."
+)
+@click.option("--overwrite", is_flag=True, help="Replace another adapter in OUT.")
+@click.option("--cuda", is_flag=True, help="Matrix work on the GPU.")
+@click.option("--device", help="Of the matrix work.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that models bring.")
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+@click.option("--json", "as_json", is_flag=True, help="Progress as JSON lines, for programs.")
+def adapter(
+    config: Path, out: Path, rank: int | None, overwrite: bool, as_json: bool, **flags: Any
+) -> None:
+    """Merge LoRA adapters into one adapter, without a weight of their base.
+
+    CONFIG is that of the merge of the full models, with experts as BASE+ADAPTER, or adapters alone.
+    """
+    from mergekit.options import MergeOptions
+
+    from mergekit_ace.adapters.adapter_run import merge_adapters
+
+    with failures():
+        options = MergeOptions(**flags)
+        options.apply_global_options()
+        merge_adapters(config, out, options, rank=rank, overwrite=overwrite, as_json=as_json)
+
+
+@main.command()
 @merge_flags
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Where the result will go."

@@ -235,6 +235,16 @@ def plan_merge(
     """
     LoaderCache().setup(options)
     check_inputs(config)
+    return plan_tensors(config, source, options, unplanned)
+
+
+def plan_tensors(
+    config: MergeConfiguration,
+    source: str,
+    options: MergeOptions,
+    unplanned: Sequence[UnplannedTensor] = (),
+) -> PlannedMerge:
+    """Do what `plan_merge` does, by what mergekit's loaders know of the models already."""
     copy = config.model_copy(deep=True)  # planning rewrites the configuration
     architecture = find_architecture(copy, options)
     first = copy.base_model or copy.referenced_models()[0]

@@ -101,7 +101,7 @@ def read_adapter(reference: ModelPath | str, network: nn.Module | None = None) -
     """
     if isinstance(reference, str):
         reference = ModelPath.model_validate(reference)
-    folder = existing_folder(reference.path) or _download(reference)
+    folder = adapter_folder(reference)
     check_adapter_folder(folder)
     config = read_lora_config(folder)
     file = TensorFile(adapter_files(folder)[0])
@@ -124,8 +124,16 @@ def read_adapter(reference: ModelPath | str, network: nn.Module | None = None) -
     )
 
 
+def adapter_folder(reference: ModelPath) -> Path:
+    """Return where an adapter's files are, once they are downloaded.
+
+    Raises:
+        DamagedFileError: there is no such adapter.
+    """
+    return existing_folder(reference.path) or _download(reference)
+
+
 def _download(reference: ModelPath) -> Path:
-    """Return the folder of an adapter's files from the Hub."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 

@@ -47,6 +47,12 @@ class LowRank:
         return self.left.shape[-1]
 
     @property
+    def energy(self) -> float:
+        """‖Δ‖², of all matrices of a stack together."""
+        grams = (self.left.mT @ self.left) * (self.right @ self.right.mT)
+        return max(0.0, float(grams.sum()))
+
+    @property
     def transposed(self) -> LowRank:
         """Δᵀ of a matrix, or of every matrix of a stack."""
         *stack, rows, columns = self.shape

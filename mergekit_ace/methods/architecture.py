@@ -122,17 +122,22 @@ def _known_kinds(model: ModelReference) -> Kinds:
         return Kinds()
 
 
-def _read_kinds(model: ModelReference) -> Kinds:
-    """Instantiate the architecture on the meta device: names and types, no memory."""
+def empty_network(model: ModelReference) -> PreTrainedModel:
+    """Instantiate the architecture of a model on the meta device: names and types, no memory."""
     from accelerate import init_empty_weights
     from mergekit.io.tasks import LoaderCache
-    from torch.nn import Embedding
-    from transformers.pytorch_utils import Conv1D
 
     trust = LoaderCache().trust_remote_code
     config = model.config(trust_remote_code=trust)
     with init_empty_weights(include_buffers=True):
-        network = _instantiate(config, trust)
+        return _instantiate(config, trust)
+
+
+def _read_kinds(model: ModelReference) -> Kinds:
+    from torch.nn import Embedding
+    from transformers.pytorch_utils import Conv1D
+
+    network = empty_network(model)
     transposed, tables = set(), set()
     for path, module in network.named_modules():
         if isinstance(module, Conv1D):

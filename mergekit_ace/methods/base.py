@@ -218,19 +218,39 @@ class TaskVectorMethod(GroupMergeMethod):
             ValueError: the tensor cannot be merged so; the message says what to write.
         """
 
-    def coefficients(self, settings: TensorSettings, group: TensorGroup) -> Sequence[float] | None:
+    def coefficients(
+        self, settings: TensorSettings, group: TensorGroup | None
+    ) -> Sequence[float] | None:
         """Return the coefficients that the merge of a tensor uses; None where it has none."""
         return self.learned_coefficients(settings)
 
     def settings(self, group: TensorGroup, parameters: Mapping[str, Any]) -> TensorSettings:
         """Return all that is known of a tensor before it is merged."""
-        settings = TensorSettings.of(group, parameters)
-        self.check_settings(settings)
         assert group.base is not None
+        return self.complete(TensorSettings.of(group, parameters), group.base.tensor.ndim, group)
+
+    def complete(
+        self, settings: TensorSettings, ndim: int, group: TensorGroup | None = None
+    ) -> TensorSettings:
+        """Return settings with the tensor's layout and coefficients, once they are checked.
+
+        Args:
+            settings: of the tensor, as the config has them.
+            ndim: its axes.
+            group: its versions; None where they are not at hand, see `leaves_span`.
+        """
+        self.check_settings(settings)
         if self.layouts:
-            layout = self.layout(settings, group.base.tensor.ndim)
-            settings = replace(settings, layout=layout)
+            settings = replace(settings, layout=self.layout(settings, ndim))
         return replace(settings, coefficients=self.coefficients(settings, group))
+
+    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
+        """Return why task vectors of low rank have no merge of low rank; empty where they have one.
+
+        Args:
+            parameters: resolved, of a tensor.
+        """
+        return ""
 
     def doubts(
         self, settings: TensorSettings, rows_per_column: float | None

@@ -118,9 +118,14 @@ class StatsMerge(TaskVectorMethod):
                 )
         return given[0]
 
-    def coefficients(self, settings: TensorSettings, group: TensorGroup) -> Sequence[float]:
+    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
+        reads = parameters.get("learner") is not None
+        return "the network of its `learner` reads the weights of full models" if reads else ""
+
+    def coefficients(self, settings: TensorSettings, group: TensorGroup | None) -> Sequence[float]:
         """Return λ_k from the one source that the config names."""
         if self._source(settings) == "learner":
+            assert group is not None  # see `leaves_span`
             return LearnerCoefficients(settings.parameters["learner"]).predict(group)
         learned = self.learned_coefficients(settings)
         return settings.of_experts("weight", None) if learned is None else learned

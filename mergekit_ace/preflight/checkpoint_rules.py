@@ -159,13 +159,18 @@ def check_adapters(
                 "--lora-merge-dtype float32",
             )
         made_for = checkpoint.adapter.get("base_model_name_or_path")
-        if made_for and _name(made_for) != _name(model.model.path):
+        if made_for and not same_name(made_for, model.model.path):
             yield Finding(
                 "warning",
                 "adapters",
                 f"the adapter {model.lora} was trained on {made_for}, not on {model.model}",
                 "put it onto the model that it was trained on",
             )
+
+
+def same_name(one: str, other: str) -> bool:
+    """Tell whether two paths or names on the Hub end alike, whatever the folder or owner."""
+    return _name(one) == _name(other)
 
 
 def _name(path: str) -> str:

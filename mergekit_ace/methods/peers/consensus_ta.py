@@ -109,6 +109,9 @@ class ConsensusMerge(TaskVectorMethod):
     )
     own_rule = "merged in the entries that enough experts ask for"
 
+    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
+        return "it selects entries"
+
     def check_settings(self, settings: TensorSettings) -> None:
         count, least = len(settings.experts), settings.parameters["consensus"]
         if 1 < count < least:  # a single expert is what comes out

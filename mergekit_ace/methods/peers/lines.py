@@ -102,7 +102,7 @@ class LinesMerge(TaskVectorMethod):
             f"{self.spec.name}: {describe(name)} belongs to layer {layer} (counted from 0), {found}"
         )
 
-    def coefficients(self, settings: TensorSettings, group: TensorGroup) -> Sequence[float]:
+    def coefficients(self, settings: TensorSettings, group: TensorGroup | None) -> Sequence[float]:
         """Return λ (α + β·l/(L − 1)) for every expert."""
         parameters = settings.parameters
         layer, layers = self._position(settings)

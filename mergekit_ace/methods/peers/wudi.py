@@ -142,6 +142,10 @@ class WudiMerge(MatrixMethod):
             rate, unit = min(rate / unit, LARGEST_STEP), 1.0
         return minimise_by_adam(narrow, steps, rate, unit).to(torch.float64)
 
+    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
+        adam = parameters.get("solver") == "adam"
+        return "adam scales every entry by itself (`solver: exact` does not)" if adam else ""
+
     def operations(
         self, rows: int, columns: int, experts: int, parameters: Mapping[str, Any]
     ) -> float:

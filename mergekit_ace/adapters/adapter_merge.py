@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The merge of the adapters' changes of one tensor, by any method that allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from mergekit.common import ModelReference
+from mergekit.io import LazyTensorLoader
+from mergekit.merge_methods import MergeMethod
+from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge
+from torch import Tensor
+
+from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor
+from mergekit_ace.adapters.peft_adapter import Change
+from mergekit_ace.algebra.low_rank import LowRank, compress
+from mergekit_ace.algebra.records import TensorRecord
+from mergekit_ace.algebra.spectrum import Directions, leading_directions
+from mergekit_ace.methods.base import MERGE_ERRORS, TaskVectorMethod
+from mergekit_ace.methods.inputs import TensorSettings
+from mergekit_ace.methods.low_rank_merge import merge_low_rank
+from mergekit_ace.planning import ConfigError, PlannedTensor
+
+# mergekit's methods that add task vectors with a coefficient each.
+LINEAR_METHODS = ("linear", "task_arithmetic")
+# How far the coefficient of W0 may be from 1: float32's digits.
+WHOLE = 1e-5
+
+
+@dataclass(frozen=True)
+class MergedChange:
+    """What becomes of one tensor.
+
+    Attributes:
+        change: which tensor it is; its rank is that of an input.
+        delta: what is added to it as a product; None for a tensor that is held whole, or where
+            nothing is added.
+        full: the tensor, or what is added to a bias; None where there is a product.
+        lost: the share of ‖X‖² that was cut off, 0 to 1.
+        tau: ‖Δ_t‖² of every expert; of tensors held whole 0.
+        settings, record: of a method of ours; None of one of mergekit's.
+    """
+
+    change: Change
+    delta: LowRank | None = None
+    full: Tensor | None = None
+    lost: float = 0.0
+    tau: tuple[float, ...] = ()
+    settings: TensorSettings | None = None
+    record: TensorRecord | None = None
+
+
+class AdapterMerge:
+    """The merge of single tensors of a plan, while mergekit sees its checkpoints (`headers_only`).
+
+    Args:
+        plan: of the merge.
+        rank: of every product, at most; None for all that there is.
+        device: of the matrix work.
+    """
+
+    def __init__(self, plan: AdapterPlan, rank: int | None = None, device: str = "cpu"):
+        self.plan, self.rank, self.device = plan, rank, device
+
+    def check(self) -> None:
+        """Raise a `ConfigError` where the merge is no adapter, before anything is merged."""
+        for tensor in self.plan.tensors:
+            if tensor.change.kind in ("saved", "bias"):
+                continue
+            reason = leaves_span(tensor.planned)
+            if reason and not (self.rank and _merges_task_vectors(tensor.planned.method)):
+                method = self.plan.merge.config.merge_method
+                remedy = "merge full models by mergekit-yaml"
+                if _merges_task_vectors(tensor.planned.method):
+                    remedy += ", or give --rank to cut the full change of every tensor to a rank"
+                raise ConfigError(f"merge_method: {method} makes no adapter: {reason}; {remedy}")
+
+    def merge(self, tensor: ChangedTensor) -> MergedChange:
+        """Merge the changes of one tensor.
+
+        Raises:
+            DamagedFileError: a factor holds NaN.
+            ConfigError: the base's own weight is needed, and not there.
+            ValueError: the tensor cannot be merged; the message names it, and says what to do.
+        """
+        if tensor.change.kind == "saved":
+            return self._merge_saved(tensor)
+        if tensor.change.kind == "bias":
+            return self._merge_bias(tensor)
+        deltas = [self._factors(tensor, t) for t in range(len(tensor.changes))]
+        method = tensor.planned.method
+        if leaves_span(tensor.planned):
+            merged = self._merge_dense(tensor, deltas)
+        elif isinstance(method, TaskVectorMethod):
+            merged = self._merge_by_ours(tensor, deltas, method)
+        else:
+            merged = self._merge_linearly(tensor, deltas)
+        return replace(merged, tau=tuple(delta.energy if delta else 0.0 for delta in deltas))
+
+    def _factors(self, tensor: ChangedTensor, number: int) -> LowRank | None:
+        adapter, change = self.plan.experts[number], tensor.changes[number]
+        if adapter is None or change is None:
+            return None
+        delta = adapter.low_rank(change.name)
+        return LowRank(delta.left.to(self.device), delta.right.to(self.device), delta.shape)
+
+    def _merge_by_ours(
+        self, tensor: ChangedTensor, deltas: Sequence[LowRank | None], method: TaskVectorMethod
+    ) -> MergedChange:
+        settings = _settings(tensor.planned, method, len(tensor.change.shape))
+
+        def merge() -> MergedChange:
+            found = merge_low_rank(method, deltas, settings, self.rank)
+            return MergedChange(
+                tensor.change,
+                found.delta,
+                lost=found.lost,
+                settings=settings,
+                record=found.record,
+            )
+
+        return _explained(method, settings, merge)
+
+    def _merge_linearly(
+        self, tensor: ChangedTensor, deltas: Sequence[LowRank | None]
+    ) -> MergedChange:
+        pairs = zip(linear_coefficients(tensor.planned), deltas, strict=True)
+        kept = [
+            replace(delta, left=coefficient * delta.left)
+            for coefficient, delta in pairs
+            if delta is not None and coefficient != 0 and delta.energy > 0
+        ]
+        if not kept:
+            return MergedChange(tensor.change)
+        most = sum(delta.rank for delta in kept)
+        if len(kept) == 1 and (self.rank or most) >= most:
+            return MergedChange(tensor.change, kept[0])
+        stacked = LowRank(
+            torch.cat([delta.left for delta in kept], dim=-1),
+            torch.cat([delta.right for delta in kept], dim=-2),
+            kept[0].shape,
+        )
+        merged, lost = compress(stacked, min(self.rank or most, most))
+        return MergedChange(tensor.change, merged, lost=lost)
+
+    def _merge_dense(self, tensor: ChangedTensor, deltas: Sequence[LowRank | None]) -> MergedChange:
+        """Merge full task vectors, one tensor's at a time, and cut the result to the rank."""
+        assert self.rank is not None  # see `check`
+        shape = tensor.change.shape
+        zero = torch.zeros(shape, device=self.device)
+        full = [delta.dense().float() if delta else zero for delta in deltas]
+        merged = _execute(tensor.planned, zero, full)
+        stacked = len(shape) == 3 and tensor.change.kind == "parameter"
+        matrices = merged if stacked else merged.flatten(1)[None]
+        found = [_cut(matrix, self.rank) for matrix in matrices]
+        left = torch.stack([one.left * one.values for one in found])
+        right = torch.stack([one.right.mT for one in found]).double()
+        kept = sum(float(one.values.square().sum()) for one in found)
+        lost = 1 - kept / float(matrices.double().square().sum()) if kept else 0.0
+        delta = LowRank(left, right, shape) if stacked else LowRank(left[0], right[0], shape)
+        return MergedChange(tensor.change, delta if kept else None, lost=lost)
+
+    def _merge_bias(self, tensor: ChangedTensor) -> MergedChange:
+        """Merge what adapters add to a bias: all of them are task vectors."""
+        return self._execute_full(tensor, torch.zeros(tensor.change.shape, dtype=torch.float64))
+
+    def _merge_saved(self, tensor: ChangedTensor) -> MergedChange:
+        """Merge tensors that adapters hold whole, as the full merge does: that takes the base's."""
+        return self._execute_full(tensor, self._base_tensor(tensor))
+
+    def _execute_full(self, tensor: ChangedTensor, base: Tensor) -> MergedChange:
+        pairs = zip(self.plan.experts, tensor.changes, strict=True)
+        versions = [
+            adapter.full(change.name).to(base.dtype)
+            if adapter is not None and change is not None
+            else base
+            for adapter, change in pairs
+        ]
+        return MergedChange(tensor.change, full=_execute(tensor.planned, base, versions))
+
+    def _base_tensor(self, tensor: ChangedTensor) -> Tensor:
+        names = (tensor.planned.name, tensor.change.name)
+        for name in names:
+            found = self._base_weights.get_tensor(name, raise_on_missing=False)
+            if found is not None:
+                return found.to(torch.promote_types(found.dtype, torch.float32))
+        raise ConfigError(
+            f"the adapters hold {names[0]} whole, and the base model {self.plan.base} has no such "
+            "tensor to compare it with; merge full models by mergekit-yaml"
+        )
+
+    @cached_property
+    def _base_weights(self) -> LazyTensorLoader:
+        try:
+            return self.plan.base.lazy_loader()
+        except Exception as error:  # of mergekit and the Hub: no such files
+            whole = next(t.planned.name for t in self.plan.tensors if t.change.kind == "saved")
+            raise ConfigError(
+                f"the adapters hold {whole} whole, which is merged as a difference from the base's "
+                f"own, and the weights of {self.plan.base} are not there; put them beside its "
+                "config.json"
+            ) from error
+
+
+def _cut(matrix: Tensor, rank: int) -> Directions:
+    return leading_directions(matrix, min(rank, *matrix.shape))
+
+
+def leaves_span(planned: PlannedTensor) -> str:
+    """Return why the merge of a tensor's low-rank changes is not of low rank; empty if it is."""
+    method = planned.method
+    if isinstance(method, TaskVectorMethod):
+        return method.leaves_span(planned.settings.parameters)
+    if method.spec.name in LINEAR_METHODS:
+        return ""
+    if _merges_task_vectors(method):
+        return "it works on single entries"
+    return "its result depends on the weights themselves, not on changes alone"
+
+
+def _merges_task_vectors(method: MergeMethod) -> bool:
+    """Tell whether a method's result is W0 plus something that depends on task vectors alone."""
+    return isinstance(method, TaskVectorMethod | GeneralizedTaskArithmeticMerge)
+
+
+def linear_coefficients(planned: PlannedTensor) -> list[float]:
+    """Return the coefficients of the experts' task vectors by one of `LINEAR_METHODS`.
+
+    The method itself says them: it merges the base, the first unit vector, with the sums of that
+    and another unit vector for each expert.
+
+    Raises:
+        ConfigError: W0 has another coefficient than 1.
+    """
+    count = len(planned.experts)
+    units = torch.eye(1 + count, dtype=torch.float64)
+    base = units[0]
+    others = [
+        base if _is_base(model) else base + units[1 + t] for t, model in enumerate(planned.experts)
+    ]
+    whole, *coefficients = _execute(planned, base, others).tolist()
+    if abs(whole - 1) > WHOLE:
+        raise ConfigError(
+            f"the weights of {planned.name} sum to {whole:.4g}, so that the base itself would be "
+            "scaled, which no adapter can do; let them sum to 1, or leave out normalize: false"
+        )
+    return coefficients
+
+
+def _is_base(model: ModelReference) -> bool:
+    return model.lora is None
+
+
+def _execute(planned: PlannedTensor, base: Tensor, experts: Sequence[Tensor]) -> Tensor:
+    """Merge tensors as mergekit's task would that it has planned."""
+    tensors = dict(zip(planned.experts, experts, strict=True))
+    if planned.base is not None:
+        tensors[planned.base] = base
+    merged = planned.task.execute(tensors)
+    assert merged is not None  # only optional weights that inputs lack are skipped
+    return merged
+
+
+def _settings(planned: PlannedTensor, method: TaskVectorMethod, ndim: int) -> TensorSettings:
+    settings = planned.settings
+    recorded = settings.parameters.get("report") is not None
+    return method.complete(replace(settings, recorded=recorded), ndim)
+
+
+def _explained(
+    method: TaskVectorMethod, settings: TensorSettings, merge: Callable[[], MergedChange]
+) -> MergedChange:
+    """Merge with errors that name the tensor, and count what is to be said at the end."""
+    try:
+        merged = merge()
+    except MERGE_ERRORS as error:
+        raise ValueError(method.explain(error, settings)) from error
+    assert merged.record is not None
+    method.mention(settings, merged.record)
+    return merged

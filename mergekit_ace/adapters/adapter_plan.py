@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A merge of adapters as mergekit plans that of the full models, without one of their weights."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mergekit.common import ModelReference
+from mergekit.config import InputModelDefinition, InputSliceDefinition, MergeConfiguration
+from mergekit.io import ShardedTensorIndex
+from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
+from torch import nn
+
+from mergekit_ace.adapters.lora_config import read_lora_config
+from mergekit_ace.adapters.peft_adapter import Adapter, Change, adapter_folder, read_adapter
+from mergekit_ace.checkpoint_files import existing_folder
+from mergekit_ace.headers import DamagedFileError, TensorHeader
+from mergekit_ace.methods.architecture import empty_network
+from mergekit_ace.planning import ConfigError, PlannedMerge, PlannedTensor, plan_tensors
+from mergekit_ace.preflight.checkpoint_rules import same_name
+from mergekit_ace.preflight.checkpoints import DTYPE_NAMES, Checkpoint, headers_only
+from mergekit_ace.preflight.config_rules import listed
+from mergekit_ace.unplanned import UnplannedTensor
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ChangedTensor:
+    """A tensor of the base that at least one adapter changes.
+
+    Attributes:
+        planned: its merge, as mergekit plans it for the full models.
+        changes: what each expert does to it; None of one that leaves it as it is.
+    """
+
+    planned: PlannedTensor
+    changes: tuple[Change | None, ...]
+
+    @property
+    def change(self) -> Change:
+        """The first change, which tells what kind of tensor it is."""
+        return next(change for change in self.changes if change is not None)
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """A merge of adapters.
+
+    Attributes:
+        merge: of the full models.
+        base: the model that all adapters belong to.
+        experts: the adapters in the order of the experts; None for the base itself, which
+            `linear` may have among its models.
+        tensors: that are changed, in mergekit's order.
+        checkpoints: of all models, as they would be.
+    """
+
+    merge: PlannedMerge
+    base: ModelReference
+    experts: tuple[Adapter | None, ...]
+    tensors: tuple[ChangedTensor, ...]
+    checkpoints: tuple[Checkpoint, ...]
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """All adapters."""
+        return [adapter for adapter in self.experts if adapter is not None]
+
+
+def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions) -> AdapterPlan:
+    """Plan a merge of adapters by the config of the base, and by configs and headers of adapters.
+
+    Args:
+        config, source: of the merge, see `read_merge_config`; an expert is `BASE+ADAPTER`, or an
+            adapter alone.
+        options: mergekit's flags.
+
+    Raises:
+        ConfigError: the config merges something other than adapters of one base, or puts layers
+            elsewhere.
+        DamagedFileError: what is wrong with an adapter.
+        RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says to the plan.
+    """
+    LoaderCache().setup(options)
+    config = config.model_copy(deep=True)
+    base = _complete_references(config)
+    network = _network(base)
+    models = list(dict.fromkeys([base, *config.referenced_models()]))
+    adapters = {model: read_adapter(model.lora, network) for model in models if model.lora}
+    _warn_of_other_bases(adapters, base)
+    checkpoints = _checkpoints(models, network)
+    with headers_only(checkpoints):
+        plan = plan_tensors(config, source, options)
+        lost = _not_planned(plan, adapters)
+        if lost and any(part.slices for part in (config, *(config.modules or {}).values())):
+            raise _elsewhere(lost)
+        if lost:  # mergekit's architecture lacks them
+            extra = [UnplannedTensor(name, tuple(models), merged=True) for name in lost]
+            plan = plan_tensors(config, source, options, extra)
+    tensors = tuple(_changed(plan, adapters))
+    first = plan.tensors[0]
+    experts = tuple(adapters.get(model) for model in first.experts)
+    return AdapterPlan(plan, base, experts, tensors, tuple(checkpoints))
+
+
+def _complete_references(config: MergeConfiguration) -> ModelReference:
+    """Return the base, and write `BASE+ADAPTER` for every adapter that stands alone.
+
+    Raises:
+        ConfigError: there is no single base, or an expert is a full model.
+    """
+    given = list(_definitions(config))
+    alone = [one for one in given if one.model.lora is None and _is_adapter(one.model)]
+    bases = {config.base_model} if config.base_model else set()
+    bases |= {_base_of(one.model) for one in given if one.model.lora is not None}
+    if not bases:
+        bases = {_told_base(one.model) for one in alone}
+    if len(bases) > 1:
+        names = ", ".join(sorted(map(str, bases)))
+        raise ConfigError(
+            f"the adapters belong to different models ({names}); only adapters of one base merge "
+            "into one adapter"
+        )
+    if not bases:
+        raise ConfigError(
+            "no expert of the config is an adapter; merge full models by mergekit-yaml, or write "
+            "`- model: BASE+ADAPTER`"
+        )
+    (base,) = bases
+    if base.lora is not None:
+        raise ConfigError(
+            f"the base model {base} is an adapter itself; write base_model: {base.model}"
+        )
+    for one in alone:
+        one.model = ModelReference(model=base.model, lora=one.model.model)
+    full = sorted({str(one.model) for one in given if one.model.lora is None} - {str(base)})
+    if full:
+        raise ConfigError(
+            f"{', '.join(full)} is a full model, and only adapters merge into an adapter; merge "
+            "all of them by mergekit-yaml, or take it out"
+        )
+    return base
+
+
+def _definitions(
+    config: MergeConfiguration,
+) -> Iterator[InputModelDefinition | InputSliceDefinition]:
+    """Yield every place of a config that names an input."""
+    for part in (config, *(config.modules or {}).values()):
+        yield from part.models or ()
+        for piece in part.slices or ():
+            yield from piece.sources
+
+
+def _base_of(model: ModelReference) -> ModelReference:
+    return ModelReference(model=model.model)
+
+
+def _is_adapter(model: ModelReference) -> bool:
+    """Tell whether a reference without `+` is an adapter's: a folder here, or a name on the Hub."""
+    folder = existing_folder(model.model.path)
+    if folder is None:
+        try:
+            folder = adapter_folder(model.model)
+        except DamagedFileError:  # a full model, or nothing at all
+            return False
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+
+
+def _told_base(model: ModelReference) -> ModelReference:
+    """Return the base that an adapter's own config names."""
+    told = read_lora_config(adapter_folder(model.model))
+    if not told.base_model_name_or_path:
+        raise ConfigError(
+            f"{model} does not say which model it belongs to; add `base_model:` to the config"
+        )
+    return ModelReference.model_validate(
+        {"model": {"path": told.base_model_name_or_path, "revision": told.revision}}
+    )
+
+
+def _network(base: ModelReference) -> nn.Module:
+    """Return the base without weights."""
+    try:
+        return empty_network(base)
+    except Exception as error:  # of transformers: no config, an unknown architecture, no network
+        first = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"the config of the base model {base} cannot be used ({type(error).__name__}: "
+            f"{first}); its config.json is needed, its weights are not"
+        ) from error
+
+
+def _warn_of_other_bases(adapters: Mapping[ModelReference, Adapter], base: ModelReference) -> None:
+    for adapter in adapters.values():
+        told = adapter.config.base_model_name_or_path
+        if told and not same_name(told, base.model.path):
+            LOG.warning("the adapter %s was trained on %s, not on %s", adapter.name, told, base)
+
+
+def _checkpoints(models: Sequence[ModelReference], network: nn.Module) -> list[Checkpoint]:
+    """Return headers as the checkpoints of the models would have them."""
+    headers = {
+        name: TensorHeader(DTYPE_NAMES.get(tensor.dtype, "F32"), tuple(tensor.shape), "")
+        for name, tensor in network.state_dict().items()
+    }
+    index = ShardedTensorIndex("", True, dict.fromkeys(headers, ""), [])
+    return [Checkpoint(model, None, index, headers) for model in models]
+
+
+def _not_planned(plan: PlannedMerge, adapters: Mapping[ModelReference, Adapter]) -> list[str]:
+    """Return what adapters change and mergekit does not plan."""
+    changed = {
+        change.name: change for adapter in adapters.values() for change in adapter.changes.values()
+    }
+    planned = {name for tensor in plan.tensors for name in _names(tensor)}
+    return [name for name, change in changed.items() if name not in planned]
+
+
+def _names(tensor: PlannedTensor) -> tuple[str, ...]:
+    """Return the names that a planned tensor may have in memory."""
+    weight = tensor.task.output_weight
+    return (weight.name, *(weight.aliases or ()), *(weight.tied_names or ()))
+
+
+def _changed(
+    plan: PlannedMerge, adapters: Mapping[ModelReference, Adapter]
+) -> Iterator[ChangedTensor]:
+    names = [tensor.name for tensor in plan.tensors]
+    moved = [name for name, count in Counter(names).items() if count > 1]
+    for tensor in plan.tensors:
+        inputs = tensor.gather.weight_info
+        if any(inputs[model].name != tensor.name for model in tensor.experts if model in inputs):
+            moved.append(tensor.name)
+            continue
+        changes = tuple(_find(tensor, adapters.get(model)) for model in tensor.experts)
+        if any(change is not None for change in changes):
+            yield ChangedTensor(tensor, changes)
+    if moved:
+        raise _elsewhere(moved)
+
+
+def _elsewhere(names: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"the config leaves out layers, repeats them or puts them elsewhere ({listed(names, 3)}), "
+        "and an adapter fits only the layers that it was trained on; merge full models by "
+        "mergekit-yaml"
+    )
+
+
+def _find(tensor: PlannedTensor, adapter: Adapter | None) -> Change | None:
+    if adapter is None:
+        return None
+    found = (adapter.changes.get(name) for name in _names(tensor))
+    return next((change for change in found if change is not None), None)

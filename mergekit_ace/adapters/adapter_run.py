@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mergekit-ace adapter`: adapters in, one adapter out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from mergekit.common import dtype_from_name
+from mergekit.options import MergeOptions
+from tqdm import tqdm
+
+from mergekit_ace.adapters.adapter_card import card_text, published_base
+from mergekit_ace.adapters.adapter_merge import AdapterMerge, MergedChange
+from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor, plan_adapters
+from mergekit_ace.adapters.writing import AdapterWriter
+from mergekit_ace.files import write_text
+from mergekit_ace.methods.notices import flush_notices
+from mergekit_ace.methods.report_lines import append_report
+from mergekit_ace.planning import ConfigError, read_merge_config
+from mergekit_ace.preflight.checkpoints import headers_only
+from mergekit_ace.preflight.estimate import in_bytes, in_time
+from mergekit_ace.preflight.value_rules import check_values
+
+# What makes a folder an adapter or a model, which a result must not be mixed with.
+_MARKS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "config.json")
+# What adapters carry with a tokenizer.
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+
+
+@dataclass
+class Summary:
+    """What came out.
+
+    Attributes:
+        ranks: of all products.
+        energy: ‖X‖² of what was kept and of what was lost.
+        lost: the largest share that a tensor has lost, and which.
+        tau: ‖Δ_t‖² of every expert over all tensors.
+        whole: tensors that are held whole.
+        seconds: of the run.
+    """
+
+    ranks: list[int] = field(default_factory=list)
+    energy: tuple[float, float] = (0.0, 0.0)
+    lost: tuple[float, str] = (0.0, "")
+    tau: tuple[float, ...] = ()
+    whole: int = 0
+    seconds: float = 0.0
+
+    def add(self, merged: MergedChange) -> None:
+        """Count a tensor."""
+        if merged.full is not None:
+            self.whole += 1
+        if merged.delta is None:
+            return
+        self.ranks.append(merged.delta.rank)
+        kept, lost = merged.delta.energy, merged.lost
+        gone = kept * lost / (1 - lost) if lost < 1 else 0.0
+        self.energy = self.energy[0] + kept, self.energy[1] + gone
+        self.lost = max(self.lost, (lost, merged.change.name))
+        before = self.tau or (0.0,) * len(merged.tau)
+        self.tau = tuple(a + b for a, b in zip(before, merged.tau, strict=True))
+
+    @property
+    def lost_share(self) -> float:
+        """The share of ‖X‖² over all tensors that was cut off."""
+        kept, gone = self.energy
+        return gone / (kept + gone) if kept + gone else 0.0
+
+
+def merge_adapters(
+    path: Path,
+    out: Path,
+    options: MergeOptions,
+    *,
+    rank: int | None = None,
+    overwrite: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Merge the adapters of a config into one.
+
+    Args:
+        path: of the config.
+        out: folder of the result.
+        options: mergekit's flags.
+        rank: of every module, at most.
+        overwrite: whether another adapter in `out` may be replaced.
+        as_json: whether progress is told in lines for programs.
+
+    Raises:
+        ConfigError: the config merges something other than adapters of one base, or by a method
+            whose result is none.
+        DamagedFileError: what is wrong with an adapter.
+        ValueError, RuntimeError, OSError: a tensor cannot be merged or written; the message names
+            it.
+    """
+    start, programs = time.perf_counter(), sys.stdout
+    config, source = read_merge_config(path)
+    wrong = [one.text for one in check_values(config) if one.level == "error"]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    with redirect_stdout(sys.stderr):  # programs get nothing that libraries print
+        plan = plan_adapters(config, source, options)
+    _check_folder(out, plan, overwrite)
+    merge, summary = AdapterMerge(plan, rank, options.device or "cpu"), Summary()
+    dtype = _dtype(plan)
+    base, revision = published_base(plan)
+    with headers_only(plan.checkpoints):
+        merge.check()
+        with AdapterWriter(out, plan.adapters, base, dtype, revision) as writer:
+            for tensor, merged, seconds in _merged(plan, merge, quiet=options.quiet or as_json):
+                _write(writer, merged)
+                _report(plan, merged, seconds)
+                summary.add(merged)
+                if as_json:
+                    click.echo(json.dumps(_event(tensor, merged, seconds)), file=programs)
+    _add_files(out, plan)
+    write_text(
+        out / "README.md", card_text(out.name, plan, summary.tau, summary.ranks, summary.lost_share)
+    )
+    write_text(out / "mergekit_config.yml", source)
+    flush_notices()
+    summary.seconds = time.perf_counter() - start
+    _tell(out, summary, programs, as_json=as_json, quiet=options.quiet)
+
+
+def _check_folder(out: Path, plan: AdapterPlan, overwrite: bool) -> None:
+    there = [name for name in _MARKS if (out / name).exists()]
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file; give the name of a folder")
+    if "config.json" in there:
+        raise ConfigError(f"{out} holds a model; choose another folder")
+    for adapter in plan.adapters:
+        if out.exists() and out.samefile(adapter.folder):
+            raise ConfigError(
+                f"{out} is the adapter {adapter.name}, which is merged; choose another folder"
+            )
+    if there and not overwrite:
+        raise ConfigError(f"{out} holds an adapter; --overwrite replaces it")
+
+
+def _dtype(plan: AdapterPlan) -> torch.dtype:
+    """Return the dtype of the result: the config's, or else the widest of the adapters."""
+    config = plan.merge.config
+    named = dtype_from_name(config.out_dtype or config.dtype)
+    if named is not None:
+        return named
+    dtype = torch.bfloat16
+    for adapter in plan.adapters:
+        for held in adapter.dtypes:
+            dtype = held if dtype == held else torch.promote_types(dtype, held)
+    return dtype
+
+
+def _merged(
+    plan: AdapterPlan, merge: AdapterMerge, *, quiet: bool
+) -> Iterator[tuple[ChangedTensor, MergedChange, float]]:
+    """Merge one tensor after the other, and measure how long each takes."""
+    for tensor in tqdm(plan.tensors, unit="tensor", disable=quiet, leave=False):
+        start = time.perf_counter()
+        merged = merge.merge(tensor)
+        yield tensor, merged, time.perf_counter() - start
+
+
+def _write(writer: AdapterWriter, merged: MergedChange) -> None:
+    if merged.delta is not None:
+        writer.add_low_rank(merged.change, merged.delta)
+    if merged.full is not None:
+        writer.add_full(merged.change, merged.full)
+
+
+def _report(plan: AdapterPlan, merged: MergedChange, seconds: float) -> None:
+    """Append the line of a tensor to the file under `report:`."""
+    if merged.settings is not None and merged.settings.recorded and merged.record is not None:
+        method, path = plan.merge.method.spec.name, merged.settings.parameters["report"]
+        append_report(path, method, merged.settings, merged.record, seconds)
+
+
+def _event(tensor: ChangedTensor, merged: MergedChange, seconds: float) -> dict[str, Any]:
+    """Return what programs are told of a tensor."""
+    product = merged.delta
+    return {
+        "event": "tensor",
+        "tensor": tensor.change.name,
+        "rank": product.rank if product is not None else None,
+        "energy": product.energy if product is not None else None,
+        "lost": merged.lost if product is not None else None,
+        "seconds": round(seconds, 6),
+    }
+
+
+def _add_files(out: Path, plan: AdapterPlan) -> None:
+    """Copy the tokenizer of the first adapter that carries one."""
+    for adapter in plan.adapters:
+        files = [adapter.folder / name for name in _TOKENIZER_FILES]
+        if (adapter.folder / "tokenizer_config.json").is_file():
+            for file in filter(Path.is_file, files):
+                shutil.copyfile(file, out / file.name)
+            return
+
+
+def _tell(out: Path, summary: Summary, programs: Any, *, as_json: bool, quiet: bool) -> None:
+    size = sum(file.stat().st_size for file in out.glob("adapter_model.*"))
+    low, high = min(summary.ranks, default=0), max(summary.ranks, default=0)
+    if as_json:
+        event = {
+            "event": "complete",
+            "out": str(out),
+            "modules": len(summary.ranks),
+            "whole": summary.whole,
+            "ranks": [low, high],
+            "lost": summary.lost_share,
+            "bytes": size,
+            "seconds": round(summary.seconds, 3),
+        }
+        click.echo(json.dumps(event), file=programs)
+    if as_json or quiet:
+        return
+    ranks = f"rank {low}" if low == high else f"ranks from {low} to {high}"
+    whole = f" and {summary.whole} whole tensors" if summary.whole else ""
+    click.echo(
+        f"{out}: {len(summary.ranks)} modules of {ranks}{whole}, {in_bytes(size)}, in "
+        f"{in_time(summary.seconds)}"
+    )
+    share, name = summary.lost
+    if share > 1e-9:
+        click.echo(
+            f"cut off: {summary.lost_share:.2%} of ‖X‖², at most {share:.2%} of a module ({name})"
+        )
