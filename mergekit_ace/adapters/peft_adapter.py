@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from mergekit.common import ModelPath
 from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
 from torch import Tensor, nn
 
-from mergekit_ace.adapters.lora_config import read_lora_config, scale_at
+from mergekit_ace.adapters.lora_config import is_targeted, read_lora_config, scale_at
 from mergekit_ace.adapters.orientation import Kind, from_peft
 from mergekit_ace.adapters.tensor_file import Content, Factors, TensorFile
 from mergekit_ace.algebra.low_rank import LowRank
@@ -333,10 +332,7 @@ class _Reading:
 
     def _check_targeted(self, module: str) -> None:
         """Raise for factors that PEFT would leave aside, as the config does not target them."""
-        targets = self.config.target_modules
-        if targets is None or targets == "all-linear":
-            return
-        if not check_target_module_exists(self.config, module):
+        if not is_targeted(self.config_path, self.config, module):
             raise DamagedFileError(
                 f"{self.file.path} changes {module}, which `target_modules` of {self.config_path} "
                 "does not name, so that PEFT would leave it aside; correct the config"
@@ -353,8 +349,8 @@ class _Reading:
         if tuple(tensor.shape) != shape:
             raise DamagedFileError(
                 f"{self.file.path} has {name} in the shape {shape}, but the base's is "
-                f"{tuple(tensor.shape)}; give the base that the adapter was trained on, with as "
-                "many tokens as it had then"
+                f"{tuple(tensor.shape)}; give the base that the adapter was trained on, with the "
+                "vocabulary that it had then"
             )
 
     def _check_ties(self, content: Content) -> None:
