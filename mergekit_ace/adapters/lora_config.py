@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import peft
 from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from mergekit_ace.headers import DamagedFileError, read_json
@@ -94,8 +96,14 @@ def scale_at(path: Path, config: LoraConfig, key: str) -> Scale:
     Raises:
         DamagedFileError: they are no positive rank and no finite factor.
     """
-    rank_key = get_pattern_key(config.rank_pattern.keys(), key)
-    alpha_key = get_pattern_key(config.alpha_pattern.keys(), key)
+    try:
+        rank_key = get_pattern_key(config.rank_pattern.keys(), key)
+        alpha_key = get_pattern_key(config.alpha_pattern.keys(), key)
+    except re.error as error:
+        raise DamagedFileError(
+            f"{path} has a key in `rank_pattern` or `alpha_pattern` that is no regular expression "
+            f"({error}); correct it"
+        ) from error
     rank = config.rank_pattern.get(rank_key, config.r)
     alpha = config.alpha_pattern.get(alpha_key, config.lora_alpha)
     if type(rank) is not int or rank < 1:
@@ -109,6 +117,23 @@ def scale_at(path: Path, config: LoraConfig, key: str) -> Scale:
             "number"
         )
     return Scale(rank, alpha / (math.sqrt(rank) if config.use_rslora else rank))
+
+
+def is_targeted(path: Path, config: LoraConfig, module: str) -> bool:
+    """Tell whether PEFT gives a module factors; it leaves aside those of other modules.
+
+    Raises:
+        DamagedFileError: PEFT cannot tell.
+    """
+    if config.target_modules is None or config.target_modules == "all-linear":
+        return True  # the architecture tells
+    try:
+        return bool(check_target_module_exists(config, module))
+    except Exception as error:  # of many kinds: patterns that are none, numbers for names
+        raise DamagedFileError(
+            f"{path} names modules in a way that PEFT cannot compare with {module} ({error}); "
+            "correct `target_modules`, `exclude_modules`, `modules_to_save` or `layers_pattern`"
+        ) from error
 
 
 def _check_unknown_keys(path: Path, content: dict[str, Any]) -> None:

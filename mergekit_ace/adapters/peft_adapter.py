@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from mergekit.common import ModelPath
 from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
 from torch import Tensor, nn
 
-from mergekit_ace.adapters.lora_config import read_lora_config, scale_at
+from mergekit_ace.adapters.lora_config import is_targeted, read_lora_config, scale_at
 from mergekit_ace.adapters.orientation import Kind, from_peft
 from mergekit_ace.adapters.tensor_file import Content, Factors, TensorFile
 from mergekit_ace.algebra.low_rank import LowRank
@@ -105,6 +104,8 @@ def read_adapter(reference: ModelPath | str, network: nn.Module | None = None) -
     check_adapter_folder(folder)
     config = read_lora_config(folder)
     file = TensorFile(adapter_files(folder)[0])
+    if network is not None:
+        _follow_transformers(config, file, network)
     found = {}
     for change, scale, names in _Reading(folder, config, file, network).changes():
         if change.name in found:
@@ -113,6 +114,10 @@ def read_adapter(reference: ModelPath | str, network: nn.Module | None = None) -
                 f"{', '.join(found[change.name][2])}; save the adapter with one of them"
             )
         found[change.name] = change, scale, names
+    if not found:
+        raise DamagedFileError(
+            f"{file.path} changes nothing of its base; download or save the adapter again"
+        )
     return Adapter(
         name=str(reference),
         folder=folder,
@@ -154,6 +159,31 @@ def _download(reference: ModelPath) -> Path:
     return Path(config).parent
 
 
+def _follow_transformers(config: LoraConfig, file: TensorFile, network: nn.Module) -> None:
+    """Convert an adapter of transformers 4 where the model is built otherwise now, as PEFT does.
+
+    Above all these are mixtures of experts, whose matrices are packed since.
+    """
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+    except ImportError:  # an older PEFT, which would not load it
+        return
+    if not hasattr(getattr(network, "config", None), "model_type"):
+        return
+    try:
+        conversion.convert_peft_config_for_transformers(config, network, None)
+        file.convert(
+            lambda tensors: conversion.convert_peft_adapter_state_dict_for_transformers(
+                network, config, tensors
+            )
+        )
+    except ValueError as error:
+        raise DamagedFileError(
+            f"{file.path} was made for transformers 4, and PEFT cannot convert it: {error}; merge "
+            "full models with mergekit-yaml, made by peft's merge_and_unload with transformers 4"
+        ) from error
+
+
 _Found = tuple[Change, float, tuple[str, ...]]
 
 
@@ -180,6 +210,7 @@ class _Reading:
                 f"{self.config_path} has `target_parameters`, whose order only the base tells; "
                 "name the adapter as BASE+ADAPTER"
             )
+        self._check_ties(content)
         for place, factors in content.factors.items():
             yield from self._changes_at(place, factors)
         yield from self._saved(content)
@@ -218,7 +249,7 @@ class _Reading:
         else:
             shape = (second[0], *first[1:])
         if self.network is not None:
-            self._check_shape(module, shape, self.modules[module].weight)
+            self._check_shape(f"{module}.weight", shape, self.modules[module].weight)
         change = Change(f"{module}.weight", module, kind, shape, scale.rank)
         return change, scale.factor, (factors.first, factors.second)
 
@@ -261,7 +292,7 @@ class _Reading:
 
     def _saved(self, content: Content) -> Iterator[_Found]:
         """Return the tensors that the adapter holds whole."""
-        known = set(self.network.state_dict()) if self.network is not None else None
+        known = self.network.state_dict() if self.network is not None else None
         for name, key in content.full.items():
             module, _, leaf = name.rpartition(".")
             if leaf == "weight" and module in content.factors:
@@ -272,6 +303,8 @@ class _Reading:
                     "the adapter was trained on"
                 )
             shape = self.file.shapes[key]
+            if known is not None:
+                self._check_shape(name, shape, known[name])
             yield Change(name, self._saved_module(name), "saved", shape, None), 1.0, (key,)
 
     def _saved_module(self, name: str) -> str:
@@ -307,10 +340,7 @@ class _Reading:
 
     def _check_targeted(self, module: str) -> None:
         """Raise for factors that PEFT would leave aside, as the config does not target them."""
-        targets = self.config.target_modules
-        if targets is None or targets == "all-linear":
-            return
-        if not check_target_module_exists(self.config, module):
+        if not is_targeted(self.config_path, self.config, module):
             raise DamagedFileError(
                 f"{self.file.path} changes {module}, which `target_modules` of {self.config_path} "
                 "does not name, so that PEFT would leave it aside; correct the config"
@@ -323,12 +353,28 @@ class _Reading:
                 f"says {told}; correct `r` or `rank_pattern`, or save the adapter again"
             )
 
-    def _check_shape(self, module: str, shape: tuple[int, ...], weight: Tensor) -> None:
-        if tuple(weight.shape) != shape:
+    def _check_shape(self, name: str, shape: tuple[int, ...], tensor: Tensor) -> None:
+        if tuple(tensor.shape) != shape:
             raise DamagedFileError(
-                f"{self.file.path} changes {module} as a weight of the shape {shape}, but the "
-                f"base's is {tuple(weight.shape)}; give the base that the adapter was trained on"
+                f"{self.file.path} has {name} in the shape {shape}, but the base's is "
+                f"{tuple(tensor.shape)}; give the base that the adapter was trained on, with the "
+                "vocabulary that it had then"
             )
+
+    def _check_ties(self, content: Content) -> None:
+        """Raise for factors of a table and of a head that are one tensor.
+
+        Of these PEFT's model uses each in its place, and PEFT's merge adds both to the one tensor.
+        """
+        ties = getattr(self.network, "all_tied_weights_keys", {})
+        for head, table in ties.items():
+            both = [name.removesuffix(".weight") for name in (table, head)]
+            if all(module in content.factors for module in both):
+                raise DamagedFileError(
+                    f"{self.file.path} has factors of {both[0]} and of {both[1]}, which are one "
+                    "tensor in the base, so that no merge can do what the adapter does; train it "
+                    "on one of them, or on a base with `tie_word_embeddings`: false"
+                )
 
 
 def _module_kind(module: nn.Module) -> Kind | None:

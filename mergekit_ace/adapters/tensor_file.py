@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -64,6 +64,7 @@ class TensorFile:
             DamagedFileError: the file is damaged, holds nothing, or something other than numbers.
         """
         self.path = path
+        self._held: Mapping[str, Tensor] = {}
         self._pickled = path.suffix != ".safetensors"
         if self._pickled:
             tensors = read_pickle(path)
@@ -83,8 +84,10 @@ class TensorFile:
         Raises:
             DamagedFileError: one holds NaN or infinite numbers.
         """
-        if self._pickled:
-            tensors = [self._all[name] for name in names]
+        if self._pickled and not self._held:
+            self._held = read_pickle(self.path, "cpu")
+        if self._held:
+            tensors = [self._held[name] for name in names]
         else:  # opened anew, so that pages that were read before are let go
             with safe_open(self.path, framework="pt") as file:
                 tensors = [file.get_tensor(name) for name in names]
@@ -96,9 +99,18 @@ class TensorFile:
                 )
         return tensors
 
-    @cached_property
-    def _all(self) -> dict[str, Tensor]:
-        return read_pickle(self.path, "cpu")
+    def convert(self, by: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+        """Take on other names or other tensors, as a newer version of the model has them.
+
+        Args:
+            by: returns all tensors anew. What it does not change stays on disk.
+        """
+        shapes = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
+        if by(shapes).keys() == shapes.keys():
+            return
+        names = list(self.shapes)
+        self._held = by(dict(zip(names, self.read(*names), strict=True)))
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._held.items()}
 
     def content(self) -> Content:
         """Return what the tensors are.

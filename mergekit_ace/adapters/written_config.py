@@ -69,6 +69,8 @@ def config_text(
     )
     if written.lora_bias:
         config.lora_bias = True
+    if written.saved and all(_ties(adapter) for adapter in adapters):
+        config.ensure_weight_tying = True
     if written.parameters:
         config.target_parameters = _target_parameters(written, _network(adapters))
     return json.dumps(config.to_dict(), indent=2, sort_keys=True, default=sorted) + "\n"
@@ -153,6 +155,11 @@ def _bias(written: Written) -> str:
 
 def _network(adapters: Sequence[Adapter]) -> nn.Module | None:
     return next((a.network for a in adapters if a.network is not None), None)
+
+
+def _ties(adapter: Adapter) -> bool:
+    """Return whether PEFT keeps the table and the head of an adapter's model as one."""
+    return getattr(adapter.config, "ensure_weight_tying", False)
 
 
 def _same(values: Iterable[Any]) -> Any:

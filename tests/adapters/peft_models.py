@@ -69,6 +69,10 @@ class Nested(nn.Module):
         return self.proj(x)
 
 
+def tied_llama() -> nn.Module:
+    return tiny_llama(tie_word_embeddings=True)
+
+
 def gpt2() -> nn.Module:
     return GPT2LMHeadModel(
         GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, tie_word_embeddings=False)
@@ -125,6 +129,11 @@ CASES = {
     "router": (mixtral, _lora(target_parameters=["gate.weight", *EXPERTS])),
     "classifier": (classifier, _lora(["q_proj"], task_type="SEQ_CLS")),
     "saved": (tiny_llama, _lora(["q_proj"], modules_to_save=["lm_head", "norm", "embed_tokens"])),
+    "saved and tied": (
+        tied_llama,
+        _lora(["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    ),
+    "saved and no longer tied": (tied_llama, _lora(["q_proj"], modules_to_save=["lm_head"])),
     "saved block": (Nested, _lora(["my_proj"], modules_to_save=["block"])),
     "all biases": (qwen, _lora(["q_proj", "o_proj"], bias="all")),
     "biases of gpt2": (gpt2, _lora(["c_attn"], bias="all")),
