@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +128,10 @@ def merge_adapters(
                 summary.add(merged)
                 if as_json:
                     click.echo(json.dumps(_event(tensor, merged, seconds)), file=programs)
-    _add_files(out, plan)
-    write_text(
-        out / "README.md", card_text(out.name, plan, summary.tau, summary.ranks, summary.lost_share)
-    )
-    write_text(out / "mergekit_config.yml", source)
+            _add_files(out, plan)
+            card = card_text(out.name, plan, summary.tau, summary.ranks, summary.lost_share)
+            write_text(out / "README.md", card)
+            write_text(out / "mergekit_config.yml", source)
     flush_notices()
     summary.seconds = time.perf_counter() - start
     _tell(out, summary, programs, as_json=as_json, quiet=options.quiet)
@@ -158,11 +158,8 @@ def _dtype(plan: AdapterPlan) -> torch.dtype:
     named = dtype_from_name(config.out_dtype or config.dtype)
     if named is not None:
         return named
-    dtype = torch.bfloat16
-    for adapter in plan.adapters:
-        for held in adapter.dtypes:
-            dtype = held if dtype == held else torch.promote_types(dtype, held)
-    return dtype
+    held = sorted((d for adapter in plan.adapters for d in adapter.file.dtypes), key=str)
+    return reduce(torch.promote_types, held)
 
 
 def _merged(

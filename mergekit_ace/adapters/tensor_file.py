@@ -15,6 +15,7 @@ from torch import Tensor
 from mergekit_ace.headers import DamagedFileError, read_file_header
 from mergekit_ace.pickled import read_pickle
 
+_DTYPES = {"F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
 PEFT_PREFIX = "base_model.model."  # of every tensor that PEFT writes and loads
 _FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.(weight|bias))?")
 
@@ -55,6 +56,7 @@ class TensorFile:
     Attributes:
         path: of it.
         shapes: by name of a tensor.
+        dtypes: of all tensors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,10 +71,12 @@ class TensorFile:
         if self._pickled:
             tensors = read_pickle(path)
             self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            self.dtypes = {tensor.dtype for tensor in tensors.values()}
             odd = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
         else:
             headers = read_file_header(path)
             self.shapes = {name: header.shape for name, header in headers.items()}
+            self.dtypes = {_DTYPES.get(h.dtype, torch.float32) for h in headers.values()}
             odd = [name for name, header in headers.items() if "F" not in header.dtype]
         self._odd = frozenset(odd)
         if not self.shapes:

@@ -27,6 +27,8 @@ SMALL_SIDE = 256
 # Eigenvalues of a Gram matrix in float64 above this share of the largest one have directions that
 # are right to 1e-8.
 RESOLVED = 1e-8
+# Times the edge of a large matrix of even noise; that of checkpoints is neither.
+EDGE = 1.2
 # Width of the random block, and after how many products with it convergence is looked at.
 BLOCK = 32
 CHECK_EVERY = 2
@@ -60,7 +62,7 @@ class Directions:
         return Directions(self.left[:, :rank], self.values[:rank], self.right[:, :rank])
 
 
-def singular_directions(matrix: Tensor, rank: int | None = None) -> Directions:
+def singular_directions(matrix: Tensor, rank: int | None = None, floor: float = 0.0) -> Directions:
     """Return the leading singular triplets of a matrix, as many as it has.
 
     They are the first `rank` of ``torch.linalg.svd(matrix, full_matrices=False)``, but for values
@@ -69,16 +71,30 @@ def singular_directions(matrix: Tensor, rank: int | None = None) -> Directions:
     Args:
         matrix: (o, i), float64, finite.
         rank: how many at most; all of them by default.
+        floor: what is no larger is left out as well, see `noise_edge`.
     """
     count = min(matrix.shape) if rank is None else min(rank, *matrix.shape)
     if count and min(matrix.shape) > SMALL_SIDE:
-        found = _directions_by_gram(matrix, count)
+        found = _directions_by_gram(matrix, count, floor)
         if found is not None:
             return found
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    floor = max(matrix.shape) * EPS64 * float(values[0]) if len(values) else 0.0
+    floor = max(floor, max(matrix.shape) * EPS64 * float(values[0]) if len(values) else 0.0)
     kept = int((values > floor).sum())
     return Directions(left, values, right.mT).leading(kept if rank is None else min(rank, kept))
+
+
+def noise_edge(energy: float, shape: Sequence[int]) -> float:
+    """Return what the singular values of noise alone do not exceed, but for chance.
+
+    Independent entries of standard deviation s have none above s (√o + √i) in a large matrix.
+
+    Args:
+        energy: ‖N‖² of the noise, o·i·s².
+        shape: (o, i).
+    """
+    rows, columns = shape
+    return EDGE * (energy / (rows * columns)) ** 0.5 * (rows**0.5 + columns**0.5)
 
 
 def nearest_orthonormal(columns: Sequence[Tensor]) -> Tensor:
@@ -98,20 +114,23 @@ def nearest_orthonormal(columns: Sequence[Tensor]) -> Tensor:
     return directions.left @ directions.right.mT
 
 
-def _directions_by_gram(matrix: Tensor, count: int) -> Directions | None:
+def _directions_by_gram(matrix: Tensor, count: int, floor: float) -> Directions | None:
     """Return leading singular triplets by the smaller Gram matrix; None if it has too few digits.
 
     Args:
         matrix: (o, i), float64.
         count: how many, at least one.
+        floor: of the singular values.
     """
     wide = matrix.shape[0] <= matrix.shape[1]
     rows = matrix if wide else matrix.mT
     gram = add_gram(matrix.new_zeros(len(rows), len(rows)), rows)
     squares, short = leading_eigenpairs(gram, count)
-    if not float(squares[0]) > RESOLVED * float(squares[-1]):
+    least = max(float(squares[0]), floor**2)
+    if not least > RESOLVED * float(squares[-1]):
         return None
-    values, short = squares.sqrt().flip(0), short.flip(1)
+    kept = squares > floor**2
+    values, short = squares[kept].sqrt().flip(0), short[:, kept].flip(1)
     long = product(rows.mT, short) / values
     return Directions(short, values, long) if wide else Directions(long, values, short)
 

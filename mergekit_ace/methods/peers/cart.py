@@ -15,7 +15,7 @@ from mergekit_ace.algebra.spectrum import singular_directions
 from mergekit_ace.methods.base import Citation, method_spec
 from mergekit_ace.methods.inputs import TensorSettings
 from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
-from mergekit_ace.methods.peers.matrix_method import MatrixMethod
+from mergekit_ace.methods.peers.matrix_method import MatrixMethod, TaskMatrices
 
 
 def merge_centred(deltas: Sequence[Tensor], rank: int, scale: float) -> Tensor:
@@ -80,12 +80,6 @@ class CartMerge(MatrixMethod):
         fraction = parameters["rank_fraction"]
         return max(int(fraction * min(shape)), 1) if fraction > 0 else 0
 
-    def combine(
-        self,
-        deltas: Sequence[Tensor],
-        parameters: Mapping[str, Any],
-        unit: float,
-        shape: tuple[int, ...],
-    ) -> Tensor:
-        rank = self.rank(shape, len(deltas), parameters)
-        return merge_centred(deltas, rank, parameters["lambda"])
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
+        rank = self.rank(matrices.shape, len(matrices.deltas), parameters)
+        return merge_centred(matrices.deltas, rank, parameters["lambda"])

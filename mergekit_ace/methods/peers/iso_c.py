@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -11,21 +11,21 @@ from torch import Tensor
 from mergekit_ace.algebra.spectrum import singular_directions
 from mergekit_ace.methods.base import Citation, method_spec
 from mergekit_ace.methods.parameters import LAMBDA, LAYOUT
-from mergekit_ace.methods.peers.matrix_method import MatrixMethod, decomposition_operations
+from mergekit_ace.methods.peers.matrix_method import (
+    MatrixMethod,
+    TaskMatrices,
+    decomposition_operations,
+)
 
 
-def merge_isotropic(deltas: Sequence[Tensor], count: int | None = None) -> Tensor:
+def merge_isotropic(matrices: TaskMatrices) -> Tensor:
     """Return σ̄ U Vᵀ of Σ_t Δ_t = U diag(σ) Vᵀ, σ̄ = mean(σ_1…σ_r), r = min(o, i).
 
-    Directions that the sum does not have count in σ̄ with σ = 0 and are not added (departure: a full
-    decomposition returns arbitrary vectors there).
-
-    Args:
-        deltas: Δ_t, (o, i), float64, or their cores.
-        count: r; of the deltas by default.
+    Directions that the sum does not have, but for the rounding of the experts, count in σ̄ with
+    σ = 0 and are not added (departure: a full decomposition returns arbitrary vectors there).
     """
-    directions = singular_directions(sum(deltas))
-    strength = directions.values.sum() / (count or min(deltas[0].shape))
+    directions = singular_directions(sum(matrices.deltas), floor=matrices.edge())
+    strength = directions.values.sum() / min(matrices.shape)
     return strength * (directions.left @ directions.right.mT)
 
 
@@ -48,14 +48,8 @@ class IsoCMerge(MatrixMethod):
     citations = (ISO_CITATION,)
     own_rule = "merged with equal singular values"
 
-    def combine(
-        self,
-        deltas: Sequence[Tensor],
-        parameters: Mapping[str, Any],
-        unit: float,
-        shape: tuple[int, ...],
-    ) -> Tensor:
-        return merge_isotropic(deltas, min(shape))
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
+        return merge_isotropic(matrices)
 
     def operations(
         self, rows: int, columns: int, experts: int, parameters: Mapping[str, Any]

@@ -14,12 +14,10 @@ from mergekit_ace.algebra.spectrum import nearest_orthonormal, singular_directio
 from mergekit_ace.methods.base import method_spec
 from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
 from mergekit_ace.methods.peers.iso_c import ISO_CITATION
-from mergekit_ace.methods.peers.matrix_method import MatrixMethod
+from mergekit_ace.methods.peers.matrix_method import MatrixMethod, TaskMatrices
 
 
-def merge_common_and_specific(
-    deltas: Sequence[Tensor], each: int, count: int | None = None
-) -> Tensor:
+def merge_common_and_specific(matrices: TaskMatrices, each: int) -> Tensor:
     """Join a common subspace of the sum and as many directions of each task vector outside of it.
 
     Of r = min(o, i) directions each task contributes s leading ones of (I − U Uᵀ) Δ_t, U the common
@@ -28,21 +26,20 @@ def merge_common_and_specific(
     mean.
 
     Args:
-        deltas: Δ_t, (o, i), float64, or their cores.
+        matrices: the task vectors.
         each: s.
-        count: r; of the deltas by default.
 
-    Directions that a matrix does not have count in the mean with σ = 0 and are not added.
+    Directions that a matrix does not have, but for the rounding of the experts, count in the mean
+    with σ = 0 and are not added.
     """
-    full = count or min(deltas[0].shape)
-    common = singular_directions(sum(deltas), full - each * len(deltas))
+    deltas, full = matrices.deltas, min(matrices.shape)
+    common = singular_directions(sum(deltas), full - each * len(deltas), matrices.edge())
     parts = [common]
-    for delta in deltas if each else ():
+    for delta, edge in zip(deltas, matrices.edges(), strict=True) if each else ():
         outside = delta - common.left @ (common.left.mT @ delta)
         # what is inside of the common subspace must not come back as a rounding error
-        found = singular_directions(outside, each)
-        floor = 1e-12 * torch.linalg.vector_norm(delta)
-        parts.append(found.leading(int((found.values > floor).sum())))
+        floor = max(edge, 1e-12 * float(torch.linalg.vector_norm(delta)))
+        parts.append(singular_directions(outside, each, floor))
     strength = sum(part.values.sum() for part in parts) / full
     left = nearest_orthonormal([part.left for part in parts])
     right = nearest_orthonormal([part.right for part in parts])
@@ -80,13 +77,6 @@ class IsoCtsMerge(MatrixMethod):
         own = full - int(full * parameters["common_fraction"])
         return min(round(own / experts), full // experts)
 
-    def combine(
-        self,
-        deltas: Sequence[Tensor],
-        parameters: Mapping[str, Any],
-        unit: float,
-        shape: tuple[int, ...],
-    ) -> Tensor:
-        return merge_common_and_specific(
-            deltas, self.rank(shape, len(deltas), parameters), min(shape)
-        )
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
+        rank = self.rank(matrices.shape, len(matrices.deltas), parameters)
+        return merge_common_and_specific(matrices, rank)

@@ -7,8 +7,10 @@ is what comes out, and what is no matrix gets the mean of the task vectors.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,9 +22,42 @@ from mergekit_ace.algebra.layouts import by_layout
 from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.records import MatrixRecord, Observer, show
-from mergekit_ace.algebra.task_vectors import merge_mean, merge_trivial, select_active, task_vector
+from mergekit_ace.algebra.rounding_noise import estimate_rounding
+from mergekit_ace.algebra.spectrum import noise_edge
+from mergekit_ace.algebra.task_vectors import (
+    ActiveExperts,
+    merge_mean,
+    merge_trivial,
+    select_active,
+    task_vector,
+)
 from mergekit_ace.methods.base import Merged, TaskVectorMethod, Work, matrices_in
 from mergekit_ace.methods.inputs import TensorSettings
+
+
+@dataclass(frozen=True)
+class TaskMatrices:
+    """The task vectors of the experts in use, of one matrix.
+
+    Attributes:
+        deltas: Δ_t / unit, (o, i), o > 1, in float64, none of them zero. May be overwritten.
+        unit: a power of two.
+        shape: (o, i); that of the task vectors, unless these are cores.
+        noise: what of ‖Δ_t‖² is rounding, in unit².
+    """
+
+    deltas: tuple[Tensor, ...]
+    unit: float
+    shape: tuple[int, ...]
+    noise: tuple[float, ...]
+
+    def edges(self) -> list[float]:
+        """Return what the singular values of the rounding in each task vector do not exceed."""
+        return [noise_edge(energy, self.shape) for energy in self.noise]
+
+    def edge(self) -> float:
+        """Return the same of the sum of all task vectors."""
+        return noise_edge(math.fsum(self.noise), self.shape)
 
 
 class MatrixMethod(TaskVectorMethod):
@@ -71,7 +106,8 @@ class MatrixMethod(TaskVectorMethod):
             return trivial
         unit = choose_unit(active, base.numel())
         deltas = [task_vector(w, base, torch.float64).div_(unit) for w in active.experts]
-        merged = self.combine(deltas, parameters, unit, shape)
+        matrices = TaskMatrices(tuple(deltas), unit, shape, _rounding(base, active, unit))
+        merged = self.combine(matrices, parameters)
         show(observe, "closed form", merged, unit)
         record = MatrixRecord(
             rule=self.spec.name,
@@ -92,21 +128,12 @@ class MatrixMethod(TaskVectorMethod):
         return None
 
     @abstractmethod
-    def combine(
-        self,
-        deltas: Sequence[Tensor],
-        parameters: Mapping[str, Any],
-        unit: float,
-        shape: tuple[int, ...],
-    ) -> Tensor:
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         """Return the merged task vector of one matrix before λ, in new memory.
 
         Args:
-            deltas: Δ_t / unit of at least two experts, (o, i), o > 1, in float64, none of them
-                zero. May be overwritten.
+            matrices: of at least two experts.
             parameters: of the method.
-            unit: a power of two.
-            shape: (o, i); that of the task vectors, unless these are cores.
         """
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
@@ -124,6 +151,17 @@ class MatrixMethod(TaskVectorMethod):
     ) -> float:
         """Return those for one matrix (o, i): a decomposition per expert, and two of them all."""
         return (experts + 2) * decomposition_operations(rows, columns)
+
+
+def _rounding(base: Tensor, active: ActiveExperts, unit: float) -> tuple[float, ...]:
+    """Return the energy of the rounding in each task vector, in unit².
+
+    Beside that of the stored weights there is that of what was added to them: an adapter's change
+    is a product, and may be larger than the weights.
+    """
+    own = torch.finfo(base.dtype).eps ** 2
+    pairs = zip(active.experts, active.tau, strict=True)
+    return tuple((estimate_rounding(w, base) + own * tau) / unit**2 for w, tau in pairs)
 
 
 def decomposition_operations(rows: int, columns: int) -> float:

@@ -11,10 +11,10 @@ from torch import Tensor
 from mergekit_ace.algebra.spectrum import nearest_orthonormal, singular_directions
 from mergekit_ace.methods.base import Citation, method_spec
 from mergekit_ace.methods.parameters import LAMBDA, LAYOUT
-from mergekit_ace.methods.peers.matrix_method import MatrixMethod
+from mergekit_ace.methods.peers.matrix_method import MatrixMethod, TaskMatrices
 
 
-def merge_singular_vectors(deltas: Sequence[Tensor], rank: int) -> Tensor:
+def merge_singular_vectors(matrices: TaskMatrices, rank: int) -> Tensor:
     """Add the task vectors' leading directions, made orthogonal to those of the others.
 
     Of Δ_t = U_t diag(σ_t) V_tᵀ the leading triplets are kept; the concatenated U and V are replaced
@@ -22,10 +22,13 @@ def merge_singular_vectors(deltas: Sequence[Tensor], rank: int) -> Tensor:
     Algorithm 1).
 
     Args:
-        deltas: Δ_t, (o, i), float64.
-        rank: how many of each; the paper's choice is floor(min(o, i) / T).
+        matrices: the task vectors.
+        rank: how many of each; the paper's choice is floor(min(o, i) / T). Those that a task vector
+            has by the rounding of its expert alone are left out (departure: as vectors of length 1
+            they would bend all others, however small their σ).
     """
-    parts = [singular_directions(delta, rank) for delta in deltas]
+    pairs = zip(matrices.deltas, matrices.edges(), strict=True)
+    parts = [singular_directions(delta, rank, edge) for delta, edge in pairs]
     left = nearest_orthonormal([part.left for part in parts])
     right = nearest_orthonormal([part.right for part in parts])
     start, merged = 0, 0
@@ -62,11 +65,6 @@ class TsvMerge(MatrixMethod):
         """Return floor(min(o, i) / T), or 1 (departure: the paper's share would be none)."""
         return max(1, min(shape) // experts)
 
-    def combine(
-        self,
-        deltas: Sequence[Tensor],
-        parameters: Mapping[str, Any],
-        unit: float,
-        shape: tuple[int, ...],
-    ) -> Tensor:
-        return merge_singular_vectors(deltas, self.rank(shape, len(deltas), parameters))
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
+        rank = self.rank(matrices.shape, len(matrices.deltas), parameters)
+        return merge_singular_vectors(matrices, rank)

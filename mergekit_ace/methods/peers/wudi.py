@@ -19,7 +19,7 @@ from mergekit_ace.algebra.spectrum import EPS64
 from mergekit_ace.algebra.task_vectors import squared_norm
 from mergekit_ace.methods.base import Citation, method_spec
 from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
-from mergekit_ace.methods.peers.matrix_method import MatrixMethod
+from mergekit_ace.methods.peers.matrix_method import MatrixMethod, TaskMatrices
 
 BETAS, DENOMINATOR = (0.9, 0.999), 1e-8  # torch's, and the authors'
 
@@ -126,13 +126,8 @@ class WudiMerge(MatrixMethod):
     )
     own_rule = "merged with the least interference"
 
-    def combine(
-        self,
-        deltas: Sequence[Tensor],
-        parameters: Mapping[str, Any],
-        unit: float,
-        shape: tuple[int, ...],
-    ) -> Tensor:
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
+        deltas, unit = matrices.deltas, matrices.unit
         if parameters["solver"] == "exact":
             return minimise_exactly(deltas)
         # hundreds of products: in float32, whose digits a descent needs no more of
