@@ -20,6 +20,8 @@ from mergekit_ace.checkpoint_files import adapter_files, check_adapter_folder, e
 from mergekit_ace.headers import DamagedFileError
 
 _WRAPPER = ".base_layer"
+# Tasks for which a language model gets a head that its checkpoint does not have.
+_TASKS_WITH_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 
 
 @dataclass(frozen=True)
@@ -289,13 +291,14 @@ class _Reading:
             module, _, leaf = name.rpartition(".")
             if leaf == "weight" and module in content.factors:
                 continue  # the table below its factors, which PEFT saves as the base has it
-            if known is not None and name not in known:
+            own_head = self.config.task_type in _TASKS_WITH_HEADS
+            if known is not None and name not in known and not own_head:
                 raise DamagedFileError(
                     f"{self.file.path} holds {key}, and the base has no {name}; give the base that "
                     "the adapter was trained on"
                 )
             shape = self.file.shapes[key]
-            if known is not None:
+            if known is not None and name in known:
                 self._check_shape(name, shape, known[name])
             yield Change(name, self._saved_module(name), "saved", shape, None), 1.0, (key,)
 
