@@ -12,7 +12,7 @@ from mergekit.common import ModelPath
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from mergekit_ace.adapters.lora_config import is_targeted, read_lora_config, scale_at
+from mergekit_ace.adapters.lora_config import MERGE_MODELS, is_targeted, read_lora_config, scale_at
 from mergekit_ace.adapters.orientation import Kind, from_peft
 from mergekit_ace.adapters.tensor_file import Content, Factors, TensorFile
 from mergekit_ace.algebra.low_rank import LowRank
@@ -171,7 +171,7 @@ def _follow_transformers(config: LoraConfig, file: TensorFile, network: nn.Modul
                 network, config, tensors
             )
         )
-    except ValueError as error:
+    except Exception as error:  # of many kinds: expressions, lookups, shapes
         raise DamagedFileError(
             f"{file.path} was made for transformers 4, and PEFT cannot convert it: {error}; merge "
             "full models with mergekit-yaml, made by peft's merge_and_unload with transformers 4"
@@ -213,6 +213,11 @@ class _Reading:
         module, depth = place, 0
         while module.endswith(_WRAPPER):
             module, depth = module.removesuffix(_WRAPPER), depth + 1
+        if _WRAPPER in module:
+            raise DamagedFileError(
+                f"{self.file.path} changes {place}, part of torch's MultiheadAttention, which "
+                f"cannot be merged as an adapter; {MERGE_MODELS}"
+            )
         if self.network is not None and module not in self.modules:
             raise DamagedFileError(
                 f"{self.file.path} changes {module}, which the base does not have; give the base "

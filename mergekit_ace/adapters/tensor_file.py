@@ -18,6 +18,8 @@ from mergekit_ace.pickled import read_pickle
 PEFT_PREFIX = "base_model.model."  # of every tensor that PEFT writes and loads
 _FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.(weight|bias))?")
 
+_COPY = re.compile(r"\.(?:original_module|modules_to_save)\.")
+
 
 @dataclass
 class Factors:
@@ -162,6 +164,10 @@ class TensorFile:
         setattr(factors, part, name)
 
     def _add_full(self, found: Content, name: str, place: str) -> None:
+        # with `bias: all`, PEFT writes the biases of modules that it keeps whole three times
+        copied = _COPY.sub(".", place)
+        if copied != place and PEFT_PREFIX + copied in self.shapes:
+            return
         plain = place.replace(".base_layer.", ".")
         if plain in found.full:
             raise DamagedFileError(

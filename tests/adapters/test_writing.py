@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import copy
 import json
 from collections import defaultdict
 
@@ -294,3 +295,15 @@ def test_tensors_go_to_the_disk_as_they_come(tmp_path):
             assert partial.stat().st_size > written
             assert not (tmp_path / "out" / "adapter_config.json").exists()
     assert {c.rank for c in read_adapter(str(tmp_path / "out")).changes.values()} == {512}
+
+
+@pytest.mark.parametrize("case", ["linear", "experts", "transposed"])
+@torch.no_grad()
+def test_transformers_loads_it_by_itself(case, tmp_path):
+    made = trained(case, tmp_path / "in")
+    write(read_adapter(str(made.folder), made.network()), tmp_path / "out")
+    merged = copy.deepcopy(made.base).eval()
+    merged.load_state_dict(made.merged)
+    tokens = torch.arange(8)[None]
+    made.base.eval().load_adapter(str(tmp_path / "out"))
+    torch.testing.assert_close(made.base(tokens).logits, merged(tokens).logits, rtol=0, atol=1e-5)
