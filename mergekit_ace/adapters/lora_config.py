@@ -20,21 +20,21 @@ from mergekit_ace.headers import DamagedFileError, read_json
 
 LOG = logging.getLogger(__name__)
 
-_MERGE_MODELS = "merge full models with mergekit-yaml, made by peft's merge_and_unload"
+MERGE_MODELS = "merge full models with mergekit-yaml, made by peft's merge_and_unload"
 # What makes a change of a weight other than a scaled product of A and B, by the key of a config.
 _REFUSED = {
-    "use_dora": ("DoRA, which also rescales the columns of the base", _MERGE_MODELS),
+    "use_dora": ("DoRA, which also rescales the columns of the base", MERGE_MODELS),
     "use_qalora": ("QA-LoRA, on a quantized base", "train a plain LoRA adapter"),
-    "use_bdlora": ("BD-LoRA, whose factors are stored in blocks", _MERGE_MODELS),
+    "use_bdlora": ("BD-LoRA, whose factors are stored in blocks", MERGE_MODELS),
     "arrow_config": ("Arrow, which routes between adapters", "merge those adapters"),
-    "kasa_config": ("KaSA, which also truncates the base", _MERGE_MODELS),
-    "monteclora_config": ("MonteCLoRA, which samples around its factors", _MERGE_MODELS),
+    "kasa_config": ("KaSA, which also truncates the base", MERGE_MODELS),
+    "monteclora_config": ("MonteCLoRA, which samples around its factors", MERGE_MODELS),
     "alora_invocation_tokens": (
         "aLoRA, which is off until certain tokens come and has no merged form",
         "train a plain LoRA adapter",
     ),
-    "trainable_token_indices": ("new rows of an embedding for some tokens", _MERGE_MODELS),
-    "layer_replication": ("layers that the model has oftener than the base", _MERGE_MODELS),
+    "trainable_token_indices": ("new rows of an embedding for some tokens", MERGE_MODELS),
+    "layer_replication": ("layers that the model has oftener than the base", MERGE_MODELS),
     "megatron_config": ("layers of Megatron", "convert it to the layers of transformers"),
 }  # fmt: skip
 # Initializations that take A · B out of the base before the training.
@@ -67,7 +67,7 @@ def read_lora_config(folder: Path) -> LoraConfig:
     if kind != "LORA":
         raise DamagedFileError(
             f"{path} is of an adapter of the type {kind}, and only LoRA can be merged as an "
-            f"adapter; {_MERGE_MODELS}"
+            f"adapter; {MERGE_MODELS}"
         )
     content.pop("runtime_config", None)
     _check_unknown_keys(path, content)

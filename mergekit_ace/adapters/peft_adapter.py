@@ -12,7 +12,7 @@ from mergekit.common import ModelPath
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from mergekit_ace.adapters.lora_config import is_targeted, read_lora_config, scale_at
+from mergekit_ace.adapters.lora_config import MERGE_MODELS, is_targeted, read_lora_config, scale_at
 from mergekit_ace.adapters.orientation import Kind, from_peft
 from mergekit_ace.adapters.tensor_file import Content, Factors, TensorFile
 from mergekit_ace.algebra.low_rank import LowRank
@@ -20,6 +20,8 @@ from mergekit_ace.checkpoint_files import adapter_files, check_adapter_folder, e
 from mergekit_ace.headers import DamagedFileError
 
 _WRAPPER = ".base_layer"
+# Tasks for which a language model gets a head that its checkpoint does not have.
+_TASKS_WITH_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ def _follow_transformers(config: LoraConfig, file: TensorFile, network: nn.Modul
                 network, config, tensors
             )
         )
-    except ValueError as error:
+    except Exception as error:  # of many kinds: expressions, lookups, shapes
         raise DamagedFileError(
             f"{file.path} was made for transformers 4, and PEFT cannot convert it: {error}; merge "
             "full models with mergekit-yaml, made by peft's merge_and_unload with transformers 4"
@@ -219,6 +221,11 @@ class _Reading:
         module, depth = place, 0
         while module.endswith(_WRAPPER):
             module, depth = module.removesuffix(_WRAPPER), depth + 1
+        if _WRAPPER in module:
+            raise DamagedFileError(
+                f"{self.file.path} changes {place}, part of torch's MultiheadAttention, which "
+                f"cannot be merged as an adapter; {MERGE_MODELS}"
+            )
         if self.network is not None and module not in self.modules:
             raise DamagedFileError(
                 f"{self.file.path} changes {module}, which the base does not have; give the base "
@@ -297,13 +304,14 @@ class _Reading:
             module, _, leaf = name.rpartition(".")
             if leaf == "weight" and module in content.factors:
                 continue  # the table below its factors, which PEFT saves as the base has it
-            if known is not None and name not in known:
+            own_head = self.config.task_type in _TASKS_WITH_HEADS
+            if known is not None and name not in known and not own_head:
                 raise DamagedFileError(
                     f"{self.file.path} holds {key}, and the base has no {name}; give the base that "
                     "the adapter was trained on"
                 )
             shape = self.file.shapes[key]
-            if known is not None:
+            if known is not None and name in known:
                 self._check_shape(name, shape, known[name])
             yield Change(name, self._saved_module(name), "saved", shape, None), 1.0, (key,)
 

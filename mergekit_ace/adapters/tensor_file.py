@@ -19,6 +19,8 @@ _DTYPES = {"F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
 PEFT_PREFIX = "base_model.model."  # of every tensor that PEFT writes and loads
 _FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.(weight|bias))?")
 
+_COPY = re.compile(r"\.(?:original_module|modules_to_save)\.")
+
 
 @dataclass
 class Factors:
@@ -166,6 +168,10 @@ class TensorFile:
         setattr(factors, part, name)
 
     def _add_full(self, found: Content, name: str, place: str) -> None:
+        # with `bias: all`, PEFT writes the biases of modules that it keeps whole three times
+        copied = _COPY.sub(".", place)
+        if copied != place and PEFT_PREFIX + copied in self.shapes:
+            return
         plain = place.replace(".base_layer.", ".")
         if plain in found.full:
             raise DamagedFileError(

@@ -203,6 +203,7 @@ class AdapterWriter:
                 "shape": list(shape),
                 "data_offsets": [start, start + count * size],
             }
+        assert len(header) == 1 + len(self._places), "a change was added twice"
         return header
 
     def _wrappers(self, names: set[str]) -> dict[str, str]:

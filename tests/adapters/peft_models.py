@@ -137,6 +137,7 @@ CASES = {
     "saved block": (Nested, _lora(["my_proj"], modules_to_save=["block"])),
     "all biases": (qwen, _lora(["q_proj", "o_proj"], bias="all")),
     "biases of gpt2": (gpt2, _lora(["c_attn"], bias="all")),
+    "all biases and saved": (gpt2, _lora(["c_attn"], bias="all", modules_to_save=["ln_f"])),
     "their biases": (qwen, _lora(["q_proj", "v_proj"], bias="lora_only")),
     "change of biases": (qwen, _lora(["q_proj", "v_proj"], lora_bias=True, use_rslora=True)),
     "endings of names": (

@@ -246,6 +246,20 @@ def test_convolutions_in_groups(tmp_path):
     refuse(tmp_path, "groups", "point", network=grouped().to("meta"))
 
 
+@pytest.mark.parametrize("with_base", [True, False])
+def test_attention_of_torch(tmp_path, with_base):
+    """Its factors belong to a weight of three matrices and to a module within."""
+
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = torch.nn.MultiheadAttention(8, 2)
+
+    made = train_by_chance(Attention, tmp_path, target_modules=["attention"], r=2)
+    network = made.network() if with_base else None
+    refuse(tmp_path, "attention", "MultiheadAttention", "merge_and_unload", network=network)
+
+
 def test_parameters_without_the_base(tmp_path):
     trained("experts", tmp_path)
     refuse(tmp_path, "target_parameters", "BASE+ADAPTER")

@@ -2,14 +2,28 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from peft_models import CASES, changed, largest_difference, mixtral, trained
-from safetensors.torch import save_file
+from peft_models import CASES, SMALL, changed, largest_difference, mixtral, trained
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from mergekit_ace.adapters.peft_adapter import read_adapter
+from mergekit_ace.headers import DamagedFileError
+
+# `target_parameters`, and a model of both Conv1D and matrices.
+WITH_BASE_ONLY = {
+    "experts",
+    "second of the experts",
+    "transposed experts",
+    "router",
+    "transposed and linear",
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -39,3 +53,110 @@ def test_experts_of_transformers_4_are_packed_as_peft_packs_them(tmp_path):
     merged = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).merge_and_unload()
     assert len(adapter.changes) == 4
     assert largest_difference(changed(adapter, dict(base.state_dict())), merged.state_dict()) < 1e-5
+
+
+@pytest.mark.parametrize("case", sorted(set(CASES) - WITH_BASE_ONLY))
+def test_without_the_base_the_same_is_read(case, tmp_path):
+    made = trained(case, tmp_path)
+    with_base, without = (read_adapter(str(tmp_path), n) for n in (made.network(), None))
+    assert without.changes == with_base.changes
+    assert largest_difference(changed(without, made.weights), made.merged) < 2e-6
+
+
+def test_conv1d_is_told_by_the_base_even_where_the_config_is_wrong(tmp_path):
+    """PEFT sets `fan_in_fan_out` by the module that it wrapped last."""
+    made = trained("transposed", tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(path.read_text().replace('"fan_in_fan_out": true', '"fan_in_fan_out": false'))
+    adapter = read_adapter(str(tmp_path), made.network())
+    assert largest_difference(changed(adapter, made.weights), made.merged) < 2e-6
+
+
+def test_factors_are_float64_with_the_scale_within(tmp_path):
+    made = trained("rslora", tmp_path)
+    adapter = read_adapter(str(tmp_path), made.network())
+    name = "model.layers.1.self_attn.v_proj.weight"
+    factors = adapter.low_rank(name)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    place = "base_model.model.model.layers.1.self_attn.v_proj.lora_{}.weight"
+    product = stored[place.format("B")].double() @ stored[place.format("A")].double()
+    assert factors.left.dtype == factors.right.dtype == torch.float64
+    torch.testing.assert_close(factors.dense(), 7 / 2 * product, rtol=1e-14, atol=0)
+
+
+def test_old_bin_files(tmp_path):
+    made = trained("table", tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    torch.save(load_file(path), tmp_path / "adapter_model.bin")
+    path.unlink()
+    adapter = read_adapter(str(tmp_path), made.network())
+    assert largest_difference(changed(adapter, made.weights), made.merged) < 2e-6
+
+
+def test_a_bin_file_executes_nothing(tmp_path):
+    trained("linear", tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+
+    class Harm:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "harm",))
+
+    torch.save({"x": Harm()}, tmp_path / "adapter_model.bin")
+    with pytest.raises(DamagedFileError, match=r"adapter_model\.bin"):
+        read_adapter(str(tmp_path))
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("weights", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_names_on_the_hub(tmp_path, monkeypatch, weights):
+    made = trained("linear", tmp_path / "snapshot")
+    stored = tmp_path / "snapshot" / "adapter_model.safetensors"
+    if weights.endswith(".bin"):
+        torch.save(load_file(stored), tmp_path / "snapshot" / weights)
+        stored.unlink()
+    asked = []
+
+    def download(repository, name, revision=None):
+        asked.append((repository, name, revision))
+        if not (made.folder / name).exists():
+            raise huggingface_hub.errors.LocalEntryNotFoundError(name)
+        return str(made.folder / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    adapter = read_adapter("someone/adapter@v2", made.network())
+    assert adapter.name == "someone/adapter@v2"
+    assert adapter.folder == made.folder
+    assert asked[0] == ("someone/adapter", "adapter_config.json", "v2")
+    assert asked[-1] == ("someone/adapter", weights, "v2")
+
+
+def test_a_head_that_only_the_task_has(tmp_path):
+    """A classifier is trained on a language model, whose checkpoint has no `score`."""
+    trained("classifier", tmp_path)
+    adapter = read_adapter(str(tmp_path), LlamaForCausalLM(LlamaConfig(**SMALL)).to("meta"))
+    assert adapter.changes["score.weight"].kind == "saved"
+    assert adapter.changes["score.weight"].shape == (3, 16)
+
+
+def test_velora_and_other_starts_of_a_training_change_nothing(tmp_path):
+    """These are about the gradients, or the first values of the factors."""
+    made = trained("linear", tmp_path)
+    path = tmp_path / "adapter_config.json"
+    content = json.loads(path.read_text())
+    for start in ("gaussian", "orthogonal", "eva", "mica"):
+        path.write_text(json.dumps({**content, "init_lora_weights": start, "velora_config": {}}))
+        adapter = read_adapter(str(tmp_path), made.network())
+        assert largest_difference(changed(adapter, made.weights), made.merged) < 2e-6
+
+
+def test_code_that_a_config_names_is_not_imported(tmp_path):
+    trained("linear", tmp_path)
+    path = tmp_path / "adapter_config.json"
+    content = json.loads(path.read_text())
+    content |= {
+        "megatron_core": "this_would_run",
+        "auto_mapping": {"base_model_class": "X", "parent_library": "this_would_run"},
+    }
+    path.write_text(json.dumps(content))
+    (tmp_path / "this_would_run.py").write_text("raise SystemExit")
+    assert len(read_adapter(str(tmp_path)).changes) == 4

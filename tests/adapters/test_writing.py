@@ -1,30 +1,309 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import copy
+import json
+from collections import defaultdict
+
 import pytest
 import torch
-from peft_models import CASES, changed, largest_difference, merged_by_peft, trained
+from checkpoints import tiny_llama
+from peft_models import (
+    CASES,
+    Nested,
+    changed,
+    gpt2,
+    largest_difference,
+    merged_by_peft,
+    mixtral,
+    qwen,
+    train_by_chance,
+    trained,
+)
+from safetensors.torch import load_file
+from torch import Tensor
 
-from mergekit_ace.adapters.peft_adapter import read_adapter
+from mergekit_ace.adapters.peft_adapter import Adapter, read_adapter
 from mergekit_ace.adapters.writing import AdapterWriter
+from mergekit_ace.algebra.low_rank import LowRank
 
 
-def written(adapter, folder, dtype=torch.float32):
+def write(adapter: Adapter, folder, dtype=torch.float32) -> None:
     with AdapterWriter(folder, [adapter], "base", dtype) as writer:
         for name, change in adapter.changes.items():
-            if change.kind in ("bias", "saved"):
+            if change.rank is None:
                 writer.add_full(change, adapter.full(name))
             else:
                 writer.add_low_rank(change, adapter.low_rank(name))
-    return folder
+
+
+def add_up(factors: list[LowRank]) -> LowRank:
+    left = torch.cat([each.left for each in factors], dim=-1)
+    return LowRank(left, torch.cat([each.right for each in factors], dim=-2), factors[0].shape)
+
+
+def write_sum(adapters: list[Adapter], folder, dtype=torch.float32) -> dict[str, Tensor]:
+    """Write the sum of adapters of factors; return what it adds to every weight."""
+    parts = defaultdict(list)
+    for adapter in adapters:
+        for name in adapter.changes:
+            parts[name].append(adapter)
+    deltas = {}
+    with AdapterWriter(folder, adapters, "base", dtype) as writer:
+        for name, those in parts.items():
+            total = add_up([adapter.low_rank(name) for adapter in those])
+            writer.add_low_rank(those[0].changes[name], total)
+            deltas[name] = total.dense()
+    return deltas
+
+
+def added(base, folder) -> dict[str, Tensor]:
+    """What PEFT adds to the weights that an adapter changes."""
+    before = base.state_dict()
+    after = merged_by_peft(base, folder)
+    return {
+        n: (after[n] - before[n]).double() for n in after if not torch.equal(after[n], before[n])
+    }
+
+
+def config_of(folder) -> dict:
+    return json.loads((folder / "adapter_config.json").read_text())
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_peft_loads_what_was_read(case, tmp_path):
     made = trained(case, tmp_path / "in")
     adapter = read_adapter(str(made.folder), made.network())
-    out = written(adapter, tmp_path / "out")
-    assert largest_difference(merged_by_peft(made.base, out), made.merged) < 2e-6
-    again = read_adapter(str(out), made.network())
+    write(adapter, tmp_path / "out")
+    assert largest_difference(merged_by_peft(made.base, tmp_path / "out"), made.merged) < 2e-6
+    again = read_adapter(str(tmp_path / "out"), made.network())
     assert set(again.changes) == set(adapter.changes)
     assert largest_difference(changed(again, made.weights), made.merged) < 2e-6
+    write(again, tmp_path / "once more")
+    assert config_of(tmp_path / "once more") == config_of(tmp_path / "out")
+
+
+def test_without_the_base_full_names_are_written(tmp_path):
+    made = trained("patterns", tmp_path / "in")
+    write(read_adapter(str(made.folder)), tmp_path / "out")
+    assert largest_difference(merged_by_peft(made.base, tmp_path / "out"), made.merged) < 2e-6
+    assert "model.layers.0.self_attn.q_proj" in config_of(tmp_path / "out")["target_modules"]
+
+
+SUMS = {
+    "modules of their own": (
+        tiny_llama,
+        [
+            {"target_modules": ["q_proj", "v_proj"], "r": 3, "use_rslora": True},
+            {"target_modules": ["q_proj", "down_proj"], "r": 5},
+            {"target_modules": ["down_proj"], "r": 2, "layers_to_transform": [1]},
+        ],
+    ),
+    "endings of names": (
+        Nested,
+        [
+            {"target_modules": ["proj"], "r": 2},
+            {"target_modules": ["block.proj", "my_proj"], "r": 3},
+            {"target_modules": "proj|layers.1|layers.11", "r": 4},
+        ],
+    ),
+    "transposed": (gpt2, [{"target_modules": ["c_proj"]}, {"target_modules": ["c_attn"], "r": 3}]),
+    "experts": (
+        mixtral,
+        [
+            {"target_modules": ["v_proj"], "target_parameters": ["experts.down_proj"], "r": 2},
+            {"target_modules": ["v_proj"], "target_parameters": ["experts.gate_up_proj"], "r": 2},
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_ranks_that_differ_between_modules(case, tmp_path):
+    build, options = SUMS[case]
+    adapters = []
+    for number, own in enumerate(options):
+        made = train_by_chance(build, tmp_path / str(number), number, lora_alpha=5, **own)
+        adapters.append(read_adapter(str(made.folder), made.network()))
+    deltas = write_sum(adapters, tmp_path / "out")
+    loaded = added(made.base, tmp_path / "out")
+    assert loaded.keys() == deltas.keys()
+    assert max(float((loaded[n] - deltas[n]).abs().max()) for n in deltas) < 2e-6
+    again = read_adapter(str(tmp_path / "out"), made.network())
+    assert {n: again.changes[n].rank for n in deltas} == {
+        n: sum(a.changes[n].rank for a in adapters if n in a.changes) for n in deltas
+    }
+
+
+def test_short_names_and_a_scale_of_1(tmp_path):
+    """vLLM takes `lora_alpha / r` for all modules, and buffers of the largest rank."""
+    adapters = []
+    for number, targets in enumerate((["q_proj", "v_proj"], ["q_proj"])):
+        made = train_by_chance(
+            tiny_llama, tmp_path / str(number), r=3, lora_alpha=5, target_modules=targets,
+            task_type="CAUSAL_LM",
+        )  # fmt: skip
+        adapters.append(read_adapter(str(made.folder), made.network()))
+    write_sum(adapters, tmp_path / "out")
+    config = config_of(tmp_path / "out")
+    assert config["target_modules"] == ["q_proj", "v_proj"]
+    assert config["r"] == config["lora_alpha"] == 6
+    assert config["rank_pattern"] == config["alpha_pattern"] == {"v_proj": 3}
+    assert config["task_type"] == "CAUSAL_LM"
+    assert config["base_model_name_or_path"] == "base"
+    assert config["inference_mode"] is True
+    assert config["use_rslora"] is False
+    assert config["modules_to_save"] is None
+    names = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert all(name.startswith("base_model.model.model.layers.") for name in names)
+    assert {name.rpartition(".lora_")[2] for name in names} == {"A.weight", "B.weight"}
+
+
+def test_the_revision_of_the_base(tmp_path):
+    made = trained("linear", tmp_path / "in")
+    adapter = read_adapter(str(made.folder), made.network())
+    name, change = next(iter(adapter.changes.items()))
+    with AdapterWriter(tmp_path / "out", [adapter], "some/base", torch.float32, "v2") as writer:
+        writer.add_low_rank(change, adapter.low_rank(name))
+    config = config_of(tmp_path / "out")
+    assert (config["base_model_name_or_path"], config["revision"]) == ("some/base", "v2")
+
+
+@pytest.mark.parametrize("case", ["linear", "experts", "convolutions", "table", "transposed"])
+def test_a_rank_of_0_is_loaded_as_no_change(case, tmp_path):
+    made = trained(case, tmp_path / "in")
+    adapter = read_adapter(str(made.folder), made.network())
+    with AdapterWriter(tmp_path / "out", [adapter], "base", torch.float32) as writer:
+        for name, change in adapter.changes.items():
+            whole = adapter.low_rank(name)
+            empty = LowRank(whole.left[..., :0], whole.right[..., :0, :], whole.shape)
+            writer.add_low_rank(change, empty)
+    assert added(made.base, tmp_path / "out") == {}
+    assert {
+        c.rank for c in read_adapter(str(tmp_path / "out"), made.network()).changes.values()
+    } == {1}
+
+
+def test_half_of_the_adapters_have_biases_of_factors(tmp_path):
+    """PEFT expects a bias of every module then: the others' are zero."""
+    adapters = []
+    for number, own in enumerate(({"lora_bias": True}, {"lora_bias": False})):
+        made = train_by_chance(
+            qwen,
+            tmp_path / str(number),
+            number,
+            target_modules=[("q_proj", "v_proj")[number]],
+            **own,
+        )
+        adapters.append(read_adapter(str(made.folder), made.network()))
+    with AdapterWriter(tmp_path / "out", adapters, "base", torch.float32) as writer:
+        for adapter in adapters:
+            for name, change in adapter.changes.items():
+                if change.kind == "bias":
+                    writer.add_full(change, adapter.full(name))
+                else:
+                    writer.add_low_rank(change, adapter.low_rank(name))
+    loaded = added(made.base, tmp_path / "out")
+    assert loaded.keys() == {name for adapter in adapters for name in adapter.changes}
+
+
+def test_biases_of_factors_beside_a_table_are_refused(tmp_path):
+    one = train_by_chance(qwen, tmp_path / "1", target_modules=["q_proj"], lora_bias=True)
+    other = train_by_chance(qwen, tmp_path / "2", target_modules=["embed_tokens"])
+    adapters = [read_adapter(str(made.folder), made.network()) for made in (one, other)]
+    with pytest.raises(ValueError, match=r"q_proj.*lora_bias.*embed_tokens"):
+        AdapterWriter(tmp_path / "out", adapters, "base", torch.float32)
+    assert not (tmp_path / "out").exists()
+
+
+def test_saved_tensors_alone(tmp_path):
+    """PEFT loads an adapter without factors by a name that no module has."""
+    made = trained("saved", tmp_path / "in")
+    adapter = read_adapter(str(made.folder), made.network())
+    with AdapterWriter(tmp_path / "out", [adapter], "base", torch.float32) as writer:
+        for name, change in adapter.changes.items():
+            if change.kind == "saved":
+                writer.add_full(change, adapter.full(name))
+    after = merged_by_peft(made.base, tmp_path / "out")
+    assert torch.equal(after["lm_head.weight"], made.merged["lm_head.weight"])
+
+
+def test_bfloat16_is_the_rounding_of_the_factors(tmp_path):
+    made = trained("patterns", tmp_path / "in")
+    adapter = read_adapter(str(made.folder), made.network())
+    write(adapter, tmp_path / "out", torch.bfloat16)
+    again = read_adapter(str(tmp_path / "out"), made.network())
+    for name in adapter.changes:
+        assert torch.equal(
+            again.low_rank(name).left, adapter.low_rank(name).left.bfloat16().double()
+        )
+
+
+def test_numbers_beyond_the_dtype_are_refused_and_the_folder_is_no_adapter(tmp_path):
+    made = trained("linear", tmp_path / "in")
+    adapter = read_adapter(str(made.folder), made.network())
+    name, change = next(iter(adapter.changes.items()))
+    factors = adapter.low_rank(name)
+    huge = LowRank(factors.left * 1e9, factors.right, factors.shape)
+    with (
+        pytest.raises(ValueError, match=rf"{name}.*float16.*bfloat16"),
+        AdapterWriter(tmp_path / "out", [adapter], "base", torch.float16) as writer,
+    ):
+        writer.add_low_rank(change, huge)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_failure_leaves_no_earlier_result_behind(tmp_path):
+    made = trained("linear", tmp_path / "in")
+    adapter = read_adapter(str(made.folder), made.network())
+    write(adapter, tmp_path / "out")
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(KeyError), AdapterWriter(tmp_path / "out", [adapter], "b", torch.float32):
+        raise KeyError
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+
+
+def test_nothing_written_is_no_adapter(tmp_path):
+    made = trained("linear", tmp_path / "in")
+    adapter = read_adapter(str(made.folder))
+    with (
+        pytest.raises(ValueError, match="nothing"),
+        AdapterWriter(tmp_path / "out", [adapter], "base", torch.float32),
+    ):
+        pass
+
+
+def test_an_input_is_not_written_to(tmp_path):
+    made = trained("linear", tmp_path / "in")
+    adapter = read_adapter(str(made.folder))
+    (tmp_path / "link").symlink_to(made.folder)
+    with pytest.raises(ValueError, match="choose another"):
+        AdapterWriter(tmp_path / "link", [adapter], "base", torch.float32)
+    assert read_adapter(str(made.folder)).changes == adapter.changes
+
+
+def test_tensors_go_to_the_disk_as_they_come(tmp_path):
+    made = trained("linear", tmp_path / "in")
+    adapter = read_adapter(str(made.folder))
+    partial = tmp_path / "out" / "adapter_model.safetensors.partial"
+    written = 0
+    with AdapterWriter(tmp_path / "out", [adapter], "base", torch.float32) as writer:
+        for change in adapter.changes.values():
+            left, right = torch.ones(change.shape[0], 512), torch.ones(512, change.shape[1])
+            writer.add_low_rank(change, LowRank(left, right, change.shape))
+            written += 4 * (left.numel() + right.numel())
+            assert partial.stat().st_size > written
+            assert not (tmp_path / "out" / "adapter_config.json").exists()
+    assert {c.rank for c in read_adapter(str(tmp_path / "out")).changes.values()} == {512}
+
+
+@pytest.mark.parametrize("case", ["linear", "experts", "transposed"])
+@torch.no_grad()
+def test_transformers_loads_it_by_itself(case, tmp_path):
+    made = trained(case, tmp_path / "in")
+    write(read_adapter(str(made.folder), made.network()), tmp_path / "out")
+    merged = copy.deepcopy(made.base).eval()
+    merged.load_state_dict(made.merged)
+    tokens = torch.arange(8)[None]
+    made.base.eval().load_adapter(str(tmp_path / "out"))
+    torch.testing.assert_close(made.base(tokens).logits, merged(tokens).logits, rtol=0, atol=1e-5)
