@@ -243,10 +243,16 @@ def plan_tensors(
     source: str,
     options: MergeOptions,
     unplanned: Sequence[UnplannedTensor] = (),
+    architecture: ModelArchitecture | None = None,
 ) -> PlannedMerge:
-    """Do what `plan_merge` does, by what mergekit's loaders know of the models already."""
+    """Do what `plan_merge` does, by what mergekit's loaders know of the models already.
+
+    Args:
+        config, source, options, unplanned: see there.
+        architecture: of the models, where it is known.
+    """
     copy = config.model_copy(deep=True)  # planning rewrites the configuration
-    architecture = find_architecture(copy, options)
+    architecture = architecture or find_architecture(copy, options)
     first = copy.base_model or copy.referenced_models()[0]
     out = first.config(trust_remote_code=options.trust_remote_code)
     planner = MergePlanner(copy, architecture, options=options, out_model_config=out)

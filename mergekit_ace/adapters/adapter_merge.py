@@ -14,7 +14,7 @@ from mergekit.merge_methods import MergeMethod
 from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge
 from torch import Tensor
 
-from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor
+from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor, names_in_memory
 from mergekit_ace.adapters.peft_adapter import Change
 from mergekit_ace.algebra.low_rank import LowRank, compress
 from mergekit_ace.algebra.records import TensorRecord
@@ -98,6 +98,10 @@ class AdapterMerge:
             merged = self._merge_by_ours(tensor, deltas, method)
         else:
             merged = self._merge_linearly(tensor, deltas)
+        if merged.delta is not None and tensor.change.kind == "parameter":
+            # PEFT warns of ranks that differ between parameters, though it follows them
+            most = sum(delta.rank for delta in deltas if delta)
+            merged = replace(merged, delta=merged.delta.padded(min(self.rank or most, most)))
         return replace(merged, tau=tuple(delta.energy if delta else 0.0 for delta in deltas))
 
     def _factors(self, tensor: ChangedTensor, number: int) -> LowRank | None:
@@ -182,7 +186,7 @@ class AdapterMerge:
         return MergedChange(tensor.change, full=_execute(tensor.planned, base, versions))
 
     def _base_tensor(self, tensor: ChangedTensor) -> Tensor:
-        names = (tensor.planned.name, tensor.change.name)
+        names = (tensor.change.name, *names_in_memory(tensor.planned))
         for name in names:
             found = self._base_weights.get_tensor(name, raise_on_missing=False)
             if found is not None:

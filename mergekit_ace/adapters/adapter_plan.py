@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference
 from mergekit.config import InputModelDefinition, InputSliceDefinition, MergeConfiguration
 from mergekit.io import ShardedTensorIndex
@@ -20,7 +24,13 @@ from mergekit_ace.adapters.peft_adapter import Adapter, Change, adapter_folder, 
 from mergekit_ace.checkpoint_files import existing_folder
 from mergekit_ace.headers import DamagedFileError, TensorHeader
 from mergekit_ace.methods.architecture import empty_network
-from mergekit_ace.planning import ConfigError, PlannedMerge, PlannedTensor, plan_tensors
+from mergekit_ace.planning import (
+    ConfigError,
+    PlannedMerge,
+    PlannedTensor,
+    find_architecture,
+    plan_tensors,
+)
 from mergekit_ace.preflight.checkpoint_rules import same_name
 from mergekit_ace.preflight.checkpoints import DTYPE_NAMES, Checkpoint, headers_only
 from mergekit_ace.preflight.config_rules import listed
@@ -95,13 +105,14 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
     _warn_of_other_bases(adapters, base)
     checkpoints = _checkpoints(models, network)
     with headers_only(checkpoints):
-        plan = plan_tensors(config, source, options)
+        architecture = _architecture(base, network, options)
+        plan = plan_tensors(config, source, options, architecture=architecture)
         lost = _not_planned(plan, adapters)
         if lost and any(part.slices for part in (config, *(config.modules or {}).values())):
             raise _elsewhere(lost)
         if lost:  # mergekit's architecture lacks them
             extra = [UnplannedTensor(name, tuple(models), merged=True) for name in lost]
-            plan = plan_tensors(config, source, options, extra)
+            plan = plan_tensors(config, source, options, extra, architecture)
     tensors = tuple(_changed(plan, adapters))
     first = plan.tensors[0]
     experts = tuple(adapters.get(model) for model in first.experts)
@@ -196,6 +207,21 @@ def _network(base: ModelReference) -> nn.Module:
         ) from error
 
 
+def _architecture(
+    base: ModelReference, network: nn.Module, options: MergeOptions
+) -> ModelArchitecture:
+    """Return what mergekit knows, or infers, of the base.
+
+    It infers from the index of a checkpoint's files, and needs none of these.
+    """
+    with TemporaryDirectory() as folder:
+        base.config(trust_remote_code=options.trust_remote_code).save_pretrained(folder)
+        index = {"weight_map": dict.fromkeys(network.state_dict(), "model.safetensors")}
+        Path(folder, "model.safetensors.index.json").write_text(json.dumps(index))
+        config = MergeConfiguration(merge_method="linear", models=[{"model": {"model": folder}}])
+        return find_architecture(config, options)
+
+
 def _warn_of_other_bases(adapters: Mapping[ModelReference, Adapter], base: ModelReference) -> None:
     for adapter in adapters.values():
         told = adapter.config.base_model_name_or_path
@@ -218,11 +244,11 @@ def _not_planned(plan: PlannedMerge, adapters: Mapping[ModelReference, Adapter])
     changed = {
         change.name: change for adapter in adapters.values() for change in adapter.changes.values()
     }
-    planned = {name for tensor in plan.tensors for name in _names(tensor)}
+    planned = {name for tensor in plan.tensors for name in names_in_memory(tensor)}
     return [name for name, change in changed.items() if name not in planned]
 
 
-def _names(tensor: PlannedTensor) -> tuple[str, ...]:
+def names_in_memory(tensor: PlannedTensor) -> tuple[str, ...]:
     """Return the names that a planned tensor may have in memory."""
     weight = tensor.task.output_weight
     return (weight.name, *(weight.aliases or ()), *(weight.tied_names or ()))
@@ -256,5 +282,5 @@ def _elsewhere(names: Sequence[str]) -> ConfigError:
 def _find(tensor: PlannedTensor, adapter: Adapter | None) -> Change | None:
     if adapter is None:
         return None
-    found = (adapter.changes.get(name) for name in _names(tensor))
+    found = (adapter.changes.get(name) for name in names_in_memory(tensor))
     return next((change for change in found if change is not None), None)

@@ -62,6 +62,12 @@ class LowRank:
         """Return Δ, in the shape of the stored tensor."""
         return (self.left @ self.right).reshape(self.shape)
 
+    def padded(self, rank: int) -> LowRank:
+        """Return the same with columns of zeros, if it has fewer than `rank`."""
+        more = max(0, rank - self.rank)
+        left = torch.nn.functional.pad(self.left, (0, more))
+        return LowRank(left, torch.nn.functional.pad(self.right, (0, 0, 0, more)), self.shape)
+
     def matrix(self, number: int) -> LowRank:
         """Return one matrix of a stack."""
         return LowRank(self.left[number], self.right[number], self.shape[1:])

@@ -125,16 +125,13 @@ def _merge_stack(
     for number in range(count):
         own = [delta and delta.matrix(number) for delta in deltas]
         part, lost, record = _merge_cores(method, own, settings, rank)
-        energy = float(part.left.square().sum(dim=0) @ part.right.square().sum(dim=1))
-        energies.append(energy / (1 - lost) if lost < 1 else 0.0)
+        energies.append(part.energy / (1 - lost) if lost < 1 else 0.0)
         gone.append(energies[-1] * lost)
         parts.append(part)
         records += record.matrices
     widest = max(part.rank for part in parts)
-    pads = [widest - part.rank for part in parts]
-    pad = torch.nn.functional.pad
-    left = torch.stack([pad(p.left, (0, n)) for p, n in zip(parts, pads, strict=True)])
-    right = torch.stack([pad(p.right, (0, 0, 0, n)) for p, n in zip(parts, pads, strict=True)])
+    parts = [part.padded(widest) for part in parts]
+    left, right = (torch.stack([getattr(p, side) for p in parts]) for side in ("left", "right"))
     merged = LowRank(left, right, given[0].shape)
     lost = sum(gone) / sum(energies) if sum(energies) else 0.0
     return merged, lost, TensorRecord(merged.shape, "stacked", tuple(records))
