@@ -48,6 +48,21 @@ class Change:
 
 
 @dataclass(frozen=True)
+class _Source:
+    """Where a change is in the file.
+
+    Attributes:
+        scale: by which it counts.
+        tensors: names of A and B, or of the one tensor.
+        swapped: whether the factors are those of a packed parameter (E, i, o).
+    """
+
+    scale: float
+    tensors: tuple[str, ...]
+    swapped: bool = False
+
+
+@dataclass(frozen=True)
 class Adapter:
     """An adapter, whose tensors are read when they are asked for.
 
@@ -65,7 +80,7 @@ class Adapter:
     changes: Mapping[str, Change]
     network: nn.Module | None
     file: TensorFile = field(repr=False)
-    sources: Mapping[str, tuple[float, tuple[str, ...]]] = field(repr=False)
+    sources: Mapping[str, _Source] = field(repr=False)
 
     def low_rank(self, name: str) -> LowRank:
         """Return the change of a tensor as factors in float64, with PEFT's scale within.
@@ -73,10 +88,9 @@ class Adapter:
         Raises:
             DamagedFileError: a factor holds NaN or infinite numbers.
         """
-        change = self.changes[name]
-        scale, names = self.sources[name]
-        first, second = (tensor.to(torch.float64) for tensor in self.file.read(*names))
-        return from_peft(change.kind, first, scale * second, change.shape, change.swapped)
+        change, source = self.changes[name], self.sources[name]
+        first, second = (tensor.to(torch.float64) for tensor in self.file.read(*source.tensors))
+        return from_peft(change.kind, first, source.scale * second, change.shape, source.swapped)
 
     def full(self, name: str) -> Tensor:
         """Return what is added to a bias, in float64, or a saved tensor as it is stored.
@@ -84,9 +98,11 @@ class Adapter:
         Raises:
             DamagedFileError: it holds NaN or infinite numbers.
         """
-        scale, (key,) = self.sources[name]
-        (tensor,) = self.file.read(key)
-        return scale * tensor.to(torch.float64) if self.changes[name].kind == "bias" else tensor
+        source = self.sources[name]
+        (tensor,) = self.file.read(*source.tensors)
+        if self.changes[name].kind == "saved":
+            return tensor
+        return source.scale * tensor.to(torch.float64)
 
 
 def read_adapter(reference: ModelPath | str, network: nn.Module | None = None) -> Adapter:
@@ -109,13 +125,13 @@ def read_adapter(reference: ModelPath | str, network: nn.Module | None = None) -
     if network is not None:
         _follow_transformers(config, file, network)
     found = {}
-    for change, scale, names in _Reading(folder, config, file, network).changes():
+    for change, source in _Reading(folder, config, file, network).changes():
         if change.name in found:
             raise DamagedFileError(
-                f"{file.path} changes {change.name} twice, by {', '.join(names)} and by "
-                f"{', '.join(found[change.name][2])}; save the adapter with one of them"
+                f"{file.path} changes {change.name} twice, by {', '.join(source.tensors)} and by "
+                f"{', '.join(found[change.name][1].tensors)}; save the adapter with one of them"
             )
-        found[change.name] = change, scale, names
+        found[change.name] = change, source
     if not found:
         raise DamagedFileError(
             f"{file.path} changes nothing of its base; download or save the adapter again"
@@ -124,10 +140,10 @@ def read_adapter(reference: ModelPath | str, network: nn.Module | None = None) -
         name=str(reference),
         folder=folder,
         config=config,
-        changes={name: change for name, (change, _, _) in found.items()},
+        changes={name: change for name, (change, _) in found.items()},
         network=network,
         file=file,
-        sources={name: (scale, names) for name, (_, scale, names) in found.items()},
+        sources={name: source for name, (_, source) in found.items()},
     )
 
 
@@ -186,7 +202,7 @@ def _follow_transformers(config: LoraConfig, file: TensorFile, network: nn.Modul
         ) from error
 
 
-_Found = tuple[Change, float, tuple[str, ...]]
+_Found = tuple[Change, _Source]
 
 
 @dataclass
@@ -204,7 +220,7 @@ class _Reading:
         self.targets = _targeted_parameters(self.modules, self.config)
 
     def changes(self) -> Iterator[_Found]:
-        """Return change, scale and names of the tensors of everything in the file."""
+        """Return what is changed, and by what."""
         content = self.file.content()
         wanted = getattr(self.config, "target_parameters", None)
         if wanted and self.network is None:
@@ -258,7 +274,7 @@ class _Reading:
         if self.network is not None:
             self._check_shape(f"{module}.weight", shape, self.modules[module].weight)
         change = Change(f"{module}.weight", module, kind, shape, scale.rank)
-        return change, scale.factor, (factors.first, factors.second)
+        return change, _Source(scale.factor, (factors.first, factors.second))
 
     def _parameter(self, module: str, parameter: str, factors: Factors) -> _Found:
         """Return the change of a parameter of `target_parameters`."""
@@ -272,18 +288,21 @@ class _Reading:
             )
         count = shape[0] if len(shape) == 3 else 1
         swapped = len(shape) == 3 and getattr(holder, "is_transposed", False)
-        outputs, inputs = shape[-2:][::-1] if swapped else shape[-2:]
-        first, second = self._shapes(factors)
         scale = scale_at(self.config_path, self.config, name)
-        expected = (scale.rank * count, inputs), (outputs, scale.rank * count)
-        if (first, second) != expected:
+        found, ranks = self._shapes(factors), scale.rank * count
+        plain, other = (
+            ((ranks, inputs), (outputs, ranks)) for outputs, inputs in (shape[-2:], shape[:-3:-1])
+        )
+        # PEFT before 0.19 took all stacks for (E, i, o)
+        old = len(shape) == 3 and not swapped and found == other != plain
+        if not old and found != (other if swapped else plain):
             raise DamagedFileError(
-                f"{self.file.path} has A {first} and B {second} of {name}, where the base and the "
-                f"rank {scale.rank} of its config ask for {expected[0]} and {expected[1]}; give "
-                "the base that the adapter was trained on, or train it again by a newer peft"
+                f"{self.file.path} has A and B of {name} in the shapes {found}, where the base and "
+                f"the rank {scale.rank} of the config ask for {other if swapped else plain}; give "
+                "the base that the adapter was trained on"
             )
         change = Change(name, module, "parameter", shape, scale.rank, swapped)
-        return change, scale.factor, (factors.first, factors.second)
+        return change, _Source(scale.factor, (factors.first, factors.second), swapped or old)
 
     def _bias(self, module: str, factors: Factors) -> _Found:
         """Return what `lora_bias` adds to the bias of a module."""
@@ -295,7 +314,7 @@ class _Reading:
         scale = scale_at(self.config_path, self.config, module)
         shape = self.file.shapes[factors.bias]
         change = Change(f"{module}.bias", module, "bias", shape, None)
-        return change, scale.factor, (factors.bias,)
+        return change, _Source(scale.factor, (factors.bias,))
 
     def _saved(self, content: Content) -> Iterator[_Found]:
         """Return the tensors that the adapter holds whole."""
@@ -313,7 +332,7 @@ class _Reading:
             shape = self.file.shapes[key]
             if known is not None and name in known:
                 self._check_shape(name, shape, known[name])
-            yield Change(name, self._saved_module(name), "saved", shape, None), 1.0, (key,)
+            yield Change(name, self._saved_module(name), "saved", shape, None), _Source(1, (key,))
 
     def _saved_module(self, name: str) -> str:
         """Return the module that PEFT keeps whole, of which a tensor is part."""

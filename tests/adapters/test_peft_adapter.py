@@ -9,11 +9,12 @@ import huggingface_hub
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from peft_models import CASES, SMALL, changed, largest_difference, mixtral, trained
+from peft_models import CASES, SMALL, changed, largest_difference, merged_by_peft, mixtral, trained
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mergekit_ace.adapters.peft_adapter import read_adapter
+from mergekit_ace.adapters.writing import AdapterWriter
 from mergekit_ace.headers import DamagedFileError
 
 # `target_parameters`, and a model of both Conv1D and matrices.
@@ -160,3 +161,30 @@ def test_code_that_a_config_names_is_not_imported(tmp_path):
     path.write_text(json.dumps(content))
     (tmp_path / "this_would_run.py").write_text("raise SystemExit")
     assert len(read_adapter(str(tmp_path)).changes) == 4
+
+
+def test_experts_of_older_versions_of_peft(tmp_path):
+    """They took every stack of matrices for (E, i, o)."""
+    made = trained("second of the experts", tmp_path)
+    place = "base_model.model.model.layers.{}.mlp.experts.lora_{}.weight"
+    path = tmp_path / "adapter_model.safetensors"
+    old = {}
+    for layer in range(2):  # of a parameter (3, 16, 24)
+        old[place.format(layer, "A")] = torch.randn(6, 16)
+        old[place.format(layer, "B")] = torch.randn(24, 6)
+    assert old.keys() == load_file(path).keys()
+    save_file(old, path)
+    adapter = read_adapter(str(tmp_path), made.network())
+    delta = adapter.low_rank("model.layers.1.mlp.experts.down_proj").dense()
+    first = old[place.format(1, "A")].double().reshape(3, 2, 16)
+    second = old[place.format(1, "B")].double().reshape(24, 2, 3)
+    expected = 7 / 2 * torch.einsum("ore,eri->eio", second, first)
+    torch.testing.assert_close(delta, expected)
+    with AdapterWriter(tmp_path / "out", [adapter], "base", torch.float64) as writer:
+        for name, change in adapter.changes.items():
+            writer.add_low_rank(change, adapter.low_rank(name))
+    merged = merged_by_peft(made.base, tmp_path / "out")
+    name = "model.layers.1.mlp.experts.down_proj"
+    torch.testing.assert_close(
+        (merged[name] - made.weights[name]).double(), delta, rtol=0, atol=1e-5
+    )
