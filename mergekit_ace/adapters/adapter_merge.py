@@ -64,6 +64,7 @@ class AdapterMerge:
 
     def __init__(self, plan: AdapterPlan, rank: int | None = None, device: str = "cpu"):
         self.plan, self.rank, self.device = plan, rank, device
+        self._tables: dict[str | None, Tensor | None] = {}  # of which tied heads are copies
 
     def check(self) -> None:
         """Raise a `ConfigError` where the merge is no adapter, before anything is merged."""
@@ -173,7 +174,13 @@ class AdapterMerge:
 
     def _merge_saved(self, tensor: ChangedTensor) -> MergedChange:
         """Merge tensors that adapters hold whole, as the full merge does: that takes the base's."""
-        return self._execute_full(tensor, self._base_tensor(tensor))
+        table = self.plan.tied.get(tensor.change.name)
+        if table in self._tables:
+            return MergedChange(tensor.change, full=self._tables[table])
+        merged = self._execute_full(tensor, self._base_tensor(tensor))
+        if tensor.change.name in self.plan.tied.values():
+            self._tables[tensor.change.name] = merged.full
+        return merged
 
     def _execute_full(self, tensor: ChangedTensor, base: Tensor) -> MergedChange:
         pairs = zip(self.plan.experts, tensor.changes, strict=True)

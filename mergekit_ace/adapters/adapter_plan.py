@@ -77,6 +77,15 @@ class AdapterPlan:
     checkpoints: tuple[Checkpoint, ...]
 
     @property
+    def tied(self) -> dict[str, str]:
+        """The head by the name of its table, where all adapters keep the two as one."""
+        if not all(
+            getattr(adapter.config, "ensure_weight_tying", False) for adapter in self.adapters
+        ):
+            return {}
+        return dict(getattr(self.adapters[0].network, "all_tied_weights_keys", {}))
+
+    @property
     def adapters(self) -> list[Adapter]:
         """All adapters."""
         return [adapter for adapter in self.experts if adapter is not None]
