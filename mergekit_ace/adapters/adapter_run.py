@@ -128,6 +128,8 @@ def merge_adapters(
                 summary.add(merged)
                 if as_json:
                     click.echo(json.dumps(_event(tensor, merged, seconds)), file=programs)
+            if not (summary.ranks or summary.whole):
+                raise ConfigError("the adapters change nothing, so that there is nothing to write")
             _add_files(out, plan)
             card = card_text(out.name, plan, summary.tau, summary.ranks, summary.lost_share)
             write_text(out / "README.md", card)

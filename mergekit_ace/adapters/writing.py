@@ -35,8 +35,9 @@ _ENTRY = 250  # characters of a tensor's entry in the header, besides its name
 class AdapterWriter:
     """A folder that becomes an adapter.
 
-    Tensors lie in `adapter_model.safetensors.partial` until all of them are there; without
-    `adapter_config.json`, which comes last, the folder is none that anything loads.
+    Tensors lie in `adapter_model.safetensors.partial` until all of them are there. An adapter that
+    was in the folder before stays until then; without `adapter_config.json`, which comes last, the
+    folder is none that anything loads.
 
     Args:
         folder: made if it is not there. What is no part of an adapter stays.
@@ -83,12 +84,12 @@ class AdapterWriter:
 
     def __enter__(self) -> AdapterWriter:
         """Open the file of tensors."""
+        self._new = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._config = self.folder / "adapter_config.json"
         self._weights = self.folder / "adapter_model.safetensors"
         self._partial = self.folder / "adapter_model.safetensors.partial"
-        for path in (self._config, self._weights, self._partial):
-            path.unlink(missing_ok=True)  # of an earlier result, or a link
+        self._partial.unlink(missing_ok=True)  # of an earlier run, or a link
         self._room = self._header_room()
         self._file = open(self._partial, "wb")
         self._file.seek(8 + self._room)
@@ -100,13 +101,15 @@ class AdapterWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Complete the folder, or leave one without a config."""
+        """Complete the folder, or leave it as it was."""
         try:
             if kind is None:
                 self._complete()
         finally:
             self._file.close()
             self._partial.unlink(missing_ok=True)
+            if kind is not None and self._new and not any(self.folder.iterdir()):
+                self.folder.rmdir()
 
     def add_low_rank(self, change: Change, factors: LowRank) -> None:
         """Write the change of a tensor.
@@ -153,6 +156,8 @@ class AdapterWriter:
         self._file.write(struct.pack("<Q", self._room) + header.ljust(self._room))
         self._file.close()
         flush_to_disk(self._partial)
+        for path in (self._config, self.folder / "adapter_model.bin"):
+            path.unlink(missing_ok=True)  # of an earlier result, which is whole until here
         os.replace(self._partial, self._weights)
         text = config_text(self._written(), self._adapters, self._base, self._revision)
         write_text(self._config, text, durable=True)
