@@ -16,6 +16,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from mergekit_ace.adapters.lora_config import MERGE_MODELS
 from mergekit_ace.adapters.orientation import to_peft
 from mergekit_ace.adapters.peft_adapter import Adapter, Change
 from mergekit_ace.adapters.tensor_file import PEFT_PREFIX
@@ -60,26 +61,18 @@ class AdapterWriter:
         self.folder = Path(folder)
         self._adapters, self._base, self._dtype = adapters, base, dtype
         self._revision = revision
-        self._changes = {name: c for adapter in adapters for name, c in adapter.changes.items()}
-        self._check()
+        self._check_folder()
+        self._changes = _united(adapters)
         self._places: list[tuple[Change, str, tuple[int, ...], int]] = []
         self._end = 0
 
-    def _check(self) -> None:
+    def _check_folder(self) -> None:
         for adapter in self._adapters:
             if self.folder.exists() and self.folder.samefile(adapter.folder):
                 raise ValueError(
                     f"{self.folder} is the adapter {adapter.name}, which is merged; choose another "
                     "folder for the result"
                 )
-        kinds = {change.kind: change for change in self._changes.values()}
-        without = kinds.get("embedding") or kinds.get("parameter")
-        if "bias" in kinds and without is not None:
-            raise ValueError(
-                f"{kinds['bias'].name} is trained with `lora_bias` in one adapter and "
-                f"{without.name} in another, which PEFT does not load as one; merge full models "
-                "with mergekit-yaml"
-            )
 
     def __enter__(self) -> AdapterWriter:
         """Open the file of tensors."""
@@ -168,64 +161,7 @@ class AdapterWriter:
     def _written(self) -> Written:
         """Return what the file holds."""
         written = Written()
-        whole = {
-            change.module
-            for change, *_ in self._places
-            if change.kind == "saved" and not change.name.endswith(".bias")
-        }
-        for change, letter, shape, _ in self._places:
-            if change.kind == "parameter" and letter == "A":
-                count = change.shape[0] if len(change.shape) == 3 else 1
-                written.parameters[change.name] = shape[0] // count
-            elif letter == "A":
-                written.modules[change.module] = shape[0]
-                written.transposed |= change.kind == "transposed"
-            elif change.kind == "saved":
-                (written.saved if change.module in whole else written.biases).add(change.module)
-            elif change.kind == "bias":
-                written.lora_bias = True
-        return written
-
-    def _header(self) -> dict:
-        """Return the header of the safetensors file."""
-        size = self._dtype.itemsize
-        header: dict = {"__metadata__": {"format": "pt"}}
-        wrappers = self._wrappers({change.name for change, *_ in self._places})
-        with_factors = {c.module for c, letter, *_ in self._places if letter == "A"}
-        for change, letter, shape, start in self._places:
-            wrapped = change.module in with_factors
-            name = PEFT_PREFIX + _peft_name(change, letter, wrapped, wrappers.get(change.name, ""))
-            count = 1
-            for length in shape:
-                count *= length
-            header[name] = {
-                "dtype": _DTYPES[self._dtype],
-                "shape": list(shape),
-                "data_offsets": [start, start + count * size],
-            }
-        assert len(header) == 1 + len(self._places), "a change was added twice"
-        return header
-
-    def _wrappers(self, names: set[str]) -> dict[str, str]:
-        """Return what PEFT puts behind the module of a parameter, by the parameter's name.
-
-        Of several parameters of one module, the last one has the outermost wrapper.
-        """
-        found = {}
-        network = next((a.network for a in self._adapters if a.network is not None), None)
-        modules = {c.module for c in self._changes.values() if c.kind == "parameter"}
-        for module in modules if network is not None else ():
-            holder = network.get_submodule(module)
-            own = [f"{module}.{name}" for name, _ in holder.named_parameters(recurse=False)]
-            targeted = [name for name in own if name in names]
-            for depth, name in enumerate(reversed(targeted)):
-                found[name] = ".base_layer" * depth
-        return found
-
-    def _header_room(self) -> int:
-        """Return the bytes that the header takes at most, a multiple of 8."""
-        room = 100 + sum(3 * (len(name) + _ENTRY) for name in self._changes)
-        return -(-room // 8) * 8
+        return changes
 
 
 def _at_least_one(factors: LowRank) -> LowRank:
