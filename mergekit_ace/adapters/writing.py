@@ -161,7 +161,91 @@ class AdapterWriter:
     def _written(self) -> Written:
         """Return what the file holds."""
         written = Written()
-        return changes
+        whole = {
+            change.module
+            for change, *_ in self._places
+            if change.kind == "saved" and not change.name.endswith(".bias")
+        }
+        for change, letter, shape, _ in self._places:
+            if change.kind == "parameter" and letter == "A":
+                count = change.shape[0] if len(change.shape) == 3 else 1
+                written.parameters[change.name] = shape[0] // count
+            elif letter == "A":
+                written.modules[change.module] = shape[0]
+                written.transposed |= change.kind == "transposed"
+            elif change.kind == "saved":
+                (written.saved if change.module in whole else written.biases).add(change.module)
+            elif change.kind == "bias":
+                written.lora_bias = True
+        return written
+
+    def _header(self) -> dict:
+        """Return the header of the safetensors file."""
+        size = self._dtype.itemsize
+        header: dict = {"__metadata__": {"format": "pt"}}
+        wrappers = self._wrappers({change.name for change, *_ in self._places})
+        with_factors = {c.module for c, letter, *_ in self._places if letter == "A"}
+        for change, letter, shape, start in self._places:
+            wrapped = change.module in with_factors
+            name = PEFT_PREFIX + _peft_name(change, letter, wrapped, wrappers.get(change.name, ""))
+            count = 1
+            for length in shape:
+                count *= length
+            header[name] = {
+                "dtype": _DTYPES[self._dtype],
+                "shape": list(shape),
+                "data_offsets": [start, start + count * size],
+            }
+        assert len(header) == 1 + len(self._places), "a change was added twice"
+        return header
+
+    def _wrappers(self, names: set[str]) -> dict[str, str]:
+        """Return what PEFT puts behind the module of a parameter, by the parameter's name.
+
+        Of several parameters of one module, the last one has the outermost wrapper.
+        """
+        found = {}
+        network = next((a.network for a in self._adapters if a.network is not None), None)
+        modules = {c.module for c in self._changes.values() if c.kind == "parameter"}
+        for module in modules if network is not None else ():
+            holder = network.get_submodule(module)
+            own = [f"{module}.{name}" for name, _ in holder.named_parameters(recurse=False)]
+            targeted = [name for name in own if name in names]
+            for depth, name in enumerate(reversed(targeted)):
+                found[name] = ".base_layer" * depth
+        return found
+
+    def _header_room(self) -> int:
+        """Return the bytes that the header takes at most, a multiple of 8."""
+        room = 100 + sum(3 * (len(name) + _ENTRY) for name in self._changes)
+        return -(-room // 8) * 8
+
+
+def _united(adapters: Sequence[Adapter]) -> dict[str, Change]:
+    """Return what several adapters change.
+
+    Raises:
+        ValueError: they change a tensor in different ways, or in ways that PEFT does not combine.
+    """
+    found: dict[str, tuple[Change, Adapter]] = {}
+    for adapter in adapters:
+        for name, change in adapter.changes.items():
+            first, its = found.setdefault(name, (change, adapter))
+            if (first.kind, first.shape) != (change.kind, change.shape):
+                raise ValueError(
+                    f"{name} is {first.kind} {first.shape} in the adapter {its.name} and "
+                    f"{change.kind} {change.shape} in {adapter.name}, which cannot be one adapter; "
+                    f"{MERGE_MODELS}"
+                )
+    changes = {name: change for name, (change, _) in found.items()}
+    kinds = {change.kind: change for change in changes.values()}
+    without = kinds.get("embedding") or kinds.get("parameter")
+    if "bias" in kinds and without is not None:
+        raise ValueError(
+            f"{kinds['bias'].name} is trained with `lora_bias` in one adapter, and {without.name} "
+            f"is changed in another, which PEFT does not load as one; {MERGE_MODELS}"
+        )
+    return changes
 
 
 def _at_least_one(factors: LowRank) -> LowRank:
