@@ -16,6 +16,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from mergekit_ace.adapters.lora_config import MERGE_MODELS
 from mergekit_ace.adapters.orientation import to_peft
 from mergekit_ace.adapters.peft_adapter import Adapter, Change
 from mergekit_ace.adapters.tensor_file import PEFT_PREFIX
@@ -61,26 +62,18 @@ class AdapterWriter:
         self.folder = Path(folder)
         self._adapters, self._base, self._dtype = adapters, base, dtype
         self._revision = revision
-        self._changes = {name: c for adapter in adapters for name, c in adapter.changes.items()}
-        self._check()
+        self._check_folder()
+        self._changes = _united(adapters)
         self._places: list[tuple[Change, str, tuple[int, ...], int]] = []
         self._end = 0
 
-    def _check(self) -> None:
+    def _check_folder(self) -> None:
         for adapter in self._adapters:
             if self.folder.exists() and self.folder.samefile(adapter.folder):
                 raise ValueError(
                     f"{self.folder} is the adapter {adapter.name}, which is merged; choose another "
                     "folder for the result"
                 )
-        kinds = {change.kind: change for change in self._changes.values()}
-        without = kinds.get("embedding") or kinds.get("parameter")
-        if "bias" in kinds and without is not None:
-            raise ValueError(
-                f"{kinds['bias'].name} is trained with `lora_bias` in one adapter and "
-                f"{without.name} in another, which PEFT does not load as one; merge full models "
-                "with mergekit-yaml"
-            )
 
     def __enter__(self) -> AdapterWriter:
         """Open the file of tensors."""
@@ -231,6 +224,33 @@ class AdapterWriter:
         """Return the bytes that the header takes at most, a multiple of 8."""
         room = 100 + sum(3 * (len(name) + _ENTRY) for name in self._changes)
         return -(-room // 8) * 8
+
+
+def _united(adapters: Sequence[Adapter]) -> dict[str, Change]:
+    """Return what several adapters change.
+
+    Raises:
+        ValueError: they change a tensor in different ways, or in ways that PEFT does not combine.
+    """
+    found: dict[str, tuple[Change, Adapter]] = {}
+    for adapter in adapters:
+        for name, change in adapter.changes.items():
+            first, its = found.setdefault(name, (change, adapter))
+            if (first.kind, first.shape) != (change.kind, change.shape):
+                raise ValueError(
+                    f"{name} is {first.kind} {first.shape} in the adapter {its.name} and "
+                    f"{change.kind} {change.shape} in {adapter.name}, which cannot be one adapter; "
+                    f"{MERGE_MODELS}"
+                )
+    changes = {name: change for name, (change, _) in found.items()}
+    kinds = {change.kind: change for change in changes.values()}
+    without = kinds.get("embedding") or kinds.get("parameter")
+    if "bias" in kinds and without is not None:
+        raise ValueError(
+            f"{kinds['bias'].name} is trained with `lora_bias` in one adapter, and {without.name} "
+            f"is changed in another, which PEFT does not load as one; {MERGE_MODELS}"
+        )
+    return changes
 
 
 def _at_least_one(factors: LowRank) -> LowRank:

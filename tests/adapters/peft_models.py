@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -125,7 +125,7 @@ CASES = {
     "convolutions with biases": (Convolutions, _lora(["wide", "line", "head"], lora_bias=True)),
     "experts": (mixtral, _lora(["q_proj"], target_parameters=EXPERTS)),
     "second of the experts": (mixtral, _lora(target_parameters=EXPERTS[1:], r=2)),
-    "transposed experts": (gpt_oss, _lora(target_parameters=[EXPERTS[0], EXPERTS[1], "sinks"][:2])),
+    "transposed experts": (gpt_oss, _lora(target_parameters=EXPERTS)),
     "router": (mixtral, _lora(target_parameters=["gate.weight", *EXPERTS])),
     "classifier": (classifier, _lora(["q_proj"], task_type="SEQ_CLS")),
     "saved": (tiny_llama, _lora(["q_proj"], modules_to_save=["lm_head", "norm", "embed_tokens"])),
@@ -159,7 +159,10 @@ class Trained:
     base: nn.Module
     folder: Path
     merged: dict[str, Tensor]
-    weights: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.base.state_dict())
 
     def network(self) -> nn.Module:
         return copy.deepcopy(self.base).to("meta")
@@ -186,7 +189,7 @@ def train_by_chance(build, folder: Path, seed: int = 0, **options) -> Trained:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=rng))
         model.save_pretrained(folder)
         merged = dict(model.merge_and_unload().state_dict())
-    return Trained(base, folder, merged, dict(base.state_dict()))
+    return Trained(base, folder, merged)
 
 
 def merged_by_peft(base: nn.Module, folder: Path) -> dict[str, Tensor]:

@@ -207,13 +207,63 @@ def test_half_of_the_adapters_have_biases_of_factors(tmp_path):
     assert loaded.keys() == {name for adapter in adapters for name in adapter.changes}
 
 
-def test_biases_of_factors_beside_a_table_are_refused(tmp_path):
-    one = train_by_chance(qwen, tmp_path / "1", target_modules=["q_proj"], lora_bias=True)
-    other = train_by_chance(qwen, tmp_path / "2", target_modules=["embed_tokens"])
-    adapters = [read_adapter(str(made.folder), made.network()) for made in (one, other)]
-    with pytest.raises(ValueError, match=r"q_proj.*lora_bias.*embed_tokens"):
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (
+            qwen,
+            [
+                {"target_modules": ["q_proj"], "lora_bias": True},
+                {"target_modules": ["embed_tokens"]},
+            ],
+            r"q_proj.*lora_bias.*embed_tokens",
+        ),
+        (
+            qwen,
+            [
+                {"target_modules": ["q_proj"], "lora_bias": True},
+                {"target_modules": ["q_proj"], "bias": "all"},
+            ],
+            r"q_proj\.bias is bias \(16,\).*/0 and saved \(16,\)",
+        ),
+        (
+            qwen,
+            [
+                {"target_modules": ["lm_head"]},
+                {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+            ],
+            r"lm_head\.weight is linear .* saved",
+        ),
+        (
+            Nested,
+            [
+                {"target_modules": ["attn.proj"]},
+                {"target_modules": ["my_proj"], "modules_to_save": ["attn"]},
+            ],
+            r"attn\.proj",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_one_are_refused(build, options, message, tmp_path):
+    adapters = []
+    for number, own in enumerate(options):
+        made = train_by_chance(build, tmp_path / str(number), number, **own)
+        adapters.append(read_adapter(str(made.folder), made.network()))
+    with pytest.raises(ValueError, match=message):
         AdapterWriter(tmp_path / "out", adapters, "base", torch.float32)
     assert not (tmp_path / "out").exists()
+
+
+def test_adapters_of_bases_of_different_widths_are_refused(tmp_path):
+    adapters = []
+    for width in (32, 48):
+        made = train_by_chance(
+            lambda width=width: tiny_llama(hidden_size=width), tmp_path / str(width),
+            target_modules=["q_proj"],
+        )  # fmt: skip
+        adapters.append(read_adapter(str(made.folder)))
+    with pytest.raises(ValueError, match=r"q_proj.*\(32, 32\).*\(48, 48\)"):
+        AdapterWriter(tmp_path / "out", adapters, "base", torch.float32)
 
 
 def test_saved_tensors_alone(tmp_path):
