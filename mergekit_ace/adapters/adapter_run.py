@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import reduce
@@ -28,8 +28,11 @@ from mergekit_ace.files import write_text
 from mergekit_ace.methods.notices import flush_notices
 from mergekit_ace.methods.report_lines import append_report
 from mergekit_ace.planning import ConfigError, read_merge_config
+from mergekit_ace.preflight.check import check_method
 from mergekit_ace.preflight.checkpoints import headers_only
+from mergekit_ace.preflight.config_rules import Finding, check_coefficients, check_doubts
 from mergekit_ace.preflight.estimate import in_bytes, in_time
+from mergekit_ace.preflight.reach_rules import check_reach
 from mergekit_ace.preflight.value_rules import check_values
 
 # What makes a folder an adapter or a model, which a result must not be mixed with.
@@ -110,9 +113,7 @@ def merge_adapters(
     """
     start, programs = time.perf_counter(), sys.stdout
     config, source = read_merge_config(path)
-    wrong = [one.text for one in check_values(config) if one.level == "error"]
-    if wrong:
-        raise ConfigError("\n".join(wrong))
+    _tell_findings([*check_method(config, source)[1], *check_values(config)], quiet=options.quiet)
     with redirect_stdout(sys.stderr):  # programs get nothing that libraries print
         plan = plan_adapters(config, source, options)
     _check_folder(out, plan, overwrite)
@@ -121,6 +122,8 @@ def merge_adapters(
     base, revision = published_base(plan)
     with headers_only(plan.checkpoints):
         merge.check()
+        found = [*check_reach(plan.merge), *check_coefficients(plan.merge)]
+        _tell_findings([*found, *check_doubts(plan.merge, {})], quiet=options.quiet)
         with AdapterWriter(out, plan.adapters, base, dtype, revision) as writer:
             for tensor, merged, seconds in _merged(plan, merge, quiet=options.quiet or as_json):
                 _write(writer, merged)
@@ -137,6 +140,18 @@ def merge_adapters(
     flush_notices()
     summary.seconds = time.perf_counter() - start
     _tell(out, summary, programs, as_json=as_json, quiet=options.quiet)
+
+
+def _tell_findings(findings: Iterable[Finding], *, quiet: bool) -> None:
+    """Show what is seldom meant, and raise a `ConfigError` for what is wrong."""
+    errors = []
+    for finding in findings:
+        if finding.level == "error":
+            errors.append(finding.text.removeprefix("error: "))
+        elif not quiet:
+            click.echo(finding.text, err=True)
+    if errors:
+        raise ConfigError("\n".join(errors))
 
 
 def _check_folder(out: Path, plan: AdapterPlan, overwrite: bool) -> None:

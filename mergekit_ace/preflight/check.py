@@ -110,7 +110,7 @@ def check_merge(
         config, source = read_merge_config(path)
     except ConfigError as error:
         return Preflight((Finding("error", "config", str(error)), *_check_unread(path)))
-    method, findings = _check_method(config, source)
+    method, findings = check_method(config, source)
     findings += check_values(config)
     checkpoints, lost = _read_all(config)
     known: dict[str, Any] = {"method": method, "models": _facts(checkpoints, config)}
@@ -154,7 +154,7 @@ def check_merge(
     return Preflight(_sorted(findings), **known, tensors=len(plan.tensors), estimate=estimate)
 
 
-def _check_method(config: MergeConfiguration, source: str) -> tuple[str, list[Finding]]:
+def check_method(config: MergeConfiguration, source: str) -> tuple[str, list[Finding]]:
     """Return what the merge method does, and what is wrong with its settings."""
     try:
         method = merge_methods.get(config.merge_method)
@@ -215,7 +215,7 @@ def _plan(
         except Exception as error:  # mergekit raises whatever its parts do
             text = str(error) or type(error).__name__
             if text.startswith("Unimplemented merge method"):
-                return None, []  # `_check_method` has said so
+                return None, []  # `check_method` has said so
             if isinstance(error, KeyError):  # mergekit looks a module up
                 text = f"the architecture has no part {text}; most have one, called `default`"
             return None, [Finding("error", "plan", text)]

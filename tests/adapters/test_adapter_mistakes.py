@@ -225,3 +225,16 @@ def test_whole_tensors_need_the_base(family, tmp_path):
     Path(family[0], "model.safetensors").unlink()
     config = config_of([*family, path], "ace")
     refused(run(config, tmp_path), tmp_path / "out", "lm_head.weight", "weights of")
+
+
+def test_what_is_seldom_meant_is_said(family, tmp_path):
+    layouts = [{"filter": "no_such_part", "value": "matrix"}, {"value": "auto"}]
+    result = run(config_of(family, "ace", layout=layouts), tmp_path)
+    assert result.exit_code == 0
+    assert "warning" in result.output
+    assert "no_such_part" in result.output
+
+
+def test_a_misspelt_parameter(family, tmp_path):
+    config = config_of(family, "ace", epsilom=1e-3)
+    refused(run(config, tmp_path), tmp_path / "out", "'epsilom'", "did you mean 'epsilon'")
