@@ -228,11 +228,16 @@ def test_whole_tensors_need_the_base(family, tmp_path):
 
 
 def test_what_is_seldom_meant_is_said(family, tmp_path):
-    layouts = [{"filter": "no_such_part", "value": "matrix"}, {"value": "auto"}]
-    result = run(config_of(family, "ace", layout=layouts), tmp_path)
+    config = config_of(family, "ace", spectral_refinement="always", adaptive_normalization="never")
+    result = run(config, tmp_path)
     assert result.exit_code == 0
-    assert "warning" in result.output
-    assert "no_such_part" in result.output
+    assert "warning: config: spectral_refinement: always" in result.output
+
+
+def test_a_filter_that_reaches_nothing(family, tmp_path):
+    layouts = [{"filter": "no_such_part", "value": "matrix"}, {"value": "auto"}]
+    config = config_of(family, "ace", layout=layouts)
+    refused(run(config, tmp_path), tmp_path / "out", "no_such_part")
 
 
 def test_a_misspelt_parameter(family, tmp_path):
