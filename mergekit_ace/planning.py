@@ -216,6 +216,19 @@ def find_architecture(config: MergeConfiguration, options: MergeOptions) -> Mode
         ) from error
 
 
+def _layers(config: MergeConfiguration, options: MergeOptions, text: str) -> str:
+    """Return what makes mergekit's message on numbers of layers name the models; else nothing."""
+    if "same number of layers" not in text or config.slices:
+        return ""
+    trust = options.trust_remote_code
+    counts = (
+        f"{model} has {getattr(settings, 'num_hidden_layers', 'an unknown number')}"
+        for model in config.referenced_models()
+        for settings in (model.config(trust_remote_code=trust).get_text_config(),)
+    )
+    return f": {', '.join(counts)} by config.json; remove the one that is of another depth"
+
+
 def plan_merge(
     config: MergeConfiguration,
     source: str,
@@ -240,7 +253,10 @@ def plan_merge(
     first = copy.base_model or copy.referenced_models()[0]
     out = first.config(trust_remote_code=options.trust_remote_code)
     planner = MergePlanner(copy, architecture, options=options, out_model_config=out)
-    targets = planner.plan_to_disk("")  # only a plan: nothing is written
+    try:
+        targets = planner.plan_to_disk("")  # only a plan: nothing is written
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}{_layers(config, options, str(error))}") from error
     saved = [target for target in targets if isinstance(target, SaveTensor)]
     saved += plan_unplanned(planner, unplanned, saved[0].writer_task)
     tensors = tuple(PlannedTensor(target.tensor_task) for target in saved)

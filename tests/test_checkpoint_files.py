@@ -266,6 +266,12 @@ DAMAGED = {
         "correct it",
     ),
     "config without model_type": (config(model_type=None), "config.json", "`model_type`", "downl"),
+    "unknown model_type": (
+        config(model_type="llamma"),
+        "expert0/config.json",
+        "'llamma', which this version of transformers does not know",
+        "correct it, or update transformers",
+    ),
     "no architectures": (config(architectures=None), "config.json", "list of one name", "correct"),
     "two architectures": (config(architectures=["A", "B"]), "config.json", "['A', 'B']", "correct"),
     "tokenizer that is an LFS pointer": (

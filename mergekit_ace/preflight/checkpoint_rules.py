@@ -135,6 +135,27 @@ def check_configs(
             )
 
 
+def check_class_names(checkpoints: Mapping[ModelReference, Checkpoint]) -> Iterator[Finding]:
+    """Find classifiers that give their classes different names, and so other meanings."""
+    named: dict[ModelReference, list[str]] = {}
+    for model, checkpoint in checkpoints.items():
+        classes = checkpoint.config.get("id2label")
+        names = [str(name) for name in classes.values()] if isinstance(classes, dict) else []
+        if any(not name.startswith("LABEL_") for name in names):  # these are transformers' own
+            named[model] = names
+    for model, names in named.items():
+        first = next(iter(named))
+        if names != named[first]:
+            yield Finding(
+                "warning",
+                "classes",
+                f"{model} calls its classes {listed(names, 4)}, and {first} calls them "
+                f"{listed(named[first], 4)}; a merge of their heads means neither",
+                "leave one of them out; `mergekit-ace train` merges classifiers that keep heads of "
+                "their own",
+            )
+
+
 def check_adapters(
     checkpoints: Mapping[ModelReference, Checkpoint], options: MergeOptions
 ) -> Iterator[Finding]:

@@ -169,9 +169,16 @@ def read_checkpoint(model: ModelReference) -> Checkpoint:
 def _snapshot(model: ModelReference) -> Path | None:
     """Return the snapshot of a model in the Hub's cache, if it holds weights."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     for name in INDEX_FILES:
-        found = try_to_load_from_cache(model.model.path, name, revision=model.model.revision)
+        try:
+            found = try_to_load_from_cache(model.model.path, name, revision=model.model.revision)
+        except HFValidationError as error:
+            raise DamagedFileError(
+                f"{model.model.path} is no folder here, nor can a model on the Hub be called so; "
+                "correct the name"
+            ) from error
         if isinstance(found, str):
             return Path(found).parent
     return None

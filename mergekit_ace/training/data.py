@@ -62,8 +62,9 @@ def _read(config: DataConfig, split: str) -> Dataset:
     except TrainingError:
         raise
     except Exception as error:  # of many kinds, from readers, the file system and the Hub
+        cause = error.__cause__ or error  # `datasets` often says no more than that it failed
         raise TrainingError(
-            f"data {config.path} (split {split}) cannot be read: {type(error).__name__}: {error}"
+            f"data {config.path} (split {split}) cannot be read: {type(cause).__name__}: {cause}"
         ) from error
     if len(data) == 0:
         raise TrainingError(f"data {config.path} (split {split}) is empty")
@@ -83,6 +84,12 @@ def _open(config: DataConfig, split: str) -> Dataset:
     reader = _READERS.get(os.path.splitext(path)[1].lower())
     if reader and not os.path.isfile(path):
         raise TrainingError(f"there is no data file {config.path}")
+    if os.path.isfile(path) and not reader:
+        raise TrainingError(
+            f"data {config.path} is of no kind that can be read: {', '.join(_READERS)}"
+        )
+    if reader and os.path.getsize(path) == 0:
+        raise TrainingError(f"data {config.path} is empty")
     if reader:
         data = load_dataset(reader, data_files=path, split="train")
     elif any(os.path.isfile(os.path.join(path, n)) for n in ("state.json", "dataset_dict.json")):

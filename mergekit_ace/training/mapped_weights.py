@@ -19,7 +19,10 @@ from torch import Tensor
 
 from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import save_tensors
-from mergekit_ace.headers import read_file_header
+from mergekit_ace.headers import read_file_header, read_json
+from mergekit_ace.preflight.checkpoints import FLOATING
+from mergekit_ace.preflight.dtype_rules import AS_NUMBERS, DEQUANTISE
+from mergekit_ace.training.state import TrainingError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,6 +53,32 @@ def stored_tensors(folder: str | os.PathLike) -> dict[str, StoredTensor]:
         for path in weight_files(Path(folder))
         for name in read_file_header(path)
     }
+
+
+def check_stored_dtypes(
+    reference: str, folder: str | os.PathLike, stored: Mapping[str, Iterable[str]]
+) -> None:
+    """Raise a `TrainingError` for a checkpoint that holds merged tensors as no floating numbers.
+
+    Args:
+        reference: of the model, for the message.
+        folder: of the checkpoint.
+        stored: names on disk, by names in memory; those that it lacks are not looked at.
+    """
+    settings = read_json(Path(folder) / "config.json")
+    if settings.get("quantization_config"):
+        raise TrainingError(f"model {reference} is quantised, so it cannot be merged; {DEQUANTISE}")
+    headers = {
+        name: header
+        for path in weight_files(Path(folder))
+        for name, header in read_file_header(path).items()
+    }
+    for name in (name for names in stored.values() for name in names):
+        if name in headers and headers[name].dtype not in FLOATING:
+            raise TrainingError(
+                f"tensor {name} of model {reference} is stored as {headers[name].dtype}, which "
+                f"cannot be merged; {AS_NUMBERS}"
+            )
 
 
 def map_weights(

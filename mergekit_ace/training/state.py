@@ -58,10 +58,14 @@ class TrainingRun:
             self.accelerator = Accelerator(
                 mixed_precision=mixed_precision, kwargs_handlers=[patience]
             )
-        except ValueError as error:  # fp16 on a CPU
+        except ValueError as error:
             raise TrainingError(
                 f"mixed_precision: {mixed_precision} cannot be used here ({error}); take bf16 or no"
             ) from error
+        if mixed_precision == "fp16" and self.accelerator.device.type == "cpu":
+            raise TrainingError(  # accelerate would train without it, and say nothing
+                "mixed_precision: fp16 cannot be used on a CPU; take bf16 or no"
+            )
         self.path = Path(path)
         self.state = self.path / "state"
         self.quiet = quiet or not self.is_main
@@ -142,7 +146,9 @@ class TrainingRun:
         changed = differences(known, identity, _FREE) if known is not None else []
         if known is not None and not changed:
             return
-        if overwrite:
+        # A run that ended before it computed anything, over a mistake in its config or its data,
+        # has nothing that would be lost.
+        if overwrite or (changed and not self._has_results()):
             self._drop()
         elif changed:
             raise TrainingError(
@@ -156,6 +162,12 @@ class TrainingRun:
             )
         self.state.mkdir(parents=True, exist_ok=True)
         write_text(record, json.dumps(identity, indent=1))
+
+    def _has_results(self) -> bool:
+        """Return whether a run has written more than what it is a run of."""
+        return (self.path / "coefficients.safetensors").exists() or any(
+            path.is_file() and path.name != "run.json" for path in self.state.rglob("*")
+        )
 
     def _drop(self) -> None:
         """Delete what another run left; first what would look as if this one were complete."""

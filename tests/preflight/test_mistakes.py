@@ -185,6 +185,8 @@ ERRORS: list[tuple[str, Change, str]] = [
         source("merge_method: ace\nbase_model: {base}\nmodels:\n- model: {e0}\n  model: {e1}\n"),
         "the key 'model' stands in line 4 and again in line 5",
     ),
+    # Names of models.
+    ("a name with spaces", first(model="no such model"), "can a model on the Hub be called so"),
     # Filters that reach nothing.
     (
         "a filter with a slip",
