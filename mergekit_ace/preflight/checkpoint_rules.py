@@ -104,6 +104,7 @@ FUNCTION = """
     hidden_act activation_function rope_theta rope_scaling rope_parameters partial_rotary_factor
     rms_norm_eps layer_norm_epsilon layer_norm_eps sliding_window max_position_embeddings
     max_window_layers attention_bias tie_word_embeddings num_experts_per_tok
+    num_local_experts num_experts n_routed_experts
 """.split()
 
 
@@ -178,6 +179,14 @@ def check_adapters(
                 f"{model} is an adapter, which mergekit merges into its base first",
                 "say where, with --lora-merge-cache DIR, to the merge and to this check; add "
                 "--lora-merge-dtype float32",
+            )
+        wanted = options.lora_merge_dtype
+        if wanted and (wanted.removeprefix("torch.") not in ("bfloat16", "float16", "float32")):
+            yield Finding(
+                "error",
+                "adapters",
+                f"--lora-merge-dtype {wanted} is no dtype in which adapters can be merged",
+                "write float32",
             )
         made_for = checkpoint.adapter.get("base_model_name_or_path")
         if made_for and _name(made_for) != _name(model.model.path):

@@ -123,8 +123,7 @@ def load_model(
                 trust_remote_code=config.trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are named below
-                **options,
+                **{**options, "ignore_mismatched_sizes": True},  # they are named below
             )
         except torch.OutOfMemoryError:
             raise
@@ -132,7 +131,8 @@ def load_model(
             raise TrainingError(
                 f"model {folder} cannot be loaded for task: {config.task}: {error}"
             ) from error
-    for name, found, expected in sorted(info["mismatched_keys"]):
+    allowed = options.get("ignore_mismatched_sizes", False)
+    for name, found, expected in sorted(() if allowed else info["mismatched_keys"]):
         raise TrainingError(
             f"tensor {name} of model {folder} has shape {tuple(found)}, but its config.json asks "
             f"for {tuple(expected)}; get the model again, or correct the config"

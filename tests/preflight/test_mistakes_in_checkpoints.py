@@ -426,6 +426,12 @@ ERRORS: list[tuple[str, str, Make, str]] = [
         "adapter_model.safetensors is damaged",
     ),
     (
+        "an adapter in whole numbers",
+        "untied",
+        lambda paths, config: (*adapter()(paths, config), "--lora-merge-dtype", "int8"),
+        "--lora-merge-dtype int8 is no dtype in which adapters can be merged → write float32",
+    ),
+    (
         "a wider adapter",
         "untied",
         adapter(hidden_size=64),
@@ -448,6 +454,12 @@ WARNINGS: list[tuple[str, str, Make, str]] = [
         "was trained on other/model, not on base",
     ),
     ("mixed dtypes", "untied", one_of_many(retyped(1, "", torch.bfloat16, 1)), "different dtypes"),
+    (
+        "another number of experts",
+        "untied",
+        lambda paths, config: [configure(p, num_local_experts=n) for n, p in enumerate(paths)][:0],
+        "num_local_experts: 1 instead of 0",
+    ),
     (
         "classes of other names",
         "untied",
