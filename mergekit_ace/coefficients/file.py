@@ -232,6 +232,8 @@ class CoefficientFile:
         )
         if found != expected:
             raise ValueError(f"tensors have shapes {found}, expected {expected}")
+        if not self.coefficients.is_floating_point():
+            raise ValueError(f"coefficients are stored as {self.coefficients.dtype}")
         if not self.coefficients.isfinite().all():
             raise ValueError("there are coefficients that are NaN or Inf")
         tasks = [expert.task for expert in self.contents.experts]

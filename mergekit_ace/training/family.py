@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,10 @@ from tqdm import tqdm
 
 from mergekit_ace.coefficients.learner import LearnerInputs
 from mergekit_ace.coefficients.statistics import WeightMoments, combine, features, measure_moments
+from mergekit_ace.headers import read_json
 from mergekit_ace.methods.inputs import is_finite
 from mergekit_ace.naming import block_of, relative_depths
+from mergekit_ace.preflight.dtype_rules import DEQUANTISE
 from mergekit_ace.training.basis import write_components
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.limits import check_classes, check_mergeable
@@ -68,7 +71,7 @@ class ModelFolders:
         """Find all models before anything is computed.
 
         Raises:
-            TrainingError: one cannot be found, or they have different tokenizers.
+            TrainingError: one cannot be found or is quantised, or they have different tokenizers.
         """
         kind = model_kind(config.task)
         references = (config.base_model, *(expert.model for expert in config.models))
@@ -78,6 +81,11 @@ class ModelFolders:
                 local_folder(reference, run.path / "adapters", config.trust_remote_code)
                 for reference in references
             )
+        for reference, folder in zip(references, (base, *experts), strict=True):
+            if read_json(Path(folder) / "config.json").get("quantization_config"):
+                raise TrainingError(
+                    f"model {reference} is quantised, so it cannot be merged; {DEQUANTISE}"
+                )
         places = [os.path.realpath(folder) for folder in (base, *experts)]
         for place, expert in zip(places[1:], config.models, strict=True):
             if place == places[0]:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import save_tensors
-from mergekit_ace.headers import read_file_header, read_json
+from mergekit_ace.headers import read_file_header
 from mergekit_ace.preflight.checkpoints import FLOATING
-from mergekit_ace.preflight.dtype_rules import AS_NUMBERS, DEQUANTISE
+from mergekit_ace.preflight.dtype_rules import AS_NUMBERS
 from mergekit_ace.training.state import TrainingError
 
 if TYPE_CHECKING:
@@ -65,9 +65,6 @@ def check_stored_dtypes(
         folder: of the checkpoint.
         stored: names on disk, by names in memory; those that it lacks are not looked at.
     """
-    settings = read_json(Path(folder) / "config.json")
-    if settings.get("quantization_config"):
-        raise TrainingError(f"model {reference} is quantised, so it cannot be merged; {DEQUANTISE}")
     headers = {
         name: header
         for path in weight_files(Path(folder))

@@ -106,6 +106,8 @@ def test_inconsistent_contents_are_refused():
         CoefficientFile(good.contents, good.coefficients[:, :2], *parts)
     with pytest.raises(ValueError, match="NaN"):
         CoefficientFile(good.contents, good.coefficients * float("nan"), *parts)
+    with pytest.raises(ValueError, match=r"stored as torch\.int64"):
+        CoefficientFile(good.contents, good.coefficients.long(), *parts)
     with pytest.raises(ValueError, match="share a task"):
         make_file(NAMES, ["a", "b"], tasks=["x", "x"])
 

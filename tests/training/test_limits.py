@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from checkpoints import default_config, fine_tuned, tiny_llama
 from click.testing import CliRunner
 from families import (
@@ -333,7 +334,12 @@ def test_settings(train, llama, settings, message):
 
 
 def test_half_precision_on_a_cpu(train, llama):
-    text = train({**llama, "mixed_precision": "fp16"}, fails=True)
+    """accelerate alone would train without it; it has one precision a process, hence the resets."""
+    AcceleratorState._reset_state()
+    try:
+        text = train({**llama, "mixed_precision": "fp16"}, fails=True)
+    finally:
+        AcceleratorState._reset_state()
     assert "mixed_precision: fp16 cannot be used on a CPU; take bf16 or no" in text
 
 
