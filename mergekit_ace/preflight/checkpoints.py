@@ -176,8 +176,8 @@ def _snapshot(model: ModelReference) -> Path | None:
             found = try_to_load_from_cache(model.model.path, name, revision=model.model.revision)
         except HFValidationError as error:
             raise DamagedFileError(
-                f"{model.model.path} is no folder here, nor can a model on the Hub be called so; "
-                "correct the name"
+                f"{model.model.path} is no folder in {Path.cwd()}, and no model of the Hub can be "
+                "called so; correct the name"
             ) from error
         if isinstance(found, str):
             return Path(found).parent
@@ -192,8 +192,8 @@ def _from_hub(model: ModelReference) -> Checkpoint:
     except Exception as error:
         why = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
         raise DamagedFileError(
-            f"{model.model.path} is no folder here, and the Hub has no safetensors of it that can "
-            f"be read ({why}); correct the name, or download the model first"
+            f"{model.model.path} is no folder in {Path.cwd()}, and no model of the Hub that can be "
+            f"read by its safetensors ({why}); correct the name, or download the model first"
         ) from error
     headers = {
         name: TensorHeader(info.dtype, tuple(info.shape), file)
