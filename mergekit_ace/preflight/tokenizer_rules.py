@@ -70,6 +70,14 @@ def _check_source(source: Any, checkpoints: Checkpoints) -> Iterator[Finding]:
 
 def _check_built(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find what keeps mergekit from building a tokenizer, which it does after the planning."""
+    multiple = config.tokenizer.pad_to_multiple_of if config.tokenizer else None
+    if multiple is not None and multiple < 1:
+        yield Finding(
+            "error",
+            "tokenizers",
+            f"tokenizer.pad_to_multiple_of is {multiple}",
+            "write a number of rows of 1 or more, such as 64, or leave it out",
+        )
     base = config.base_model or next(iter(checkpoints))
     checkpoint = checkpoints[base]
     if not _has_tokenizer(checkpoint):

@@ -187,6 +187,11 @@ ERRORS: list[tuple[str, Change, str]] = [
     ),
     # Names of models.
     ("a name with spaces", first(model="no such model"), "no model of the Hub can be called so"),
+    (
+        "rows to a multiple of a negative number",
+        top(tokenizer={"source": "base", "pad_to_multiple_of": -8}),
+        "tokenizer.pad_to_multiple_of is -8",
+    ),
     # Filters that reach nothing.
     (
         "a filter with a slip",
