@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from mergekit_ace.files import save_tensors
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.state import TrainingError
+from mergekit_ace.training.state import TrainingError, open_tensors
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -179,7 +178,7 @@ def save_examples(splits: Mapping[str, Examples], path: Path, metadata: dict[str
 def load_examples(path: Path) -> tuple[dict[str, Examples], dict[str, str]]:
     """Open what `save_examples` wrote: the splits, memory-mapped, and the metadata."""
     fields: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
-    with safe_open(path, framework="pt") as file:
+    with open_tensors(path) as file:
         for key in file.keys():  # noqa: SIM118
             if not key.endswith("/ends"):
                 split, name = key.split("/")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from mergekit_ace.checkpoint_files import weight_files
@@ -22,7 +21,7 @@ from mergekit_ace.files import save_tensors
 from mergekit_ace.headers import read_file_header
 from mergekit_ace.preflight.checkpoints import FLOATING
 from mergekit_ace.preflight.dtype_rules import AS_NUMBERS
-from mergekit_ace.training.state import TrainingError
+from mergekit_ace.training.state import TrainingError, open_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,9 +37,7 @@ def map_tensors(sources: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     Args:
         sources: file, and name there, by our name.
     """
-    files = {
-        path: safe_open(path, framework="pt") for path in {path for path, _ in sources.values()}
-    }
+    files = {path: open_tensors(path) for path in {path for path, _ in sources.values()}}
     # All views at once, before anything large: what little memory they take would otherwise pin
     # that of the gradients between which it lies.
     return {name: files[path].get_tensor(stored) for name, (path, stored) in sources.items()}

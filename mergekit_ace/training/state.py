@@ -269,14 +269,28 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | No
     """
     if not path.exists():
         return None
-    try:
-        with safe_open(path, framework="pt") as file:
+    with open_tensors(path) as file:
+        try:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             return tensors, json.loads(file.metadata()["facts"])
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise TrainingError(
-            f"{path} is damaged ({error}); delete it to repeat what it was made for"
-        ) from error
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise _damaged(path, error) from error
+
+
+def open_tensors(path: str | os.PathLike) -> safe_open:
+    """Open a safetensors file that a run has written.
+
+    Raises:
+        TrainingError: the file is damaged.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: str | os.PathLike, error: Exception) -> TrainingError:
+    return TrainingError(f"{path} is damaged ({error}); delete it to repeat what it was made for")
 
 
 def with_prefix(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -287,5 +301,5 @@ def with_prefix(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):
         return None

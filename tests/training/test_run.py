@@ -244,6 +244,16 @@ def test_labels_that_are_known_are_not_asked_for_again(llama, tmp_path, monkeypa
     run(llama, tmp_path / "out")
 
 
+def test_labels_that_are_damaged_are_named(llama, tmp_path):
+    run(llama, tmp_path / "out")
+    labels = tmp_path / "out" / "state" / "labels-0.safetensors"
+    labels.write_bytes(labels.read_bytes()[:-9])
+    with pytest.raises(TrainingError, match=r"labels-0.safetensors is damaged .*; delete it to"):
+        run(llama, tmp_path / "out")
+    labels.unlink()
+    run(llama, tmp_path / "out")
+
+
 def test_another_run_s_folder_is_refused_unless_overwritten(llama, tmp_path):
     out = tmp_path / "out"
     first = run(llama, out)
