@@ -11,6 +11,7 @@ from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
+from mergekit.tokenizer.config import ModelTokenEmbedding
 
 from mergekit_ace.preflight.checkpoints import Checkpoint
 from mergekit_ace.preflight.config_rules import Finding, listed
@@ -135,11 +136,11 @@ def _check_beyond(
 def _check_token_sources(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find tokens whose embedding is to come from where there is none."""
     for token, entry in ((config.tokenizer and config.tokenizer.tokens) or {}).items():
-        chosen: Any = entry.source
-        model = getattr(chosen, "model", None) if hasattr(chosen, "kind") else chosen
-        if model is None:  # zeros, or nothing chosen
+        model, wanted, number = entry.source, token, None
+        if isinstance(model, ModelTokenEmbedding):
+            model, wanted, number = model.model, model.token, model.token_id
+        if not isinstance(model, ModelReference):  # zeros, or nothing chosen
             continue
-        wanted, number = getattr(chosen, "token", token), getattr(chosen, "token_id", None)
         where = f"tokenizer: the source of the token {token!r}"
         if model not in checkpoints:
             yield Finding(

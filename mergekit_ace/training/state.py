@@ -29,6 +29,8 @@ from mergekit_ace.training.config import DistillTraining, TrainingConfig
 
 # Settings that do not change the result: a run may go on with others.
 _FREE = frozenset({("expert_storage",), ("training", "checkpoint_every"), ("device_map",)})
+# What makes a folder look as if a run were complete.
+_RESULTS = ("coefficients.safetensors", "distillation.json", "merge.yml", "inline.yml")
 
 
 class TrainingError(ValueError):
@@ -165,13 +167,13 @@ class TrainingRun:
 
     def _has_results(self) -> bool:
         """Return whether a run has written more than what it is a run of."""
-        return (self.path / "coefficients.safetensors").exists() or any(
-            path.is_file() and path.name != "run.json" for path in self.state.rglob("*")
-        )
+        made = [self.path / name for name in _RESULTS]
+        made += [path for path in self.state.rglob("*") if path.name != "run.json"]
+        return any(path.is_file() for path in made)
 
     def _drop(self) -> None:
         """Delete what another run left; first what would look as if this one were complete."""
-        for name in ("coefficients.safetensors", "distillation.json", "merge.yml", "inline.yml"):
+        for name in _RESULTS:
             (self.path / name).unlink(missing_ok=True)
         for folder in (self.state, self.path / "backbones"):
             shutil.rmtree(folder, ignore_errors=True)
