@@ -30,6 +30,11 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # Files that are read if they are there.
 _OPTIONAL = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "vocab.json")
+# Kinds of adapters in peft that add inputs or steps to a model, and so have nothing to merge.
+_PROMPTS = (
+    "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT",
+    "ADAPTION_PROMPT",
+)  # fmt: skip
 
 
 def existing_folder(path: str) -> Path | None:
@@ -93,7 +98,12 @@ def check_adapter_folder(folder: Path) -> None:
             f"{folder} holds no adapter_config.json; give the folder that peft's save_pretrained "
             "wrote"
         )
-    read_json(folder / "adapter_config.json")
+    kind = read_json(folder / "adapter_config.json").get("peft_type")
+    if kind in _PROMPTS:
+        raise DamagedFileError(
+            f"{folder} is an adapter of the kind {kind}, which changes no weights of its base, so "
+            "that it cannot be merged; leave it out"
+        )
     (path,) = adapter_files(folder)
     if path.suffix == ".safetensors":
         read_file_header(path)

@@ -34,6 +34,10 @@ class ConfigError(ValueError):
     """A config that mergekit cannot work with; the message says what and where."""
 
 
+# Settings of transformers' configs with an entry per layer.
+_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+
+
 @dataclass(frozen=True)
 class PlannedTensor:
     """One tensor of the result.
@@ -214,6 +218,30 @@ def find_architecture(config: MergeConfiguration, options: MergeOptions) -> Mode
             f"mergekit cannot merge models without embeddings, such as {config.base_model} "
             f"({error}); merge their files with mergekit-pytorch"
         ) from error
+
+
+def layer_lists(config: MergeConfiguration, trust_remote_code: bool) -> dict[str, list[Any]]:
+    """Return the settings with an entry per layer that the result of a merge in slices has to have.
+
+    mergekit changes the number of layers alone, and transformers saves no config whose number of
+    layers is another one than that of these entries.
+
+    Args:
+        config: of the merge.
+        trust_remote_code: as in transformers.
+
+    Returns:
+        Entries by setting; empty for a merge without slices, or models without such settings.
+    """
+    found: dict[str, list[Any]] = {}
+    for piece in config.slices or ():
+        source = piece.sources[0]
+        settings = source.model.config(trust_remote_code=trust_remote_code).get_text_config()
+        for name in _LAYER_LISTS:
+            entries = getattr(settings, name, None)
+            if isinstance(entries, list):
+                found.setdefault(name, []).extend(entries[slice(*source.layer_range)])
+    return found
 
 
 def _layers(config: MergeConfiguration, options: MergeOptions, text: str) -> str:

@@ -359,6 +359,7 @@ def test_what_lies_beside_good_weights_stops_nothing(family, case):
         ({}, "holds no adapter_config.json; give the folder"),
         ({"adapter_config.json": "{"}, "adapter_config.json is damaged: it is no JSON"),
         ({"adapter_config.json": "{}"}, "holds no weights of an adapter"),
+        ({"adapter_config.json": '{"peft_type": "P_TUNING"}'}, "of the kind P_TUNING, which cha"),
         ({"adapter_config.json": "{}", "adapter_model.safetensors": LFS}, "git lfs pull"),
         ({"adapter_config.json": "{}", "adapter_model.bin": PAGE}, "is a web page"),
     ],
