@@ -30,6 +30,11 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # Files that are read if they are there.
 _OPTIONAL = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "vocab.json")
+# Kinds of adapters in peft that add inputs or steps to a model, and so have nothing to merge.
+_PROMPTS = (
+    "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT",
+    "ADAPTION_PROMPT",
+)  # fmt: skip
 
 
 def existing_folder(path: str) -> Path | None:
@@ -93,7 +98,12 @@ def check_adapter_folder(folder: Path) -> None:
             f"{folder} holds no adapter_config.json; give the folder that peft's save_pretrained "
             "wrote"
         )
-    read_json(folder / "adapter_config.json")
+    kind = read_json(folder / "adapter_config.json").get("peft_type")
+    if kind in _PROMPTS:
+        raise DamagedFileError(
+            f"{folder} is an adapter of the kind {kind}, which changes no weights of its base, so "
+            "that it cannot be merged; leave it out"
+        )
     (path,) = adapter_files(folder)
     if path.suffix == ".safetensors":
         read_file_header(path)
@@ -192,17 +202,24 @@ def _check_config(path: Path) -> None:
             f"{path} has no `model_type`, which tells what kind of model this is; download or save "
             "the checkpoint again"
         )
+    from transformers import CONFIG_MAPPING
+
+    if "auto_map" in content:  # the model brings code of its own, which says what it is
+        return
+    if kind not in CONFIG_MAPPING:
+        raise DamagedFileError(
+            f"{path} has `model_type`: {kind!r}, which this version of transformers does not know; "
+            "correct it, or update transformers"
+        )
     wrong = _wrong_types(kind, content)
     if wrong:
         raise DamagedFileError(f"{path} is not a config of {kind}: {wrong}; correct it")
 
 
 def _wrong_types(kind: str, content: dict[str, Any]) -> str:
-    """Return what transformers finds wrong with a config; empty if nothing, or it knows no such."""
+    """Return what transformers finds wrong with a config; empty if nothing."""
     from transformers import CONFIG_MAPPING
 
-    if kind not in CONFIG_MAPPING or "auto_map" in content:  # the model brings code of its own
-        return ""
     try:
         CONFIG_MAPPING[kind].from_dict(dict(content))
     except Exception as error:  # of many kinds: dataclasses, lookups, arithmetic
@@ -247,11 +264,10 @@ def find_on_hub(model: ModelReference) -> None:
     for part, name in ((model.model, "config.json"), (model.lora, "adapter_config.json")):
         if part is None or Path(part.path).is_dir():
             continue
-        known = try_to_load_from_cache(part.path, name, revision=part.revision)
-        if isinstance(known, str):
-            continue
         try:
-            hf_hub_download(part.path, name, revision=part.revision)
+            known = try_to_load_from_cache(part.path, name, revision=part.revision)
+            if not isinstance(known, str):
+                hf_hub_download(part.path, name, revision=part.revision)
         except Exception as error:  # of many kinds: no such model, no access, no network
             raise DamagedFileError(
                 f"{part.path} is no folder in {Path.cwd()}, and no model of the Hub that can be "

@@ -190,6 +190,8 @@ def merge(
     from mergekit_ace.merging.driver import run_shards
     from mergekit_ace.merging.pool import WorkerOptions
 
+    if resume and overwrite:
+        raise click.UsageError("--resume keeps what --overwrite drops; give one of them")
     with failures():
         options = take_options(flags)
         options.apply_global_options()
@@ -247,7 +249,8 @@ def check(config: Path, out: Path | None, as_json: bool, **flags: Any) -> None:
 
     from mergekit_ace.preflight.check import check_merge, result_text
 
-    result = check_merge(config, MergeOptions(**flags, quiet=True), out)
+    with failures():
+        result = check_merge(config, MergeOptions(**flags, quiet=True), out)
     click.echo(json.dumps(result.as_json(), indent=1) if as_json else result_text(result))
     if not result.ok:
         raise SystemExit(1)
@@ -332,7 +335,7 @@ def failures() -> Iterator[None]:
     """Show errors as one message, without a traceback: mergekit's own as well as ours."""
     try:
         yield
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
         raise click.ClickException(str(error)) from error
 
 
@@ -342,9 +345,16 @@ def read_config(path: Path, model: type[M]) -> M:
     Raises:
         click.ClickException: the file is no YAML, or says something that `model` does not allow.
     """
+    from mergekit_ace.preflight.config_keys import repeated_keys
+
     try:
-        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        source = path.read_text(encoding="utf-8")
+        content: Any = yaml.safe_load(source)
+        for finding in repeated_keys(source):
+            raise click.ClickException(f"{path}: {finding.message}; {finding.remedy}")
         return model.model_validate(content)
+    except UnicodeDecodeError as error:
+        raise click.ClickException(f"{path} is no text in UTF-8: {error}") from error
     except yaml.YAMLError as error:
         raise click.ClickException(f"{path} is not YAML: {error}") from error
     except ValidationError as error:

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -37,9 +38,16 @@ def write_text(path: str | os.PathLike, text: str, *, durable: bool = False) -> 
 def save_tensors(
     path: str | os.PathLike, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file; the tensors are contiguous and share no memory."""
+    """Write a safetensors file; the tensors are contiguous and share no memory.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     partial = _partial(path)
-    save_file(dict(tensors), partial, metadata)
+    try:
+        save_file(dict(tensors), partial, metadata)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
     os.replace(partial, path)
 
 

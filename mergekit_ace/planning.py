@@ -34,6 +34,10 @@ class ConfigError(ValueError):
     """A config that mergekit cannot work with; the message says what and where."""
 
 
+# Settings of transformers' configs with an entry per layer.
+_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+
+
 @dataclass(frozen=True)
 class PlannedTensor:
     """One tensor of the result.
@@ -216,6 +220,43 @@ def find_architecture(config: MergeConfiguration, options: MergeOptions) -> Mode
         ) from error
 
 
+def layer_lists(config: MergeConfiguration, trust_remote_code: bool) -> dict[str, list[Any]]:
+    """Return the settings with an entry per layer that the result of a merge in slices has to have.
+
+    mergekit changes the number of layers alone, and transformers saves no config whose number of
+    layers is another one than that of these entries.
+
+    Args:
+        config: of the merge.
+        trust_remote_code: as in transformers.
+
+    Returns:
+        Entries by setting; empty for a merge without slices, or models without such settings.
+    """
+    found: dict[str, list[Any]] = {}
+    for piece in config.slices or ():
+        source = piece.sources[0]
+        settings = source.model.config(trust_remote_code=trust_remote_code).get_text_config()
+        for name in _LAYER_LISTS:
+            entries = getattr(settings, name, None)
+            if isinstance(entries, list):
+                found.setdefault(name, []).extend(entries[slice(*source.layer_range)])
+    return found
+
+
+def _layers(config: MergeConfiguration, options: MergeOptions, text: str) -> str:
+    """Return what makes mergekit's message on numbers of layers name the models; else nothing."""
+    if "same number of layers" not in text or config.slices:
+        return ""
+    trust = options.trust_remote_code
+    counts = (
+        f"{model} has {getattr(settings, 'num_hidden_layers', 'an unknown number')}"
+        for model in config.referenced_models()
+        for settings in (model.config(trust_remote_code=trust).get_text_config(),)
+    )
+    return f": {', '.join(counts)} by config.json; remove the one that is of another depth"
+
+
 def plan_merge(
     config: MergeConfiguration,
     source: str,
@@ -256,7 +297,10 @@ def plan_tensors(
     first = copy.base_model or copy.referenced_models()[0]
     out = first.config(trust_remote_code=options.trust_remote_code)
     planner = MergePlanner(copy, architecture, options=options, out_model_config=out)
-    targets = planner.plan_to_disk("")  # only a plan: nothing is written
+    try:
+        targets = planner.plan_to_disk("")  # only a plan: nothing is written
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}{_layers(config, options, str(error))}") from error
     saved = [target for target in targets if isinstance(target, SaveTensor)]
     saved += plan_unplanned(planner, unplanned, saved[0].writer_task)
     tensors = tuple(PlannedTensor(target.tensor_task) for target in saved)

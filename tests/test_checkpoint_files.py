@@ -266,6 +266,12 @@ DAMAGED = {
         "correct it",
     ),
     "config without model_type": (config(model_type=None), "config.json", "`model_type`", "downl"),
+    "unknown model_type": (
+        config(model_type="llamma"),
+        "expert0/config.json",
+        "'llamma', which this version of transformers does not know",
+        "correct it, or update transformers",
+    ),
     "no architectures": (config(architectures=None), "config.json", "list of one name", "correct"),
     "two architectures": (config(architectures=["A", "B"]), "config.json", "['A', 'B']", "correct"),
     "tokenizer that is an LFS pointer": (
@@ -353,6 +359,7 @@ def test_what_lies_beside_good_weights_stops_nothing(family, case):
         ({}, "holds no adapter_config.json; give the folder"),
         ({"adapter_config.json": "{"}, "adapter_config.json is damaged: it is no JSON"),
         ({"adapter_config.json": "{}"}, "holds no weights of an adapter"),
+        ({"adapter_config.json": '{"peft_type": "P_TUNING"}'}, "of the kind P_TUNING, which cha"),
         ({"adapter_config.json": "{}", "adapter_model.safetensors": LFS}, "git lfs pull"),
         ({"adapter_config.json": "{}", "adapter_model.bin": PAGE}, "is a web page"),
     ],

@@ -37,6 +37,12 @@ def test_a_file_that_changed_is_read_again(files):
         check_shapes("w", files[1:], files[0])
 
 
+def test_a_tensor_without_axes(files):
+    save_file({"w": torch.tensor(1.0)}, files[1].model.path)
+    with pytest.raises(RuntimeError, match=r"shape \(\) in .*1.safetensors, but \(3, 4\)"):
+        check_shapes("w", files[1:], files[0])
+
+
 @pytest.mark.parametrize("modern", [True, False])
 def test_pickled_files(files, tmp_path, modern):
     pickled = tmp_path / "model.bin"

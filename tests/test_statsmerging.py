@@ -9,10 +9,12 @@ import pytest
 import torch
 import yaml
 from checkpoints import save_family, tiny_llama
+from click.testing import CliRunner
 from coefficient_files import make_file
 from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from safetensors.torch import load_file
 
+from mergekit_ace.cli import main
 from mergekit_ace.coefficients.file import CoefficientFileError
 from mergekit_ace.coefficients.learner import LearnerConfig
 from mergekit_ace.coefficients.statistics import features, measure_moments
@@ -229,6 +231,10 @@ def test_only_a_shared_learner_predicts(family, names, tmp_path, mergekit_yaml, 
     make_file(names, family[1:], learner=learner).save(path)
     with pytest.raises(CoefficientFileError, match="only one with input: shared"):
         mergekit_yaml(config(family, {"learner": str(path)}))
+    (tmp_path / "merge.yml").write_text(yaml.safe_dump(config(family, {"learner": str(path)})))
+    result = CliRunner().invoke(main, ["check", str(tmp_path / "merge.yml")])
+    assert result.exit_code == 1
+    assert "error: coefficients: statsmerging: the learner" in result.output
 
 
 def test_a_learner_per_block_does_not_predict_tensors(family, names, tmp_path, mergekit_yaml):

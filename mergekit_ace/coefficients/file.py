@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from mergekit_ace.coefficients.learner import Learner, LearnerConfig
 from mergekit_ace.files import save_tensors
+from mergekit_ace.headers import DamagedFileError, check_content
 
 FORMAT = "mergekit-ace coefficients"
 VERSION = 1
@@ -196,6 +198,10 @@ class CoefficientFile:
                 "coefficients.safetensors, into its output folder"
             )
         try:
+            check_content(Path(path))
+        except DamagedFileError as error:
+            raise CoefficientFileError(f"the coefficient file {error}") from error
+        try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 _check_format(path, metadata)
@@ -226,6 +232,8 @@ class CoefficientFile:
         )
         if found != expected:
             raise ValueError(f"tensors have shapes {found}, expected {expected}")
+        if not self.coefficients.is_floating_point():
+            raise ValueError(f"coefficients are stored as {self.coefficients.dtype}")
         if not self.coefficients.isfinite().all():
             raise ValueError("there are coefficients that are NaN or Inf")
         tasks = [expert.task for expert in self.contents.experts]

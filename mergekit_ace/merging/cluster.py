@@ -136,5 +136,5 @@ def _import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise MergeError("--ray needs: pip install 'mergekit-ace[ray]'") from error
+        raise MergeError("--ray needs: pip install ray") from error
     return ray

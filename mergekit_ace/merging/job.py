@@ -30,7 +30,7 @@ from pydantic import PrivateAttr
 
 from mergekit_ace.headers import TensorHeader, read_headers
 from mergekit_ace.pickled import read_pickle
-from mergekit_ace.planning import PlannedMerge, PlannedTensor, find_architecture
+from mergekit_ace.planning import PlannedMerge, PlannedTensor, find_architecture, layer_lists
 from mergekit_ace.preflight.checkpoints import DTYPE_NAMES, DTYPES, Checkpoint
 from mergekit_ace.preflight.estimate import NOMINAL, Estimate, estimate_merge
 from mergekit_ace.unplanned import UnplannedTensor, plan_unplanned
@@ -145,6 +145,8 @@ def plan_job(job: MergeJob) -> MergePlan:
     LoaderCache().setup(options)
     architecture = find_architecture(config, options)
     out_config = _model_out_config(config, architecture, options.trust_remote_code)
+    for name, entries in layer_lists(config, options.trust_remote_code).items():
+        setattr(out_config.get_text_config(), name, entries)
     planner = MergePlanner(config, architecture, options=options, out_model_config=out_config)
     targets = planner.plan_to_disk("")  # only a plan: nothing is written
     order = (handle.task() for handle in Executor(targets).schedule.tasks)

@@ -48,9 +48,11 @@ def check_trial(prompt: str, donor: ModelReference, options: MergeOptions) -> No
     if not prompt.strip():
         raise MergeError('--try needs a text to continue, such as --try "The capital of France is"')
     try:
-        kind = model_class(donor.config(trust_remote_code=trust), trust)
+        config = donor.config(trust_remote_code=trust)
+        kind = model_class(config, trust)
         speaks = kind.can_generate()
-        _tokenizer(donor.model.path, donor.model.revision, trust)
+        tokenizer = _tokenizer(donor.model.path, donor.model.revision, trust)
+        wanted = len(tokenizer(prompt).input_ids) + _TOKENS
     except Exception as error:  # of many kinds, from the config, the Hub and the tokenizer
         raise MergeError(
             f"--try needs a model and a tokenizer that transformers loads, and {donor} has none: "
@@ -58,6 +60,12 @@ def check_trial(prompt: str, donor: ModelReference, options: MergeOptions) -> No
         ) from error
     if not speaks:
         raise MergeError(f"--try needs a model that generates text, and a {kind.__name__} does not")
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and wanted > positions:
+        raise MergeError(
+            f"--try: the text and the {_TOKENS} tokens behind it are {wanted} tokens, and {donor} "
+            f"has positions for {positions}; give a shorter text"
+        )
 
 
 def try_prompt(

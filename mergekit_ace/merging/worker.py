@@ -202,7 +202,7 @@ class CheckedSave(SaveTensor):
         """Write a tensor.
 
         Raises:
-            OutputError: in float16 it holds NaN or Inf; other dtypes have the range of the merge.
+            OutputError: it holds NaN or Inf, or does in the dtype in which it is written.
         """
         if tensor is not None and tensor.is_floating_point():
             dtype = dtype_from_name(self.dtype) or tensor.dtype
@@ -210,6 +210,11 @@ class CheckedSave(SaveTensor):
                 raise OutputError(
                     f"tensor {self.tensor_name} came out too large for float16; write "
                     "`out_dtype: bfloat16`, and no `dtype: float16`"
+                )
+            if not is_finite(tensor):  # our methods have named the model before
+                raise OutputError(
+                    f"tensor {self.tensor_name} came out with NaN or Inf; a model holds them in "
+                    "it, or a parameter is out of range. `mergekit-ace inspect` names the model"
                 )
         super().execute(writer=writer, tensor=tensor)
 

@@ -53,7 +53,7 @@ def check_shapes(
         shape = _shape(model, tensor_name)
         if shape is None or shape == expected:
             continue
-        if shape[1:] == expected[1:] and _is_vocabulary(model, shape, base, expected):
+        if shape and shape[1:] == expected[1:] and _is_vocabulary(model, shape, base, expected):
             _warn_once(
                 f"{method}: {model} has a vocabulary of {shape[0]}, the base model {base} one of "
                 f"{expected[0]}. They merge only when the config aligns them, e.g. by\n"

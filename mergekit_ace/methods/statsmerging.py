@@ -85,7 +85,9 @@ class StatsMerge(TaskVectorMethod):
         return merge_entries(tensors[0], tensors[1:], settings.coefficients, self.spec.name)
 
     def learned_coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
-        path = settings.parameters["coefficients"]
+        path, learner = (settings.parameters[name] for name in ("coefficients", "learner"))
+        if learner is not None:
+            LearnerCoefficients(learner)  # says here, before a tensor is read, if it cannot predict
         if path is None:
             return None
         source = FileCoefficients(path, by_depth=settings.parameters["match"] == "depth")

@@ -26,6 +26,7 @@ from mergekit_ace.planning import ConfigError, PlannedMerge, plan_merge, read_me
 from mergekit_ace.preflight.adapter_rules import check_adapter_shapes
 from mergekit_ace.preflight.checkpoint_rules import (
     check_adapters,
+    check_class_names,
     check_configs,
     check_tensors,
     compare_shapes,
@@ -123,6 +124,7 @@ def check_merge(
     findings += check_dtypes(checkpoints, config)
     findings += check_heads(checkpoints, config.base_model)
     findings += check_configs(checkpoints, config.base_model)
+    findings += check_class_names(checkpoints)
     findings += check_tokenizers(checkpoints, config)
     plan, told = _plan(config, source, options, checkpoints)
     findings += told

@@ -104,6 +104,7 @@ FUNCTION = """
     hidden_act activation_function rope_theta rope_scaling rope_parameters partial_rotary_factor
     rms_norm_eps layer_norm_epsilon layer_norm_eps sliding_window max_position_embeddings
     max_window_layers attention_bias tie_word_embeddings num_experts_per_tok
+    num_local_experts num_experts n_routed_experts
 """.split()
 
 
@@ -135,6 +136,27 @@ def check_configs(
             )
 
 
+def check_class_names(checkpoints: Mapping[ModelReference, Checkpoint]) -> Iterator[Finding]:
+    """Find classifiers that give their classes different names, and so other meanings."""
+    named: dict[ModelReference, list[str]] = {}
+    for model, checkpoint in checkpoints.items():
+        classes = checkpoint.config.get("id2label")
+        names = [str(name) for name in classes.values()] if isinstance(classes, dict) else []
+        if any(not name.startswith("LABEL_") for name in names):  # these are transformers' own
+            named[model] = names
+    for model, names in named.items():
+        first = next(iter(named))
+        if names != named[first]:
+            yield Finding(
+                "warning",
+                "classes",
+                f"{model} calls its classes {listed(names, 4)}, and {first} calls them "
+                f"{listed(named[first], 4)}; a merge of their heads means neither",
+                "leave one of them out; `mergekit-ace train` merges classifiers that keep heads of "
+                "their own",
+            )
+
+
 def check_adapters(
     checkpoints: Mapping[ModelReference, Checkpoint], options: MergeOptions
 ) -> Iterator[Finding]:
@@ -157,6 +179,14 @@ def check_adapters(
                 f"{model} is an adapter, which mergekit merges into its base first",
                 "say where, with --lora-merge-cache DIR, to the merge and to this check; add "
                 "--lora-merge-dtype float32",
+            )
+        wanted = options.lora_merge_dtype
+        if wanted and (wanted.removeprefix("torch.") not in ("bfloat16", "float16", "float32")):
+            yield Finding(
+                "error",
+                "adapters",
+                f"--lora-merge-dtype {wanted} is no dtype in which adapters can be merged",
+                "write float32",
             )
         made_for = checkpoint.adapter.get("base_model_name_or_path")
         if made_for and not same_name(made_for, model.model.path):

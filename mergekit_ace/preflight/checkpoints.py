@@ -169,9 +169,16 @@ def read_checkpoint(model: ModelReference) -> Checkpoint:
 def _snapshot(model: ModelReference) -> Path | None:
     """Return the snapshot of a model in the Hub's cache, if it holds weights."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     for name in INDEX_FILES:
-        found = try_to_load_from_cache(model.model.path, name, revision=model.model.revision)
+        try:
+            found = try_to_load_from_cache(model.model.path, name, revision=model.model.revision)
+        except HFValidationError as error:
+            raise DamagedFileError(
+                f"{model.model.path} is no folder in {Path.cwd()}, and no model of the Hub can be "
+                "called so; correct the name"
+            ) from error
         if isinstance(found, str):
             return Path(found).parent
     return None
@@ -185,8 +192,8 @@ def _from_hub(model: ModelReference) -> Checkpoint:
     except Exception as error:
         why = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
         raise DamagedFileError(
-            f"{model.model.path} is no folder here, and the Hub has no safetensors of it that can "
-            f"be read ({why}); correct the name, or download the model first"
+            f"{model.model.path} is no folder in {Path.cwd()}, and no model of the Hub that can be "
+            f"read by its safetensors ({why}); correct the name, or download the model first"
         ) from error
     headers = {
         name: TensorHeader(info.dtype, tuple(info.shape), file)

@@ -26,7 +26,7 @@ def check_keys(source: str, spec: MergeMethodSpec | None) -> Iterator[Finding]:
         source: the YAML of the config.
         spec: of its merge method; None where that is not known.
     """
-    yield from _repeated_keys(yaml.compose(source, Loader=yaml.SafeLoader))
+    yield from repeated_keys(source)
     content = yaml.safe_load(source)
     for where, part, model in _parts(content, MergeConfiguration, ""):
         for key in part:
@@ -37,8 +37,12 @@ def check_keys(source: str, spec: MergeMethodSpec | None) -> Iterator[Finding]:
             yield from _parameters(f"{where}parameters", given, part, content, spec)
 
 
+def repeated_keys(source: str) -> Iterator[Finding]:
+    """Find keys that stand twice in one mapping of a YAML text."""
+    yield from _repeated_keys(yaml.compose(source, Loader=yaml.SafeLoader))
+
+
 def _repeated_keys(node: yaml.Node | None) -> Iterator[Finding]:
-    """Find keys that stand twice in one mapping."""
     if isinstance(node, yaml.SequenceNode):
         for member in node.value:
             yield from _repeated_keys(member)

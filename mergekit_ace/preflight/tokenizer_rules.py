@@ -11,6 +11,7 @@ from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
+from mergekit.tokenizer.config import ModelTokenEmbedding
 
 from mergekit_ace.preflight.checkpoints import Checkpoint
 from mergekit_ace.preflight.config_rules import Finding, listed
@@ -30,6 +31,8 @@ def check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> It
     if source:
         yield from _check_source(source, checkpoints)
         yield from _check_built(checkpoints, config)
+        yield from _check_beyond(source, checkpoints, config)
+        yield from _check_token_sources(checkpoints, config)
     elif config.base_model is not None:
         yield from _check_numbers(checkpoints, config.base_model)
         if config.chat_template and not _has_tokenizer(checkpoints[config.base_model]):
@@ -68,6 +71,14 @@ def _check_source(source: Any, checkpoints: Checkpoints) -> Iterator[Finding]:
 
 def _check_built(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find what keeps mergekit from building a tokenizer, which it does after the planning."""
+    multiple = config.tokenizer.pad_to_multiple_of if config.tokenizer else None
+    if multiple is not None and multiple < 1:
+        yield Finding(
+            "error",
+            "tokenizers",
+            f"tokenizer.pad_to_multiple_of is {multiple}",
+            "write a number of rows of 1 or more, such as 64, or leave it out",
+        )
     base = config.base_model or next(iter(checkpoints))
     checkpoint = checkpoints[base]
     if not _has_tokenizer(checkpoint):
@@ -78,7 +89,7 @@ def _check_built(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterat
             "of the result",
             "take the files of its tokenizer into its folder, or remove the lines `tokenizer:`",
         )
-    model = checkpoint.read_json("tokenizer.json").get("model", {})
+    model = checkpoint.read_json("tokenizer.json").get("model") or {}
     rows, tokens = checkpoint.config.get("vocab_size"), _tokens(checkpoint)
     beyond = [token for token, number in tokens.items() if rows and number >= rows]
     if beyond and model.get("type") not in (None, "BPE"):
@@ -89,6 +100,69 @@ def _check_built(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterat
             f"{listed([repr(token) for token in beyond])}; mergekit can leave such tokens out of a "
             "BPE tokenizer only",
             "remove these tokens from the tokenizer of the base model",
+        )
+
+
+def _check_beyond(
+    source: Any, checkpoints: Checkpoints, config: MergeConfiguration
+) -> Iterator[Finding]:
+    """Find tokens of the result that a model numbers beyond its embeddings."""
+    base = config.base_model or next(iter(checkpoints))
+    tokens = {model: _tokens(checkpoint) for model, checkpoint in checkpoints.items()}
+    rows = {model: checkpoint.config.get("vocab_size") for model, checkpoint in checkpoints.items()}
+    donors = list(checkpoints) if source == "union" else [base if source == "base" else source]
+    wanted = {
+        token
+        for donor in donors
+        for token, number in tokens.get(donor, {}).items()
+        if number < (rows[donor] or number + 1)
+    }
+    for model in tokens.keys() - {base}:
+        beyond = [
+            token
+            for token, number in tokens[model].items()
+            if token in wanted and rows[model] and number >= rows[model]
+        ]
+        if beyond:
+            yield Finding(
+                "error",
+                "tokenizers",
+                f"tokenizer: {model} has {rows[model]} embeddings, and numbers tokens of the "
+                f"result beyond: {listed([repr(token) for token in beyond])}",
+                "remove these tokens from the tokenizer of that model",
+            )
+
+
+def _check_token_sources(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
+    """Find tokens whose embedding is to come from where there is none."""
+    for token, entry in ((config.tokenizer and config.tokenizer.tokens) or {}).items():
+        model, wanted, number = entry.source, token, None
+        if isinstance(model, ModelTokenEmbedding):
+            model, wanted, number = model.model, model.token, model.token_id
+        if not isinstance(model, ModelReference):  # zeros, or nothing chosen
+            continue
+        where = f"tokenizer: the source of the token {token!r}"
+        if model not in checkpoints:
+            yield Finding(
+                "error",
+                "tokenizers",
+                f"{where} is {model}, which is no model of this merge",
+                "write one of the models of the config",
+            )
+            continue
+        known = _tokens(checkpoints[model])
+        rows = checkpoints[model].config.get("vocab_size")
+        if number is not None and rows and not 0 <= number < rows:
+            problem = f"has {rows} embeddings, and none of the number {number}"
+        elif number is None and known and wanted not in known:
+            problem = f"does not have the token {wanted!r}"
+        else:
+            continue
+        yield Finding(
+            "error",
+            "tokenizers",
+            f"{where} is {model}, which {problem}",
+            "write a token that it has, or `kind: zero`",
         )
 
 
@@ -153,7 +227,7 @@ def _compare(origin: Checkpoint, other: Checkpoint) -> tuple[list[str], list[str
 def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
     """Return the numbers of all tokens, by whichever files tell them; empty if none does."""
     fast = checkpoint.read_json("tokenizer.json")
-    vocabulary = fast.get("model", {}).get("vocab") or checkpoint.read_json("vocab.json")
+    vocabulary = (fast.get("model") or {}).get("vocab") or checkpoint.read_json("vocab.json")
     lines = checkpoint.file("vocab.txt")
     if isinstance(vocabulary, list):  # a unigram model: pairs of token and score
         vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}

@@ -21,8 +21,8 @@ from mergekit.options import MergeOptions
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from mergekit_ace.headers import TensorHeader
-from mergekit_ace.model_files import GENERATION, lost_model_files
-from mergekit_ace.planning import PlannedTensor
+from mergekit_ace.model_files import GENERATION, config_donor, lost_model_files
+from mergekit_ace.planning import PlannedTensor, layer_lists
 from mergekit_ace.preflight.checkpoints import Checkpoint
 from mergekit_ace.preflight.config_rules import Finding, listed
 from mergekit_ace.preflight.loading import UnknownArchitectureError, skeleton, wanted_names
@@ -267,6 +267,18 @@ def _complaints(
 def check_model_files(config: MergeConfiguration, options: MergeOptions) -> Iterator[Finding]:
     """Find files beside the weights that `mergekit-yaml` leaves out of the result."""
     architecture = get_architecture_info(config.model_copy(deep=True), options)
+    trust = options.trust_remote_code
+    settings = config_donor(config).config(trust_remote_code=trust).get_text_config()
+    for name, entries in layer_lists(config, trust).items():
+        if len(entries) != len(getattr(settings, name, entries)):
+            yield Finding(
+                "error",
+                "files",
+                f"the result has {len(entries)} layers, and its config.json would have "
+                f"{len(getattr(settings, name))} `{name}`, which transformers refuses to save: "
+                "mergekit-yaml fails at its very end",
+                "merge by `mergekit-ace merge`, which writes those of the slices",
+            )
     lost = lost_model_files(config, tuple(architecture.tagalong_files or ()))
     if not lost:
         return

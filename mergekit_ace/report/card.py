@@ -263,7 +263,7 @@ def update_card(
 def _update_section(folder: Path, lines: Path, *, seed: int | None, quiet: bool) -> None:
     card = write_card(folder, lines, seed=seed, quiet=quiet)
     if find_spec("matplotlib") is None:
-        click.echo("without pictures, which need: pip install 'mergekit-ace[plots]'")
+        click.echo("without pictures, which need: pip install matplotlib")
     click.echo(str(card))
 
 

@@ -45,6 +45,9 @@ from mergekit_ace.planning import (
     plan_merge,
     read_merge_config,
 )
+from mergekit_ace.preflight.checkpoint_rules import check_tensors
+from mergekit_ace.preflight.checkpoints import read_checkpoint
+from mergekit_ace.preflight.dtype_rules import check_dtypes, check_tensor_dtypes
 from mergekit_ace.report.jsonl import (
     Line,
     ReportError,
@@ -362,6 +365,15 @@ def run_inspection(
     merge, source = read_merge_config(config)
     find_models(merge)
     plan = plan_merge(merge, source, MergeOptions(**flags, quiet=True))
+    checkpoints = {model: read_checkpoint(model) for model in merge.referenced_models()}
+    findings = (
+        *check_dtypes(checkpoints, merge),
+        *check_tensors(plan.tensors, checkpoints),
+        *check_tensor_dtypes(plan.tensors, checkpoints),
+    )
+    for finding in findings:
+        if finding.level == "error":
+            raise ReportError(f"{finding.message}; {finding.remedy}")
     with _lock(folder):
         lines = inspect_merge(
             plan, folder, filters=tensors, sample=sample, overwrite=overwrite, quiet=quiet

@@ -69,7 +69,13 @@ def write_page(lines: Sequence[Line], path: Path, subtitle: str) -> None:
 
 
 def show_report(lines: Path, out: Path) -> None:
-    """`mergekit-ace report`: write a page from the JSON lines of a merge."""
+    """`mergekit-ace report`: write a page from the JSON lines of a merge.
+
+    Raises:
+        ReportError: the file holds no lines of a report, or the page would replace it.
+    """
+    if out.exists() and out.samefile(lines):
+        raise ReportError(f"the page would replace {lines}; name another file with --out")
     write_page(read_lines(lines), out, f"From {lines.name}, written by the merge.")
     click.echo(str(out))
 

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from mergekit_ace.files import save_tensors
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.state import TrainingError
+from mergekit_ace.training.state import TrainingError, open_tensors
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -62,8 +61,9 @@ def _read(config: DataConfig, split: str) -> Dataset:
     except TrainingError:
         raise
     except Exception as error:  # of many kinds, from readers, the file system and the Hub
+        cause = error.__cause__ or error  # `datasets` often says no more than that it failed
         raise TrainingError(
-            f"data {config.path} (split {split}) cannot be read: {type(error).__name__}: {error}"
+            f"data {config.path} (split {split}) cannot be read: {type(cause).__name__}: {cause}"
         ) from error
     if len(data) == 0:
         raise TrainingError(f"data {config.path} (split {split}) is empty")
@@ -83,6 +83,12 @@ def _open(config: DataConfig, split: str) -> Dataset:
     reader = _READERS.get(os.path.splitext(path)[1].lower())
     if reader and not os.path.isfile(path):
         raise TrainingError(f"there is no data file {config.path}")
+    if os.path.isfile(path) and not reader:
+        raise TrainingError(
+            f"data {config.path} is of no kind that can be read: {', '.join(_READERS)}"
+        )
+    if reader and os.path.getsize(path) == 0:
+        raise TrainingError(f"data {config.path} is empty")
     if reader:
         data = load_dataset(reader, data_files=path, split="train")
     elif any(os.path.isfile(os.path.join(path, n)) for n in ("state.json", "dataset_dict.json")):
@@ -172,7 +178,7 @@ def save_examples(splits: Mapping[str, Examples], path: Path, metadata: dict[str
 def load_examples(path: Path) -> tuple[dict[str, Examples], dict[str, str]]:
     """Open what `save_examples` wrote: the splits, memory-mapped, and the metadata."""
     fields: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
-    with safe_open(path, framework="pt") as file:
+    with open_tensors(path) as file:
         for key in file.keys():  # noqa: SIM118
             if not key.endswith("/ends"):
                 split, name = key.split("/")

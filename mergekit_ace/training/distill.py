@@ -115,6 +115,11 @@ class Distillation:
         Raises:
             TrainingError: teacher and student do not fit together, or data cannot be used.
         """
+        if os.path.realpath(teacher_folder) == os.path.realpath(student_folder):
+            raise TrainingError(
+                f"the teacher {config.teacher} is the student, who would learn nothing from it; "
+                "take the model that knows more as the teacher"
+            )
         kind = model_kind(config.task)
         teacher = load_model(teacher_folder, kind, config, whole=True)
         if kind.has_heads:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +16,15 @@ from tqdm import tqdm
 
 from mergekit_ace.coefficients.learner import LearnerInputs
 from mergekit_ace.coefficients.statistics import WeightMoments, combine, features, measure_moments
+from mergekit_ace.headers import read_json
+from mergekit_ace.methods.inputs import is_finite
 from mergekit_ace.naming import block_of, relative_depths
+from mergekit_ace.preflight.dtype_rules import DEQUANTISE
 from mergekit_ace.training.basis import write_components
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.limits import check_classes, check_mergeable
 from mergekit_ace.training.loop import Objective
-from mergekit_ace.training.mapped_weights import map_weights, stored_names
+from mergekit_ace.training.mapped_weights import check_stored_dtypes, map_weights, stored_names
 from mergekit_ace.training.merged import MergedModel
 from mergekit_ace.training.models import (
     check_expert,
@@ -67,7 +71,7 @@ class ModelFolders:
         """Find all models before anything is computed.
 
         Raises:
-            TrainingError: one cannot be found, or they have different tokenizers.
+            TrainingError: one cannot be found or is quantised, or they have different tokenizers.
         """
         kind = model_kind(config.task)
         references = (config.base_model, *(expert.model for expert in config.models))
@@ -77,6 +81,11 @@ class ModelFolders:
                 local_folder(reference, run.path / "adapters", config.trust_remote_code)
                 for reference in references
             )
+        for reference, folder in zip(references, (base, *experts), strict=True):
+            if read_json(Path(folder) / "config.json").get("quantization_config"):
+                raise TrainingError(
+                    f"model {reference} is quantised, so it cannot be merged; {DEQUANTISE}"
+                )
         places = [os.path.realpath(folder) for folder in (base, *experts)]
         for place, expert in zip(places[1:], config.models, strict=True):
             if place == places[0]:
@@ -239,7 +248,9 @@ def _find_parameters(
             + (f" (nor {len(missing) - 1} others)" if len(missing) > 1 else "")
             + "; leave such tensors out by `exclude`, or use the base that the experts come from"
         )
+    check_stored_dtypes(config.base_model, folders.base, stored)
     for expert, path in zip(config.models, folders.experts, strict=True):
+        check_stored_dtypes(expert.model, path, stored)
         skeleton = load_skeleton(path, folders.kind, config)
         check_expert(skeleton, base, names, folders.kind, expert.model)
         if folders.kind.has_heads:
@@ -280,6 +291,12 @@ def _map_model(
     copy = run.state / ("base.safetensors" if expert is None else f"expert-{expert}.safetensors")
     with run.accelerator.main_process_first():  # the first one writes a copy, if one is needed
         weights = map_weights(model, names, path, copy)
+    for name, tensor in weights.items():
+        if not is_finite(tensor):
+            raise TrainingError(
+                f"tensor {name} of model {path} contains NaN or Inf; the checkpoint overflowed or "
+                "is damaged: leave it out"
+            )
     if folders.kind.has_heads and run.is_main:
         save_backbone(model, run.backbone(expert))
     return weights

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import save_tensors
 from mergekit_ace.headers import read_file_header
+from mergekit_ace.preflight.checkpoints import FLOATING
+from mergekit_ace.preflight.dtype_rules import AS_NUMBERS
+from mergekit_ace.training.state import TrainingError, open_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,9 +37,7 @@ def map_tensors(sources: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     Args:
         sources: file, and name there, by our name.
     """
-    files = {
-        path: safe_open(path, framework="pt") for path in {path for path, _ in sources.values()}
-    }
+    files = {path: open_tensors(path) for path in {path for path, _ in sources.values()}}
     # All views at once, before anything large: what little memory they take would otherwise pin
     # that of the gradients between which it lies.
     return {name: files[path].get_tensor(stored) for name, (path, stored) in sources.items()}
@@ -50,6 +50,29 @@ def stored_tensors(folder: str | os.PathLike) -> dict[str, StoredTensor]:
         for path in weight_files(Path(folder))
         for name in read_file_header(path)
     }
+
+
+def check_stored_dtypes(
+    reference: str, folder: str | os.PathLike, stored: Mapping[str, Iterable[str]]
+) -> None:
+    """Raise a `TrainingError` for a checkpoint that holds merged tensors as no floating numbers.
+
+    Args:
+        reference: of the model, for the message.
+        folder: of the checkpoint.
+        stored: names on disk, by names in memory; those that it lacks are not looked at.
+    """
+    headers = {
+        name: header
+        for path in weight_files(Path(folder))
+        for name, header in read_file_header(path).items()
+    }
+    for name in (name for names in stored.values() for name in names):
+        if name in headers and headers[name].dtype not in FLOATING:
+            raise TrainingError(
+                f"tensor {name} of model {reference} is stored as {headers[name].dtype}, which "
+                f"cannot be merged; {AS_NUMBERS}"
+            )
 
 
 def map_weights(

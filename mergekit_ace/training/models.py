@@ -111,7 +111,8 @@ def load_model(
         options: of transformers.
 
     Raises:
-        TrainingError: transformers cannot load it for the task, or it is not whole.
+        TrainingError: transformers cannot load it for the task, or it is not whole, or a tensor has
+            another shape than its config asks for.
     """
     auto_class = getattr(transformers, kind.auto_class)
     with _without_warnings():
@@ -122,14 +123,20 @@ def load_model(
                 trust_remote_code=config.trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
-                **options,
+                **{**options, "ignore_mismatched_sizes": True},  # they are named below
             )
         except torch.OutOfMemoryError:
             raise
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, ImportError) as error:
             raise TrainingError(
                 f"model {folder} cannot be loaded for task: {config.task}: {error}"
             ) from error
+    allowed = options.get("ignore_mismatched_sizes", False)
+    for name, found, expected in sorted(() if allowed else info["mismatched_keys"]):
+        raise TrainingError(
+            f"tensor {name} of model {folder} has shape {tuple(found)}, but its config.json asks "
+            f"for {tuple(expected)}; get the model again, or correct the config"
+        )
     lost = sorted(info["missing_keys"]) if whole else []
     if lost:
         raise TrainingError(

@@ -358,7 +358,7 @@ def draw_training(file: CoefficientFile, log: list[dict[str, Any]], folder: Path
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "no pictures: pip install 'mergekit-ace[plots]' and run the same command again"
+        return "no pictures: pip install matplotlib and run the same command again"
     _heatmap(file, Figure(figsize=(12, 1.5 + 0.4 * file.contents.rows))).savefig(
         folder / "coefficients.png", dpi=120, bbox_inches="tight"
     )

@@ -29,6 +29,8 @@ from mergekit_ace.training.config import DistillTraining, TrainingConfig
 
 # Settings that do not change the result: a run may go on with others.
 _FREE = frozenset({("expert_storage",), ("training", "checkpoint_every"), ("device_map",)})
+# What makes a folder look as if a run were complete.
+_RESULTS = ("coefficients.safetensors", "distillation.json", "merge.yml", "inline.yml")
 
 
 class TrainingError(ValueError):
@@ -58,10 +60,14 @@ class TrainingRun:
             self.accelerator = Accelerator(
                 mixed_precision=mixed_precision, kwargs_handlers=[patience]
             )
-        except ValueError as error:  # fp16 on a CPU
+        except ValueError as error:
             raise TrainingError(
                 f"mixed_precision: {mixed_precision} cannot be used here ({error}); take bf16 or no"
             ) from error
+        if mixed_precision == "fp16" and self.accelerator.device.type == "cpu":
+            raise TrainingError(  # accelerate would train without it, and say nothing
+                "mixed_precision: fp16 cannot be used on a CPU; take bf16 or no"
+            )
         self.path = Path(path)
         self.state = self.path / "state"
         self.quiet = quiet or not self.is_main
@@ -142,7 +148,9 @@ class TrainingRun:
         changed = differences(known, identity, _FREE) if known is not None else []
         if known is not None and not changed:
             return
-        if overwrite:
+        # A run that ended before it computed anything, over a mistake in its config or its data,
+        # has nothing that would be lost.
+        if overwrite or (changed and not self._has_results()):
             self._drop()
         elif changed:
             raise TrainingError(
@@ -157,9 +165,15 @@ class TrainingRun:
         self.state.mkdir(parents=True, exist_ok=True)
         write_text(record, json.dumps(identity, indent=1))
 
+    def _has_results(self) -> bool:
+        """Return whether a run has written more than what it is a run of."""
+        made = [self.path / name for name in _RESULTS]
+        made += [path for path in self.state.rglob("*") if path.name != "run.json"]
+        return any(path.is_file() for path in made)
+
     def _drop(self) -> None:
         """Delete what another run left; first what would look as if this one were complete."""
-        for name in ("coefficients.safetensors", "distillation.json", "merge.yml", "inline.yml"):
+        for name in _RESULTS:
             (self.path / name).unlink(missing_ok=True)
         for folder in (self.state, self.path / "backbones"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -257,14 +271,28 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | No
     """
     if not path.exists():
         return None
-    try:
-        with safe_open(path, framework="pt") as file:
+    with open_tensors(path) as file:
+        try:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             return tensors, json.loads(file.metadata()["facts"])
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise TrainingError(
-            f"{path} is damaged ({error}); delete it to repeat what it was made for"
-        ) from error
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise _damaged(path, error) from error
+
+
+def open_tensors(path: str | os.PathLike) -> safe_open:
+    """Open a safetensors file that a run has written.
+
+    Raises:
+        TrainingError: the file is damaged.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: str | os.PathLike, error: Exception) -> TrainingError:
+    return TrainingError(f"{path} is damaged ({error}); delete it to repeat what it was made for")
 
 
 def with_prefix(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -275,5 +303,5 @@ def with_prefix(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):
         return None

@@ -82,8 +82,14 @@ def test_a_truncated_file_is_refused(tmp_path, keep):
     path = tmp_path / "c.safetensors"
     make_file(NAMES, ["a", "b"]).save(path)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(CoefficientFileError, match="damaged"):
+    with pytest.raises(CoefficientFileError, match="damaged" if keep else "is empty"):
         CoefficientFile.load(path)
+
+
+def test_a_git_lfs_pointer_is_told(tmp_path):
+    (tmp_path / "c.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid 0\n")
+    with pytest.raises(CoefficientFileError, match="git lfs pull"):
+        CoefficientFile.load(tmp_path / "c.safetensors")
 
 
 def test_a_pickle_is_not_opened(tmp_path):
@@ -100,6 +106,8 @@ def test_inconsistent_contents_are_refused():
         CoefficientFile(good.contents, good.coefficients[:, :2], *parts)
     with pytest.raises(ValueError, match="NaN"):
         CoefficientFile(good.contents, good.coefficients * float("nan"), *parts)
+    with pytest.raises(ValueError, match=r"stored as torch\.int64"):
+        CoefficientFile(good.contents, good.coefficients.long(), *parts)
     with pytest.raises(ValueError, match="share a task"):
         make_file(NAMES, ["a", "b"], tasks=["x", "x"])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ace_config, save_family, tiny_llama
+from checkpoints import LLAMA, ace_config, save_family, tiny_llama
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from sharded import (
@@ -21,7 +21,7 @@ from sharded import (
     save_tokenizer,
     write_config,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from mergekit_ace.cli import main
 from mergekit_ace.merging.manifest import Manifest
@@ -136,6 +136,27 @@ def test_more_layers_than_the_config_says(tmp_path, paths, monkeypatch):
     monkeypatch.setattr("mergekit.merge.set_config_value", lambda *_: None)
     text = refusal(config, tmp_path / "wrong")
     assert "its config has no place for 18 tensors: model.layers.2." in text
+
+
+def test_more_layers_of_two_kinds(tmp_path):
+    """mergekit-yaml fails over these at its very end."""
+    kinds = ["full_attention", "sliding_attention"]
+    settings = {**LLAMA, "layer_types": kinds, "use_sliding_window": True}
+    paths = save_family(Qwen2ForCausalLM(Qwen2Config(**settings)), tmp_path)
+    pieces = [
+        {"sources": [{"model": path, "layer_range": place}]}
+        for path, place in zip(paths[1:], ([0, 2], [1, 2]), strict=True)
+    ]
+    merge = {"merge_method": "passthrough", "slices": pieces, "dtype": "float32"}
+    config = write_config(tmp_path / "merge.yml", merge)
+    result = CliRunner().invoke(main, ["check", str(config)])
+    assert result.exit_code == 1
+    assert (
+        "the result has 3 layers, and its config.json would have 2 `layer_types`" in result.output
+    )
+    command(config, tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert model.config.layer_types == [*kinds, "sliding_attention"]
 
 
 CONFIGURATION = """

@@ -218,6 +218,7 @@ def test_a_result_beyond_float16(tmp_path, method, key):
         (("--gpus-per-worker", "inf"), "give 1, less to share one, or 0"),
         (("--gpus-per-worker", "-1"), "--gpus-per-worker"),
         (("--workers", "0"), "--workers"),
+        (("--resume", "--overwrite"), "--resume keeps what --overwrite drops"),
     ],
 )
 def test_values_of_flags(tmp_path, config, flags, expected):
@@ -232,6 +233,16 @@ def test_values_of_flags(tmp_path, config, flags, expected):
 def test_sizes_of_shards(tmp_path, config, whole, size):
     command(config, tmp_path / "merged", "--out-shard-size", size)
     assert_same(whole, tmp_path / "merged")
+
+
+def test_nan_that_a_method_of_mergekit_lets_through(tmp_path):
+    paths = save_llamas(tmp_path)
+    file = max(Path(paths[1]).glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name] * float("nan")}, file, {"format": "pt"})
+    text = refusal(write_config(tmp_path / "merge.yml", linear(paths)), tmp_path / "merged")
+    assert f"tensor {name} came out with NaN or Inf" in text
 
 
 def test_the_remedy_for_a_nan(tmp_path, config):

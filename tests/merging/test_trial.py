@@ -78,6 +78,13 @@ def test_a_prompt_of_nothing(tmp_path):
     assert "--try needs a text" in refusal(config, tmp_path / "merged", "--try", " ")
 
 
+def test_a_prompt_that_leaves_no_positions(tmp_path):
+    paths = save_talkers(tmp_path, tiny_llama())
+    config = write_config(tmp_path / "merge.yml", ace_config(paths))
+    text = refusal(config, tmp_path / "merged", "--try", "a " * 13)
+    assert "has positions for 32; give a shorter text" in text
+
+
 def test_encoders_and_decoders(tmp_path):
     torch.manual_seed(0)
     paths = save_talkers(tmp_path, MODELS["t5"][0]())

@@ -329,7 +329,10 @@ def test_models_that_are_not_there(check, paths, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "holds no weights" in texts(check(default_config([*paths, str(tmp_path / "empty")])))
     found = texts(check(default_config([*paths, "org/unknown"])), "error")
-    assert "org/unknown is no folder here, and the Hub" in found
+    assert (
+        f"org/unknown is no folder in {Path.cwd()}, and no model of the Hub that can be read"
+        in found
+    )
 
 
 @pytest.mark.parametrize("cut", [1, 5000])

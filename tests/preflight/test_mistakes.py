@@ -185,6 +185,13 @@ ERRORS: list[tuple[str, Change, str]] = [
         source("merge_method: ace\nbase_model: {base}\nmodels:\n- model: {e0}\n  model: {e1}\n"),
         "the key 'model' stands in line 4 and again in line 5",
     ),
+    # Names of models.
+    ("a name with spaces", first(model="no such model"), "no model of the Hub can be called so"),
+    (
+        "rows to a multiple of a negative number",
+        top(tokenizer={"source": "base", "pad_to_multiple_of": -8}),
+        "tokenizer.pad_to_multiple_of is -8",
+    ),
     # Filters that reach nothing.
     (
         "a filter with a slip",

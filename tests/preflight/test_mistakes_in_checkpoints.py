@@ -185,6 +185,38 @@ def more_tokens_than_rows(paths, config) -> None:
     config["tokenizer"] = {"source": "base"}
 
 
+def beyond_its_rows(paths, config) -> None:
+    """The expert numbers the base's tokens behind forty of its own, which are all of its rows."""
+    letters, others = (
+        "".join(chr(start + n) for n in range(count)) for start, count in ((97, 20), (200, 40))
+    )
+    words(letters, others + letters, letters)(paths, config)
+    config["tokenizer"] = {"source": "base"}
+
+
+def token_from(source: Callable[[list[str]], object]) -> Make:
+    """A token that only the tokenizer of the first expert lacks."""
+
+    def make(paths, config):
+        words("abcd", "abc", "abcd")(paths, config)
+        config["tokenizer"] = {"source": "base", "tokens": {"d": {"source": source(paths)}}}
+
+    return make
+
+
+def without_a_model(paths, config) -> None:
+    words("abcd", "acbd", "abcd")(paths, config)
+    (Path(paths[2]) / "tokenizer.json").write_text('{"model": null}')
+
+
+def classes(*of_experts: Sequence[str]) -> Make:
+    def make(paths, config):
+        for path, names in zip(paths[1:], of_experts, strict=True):
+            configure(path, id2label=dict(enumerate(names)))
+
+    return make
+
+
 def index(paths: list[str], edit: Callable[[dict], object]) -> None:
     folder = Path(paths[1])
     weight_map = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
@@ -277,7 +309,7 @@ ERRORS: list[tuple[str, str, Make, str]] = [
     ("the base lacks a norm", "untied", removed(0, "model.norm.weight"), "base lacks 1 of 21"),
     ("a matrix more", "untied", added(0, 1, 2, vision__weight=torch.ones(9, 32)), "vision.weight"),
     ("a bias of the base", "untied", added(0, **BIAS), "self_attn.q_proj.bias"),
-    ("more layers", "untied", saved(1, num_hidden_layers=3), "the same number of layers"),
+    ("more layers", "untied", saved(1, num_hidden_layers=3), "expert0 has 3"),
     ("fewer layers", "untied", saved(1, num_hidden_layers=1), "the same number of layers"),
     ("wider", "untied", saved(1, hidden_size=64), "(40, 64) in expert0, but (40, 32) in the base"),
     ("another family", "untied", gpt2, "Must specify --allow-crimes"),
@@ -328,6 +360,45 @@ ERRORS: list[tuple[str, str, Make, str]] = [
         more_tokens_than_rows,
         "base has 40 embeddings, and tokens bey",
     ),
+    (
+        "an expert's tokens without rows",
+        "untied",
+        beyond_its_rows,
+        "expert0 has 40 embeddings, and numbers tokens of the result beyond: 'a'",
+    ),
+    (
+        "a token of no model",
+        "untied",
+        token_from(lambda paths: "./other"),
+        "the source of the token 'd' is ./other, which is no model of this merge",
+    ),
+    (
+        "a token of a model that lacks it",
+        "untied",
+        token_from(lambda paths: paths[1]),
+        "expert0, which does not have the token 'd'",
+    ),
+    (
+        "a token of another name",
+        "untied",
+        token_from(lambda paths: {"kind": "model_token", "model": paths[2], "token": "e"}),
+        "expert1, which does not have the token 'e'",
+    ),
+    (
+        "a token's number",
+        "untied",
+        token_from(lambda paths: {"kind": "model_token", "model": paths[2], "token_id": 40}),
+        "expert1, which has 40 embeddings, and none of the number 40",
+    ),
+    ("a tokenizer without a model", "untied", without_a_model, "expert0 numbers 2 tokens differ"),
+    (
+        "a norm without an axis",
+        "untied",
+        lambda paths, config: rewrite(
+            paths[1], lambda t: t.update({"model.norm.weight": torch.tensor(1.0)})
+        ),
+        "tensor model.norm.weight has shape () in expert0, but (32,)",
+    ),
     # Files and adapters.
     (
         "an index with a tensor more",
@@ -355,6 +426,12 @@ ERRORS: list[tuple[str, str, Make, str]] = [
         "adapter_model.safetensors is damaged",
     ),
     (
+        "an adapter in whole numbers",
+        "untied",
+        lambda paths, config: (*adapter()(paths, config), "--lora-merge-dtype", "int8"),
+        "--lora-merge-dtype int8 is no dtype in which adapters can be merged → write float32",
+    ),
+    (
         "a wider adapter",
         "untied",
         adapter(hidden_size=64),
@@ -377,6 +454,18 @@ WARNINGS: list[tuple[str, str, Make, str]] = [
         "was trained on other/model, not on base",
     ),
     ("mixed dtypes", "untied", one_of_many(retyped(1, "", torch.bfloat16, 1)), "different dtypes"),
+    (
+        "another number of experts",
+        "untied",
+        lambda paths, config: [configure(p, num_local_experts=n) for n, p in enumerate(paths)][:0],
+        "num_local_experts: 1 instead of 0",
+    ),
+    (
+        "classes of other names",
+        "untied",
+        classes(("good", "bad"), ("yes", "no")),
+        "expert1 calls its classes yes, no, and expert0 calls them good, bad",
+    ),
     (
         "another activation",
         "untied",

@@ -380,6 +380,26 @@ def test_damaged_files(tmp_path, inspect):
     assert not (tmp_path / "report").exists()
 
 
+def test_codes_in_the_place_of_weights(tmp_path, inspect):
+    paths = save_family(tiny_llama(), tmp_path)
+    file = Path(paths[1]) / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, file, {"format": "pt"})
+    message = inspect(ace_config(paths), fails=True)
+    assert f"expert0 has 1 tensors in I8, which cannot be merged: {name}; save it in" in message
+
+
+def test_a_tensor_that_an_expert_lacks(tmp_path, inspect):
+    paths = save_family(tiny_llama(), tmp_path)
+    file = Path(paths[1]) / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    message = inspect(ace_config(paths), fails=True)
+    assert "expert0 lacks 1 of 21 tensors: model.norm.weight; replace the model" in message
+
+
 def test_missing_models_and_folders_that_cannot_be_used(tmp_path, inspect):
     paths = save_family(tiny_llama(), tmp_path)
     missing = ace_config([*paths, str(tmp_path / "nowhere")])

@@ -229,6 +229,9 @@ def test_a_page_that_cannot_be_written(tmp_path):
     assert result.exit_code == 1
     assert "nothing to show" in result.output
     assert not (tmp_path / "r.html").exists()
+    result = CliRunner().invoke(main, ["report", str(report), "-o", str(report)])
+    assert "the page would replace" in result.output
+    assert json.loads(report.read_text())["tensor"] == "a"
 
 
 HOSTILE = ["<!--<script>a", "</script><b>b", "<img src=x onerror=alert(1)>", "&lt;c&amp;\u2028"]

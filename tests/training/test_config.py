@@ -120,6 +120,20 @@ def test_files_that_hold_no_config(tmp_path, text):
     assert "config.yml" in invoke(tmp_path, "train", text)
 
 
+@pytest.mark.parametrize("command", ["train", "distill"])
+def test_keys_that_stand_twice(tmp_path, command):
+    output = invoke(tmp_path, command, "task: causal-lm\ntraining: {epochs: 1, epochs: 2}\n")
+    assert "config.yml: the key 'epochs' stands in line 2 and again in line 2" in output
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"\x88\xff")
+    result = CliRunner().invoke(main, ["train", str(path), str(tmp_path / "out")])
+    assert isinstance(result.exception, SystemExit)
+    assert f"{path} is no text in UTF-8" in result.output
+
+
 def test_errors_of_a_run_are_one_line(tmp_path):
     import yaml
 

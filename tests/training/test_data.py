@@ -81,7 +81,7 @@ def test_splits_that_the_data_has(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [
-        ([], {}, "is empty|cannot be read"),
+        ([], {}, r"d\.jsonl is empty"),
         (ROWS[:2], {}, "too few rows"),
         ([{"body": "x"}] * 5, {}, "no column text; it has body"),
     ],
@@ -111,8 +111,11 @@ def test_files_that_are_missing_or_broken(tmp_path):
     with pytest.raises(TrainingError, match="there is no data file"):
         load_rows(config(tmp_path / "d.jsonl"), 0)
     (tmp_path / "b.jsonl").write_text('{"text": ')
-    with pytest.raises(TrainingError, match=r"b\.jsonl .* cannot be read"):
+    with pytest.raises(TrainingError, match=r"b\.jsonl .* cannot be read: .*JSON"):
         load_rows(config(tmp_path / "b.jsonl"), 0)
+    (tmp_path / "b.pkl").write_bytes(b"")
+    with pytest.raises(TrainingError, match=r"b\.pkl is of no kind that can be read: \.jsonl"):
+        load_rows(config(tmp_path / "b.pkl"), 0)
 
 
 @pytest.mark.parametrize(("batch", "count"), [(4, 10), (3, 9), (8, 5), (1, 1)])

@@ -234,3 +234,9 @@ def test_wrong_settings(images, change, message):
     _, config = images
     with pytest.raises(ValidationError, match=message):
         DistillConfig.model_validate({**config, **change})
+
+
+def test_a_teacher_that_is_the_student(images, tmp_path):
+    _, config = images
+    with pytest.raises(TrainingError, match="is the student, who would learn nothing from it"):
+        distil({**config, "teacher": f"{config['student']}/."}, tmp_path / "out")

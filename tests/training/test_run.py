@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from families import (
     vit_family,
     write_rows,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -240,6 +241,16 @@ def test_labels_that_are_known_are_not_asked_for_again(llama, tmp_path, monkeypa
 
     monkeypatch.setattr(teachers_module, "label_batch", forbidden)
     monkeypatch.setattr(family_module, "measure_moments", forbidden)
+    run(llama, tmp_path / "out")
+
+
+def test_labels_that_are_damaged_are_named(llama, tmp_path):
+    run(llama, tmp_path / "out")
+    labels = tmp_path / "out" / "state" / "labels-0.safetensors"
+    labels.write_bytes(labels.read_bytes()[:-9])
+    with pytest.raises(TrainingError, match=r"labels-0.safetensors is damaged .*; delete it to"):
+        run(llama, tmp_path / "out")
+    labels.unlink()
     run(llama, tmp_path / "out")
 
 
@@ -497,6 +508,52 @@ def test_wrong_inputs_are_named(llama, tmp_path, change, message):
     change(config)
     with pytest.raises((TrainingError, DamagedFileError), match=message):
         run(config, tmp_path / "out")
+
+
+def retyped(dtype: torch.dtype, scale: float = 1.0) -> Callable[[Path], None]:
+    """Write one matrix of a model in another dtype, times a number."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        name = "model.layers.0.mlp.up_proj.weight"
+        tensors[name] = (scale * tensors[name]).to(dtype)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return change
+
+
+def reconfigured(**values) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (retyped(torch.int8, 1000), r"up_proj.weight of model .* is stored as I8"),
+        (retyped(torch.float32, float("nan")), r"up_proj.weight of model .* contains NaN or Inf"),
+        (reconfigured(quantization_config={"quant_method": "gptq"}), "is quantised, so it cannot"),
+        (reconfigured(intermediate_size=64), r"mlp.* has shape .* (but its config|in the base)"),
+    ],
+)
+@pytest.mark.parametrize("whose", ["base", "expert1"])
+def test_weights_that_cannot_be_merged_are_named(tmp_path, change, message, whose):
+    config = llama_family(tmp_path / "family")
+    change(Path(config["base_model"]).with_name(whose))
+    with pytest.raises(TrainingError, match=message) as caught:
+        run(config, tmp_path / "out")
+    assert whose in str(caught.value)
+
+
+def test_a_mistake_that_is_mended_needs_no_other_folder(llama, tmp_path):
+    """Nothing was computed before the run found it, so nothing is lost."""
+    with pytest.raises(TrainingError, match="part of no name"):
+        run({**llama, "exclude": ["no such"]}, tmp_path / "out")
+    run(llama, tmp_path / "out")
+    assert (tmp_path / "out" / "coefficients.safetensors").exists()
 
 
 @pytest.mark.parametrize("what", ["data", "shapes"])

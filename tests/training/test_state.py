@@ -92,6 +92,12 @@ def test_checkpoints(tmp_path):
         load_checkpoint(path)
 
 
+def test_a_checkpoint_that_cannot_be_written(tmp_path):
+    """safetensors has an error of its own for a full disk."""
+    with pytest.raises(OSError, match=r"c\.safetensors cannot be written"):
+        save_checkpoint(tmp_path / "nowhere" / "c.safetensors", {"a": torch.arange(3)}, {})
+
+
 @pytest.mark.parametrize("place", ["state/expert", "backbones/expert-0"])
 def test_overwriting_does_not_drop_what_is_needed(tmp_path, place):
     config = llama_family(tmp_path / "family")
