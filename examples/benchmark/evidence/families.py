@@ -32,6 +32,7 @@ from evidence.dictionaries import (
     new_model,
     new_tokenizer,
 )
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import (
@@ -50,6 +51,7 @@ Split = Literal["validation", "test"]
 FOLDER = Path(__file__).resolve().parents[1] / "families"
 BATCH = 48
 IMAGE_LAYERS = 4
+ADAPTER = "adapter"  # the folder of an expert's adapter, inside of its checkpoint
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class Dictionaries(Family):
         self.recipes, self.experts = {}, {}
         for place, number in enumerate(list(numbers)[:count]):
             recipe = shortened(recipes[place % len(recipes)], steps)
-            kind = f"{recipe.steps}-{recipe.peak:g}" + (f"-rank{recipe.rank}" * bool(recipe.rank))
+            kind = f"{recipe.steps}-{recipe.peak:g}" + (f"-lora{recipe.rank}" * bool(recipe.rank))
             self.recipes[str(number)] = recipe
             self.experts[str(number)] = own / f"language{number}-{kind}"
 
@@ -198,7 +200,9 @@ class Dictionaries(Family):
                 model = self._train(self.load(self.base), self.recipes[task], int(task))
                 self._save(model, folder)
 
-    def _train(self, model: PreTrainedModel, recipe: Recipe, new: int | None) -> PreTrainedModel:
+    def _train(
+        self, model: PreTrainedModel, recipe: Recipe, new: int | None
+    ) -> PreTrainedModel | PeftModel:
         """Train a model; a third of an expert's batch is its new language, the rest old ones."""
         rng = random.Random(f"{self.seed} {new} {recipe}")
         learner = model if recipe.rank == 0 else add_adapters(model, recipe.rank)
@@ -218,7 +222,7 @@ class Dictionaries(Family):
             loss.backward()
             optimizer.step()
             schedule.step()
-        return model if recipe.rank == 0 else learner.merge_and_unload()
+        return learner
 
     def store_as(self, dtype: torch.dtype) -> None:
         """Let base and experts be copies in another precision, which are written once."""
@@ -229,8 +233,12 @@ class Dictionaries(Family):
         self.base = copies / self.base.name
         self.experts = {task: copies / folder.name for task, folder in self.experts.items()}
 
-    def _save(self, model: PreTrainedModel, target: Path) -> None:
+    def _save(self, model: PreTrainedModel | PeftModel, target: Path) -> None:
+        """Write a checkpoint, and the adapter that it is made of beside it, if it is one."""
         with saving(target) as folder:
+            if isinstance(model, PeftModel):
+                model.save_pretrained(folder / ADAPTER)
+                model = model.merge_and_unload()
             model.save_pretrained(folder)
 
     def load(self, folder: Path) -> PreTrainedModel:
@@ -287,10 +295,8 @@ class Dictionaries(Family):
         return float((guesses == labels[labels != -100]).float().mean())
 
 
-def add_adapters(model: PreTrainedModel, rank: int):
+def add_adapters(model: PreTrainedModel, rank: int) -> PeftModel:
     """Return the model with LoRA on every linear layer inside of the blocks."""
-    from peft import LoraConfig, get_peft_model
-
     config = LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
     )
