@@ -64,13 +64,17 @@ def refuse(folder: Path, *parts: str, network=None) -> str:
         IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
         VeraConfig(target_modules=["q_proj"]),
         AdaLoraConfig(target_modules=["q_proj"], total_step=5),
-        PromptTuningConfig(num_virtual_tokens=3),
     ],
     ids=lambda config: config.peft_type.value,
 )
 def test_another_type_of_adapter(folder, config):
     config.save_pretrained(folder)
     refuse(folder, config.peft_type.value, "merge_and_unload")
+
+
+def test_an_adapter_that_changes_no_weights(folder):
+    PromptTuningConfig(num_virtual_tokens=3).save_pretrained(folder)
+    refuse(folder, "PROMPT_TUNING", "changes no weights")
 
 
 @pytest.mark.parametrize(
