@@ -40,6 +40,20 @@ def test_checkpoints(run, tmp_path):
     assert rows[0]["wall"] > rows[0]["compute"] > 0
 
 
+def test_adapters(run, tmp_path):
+    """Every kind of row: a merge method, PEFT's way on all layers, and a full merge of one."""
+    rows = ["tsv_m", "peft-cat", "full-ace"]
+    small = ["--size", "tiny", "--adapters", 2, "--rank", 3, "--folder", tmp_path]
+    shown = run("benchmark", "adapters", *small, "--rows", *rows, "--json", tmp_path / "a.json")
+    figures = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert list(figures) == rows
+    assert [[one["layers"] for one in figures[row]] for row in rows] == [[2], [2], [1]]
+    for row in rows:
+        assert f"\n{row} " in shown
+        assert all(one["resident_bytes"] > 2**20 for one in figures[row])
+    assert not list(tmp_path.glob("*/merged")), "results are removed"
+
+
 def test_check_on_headers(run):
     shown = run("benchmark", "preflight", "--size", "tiny", "--rounds", 1)
     assert "nothing to complain about" in shown

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import sys
 from functools import partial
@@ -112,6 +113,29 @@ def test_a_learner_on_new_experts(training, in_process, tmp_path, monkeypatch, c
     program.main()
     shown = capsys.readouterr().out
     assert "\n| the learner of the first two | 0." in shown
+
+
+def test_adapters_merged_both_ways(example, in_process, tmp_path, monkeypatch, capsys):
+    """Trained for a few steps: adapters and full merge are one model, and say so."""
+    program = example("adapters", "run")
+    shutil.copy(EXAMPLES / "adapters" / "ace.yml", tmp_path)
+    monkeypatch.setattr(program, "HERE", tmp_path)
+    monkeypatch.setattr(program, "train_family", partial(program.train_family, steps=3))
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    monkeypatch.chdir(tmp_path)  # back in the end
+    program.main()
+    shown = capsys.readouterr().out
+    for row in ("base", "adapter topaz", "full merge", "merged adapter", "merged, rank 16"):
+        assert f"\n{row} " in shown
+    found = re.findall(r"\n(.*): (\S+) from the full merge .* (\d+) of (\d+) answers", shown)
+    (whole, near, same, count), (cut, far, *_) = found
+    assert (whole, cut) == ("merged adapter", "merged, rank 16")
+    assert float(near) < 1e-5 < float(far)
+    assert int(same) >= 0.99 * int(count)
+    sizes = [(tmp_path / "output" / name).stat().st_size for name in (
+        "adapter/adapter_model.safetensors", "adapter-16/adapter_model.safetensors",
+    )]  # fmt: skip
+    assert sizes[0] > 2 * sizes[1]
 
 
 def test_the_gpt2_config_on_classifiers_with_heads_of_different_sizes(tmp_path, mergekit_yaml):

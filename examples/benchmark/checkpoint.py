@@ -51,6 +51,19 @@ def merge(method: str, models: list[Path], folder: Path, flags: list[str]) -> di
     if method == "inspect":
         command = [sys.executable, "-m", "mergekit_ace.cli", "inspect", "merge.yml", "merged"]
         command += flags
+    measured = measure(command, folder)
+    shutil.rmtree(folder / "merged")
+    figures = dict.fromkeys(("read", "compute", "write"), float("nan"))
+    if method != "inspect":
+        figures = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+    return {**measured, **figures}
+
+
+def measure(command: list[str], folder: Path) -> dict[str, float]:
+    """Run a command in a folder; return seconds of wall time, and bytes of peak resident memory.
+
+    What it says is in `merge.log` there, which ends the program where the command fails.
+    """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     start = time.perf_counter()
     with open(folder / "merge.log", "wb") as log:
@@ -60,11 +73,7 @@ def merge(method: str, models: list[Path], folder: Path, flags: list[str]) -> di
     wall = time.perf_counter() - start
     if process.returncode != 0:
         raise SystemExit((folder / "merge.log").read_text(encoding="utf-8"))
-    shutil.rmtree(folder / "merged")
-    figures = dict.fromkeys(("read", "compute", "write"), float("nan"))
-    if method != "inspect":
-        figures = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
-    return {"wall": wall, "resident_bytes": usage.ru_maxrss * 1024, **figures}
+    return {"wall": wall, "resident_bytes": usage.ru_maxrss * 1024}
 
 
 def print_figures(method: str, figures: dict[str, float], first: dict[str, float]) -> None:

@@ -19,6 +19,7 @@ from dictionaries import (
     make_tokenizer,
     random_lines,
 )
+from torch import Tensor
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
@@ -142,11 +143,18 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, targe
     os.replace(partial, target)
 
 
-@torch.no_grad()
 def accuracies(folder: Path) -> dict[str, float]:
-    """Return the share of right answers, 0 to 1, per language: every word in four orders.
+    """Return the share of right answers, 0 to 1, per language: every word in four orders."""
+    exams = answers(folder).items()
+    return {language: (given == right).float().mean().item() for language, (given, right) in exams}
 
-    Loads the checkpoint as any user would; the model sees the right answers before each question.
+
+@torch.no_grad()
+def answers(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return what a model answers, and the right answers, per language.
+
+    Loads a checkpoint, or an adapter, as any user would; the model sees the right answers before
+    each question.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -155,5 +163,5 @@ def accuracies(folder: Path) -> dict[str, float]:
         ids, labels = encode(exam(dictionary), tokenizer)
         guesses = model(input_ids=ids).logits[:, :-1].argmax(-1)
         asked = labels[:, 1:] != -100
-        result[language] = (guesses == labels[:, 1:])[asked].float().mean().item()
+        result[language] = guesses[asked], labels[:, 1:][asked]
     return result

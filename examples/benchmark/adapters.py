@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merge LoRA adapters by `mergekit-ace adapter`, by PEFT, and by a full merge of the base.
+
+    python examples/benchmark/adapters.py --size 8B --folder adapters
+
+writes adapters of random numbers on all seven linear layers of every block, and a base of which
+only the config exists; nothing is downloaded. In every round the rows run in turn, each a process
+of its own, and wall time and peak resident memory of the whole process are printed. A row is
+
+* a merge method, for `mergekit-ace adapter`;
+* `peft-linear`, `peft-ties`, `peft-svd` or `peft-cat`, for PEFT's `add_weighted_adapter`;
+* `full-METHOD`, for `mergekit-yaml`, which merges every adapter into the base first.
+
+`peft-svd` and the full merges take too long for all layers: one layer is measured, without table
+and head, and counted as often as the model has it; the start of the process counts once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from checkpoint import measure
+from kernels import machine
+from llamas import SIZES, make_tensor, shapes, write_model
+from transformers import LlamaConfig
+
+ROWS = ["ace", "peft-linear", "peft-ties", "peft-svd", "full-ace"]
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Adapters of one base.
+
+    Attributes:
+        folder: of `base`, `adapter1`, `adapter2`, … and `merge.yml`.
+        config: of the base.
+        count: of adapters.
+        rank: of every module.
+        dtype: of the factors.
+    """
+
+    folder: Path
+    config: LlamaConfig
+    count: int
+    rank: int
+    dtype: str
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the folders of the adapters."""
+        return [f"adapter{number}" for number in range(1, self.count + 1)]
+
+    def write(self, weights: bool) -> None:
+        """Write what is not there yet.
+
+        Args:
+            weights: of the base as well.
+        """
+        base = self.folder / "base"
+        if weights and not (base / "model.safetensors.index.json").exists():
+            made = ((n, make_tensor(n, shape, 0, 1.0, "cpu")) for n, shape in shapes(self.config))
+            write_model(base, self.config, made)
+        self.config.save_pretrained(base)
+        for number, name in enumerate(self.adapters):
+            if not (self.folder / name / "adapter_config.json").exists():
+                self._write_adapter(self.folder / name, number)
+
+    def write_config(self, method: str) -> None:
+        """Write `merge.yml`, with paths relative to the folder."""
+        models = [{"model": f"./base+./{name}"} for name in self.adapters]
+        config = {"merge_method": method, "base_model": "./base", "models": models}
+        (self.folder / "merge.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
+    def _write_adapter(self, folder: Path, number: int) -> None:
+        """Write an adapter factor by factor: the memory of this process counts as its child's."""
+        folder.mkdir(parents=True, exist_ok=True)
+        header, end, size = {}, 0, getattr(torch, self.dtype).itemsize
+        for name, shape in self._factors():
+            begin, end = end, end + size * shape[0] * shape[1]
+            entry = {"dtype": DTYPES[self.dtype], "shape": shape, "data_offsets": [begin, end]}
+            header[name] = entry
+        text = json.dumps(header).encode()
+        rng = torch.Generator().manual_seed(number)
+        with open(folder / "adapter_model.safetensors", "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for _, shape in self._factors():
+                factor = 0.02 * torch.randn(shape, generator=rng)
+                file.write(factor.to(getattr(torch, self.dtype)).view(torch.uint8).numpy())
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": "base",
+            "r": self.rank,
+            "lora_alpha": 2 * self.rank,
+            "target_modules": TARGETS,
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+    def _factors(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Yield names and shapes of the factors of an adapter."""
+        for name, shape in shapes(self.config):
+            module = name.removesuffix(".weight")
+            if module.endswith("_proj"):
+                yield f"base_model.model.{module}.lora_A.weight", (self.rank, shape[1])
+                yield f"base_model.model.{module}.lora_B.weight", (shape[0], self.rank)
+
+
+def command_of(row: str, family: Family) -> list[str]:
+    """Return the command that a row is."""
+    here = Path(__file__).resolve().parent
+    kind, _, method = row.partition("-")
+    if kind == "peft":
+        program = str(here / "weighted_adapter.py")
+        return [sys.executable, program, "figures.json", method, "merged", "base", *family.adapters]
+    family.write_config(method if kind == "full" else row)
+    if kind == "full":
+        program = [str(here / "stages.py"), "figures.json"]
+        flags = ["--quiet", "--lora-merge-cache", "models", "--lora-merge-dtype", "bfloat16"]
+        return [sys.executable, *program, "merge.yml", "merged", *flags]
+    program = ["-m", "mergekit_ace.cli", "adapter"]
+    return [sys.executable, *program, "merge.yml", "merged", "--quiet"]
+
+
+def run(row: str, family: Family, layers: int) -> dict[str, float]:
+    """Run a row; return seconds, as if the model had so many layers, and bytes of memory."""
+    figures = family.folder / "figures.json"
+    figures.unlink(missing_ok=True)
+    for name in ("merged", "models"):
+        shutil.rmtree(family.folder / name, ignore_errors=True)
+    measured = measure(command_of(row, family), family.folder)
+    held = family.config.num_hidden_layers
+    if held < layers:
+        once = json.loads(figures.read_text(encoding="utf-8"))["merge"]
+        measured["wall"] += (layers / held - 1) * once
+    for name in ("merged", "models"):
+        shutil.rmtree(family.folder / name, ignore_errors=True)
+    return {**measured, "layers": held}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--size", choices=SIZES, default="8B")
+    parser.add_argument("--layers", type=int, help="fewer layers than the size has")
+    parser.add_argument("--adapters", type=int, default=3)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the adapters")
+    parser.add_argument("--rows", nargs="+", default=ROWS, metavar="ROW")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--folder", type=Path, required=True, help="for the adapters; stays")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    arguments = parser.parse_args()
+    settings = dict(SIZES[arguments.size], tie_word_embeddings=False)
+    layers = arguments.layers or settings["num_hidden_layers"]
+
+    def family(name: str, **changes: int) -> Family:
+        about = f"{arguments.size}-rank{arguments.rank}-{arguments.dtype}-{name}"
+        config = LlamaConfig(
+            dtype="bfloat16", architectures=["LlamaForCausalLM"], **{**settings, **changes}
+        )
+        folder = arguments.folder.resolve() / about
+        return Family(folder, config, arguments.adapters, arguments.rank, arguments.dtype)
+
+    whole = family(f"{layers}-layers", num_hidden_layers=layers)
+    whole.write(weights=False)
+    single = family("layer", num_hidden_layers=1, vocab_size=256)
+    extended = [row for row in arguments.rows if row == "peft-svd" or row.startswith("full-")]
+    if extended:
+        single.write(weights=True)
+    about = machine("cpu")
+    print(f"{about['device']}, {about['threads']} threads, torch {about['torch']}")
+    print(
+        f"{arguments.size}, {layers} layers, {arguments.adapters} adapters of rank "
+        f"{arguments.rank} in {arguments.dtype}"
+    )
+    print("row              wall s  x first   RSS GB  measured")
+    seconds: dict[str, list[dict[str, float]]] = {row: [] for row in arguments.rows}
+    for _ in range(arguments.rounds):
+        for row in arguments.rows:
+            seconds[row].append(run(row, single if row in extended else whole, layers))
+            print_row(row, seconds[row][-1:], seconds[arguments.rows[0]][-1:])
+    if arguments.rounds > 1:
+        print("medians")
+        for row in arguments.rows:
+            print_row(row, seconds[row], seconds[arguments.rows[0]])
+    if arguments.json:
+        text = json.dumps({"machine": about, "size": arguments.size, "rows": seconds}, indent=1)
+        arguments.json.write_text(text, encoding="utf-8")
+
+
+def print_row(row: str, rounds: list[dict[str, float]], first: list[dict[str, float]]) -> None:
+    """Print medians over rounds; the ratio to the first row is that of one round."""
+    wall = statistics.median(one["wall"] for one in rounds)
+    ratio = statistics.median(a["wall"] / b["wall"] for a, b in zip(rounds, first, strict=True))
+    memory = max(one["resident_bytes"] for one in rounds) / 1e9
+    layers = rounds[0]["layers"]
+    measured = f"{layers} layers" if layers > 1 else "1 layer"
+    print(f"{row:14} {wall:8.1f} {ratio:8.2f} {memory:8.2f}  {measured}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
