@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -116,18 +116,14 @@ class AdapterMerge:
         self, tensor: ChangedTensor, deltas: Sequence[LowRank | None], method: TaskVectorMethod
     ) -> MergedChange:
         settings = _settings(tensor.planned, method, len(tensor.change.shape))
-
-        def merge() -> MergedChange:
+        try:
             found = merge_low_rank(method, deltas, settings, self.rank)
-            return MergedChange(
-                tensor.change,
-                found.delta,
-                lost=found.lost,
-                settings=settings,
-                record=found.record,
-            )
-
-        return _explained(method, settings, merge)
+        except MERGE_ERRORS as error:
+            raise ValueError(method.explain(error, settings)) from error
+        method.mention(settings, found.record)
+        return MergedChange(
+            tensor.change, found.delta, lost=found.lost, settings=settings, record=found.record
+        )
 
     def _merge_linearly(
         self, tensor: ChangedTensor, deltas: Sequence[LowRank | None]
@@ -279,16 +275,3 @@ def _settings(planned: PlannedTensor, method: TaskVectorMethod, ndim: int) -> Te
     settings = planned.settings
     recorded = settings.parameters.get("report") is not None
     return method.complete(replace(settings, recorded=recorded), ndim)
-
-
-def _explained(
-    method: TaskVectorMethod, settings: TensorSettings, merge: Callable[[], MergedChange]
-) -> MergedChange:
-    """Merge with errors that name the tensor, and count what is to be said at the end."""
-    try:
-        merged = merge()
-    except MERGE_ERRORS as error:
-        raise ValueError(method.explain(error, settings)) from error
-    assert merged.record is not None
-    method.mention(settings, merged.record)
-    return merged
