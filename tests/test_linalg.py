@@ -25,6 +25,7 @@ from mergekit_ace.algebra.linalg import (
     full_precision,
     library,
     mirror,
+    orthonormal,
     product,
     restore_,
     rounding,
@@ -110,6 +111,27 @@ def test_gram_factor_and_solve(rng, by, size, dtype, transposed):
     by.solve_(rows, lower)
     assert (rows - expected).norm() <= 50 * bar * expected.norm()
     assert torch.equal(restore_(both, diagonal), gram)  # two matrices in the memory of one
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(70, 9), (9, 9), (5, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_orthonormal_basis(rng, by, shape, layout, dtype):
+    columns = layouts(rng, *shape)[layout].to(dtype)
+    before, count = columns.clone(), min(shape)
+    basis = by.orthonormal(columns)
+    assert basis.shape == (shape[0], count)
+    assert basis.dtype == dtype
+    near = {"atol": 100 * rounding(dtype), "rtol": 0}
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(count, dtype=dtype), **near)
+    largest = float(columns.abs().max())
+    torch.testing.assert_close(basis @ (basis.mT @ columns) / largest, columns / largest, **near)
+    assert torch.equal(columns, before)
+
+
+def test_orthonormal_bases_of_a_stack(rng):
+    stack = torch.randn(3, 12, 4, generator=rng)
+    torch.testing.assert_close(orthonormal(stack)[1], orthonormal(stack[1]))
 
 
 def test_a_part_of_the_rows_is_solved_for_in_place(rng):

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mergekit_ace.algebra.linalg import orthonormal
+
 # Singular values of a merged core below this share of the largest are what rounding leaves of 0.
 NOTHING = 1e-13
 
@@ -138,7 +140,7 @@ def _basis(columns: Tensor) -> Tensor:
     """
     rows = columns.shape[-2]
     ones = torch.ones_like(columns[..., :1])
-    basis = torch.linalg.qr(torch.cat([ones, columns], dim=-1)).Q
+    basis = orthonormal(torch.cat([ones, columns], dim=-1))
     basis = torch.cat([ones / math.sqrt(rows), basis[..., 1:]], dim=-1)  # QR leaves the sign open
     count = basis.shape[-1]
     if count == 1:
@@ -150,7 +152,7 @@ def _basis(columns: Tensor) -> Tensor:
 
 def compress(delta: LowRank, rank: int) -> tuple[LowRank, float]:
     """Return the nearest product of a rank, in the Frobenius norm; see `CoreSpace.expand`."""
-    space = CoreSpace(torch.linalg.qr(delta.left).Q, torch.linalg.qr(delta.right.mT).Q)
+    space = CoreSpace(orthonormal(delta.left), orthonormal(delta.right.mT))
     return space.expand(space.core(delta), delta.shape, rank)
 
 
@@ -160,5 +162,5 @@ def rows_in_common(deltas: Sequence[LowRank]) -> tuple[list[Tensor], Tensor]:
     Rows keep their norms and angles, so that whatever merges row by row merges the Y_t.
     """
     right = torch.cat([delta.right for delta in deltas], dim=-2)
-    basis = torch.linalg.qr(right.mT).Q
+    basis = orthonormal(right.mT)
     return [delta.left @ (delta.right @ basis) for delta in deltas], basis
