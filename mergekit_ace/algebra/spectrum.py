@@ -27,8 +27,6 @@ SMALL_SIDE = 256
 # Eigenvalues of a Gram matrix in float64 above this share of the largest one have directions that
 # are right to 1e-8.
 RESOLVED = 1e-8
-# Times the edge of a large matrix of even noise; that of checkpoints is neither.
-EDGE = 1.2
 # Width of the random block, and after how many products with it convergence is looked at.
 BLOCK = 32
 CHECK_EVERY = 2
@@ -94,7 +92,7 @@ def noise_edge(energy: float, shape: Sequence[int]) -> float:
         shape: (o, i).
     """
     rows, columns = shape
-    return EDGE * (energy / (rows * columns)) ** 0.5 * (rows**0.5 + columns**0.5)
+    return (energy / (rows * columns)) ** 0.5 * (rows**0.5 + columns**0.5)
 
 
 def nearest_orthonormal(columns: Sequence[Tensor]) -> Tensor:

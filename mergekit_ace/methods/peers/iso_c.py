@@ -21,7 +21,7 @@ from mergekit_ace.methods.peers.matrix_method import (
 def merge_isotropic(matrices: TaskMatrices) -> Tensor:
     """Return σ̄ U Vᵀ of Σ_t Δ_t = U diag(σ) Vᵀ, σ̄ = mean(σ_1…σ_r), r = min(o, i).
 
-    Directions that the sum does not have, but for the rounding of the experts, count in σ̄ with
+    Directions that the sum does not have, but for float32's rounding, count in σ̄ with
     σ = 0 and are not added (departure: a full decomposition returns arbitrary vectors there).
     """
     directions = singular_directions(sum(matrices.deltas), floor=matrices.edge())

@@ -29,7 +29,7 @@ def merge_common_and_specific(matrices: TaskMatrices, each: int) -> Tensor:
         matrices: the task vectors.
         each: s.
 
-    Directions that a matrix does not have, but for the rounding of the experts, count in the mean
+    Directions that a matrix does not have, but for float32's rounding, count in the mean
     with σ = 0 and are not added.
     """
     deltas, full = matrices.deltas, min(matrices.shape)

@@ -22,7 +22,6 @@ from mergekit_ace.algebra.layouts import by_layout
 from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.records import MatrixRecord, Observer, show
-from mergekit_ace.algebra.rounding_noise import estimate_rounding
 from mergekit_ace.algebra.spectrum import noise_edge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
@@ -154,14 +153,14 @@ class MatrixMethod(TaskVectorMethod):
 
 
 def _rounding(base: Tensor, active: ActiveExperts, unit: float) -> tuple[float, ...]:
-    """Return the energy of the rounding in each task vector, in unit².
+    """Return the energy of float32's rounding in each task vector, in unit²; float64's in that.
 
-    Beside that of the stored weights there is that of what was added to them: an adapter's change
-    is a product, and may be larger than the weights.
+    ulp² is at most eps² w². That of what was added to a weight counts, too: an adapter's change is
+    a product, and may be larger than the weight. The rounding of checkpoints in bfloat16 is left as
+    it is: it fills the whole spectrum of a fine-tune, and the papers' methods work on that.
     """
-    own = torch.finfo(base.dtype).eps ** 2
-    pairs = zip(active.experts, active.tau, strict=True)
-    return tuple((estimate_rounding(w, base) + own * tau) / unit**2 for w, tau in pairs)
+    own = torch.finfo(torch.promote_types(torch.float32, base.dtype)).eps ** 2
+    return tuple(own * (m.size / 12 + m.tau) / unit**2 for m in active.moments)
 
 
 def decomposition_operations(rows: int, columns: int) -> float:

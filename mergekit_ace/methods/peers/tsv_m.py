@@ -24,7 +24,7 @@ def merge_singular_vectors(matrices: TaskMatrices, rank: int) -> Tensor:
     Args:
         matrices: the task vectors.
         rank: how many of each; the paper's choice is floor(min(o, i) / T). Those that a task vector
-            has by the rounding of its expert alone are left out (departure: as vectors of length 1
+            has by float32's rounding alone are left out (departure: as vectors of length 1
             they would bend all others, however small their σ).
     """
     pairs = zip(matrices.deltas, matrices.edges(), strict=True)
