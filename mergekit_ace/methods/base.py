@@ -263,6 +263,12 @@ class TaskVectorMethod(GroupMergeMethod):
         """
         if settings.parameters.get("lambda") == 0:
             yield "lambda: 0 leaves tensors as the base has them", "leave lambda out, or raise it"
+        files = [settings.parameters.get(name) for name in ("coefficients", "learner")]
+        if not any(files) and any(settings.of_experts("task", None)):
+            yield (
+                "`task` names an expert in a file of learned coefficients, and there is none",
+                "add `coefficients: PATH`, or leave task out",
+            )
 
     def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
         """Count what is to be said of the merged tensors at the end of the merge.

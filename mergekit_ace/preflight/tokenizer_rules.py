@@ -13,6 +13,7 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.tokenizer.config import ModelTokenEmbedding
 
+from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.preflight.checkpoints import Checkpoint
 from mergekit_ace.preflight.config_rules import Finding, listed
 
@@ -27,6 +28,13 @@ ALIGN = "add the line `tokenizer: {source: base}` (or union), which aligns the e
 
 def check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find tokens with other numbers, or what keeps mergekit from aligning them."""
+    try:
+        yield from _check_tokenizers(checkpoints, config)
+    except DamagedFileError as error:
+        yield Finding("error", "tokenizers", str(error))
+
+
+def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     source: Any = config.tokenizer.source if config.tokenizer else config.tokenizer_source
     if source:
         yield from _check_source(source, checkpoints)
@@ -225,7 +233,28 @@ def _compare(origin: Checkpoint, other: Checkpoint) -> tuple[list[str], list[str
 
 
 def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return the numbers of all tokens, by whichever files tell them; empty if none does."""
+    """Return the numbers of all tokens, by whichever files tell them; empty if none does.
+
+    Raises:
+        DamagedFileError: they are no numbers, or nothing that a tokenizer has.
+    """
+    try:
+        tokens = _stored_tokens(checkpoint)
+        wrong = next((token for token, number in tokens.items() if type(number) is not int), None)
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        raise DamagedFileError(
+            f"the tokenizer of {checkpoint.model} is damaged: its vocabulary cannot be read "
+            f"({type(error).__name__}: {error}); download or save it again"
+        ) from error
+    if wrong is not None:
+        raise DamagedFileError(
+            f"the tokenizer of {checkpoint.model} is damaged: the number of its token {wrong!r} is "
+            f"{tokens[wrong]!r}; download or save it again"
+        )
+    return tokens
+
+
+def _stored_tokens(checkpoint: Checkpoint) -> dict[str, int]:
     fast = checkpoint.read_json("tokenizer.json")
     vocabulary = (fast.get("model") or {}).get("vocab") or checkpoint.read_json("vocab.json")
     lines = checkpoint.file("vocab.txt")
@@ -234,7 +263,7 @@ def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
     elif not vocabulary and lines:
         text = lines.read_text(encoding="utf-8", errors="replace")
         vocabulary = {line: number for number, line in enumerate(text.splitlines())}
-    added = {entry["content"]: entry["id"] for entry in fast.get("added_tokens", ())}
+    added = {entry["content"]: entry["id"] for entry in fast.get("added_tokens") or ()}
     if not fast and vocabulary:
         added = checkpoint.read_json("added_tokens.json")
     return {**vocabulary, **added}

@@ -363,6 +363,7 @@ ERRORS: list[tuple[str, Change, str]] = [
 ]
 
 WARNINGS: list[tuple[str, Change, str]] = [
+    ("a task of no file", each(task="x"), "`task` names an expert in a file of learned"),
     ("lambda of 0", parameters(**{"lambda": 0}), "lambda: 0 leaves tensors as the base has them"),
     (
         "lambda of 0 in a part",

@@ -209,6 +209,16 @@ def without_a_model(paths, config) -> None:
     (Path(paths[2]) / "tokenizer.json").write_text('{"model": null}')
 
 
+def damaged_tokens(**content) -> Make:
+    def make(paths, config):
+        words("abcd", "abcd", "abcd")(paths, config)
+        file = Path(paths[1]) / "tokenizer.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | content))
+        config["tokenizer"] = {"source": "union"}
+
+    return make
+
+
 def classes(*of_experts: Sequence[str]) -> Make:
     def make(paths, config):
         for path, names in zip(paths[1:], of_experts, strict=True):
@@ -389,6 +399,18 @@ ERRORS: list[tuple[str, str, Make, str]] = [
         "untied",
         token_from(lambda paths: {"kind": "model_token", "model": paths[2], "token_id": 40}),
         "expert1, which has 40 embeddings, and none of the number 40",
+    ),
+    (
+        "a token whose number is text",
+        "untied",
+        damaged_tokens(model={"type": "WordLevel", "vocab": {"a": "x"}}),
+        "the tokenizer of expert0 is damaged: the number of its token 'a' is 'x'",
+    ),
+    (
+        "tokens that are numbers",
+        "untied",
+        damaged_tokens(added_tokens=[3]),
+        "the tokenizer of expert0 is damaged: its vocabulary cannot be read",
     ),
     ("a tokenizer without a model", "untied", without_a_model, "expert0 numbers 2 tokens differ"),
     (
