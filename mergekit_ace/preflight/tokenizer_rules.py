@@ -123,7 +123,7 @@ def _check_beyond(
         token
         for donor in donors
         for token, number in tokens.get(donor, {}).items()
-        if number < (rows[donor] or number + 1)
+        if not rows[donor] or number < rows[donor]
     }
     for model in tokens.keys() - {base}:
         beyond = [
@@ -159,10 +159,11 @@ def _check_token_sources(checkpoints: Checkpoints, config: MergeConfiguration) -
             )
             continue
         known = _tokens(checkpoints[model])
+        settings = str(checkpoints[model].read_json("tokenizer_config.json"))  # adds some when read
         rows = checkpoints[model].config.get("vocab_size")
         if number is not None and rows and not 0 <= number < rows:
             problem = f"has {rows} embeddings, and none of the number {number}"
-        elif number is None and known and wanted not in known:
+        elif number is None and known and wanted not in known and repr(wanted) not in settings:
             problem = f"does not have the token {wanted!r}"
         else:
             continue
