@@ -44,7 +44,7 @@ def test_the_adapter_of_a_row_has_the_tensors_of_its_full_merge(benchmark, tmp_p
     for row in ranks.ROWS:
         full, _ = examiner.merge(row)
         merged = ranks.merge_as_adapter(examiner, row)
-        for name, tensor in examiner.base.items():
+        for name in examiner.base:
             torch.testing.assert_close(merged[name], full[name], rtol=0, atol=1e-6, msg=row.name)
     cut = ranks.merge_as_adapter(examiner, row, rank=3)
     assert 0 < ranks.energy(examiner, cut) < ranks.energy(examiner, merged)
