@@ -349,7 +349,7 @@ def test_a_tied_head_is_merged_once(benchmark, tmp_path):
     torch.testing.assert_close(head, examiner.base["model.embed_tokens.weight"] + 1)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-lora", "gpt2", "roberta"])
+@pytest.mark.parametrize("name", ["llama", "llama-lora", "llama-linear", "gpt2", "roberta"])
 def test_a_family_trains(benchmark, tmp_path, name):
     make_family = benchmark("evidence.families").make_family
     family = make_family(name, 0, experts=2, folder=tmp_path, steps=2)
@@ -359,8 +359,10 @@ def test_a_family_trains(benchmark, tmp_path, name):
     changed = [n for n, t in examiner.experts["4"].items() if not torch.equal(t, examiner.base[n])]
     matrices = [n for n in changed if examiner.base[n].ndim == 2]
     assert len(matrices) >= 3 * 4
-    if name == "llama-lora":  # adapters of rank 8, on nothing but the linear layers
+    if name in ("llama-lora", "llama-linear"):  # nothing but the linear layers
         assert changed == matrices
+        assert len(matrices) == 3 * 7
+    if name == "llama-lora":  # adapters of rank 8
         delta = examiner.experts["4"][matrices[0]] - examiner.base[matrices[0]]
         assert torch.linalg.matrix_rank(delta, rtol=1e-4) <= 8
     rows = benchmark("evidence.rows")
@@ -368,7 +370,7 @@ def test_a_family_trains(benchmark, tmp_path, name):
     examiner.put(examiner.base, merged, 1.0)
     score = examiner.examine("validation")
     assert set(score.new) == {"4", "5"}
-    if name != "llama-lora":
+    if name in ("llama", "gpt2", "roberta"):
         settings = {"samples": 8, "training": {"epochs": 1, "batch_size": 8}}
         examiner.merge(rows.Row("learned", "statsmerging", learn=settings))
         (file,) = tmp_path.glob("learned/*/coefficients.safetensors")

@@ -24,12 +24,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-from evidence.families import FAMILIES, FOLDER, GROUPED_FAMILIES, make_family
+from evidence.families import CONTROLS, FAMILIES, FOLDER, GROUPED_FAMILIES, make_family
 from evidence.results import changes, keep, key, print_tables, read_results, write_summary
 from evidence.rows import LEARNED, REGULARISED, SAMPLED, SCALES, STUDIED, SWEEPS, TABLE, Row
 from evidence.scoring import Examiner
 
-NAMES = (*FAMILIES, *GROUPED_FAMILIES)
+NAMES = (*FAMILIES, *GROUPED_FAMILIES, *CONTROLS)
 EVERY = TABLE + LEARNED + SAMPLED + REGULARISED + SWEEPS + STUDIED
 RESULTS = Path(__file__).resolve().parent / "results-quality.jsonl"
 

@@ -62,11 +62,13 @@ class Recipe:
         steps: optimiser steps.
         peak: of the one-cycle learning rate.
         rank: of the adapters that are trained in the place of the weights; 0: the weights.
+        linear: train nothing but what adapters would change, the linear layers inside of blocks.
     """
 
     steps: int
     peak: float
     rank: int = 0
+    linear: bool = False
 
 
 BASE = Recipe(700, 1e-3)
@@ -77,6 +79,7 @@ STRENGTHS = (Recipe(500, 1.5e-4), Recipe(200, 2e-3), Recipe(250, 5e-4), Recipe(3
 SPREAD = (Recipe(350, 2.5e-4), Recipe(200, 1e-3), Recipe(280, 4e-4), Recipe(250, 6.3e-4))
 ADAPTERS = Recipe(400, 5e-3, rank=8)
 GENTLE_ADAPTERS = Recipe(400, 1e-3, rank=16)
+LINEAR = Recipe(400, 1e-3, linear=True)
 
 # Per family: architecture, experts' languages, their recipes in turn.
 LANGUAGE_FAMILIES: dict[str, tuple[str, range, tuple[Recipe, ...]]] = {
@@ -103,6 +106,9 @@ GROUPED_FAMILIES = {
     "llama-tied-grouped": ("llama-tied-grouped", range(4, 8), (EVEN,)),
     "llama-8-grouped": ("llama-8-grouped", range(4, 12), (EVEN,)),
 }
+# The control of the adapters: their layers alone are trained, at full rank.
+CONTROLS = {"llama-linear": ("llama", range(4, 8), (LINEAR,))}
+_EVERY = LANGUAGE_FAMILIES | GROUPED_FAMILIES | CONTROLS
 
 
 def shortened(recipe: Recipe, steps: int | None) -> Recipe:
@@ -174,7 +180,7 @@ class Dictionaries(Family):
 
     def __init__(self, name: str, seed: int, count: int | None, folder: Path, steps: int | None):
         super().__init__(name, seed, folder, steps)
-        self.architecture, numbers, recipes = (LANGUAGE_FAMILIES | GROUPED_FAMILIES)[name]
+        self.architecture, numbers, recipes = _EVERY[name]
         self.masked = self.architecture == "roberta"
         self.base_recipe = shortened(BASE, steps)
         own = folder / f"{self.architecture}-{seed}"
@@ -185,6 +191,7 @@ class Dictionaries(Family):
         for place, number in enumerate(list(numbers)[:count]):
             recipe = shortened(recipes[place % len(recipes)], steps)
             kind = f"{recipe.steps}-{recipe.peak:g}" + (f"-lora{recipe.rank}" * bool(recipe.rank))
+            kind += "-linear" * recipe.linear
             self.recipes[str(number)] = recipe
             self.experts[str(number)] = own / f"language{number}-{kind}"
 
@@ -205,6 +212,8 @@ class Dictionaries(Family):
     ) -> PreTrainedModel | PeftModel:
         """Train a model; a third of an expert's batch is its new language, the rest old ones."""
         rng = random.Random(f"{self.seed} {new} {recipe}")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not recipe.linear or name.endswith("_proj.weight"))
         learner = model if recipe.rank == 0 else add_adapters(model, recipe.rank)
         inner = model if recipe.rank == 0 else learner.get_base_model()
         parameters = [p for p in learner.parameters() if p.requires_grad]
@@ -365,7 +374,7 @@ def make_family(
     """Return a family that may still have to be trained.
 
     Args:
-        name: one of `FAMILIES` or `GROUPED_FAMILIES`.
+        name: one of `FAMILIES`, `GROUPED_FAMILIES` or `CONTROLS`.
         seed: of initialisation and data.
         experts: how many of its experts; all by default.
         folder: where families are kept.

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from evidence.overlaps import OVERLAPS
 from evidence.studies import STUDIES
 
 # W0 + λ (merged − W0), the same values for every method.
@@ -34,7 +35,8 @@ class Row:
         with_base: whether the base is one of the inputs.
         origin: parameters of the merge that λ = 0 stands for; None: the base itself.
         group: of rows that are compared by themselves; "table" for the main one, where λ is tuned.
-        study: one of `studies.STUDIES`, in the place of the method's rule for matrices.
+        study: one of `studies.STUDIES` or `overlaps.OVERLAPS`, in the place of the method's rule
+            for matrices.
         tables: whether the method may read embeddings as tables of rows.
         learn: settings of a training whose coefficients the method takes, `samples` per expert
             among them, and `rehearsed` ones of the base; None for a method without data.
@@ -164,6 +166,7 @@ REGULARISED = [
 STUDIED = [
     Row("embeddings as matrices", "ace_relative", group="study", study="fixed", tables=False),
     *(Row(name, "ace_relative", group="study", study=name) for name in STUDIES),
+    *(Row(name, "ace_relative", group="old skills", study=name) for name in OVERLAPS),
 ]
 
 SWEEPS = [

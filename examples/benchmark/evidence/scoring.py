@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from evidence.families import Family, Split
+from evidence.overlaps import OVERLAPS
 from evidence.rows import Row
 from evidence.studies import STUDIES, Rule
 from mergekit.common import ModelReference
@@ -92,7 +93,8 @@ class Examiner:
         torch.manual_seed(self.family.seed)  # dare_ties drops at random
         start = time.perf_counter()
         if row.study is not None:
-            return self._study(row, STUDIES[row.study]), time.perf_counter() - start
+            rule = (STUDIES | OVERLAPS)[row.study]
+            return self._study(row, rule), time.perf_counter() - start
         chosen = dict(row.parameters if parameters is None else parameters)
         if row.learn is not None:
             chosen["coefficients"] = str(learn(self.family, row))
