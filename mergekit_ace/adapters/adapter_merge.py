@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -91,60 +91,17 @@ class AdapterMerge:
         if tensor.change.kind == "bias":
             return self._merge_bias(tensor)
         deltas = [self._factors(tensor, t) for t in range(len(tensor.changes))]
-        method = tensor.planned.method
         if leaves_span(tensor.planned):
             merged = self._merge_dense(tensor, deltas)
-        elif isinstance(method, TaskVectorMethod):
-            merged = self._merge_by_ours(tensor, deltas, method)
         else:
-            merged = self._merge_linearly(tensor, deltas)
+            merged = merge_products(tensor.planned, tensor.change, deltas, self.rank)
         return replace(merged, tau=tuple(delta.energy if delta else 0.0 for delta in deltas))
 
     def _factors(self, tensor: ChangedTensor, number: int) -> LowRank | None:
         adapter, change = self.plan.experts[number], tensor.changes[number]
         if adapter is None or change is None:
             return None
-        delta = adapter.low_rank(change.name)
-        return LowRank(delta.left.to(self.device), delta.right.to(self.device), delta.shape)
-
-    def _merge_by_ours(
-        self, tensor: ChangedTensor, deltas: Sequence[LowRank | None], method: TaskVectorMethod
-    ) -> MergedChange:
-        settings = _settings(tensor.planned, method, len(tensor.change.shape))
-
-        def merge() -> MergedChange:
-            found = merge_low_rank(method, deltas, settings, self.rank)
-            return MergedChange(
-                tensor.change,
-                found.delta,
-                lost=found.lost,
-                settings=settings,
-                record=found.record,
-            )
-
-        return _explained(method, settings, merge)
-
-    def _merge_linearly(
-        self, tensor: ChangedTensor, deltas: Sequence[LowRank | None]
-    ) -> MergedChange:
-        pairs = zip(linear_coefficients(tensor.planned), deltas, strict=True)
-        kept = [
-            replace(delta, left=coefficient * delta.left)
-            for coefficient, delta in pairs
-            if delta is not None and coefficient != 0 and delta.energy > 0
-        ]
-        if not kept:
-            return MergedChange(tensor.change)
-        most = sum(delta.rank for delta in kept)
-        if len(kept) == 1 and (self.rank or most) >= most:
-            return MergedChange(tensor.change, kept[0])
-        stacked = LowRank(
-            torch.cat([delta.left for delta in kept], dim=-1),
-            torch.cat([delta.right for delta in kept], dim=-2),
-            kept[0].shape,
-        )
-        merged, lost = compress(stacked, min(self.rank or most, most))
-        return MergedChange(tensor.change, merged, lost=lost)
+        return adapter.low_rank(change.name).to(self.device)
 
     def _merge_dense(self, tensor: ChangedTensor, deltas: Sequence[LowRank | None]) -> MergedChange:
         """Merge full task vectors, one tensor's at a time, and cut the result to the rank."""
@@ -205,6 +162,75 @@ class AdapterMerge:
             ) from error
 
 
+def merge_products(
+    planned: PlannedTensor,
+    change: Change,
+    deltas: Sequence[LowRank | None],
+    rank: int | None = None,
+) -> MergedChange:
+    """Merge changes of low rank within their span.
+
+    Args:
+        planned: a tensor whose merge does not leave the span, see `leaves_span`.
+        change: one of its changes.
+        deltas: Δ_t of every expert in float64; None of one that left the tensor as it was. At least
+            one is there.
+        rank: of the result, at most; None for all that there is.
+
+    Raises:
+        ConfigError: W0 itself would be scaled.
+        ValueError: the tensor cannot be merged; the message names it, and says what to do.
+    """
+    if isinstance(planned.method, TaskVectorMethod):
+        return _merge_by_ours(planned, change, deltas, planned.method, rank)
+    return _merge_linearly(planned, change, deltas, rank)
+
+
+def _merge_by_ours(
+    planned: PlannedTensor,
+    change: Change,
+    deltas: Sequence[LowRank | None],
+    method: TaskVectorMethod,
+    rank: int | None,
+) -> MergedChange:
+    recorded = planned.settings.parameters.get("report") is not None
+    settings = method.complete(replace(planned.settings, recorded=recorded), len(change.shape))
+    try:
+        found = merge_low_rank(method, deltas, settings, rank)
+    except MERGE_ERRORS as error:
+        raise ValueError(method.explain(error, settings)) from error
+    method.mention(settings, found.record)
+    return MergedChange(
+        change, found.delta, lost=found.lost, settings=settings, record=found.record
+    )
+
+
+def _merge_linearly(
+    planned: PlannedTensor,
+    change: Change,
+    deltas: Sequence[LowRank | None],
+    rank: int | None,
+) -> MergedChange:
+    pairs = zip(linear_coefficients(planned), deltas, strict=True)
+    kept = [
+        replace(delta, left=coefficient * delta.left)
+        for coefficient, delta in pairs
+        if delta is not None and coefficient != 0 and delta.energy > 0
+    ]
+    if not kept:
+        return MergedChange(change)
+    most = sum(delta.rank for delta in kept)
+    if len(kept) == 1 and (rank or most) >= most:
+        return MergedChange(change, kept[0])
+    stacked = LowRank(
+        torch.cat([delta.left for delta in kept], dim=-1),
+        torch.cat([delta.right for delta in kept], dim=-2),
+        kept[0].shape,
+    )
+    merged, lost = compress(stacked, min(rank or most, most))
+    return MergedChange(change, merged, lost=lost)
+
+
 def _cut(matrix: Tensor, rank: int) -> Directions:
     return leading_directions(matrix, min(rank, *matrix.shape))
 
@@ -261,23 +287,4 @@ def _execute(planned: PlannedTensor, base: Tensor, experts: Sequence[Tensor]) ->
         tensors[planned.base] = base
     merged = planned.task.execute(tensors)
     assert merged is not None  # only optional weights that inputs lack are skipped
-    return merged
-
-
-def _settings(planned: PlannedTensor, method: TaskVectorMethod, ndim: int) -> TensorSettings:
-    settings = planned.settings
-    recorded = settings.parameters.get("report") is not None
-    return method.complete(replace(settings, recorded=recorded), ndim)
-
-
-def _explained(
-    method: TaskVectorMethod, settings: TensorSettings, merge: Callable[[], MergedChange]
-) -> MergedChange:
-    """Merge with errors that name the tensor, and count what is to be said at the end."""
-    try:
-        merged = merge()
-    except MERGE_ERRORS as error:
-        raise ValueError(method.explain(error, settings)) from error
-    assert merged.record is not None
-    method.mention(settings, merged.record)
     return merged

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference
 from mergekit.config import InputModelDefinition, InputSliceDefinition, MergeConfiguration
 from mergekit.io import ShardedTensorIndex
@@ -89,7 +90,7 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
     LoaderCache().setup(options)
     config = config.model_copy(deep=True)
     base = _complete_references(config)
-    network = _network(base)
+    network = base_network(base)
     models = list(dict.fromkeys([base, *config.referenced_models()]))
     adapters = {model: read_adapter(model.lora, network) for model in models if model.lora}
     _warn_of_other_bases(adapters, base)
@@ -117,7 +118,7 @@ def _complete_references(config: MergeConfiguration) -> ModelReference:
     given = list(_definitions(config))
     alone = [one for one in given if one.model.lora is None and _is_adapter(one.model)]
     bases = {config.base_model} if config.base_model else set()
-    bases |= {_base_of(one.model) for one in given if one.model.lora is not None}
+    bases |= {base_of(one.model) for one in given if one.model.lora is not None}
     if not bases:
         bases = {_told_base(one.model) for one in alone}
     if len(bases) > 1:
@@ -157,7 +158,8 @@ def _definitions(
             yield from piece.sources
 
 
-def _base_of(model: ModelReference) -> ModelReference:
+def base_of(model: ModelReference) -> ModelReference:
+    """Return the model that an adapter is put onto, or the model itself without one."""
     return ModelReference(model=model.model)
 
 
@@ -184,7 +186,7 @@ def _told_base(model: ModelReference) -> ModelReference:
     )
 
 
-def _network(base: ModelReference) -> nn.Module:
+def base_network(base: ModelReference) -> nn.Module:
     """Return the base without weights."""
     try:
         return empty_network(base)
@@ -208,6 +210,7 @@ def _checkpoints(models: Sequence[ModelReference], network: nn.Module) -> list[C
     headers = {
         name: TensorHeader(DTYPE_NAMES.get(tensor.dtype, "F32"), tuple(tensor.shape), "")
         for name, tensor in network.state_dict().items()
+        if name not in getattr(network, "all_tied_weights_keys", {})  # a tensor is stored once
     }
     index = ShardedTensorIndex("", True, dict.fromkeys(headers, ""), [])
     return [Checkpoint(model, None, index, headers) for model in models]
@@ -215,17 +218,34 @@ def _checkpoints(models: Sequence[ModelReference], network: nn.Module) -> list[C
 
 def _not_planned(plan: PlannedMerge, adapters: Mapping[ModelReference, Adapter]) -> list[str]:
     """Return what adapters change and mergekit does not plan."""
-    changed = {
-        change.name: change for adapter in adapters.values() for change in adapter.changes.values()
+    weights = [tensor.task.output_weight for tensor in plan.tensors]
+    found = {
+        (adapter.name, change.name)
+        for adapter in adapters.values()
+        for change in (find_change(adapter, weight) for weight in weights)
+        if change is not None
     }
-    planned = {name for tensor in plan.tensors for name in _names(tensor)}
-    return [name for name, change in changed.items() if name not in planned]
+    lost = {
+        name: None
+        for adapter in adapters.values()
+        for name in adapter.changes
+        if (adapter.name, name) not in found
+    }
+    return list(lost)
 
 
-def _names(tensor: PlannedTensor) -> tuple[str, ...]:
-    """Return the names that a planned tensor may have in memory."""
-    weight = tensor.task.output_weight
-    return (weight.name, *(weight.aliases or ()), *(weight.tied_names or ()))
+def find_change(adapter: Adapter, weight: WeightInfo) -> Change | None:
+    """Return what an adapter changes of a tensor, or of one that is the same tensor in the base.
+
+    A head that an adapter holds whole is a tensor of its own afterwards, whatever it was before.
+    """
+    names = (weight.name, *(weight.aliases or ()))
+    ties = getattr(adapter.network, "all_tied_weights_keys", {})
+    direct = (adapter.changes.get(name) for name in names)
+    by_table = (adapter.changes.get(ties[name]) for name in names if name in ties)
+    by_head = (adapter.changes.get(head) for head, table in ties.items() if table in names)
+    partners = (change for change in by_head if change is None or change.kind != "saved")
+    return next((change for change in (*direct, *by_table, *partners) if change is not None), None)
 
 
 def _changed(
@@ -238,7 +258,9 @@ def _changed(
         if any(inputs[model].name != tensor.name for model in tensor.experts if model in inputs):
             moved.append(tensor.name)
             continue
-        changes = tuple(_find(tensor, adapters.get(model)) for model in tensor.experts)
+        own = (adapters.get(model) for model in tensor.experts)
+        weight = tensor.task.output_weight
+        changes = tuple(adapter and find_change(adapter, weight) for adapter in own)
         if any(change is not None for change in changes):
             yield ChangedTensor(tensor, changes)
     if moved:
@@ -251,10 +273,3 @@ def _elsewhere(names: Sequence[str]) -> ConfigError:
         "and an adapter fits only the layers that it was trained on; merge full models by "
         "mergekit-yaml"
     )
-
-
-def _find(tensor: PlannedTensor, adapter: Adapter | None) -> Change | None:
-    if adapter is None:
-        return None
-    found = (adapter.changes.get(name) for name in _names(tensor))
-    return next((change for change in found if change is not None), None)

@@ -58,9 +58,19 @@ class LowRank:
         *stack, rows, columns = self.shape
         return LowRank(self.right.mT, self.left.mT, (*stack, columns, rows))
 
+    def to(self, device: torch.device | str) -> LowRank:
+        """Return it on a device."""
+        return LowRank(self.left.to(device), self.right.to(device), self.shape)
+
     def dense(self) -> Tensor:
         """Return Δ, in the shape of the stored tensor."""
         return (self.left @ self.right).reshape(self.shape)
+
+    def added_to(self, base: Tensor) -> Tensor:
+        """Return W0 + Δ in the dtype and on the device of W0; summed in float32, or wider."""
+        dtype = torch.promote_types(base.dtype, torch.float32)
+        left, right = (factor.to(base.device, dtype) for factor in (self.left, self.right))
+        return (left @ right).reshape(self.shape).add_(base).to(base.dtype)
 
     def matrix(self, number: int) -> LowRank:
         """Return one matrix of a stack."""

@@ -136,9 +136,18 @@ def check_configs(
 
 
 def check_adapters(
-    checkpoints: Mapping[ModelReference, Checkpoint], options: MergeOptions
+    checkpoints: Mapping[ModelReference, Checkpoint],
+    options: MergeOptions,
+    *,
+    merged_first: bool,
 ) -> Iterator[Finding]:
-    """Find what hinders adapters, which mergekit merges first."""
+    """Find what hinders adapters.
+
+    Args:
+        checkpoints: of the models.
+        options: mergekit's flags.
+        merged_first: whether each is merged into its base first, as `mergekit-yaml` does.
+    """
     for model, checkpoint in checkpoints.items():
         if model.lora is None:
             continue
@@ -150,13 +159,13 @@ def check_adapters(
                 "give the folder that peft's save_pretrained wrote",
             )
             continue
-        if not options.lora_merge_cache:
+        if merged_first and not options.lora_merge_cache:
             yield Finding(
                 "error",
                 "adapters",
-                f"{model} is an adapter, which mergekit merges into its base first",
-                "say where, with --lora-merge-cache DIR, to the merge and to this check; add "
-                "--lora-merge-dtype float32",
+                f"{model} is an adapter, which mergekit-yaml merges into its base first",
+                "say where, with --lora-merge-cache DIR, to mergekit-yaml and to this check; add "
+                "--lora-merge-dtype float32. Or merge by mergekit-ace merge, which needs neither",
             )
         made_for = checkpoint.adapter.get("base_model_name_or_path")
         if made_for and not same_name(made_for, model.model.path):
