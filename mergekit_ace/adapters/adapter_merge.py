@@ -12,6 +12,7 @@ from mergekit.common import ModelReference
 from mergekit.io import LazyTensorLoader
 from mergekit.merge_methods import MergeMethod
 from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge
+from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from torch import Tensor
 
 from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor
@@ -285,6 +286,6 @@ def _execute(planned: PlannedTensor, base: Tensor, experts: Sequence[Tensor]) ->
     tensors = dict(zip(planned.experts, experts, strict=True))
     if planned.base is not None:
         tensors[planned.base] = base
-    merged = planned.task.execute(tensors)
+    merged = ExecuteMergeMethodTask.execute(planned.task, tensors)  # it may be a kind of its own
     assert merged is not None  # only optional weights that inputs lack are skipped
     return merged
