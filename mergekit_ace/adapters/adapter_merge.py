@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -41,7 +41,7 @@ class MergedChange:
             nothing is added.
         full: the tensor, or what is added to a bias; None where there is a product.
         lost: the share of ‖X‖² that was cut off, 0 to 1.
-        tau: ‖Δ_t‖² of every expert; of tensors held whole 0.
+        tau: ‖Δ_t‖² of every expert of the plan; of tensors held whole 0.
         settings, record: of a method of ours; None of one of mergekit's.
     """
 
@@ -91,18 +91,21 @@ class AdapterMerge:
             return self._merge_saved(tensor)
         if tensor.change.kind == "bias":
             return self._merge_bias(tensor)
-        deltas = [self._factors(tensor, t) for t in range(len(tensor.changes))]
+        found = dict(zip(tensor.planned.experts, self._factors(tensor), strict=True))
+        deltas = list(found.values())
         if leaves_span(tensor.planned):
             merged = self._merge_dense(tensor, deltas)
         else:
             merged = merge_products(tensor.planned, tensor.change, deltas, self.rank)
-        return replace(merged, tau=tuple(delta.energy if delta else 0.0 for delta in deltas))
+        own = (found.get(model) for model in self.plan.adapters_of)
+        return replace(merged, tau=tuple(delta.energy if delta else 0.0 for delta in own))
 
-    def _factors(self, tensor: ChangedTensor, number: int) -> LowRank | None:
-        adapter, change = self.plan.experts[number], tensor.changes[number]
-        if adapter is None or change is None:
-            return None
-        return adapter.low_rank(change.name).to(self.device)
+    def _factors(self, tensor: ChangedTensor) -> Iterator[LowRank | None]:
+        """Yield what each expert of a tensor adds to it."""
+        for model, change in zip(tensor.planned.experts, tensor.changes, strict=True):
+            adapter = self.plan.adapters_of[model]
+            known = adapter is not None and change is not None
+            yield adapter.low_rank(change.name).to(self.device) if known else None
 
     def _merge_dense(self, tensor: ChangedTensor, deltas: Sequence[LowRank | None]) -> MergedChange:
         """Merge full task vectors, one tensor's at a time, and cut the result to the rank."""
@@ -130,7 +133,8 @@ class AdapterMerge:
         return self._execute_full(tensor, self._base_tensor(tensor))
 
     def _execute_full(self, tensor: ChangedTensor, base: Tensor) -> MergedChange:
-        pairs = zip(self.plan.experts, tensor.changes, strict=True)
+        experts = (self.plan.adapters_of[model] for model in tensor.planned.experts)
+        pairs = zip(experts, tensor.changes, strict=True)
         versions = [
             adapter.full(change.name).to(base.dtype)
             if adapter is not None and change is not None

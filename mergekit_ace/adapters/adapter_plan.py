@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference
@@ -55,7 +56,7 @@ class AdapterPlan:
     Attributes:
         merge: of the full models.
         base: the model that all adapters belong to.
-        experts: the adapters in the order of the experts; None for the base itself, which
+        adapters_of: by expert, in the order of the experts; None for the base itself, which
             `linear` may have among its models.
         tensors: that are changed, in mergekit's order.
         checkpoints: of all models, as they would be.
@@ -63,14 +64,14 @@ class AdapterPlan:
 
     merge: PlannedMerge
     base: ModelReference
-    experts: tuple[Adapter | None, ...]
+    adapters_of: Mapping[ModelReference, Adapter | None]
     tensors: tuple[ChangedTensor, ...]
     checkpoints: tuple[Checkpoint, ...]
 
     @property
     def adapters(self) -> list[Adapter]:
         """All adapters."""
-        return [adapter for adapter in self.experts if adapter is not None]
+        return [adapter for adapter in self.adapters_of.values() if adapter is not None]
 
 
 def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions) -> AdapterPlan:
@@ -104,9 +105,14 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
             extra = [UnplannedTensor(name, tuple(models), merged=True) for name in lost]
             plan = plan_tensors(config, source, options, extra)
     tensors = tuple(_changed(plan, adapters))
-    first = plan.tensors[0]
-    experts = tuple(adapters.get(model) for model in first.experts)
-    return AdapterPlan(plan, base, experts, tensors, tuple(checkpoints))
+    adapters_of = {m: adapters.get(m) for tensor in plan.tensors for m in tensor.experts}
+    return AdapterPlan(plan, base, adapters_of, tensors, tuple(checkpoints))
+
+
+def names_adapters(config: MergeConfiguration) -> bool:
+    """Tell whether a model of a config is `BASE+ADAPTER`, or the folder of an adapter."""
+    models = [one.model for one in _definitions(config)]
+    return any(m.lora or (Path(m.model.path).is_dir() and _is_adapter(m)) for m in models)
 
 
 def _complete_references(config: MergeConfiguration) -> ModelReference:

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mergekit_ace.algebra.records import FixedLayout
+
 # Singular values of a merged core below this share of the largest are what rounding leaves of 0.
 NOTHING = 1e-13
 
@@ -71,6 +73,16 @@ class LowRank:
         dtype = torch.promote_types(base.dtype, torch.float32)
         left, right = (factor.to(base.device, dtype) for factor in (self.left, self.right))
         return (left @ right).reshape(self.shape).add_(base).to(base.dtype)
+
+    def read_as(self, layout: FixedLayout) -> LowRank:
+        """Return it as the matrix, or the stack of matrices, that a layout makes of the tensor.
+
+        Args:
+            layout: by which it is of low rank, see `methods.low_rank_merge.has_low_rank`.
+        """
+        shape = (*self.left.shape[:-1], self.right.shape[-1])
+        matrices = LowRank(self.left, self.right, shape)
+        return matrices.transposed if layout == "transposed" else matrices
 
     def matrix(self, number: int) -> LowRank:
         """Return one matrix of a stack."""

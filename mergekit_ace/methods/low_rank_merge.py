@@ -80,9 +80,7 @@ def _by_layout(delta: LowRank, settings: TensorSettings) -> LowRank:
             f"{describe(settings.name)} of shape {delta.shape} is not of low rank where `layout` "
             f"is {layout}; leave `layout` out, or merge full models by mergekit-yaml"
         )
-    *_, rows, _ = delta.left.shape
-    matrices = replace(delta, shape=(*delta.left.shape[:-2], rows, delta.right.shape[-1]))
-    return matrices.transposed if layout == "transposed" else matrices
+    return delta.read_as(layout)
 
 
 def has_low_rank(layout: FixedLayout, ndim: int, *, stack: bool) -> bool:

@@ -218,3 +218,25 @@ def changed(adapter: Adapter, weights: dict) -> dict:
 def largest_difference(one: dict, other: dict) -> float:
     assert one.keys() == other.keys()
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def save_adapters(folder: Path, build, *options: dict) -> list[str]:
+    """Save a base and an adapter with each of some options; their paths, the base's first."""
+    paths = [str(folder / "base")]
+    for seed, own in enumerate(options):
+        paths.append(str(folder / f"adapter{seed}"))
+        trained = train_by_chance(build, paths[-1], seed, **{"lora_alpha": 1, **own})
+        trained.base.save_pretrained(paths[0])
+    return paths
+
+
+def config_of(paths: list[str], method: str, **parameters) -> dict:
+    """A config that merges the adapters of a base, the first path."""
+    config = {
+        "merge_method": method,
+        "models": [{"model": f"{paths[0]}+{path}"} for path in paths[1:]],
+        "dtype": "float32",
+    }
+    if method != "linear":
+        config["base_model"] = paths[0]
+    return {**config, "parameters": parameters} if parameters else config

@@ -16,7 +16,17 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
-from peft_models import CASES, EXPERTS, gpt2, mixtral, qwen, tied_llama, train_by_chance
+from peft_models import (
+    CASES,
+    EXPERTS,
+    config_of,
+    gpt2,
+    mixtral,
+    qwen,
+    save_adapters,
+    tied_llama,
+    train_by_chance,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,33 +37,12 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 SHARDS = ("--out-shard-size", "6K")
 
 
-def save_adapters(folder: Path, build, *options: dict) -> list[str]:
-    """Save a base and an adapter with each of some options; their paths, the base's first."""
-    paths = [str(folder / "base")]
-    for seed, own in enumerate(options):
-        paths.append(str(folder / f"adapter{seed}"))
-        trained = train_by_chance(build, paths[-1], seed, **{"lora_alpha": 1, **own})
-        trained.base.save_pretrained(paths[0])
-    return paths
-
-
 @pytest.fixture(scope="module")
 def family(tmp_path_factory) -> list[str]:
     """A llama, and adapters of different ranks and targets."""
     every, some = {"target_modules": LINEAR, "r": 3}, {"target_modules": ["q_proj", "up_proj"]}
     folder = tmp_path_factory.mktemp("family")
     return save_adapters(folder, tiny_llama, every, {**every, "r": 2}, {**some, "r": 4})
-
-
-def config_of(paths: list[str], method: str, **parameters) -> dict:
-    config = {
-        "merge_method": method,
-        "models": [{"model": f"{paths[0]}+{path}"} for path in paths[1:]],
-        "dtype": "float32",
-    }
-    if method != "linear":
-        config["base_model"] = paths[0]
-    return {**config, "parameters": parameters} if parameters else config
 
 
 def command(config: dict, out: Path, *flags: object, fails: bool = False) -> str:
