@@ -159,7 +159,7 @@ def test_directions_that_an_adapter_has_not_are_not_compared(tmp_path):
 def test_adapters_alone_and_what_is_held_whole(tmp_path):
     paths = save_adapters(tmp_path, tiny_llama, CASES["saved"][1], CASES["linear"][1])
     without_weights(paths[0])
-    config = {"merge_method": "linear", "base_model": paths[0], "dtype": "float32"}
+    config = {"merge_method": "task_arithmetic", "base_model": paths[0], "dtype": "float32"}
     config["models"] = [{"model": path, "parameters": {"weight": 1}} for path in paths[1:]]
     inspect(config, tmp_path / "report")
     found = lines_of(tmp_path / "report")
