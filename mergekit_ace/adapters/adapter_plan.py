@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from mergekit.architecture import WeightInfo
@@ -192,6 +193,7 @@ def _told_base(model: ModelReference) -> ModelReference:
     )
 
 
+@lru_cache(maxsize=4)
 def base_network(base: ModelReference) -> nn.Module:
     """Return the base without weights."""
     try:
