@@ -140,7 +140,9 @@ def merge_flags(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--lazy-unpickle", is_flag=True, help="Read .bin files tensor by tensor."),
         click.option("--transformers-cache", help="Where downloaded models are."),
         click.option("--lora-merge-dtype", help="Of adapters that are merged first."),
-        click.option("--lora-merge-cache", help="Where BASE+ADAPTER models are merged, if need be."),
+        click.option(
+            "--lora-merge-cache", help="Where BASE+ADAPTER experts are merged, if need be."
+        ),
         click.option("--allow-crimes", is_flag=True, help="Mix architectures."),
         click.option("--trust-remote-code", is_flag=True, help="Run code that models bring."),
         click.option("--read-to-gpu", is_flag=True, help="Read straight to the device."),

@@ -195,7 +195,11 @@ def _told_base(model: ModelReference) -> ModelReference:
 
 @lru_cache(maxsize=4)
 def base_network(base: ModelReference) -> nn.Module:
-    """Return the base without weights."""
+    """Return a base without weights.
+
+    Raises:
+        ConfigError: transformers has no such network.
+    """
     try:
         return empty_network(base)
     except Exception as error:  # of transformers: no config, an unknown architecture, no network
@@ -218,7 +222,6 @@ def _checkpoints(models: Sequence[ModelReference], network: nn.Module) -> list[C
     headers = {
         name: TensorHeader(DTYPE_NAMES.get(tensor.dtype, "F32"), tuple(tensor.shape), "")
         for name, tensor in network.state_dict().items()
-        if name not in getattr(network, "all_tied_weights_keys", {})  # a tensor is stored once
     }
     index = ShardedTensorIndex("", True, dict.fromkeys(headers, ""), [])
     return [Checkpoint(model, None, index, headers) for model in models]
@@ -226,34 +229,17 @@ def _checkpoints(models: Sequence[ModelReference], network: nn.Module) -> list[C
 
 def _not_planned(plan: PlannedMerge, adapters: Mapping[ModelReference, Adapter]) -> list[str]:
     """Return what adapters change and mergekit does not plan."""
-    weights = [tensor.task.output_weight for tensor in plan.tensors]
-    found = {
-        (adapter.name, change.name)
-        for adapter in adapters.values()
-        for change in (find_change(adapter, weight) for weight in weights)
-        if change is not None
+    changed = {
+        change.name: change for adapter in adapters.values() for change in adapter.changes.values()
     }
-    lost = {
-        name: None
-        for adapter in adapters.values()
-        for name in adapter.changes
-        if (adapter.name, name) not in found
-    }
-    return list(lost)
+    planned = {name for tensor in plan.tensors for name in _names(tensor)}
+    return [name for name, change in changed.items() if name not in planned]
 
 
-def find_change(adapter: Adapter, weight: WeightInfo) -> Change | None:
-    """Return what an adapter changes of a tensor, or of one that is the same tensor in the base.
-
-    A head that an adapter holds whole is a tensor of its own afterwards, whatever it was before.
-    """
-    names = (weight.name, *(weight.aliases or ()))
-    ties = getattr(adapter.network, "all_tied_weights_keys", {})
-    direct = (adapter.changes.get(name) for name in names)
-    by_table = (adapter.changes.get(ties[name]) for name in names if name in ties)
-    by_head = (adapter.changes.get(head) for head, table in ties.items() if table in names)
-    partners = (change for change in by_head if change is None or change.kind != "saved")
-    return next((change for change in (*direct, *by_table, *partners) if change is not None), None)
+def _names(tensor: PlannedTensor) -> tuple[str, ...]:
+    """Return the names that a planned tensor may have in memory."""
+    weight = tensor.task.output_weight
+    return (weight.name, *(weight.aliases or ()), *(weight.tied_names or ()))
 
 
 def _changed(
@@ -266,9 +252,7 @@ def _changed(
         if any(inputs[model].name != tensor.name for model in tensor.experts if model in inputs):
             moved.append(tensor.name)
             continue
-        own = (adapters.get(model) for model in tensor.experts)
-        weight = tensor.task.output_weight
-        changes = tuple(adapter and find_change(adapter, weight) for adapter in own)
+        changes = tuple(_find(tensor, adapters.get(model)) for model in tensor.experts)
         if any(change is not None for change in changes):
             yield ChangedTensor(tensor, changes)
     if moved:
@@ -281,3 +265,13 @@ def _elsewhere(names: Sequence[str]) -> ConfigError:
         "and an adapter fits only the layers that it was trained on; merge full models by "
         "mergekit-yaml"
     )
+
+
+def _find(tensor: PlannedTensor, adapter: Adapter | None) -> Change | None:
+    return adapter and find_change(adapter, tensor.task.output_weight)
+
+
+def find_change(adapter: Adapter, weight: WeightInfo) -> Change | None:
+    """Return what an adapter changes of a tensor, by any of the names that it has in memory."""
+    found = (adapter.changes.get(name) for name in (weight.name, *(weight.aliases or ())))
+    return next((change for change in found if change is not None), None)

@@ -170,6 +170,22 @@ class MergeProducts(ExecuteMergeMethodTask):
         return result
 
 
+def find_stored_change(adapter: Adapter, weight: WeightInfo) -> Change | None:
+    """Return what an adapter changes of a stored tensor, which may be a table and a head in memory.
+
+    A head that an adapter holds whole is a tensor of its own afterwards, whatever it was before.
+    """
+    direct = find_change(adapter, weight)
+    if direct is not None:
+        return direct
+    names = (weight.name, *(weight.aliases or ()))
+    ties = getattr(adapter.network, "all_tied_weights_keys", {})
+    by_table = (adapter.changes.get(ties[name]) for name in names if name in ties)
+    by_head = (adapter.changes.get(head) for head, table in ties.items() if table in names)
+    heads = (change for change in by_head if change is None or change.kind != "saved")
+    return next((change for change in (*by_table, *heads) if change is not None), None)
+
+
 def use_adapters(
     task: ExecuteMergeMethodTask, adapters: Mapping[ModelReference, Adapter]
 ) -> ExecuteMergeMethodTask:
@@ -182,7 +198,7 @@ def use_adapters(
     planned = PlannedTensor(task)
     weights: dict[ModelReference, WeightInfo] = dict(planned.gather.weight_info.items())
     changes = {
-        model: (adapters[model], find_change(adapters[model], weight))
+        model: (adapters[model], find_stored_change(adapters[model], weight))
         for model, weight in weights.items()
         if model in adapters
     }

@@ -16,8 +16,8 @@ from mergekit.io import ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
-from mergekit_ace.adapters.adapter_plan import base_of, find_change
-from mergekit_ace.adapters.adapter_tasks import read_adapters
+from mergekit_ace.adapters.adapter_plan import base_of
+from mergekit_ace.adapters.adapter_tasks import find_stored_change, read_adapters
 from mergekit_ace.adapters.peft_adapter import Adapter
 from mergekit_ace.headers import DamagedFileError, read_headers
 from mergekit_ace.merging.job import MergeError, MergeJob, MergePlan
@@ -68,7 +68,7 @@ def _homeless(adapter: Adapter, stored: set[str]) -> list[str]:
     assert adapter.network is not None  # see `read_adapters`
     prefix, kind = f"{adapter.network.base_model_prefix}.", adapter.network.config.model_type
     names = {*stored, *(prefix + name for name in stored)}
-    held = {find_change(adapter, WeightInfo(name=name)) for name in names}
+    held = {find_stored_change(adapter, WeightInfo(name=name)) for name in names}
     return [
         name
         for name, change in adapter.changes.items()
