@@ -7,8 +7,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference
@@ -113,7 +111,7 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
 def names_adapters(config: MergeConfiguration) -> bool:
     """Tell whether a model of a config is `BASE+ADAPTER`, or the folder of an adapter."""
     models = [one.model for one in _definitions(config)]
-    return any(m.lora or (Path(m.model.path).is_dir() and _is_adapter(m)) for m in models)
+    return any(m.lora or (existing_folder(m.model.path) and _is_adapter(m)) for m in models)
 
 
 def _complete_references(config: MergeConfiguration) -> ModelReference:
@@ -193,7 +191,6 @@ def _told_base(model: ModelReference) -> ModelReference:
     )
 
 
-@lru_cache(maxsize=4)
 def base_network(base: ModelReference) -> nn.Module:
     """Return a base without weights.
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from mergekit.io.tasks import GatherTensors, LoaderCache
 from mergekit.merge_methods.base import TensorEntry, TensorGroup, TensorMetadata
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from pydantic import InstanceOf
-from torch import Tensor
+from torch import Tensor, nn
 
 from mergekit_ace.adapters.adapter_merge import leaves_span, linear_coefficients, merge_products
 from mergekit_ace.adapters.adapter_plan import base_network, base_of, find_change
@@ -43,9 +44,12 @@ def read_adapters(models: Iterable[ModelReference]) -> dict[ModelReference, Adap
         DamagedFileError: what is wrong with an adapter.
         ConfigError: transformers does not know the architecture of a base.
     """
-    given = list(models)
-    networks = {base: base_network(base) for base in {base_of(model) for model in given}}
-    return {model: read_adapter(model.lora, networks[base_of(model)]) for model in given}
+    return {model: read_adapter(model.lora, _known_network(base_of(model))) for model in models}
+
+
+@lru_cache(maxsize=4)  # it takes a second, and is asked for again and again
+def _known_network(base: ModelReference) -> nn.Module:
+    return base_network(base)
 
 
 def show_bases(models: Iterable[ModelReference]) -> None:

@@ -47,7 +47,7 @@ class Change:
     swapped: bool = False
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Adapter:
     """An adapter, whose tensors are read when they are asked for.
 

@@ -54,19 +54,9 @@ class LowRank:
         grams = (self.left.mT @ self.left) * (self.right @ self.right.mT)
         return max(0.0, float(grams.sum()))
 
-    @property
-    def transposed(self) -> LowRank:
-        """Δᵀ of a matrix, or of every matrix of a stack."""
-        *stack, rows, columns = self.shape
-        return LowRank(self.right.mT, self.left.mT, (*stack, columns, rows))
-
     def to(self, device: torch.device | str) -> LowRank:
         """Return it on a device."""
         return LowRank(self.left.to(device), self.right.to(device), self.shape)
-
-    def dense(self) -> Tensor:
-        """Return Δ, in the shape of the stored tensor."""
-        return (self.left @ self.right).reshape(self.shape)
 
     def added_to(self, base: Tensor) -> Tensor:
         """Return W0 + Δ in the dtype and on the device of W0; summed in float32, or wider."""
@@ -83,6 +73,16 @@ class LowRank:
         shape = (*self.left.shape[:-1], self.right.shape[-1])
         matrices = LowRank(self.left, self.right, shape)
         return matrices.transposed if layout == "transposed" else matrices
+
+    @property
+    def transposed(self) -> LowRank:
+        """Δᵀ of a matrix, or of every matrix of a stack."""
+        *stack, rows, columns = self.shape
+        return LowRank(self.right.mT, self.left.mT, (*stack, columns, rows))
+
+    def dense(self) -> Tensor:
+        """Return Δ, in the shape of the stored tensor."""
+        return (self.left @ self.right).reshape(self.shape)
 
     def matrix(self, number: int) -> LowRank:
         """Return one matrix of a stack."""
