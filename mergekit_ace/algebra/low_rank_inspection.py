@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from mergekit_ace.algebra.inspection import (
     CHUNK,
     STACK_SAMPLE,
+    SUBSPACE,
     Comparison,
     MatrixInspection,
     Span,
@@ -87,9 +89,14 @@ def _inspect_one(
 
     ranks = [int(torch.linalg.matrix_rank(core, rtol=NO_RANK)) for core in tensors[1:]]
     most = min(sum(delta.rank for delta in deltas), *tensors[0].shape)
-    span = Span(deltas[0].shape, most, min((rank for rank in ranks if rank), default=1))
+    least = min((rank for rank in ranks if rank), default=0)
+    span = Span(deltas[0].shape, most, max(1, least))
     dtype = torch.float64 if closely else None
-    return inspect_matrix(tensors, layout, of_span, dtype, span)
+    found = inspect_matrix(tensors, layout, of_span, dtype, span)
+    if least or found.subspaces is None:
+        return found
+    whole = min(SUBSPACE, *span.shape)  # of full tensors; nobody changed this one
+    return replace(found, subspaces=replace(found.subspaces, size=whole))
 
 
 def _in_coordinates(
