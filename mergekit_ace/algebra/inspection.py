@@ -113,7 +113,7 @@ def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
 
 
 def compare_subspaces(
-    base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype, size: int
+    base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype, size: int | None = None
 ) -> Subspaces:
     """Compare the leading subspaces of task vectors, and measure their stable ranks.
 
@@ -121,8 +121,9 @@ def compare_subspaces(
         base: W0, (o, i), finite, with at least one entry.
         experts: W_t, (o, i).
         dtype: in which W_t − W0 is formed; one of them exists at a time.
-        size: directions that span a subspace, at most the shorter side.
+        size: directions that span a subspace, at most the shorter side; see `Subspaces`.
     """
+    size = min(SUBSPACE, *base.shape) if size is None else size
     dtype = torch.promote_types(dtype, base.dtype)
     left, right, ranks, largest = [], [], [], []
     for expert in experts:
@@ -172,7 +173,7 @@ def sample_step(count: int) -> int:
 
 def _sample(base: Tensor, expert: Tensor) -> Tensor:
     step = sample_step(len(base))
-    return expert[::step].double().sub_(base[::step])
+    return expert[::step].to(torch.float64, copy=True).sub_(base[::step])
 
 
 def count_entries(entries: Tensor, unit: float) -> tuple[int, ...]:
