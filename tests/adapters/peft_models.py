@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from checkpoints import tiny_llama
+from mergekit.common import ModelReference
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import (
@@ -21,6 +22,8 @@ from transformers import (
     LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -81,6 +84,15 @@ def gpt2() -> nn.Module:
 
 def qwen() -> nn.Module:
     return Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=False))
+
+
+def opt() -> nn.Module:
+    return OPTForCausalLM(
+        OPTConfig(
+            vocab_size=40, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2,
+            word_embed_proj_dim=16, max_position_embeddings=32,
+        )
+    )  # fmt: skip
 
 
 def mixtral() -> nn.Module:
@@ -240,3 +252,12 @@ def config_of(paths: list[str], method: str, **parameters) -> dict:
     if method != "linear":
         config["base_model"] = paths[0]
     return {**config, "parameters": parameters} if parameters else config
+
+
+def of_full_models(config: dict, cache: Path) -> dict:
+    """The config with adapters merged into full models, in float32."""
+    models = []
+    for one in config["models"]:
+        model = ModelReference.model_validate(one["model"])
+        models.append({**one, "model": model.merged(str(cache), False, "float32").model.path})
+    return {**config, "models": models}

@@ -10,9 +10,16 @@ import pytest
 import yaml
 from checkpoints import tiny_llama
 from click.testing import CliRunner
-from mergekit.common import ModelReference
-from mergekit.options import MergeOptions
-from peft_models import CASES, EXPERTS, config_of, gpt2, mixtral, save_adapters, train_by_chance
+from peft_models import (
+    CASES,
+    EXPERTS,
+    config_of,
+    gpt2,
+    mixtral,
+    of_full_models,
+    save_adapters,
+    train_by_chance,
+)
 
 from mergekit_ace.cli import main
 
@@ -43,12 +50,7 @@ def lines_of(folder: Path) -> dict[str, dict]:
 
 def in_full(config: dict, folder: Path) -> dict[str, dict]:
     """Inspect the adapters merged into full models."""
-    options = MergeOptions(lora_merge_cache=str(folder / "cache"), lora_merge_dtype="float32")
-    config = json.loads(json.dumps(config))
-    for one in config["models"]:
-        model = ModelReference.model_validate(one["model"])
-        one["model"] = model.merged(options.lora_merge_cache, False, "float32").model.path
-    inspect(config, folder / "full")
+    inspect(of_full_models(config, folder / "cache"), folder / "full")
     return lines_of(folder / "full")
 
 

@@ -22,6 +22,8 @@ from peft_models import (
     config_of,
     gpt2,
     mixtral,
+    of_full_models,
+    opt,
     qwen,
     save_adapters,
     tied_llama,
@@ -61,16 +63,19 @@ def weights(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def compare(config: dict, base: str, folder: Path, *flags: object, bar: float = 1e-5) -> Path:
+def compare(
+    config: dict, base: str, folder: Path, bar: float = 1e-5, theirs: dict | None = None
+) -> Path:
     """Merge a config, and compare task vectors with those that mergekit makes of full models."""
     options = MergeOptions(
         lora_merge_cache=str(folder / "cache"), lora_merge_dtype="float32", quiet=True,
         copy_tokenizer=False,
     )  # fmt: skip
-    run_merge(MergeConfiguration.model_validate(config), str(folder / "theirs"), options)
+    full = MergeConfiguration.model_validate(theirs or config)
+    run_merge(full, str(folder / "theirs"), options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelReference, "merged", _only_full)
-        command(config, folder / "ours", *flags)
+        command(config, folder / "ours")
     expected, got = weights(folder / "theirs"), weights(folder / "ours")
     origin = weights(Path(base))
     assert got.keys() == expected.keys()
@@ -145,6 +150,15 @@ def test_what_an_adapter_may_hold(tmp_path, kind, method, parameters):
     build, options = KINDS[kind]
     paths = save_adapters(tmp_path, build, options, options)
     compare(config_of(paths, method, **parameters), paths[0], tmp_path, bar=3e-5)
+
+
+def test_an_architecture_that_mergekit_infers(tmp_path):
+    """mergekit itself infers none of adapters."""
+    options = {"target_modules": ["q_proj", "fc1", "fc2"]}
+    paths = save_adapters(tmp_path, opt, options, options)
+    config = config_of(paths, "ace")
+    theirs = of_full_models(config, tmp_path / "cache")
+    compare(config, paths[0], tmp_path, theirs=theirs)
 
 
 def test_layers_elsewhere_and_full_models(family, tmp_path):
