@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mergekit.architecture import arch_info_for_config
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
@@ -167,6 +168,14 @@ def check_adapters(
                 "say where, with --lora-merge-cache DIR, to mergekit-yaml and to this check; add "
                 "--lora-merge-dtype float32. Or merge by mergekit-ace merge, which needs neither",
             )
+        elif merged_first and _is_inferred(model, options):
+            yield Finding(
+                "error",
+                "adapters",
+                f"mergekit has to infer the architecture of {model.model}, and infers none of "
+                "adapters",
+                "merge by mergekit-ace merge",
+            )
         made_for = checkpoint.adapter.get("base_model_name_or_path")
         if made_for and not same_name(made_for, model.model.path):
             yield Finding(
@@ -175,6 +184,14 @@ def check_adapters(
                 f"the adapter {model.lora} was trained on {made_for}, not on {model.model}",
                 "put it onto the model that it was trained on",
             )
+
+
+def _is_inferred(model: ModelReference, options: MergeOptions) -> bool:
+    """Tell whether mergekit has no description of a model's architecture."""
+    try:
+        return arch_info_for_config(model.config(options.trust_remote_code)) is None
+    except Exception:  # of transformers and the Hub; told elsewhere
+        return False
 
 
 def same_name(one: str, other: str) -> bool:
