@@ -140,7 +140,9 @@ def merge_flags(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--lazy-unpickle", is_flag=True, help="Read .bin files tensor by tensor."),
         click.option("--transformers-cache", help="Where downloaded models are."),
         click.option("--lora-merge-dtype", help="Of adapters that are merged first."),
-        click.option("--lora-merge-cache", help="Where BASE+ADAPTER models are merged first."),
+        click.option(
+            "--lora-merge-cache", help="Where BASE+ADAPTER experts are merged, if need be."
+        ),
         click.option("--allow-crimes", is_flag=True, help="Mix architectures."),
         click.option("--trust-remote-code", is_flag=True, help="Run code that models bring."),
         click.option("--read-to-gpu", is_flag=True, help="Read straight to the device."),
@@ -184,7 +186,8 @@ def merge(
     """Merge as `mergekit-yaml CONFIG OUT` does, shard by shard: restartable, by many workers.
 
     An unfinished merge goes on with --resume; what is finished is kept. What `mergekit-ace check`
-    finds is said first, and errors end the merge before it starts.
+    finds is said first, and errors end the merge before it starts. LoRA adapters (BASE+ADAPTER) are
+    added to the base as it goes, without copies of it.
     """
     from mergekit_ace.merging.checks import MergeChecks
     from mergekit_ace.merging.driver import run_shards
@@ -266,8 +269,8 @@ def check(config: Path, out: Path | None, as_json: bool, **flags: Any) -> None:
 def inspect(config: Path, folder: Path, **options: Any) -> None:
     """Look at all task vectors of a merge, without merging: REPORT_DIR/report.html.
 
-    CONFIG is that of the merge. An inspection that was interrupted goes on when the same command is
-    given again.
+    CONFIG is that of the merge; LoRA adapters are looked at without their base. An inspection that
+    was interrupted goes on when the same command is given again.
     """
     from mergekit_ace.report.inspect import run_inspection
 

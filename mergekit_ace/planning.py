@@ -211,6 +211,13 @@ def find_architecture(config: MergeConfiguration, options: MergeOptions) -> Mode
         ConfigError: the models have no embeddings, without which mergekit infers nothing.
         RuntimeError, ValueError, OSError: whatever mergekit says to the models.
     """
+    models = config.referenced_models()
+    if any(model.lora for model in models):  # mergekit infers none of them
+        bases = {model.model_copy(update={"lora": None}): None for model in models}
+        inputs = [{"model": base} for base in bases]
+        config = MergeConfiguration(
+            merge_method="linear", base_model=config.base_model, models=inputs
+        )
     try:
         return get_architecture_info(config, options)
     except NotImplementedError as error:

@@ -81,6 +81,13 @@ def test_a_histogram_of_a_large_tensor_counts_evenly_spaced_entries(rng, monkeyp
     assert counts[1:-1] == tuple(inside.long().tolist())
 
 
+def test_what_is_compared_in_float64_stays_as_it_is(rng):
+    base, expert = (torch.randn(6, 5, generator=rng, dtype=torch.float64) for _ in range(2))
+    before = expert.clone()
+    compare_entries(base, [expert])
+    assert torch.equal(expert, before)
+
+
 def test_comparison_of_what_cannot_be_compared():
     base = torch.ones(3, 4)
     found = compare_entries(base, [base.clone(), base + 1])

@@ -83,7 +83,7 @@ def _result(ranks: Sequence[int], lost: float) -> str:
 def _table(plan: AdapterPlan, tau: Sequence[float]) -> str:
     total = sum(tau) or 1.0
     rows = ["| adapter | rank | share of all change |", "|---|---|---|"]
-    for t, adapter in enumerate(plan.experts):
+    for t, adapter in enumerate(plan.adapters_of.values()):
         if adapter is None:
             continue
         ranks = {change.rank for change in adapter.changes.values() if change.rank}

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from mergekit.common import ModelReference
 from mergekit.io import LazyTensorLoader
 from mergekit.merge_methods import MergeMethod
 from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge
+from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from torch import Tensor
 
 from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor, names_in_memory
@@ -40,7 +41,7 @@ class MergedChange:
             nothing is added.
         full: the tensor, or what is added to a bias; None where there is a product.
         lost: the share of ‖X‖² that was cut off, 0 to 1.
-        tau: ‖Δ_t‖² of every expert; of tensors held whole 0.
+        tau: ‖Δ_t‖² of every expert of the plan; of tensors held whole 0.
         settings, record: of a method of ours; None of one of mergekit's.
     """
 
@@ -91,61 +92,25 @@ class AdapterMerge:
             return self._merge_saved(tensor)
         if tensor.change.kind == "bias":
             return self._merge_bias(tensor)
-        deltas = [self._factors(tensor, t) for t in range(len(tensor.changes))]
-        method = tensor.planned.method
+        found = dict(zip(tensor.planned.experts, self._factors(tensor), strict=True))
+        deltas = list(found.values())
         if leaves_span(tensor.planned):
             merged = self._merge_dense(tensor, deltas)
-        elif isinstance(method, TaskVectorMethod):
-            merged = self._merge_by_ours(tensor, deltas, method)
         else:
-            merged = self._merge_linearly(tensor, deltas)
+            merged = merge_products(tensor.planned, tensor.change, deltas, self.rank)
         if merged.delta is not None and tensor.change.kind == "parameter":
             # PEFT warns of ranks that differ between parameters, though it follows them
             most = sum(delta.rank for delta in deltas if delta)
             merged = replace(merged, delta=merged.delta.padded(min(self.rank or most, most)))
-        return replace(merged, tau=tuple(delta.energy if delta else 0.0 for delta in deltas))
+        own = (found.get(model) for model in self.plan.adapters_of)
+        return replace(merged, tau=tuple(delta.energy if delta else 0.0 for delta in own))
 
-    def _factors(self, tensor: ChangedTensor, number: int) -> LowRank | None:
-        adapter, change = self.plan.experts[number], tensor.changes[number]
-        if adapter is None or change is None:
-            return None
-        delta = adapter.low_rank(change.name)
-        return LowRank(delta.left.to(self.device), delta.right.to(self.device), delta.shape)
-
-    def _merge_by_ours(
-        self, tensor: ChangedTensor, deltas: Sequence[LowRank | None], method: TaskVectorMethod
-    ) -> MergedChange:
-        settings = _settings(tensor.planned, method, len(tensor.change.shape))
-        try:
-            found = merge_low_rank(method, deltas, settings, self.rank)
-        except MERGE_ERRORS as error:
-            raise ValueError(method.explain(error, settings)) from error
-        method.mention(settings, found.record)
-        return MergedChange(
-            tensor.change, found.delta, lost=found.lost, settings=settings, record=found.record
-        )
-
-    def _merge_linearly(
-        self, tensor: ChangedTensor, deltas: Sequence[LowRank | None]
-    ) -> MergedChange:
-        pairs = zip(linear_coefficients(tensor.planned), deltas, strict=True)
-        kept = [
-            replace(delta, left=coefficient * delta.left)
-            for coefficient, delta in pairs
-            if delta is not None and coefficient != 0 and delta.energy > 0
-        ]
-        if not kept:
-            return MergedChange(tensor.change)
-        most = sum(delta.rank for delta in kept)
-        if len(kept) == 1 and (self.rank or most) >= most:
-            return MergedChange(tensor.change, kept[0])
-        stacked = LowRank(
-            torch.cat([delta.left for delta in kept], dim=-1),
-            torch.cat([delta.right for delta in kept], dim=-2),
-            kept[0].shape,
-        )
-        merged, lost = compress(stacked, min(self.rank or most, most))
-        return MergedChange(tensor.change, merged, lost=lost)
+    def _factors(self, tensor: ChangedTensor) -> Iterator[LowRank | None]:
+        """Yield what each expert of a tensor adds to it."""
+        for model, change in zip(tensor.planned.experts, tensor.changes, strict=True):
+            adapter = self.plan.adapters_of[model]
+            known = adapter is not None and change is not None
+            yield adapter.low_rank(change.name).to(self.device) if known else None
 
     def _merge_dense(self, tensor: ChangedTensor, deltas: Sequence[LowRank | None]) -> MergedChange:
         """Merge full task vectors, one tensor's at a time, and cut the result to the rank."""
@@ -179,7 +144,8 @@ class AdapterMerge:
         return merged
 
     def _execute_full(self, tensor: ChangedTensor, base: Tensor) -> MergedChange:
-        pairs = zip(self.plan.experts, tensor.changes, strict=True)
+        experts = (self.plan.adapters_of[model] for model in tensor.planned.experts)
+        pairs = zip(experts, tensor.changes, strict=True)
         versions = [
             adapter.full(change.name).to(base.dtype)
             if adapter is not None and change is not None
@@ -189,7 +155,8 @@ class AdapterMerge:
         return MergedChange(tensor.change, full=_execute(tensor.planned, base, versions))
 
     def _base_tensor(self, tensor: ChangedTensor) -> Tensor:
-        names = (tensor.change.name, *names_in_memory(tensor.planned))
+        weight = tensor.planned.task.output_weight
+        names = (tensor.change.name, *names_in_memory(weight), *(weight.tied_names or ()))
         for name in names:
             found = self._base_weights.get_tensor(name, raise_on_missing=False)
             if found is not None:
@@ -210,6 +177,75 @@ class AdapterMerge:
                 f"own, and the weights of {self.plan.base} are not there; put them beside its "
                 "config.json"
             ) from error
+
+
+def merge_products(
+    planned: PlannedTensor,
+    change: Change,
+    deltas: Sequence[LowRank | None],
+    rank: int | None = None,
+) -> MergedChange:
+    """Merge changes of low rank within their span.
+
+    Args:
+        planned: a tensor whose merge does not leave the span, see `leaves_span`.
+        change: one of its changes.
+        deltas: Δ_t of every expert in float64; None of one that left the tensor as it was. At least
+            one is there.
+        rank: of the result, at most; None for all that there is.
+
+    Raises:
+        ConfigError: W0 itself would be scaled.
+        ValueError: the tensor cannot be merged; the message names it, and says what to do.
+    """
+    if isinstance(planned.method, TaskVectorMethod):
+        return _merge_by_ours(planned, change, deltas, planned.method, rank)
+    return _merge_linearly(planned, change, deltas, rank)
+
+
+def _merge_by_ours(
+    planned: PlannedTensor,
+    change: Change,
+    deltas: Sequence[LowRank | None],
+    method: TaskVectorMethod,
+    rank: int | None,
+) -> MergedChange:
+    recorded = planned.settings.parameters.get("report") is not None
+    settings = method.complete(replace(planned.settings, recorded=recorded), len(change.shape))
+    try:
+        found = merge_low_rank(method, deltas, settings, rank)
+    except MERGE_ERRORS as error:
+        raise ValueError(method.explain(error, settings)) from error
+    method.mention(settings, found.record)
+    return MergedChange(
+        change, found.delta, lost=found.lost, settings=settings, record=found.record
+    )
+
+
+def _merge_linearly(
+    planned: PlannedTensor,
+    change: Change,
+    deltas: Sequence[LowRank | None],
+    rank: int | None,
+) -> MergedChange:
+    pairs = zip(linear_coefficients(planned), deltas, strict=True)
+    kept = [
+        replace(delta, left=coefficient * delta.left)
+        for coefficient, delta in pairs
+        if delta is not None and coefficient != 0 and delta.energy > 0
+    ]
+    if not kept:
+        return MergedChange(change)
+    most = sum(delta.rank for delta in kept)
+    if len(kept) == 1 and (rank or most) >= most:
+        return MergedChange(change, kept[0])
+    stacked = LowRank(
+        torch.cat([delta.left for delta in kept], dim=-1),
+        torch.cat([delta.right for delta in kept], dim=-2),
+        kept[0].shape,
+    )
+    merged, lost = compress(stacked, min(rank or most, most))
+    return MergedChange(change, merged, lost=lost)
 
 
 def _cut(matrix: Tensor, rank: int) -> Directions:
@@ -266,12 +302,6 @@ def _execute(planned: PlannedTensor, base: Tensor, experts: Sequence[Tensor]) ->
     tensors = dict(zip(planned.experts, experts, strict=True))
     if planned.base is not None:
         tensors[planned.base] = base
-    merged = planned.task.execute(tensors)
+    merged = ExecuteMergeMethodTask.execute(planned.task, tensors)  # it may be a kind of its own
     assert merged is not None  # only optional weights that inputs lack are skipped
     return merged
-
-
-def _settings(planned: PlannedTensor, method: TaskVectorMethod, ndim: int) -> TensorSettings:
-    settings = planned.settings
-    recorded = settings.parameters.get("report") is not None
-    return method.complete(replace(settings, recorded=recorded), ndim)

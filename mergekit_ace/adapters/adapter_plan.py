@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mergekit.architecture import ModelArchitecture
+from mergekit.architecture import ModelArchitecture, WeightInfo
 from mergekit.common import ModelReference
 from mergekit.config import InputModelDefinition, InputSliceDefinition, MergeConfiguration
 from mergekit.io import ShardedTensorIndex
@@ -64,7 +64,7 @@ class AdapterPlan:
     Attributes:
         merge: of the full models.
         base: the model that all adapters belong to.
-        experts: the adapters in the order of the experts; None for the base itself, which
+        adapters_of: by expert, in the order of the experts; None for the base itself, which
             `linear` may have among its models.
         tensors: that are changed, in mergekit's order.
         checkpoints: of all models, as they would be.
@@ -72,7 +72,7 @@ class AdapterPlan:
 
     merge: PlannedMerge
     base: ModelReference
-    experts: tuple[Adapter | None, ...]
+    adapters_of: Mapping[ModelReference, Adapter | None]
     tensors: tuple[ChangedTensor, ...]
     checkpoints: tuple[Checkpoint, ...]
 
@@ -88,7 +88,7 @@ class AdapterPlan:
     @property
     def adapters(self) -> list[Adapter]:
         """All adapters."""
-        return [adapter for adapter in self.experts if adapter is not None]
+        return [adapter for adapter in self.adapters_of.values() if adapter is not None]
 
 
 def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions) -> AdapterPlan:
@@ -108,7 +108,7 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
     LoaderCache().setup(options)
     config = config.model_copy(deep=True)
     base = _complete_references(config)
-    network = _network(base)
+    network = base_network(base)
     models = list(dict.fromkeys([base, *config.referenced_models()]))
     adapters = {model: read_adapter(model.lora, network) for model in models if model.lora}
     _warn_of_other_bases(adapters, base)
@@ -123,9 +123,14 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
             extra = [UnplannedTensor(name, tuple(models), merged=True) for name in lost]
             plan = plan_tensors(config, source, options, extra, architecture)
     tensors = tuple(_changed(plan, adapters))
-    first = plan.tensors[0]
-    experts = tuple(adapters.get(model) for model in first.experts)
-    return AdapterPlan(plan, base, experts, tensors, tuple(checkpoints))
+    adapters_of = {m: adapters.get(m) for tensor in plan.tensors for m in tensor.experts}
+    return AdapterPlan(plan, base, adapters_of, tensors, tuple(checkpoints))
+
+
+def names_adapters(config: MergeConfiguration) -> bool:
+    """Tell whether a model of a config is `BASE+ADAPTER`, or the folder of an adapter."""
+    models = [one.model for one in _definitions(config)]
+    return any(m.lora or (existing_folder(m.model.path) and _is_adapter(m)) for m in models)
 
 
 def _complete_references(config: MergeConfiguration) -> ModelReference:
@@ -137,7 +142,7 @@ def _complete_references(config: MergeConfiguration) -> ModelReference:
     given = list(_definitions(config))
     alone = [one for one in given if one.model.lora is None and _is_adapter(one.model)]
     bases = {config.base_model} if config.base_model else set()
-    bases |= {_base_of(one.model) for one in given if one.model.lora is not None}
+    bases |= {base_of(one.model) for one in given if one.model.lora is not None}
     if not bases:
         bases = {_told_base(one.model) for one in alone}
     if len(bases) > 1:
@@ -177,7 +182,8 @@ def _definitions(
             yield from piece.sources
 
 
-def _base_of(model: ModelReference) -> ModelReference:
+def base_of(model: ModelReference) -> ModelReference:
+    """Return the model that an adapter is put onto, or the model itself without one."""
     return ModelReference(model=model.model)
 
 
@@ -204,8 +210,12 @@ def _told_base(model: ModelReference) -> ModelReference:
     )
 
 
-def _network(base: ModelReference) -> nn.Module:
-    """Return the base without weights."""
+def base_network(base: ModelReference) -> nn.Module:
+    """Return a base without weights.
+
+    Raises:
+        ConfigError: transformers has no such network.
+    """
     try:
         return empty_network(base)
     except Exception as error:  # of transformers: no config, an unknown architecture, no network
@@ -253,14 +263,15 @@ def _not_planned(plan: PlannedMerge, adapters: Mapping[ModelReference, Adapter])
     changed = {
         change.name: change for adapter in adapters.values() for change in adapter.changes.values()
     }
-    planned = {name for tensor in plan.tensors for name in names_in_memory(tensor)}
+    planned = {
+        name for tensor in plan.tensors for name in names_in_memory(tensor.task.output_weight)
+    }
     return [name for name, change in changed.items() if name not in planned]
 
 
-def names_in_memory(tensor: PlannedTensor) -> tuple[str, ...]:
+def names_in_memory(weight: WeightInfo) -> tuple[str, ...]:
     """Return the names that a planned tensor may have in memory."""
-    weight = tensor.task.output_weight
-    return (weight.name, *(weight.aliases or ()), *(weight.tied_names or ()))
+    return (weight.name, *(weight.aliases or ()))
 
 
 def _changed(
@@ -289,7 +300,10 @@ def _elsewhere(names: Sequence[str]) -> ConfigError:
 
 
 def _find(tensor: PlannedTensor, adapter: Adapter | None) -> Change | None:
-    if adapter is None:
-        return None
-    found = (adapter.changes.get(name) for name in names_in_memory(tensor))
+    return adapter and find_change(adapter, tensor.task.output_weight)
+
+
+def find_change(adapter: Adapter, weight: WeightInfo) -> Change | None:
+    """Return what an adapter changes of a tensor, by any of the names that it has in memory."""
+    found = (adapter.changes.get(name) for name in names_in_memory(weight))
     return next((change for change in found if change is not None), None)

@@ -42,7 +42,7 @@ class Comparison:
     """The task vectors Δ_t = W_t − W0 of one tensor; lists in the order of the experts.
 
     Attributes:
-        base_norm: ‖W0‖_F.
+        base_norm: ‖W0‖_F; None where only the Δ_t are known.
         norm: ‖Δ_t‖_F.
         unchanged: share of entries with W_t = W0, 0 to 1; 1 for a tensor without entries.
         cosine: ⟨Δ_s, Δ_t⟩ / (‖Δ_s‖ ‖Δ_t‖), T × T; None where one of them is zero.
@@ -52,7 +52,7 @@ class Comparison:
             twice as many.
     """
 
-    base_norm: float
+    base_norm: float | None
     norm: tuple[float, ...]
     unchanged: tuple[float, ...]
     cosine: PairTable
@@ -65,7 +65,8 @@ class Subspaces:
     """Leading singular directions of the task vectors of one matrix, (o, i).
 
     Attributes:
-        size: k, how many span a subspace: `SUBSPACE`, or the shorter side.
+        size: k, how many span a subspace: `SUBSPACE`, or the shorter side; of task vectors of low
+            rank no more than the least rank of one.
         stable_rank: ‖Δ_t‖_F² / σ_1², between 1 and the rank; None for Δ_t = 0.
         inputs: ‖V_sᵀ V_t‖_F² / k for the first k right singular vectors, T × T: 1 where both
             subspaces of the input space are the same, 0 where they are orthogonal, k/i in the mean
@@ -105,23 +106,24 @@ def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
         base_norm=math.sqrt(base_square),
         norm=norm,
         unchanged=tuple(1 - n / count if count else 1.0 for n in changed.tolist()),
-        cosine=_symmetric(
-            len(experts), lambda s, t: float(products[s, t]) / (norm[s] * norm[t]), norm
-        ),
+        cosine=cosines(products, norm),
         unit=unit,
-        histogram=tuple(_histogram(flat[0], expert, unit) for expert in flat[1:]),
+        histogram=tuple(count_entries(_sample(flat[0], expert), unit) for expert in flat[1:]),
     )
 
 
-def compare_subspaces(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype) -> Subspaces:
+def compare_subspaces(
+    base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype, size: int | None = None
+) -> Subspaces:
     """Compare the leading subspaces of task vectors, and measure their stable ranks.
 
     Args:
         base: W0, (o, i), finite, with at least one entry.
         experts: W_t, (o, i).
         dtype: in which W_t − W0 is formed; one of them exists at a time.
+        size: directions that span a subspace, at most the shorter side; see `Subspaces`.
     """
-    size = min(SUBSPACE, *base.shape)
+    size = min(SUBSPACE, *base.shape) if size is None else size
     dtype = torch.promote_types(dtype, base.dtype)
     left, right, ranks, largest = [], [], [], []
     for expert in experts:
@@ -139,6 +141,11 @@ def compare_subspaces(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtyp
         return _symmetric(len(experts), of, largest)
 
     return Subspaces(size, tuple(ranks), inputs=overlap(right), outputs=overlap(left))
+
+
+def cosines(products: Tensor, norm: Sequence[float]) -> PairTable:
+    """Return cosines from inner products, T × T, and norms; None where one of two is zero."""
+    return _symmetric(len(norm), lambda s, t: float(products[s, t]) / (norm[s] * norm[t]), norm)
 
 
 def _products(rows: Tensor) -> Tensor:
@@ -159,9 +166,18 @@ def _symmetric(count: int, entry: Callable[[int, int], float], size: Sequence[fl
     )
 
 
-def _histogram(base: Tensor, expert: Tensor, unit: float) -> tuple[int, ...]:
-    step = max(1, len(base) // SAMPLE)
-    entries = expert[::step].double().sub_(base[::step])
+def sample_step(count: int) -> int:
+    """Return every how many entries one is counted in a histogram."""
+    return max(1, count // SAMPLE)
+
+
+def _sample(base: Tensor, expert: Tensor) -> Tensor:
+    step = sample_step(len(base))
+    return expert[::step].to(torch.float64, copy=True).sub_(base[::step])
+
+
+def count_entries(entries: Tensor, unit: float) -> tuple[int, ...]:
+    """Return the histogram of entries of a task vector; see `Comparison`. They are overwritten."""
     if unit:
         entries /= unit
     # Index 0 is below −REACH, BINS + 1 is at or above REACH.
@@ -176,6 +192,22 @@ STACK_SAMPLE = 4
 # Rules that are no formula for a matrix: the mean, and what fewer than two experts changed.
 TRIVIAL_RULES = ("mean", "single", "base")
 
+
+@dataclass(frozen=True)
+class Span:
+    """What matrices stand for that are task vectors in other coordinates.
+
+    Attributes:
+        shape: (o, i), of the task vectors.
+        rank: which no merge exceeds.
+        least_rank: the smallest rank of a task vector.
+    """
+
+    shape: tuple[int, ...]
+    rank: int
+    least_rank: int
+
+
 # From the base's and the experts' versions of a tensor, a layout and an observer.
 ObservedMerge = Callable[
     [Sequence[Tensor], FixedLayout, Observer | None], tuple[Tensor, TensorRecord]
@@ -187,7 +219,8 @@ class MergedSpectrum:
     """The spectrum of the merged task vector X, before and after the refinement.
 
     Attributes:
-        leading: k, how many singular values are the top 5 %, at least one.
+        leading: k, how many singular values are the top 5 %, at least one, and no more than the
+            rank that X can have.
         before, after: σ_1…σ_k of X by the method's formula, and of the refined X; equal without
             refinement.
         share_before, share_after: Σ_{j≤k} σ_j² / ‖X‖_F², 0 to 1.
@@ -263,7 +296,7 @@ def inspect_tensor(
     stacks = list(zip(*(as_matrices(tensor, layout) for tensor in (base, *experts)), strict=True))
     looked_at = set(evenly_spaced(len(stacks), STACK_SAMPLE))
     matrices = tuple(
-        _inspect_matrix(
+        inspect_matrix(
             stack,
             "table" if layout == "table" else "matrix",
             merge,
@@ -299,15 +332,28 @@ def evenly_spaced(count: int, wanted: int) -> list[int]:
     return [round(n * (count - 1) / (wanted - 1)) for n in range(wanted)]
 
 
-def _inspect_matrix(
-    tensors: Sequence[Tensor], layout: FixedLayout, merge: ObservedMerge, dtype: torch.dtype | None
+def inspect_matrix(
+    tensors: Sequence[Tensor],
+    layout: FixedLayout,
+    merge: ObservedMerge,
+    dtype: torch.dtype | None,
+    span: Span | None = None,
 ) -> MatrixInspection:
-    """Look at one matrix; closely, if there is a dtype for it."""
+    """Look at one matrix; closely, if there is a dtype for it.
+
+    Args:
+        tensors: W0 and the W_t, or cores of them.
+        layout: ``matrix`` or ``table``.
+        merge: of the matrix.
+        dtype: in which task vectors are formed; None for a glance.
+        span: what cores stand for; None for full tensors.
+    """
     if dtype is None:
         return MatrixInspection(merge(tensors, layout, None)[1].matrices[0])
     spectra: dict[Stage, tuple[Directions, float]] = {}
     base, *experts = tensors
-    leading = math.ceil(LEADING * min(base.shape))
+    span = span or Span(tuple(base.shape), min(base.shape), min(base.shape))
+    leading = min(math.ceil(LEADING * min(span.shape)), span.rank)
 
     def observe(stage: Stage, merged: Tensor) -> None:
         spectra[stage] = leading_directions(merged, leading), squared_norm(merged)
@@ -317,17 +363,19 @@ def _inspect_matrix(
     if not spectra and record.rule not in TRIVIAL_RULES:  # a merge that shows nothing of itself
         observe("closed form", task_vector(merged, base, dtype))
     del merged  # not kept while the next things are looked at
-    subspaces = compare_subspaces(base, experts, dtype)
-    spectrum = _spectrum(spectra, leading) if spectra else None
+    subspaces = compare_subspaces(base, experts, dtype, min(SUBSPACE, span.least_rank))
+    spectrum = _spectrum(spectra, leading, span.shape) if spectra else None
     return MatrixInspection(record, subspaces, spectrum)
 
 
-def _spectrum(spectra: dict[Stage, tuple[Directions, float]], leading: int) -> MergedSpectrum:
+def _spectrum(
+    spectra: dict[Stage, tuple[Directions, float]], leading: int, shape: tuple[int, ...]
+) -> MergedSpectrum:
     before, energy_before = spectra["closed form"]
     after, energy_after = spectra.get("refined", spectra["closed form"])
     alignment = None
     if after is not before:
-        wide = before.left.shape[0] <= before.right.shape[0]
+        wide = shape[0] <= shape[1]
         pair = (before.left, after.left) if wide else (before.right, after.right)
         alignment = tuple((pair[0] * pair[1]).sum(dim=0).abs().clamp(max=1).tolist())
     return MergedSpectrum(

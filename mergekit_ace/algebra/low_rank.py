@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import orthonormal
+from mergekit_ace.algebra.records import FixedLayout
 
 # Singular values of a merged core below this share of the largest are what rounding leaves of 0.
 NOTHING = 1e-13
@@ -53,6 +54,26 @@ class LowRank:
         """‖Δ‖², of all matrices of a stack together."""
         grams = (self.left.mT @ self.left) * (self.right @ self.right.mT)
         return max(0.0, float(grams.sum()))
+
+    def to(self, device: torch.device | str) -> LowRank:
+        """Return it on a device."""
+        return LowRank(self.left.to(device), self.right.to(device), self.shape)
+
+    def added_to(self, base: Tensor) -> Tensor:
+        """Return W0 + Δ in the dtype and on the device of W0; summed in float32, or wider."""
+        dtype = torch.promote_types(base.dtype, torch.float32)
+        left, right = (factor.to(base.device, dtype) for factor in (self.left, self.right))
+        return (left @ right).reshape(self.shape).add_(base).to(base.dtype)
+
+    def read_as(self, layout: FixedLayout) -> LowRank:
+        """Return it as the matrix, or the stack of matrices, that a layout makes of the tensor.
+
+        Args:
+            layout: by which it is of low rank, see `methods.low_rank_merge.has_low_rank`.
+        """
+        shape = (*self.left.shape[:-1], self.right.shape[-1])
+        matrices = LowRank(self.left, self.right, shape)
+        return matrices.transposed if layout == "transposed" else matrices
 
     @property
     def transposed(self) -> LowRank:

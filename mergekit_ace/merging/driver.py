@@ -13,12 +13,16 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import click
 import torch
+from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from mergekit.tokenizer import TokenizerInfo
 
+from mergekit_ace.adapters.adapter_plan import base_of
+from mergekit_ace.adapters.adapter_tasks import own_loaders, show_bases
 from mergekit_ace.files import differences, package_versions
 from mergekit_ace.merging.checks import MergeChecks, add_unplanned, check_after, check_before
 from mergekit_ace.merging.job import (
@@ -40,7 +44,7 @@ from mergekit_ace.merging.output import (
     report_sizes,
 )
 from mergekit_ace.merging.pool import WorkerOptions, WorkerPool, make_pool
-from mergekit_ace.merging.preparation import merge_adapter, needed_files
+from mergekit_ace.merging.preparation import needed_files, prepare_adapters
 from mergekit_ace.merging.progress import MergeProgress
 from mergekit_ace.merging.vocabulary import build_in_order, numbering
 from mergekit_ace.merging.worker import ShardDone, ShardFailed, TensorMerged
@@ -81,7 +85,7 @@ def run_shards(
     _check_flags(options)
     workers, quiet, checks = workers or WorkerOptions(), options.quiet, checks or MergeChecks()
     folder = OutputFolder(out)
-    with folder.lock():
+    with folder.lock(), own_loaders():
         known = _claim(folder, resume=resume, overwrite=overwrite)
         check_before(config, options, checks)
         job, plan = _plan(config, folder, options, known, checks)
@@ -172,7 +176,7 @@ def _plan(
 ) -> tuple[MergeJob, MergePlan]:
     """Read the config, find and check all models, and plan; writes nothing to the directory."""
     parsed, source = read_merge_config(config)
-    _load_models(parsed, options)
+    adapters = _load_models(parsed, options)
     models = tuple(str(model) for model in parsed.referenced_models())
     if known is not None and sorted(known.models) == sorted(models):
         models = tuple(known.models)
@@ -185,20 +189,33 @@ def _plan(
         folder=os.getcwd(),
         threads=torch.get_num_threads(),
         versions=package_versions(*MERGE_PACKAGES),
+        adapters=adapters,
     )
     plan = plan_job(job)
     job = add_unplanned(job, plan, checks)
     return job, plan_job(job) if job.unplanned else plan
 
 
-def _load_models(config: MergeConfiguration, options: MergeOptions) -> None:
-    """Find, download and check all models, and merge adapters, before any worker needs them."""
+def _load_models(config: MergeConfiguration, options: MergeOptions) -> tuple[ModelReference, ...]:
+    """Find, download and check all models, before any worker needs them.
+
+    Adapters that cannot be merged as such are merged into their bases; the others are returned.
+    """
     cache = LoaderCache()
     cache.setup(options)
     find_models(config)
-    for model in config.referenced_models():
-        cache.loaders.pop(model, None)  # of another merge in this process
-        merge_adapter(model, options)
+    models = config.referenced_models()
+    for model in models:
+        for known in (model, base_of(model)):
+            cache.loaders.pop(known, None)  # of another merge in this process
+    adapters = []
+    for model, reason in prepare_adapters(models, options):
+        if not reason:
+            adapters.append(model)
+        elif not options.quiet:
+            click.echo(f"{model} is merged into its base first: {reason}", err=True)
+    show_bases(adapters)
+    for model in models:
         try:
             cache.get(model)
         except UnpicklingError as error:  # its own advice is to trust the file
@@ -206,6 +223,7 @@ def _load_models(config: MergeConfiguration, options: MergeOptions) -> None:
                 f"a .bin file of {model} holds more than tensors, which is never executed here; "
                 "download it again, or the model's safetensors files"
             ) from error
+    return tuple(adapters)
 
 
 def _check_directory(

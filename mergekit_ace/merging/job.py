@@ -28,6 +28,8 @@ from mergekit.tokenizer import BuildTokenizer, PermutedVocabulary, TokenizerInfo
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 from pydantic import PrivateAttr
 
+from mergekit_ace.adapters.adapter_tasks import read_adapters, show_bases, use_adapters
+from mergekit_ace.adapters.peft_adapter import Adapter
 from mergekit_ace.headers import TensorHeader, read_headers
 from mergekit_ace.pickled import read_pickle
 from mergekit_ace.planning import PlannedMerge, PlannedTensor, find_architecture, layer_lists
@@ -84,6 +86,7 @@ class MergeJob:
             bits.
         versions: of the packages that the result depends on, in every process.
         unplanned: tensors that are merged or copied beside what mergekit plans.
+        adapters: models whose adapters are not merged into their bases first.
     """
 
     source: str
@@ -95,6 +98,7 @@ class MergeJob:
     threads: int
     versions: dict[str, str]
     unplanned: tuple[UnplannedTensor, ...] = ()
+    adapters: tuple[ModelReference, ...] = ()
 
     @cached_property
     def merge_options(self) -> MergeOptions:
@@ -139,10 +143,13 @@ def plan_job(job: MergeJob) -> MergePlan:
     """Plan as `mergekit-yaml` does; reads configs, indices and headers.
 
     Raises:
+        DamagedFileError: an adapter is damaged.
         RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says to the plan.
     """
     options, config = job.merge_options, job.config()
     LoaderCache().setup(options)
+    show_bases(job.adapters)
+    adapters = read_adapters(job.adapters)
     architecture = find_architecture(config, options)
     out_config = _model_out_config(config, architecture, options.trust_remote_code)
     for name, entries in layer_lists(config, options.trust_remote_code).items():
@@ -153,12 +160,18 @@ def plan_job(job: MergeJob) -> MergePlan:
     builders = [target for target in targets if isinstance(target, BuildTokenizer)]
     saves = [task for task in order if isinstance(task, SaveTensor)]
     saves += plan_unplanned(planner, job.unplanned, saves[0].writer_task)
+    if adapters:
+        saves = [_with_adapters(save, adapters) for save in saves]
     return MergePlan(
         architecture,
         out_config,
         {save.tensor_name: save for save in saves},
         builders[0] if builders else None,
     )
+
+
+def _with_adapters(save: SaveTensor, adapters: Mapping[ModelReference, Adapter]) -> SaveTensor:
+    return save.model_copy(update={"tensor_task": use_adapters(save.tensor_task, adapters)})
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
@@ -21,6 +21,7 @@ from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from pydantic import AfterValidator, Field, TypeAdapter
 
+from mergekit_ace.adapters.peft_adapter import adapter_folder
 from mergekit_ace.files import file_states, sha256, write_text
 from mergekit_ace.headers import DamagedFileError, read_file_header
 from mergekit_ace.merging.job import MergeError, MergeJob, MergePlan, Shard, index_file, shard_file
@@ -203,7 +204,7 @@ def fingerprint(job: MergeJob, plan: MergePlan) -> dict[str, Any]:
         "config": config_content(job.source),
         "flags": {**flags, "num_threads": job.threads},
         "versions": job.versions,
-        "inputs": {str(model): _model_files(model) for model in config.referenced_models()},
+        "inputs": {str(m): _model_files(m, job.adapters) for m in config.referenced_models()},
         "files": file_states(named_paths(plan, *FILE_PARAMETERS)),
         "unplanned": sorted({"merge" if t.merged else "base" for t in job.unplanned}) or None,
     }
@@ -216,13 +217,22 @@ def named_paths(plan: MergePlan, *parameters: str) -> list[str]:
     return list(dict.fromkeys(value for value in values if isinstance(value, str)))
 
 
-def _model_files(model: ModelReference) -> dict[str, list[Any]]:
-    """Return size, time of change, and hash of the header, by file name."""
-    folders = {"": Path(LoaderCache().get(model).index.base_path)}
-    for part, path in (("base/", model.model), ("adapter/", model.lora)):
-        folder = Path(path.path).expanduser() if path else None
-        if model.lora and folder and folder.is_dir():
-            folders[part] = folder
+def _model_files(
+    model: ModelReference, adapters: Collection[ModelReference]
+) -> dict[str, list[Any]]:
+    """Return size, time of change, and hash of the header, by file name.
+
+    Args:
+        model: without an adapter, with one of `adapters`, or with one that was merged first.
+        adapters: see `MergeJob`.
+    """
+    read = Path(LoaderCache().get(model).index.base_path)
+    folders = {"": read}
+    if model.lora is not None and model in adapters:
+        folders = {"base/": read, "adapter/": adapter_folder(model.lora)}
+    elif model.lora is not None:
+        parts = {"base/": Path(model.model.path), "adapter/": Path(model.lora.path)}
+        folders |= {part: folder for part, folder in parts.items() if folder.is_dir()}
     return {
         prefix + path.name: _file_state(path)
         for prefix, folder in folders.items()

@@ -29,10 +29,11 @@ from mergekit.merge import (
     _update_config_vocab,
 )
 
+from mergekit_ace.adapters.adapter_plan import base_of
 from mergekit_ace.files import flush_to_disk, sha256, write_text
 from mergekit_ace.merging.job import MergeError, MergeJob, MergePlan, OutputError, index_file
 from mergekit_ace.merging.manifest import MANIFEST_FILE, Manifest
-from mergekit_ace.model_files import add_model_files
+from mergekit_ace.model_files import add_model_files, config_donor
 
 _LOG = logging.getLogger(__name__)
 SCRATCH_FOLDER = ".merging"
@@ -221,7 +222,7 @@ def complete_model(
         (staging / "mergekit_config.yml").write_text(job.source, encoding="utf-8")
     _write_tokenizer(staging, job)
     along = plan.architecture.tagalong_files or []
-    _copy_tagalong_files(job.config(), str(staging), along, job.merge_options)
+    _copy_tagalong_files(_donor_config(job), str(staging), along, job.merge_options)
     add_model_files(job.config(), staging, cache=job.merge_options.transformers_cache)
     files = [path.relative_to(staging) for path in sorted(staging.rglob("*")) if path.is_file()]
     files = [path for path in files if path.as_posix() not in kept]
@@ -233,6 +234,15 @@ def complete_model(
         folder.make_subfolder(path.parent)
         folder.move_in(staging / path, str(path))
     return hashes
+
+
+def _donor_config(job: MergeJob) -> MergeConfiguration:
+    """Return the config for mergekit to copy files by, which merges an adapter for that."""
+    config = job.config()
+    donor = config_donor(config)
+    if donor in job.adapters:
+        config.base_model = base_of(donor)
+    return config
 
 
 def _model_card(job: MergeJob, name: str) -> str:
@@ -292,7 +302,7 @@ def _write_tokenizer(staging: Path, job: MergeJob) -> None:
         tokenizer.save_pretrained(staging)
     elif options.copy_tokenizer:
         try:
-            _copy_tokenizer(config, str(staging), options)
+            _copy_tokenizer(_donor_config(job), str(staging), options)
         except Exception as error:  # as mergekit: the weights are worth keeping without it
             _LOG.error(
                 "The tokenizer could not be copied (%s). The merge is complete without it: copy "

@@ -1,22 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is ready before any worker starts: merged adapters, and the list of what a merge reads."""
+"""What is ready before any worker starts: adapters, and the list of what a merge reads."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from filelock import FileLock
+from mergekit.architecture import WeightInfo
+from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference
 from mergekit.io import ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
-from mergekit_ace.headers import read_headers
-from mergekit_ace.merging.job import MergeJob, MergePlan
+from mergekit_ace.adapters.adapter_plan import base_of
+from mergekit_ace.adapters.adapter_tasks import find_stored_change, read_adapters
+from mergekit_ace.adapters.peft_adapter import Adapter
+from mergekit_ace.headers import DamagedFileError, read_headers
+from mergekit_ace.merging.job import MergeError, MergeJob, MergePlan
 from mergekit_ace.merging.manifest import FILE_PARAMETERS, named_paths
-from mergekit_ace.planning import model_folders
+from mergekit_ace.planning import ConfigError, model_folders
+from mergekit_ace.preflight.config_rules import listed
+
+
+def prepare_adapters(
+    models: Iterable[ModelReference], options: MergeOptions
+) -> Iterator[tuple[ModelReference, str]]:
+    """Yield models with adapters, and why one has to be merged into its base first; it is then.
+
+    Args:
+        models: of the merge, with or without adapters.
+        options: mergekit's flags.
+
+    Raises:
+        MergeError: nobody has said where to merge such an adapter.
+    """
+    for model in models:
+        if model.lora is None:
+            continue
+        reason = _why_first(model)
+        if reason and not options.lora_merge_cache:
+            raise MergeError(
+                f"{reason}. With --lora-merge-cache DIR, PEFT merges {model} into a full model "
+                "first, if it can"
+            )
+        if reason:
+            merge_adapter(model, options)
+        yield model, reason
+
+
+def _why_first(model: ModelReference) -> str:
+    """Return why what an adapter changes cannot be added to the base's tensors one by one."""
+    try:
+        adapter = read_adapters([model])[model]
+    except (DamagedFileError, ConfigError) as error:
+        return str(error)
+    base = base_of(model)
+    homeless = _homeless(adapter, set(LoaderCache().get(base).index.tensor_paths))
+    return f"{model.lora} has {listed(homeless)}, which {base} does not" if homeless else ""
+
+
+def _homeless(adapter: Adapter, stored: set[str]) -> list[str]:
+    """Return what an adapter changes and the files of its base do not hold."""
+    assert adapter.network is not None  # see `read_adapters`
+    prefix, kind = f"{adapter.network.base_model_prefix}.", adapter.network.config.model_type
+    names = {*stored, *(prefix + name for name in stored)}
+    held = {find_stored_change(adapter, WeightInfo(name=name)) for name in names}
+    return [
+        name
+        for name, change in adapter.changes.items()
+        if change not in held and not can_convert_checkpoint_keys(kind, stored, name)
+    ]
 
 
 def merge_adapter(model: ModelReference, options: MergeOptions) -> None:

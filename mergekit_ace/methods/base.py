@@ -329,6 +329,19 @@ class TaskVectorMethod(GroupMergeMethod):
             merged, record = first_that_fits(tensors, work, self.spec.name, settings.name)
         except MERGE_ERRORS as error:
             raise ValueError(self.explain(error, settings)) from error
+        self.check_size(merged, settings)
+        self.mention(settings, record)
+        if settings.recorded:
+            seconds = time.perf_counter() - start
+            record = measure_noise(record, tensors)
+            append_report(parameters["report"], self.spec.name, settings, record, seconds)
+        return merged
+
+    def check_size(self, merged: Tensor, settings: TensorSettings) -> None:
+        """Raise a `ValueError` for a result that its dtype cannot hold.
+
+        One that only float16 cannot hold is said at the end of the merge.
+        """
         size = largest_size(merged)
         if not math.isfinite(size):
             raise ValueError(
@@ -338,12 +351,6 @@ class TaskVectorMethod(GroupMergeMethod):
             )
         if merged.dtype != torch.float16 and size > torch.finfo(torch.float16).max:
             notice(self.spec.name, "beyond float16", _beyond_float16)
-        self.mention(settings, record)
-        if settings.recorded:
-            seconds = time.perf_counter() - start
-            record = measure_noise(record, tensors)
-            append_report(parameters["report"], self.spec.name, settings, record, seconds)
-        return merged
 
     def _merge_to_dtype(
         self, settings: TensorSettings, tensors: Sequence[Tensor], least_memory: bool

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, compress, rows_in_common
-from mergekit_ace.algebra.records import TensorRecord
+from mergekit_ace.algebra.records import FixedLayout, TensorRecord
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.inputs import TensorSettings, describe
 
@@ -74,11 +74,25 @@ def merge_low_rank(
 
 def _by_layout(delta: LowRank, settings: TensorSettings) -> LowRank:
     """Return a task vector as the matrices, or the stack of them, that a layout reads."""
-    layout, stack = settings.layout, delta.left.ndim == 3
-    *_, rows, _ = delta.left.shape
-    matrices = replace(delta, shape=(*delta.left.shape[:-2], rows, delta.right.shape[-1]))
-    plain = len(delta.shape) == len(matrices.shape)  # no kernel
-    fits = {
+    layout, ndim = settings.layout, len(delta.shape)
+    if not has_low_rank(layout, ndim, stack=delta.left.ndim == 3):
+        raise ValueError(
+            f"{describe(settings.name)} of shape {delta.shape} is not of low rank where `layout` "
+            f"is {layout}; leave `layout` out, or merge full models by mergekit-yaml"
+        )
+    return delta.read_as(layout)
+
+
+def has_low_rank(layout: FixedLayout, ndim: int, *, stack: bool) -> bool:
+    """Tell whether what a layout makes of a product is of low rank.
+
+    Args:
+        layout: how the tensor is read.
+        ndim: its axes.
+        stack: whether it is a product for each of its matrices, and not one, maybe with a kernel.
+    """
+    plain = stack or ndim == 2
+    fits: dict[FixedLayout, bool] = {
         "mean": True,
         "flattened": not stack,
         "stacked": plain,
@@ -86,12 +100,7 @@ def _by_layout(delta: LowRank, settings: TensorSettings) -> LowRank:
         "matrix": plain and not stack,
         "table": plain and not stack,
     }
-    if not fits[layout]:
-        raise ValueError(
-            f"{describe(settings.name)} of shape {delta.shape} is not of low rank where `layout` "
-            f"is {layout}; leave `layout` out, or merge full models by mergekit-yaml"
-        )
-    return matrices.transposed if layout == "transposed" else matrices
+    return fits[layout]
 
 
 def _merge_cores(

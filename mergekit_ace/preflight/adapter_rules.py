@@ -9,7 +9,9 @@ from pathlib import Path
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference
 
+from mergekit_ace.adapters.adapter_tasks import read_adapters
 from mergekit_ace.headers import DamagedFileError, TensorHeader, read_file_header
+from mergekit_ace.planning import ConfigError
 from mergekit_ace.preflight.checkpoints import Checkpoint
 from mergekit_ace.preflight.config_rules import Finding, listed
 
@@ -25,7 +27,7 @@ def check_adapter_shapes(checkpoints: Mapping[ModelReference, Checkpoint]) -> It
         if model.lora is None:
             continue
         path = Path(model.lora.path, "adapter_model.safetensors")
-        if not path.is_file():  # on the Hub, or a pickle
+        if not path.is_file() or _is_read(model):  # else on the Hub, or a pickle
             continue
         try:
             stored = read_file_header(path)
@@ -48,6 +50,15 @@ def check_adapter_shapes(checkpoints: Mapping[ModelReference, Checkpoint]) -> It
                 f"not have: {listed(homeless, 3)}",
                 "put it onto the model that it was trained on",
             )
+
+
+def _is_read(model: ModelReference) -> bool:
+    """Tell whether an adapter is one that this package merges by itself, which fits its base."""
+    try:
+        read_adapters([model])
+    except (DamagedFileError, ConfigError):
+        return False
+    return True
 
 
 def _compare(

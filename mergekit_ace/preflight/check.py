@@ -119,7 +119,7 @@ def check_merge(
     findings += _check_names(config)
     if lost:  # nothing can be planned without them
         return Preflight(_sorted(findings), **known)
-    findings += check_adapters(checkpoints, options)
+    findings += check_adapters(checkpoints, options, merged_first=unplanned is None)
     findings += check_adapter_shapes(checkpoints)
     findings += check_dtypes(checkpoints, config)
     findings += check_heads(checkpoints, config.base_model)

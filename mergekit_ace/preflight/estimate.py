@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from mergekit.common import ModelReference
 
+from mergekit_ace.adapters.adapter_tasks import MergeProducts
 from mergekit_ace.algebra.linalg import product
 from mergekit_ace.headers import ITEM_SIZES, TensorHeader
 from mergekit_ace.methods.base import TaskVectorMethod, sweep
@@ -168,7 +169,9 @@ def estimate_tensor(
     entries, experts = header.entries, max(1, len(found) - 1)
     method = tensor.method
     rule, work = method.spec.name, sweep(header.shape, experts)
-    if isinstance(method, TaskVectorMethod):
+    if isinstance(tensor.task, MergeProducts):  # only the base's tensor is read
+        found, work = {tensor.base: header}, sweep(header.shape, 1)
+    elif isinstance(method, TaskVectorMethod):
         settings = tensor.settings
         if method.layouts:
             rule = method.layout(settings, len(header.shape))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mergekit.architecture import ModelArchitecture, WeightInfo, get_architecture_info
+from mergekit.architecture import ModelArchitecture, WeightInfo
 from mergekit.architecture.base import ConfiguredModelArchitecture
 from mergekit.architecture.conversion import _expanded_target_keys
 from mergekit.common import ModelReference
@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from mergekit_ace.headers import TensorHeader
 from mergekit_ace.model_files import GENERATION, config_donor, lost_model_files
-from mergekit_ace.planning import PlannedTensor, layer_lists
+from mergekit_ace.planning import PlannedTensor, find_architecture, layer_lists
 from mergekit_ace.preflight.checkpoints import Checkpoint
 from mergekit_ace.preflight.config_rules import Finding, listed
 from mergekit_ace.preflight.loading import UnknownArchitectureError, skeleton, wanted_names
@@ -68,7 +68,7 @@ def find_unplanned(
         checkpoints: all models, with their headers.
     """
     donor = config.base_model or config.referenced_models()[0]
-    architecture = get_architecture_info(config.model_copy(deep=True), options)
+    architecture = find_architecture(config.model_copy(deep=True), options)
     left = {}
     for model, checkpoint in checkpoints.items():
         known = _known(model, architecture, options)
@@ -266,7 +266,7 @@ def _complaints(
 
 def check_model_files(config: MergeConfiguration, options: MergeOptions) -> Iterator[Finding]:
     """Find files beside the weights that `mergekit-yaml` leaves out of the result."""
-    architecture = get_architecture_info(config.model_copy(deep=True), options)
+    architecture = find_architecture(config.model_copy(deep=True), options)
     trust = options.trust_remote_code
     settings = config_donor(config).config(trust_remote_code=trust).get_text_config()
     for name, entries in layer_lists(config, trust).items():

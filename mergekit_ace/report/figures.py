@@ -72,7 +72,9 @@ def _strength(report: Report) -> Picture | None:
 
 def _relative(report: Report) -> Picture | None:
     rows = [
-        row for row in report.rows if "relative_size" in row.line and "matrices" not in row.line
+        row
+        for row in report.rows
+        if any(row.line.get("relative_size", ())) and "matrices" not in row.line
     ]
     if not rows:
         return None

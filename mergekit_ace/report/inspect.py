@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +13,21 @@ import click
 import torch
 from filelock import FileLock, Timeout
 from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
 from mergekit.graph import Executor, Task
 from mergekit.io.tasks import LoaderCache
-from mergekit.merge_methods.base import ParameterScope, TensorEntry, TensorGroup, TensorMetadata
-from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
-from torch import Tensor
 from tqdm import tqdm
 
 import mergekit_ace
-from mergekit_ace.algebra.inspection import (
-    TensorInspection,
-    evenly_spaced,
-    inspect_tensor,
-    measure_noise,
-)
-from mergekit_ace.algebra.records import FixedLayout, Observer
+from mergekit_ace.adapters.adapter_plan import AdapterPlan, names_adapters, plan_adapters
+from mergekit_ace.algebra.inspection import evenly_spaced
 from mergekit_ace.files import differences, file_states, write_text
-from mergekit_ace.methods.ace import AceMerge
-from mergekit_ace.methods.base import MERGE_ERRORS, Merged, TaskVectorMethod, first_that_fits
-from mergekit_ace.methods.inputs import TensorSettings, check_finite
+from mergekit_ace.headers import DamagedFileError
+from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.naming import natural_order, without_numbers
 from mergekit_ace.planning import (
+    ConfigError,
     PlannedMerge,
     PlannedTensor,
     config_content,
@@ -46,127 +36,14 @@ from mergekit_ace.planning import (
     read_merge_config,
 )
 from mergekit_ace.preflight.checkpoint_rules import check_tensors
-from mergekit_ace.preflight.checkpoints import read_checkpoint
+from mergekit_ace.preflight.checkpoints import headers_only, read_checkpoint
 from mergekit_ace.preflight.dtype_rules import check_dtypes, check_tensor_dtypes
-from mergekit_ace.report.jsonl import (
-    Line,
-    ReportError,
-    complete_lines,
-    inspection_line,
-    read_lines,
-)
+from mergekit_ace.report.jsonl import Line, ReportError, complete_lines, read_lines
 from mergekit_ace.report.page import write_page
 from mergekit_ace.report.summary import write_summary
+from mergekit_ace.report.tensor_lines import InspectTensor, adapter_line, why_in_full
 
 LOCK_FILE = ".inspection.lock"
-# Whose decisions are shown for methods that are not ours.
-STAND_IN = AceMerge()
-
-
-class InspectTensor(Task[Line]):
-    """In the place of mergekit's merge of one tensor: the same inputs, a line of a report."""
-
-    merge: ExecuteMergeMethodTask
-
-    def arguments(self) -> dict[str, Task]:
-        """Return the tensors that the merge would get."""
-        return {"tensors": self.merge.gather_tensors}
-
-    def group_label(self) -> str | None:
-        """Return the merge's label: tensors that lie together are read together."""
-        return self.merge.group_label()
-
-    def uses_accelerator(self) -> bool:
-        """Return True, as of a merge."""
-        return True
-
-    @torch.no_grad()
-    def execute(self, tensors: dict[ModelReference, Tensor], **_: Any) -> Line:
-        """Return the line; a short one of a tensor without experts, or without numbers."""
-        start = time.perf_counter()
-        planned = PlannedTensor(self.merge)
-        present = [m for m in self.merge.model_order if tensors.get(m) is not None]
-        experts = [m for m in planned.experts if m in present]
-        if planned.base not in present or not experts:
-            return _short_line(planned, "the base model or all experts lack it")
-        base = tensors[planned.base]
-        if not base.is_floating_point():
-            return _short_line(planned, "it holds no floating-point numbers")
-        group = _group(planned, tensors, present)
-        method, parameters = deciding_method(planned)
-        settings = replace(method.settings(group, parameters), recorded=True)
-        work = partial(_inspect, method, settings, planned.layout(base.ndim))
-        given = [base, *(tensors[model] for model in experts)]
-        try:
-            inspection = first_that_fits(given, work, "inspect", planned.name)
-        except MERGE_ERRORS as error:
-            raise ReportError(method.explain(error, settings)) from error
-        seconds = time.perf_counter() - start
-        line = inspection_line(self.merge.method_name, settings, inspection, seconds)
-        if method is not planned.method:
-            line["decisions_of"] = method.spec.name
-        return line
-
-
-def deciding_method(planned: PlannedTensor) -> tuple[TaskVectorMethod, Mapping[str, Any]]:
-    """Return the method whose decisions are shown, with its parameters for a tensor.
-
-    That is the merge's own. mergekit's methods decide nothing that they could show: in their place
-    stands ACE-Merging with its defaults.
-    """
-    if isinstance(planned.method, TaskVectorMethod):
-        return planned.method, planned.settings.parameters
-    parameters: dict[str, Any] = {}
-    for parameter in STAND_IN.spec.parameters:
-        own = parameter.scope == ParameterScope.NON_BASE
-        default = parameter.default
-        parameters[parameter.name] = dict.fromkeys(planned.experts, default) if own else default
-    return STAND_IN, parameters
-
-
-def _inspect(
-    method: TaskVectorMethod,
-    settings: TensorSettings,
-    layout: FixedLayout,
-    tensors: Sequence[Tensor],
-    least_memory: bool,
-) -> TensorInspection:
-    merge = partial(_merge, method, settings, least_memory)
-    dtype = getattr(torch, settings.parameters.get("compute_dtype", "float32"))
-    return inspect_tensor(tensors[0], tensors[1:], layout, merge, dtype)
-
-
-def _merge(
-    method: TaskVectorMethod,
-    settings: TensorSettings,
-    least_memory: bool,
-    tensors: Sequence[Tensor],
-    layout: FixedLayout,
-    observe: Observer | None,
-) -> Merged:
-    settings = replace(settings, layout=layout)
-    merged, record = method.merge(tensors, settings, least_memory=least_memory, observe=observe)
-    return merged, measure_noise(record, tensors)
-
-
-def _short_line(planned: PlannedTensor, reason: str) -> Line:
-    models = [str(model) for model in planned.experts]
-    return {"tensor": planned.name, "models": models, "skipped": reason}
-
-
-def _group(
-    planned: PlannedTensor, tensors: dict[ModelReference, Tensor], present: list[ModelReference]
-) -> TensorGroup:
-    """Return what a merge method gets, once it is known to be finite and of one shape."""
-    entries = tuple(TensorEntry(m, tensors[m], is_base=m == planned.base) for m in present)
-    metadata = TensorMetadata.from_weight_info(planned.task.output_weight)
-    group = TensorGroup(entries=entries, metadata=metadata)
-    shapes = {model: tuple(tensors[model].shape) for model in present}
-    if len(set(shapes.values())) > 1:
-        listed = ", ".join(f"{model}: {shape}" for model, shape in shapes.items())
-        raise ReportError(f"tensor {planned.name} has different shapes ({listed})")
-    check_finite("inspect", group)
-    return group
 
 
 def inspect_merge(
@@ -177,6 +54,7 @@ def inspect_merge(
     sample: int | None = None,
     overwrite: bool = False,
     quiet: bool = False,
+    adapters: AdapterPlan | None = None,
 ) -> list[Line]:
     """Write `report.jsonl` into a folder; a call that was interrupted goes on where it was.
 
@@ -187,6 +65,7 @@ def inspect_merge(
         sample: how many tensors at most, of every kind and depth.
         overwrite: drop the state of another inspection in the folder.
         quiet: no progress bar.
+        adapters: whose merge it is, where they are looked at through their factors.
 
     Returns:
         The lines of all selected tensors, in the order of the model.
@@ -197,46 +76,63 @@ def inspect_merge(
         DamagedFileError: a file of a checkpoint is damaged.
         ValueError: a tensor holds NaN or Inf.
     """
-    if plan.config.base_model is None and all(tensor.base is None for tensor in plan.tensors):
+    without = plan.config.base_model is None and all(t.base is None for t in plan.tensors)
+    if without and adapters is None:
         raise ReportError(
             "there is no base model to compare the experts with; add a line base_model: to the "
             "config"
         )
     selected = select(plan.tensors, filters, sample)
     path = folder / "report.jsonl"
-    _claim(folder, _identity(plan, filters, sample), overwrite=overwrite)
+    places = [str(a.file.path) for a in adapters.adapters] if adapters else _weight_files(plan)
+    _claim(folder, _identity(plan, filters, sample, places), overwrite=overwrite)
     complete_lines(path)
-    done = {line["tensor"] for line in read_lines(path)} if _has_lines(path) else set()
-    todo = [tensor for tensor in selected if tensor.name not in done]
+    known = {line["tensor"] for line in read_lines(path)} if _has_lines(path) else set()
+    todo = [tensor for tensor in selected if tensor.name not in known]
+    done = len(selected) - len(todo)
     with open(path, "a", encoding="utf-8") as file:
-        for line in _lines(todo, plan, len(done), quiet=quiet):
+        lines = _adapter_lines(todo, adapters) if adapters else _lines(todo, plan)
+        for line in tqdm(
+            lines, "inspecting", done + len(todo), initial=done, unit="tensor", disable=quiet
+        ):
             file.write(json.dumps(line, allow_nan=False) + "\n")
             file.flush()
     found = {line["tensor"]: line for line in read_lines(path)}
     return [found[tensor.name] for tensor in selected]
 
 
-def _lines(
-    todo: Sequence[PlannedTensor], plan: PlannedMerge, done: int, *, quiet: bool
-) -> Iterator[Line]:
+def _lines(todo: Sequence[PlannedTensor], plan: PlannedMerge) -> Iterator[Line]:
     """Run mergekit's own executor, which reads, moves and frees tensors as in a merge."""
     tasks: list[Task] = [InspectTensor(merge=tensor.task) for tensor in todo]
     executor = Executor(tasks, math_device=torch.device(plan.options.device or "cpu"))
-    bar = tqdm(
-        total=done + len(todo), initial=done, desc="inspecting", unit="tensor", disable=quiet
-    )
-    with bar:
-        for _, line in executor.run(quiet=True):
-            bar.update()
-            yield line
+    for _, line in executor.run(quiet=True):
+        yield line
 
 
-def _identity(plan: PlannedMerge, filters: Iterable[str], sample: int | None) -> dict[str, Any]:
-    """Return what must be the same for the lines of one report."""
+def _adapter_lines(todo: Sequence[PlannedTensor], plan: AdapterPlan) -> Iterator[Line]:
+    """Yield lines from the factors of adapters."""
+    changed = {tensor.planned.name: tensor for tensor in plan.tensors}
+    adapters = {model: adapter for model, adapter in plan.adapters_of.items() if adapter}
+    headers = plan.checkpoints[0]
+    with headers_only(plan.checkpoints):
+        for tensor in todo:
+            header = headers.source(tensor.task.output_weight)
+            yield adapter_line(plan.base, tensor, header, changed.get(tensor.name), adapters)
+
+
+def _weight_files(plan: PlannedMerge) -> list[str]:
+    """Return the files that hold the weights of all models."""
     places = []
     for model in plan.config.referenced_models():
         index = LoaderCache().get(model).index
         places += [str(Path(index.base_path, name)) for name in set(index.tensor_paths.values())]
+    return places
+
+
+def _identity(
+    plan: PlannedMerge, filters: Iterable[str], sample: int | None, places: Sequence[str]
+) -> dict[str, Any]:
+    """Return what must be the same for the lines of one report."""
     return {
         "config": config_content(plan.source),
         "tensors": sorted(filters),
@@ -363,23 +259,22 @@ def run_inspection(
         tensors, sample, overwrite, quiet: see `inspect_merge`.
     """
     merge, source = read_merge_config(config)
-    find_models(merge)
-    plan = plan_merge(merge, source, MergeOptions(**flags, quiet=True))
-    checkpoints = {model: read_checkpoint(model) for model in merge.referenced_models()}
-    findings = (
-        *check_dtypes(checkpoints, merge),
-        *check_tensors(plan.tensors, checkpoints),
-        *check_tensor_dtypes(plan.tensors, checkpoints),
-    )
-    for finding in findings:
-        if finding.level == "error":
-            raise ReportError(f"{finding.message}; {finding.remedy}")
+    options = MergeOptions(**flags, quiet=True)
+    adapters = _plan_adapters(merge, source, options) if names_adapters(merge) else None
+    if adapters is not None:
+        plan = adapters.merge
+    else:
+        find_models(merge)
+        plan = plan_merge(merge, source, options)
+        _check_tensors(plan)
     with _lock(folder):
         lines = inspect_merge(
-            plan, folder, filters=tensors, sample=sample, overwrite=overwrite, quiet=quiet
-        )
+            plan, folder, filters=tensors, sample=sample, overwrite=overwrite, quiet=quiet,
+            adapters=adapters,
+        )  # fmt: skip
         summary = write_summary(lines, folder / "summary.json")
-        write_page(lines, folder / "report.html", describe_inspection(plan, len(lines)))
+        base = adapters.base if adapters else plan.config.base_model
+        write_page(lines, folder / "report.html", describe_inspection(plan, base, len(lines)))
     if isinstance(plan.method, TaskVectorMethod):
         click.echo(f"{plan.method.about}\n")
     for sentence in summary["sentences"]:
@@ -387,10 +282,48 @@ def run_inspection(
     click.echo(f"\n{folder / 'report.html'}")
 
 
-def describe_inspection(plan: PlannedMerge, looked_at: int) -> str:
+def _check_tensors(plan: PlannedMerge) -> None:
+    """Raise a `ReportError` for what is stored in a way that says nothing of its values."""
+    checkpoints = {model: read_checkpoint(model) for model in plan.config.referenced_models()}
+    findings = (
+        *check_dtypes(checkpoints, plan.config),
+        *check_tensors(plan.tensors, checkpoints),
+        *check_tensor_dtypes(plan.tensors, checkpoints),
+    )
+    for finding in findings:
+        if finding.level == "error":
+            raise ReportError(f"{finding.message}; {finding.remedy}")
+
+
+def _plan_adapters(
+    config: MergeConfiguration, source: str, options: MergeOptions
+) -> AdapterPlan | None:
+    """Return the plan of a merge of adapters of one base; None if full models have to be read.
+
+    Raises:
+        ReportError: nobody has said where to merge adapters into full models.
+    """
+    try:
+        plan = plan_adapters(config, source, options)
+        with headers_only(plan.checkpoints):
+            reason = why_in_full(plan)
+        if not reason:
+            return plan
+    except (ConfigError, DamagedFileError) as error:
+        reason = str(error)
+    if not options.lora_merge_cache:
+        raise ReportError(
+            f"{reason}. With --lora-merge-cache DIR, adapters are merged into full models first, "
+            "and these are looked at"
+        )
+    click.echo(f"adapters are merged into full models first: {reason}", err=True)
+    return None
+
+
+def describe_inspection(plan: PlannedMerge, base: ModelReference | None, looked_at: int) -> str:
     """Return what the page says below its title."""
     part = "" if looked_at == len(plan.tensors) else f", {looked_at} of them looked at"
     return (
-        f"Base model {plan.config.base_model}; {len(plan.tensors)} tensors{part}. "
+        f"Base model {base}; {len(plan.tensors)} tensors{part}. "
         "Seen before the merge, by mergekit-ace inspect."
     )

@@ -28,9 +28,9 @@ def inspection_line(
     """Return the line of one tensor: that of a merge's report, and what only a look can tell.
 
     Lists over experts are in the order of ``models``. Beside `MatrixRecord`'s fields there are
-    those of `Comparison`, ``relative_size`` (‖Δ_t‖/‖W0‖, None where W0 = 0), and for a matrix those
-    of `Subspaces` and `MergedSpectrum` under ``subspaces`` and ``spectrum``. A stack of matrices
-    has a list ``matrices``.
+    those of `Comparison`, ``relative_size`` (‖Δ_t‖/‖W0‖, None where W0 is 0 or was not read), and
+    for a matrix those of `Subspaces` and `MergedSpectrum` under ``subspaces`` and ``spectrum``. A
+    stack of matrices has a list ``matrices``.
 
     Args:
         method: of the config.

@@ -53,6 +53,7 @@ NAME = FieldKind("a name", lambda value, n: value is None or isinstance(value, s
 FLAG = FieldKind("true or false", lambda value, n: isinstance(value, bool))
 COUNT = FieldKind("a whole number", lambda value, n: _is_count(value))
 NUMBER = FieldKind("a number", lambda value, n: _is_number(value))
+NUMBER_OR_NONE = FieldKind("a number, or null", lambda value, n: value is None or _is_number(value))
 NUMBER_OR_INF = FieldKind("a number", lambda value, n: _may_be_infinite(value))
 NUMBERS = FieldKind("a list of numbers", lambda value, n: _list_of(_is_number, value))
 NUMBERS_OR_NONE = FieldKind(
@@ -91,7 +92,7 @@ OBJECT = FieldKind("an object", lambda value, n: isinstance(value, dict))
 OF_TENSORS = {
     "tensor": NAME, "models": NAMES, "skipped": TEXT, "method": TEXT, "decisions_of": TEXT,
     "shape": SHAPE, "layout": TEXT, "seconds": NUMBER, "versions": OBJECT, "matrices": OBJECTS,
-    "coefficients": COEFFICIENTS, "relative_size": PER_EXPERT_OR_NONE, "base_norm": NUMBER,
+    "coefficients": COEFFICIENTS, "relative_size": PER_EXPERT_OR_NONE, "base_norm": NUMBER_OR_NONE,
     "norm": PER_EXPERT, "unchanged": PER_EXPERT, "cosine": PAIRS, "unit": NUMBER,
     "histogram": HISTOGRAM,
 }  # fmt: skip

@@ -193,8 +193,8 @@ class Report:
 
     @cached_property
     def base_norm(self) -> float:
-        """‖W0‖ over all tensors that were looked at."""
-        return math.sqrt(math.fsum(line["base_norm"] ** 2 for line in self.looked_at))
+        """‖W0‖ over all tensors that were looked at; 0 where nobody has read it."""
+        return math.sqrt(math.fsum((line["base_norm"] or 0.0) ** 2 for line in self.looked_at))
 
     @cached_property
     def cosines(self) -> list[Values]:

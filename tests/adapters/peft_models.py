@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from checkpoints import tiny_llama
+from mergekit.common import ModelReference
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import (
@@ -21,6 +22,8 @@ from transformers import (
     LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -81,6 +84,15 @@ def gpt2() -> nn.Module:
 
 def qwen() -> nn.Module:
     return Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=False))
+
+
+def opt() -> nn.Module:
+    return OPTForCausalLM(
+        OPTConfig(
+            vocab_size=40, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2,
+            word_embed_proj_dim=16, max_position_embeddings=32,
+        )
+    )  # fmt: skip
 
 
 def mixtral() -> nn.Module:
@@ -221,3 +233,34 @@ def changed(adapter: Adapter, weights: dict) -> dict:
 def largest_difference(one: dict, other: dict) -> float:
     assert one.keys() == other.keys()
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def save_adapters(folder: Path, build, *options: dict) -> list[str]:
+    """Save a base and an adapter with each of some options; their paths, the base's first."""
+    paths = [str(folder / "base")]
+    for seed, own in enumerate(options):
+        paths.append(str(folder / f"adapter{seed}"))
+        trained = train_by_chance(build, paths[-1], seed, **{"lora_alpha": 1, **own})
+        trained.base.save_pretrained(paths[0])
+    return paths
+
+
+def config_of(paths: list[str], method: str, **parameters) -> dict:
+    """A config that merges the adapters of a base, the first path."""
+    config = {
+        "merge_method": method,
+        "models": [{"model": f"{paths[0]}+{path}"} for path in paths[1:]],
+        "dtype": "float32",
+    }
+    if method != "linear":
+        config["base_model"] = paths[0]
+    return {**config, "parameters": parameters} if parameters else config
+
+
+def of_full_models(config: dict, cache: Path) -> dict:
+    """The config with adapters merged into full models, in float32."""
+    models = []
+    for one in config["models"]:
+        model = ModelReference.model_validate(one["model"])
+        models.append({**one, "model": model.merged(str(cache), False, "float32").model.path})
+    return {**config, "models": models}

@@ -148,12 +148,14 @@ def test_modules_with_parameters_of_their_own(tmp_path):
     compare(tmp_path, config, *SHARDS)
 
 
-def test_adapters(tmp_path):
+def test_adapters_that_are_merged_first(tmp_path):
     paths = save_llamas(tmp_path)
     adapters = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+        settings = LoraConfig(
+            r=2, target_modules="all-linear", init_lora_weights=False, use_dora=True
+        )
         adapters.append(tmp_path / f"adapter{seed}")
         get_peft_model(LlamaForCausalLM.from_pretrained(paths[0]), settings).save_pretrained(
             adapters[-1]

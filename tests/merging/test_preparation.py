@@ -26,7 +26,9 @@ def family(tmp_path_factory) -> list[str]:
     paths = save_family(tiny_llama(), folder, experts=1)
     for seed in (1, 2):
         torch.manual_seed(seed)
-        settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+        settings = LoraConfig(
+            r=2, target_modules="all-linear", init_lora_weights=False, use_dora=True
+        )  # which is merged first
         paths.append(str(folder / f"adapter{seed}"))
         get_peft_model(LlamaForCausalLM.from_pretrained(paths[0]), settings).save_pretrained(
             paths[-1]

@@ -310,7 +310,9 @@ def test_adapters(check, paths, tmp_path):
     model.save_pretrained(adapter)
     config = default_config([paths[0], paths[1], f"{paths[0]}+{adapter}"])
     found = texts(check(config), "error")
+    assert "which mergekit-yaml merges into its base first" in found
     assert "--lora-merge-cache DIR" in found
+    assert "mergekit-ace merge, which needs neither" in found
     cache = tmp_path / "cache"
     before = set(LoaderCache().loaders)  # other tests of this process may have loaded adapters
     answer = check(config, "--lora-merge-cache", str(cache))

@@ -26,7 +26,8 @@ from mergekit_ace.algebra.rounding_noise import noise_energy
 from mergekit_ace.cli import main
 from mergekit_ace.methods.ace import AceMerge
 from mergekit_ace.plugin import our_methods
-from mergekit_ace.report.inspect import LOCK_FILE, InspectTensor
+from mergekit_ace.report.inspect import LOCK_FILE
+from mergekit_ace.report.tensor_lines import InspectTensor
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters in a merge of full models: mergekit's tasks, but no adapter is merged into a base first.
+
+mergekit plans the merge with the headers of the base in the place of every adapter's. Then each
+task gets what the adapters change of its tensor. Where all experts change it by products, and the
+method stays in their span, the products are merged, and added to the base's tensor. Else the
+versions of the experts are formed, those of one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from mergekit.architecture import WeightInfo
+from mergekit.common import ModelReference
+from mergekit.graph import Task
+from mergekit.io.tasks import GatherTensors, LoaderCache
+from mergekit.merge_methods.base import TensorEntry, TensorGroup, TensorMetadata
+from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
+from pydantic import InstanceOf
+from torch import Tensor, nn
+
+from mergekit_ace.adapters.adapter_merge import leaves_span, linear_coefficients, merge_products
+from mergekit_ace.adapters.adapter_plan import base_network, base_of, find_change
+from mergekit_ace.adapters.peft_adapter import Adapter, Change, read_adapter
+from mergekit_ace.algebra.low_rank import LowRank
+from mergekit_ace.methods.base import TaskVectorMethod
+from mergekit_ace.methods.inputs import check_finite
+from mergekit_ace.methods.low_rank_merge import has_low_rank
+from mergekit_ace.methods.report_lines import append_report
+from mergekit_ace.planning import ConfigError, PlannedTensor
+
+
+def read_adapters(models: Iterable[ModelReference]) -> dict[ModelReference, Adapter]:
+    """Read the adapters of models, by configs and headers.
+
+    Raises:
+        DamagedFileError: what is wrong with an adapter.
+        ConfigError: transformers does not know the architecture of a base.
+    """
+    return {model: read_adapter(model.lora, _known_network(base_of(model))) for model in models}
+
+
+@lru_cache(maxsize=4)  # it takes a second, and is asked for again and again
+def _known_network(base: ModelReference) -> nn.Module:
+    return base_network(base)
+
+
+def show_bases(models: Iterable[ModelReference]) -> None:
+    """Let mergekit plan with the files of the base in the place of an adapter's merged model.
+
+    `own_loaders` takes that back.
+    """
+    cache = LoaderCache()
+    for model in models:
+        cache.loaders[model] = cache.get(base_of(model))
+
+
+@contextmanager
+def own_loaders() -> Iterator[None]:
+    """Leave mergekit's cache of opened models as it is: other merges of the process use it, too."""
+    loaders = LoaderCache().loaders
+    before = dict(loaders)
+    try:
+        yield
+    finally:
+        loaders.clear()
+        loaders.update(before)
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedTensor:
+    """What adapters change of one tensor.
+
+    Attributes:
+        changes: by the adapter's model; None of one that leaves the tensor as it is.
+    """
+
+    changes: Mapping[ModelReference, tuple[Adapter, Change | None]]
+
+    def product(self, model: ModelReference) -> LowRank | None:
+        """Return the change of a model as factors in float64; None where it changes nothing.
+
+        Raises:
+            DamagedFileError: a factor holds NaN or infinite numbers.
+        """
+        adapter, change = self.changes.get(model, (None, None))
+        return adapter.low_rank(change.name) if adapter and change else None
+
+    def version(self, model: ModelReference, base: Tensor) -> Tensor:
+        """Return the tensor of a model, in the dtype of the base's; that itself where it is equal.
+
+        Raises:
+            DamagedFileError: the adapter holds NaN or infinite numbers.
+        """
+        adapter, change = self.changes.get(model, (None, None))
+        if adapter is None or change is None:
+            return base
+        if change.kind == "saved":
+            return adapter.full(change.name).to(base.device, base.dtype)
+        if change.kind == "bias":
+            return (base + adapter.full(change.name).to(base.device)).to(base.dtype)
+        return adapter.low_rank(change.name).added_to(base)
+
+
+class GatherAdapted(GatherTensors):
+    """Gather the versions of a tensor, those of adapters from the base's.
+
+    Attributes:
+        adapted: what the adapters change of it.
+    """
+
+    adapted: InstanceOf[AdaptedTensor]
+
+    def arguments(self) -> dict[str, Task]:
+        """Return what is read: the base's tensor in the place of every adapter's."""
+        return {
+            key: task.model_copy(update={"model": base_of(task.model)})
+            if task.model in self.adapted.changes
+            else task
+            for key, task in super().arguments().items()
+        }
+
+    def execute(self, **tensors: Tensor) -> dict[ModelReference, Tensor]:
+        """Return the versions by model."""
+        found = super().execute(**tensors)
+        return {model: self.adapted.version(model, tensor) for model, tensor in found.items()}
+
+
+class MergeProducts(ExecuteMergeMethodTask):
+    """Merge the changes of a tensor within their span, and add the result to the base's.
+
+    Only the base's tensor is read.
+    """
+
+    def arguments(self) -> dict[str, Task]:
+        """Return the task that reads the base's tensor."""
+        return {"base": next(iter(self.gather_tensors.arguments().values()))}
+
+    @torch.no_grad()
+    def execute(self, base: Tensor, **_: Any) -> Tensor:
+        """Return the merged tensor, in the dtype of the base's.
+
+        Raises:
+            DamagedFileError: a factor holds NaN or infinite numbers.
+            ValueError: the tensor cannot be merged; the message names it, and says what to do.
+        """
+        start, planned = time.perf_counter(), PlannedTensor(self)
+        method, adapted = planned.method, planned.gather.adapted
+        if isinstance(method, TaskVectorMethod):
+            entries = (TensorEntry(planned.base, base, is_base=True),)
+            metadata = TensorMetadata.from_weight_info(self.output_weight)
+            check_finite(method.spec.name, TensorGroup(entries=entries, metadata=metadata))
+        products = [adapted.product(model) for model in planned.experts]
+        deltas = [product and product.to(base.device) for product in products]
+        change = next(change for _, change in adapted.changes.values() if change is not None)
+        merged = merge_products(planned, change, deltas)
+        result = merged.delta.added_to(base) if merged.delta is not None else base
+        if isinstance(method, TaskVectorMethod):
+            settings, record = merged.settings, merged.record
+            assert settings is not None
+            assert record is not None
+            method.check_size(result, settings)
+            if settings.recorded:
+                seconds = time.perf_counter() - start
+                path = settings.parameters["report"]
+                append_report(path, method.spec.name, settings, record, seconds)
+        return result
+
+
+def find_stored_change(adapter: Adapter, weight: WeightInfo) -> Change | None:
+    """Return what an adapter changes of a stored tensor, which may be a table and a head in memory.
+
+    A head that an adapter holds whole is a tensor of its own afterwards, whatever it was before.
+    """
+    direct = find_change(adapter, weight)
+    if direct is not None:
+        return direct
+    names = (weight.name, *(weight.aliases or ()))
+    ties = getattr(adapter.network, "all_tied_weights_keys", {})
+    by_table = (adapter.changes.get(ties[name]) for name in names if name in ties)
+    by_head = (adapter.changes.get(head) for head, table in ties.items() if table in names)
+    heads = (change for change in by_head if change is None or change.kind != "saved")
+    return next((change for change in (*by_table, *heads) if change is not None), None)
+
+
+def use_adapters(
+    task: ExecuteMergeMethodTask, adapters: Mapping[ModelReference, Adapter]
+) -> ExecuteMergeMethodTask:
+    """Return the task of a tensor that takes adapters as they are.
+
+    Args:
+        task: as mergekit has planned it, see `show_bases`.
+        adapters: by model.
+    """
+    planned = PlannedTensor(task)
+    weights: dict[ModelReference, WeightInfo] = dict(planned.gather.weight_info.items())
+    changes = {
+        model: (adapters[model], find_stored_change(adapters[model], weight))
+        for model, weight in weights.items()
+        if model in adapters
+    }
+    if not changes:
+        return task
+    fields = {name: getattr(planned.gather, name) for name in GatherTensors.model_fields}
+    gather: Task = GatherAdapted(**fields, adapted=AdaptedTensor(changes))
+    if task.gather_tensors is not planned.gather:  # rows are aligned, once they are formed
+        return task.model_copy(
+            update={
+                "gather_tensors": task.gather_tensors.model_copy(update={"gather_tensors": gather})
+            }
+        )
+    task = task.model_copy(update={"gather_tensors": gather})
+    if not _merges_products(PlannedTensor(task)):
+        return task
+    return MergeProducts(**{name: getattr(task, name) for name in type(task).model_fields})
+
+
+def _merges_products(planned: PlannedTensor) -> bool:
+    """Tell whether all experts change a tensor of one base by products that merge in their span."""
+    changes: Mapping[ModelReference, tuple[Adapter, Change | None]] = planned.gather.adapted.changes
+    bases = {base_of(model) for model in planned.task.model_order}
+    found = [change for _, change in changes.values() if change is not None]
+    if len(bases) > 1 or not found or any(change.kind in ("saved", "bias") for change in found):
+        return False
+    if planned.base is not None and planned.base.lora is not None:
+        return False
+    if leaves_span(planned):
+        return False
+    if not isinstance(planned.method, TaskVectorMethod):
+        return _keeps_base(planned)
+    ndim = len(found[0].shape)
+    stack = found[0].kind == "parameter" and ndim == 3
+    return has_low_rank(planned.layout(ndim), ndim, stack=stack)
+
+
+def _keeps_base(planned: PlannedTensor) -> bool:
+    """Tell whether one of mergekit's linear methods leaves W0 as it is."""
+    try:
+        linear_coefficients(planned)
+    except ConfigError:
+        return False
+    return True

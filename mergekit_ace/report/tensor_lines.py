@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The line of one tensor: from the models' versions of it, or from the factors of adapters."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from mergekit.common import ModelReference
+from mergekit.graph import Task
+from mergekit.merge_methods.base import ParameterScope, TensorEntry, TensorGroup, TensorMetadata
+from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
+from torch import Tensor
+
+from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor
+from mergekit_ace.adapters.peft_adapter import Adapter, Change
+from mergekit_ace.algebra.inspection import TensorInspection, inspect_tensor, measure_noise
+from mergekit_ace.algebra.low_rank import CoreSpace, LowRank
+from mergekit_ace.algebra.low_rank_inspection import inspect_products
+from mergekit_ace.algebra.records import FixedLayout, Observer
+from mergekit_ace.headers import TensorHeader
+from mergekit_ace.methods.ace import AceMerge
+from mergekit_ace.methods.base import MERGE_ERRORS, Merged, TaskVectorMethod, first_that_fits
+from mergekit_ace.methods.inputs import TensorSettings, check_finite
+from mergekit_ace.methods.low_rank_merge import has_low_rank
+from mergekit_ace.planning import PlannedTensor
+from mergekit_ace.preflight.checkpoints import FLOATING
+from mergekit_ace.report.jsonl import Line, ReportError, inspection_line
+
+# Whose decisions are shown for methods that are not ours.
+STAND_IN = AceMerge()
+
+
+class InspectTensor(Task[Line]):
+    """In the place of mergekit's merge of one tensor: the same inputs, a line of a report."""
+
+    merge: ExecuteMergeMethodTask
+
+    def arguments(self) -> dict[str, Task]:
+        """Return the tensors that the merge would get."""
+        return {"tensors": self.merge.gather_tensors}
+
+    def group_label(self) -> str | None:
+        """Return the merge's label: tensors that lie together are read together."""
+        return self.merge.group_label()
+
+    def uses_accelerator(self) -> bool:
+        """Return True, as of a merge."""
+        return True
+
+    @torch.no_grad()
+    def execute(self, tensors: dict[ModelReference, Tensor], **_: Any) -> Line:
+        """Return the line; a short one of a tensor without experts, or without numbers."""
+        start = time.perf_counter()
+        planned = PlannedTensor(self.merge)
+        present = [m for m in self.merge.model_order if tensors.get(m) is not None]
+        experts = [m for m in planned.experts if m in present]
+        if planned.base not in present or not experts:
+            return _short_line(planned, "the base model or all experts lack it")
+        base = tensors[planned.base]
+        if not base.is_floating_point():
+            return _short_line(planned, "it holds no floating-point numbers")
+        group = _group(planned, tensors, present)
+        method, parameters = deciding_method(planned)
+        settings = replace(method.settings(group, parameters), recorded=True)
+        work = partial(_inspect, method, settings, planned.layout(base.ndim))
+        given = [base, *(tensors[model] for model in experts)]
+        try:
+            inspection = first_that_fits(given, work, "inspect", planned.name)
+        except MERGE_ERRORS as error:
+            raise ReportError(method.explain(error, settings)) from error
+        seconds = time.perf_counter() - start
+        line = inspection_line(self.merge.method_name, settings, inspection, seconds)
+        if method is not planned.method:
+            line["decisions_of"] = method.spec.name
+        return line
+
+
+def deciding_method(planned: PlannedTensor) -> tuple[TaskVectorMethod, Mapping[str, Any]]:
+    """Return the method whose decisions are shown, with its parameters for a tensor.
+
+    That is the merge's own. mergekit's methods decide nothing that they could show: in their place
+    stands ACE-Merging with its defaults.
+    """
+    if isinstance(planned.method, TaskVectorMethod):
+        return planned.method, planned.settings.parameters
+    parameters: dict[str, Any] = {}
+    for parameter in STAND_IN.spec.parameters:
+        own = parameter.scope == ParameterScope.NON_BASE
+        default = parameter.default
+        parameters[parameter.name] = dict.fromkeys(planned.experts, default) if own else default
+    return STAND_IN, parameters
+
+
+def _inspect(
+    method: TaskVectorMethod,
+    settings: TensorSettings,
+    layout: FixedLayout,
+    tensors: Sequence[Tensor],
+    least_memory: bool,
+) -> TensorInspection:
+    merge = partial(_merge, method, settings, least_memory)
+    dtype = getattr(torch, settings.parameters.get("compute_dtype", "float32"))
+    return inspect_tensor(tensors[0], tensors[1:], layout, merge, dtype)
+
+
+def _merge(
+    method: TaskVectorMethod,
+    settings: TensorSettings,
+    least_memory: bool,
+    tensors: Sequence[Tensor],
+    layout: FixedLayout,
+    observe: Observer | None,
+) -> Merged:
+    settings = replace(settings, layout=layout)
+    merged, record = method.merge(tensors, settings, least_memory=least_memory, observe=observe)
+    return merged, measure_noise(record, tensors)
+
+
+def _short_line(planned: PlannedTensor, reason: str) -> Line:
+    models = [str(model) for model in planned.experts]
+    return {"tensor": planned.name, "models": models, "skipped": reason}
+
+
+def _group(
+    planned: PlannedTensor, tensors: dict[ModelReference, Tensor], present: list[ModelReference]
+) -> TensorGroup:
+    """Return what a merge method gets, once it is known to be finite and of one shape."""
+    entries = tuple(TensorEntry(m, tensors[m], is_base=m == planned.base) for m in present)
+    metadata = TensorMetadata.from_weight_info(planned.task.output_weight)
+    group = TensorGroup(entries=entries, metadata=metadata)
+    shapes = {model: tuple(tensors[model].shape) for model in present}
+    if len(set(shapes.values())) > 1:
+        listed = ", ".join(f"{model}: {shape}" for model, shape in shapes.items())
+        raise ReportError(f"tensor {planned.name} has different shapes ({listed})")
+    check_finite("inspect", group)
+    return group
+
+
+def adapter_line(
+    base: ModelReference,
+    planned: PlannedTensor,
+    header: TensorHeader | None,
+    changed: ChangedTensor | None,
+    adapters: Mapping[ModelReference, Adapter],
+) -> Line:
+    """Return the line of a tensor from what adapters change of it; W0 is not read.
+
+    It is a short one of a tensor that an adapter holds whole, which only W0 turns into a change.
+
+    Args:
+        base: the model of the adapters.
+        planned: the tensor, while mergekit sees headers of the adapters' base (`headers_only`).
+        header: of the tensor; None where the base has none.
+        changed: what the adapters change of it; None where that is nothing.
+        adapters: by model.
+
+    Raises:
+        DamagedFileError: a factor holds NaN or infinite numbers.
+        ReportError: the tensor cannot be merged.
+    """
+    start = time.perf_counter()
+    if header is None or header.dtype not in FLOATING:
+        return _short_line(planned, "it holds no floating-point numbers")
+    if changed is not None and any(c and c.kind == "saved" for c in changed.changes):
+        return _short_line(planned, "an adapter holds it whole, and the base is not read")
+    method, parameters = deciding_method(planned)
+    experts = tuple(model for model in planned.experts if model in adapters)
+    settings = TensorSettings(planned.name, base, experts, parameters, recorded=True)
+    settings = method.complete(settings, len(header.shape))
+    layout = method.layout(settings, len(header.shape))
+    found = dict(zip(planned.experts, changed.changes, strict=True)) if changed else {}
+    changes = [(adapters[model], found.get(model)) for model in experts]
+    try:
+        inspection = _inspect_changes(changes, header.shape, layout, method, settings)
+    except MERGE_ERRORS as error:
+        raise ReportError(method.explain(error, settings)) from error
+    seconds = time.perf_counter() - start
+    line = inspection_line(planned.task.method_name, settings, inspection, seconds)
+    if method is not planned.method:
+        line["decisions_of"] = method.spec.name
+    return line
+
+
+def _inspect_changes(
+    changes: Sequence[tuple[Adapter, Change | None]],
+    shape: tuple[int, ...],
+    layout: FixedLayout,
+    method: TaskVectorMethod,
+    settings: TensorSettings,
+) -> TensorInspection:
+    def merge(
+        tensors: Sequence[Tensor],
+        layout: FixedLayout,
+        space: CoreSpace | None,
+        observe: Observer | None,
+    ) -> Merged:
+        own = replace(settings, layout=layout, space=space)
+        return method.merge(tensors, own, observe=observe)
+
+    def merge_vectors(
+        tensors: Sequence[Tensor], layout: FixedLayout, observe: Observer | None
+    ) -> Merged:
+        return merge(tensors, layout, None, observe)
+
+    if len(shape) < 2:
+        zero = torch.zeros(shape, dtype=torch.float64)
+        vectors = [adapter.full(change.name) if change else zero for adapter, change in changes]
+        found = inspect_tensor(zero, vectors, layout, merge_vectors, torch.float64)
+        return replace(found, comparison=replace(found.comparison, base_norm=None))
+    deltas = [adapter.low_rank(change.name) if change else None for adapter, change in changes]
+    zeros = next((delta for delta in deltas if delta is not None), None) or _zeros(shape, layout)
+    left, right = zeros.left[..., :1], zeros.right[..., :1, :]
+    nothing = LowRank(torch.zeros_like(left), torch.zeros_like(right), shape)
+    return inspect_products([delta or nothing for delta in deltas], layout, merge)
+
+
+def _zeros(shape: tuple[int, ...], layout: FixedLayout) -> LowRank:
+    """Return zero of rank 1 for every matrix that a layout sees in a tensor."""
+    stack = shape[:1] if len(shape) == 3 and layout in ("stacked", "transposed") else ()
+    rows, *rest = shape[len(stack) :]
+    left = torch.zeros(*stack, rows, 1, dtype=torch.float64)
+    right = torch.zeros(*stack, 1, math.prod(rest), dtype=torch.float64)
+    return LowRank(left, right, shape)
+
+
+def why_in_full(plan: AdapterPlan) -> str:
+    """Return why adapters cannot be looked at through their factors alone; empty if they can."""
+    for tensor in plan.tensors:
+        method, parameters = deciding_method(tensor.planned)
+        kind, ndim = tensor.change.kind, len(tensor.change.shape)
+        if kind in ("saved", "bias"):
+            continue
+        name = tensor.planned.name
+        reason = method.leaves_span(parameters)
+        if reason:
+            return f"{method.spec.name}: {reason}"
+        settings = replace(tensor.planned.settings, base=plan.base, parameters=parameters)
+        layout = method.layout(settings, ndim)
+        if not has_low_rank(layout, ndim, stack=kind == "parameter" and ndim == 3):
+            return f"{name} is not of low rank where `layout` is {layout}"
+    return ""

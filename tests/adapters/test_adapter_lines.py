@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`inspect` of adapters: what it finds in the full models, without a weight of the base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from checkpoints import tiny_llama
+from click.testing import CliRunner
+from peft_models import (
+    CASES,
+    EXPERTS,
+    config_of,
+    gpt2,
+    mixtral,
+    of_full_models,
+    save_adapters,
+    train_by_chance,
+)
+
+from mergekit_ace.cli import main
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SAME = (
+    "tensor", "method", "decisions_of", "shape", "layout", "rule", "weight", "heterogeneous",
+    "normalized", "refined", "statistic", "rank", "prior", "raised", "coefficients",
+)  # fmt: skip
+NEAR = (
+    "norm", "unit", "tau", "gamma", "log_variance", "threshold", "epsilon", "ridge", "sigma_iso",
+    "amplification", "changed",
+)  # fmt: skip
+
+
+def inspect(config: dict, folder: Path, *flags: str, fails: bool = False) -> str:
+    """Run the command; what it says."""
+    path = folder.with_suffix(".yml")
+    path.write_text(yaml.safe_dump(config))
+    result = CliRunner().invoke(main, ["inspect", str(path), str(folder), "--quiet", *flags])
+    assert (result.exit_code != 0) == fails, result.output
+    return result.output
+
+
+def lines_of(folder: Path) -> dict[str, dict]:
+    lines = map(json.loads, (folder / "report.jsonl").read_text().splitlines())
+    return {line["tensor"]: line for line in lines}
+
+
+def in_full(config: dict, folder: Path) -> dict[str, dict]:
+    """Inspect the adapters merged into full models."""
+    inspect(of_full_models(config, folder / "cache"), folder / "full")
+    return lines_of(folder / "full")
+
+
+def without_weights(base: str) -> None:
+    for file in Path(base).glob("*.safetensors"):
+        file.unlink()
+
+
+def near(found, expected, name: str, rel: float = 2e-4) -> None:
+    """Compare numbers in lists, whatever their depth."""
+    if isinstance(expected, list):
+        assert len(found) == len(expected), name
+        for one, other in zip(found, expected, strict=True):
+            near(one, other, name, rel)
+    elif isinstance(expected, float | int):
+        assert float(found) == pytest.approx(float(expected), rel=rel, abs=rel), name
+    else:
+        assert found == expected, name
+
+
+def check_line(found: dict, expected: dict) -> None:
+    for name in SAME:
+        assert found.get(name) == expected.get(name), (name, found["tensor"])
+    for name in NEAR:
+        near(found.get(name), expected.get(name), f"{name} of {found['tensor']}")
+    if "cosine" in expected:
+        near(found["cosine"], expected["cosine"], "cosine")
+        for one, other in zip(found["histogram"], expected["histogram"], strict=True):
+            assert sum(one) == sum(other)
+            moved = sum(abs(a - b) for a, b in zip(one, other, strict=True))
+            assert moved <= 0.01 * sum(other) + 2
+    for part in ("subspaces", "spectrum"):
+        assert (part in found) == (part in expected), part
+        for name in expected.get(part, ()):
+            near(found[part][name], expected[part][name], name, 2e-3)
+    pairs = zip(found.get("matrices", ()), expected.get("matrices", ()), strict=True)
+    for one, other in pairs:
+        check_line({"tensor": found["tensor"], **one}, {"tensor": found["tensor"], **other})
+
+
+METHODS = [
+    ("ace", {}),
+    ("ace", {"spectral_refinement": "always", "adaptive_normalization": "always"}),
+    ("ace_relative", {}),
+    ("tsv_m", {}),
+    ("ties", {"weight": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("method", "parameters"), METHODS)
+def test_lines_are_those_of_the_full_models(tmp_path, method, parameters):
+    settings = {"target_modules": LINEAR, "r": 16, "lora_alpha": 4}
+    some = {**settings, "target_modules": ["q_proj", "up_proj"]}
+    paths = save_adapters(tmp_path, tiny_llama, settings, settings, some)
+    config = config_of(paths, method, **parameters)
+    expected = in_full(config, tmp_path)
+    without_weights(paths[0])
+    inspect(config, tmp_path / "report")
+    found = lines_of(tmp_path / "report")
+    assert found.keys() == expected.keys()
+    for name, line in expected.items():
+        check_line(found[name], line)
+        assert found[name]["base_norm"] is None
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "adapter1" in page
+    assert (tmp_path / "report" / "summary.json").exists()
+
+
+KINDS = {
+    "transposed": (gpt2, {**CASES["transposed"][1], "r": 16}),
+    "experts": (mixtral, {"target_parameters": EXPERTS, "target_modules": ["q_proj"], "r": 16}),
+    "table": (tiny_llama, {"target_modules": ["embed_tokens", "lm_head"], "r": 16}),
+    "change of biases": (gpt2, {"target_modules": ["c_attn"], "lora_bias": True, "r": 16}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_change(tmp_path, kind):
+    build, options = KINDS[kind]
+    paths = save_adapters(tmp_path, build, options, options)
+    config = config_of(paths, "ace_relative")
+    expected = in_full(config, tmp_path)
+    without_weights(paths[0])
+    inspect(config, tmp_path / "report")
+    found = lines_of(tmp_path / "report")
+    assert found.keys() == expected.keys()
+    for name, line in expected.items():
+        check_line(found[name], line)
+
+
+def test_directions_that_an_adapter_has_not_are_not_compared(tmp_path):
+    """Two adapters of rank 2 with the same inputs share all of them."""
+    settings = {"target_modules": ["q_proj"], "r": 2}
+    paths = save_adapters(tmp_path, tiny_llama, settings, settings)
+    from safetensors.torch import load_file, save_file
+
+    first, second = (Path(path, "adapter_model.safetensors") for path in paths[1:])
+    inputs = {name: t for name, t in load_file(first).items() if "lora_A" in name}
+    save_file({**load_file(second), **inputs}, second)
+    inspect(config_of(paths, "ace"), tmp_path / "report", "--tensors", "q_proj")
+    for line in lines_of(tmp_path / "report").values():
+        assert line["subspaces"]["size"] == 2
+        assert line["subspaces"]["inputs"][0][1] == pytest.approx(1)
+        assert line["subspaces"]["outputs"][0][1] < 0.9
+        assert len(line["spectrum"]["before"]) == 2
+
+
+def test_adapters_alone_and_what_is_held_whole(tmp_path):
+    paths = save_adapters(tmp_path, tiny_llama, CASES["saved"][1], CASES["linear"][1])
+    without_weights(paths[0])
+    config = {"merge_method": "task_arithmetic", "base_model": paths[0], "dtype": "float32"}
+    config["models"] = [{"model": path, "parameters": {"weight": 1}} for path in paths[1:]]
+    inspect(config, tmp_path / "report")
+    found = lines_of(tmp_path / "report")
+    assert "holds it whole" in found["lm_head.weight"]["skipped"]
+    assert found["model.layers.0.self_attn.q_proj.weight"]["decisions_of"] == "ace"
+
+
+def test_what_leaves_the_span_is_looked_at_in_full(tmp_path):
+    paths = save_adapters(tmp_path, tiny_llama, {"target_modules": ["q_proj"]})
+    settings = {"target_modules": ["q_proj"], "use_dora": True}
+    paths.append(str(tmp_path / "dora"))
+    train_by_chance(tiny_llama, Path(paths[2]), 3, **settings)
+    said = inspect(config_of(paths, "ace"), tmp_path / "report", fails=True)
+    assert "DoRA" in said
+    assert "With --lora-merge-cache DIR" in said
+    cache = str(tmp_path / "cache")
+    said = inspect(config_of(paths, "ace"), tmp_path / "report", "--lora-merge-cache", cache)
+    assert "adapters are merged into full models first: " in said
+    assert all(line["base_norm"] for line in lines_of(tmp_path / "report").values())

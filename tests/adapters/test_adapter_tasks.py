@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Full models from adapters: as mergekit makes them, but no adapter is merged into its base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from checkpoints import tiny_llama
+from click.testing import CliRunner
+from coefficient_files import make_file
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.merge import run_merge
+from mergekit.options import MergeOptions
+from peft_models import (
+    CASES,
+    EXPERTS,
+    config_of,
+    gpt2,
+    mixtral,
+    of_full_models,
+    opt,
+    qwen,
+    save_adapters,
+    tied_llama,
+    train_by_chance,
+)
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mergekit_ace.cli import main
+from mergekit_ace.merging.manifest import Manifest
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SHARDS = ("--out-shard-size", "6K")
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> list[str]:
+    """A llama, and adapters of different ranks and targets."""
+    every, some = {"target_modules": LINEAR, "r": 3}, {"target_modules": ["q_proj", "up_proj"]}
+    folder = tmp_path_factory.mktemp("family")
+    return save_adapters(folder, tiny_llama, every, {**every, "r": 2}, {**some, "r": 4})
+
+
+def command(config: dict, out: Path, *flags: object, fails: bool = False) -> str:
+    """Run `mergekit-ace merge`; what it says."""
+    path = out.with_suffix(".yml")
+    path.write_text(yaml.safe_dump(config))
+    arguments = ["merge", str(path), str(out), "--no-copy-tokenizer", *map(str, flags)]
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code != 0) == fails, result.output
+    return result.output
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return {
+        n: t for path in sorted(folder.glob("*.safetensors")) for n, t in load_file(path).items()
+    }
+
+
+def compare(
+    config: dict, base: str, folder: Path, bar: float = 1e-5, theirs: dict | None = None
+) -> Path:
+    """Merge a config, and compare task vectors with those that mergekit makes of full models."""
+    options = MergeOptions(
+        lora_merge_cache=str(folder / "cache"), lora_merge_dtype="float32", quiet=True,
+        copy_tokenizer=False,
+    )  # fmt: skip
+    full = MergeConfiguration.model_validate(theirs or config)
+    run_merge(full, str(folder / "theirs"), options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelReference, "merged", _only_full)
+        command(config, folder / "ours")
+    expected, got = weights(folder / "theirs"), weights(folder / "ours")
+    origin = weights(Path(base))
+    assert got.keys() == expected.keys()
+    changed = 0
+    for name, tensor in expected.items():
+        zero = origin[name].double() if name in origin else torch.zeros(()).double()
+        wanted, found = tensor.double() - zero, got[name].double() - zero
+        rounding = 2**-23 * float(tensor.norm())
+        assert got[name].dtype == tensor.dtype
+        assert float((found - wanted).norm()) <= bar * float(wanted.norm()) + rounding, name
+        changed += bool(wanted.any())
+    assert changed
+    return folder / "ours"
+
+
+original = ModelReference.merged
+
+
+def _only_full(self, *arguments, **named):
+    assert self.lora is None, f"{self} was merged into its base"
+    return original(self, *arguments, **named)
+
+
+METHODS = [
+    ("ace", {}),
+    ("ace", {"spectral_refinement": "always", "adaptive_normalization": "always"}),
+    ("ace_relative", {}),
+    ("tsv_m", {}),
+    ("task_arithmetic", {"weight": 0.6, "lambda": 1.2}),
+    ("linear", {"weight": 0.3}),
+    ("linear", {"weight": 0.3, "normalize": False}),  # which scales the base
+    ("ties", {"weight": 0.5, "density": 0.4}),  # which leaves the span
+    ("slerp", {"t": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("method", "parameters"), METHODS)
+def test_the_same_weights_as_from_full_models(family, tmp_path, method, parameters):
+    paths = family[:2] if method == "slerp" else family
+    compare(config_of(paths, method, **parameters), family[0], tmp_path)
+
+
+def test_given_weights_of_statsmerging(family, tmp_path):
+    config = config_of(family, "statsmerging")
+    for model, weight in zip(config["models"], (0.5, 0.0, -0.3), strict=True):
+        model["parameters"] = {"weight": weight}
+    compare(config, family[0], tmp_path)
+
+
+def test_learned_coefficients(family, tmp_path):
+    experts = [f"{family[0]}+{path}" for path in family[1:]]
+    file = tmp_path / "coefficients.safetensors"
+    make_file(list(tiny_llama().state_dict()), experts).save(file)
+    compare(config_of(family, "statsmerging", coefficients=str(file)), family[0], tmp_path)
+
+
+KINDS = {
+    "tied": (tied_llama, {"target_modules": ["embed_tokens", "q_proj"]}),
+    "tied head": (tied_llama, {"target_modules": ["lm_head", "q_proj"]}),
+    "table": (tiny_llama, {"target_modules": ["embed_tokens"]}),
+    "saved": (tiny_llama, CASES["saved"][1]),
+    "biases": (qwen, CASES["all biases"][1]),
+    "change of biases": (qwen, CASES["change of biases"][1]),
+    "transposed": (gpt2, CASES["transposed"][1]),
+    "experts": (mixtral, {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+}
+
+
+@pytest.mark.parametrize(("method", "parameters"), [("ace_relative", {}), ("ties", {"weight": 1})])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_an_adapter_may_hold(tmp_path, kind, method, parameters):
+    build, options = KINDS[kind]
+    paths = save_adapters(tmp_path, build, options, options)
+    compare(config_of(paths, method, **parameters), paths[0], tmp_path, bar=3e-5)
+
+
+def test_an_architecture_that_mergekit_infers(tmp_path):
+    """mergekit itself infers none of adapters."""
+    options = {"target_modules": ["q_proj", "fc1", "fc2"]}
+    paths = save_adapters(tmp_path, opt, options, options)
+    config = config_of(paths, "ace")
+    theirs = of_full_models(config, tmp_path / "cache")
+    compare(config, paths[0], tmp_path, theirs=theirs)
+    arguments = ["check", str(tmp_path / "ours.yml"), "--lora-merge-cache", str(tmp_path / "cache")]
+    said = CliRunner().invoke(main, arguments).output
+    assert "infers none of adapters\n    → merge by mergekit-ace merge" in said
+
+
+def test_layers_elsewhere_and_full_models(family, tmp_path):
+    """Each adapter has its own layer there, the other way round in the result."""
+    full = str(tmp_path / "full")
+    tiny_llama(seed=5).save_pretrained(full)
+    experts = [f"{family[0]}+{path}" for path in family[1:3]]
+    slices = [
+        {"sources": [{"model": model, "layer_range": [n, n + 1]} for model in models]}
+        for n, models in ((1, [family[0], *experts]), (0, [family[0], experts[1], full]))
+    ]
+    config = {"merge_method": "ace", "base_model": family[0], "slices": slices, "dtype": "float32"}
+    config["parameters"] = {"weight": 0.7}
+    compare(config, family[0], tmp_path)
+
+
+def test_dtypes_are_those_of_the_full_merge(family, tmp_path):
+    config = config_of(family, "ace") | {"dtype": "bfloat16", "out_dtype": "float16"}
+    command(config, tmp_path / "out")
+    assert {t.dtype for t in weights(tmp_path / "out").values()} == {torch.float16}
+
+
+def test_lines_of_a_report(family, tmp_path):
+    report = tmp_path / "report.jsonl"
+    command(config_of(family, "ace", report=str(report)), tmp_path / "out", *SHARDS)
+    lines = {line["tensor"]: line for line in map(json.loads, report.read_text().splitlines())}
+    assert lines.keys() == weights(tmp_path / "out").keys()
+    assert lines["model.norm.weight"]["rule"] == "base"
+    assert lines["model.layers.0.self_attn.k_proj.weight"]["weight"] == [1, 1, 0]
+    assert lines["model.layers.0.self_attn.q_proj.weight"]["shape"] == [32, 32]
+
+
+def test_a_merge_that_goes_on(family, tmp_path):
+    """What is finished is kept, unless an adapter was trained further."""
+    paths = [family[0], str(tmp_path / "own"), family[2]]
+    options = {"target_modules": LINEAR, "r": 3, "lora_alpha": 1}
+    train_by_chance(tiny_llama, Path(paths[1]), 7, **options)
+    config, out = config_of(paths, "ace"), tmp_path / "out"
+    command(config, out, *SHARDS)
+    whole = {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
+    lost = sorted(whole)[1::2]
+    for name in lost:
+        (out / name).unlink()
+    said = command(config, out, *SHARDS, "--resume", "--workers", 2)
+    assert f"{len(whole) - len(lost)} of {len(whole)} shards are finished and kept" in said
+    assert {path.name: path.read_bytes() for path in out.glob("*.safetensors")} == whole
+    assert Manifest.read(out).complete
+    train_by_chance(tiny_llama, Path(paths[1]), 8, **options)
+    said = command(config, out, *SHARDS, "--resume", fails=True)
+    assert "adapter/adapter_model.safetensors" in said
+
+
+def test_what_cannot_be_taken_as_it_is_is_merged_first(family, tmp_path):
+    paths = [*family[:2], str(tmp_path / "dora")]
+    options = {"target_modules": ["q_proj"], "use_dora": True}
+    train_by_chance(tiny_llama, Path(paths[2]), 3, **options)
+    config = config_of(paths, "ace")
+    said = command(config, tmp_path / "out", fails=True)
+    assert "DoRA" in said
+    assert "With --lora-merge-cache DIR, PEFT merges" in said
+    cache = tmp_path / "cache"
+    said = command(config, tmp_path / "out", "--lora-merge-cache", cache)
+    assert f"{paths[2]} is merged into its base first: " in said
+    assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
+
+
+def test_a_head_that_is_no_longer_tied_is_merged_first(tmp_path):
+    options = CASES["saved and no longer tied"][1]
+    paths = save_adapters(tmp_path, tied_llama, options)
+    said = command(config_of(paths, "ace"), tmp_path / "out", fails=True)
+    assert "has lm_head.weight, which" in said
