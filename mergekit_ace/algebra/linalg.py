@@ -155,10 +155,12 @@ class SciPy:
     @staticmethod
     def orthonormal(columns: Tensor) -> Tensor:
         (geqrf,), (orgqr,) = (_lapack(name, columns.dtype) for name in ("geqrf", "orgqr"))
-        given = columns.detach().mT.clone(memory_format=torch.contiguous_format).numpy().T
+        given = _turned(columns.mT.clone(memory_format=torch.contiguous_format))
         room = 64 * columns.shape[1]
-        factored, scales, _, _ = geqrf(given, lwork=room, overwrite_a=1)
-        basis, _, _ = orgqr(factored[:, : len(scales)], scales, lwork=room, overwrite_a=1)
+        # Beside other work, two threads wait for each other, and may take eight times as long.
+        with _LOCK, _controller().limit(limits=1, user_api="blas"):
+            factored, scales, _, _ = geqrf(given, lwork=room, overwrite_a=1)
+            basis, _, _ = orgqr(factored[:, : len(scales)], scales, lwork=room, overwrite_a=1)
         return torch.from_numpy(basis)
 
 
@@ -258,10 +260,7 @@ def solve_(rows: Tensor, lower: Tensor) -> Tensor:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """Return an orthonormal basis of columns, (n, r) or (E, n, r): as torch.linalg.qr(columns).Q.
-
-    MKL's may take eight times as long with two threads as with one.
-    """
+    """Return an orthonormal basis of columns, (n, r) or (E, n, r): as torch.linalg.qr(…).Q."""
     if columns.ndim == 2:
         return library(columns).orthonormal(columns)
     return torch.stack([orthonormal(part) for part in columns])
