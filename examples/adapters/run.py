@@ -75,19 +75,16 @@ def train_family(steps: int | None = None) -> None:
         save_model(model, tokenizer, FAMILY / language)
 
 
-def merge_all() -> dict[str, float]:
-    """Merge by every command; return their seconds, the start of Python included."""
+def merge_all() -> None:
+    """Merge by every command, and print its seconds, the start of Python included."""
     shutil.rmtree(OUTPUT, ignore_errors=True)
-    seconds = {}
     for name, (module, *arguments) in MERGES.items():
         command = [sys.executable, "-m", module, *arguments, "ace.yml", str(OUTPUT / name)]
         start = time.perf_counter()
         result = subprocess.run([*command, "--quiet"], capture_output=True, text=True)
         if result.returncode != 0:
             sys.exit(f"{' '.join(command)} failed:\n{result.stderr}")
-        seconds[name] = time.perf_counter() - start
-        print(f"{OUTPUT / name} took {seconds[name]:.0f} s", flush=True)
-    return seconds
+        print(f"{OUTPUT / name} took {time.perf_counter() - start:.0f} s", flush=True)
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
