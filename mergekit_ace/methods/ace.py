@@ -68,6 +68,7 @@ class RidgeMethod(TaskVectorMethod):
     merge_versions: ClassVar[Callable[..., Merged]]
     refines: ClassVar[bool] = False
     remedy = ", a smaller lambda or a larger epsilon"
+    whole = True
     ill_conditioned: ClassVar[str] = "Raise `epsilon` for this tensor (by a filter) or for all."
 
     def merge(

@@ -148,6 +148,7 @@ class TaskVectorMethod(GroupMergeMethod):
         own_rule: what is done with a tensor by the method's own formula, after "12 tensors are …".
         remedy: what else helps against a result that is too large for its dtype.
         timed: whether the time that a merge takes can be told from its `work`.
+        whole: whether experts that share no inputs all come back nearly whole where `lambda` is 1.
     """
 
     summary: ClassVar[str]
@@ -155,6 +156,7 @@ class TaskVectorMethod(GroupMergeMethod):
     own_rule: ClassVar[str]
     remedy: ClassVar[str] = ""
     timed: ClassVar[bool] = True
+    whole: ClassVar[bool] = False
 
     @abstractmethod
     def merge(

@@ -60,6 +60,7 @@ class TsvMerge(MatrixMethod):
         ),
     )
     own_rule = "merged from orthogonal singular directions"
+    whole = True
 
     def rank(self, shape: Sequence[int], experts: int, parameters: Mapping[str, Any]) -> int:
         """Return floor(min(o, i) / T), or 1 (departure: the paper's share would be none)."""

@@ -125,6 +125,7 @@ class WudiMerge(MatrixMethod):
         ),
     )
     own_rule = "merged with the least interference"
+    whole = True
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         deltas, unit = matrices.deltas, matrices.unit
