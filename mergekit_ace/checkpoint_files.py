@@ -228,17 +228,22 @@ def _wrong_types(kind: str, content: dict[str, Any]) -> str:
     return ""
 
 
+def check_name(model: ModelReference) -> None:
+    """Raise a `DamagedFileError` for a folder that mergekit takes for something else."""
+    if (model.lora or model.model.revision) and Path(str(model)).exists():
+        raise DamagedFileError(
+            f"the folder {model} cannot be named in a config, where + begins an adapter and @ a "
+            "revision; rename it"
+        )
+
+
 def check_reference(model: ModelReference) -> None:
     """Check the files of a model and of its adapter, where they are folders here.
 
     Raises:
         DamagedFileError: naming the file, or the folder that is not there.
     """
-    if (model.lora or model.model.revision) and Path(str(model)).exists():
-        raise DamagedFileError(
-            f"the folder {model} cannot be named in a config, where + begins an adapter and @ a "
-            "revision; rename it"
-        )
+    check_name(model)
     for part, check in ((model.model, check_model_folder), (model.lora, check_adapter_folder)):
         folder = existing_folder(part.path) if part else None
         if folder is not None:

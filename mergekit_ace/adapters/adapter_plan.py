@@ -21,7 +21,7 @@ from torch import nn
 
 from mergekit_ace.adapters.lora_config import read_lora_config
 from mergekit_ace.adapters.peft_adapter import Adapter, Change, adapter_folder, read_adapter
-from mergekit_ace.checkpoint_files import existing_folder
+from mergekit_ace.checkpoint_files import check_name, existing_folder
 from mergekit_ace.headers import DamagedFileError, TensorHeader
 from mergekit_ace.methods.architecture import empty_network
 from mergekit_ace.planning import (
@@ -130,6 +130,8 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
 def names_adapters(config: MergeConfiguration) -> bool:
     """Tell whether a model of a config is `BASE+ADAPTER`, or the folder of an adapter."""
     models = [one.model for one in _definitions(config)]
+    for model in filter(None, (config.base_model, *models)):
+        check_name(model)
     return any(m.lora or (existing_folder(m.model.path) and _is_adapter(m)) for m in models)
 
 
@@ -140,6 +142,8 @@ def _complete_references(config: MergeConfiguration) -> ModelReference:
         ConfigError: there is no single base, or an expert is a full model.
     """
     given = list(_definitions(config))
+    for model in filter(None, (config.base_model, *(one.model for one in given))):
+        check_name(model)
     alone = [one for one in given if one.model.lora is None and _is_adapter(one.model)]
     bases = {config.base_model} if config.base_model else set()
     bases |= {base_of(one.model) for one in given if one.model.lora is not None}
