@@ -7,7 +7,7 @@ import pytest
 import torch
 from mergekit import merge_methods
 
-from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, compress, users_per_input
+from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, compress
 from mergekit_ace.methods.inputs import TensorSettings
 from mergekit_ace.methods.low_rank_merge import merge_low_rank
 
@@ -259,23 +259,3 @@ def test_compressing_drops_what_is_not_there():
     assert nothing.rank == 1
     assert lost == 0
     assert not nothing.dense().any()
-
-
-def test_users_of_inputs():
-    def naive(deltas):
-        total = 0
-        for delta in deltas:
-            _, values, right = torch.linalg.svd(delta.dense(), full_matrices=False)
-            total = total + (right.mT * values) @ right / values.norm()
-        return float(total.square().sum()) / len(deltas)
-
-    deltas = family((30, 44))
-    assert users_per_input(deltas) == pytest.approx(naive(deltas), rel=1e-9)
-    assert users_per_input(deltas[:1]) == pytest.approx(1)
-    same = [LowRank(scale * deltas[0].left, deltas[0].right, (30, 44)) for scale in (1, -3, 0.1)]
-    assert users_per_input(same) == pytest.approx(3)
-    apart = [
-        LowRank(torch.randn(30, 2).double(), torch.eye(44).double()[2 * t : 2 * t + 2], (30, 44))
-        for t in range(3)
-    ]
-    assert users_per_input(apart) == pytest.approx(1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor, names_in_memory
 from mergekit_ace.adapters.peft_adapter import Change
-from mergekit_ace.algebra.low_rank import LowRank, compress, users_per_input
+from mergekit_ace.algebra.low_rank import LowRank, compress
 from mergekit_ace.algebra.records import TensorRecord
 from mergekit_ace.algebra.spectrum import Directions, leading_directions
 from mergekit_ace.methods.base import MERGE_ERRORS, TaskVectorMethod
@@ -42,8 +42,6 @@ class MergedChange:
         full: the tensor, or what is added to a bias; None where there is a product.
         lost: the share of ‖X‖² that was cut off, 0 to 1.
         tau: ‖Δ_t‖² of every expert of the plan; of tensors held whole 0.
-        suggested: the λ that keeps what the base knew, see `suggest_scale`; None where that is not
-            known.
         settings, record: of a method of ours; None of one of mergekit's.
     """
 
@@ -52,7 +50,6 @@ class MergedChange:
     full: Tensor | None = None
     lost: float = 0.0
     tau: tuple[float, ...] = ()
-    suggested: float | None = None
     settings: TensorSettings | None = None
     record: TensorRecord | None = None
 
@@ -106,8 +103,7 @@ class AdapterMerge:
             most = sum(delta.rank for delta in deltas if delta)
             merged = replace(merged, delta=merged.delta.padded(min(self.rank or most, most)))
         own = (found.get(model) for model in self.plan.adapters_of)
-        tau = tuple(delta.energy if delta else 0.0 for delta in own)
-        return replace(merged, tau=tau, suggested=suggest_scale(tensor, deltas))
+        return replace(merged, tau=tuple(delta.energy if delta else 0.0 for delta in own))
 
     def _factors(self, tensor: ChangedTensor) -> Iterator[LowRank | None]:
         """Yield what each expert of a tensor adds to it."""
@@ -181,29 +177,6 @@ class AdapterMerge:
                 f"own, and the weights of {self.plan.base} are not there; put them beside its "
                 "config.json"
             ) from error
-
-
-def suggest_scale(tensor: ChangedTensor, deltas: Sequence[LowRank | None]) -> float | None:
-    """Return min(1, 2n/T), the λ up to which T adapters of a matrix leave old skills alone. Ours.
-
-    n is how many experts use an input, see `users_per_input`. Where most inputs have one user, the
-    methods that are `whole` add all task vectors nearly unchanged, and what several of them do to
-    the inputs of what the base knew adds up. Measured in `examples/benchmark/README.md`.
-
-    Returns:
-        λ; None for methods that are not `whole`, where `lambda` is given, for a single expert, and
-        for tensors that multiply no inputs.
-    """
-    method, kind = tensor.planned.method, tensor.change.kind
-    if not (isinstance(method, TaskVectorMethod) and method.whole):
-        return None
-    given = [delta for delta in deltas if delta is not None and delta.energy > 0]
-    if kind not in ("linear", "transposed") or len(given) < 2:
-        return None
-    if tensor.planned.settings.parameters["lambda"] != 1:
-        return None
-    turned = [delta.transposed if kind == "transposed" else delta for delta in given]
-    return min(1.0, 2 * users_per_input(turned) / len(turned))
 
 
 def merge_products(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 import time
@@ -36,8 +35,6 @@ from mergekit_ace.preflight.estimate import in_bytes, in_time
 from mergekit_ace.preflight.reach_rules import check_reach
 from mergekit_ace.preflight.value_rules import check_values
 
-# Above it a smaller λ makes no difference that would be noticed.
-WORTH_SAYING = 0.9
 # What makes a folder an adapter or a model, which a result must not be mixed with.
 _MARKS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "config.json")
 # What adapters carry with a tokenizer.
@@ -56,8 +53,6 @@ class Summary:
         energy: ‖X‖² of what was kept and of what was lost.
         lost: the largest share that a tensor has lost, and which.
         tau: ‖Δ_t‖² of every expert over all tensors.
-        suggested: λ, see `suggest_scale`, times Σ_t ‖Δ_t‖², and that itself; sums over the tensors
-            for which it is known.
         whole: tensors that are held whole.
         seconds: of the run.
     """
@@ -66,7 +61,6 @@ class Summary:
     energy: tuple[float, float] = (0.0, 0.0)
     lost: tuple[float, str] = (0.0, "")
     tau: tuple[float, ...] = ()
-    suggested: tuple[float, float] = (0.0, 0.0)
     whole: int = 0
     seconds: float = 0.0
 
@@ -83,17 +77,6 @@ class Summary:
         self.lost = max(self.lost, (lost, merged.change.name))
         before = self.tau or (0.0,) * len(merged.tau)
         self.tau = tuple(a + b for a, b in zip(before, merged.tau, strict=True))
-
-        if merged.suggested is not None:
-            scaled, total = self.suggested
-            energy = math.fsum(merged.tau)
-            self.suggested = scaled + merged.suggested * energy, total + energy
-
-    @property
-    def suggested_scale(self) -> float:
-        """The λ that is suggested for all tensors together; 1 where nothing is known."""
-        scaled, total = self.suggested
-        return scaled / total if total else 1.0
 
     @property
     def lost_share(self) -> float:
@@ -254,7 +237,6 @@ def _tell(out: Path, summary: Summary, programs: Any, *, as_json: bool, quiet: b
             "whole": summary.whole,
             "ranks": [low, high],
             "lost": summary.lost_share,
-            "suggested_lambda": round(summary.suggested_scale, 3),
             "bytes": size,
             "seconds": round(summary.seconds, 3),
         }
@@ -267,12 +249,6 @@ def _tell(out: Path, summary: Summary, programs: Any, *, as_json: bool, quiet: b
         f"{out}: {len(summary.ranks)} modules of {ranks}{whole}, {in_bytes(size)}, in "
         f"{in_time(summary.seconds)}"
     )
-    if summary.suggested_scale < WORTH_SAYING:
-        click.echo(
-            "the adapters have few inputs in common, so that all of them come back nearly whole, "
-            f"and together may undo what the base knew: lambda: {summary.suggested_scale:.2f} "
-            "keeps more of that"
-        )
     share, name = summary.lost
     if share > 1e-9:
         click.echo(

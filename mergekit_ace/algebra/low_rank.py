@@ -185,28 +185,3 @@ def rows_in_common(deltas: Sequence[LowRank]) -> tuple[list[Tensor], Tensor]:
     right = torch.cat([delta.right for delta in deltas], dim=-2)
     basis = orthonormal(right.mT)
     return [delta.left @ (delta.right @ basis) for delta in deltas], basis
-
-
-def users_per_input(deltas: Sequence[LowRank]) -> float:
-    """Return how many of T experts use an input of a matrix, in the mean: from 1 to T. Ours.
-
-    With P_t = (Δ_tᵀΔ_t)^½ / ‖Δ_t‖, of norm 1, it is ‖Σ_t P_t‖² / T: 1 where the task vectors have
-    no input direction in common, T where all have the same ones, of the same strengths.
-
-    Args:
-        deltas: task vectors (o, i) of one matrix, at least one, none of them zero.
-    """
-    bases, roots = [], []
-    for delta in deltas:
-        basis = orthonormal(delta.right.mT)
-        inner = (delta.right @ basis).mT @ (delta.left.mT @ delta.left) @ (delta.right @ basis)
-        values, vectors = torch.linalg.eigh(inner)
-        root = (vectors * values.clamp(min=0).sqrt()) @ vectors.mT
-        bases.append(basis)
-        roots.append(root / root.norm())
-    total = 0.0
-    for one, own in zip(bases, roots, strict=True):
-        for other, root in zip(bases, roots, strict=True):
-            shared = one.mT @ other
-            total += float(((own @ shared) * (shared @ root)).sum())
-    return total / len(deltas)

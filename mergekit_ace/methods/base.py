@@ -59,6 +59,8 @@ SHARED_RULES = {
     "single": "taken from the only expert that changed it",
     "base": "as in the base, because no expert changed it",
 }
+# So many adapters were merged without harm where `lambda` was 1 (examples/benchmark/README.md).
+MOST_ADAPTERS = 2
 MERGE_ERRORS = (IllConditionedError, OverflowError, torch.linalg.LinAlgError)
 
 
@@ -148,7 +150,7 @@ class TaskVectorMethod(GroupMergeMethod):
         own_rule: what is done with a tensor by the method's own formula, after "12 tensors are …".
         remedy: what else helps against a result that is too large for its dtype.
         timed: whether the time that a merge takes can be told from its `work`.
-        whole: whether experts that share no inputs all come back nearly whole where `lambda` is 1.
+        whole: whether experts that share few inputs all come back nearly whole where `lambda` is 1.
     """
 
     summary: ClassVar[str]
@@ -265,6 +267,13 @@ class TaskVectorMethod(GroupMergeMethod):
         """
         if settings.parameters.get("lambda") == 0:
             yield "lambda: 0 leaves tensors as the base has them", "leave lambda out, or raise it"
+        adapters = sum(getattr(model, "lora", None) is not None for model in settings.experts)
+        if self.whole and adapters > MOST_ADAPTERS and settings.parameters.get("lambda") == 1:
+            yield (
+                "lambda: 1 brings each of several LoRA adapters back nearly whole, and together "
+                "they may undo what the base knew",
+                "try lambda from 0.3 to 0.65 on text that no adapter was trained on",
+            )
         files = [settings.parameters.get(name) for name in ("coefficients", "learner")]
         if not any(files) and any(settings.of_experts("task", None)):
             yield (

@@ -234,6 +234,16 @@ def test_what_is_seldom_meant_is_said(family, tmp_path):
     assert "warning: config: spectral_refinement: always" in result.output
 
 
+def test_several_adapters_at_a_lambda_of_one(family, tmp_path):
+    words = "may undo what the base knew"
+    assert words not in run(config_of(family, "ace"), tmp_path).output
+    paths = [*family, save_adapter(family[0], tmp_path / "third", 3)]
+    assert words in run(config_of(paths, "ace"), tmp_path, "--overwrite").output
+    for method, parameters in (("ace", {"lambda": 0.5}), ("cart", {})):
+        config = config_of(paths, method, **parameters)
+        assert words not in run(config, tmp_path, "--overwrite").output
+
+
 def test_a_filter_that_reaches_nothing(family, tmp_path):
     layouts = [{"filter": "no_such_part", "value": "matrix"}, {"value": "auto"}]
     config = config_of(family, "ace", layout=layouts)

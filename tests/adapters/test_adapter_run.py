@@ -312,18 +312,6 @@ def test_programs_get_a_line_per_tensor(family, tmp_path, capsys):
     assert last["modules"] == len(tensors)
 
 
-@pytest.mark.parametrize(
-    ("method", "parameters", "low", "high"),
-    [("ace", {}, 0.5, 0.9), ("ace", {"lambda": 0.5}, 1, 1), ("cart", {}, 1, 1)],
-)
-def test_a_smaller_lambda_is_suggested(family, tmp_path, capsys, method, parameters, low, high):
-    """Random adapters share next to no inputs."""
-    paths = [*family[:3], save_adapter(family[0], tmp_path / "third", 3)]
-    adapter_merge(config_of(paths, method, **parameters), tmp_path, as_json=True)
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert low <= last["suggested_lambda"] <= high
-
-
 def test_the_tokenizer_of_an_adapter_is_kept(family, tmp_path):
     for name in ("tokenizer_config.json", "tokenizer.json"):
         Path(family[2], name).write_text("{}")
