@@ -35,6 +35,7 @@ _PROMPTS = (
     "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT",
     "ADAPTION_PROMPT",
 )  # fmt: skip
+PEFT_PREFIX = "base_model.model."  # of every tensor that PEFT writes and loads
 
 
 def existing_folder(path: str) -> Path | None:

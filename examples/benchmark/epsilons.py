@@ -31,7 +31,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import torch
-from evidence.families import FOLDER, GROUPED_FAMILIES, LANGUAGE_FAMILIES, make_family
+from evidence.arguments import family_parser, parse_families
+from evidence.families import GROUPED_FAMILIES, LANGUAGE_FAMILIES, make_family
 from evidence.results import keep, key, read_results, table
 from evidence.rows import Row
 from evidence.scoring import Examiner, State
@@ -169,27 +170,14 @@ def in_order(lines: Sequence[dict]) -> list[dict]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--families", nargs="+", choices=NAMES, default=list(NEAR_THRESHOLD))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser = family_parser(__doc__, NAMES, NEAR_THRESHOLD, [0], RESULTS)
     parser.add_argument("--stored", nargs="+", choices=STORED, default=list(STORED))
     parser.add_argument(
         "--parameters", nargs="+", type=json.loads, default=[{}], metavar="JSON",
         help="further parameters of both methods; a sweep for each object",
     )  # fmt: skip
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where families are kept")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="a line per result")
     parser.add_argument("--only-print", action="store_true", help="the tables of what is known")
-    parser.add_argument(
-        "--small", type=Path, metavar="FOLDER",
-        help="see that it runs: two training steps a model, families and results in this folder",
-    )  # fmt: skip
-    chosen = parser.parse_args(arguments)
-    chosen.steps = None
-    if chosen.small:
-        chosen.folder, chosen.steps = chosen.small, 2
-        chosen.results = chosen.small / "results.jsonl"
-    return chosen
+    return parse_families(parser, arguments)
 
 
 def main() -> None:

@@ -24,7 +24,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-from evidence.families import CONTROLS, FAMILIES, FOLDER, GROUPED_FAMILIES, make_family
+from evidence.arguments import family_parser, parse_families
+from evidence.families import CONTROLS, FAMILIES, GROUPED_FAMILIES, make_family
 from evidence.results import changes, keep, key, print_tables, read_results, write_summary
 from evidence.rows import LEARNED, REGULARISED, SAMPLED, SCALES, STUDIED, SWEEPS, TABLE, Row
 from evidence.scoring import Examiner
@@ -88,9 +89,7 @@ def examine_family(examiner: Examiner) -> list[dict]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--families", nargs="+", choices=NAMES, default=list(FAMILIES))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser = family_parser(__doc__, NAMES, FAMILIES, [0, 1, 2], RESULTS)
     parser.add_argument("--experts", type=int, help="only the first so many of a family")
     parser.add_argument("--rows", nargs="+", help="only rows whose name starts with one of these")
     parser.add_argument("--sweeps", action="store_true", help="ε over eight decades as well")
@@ -98,23 +97,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--learning", action="store_true", help="coefficients by 16 to 512 samples, regularised"
     )
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where families are kept")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="a line per result")
     parser.add_argument("--pictures", type=Path, help="draw them into this folder")
     parser.add_argument("--summary", type=Path, help="write them into this small JSON file")
     parser.add_argument("--against", type=Path, help="such a file: fail where results have moved")
     parser.add_argument("--only-train", action="store_true", help="the families, and their exam")
     parser.add_argument("--only-print", action="store_true", help="the table of what is known")
-    parser.add_argument(
-        "--small", type=Path, metavar="FOLDER",
-        help="see that it runs: two training steps a model, families and results in this folder",
-    )  # fmt: skip
-    chosen = parser.parse_args(arguments)
-    chosen.steps = None
-    if chosen.small:
-        chosen.folder, chosen.steps = chosen.small, 2
-        chosen.results = chosen.small / "results.jsonl"
-    return chosen
+    return parse_families(parser, arguments)
 
 
 def choose_rows(arguments: argparse.Namespace) -> list[Row]:

@@ -25,8 +25,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import yaml
+from evidence.arguments import family_parser, parse_families
 from evidence.dictionaries import OLD, ROUNDS, WORDS
-from evidence.families import ADAPTER, FOLDER, make_family
+from evidence.families import ADAPTER, make_family
 from evidence.results import cell, keep, key, read_results
 from evidence.rows import TABLE, Row
 from evidence.scoring import Examiner, Score, State
@@ -129,21 +130,8 @@ def examine(arguments: argparse.Namespace, results: dict[tuple, dict]) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--families", nargs="+", choices=NAMES, default=list(NAMES[:2]))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where families are kept")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="a line per result")
-    parser.add_argument(
-        "--small", type=Path, metavar="FOLDER",
-        help="see that it runs: two training steps a model, families and results in this folder",
-    )  # fmt: skip
-    chosen = parser.parse_args(arguments)
-    chosen.steps = None
-    if chosen.small:
-        chosen.folder, chosen.steps = chosen.small, 2
-        chosen.results = chosen.small / "results.jsonl"
-    return chosen
+    parser = family_parser(__doc__, NAMES, NAMES[:2], [0], RESULTS)
+    return parse_families(parser, arguments)
 
 
 def main() -> None:

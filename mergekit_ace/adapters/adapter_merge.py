@@ -40,7 +40,7 @@ class MergedChange:
         delta: what is added to it as a product; None for a tensor that is held whole, or where
             nothing is added.
         full: the tensor, or what is added to a bias; None where there is a product.
-        lost: the share of ‖X‖² that was cut off, 0 to 1.
+        lost: what of ‖X‖² was cut off.
         tau: ‖Δ_t‖² of every expert of the plan; of tensors held whole 0.
         settings, record: of a method of ours; None of one of mergekit's.
     """
@@ -52,6 +52,16 @@ class MergedChange:
     tau: tuple[float, ...] = ()
     settings: TensorSettings | None = None
     record: TensorRecord | None = None
+
+    @property
+    def energy(self) -> float:
+        """‖X‖² of what is kept."""
+        return self.delta.energy if self.delta is not None else 0.0
+
+    @property
+    def lost_share(self) -> float:
+        """The share of ‖X‖² that was cut off, 0 to 1."""
+        return self.lost / (self.energy + self.lost) if self.lost else 0.0
 
 
 class AdapterMerge:
@@ -125,7 +135,7 @@ class AdapterMerge:
         left = torch.stack([one.left * one.values for one in found])
         right = torch.stack([one.right.mT for one in found]).double()
         kept = sum(float(one.values.square().sum()) for one in found)
-        lost = 1 - kept / float(matrices.double().square().sum()) if kept else 0.0
+        lost = max(0.0, float(matrices.double().square().sum()) - kept)
         delta = LowRank(left, right, shape) if stacked else LowRank(left[0], right[0], shape)
         return MergedChange(tensor.change, delta if kept else None, lost=lost)
 

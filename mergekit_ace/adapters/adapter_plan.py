@@ -130,8 +130,6 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
 def names_adapters(config: MergeConfiguration) -> bool:
     """Tell whether a model of a config is `BASE+ADAPTER`, or the folder of an adapter."""
     models = [one.model for one in _definitions(config)]
-    for model in filter(None, (config.base_model, *models)):
-        check_name(model)
     return any(m.lora or (existing_folder(m.model.path) and _is_adapter(m)) for m in models)
 
 
@@ -142,8 +140,6 @@ def _complete_references(config: MergeConfiguration) -> ModelReference:
         ConfigError: there is no single base, or an expert is a full model.
     """
     given = list(_definitions(config))
-    for model in filter(None, (config.base_model, *(one.model for one in given))):
-        check_name(model)
     alone = [one for one in given if one.model.lora is None and _is_adapter(one.model)]
     bases = {config.base_model} if config.base_model else set()
     bases |= {base_of(one.model) for one in given if one.model.lora is not None}
@@ -179,7 +175,13 @@ def _complete_references(config: MergeConfiguration) -> ModelReference:
 def _definitions(
     config: MergeConfiguration,
 ) -> Iterator[InputModelDefinition | InputSliceDefinition]:
-    """Yield every place of a config that names an input."""
+    """Yield every place of a config that names an input, once all names are looked at.
+
+    Raises:
+        DamagedFileError: mergekit takes a folder's name for something else.
+    """
+    for model in config.referenced_models():
+        check_name(model)
     for part in (config, *(config.modules or {}).values()):
         yield from part.models or ()
         for piece in part.slices or ():
@@ -264,13 +266,11 @@ def _checkpoints(models: Sequence[ModelReference], network: nn.Module) -> list[C
 
 def _not_planned(plan: PlannedMerge, adapters: Mapping[ModelReference, Adapter]) -> list[str]:
     """Return what adapters change and mergekit does not plan."""
-    changed = {
-        change.name: change for adapter in adapters.values() for change in adapter.changes.values()
-    }
+    changed = dict.fromkeys(name for adapter in adapters.values() for name in adapter.changes)
     planned = {
         name for tensor in plan.tensors for name in names_in_memory(tensor.task.output_weight)
     }
-    return [name for name, change in changed.items() if name not in planned]
+    return [name for name in changed if name not in planned]
 
 
 def names_in_memory(weight: WeightInfo) -> tuple[str, ...]:
@@ -288,7 +288,9 @@ def _changed(
         if any(inputs[model].name != tensor.name for model in tensor.experts if model in inputs):
             moved.append(tensor.name)
             continue
-        changes = tuple(_find(tensor, adapters.get(model)) for model in tensor.experts)
+        own = (adapters.get(model) for model in tensor.experts)
+        weight = tensor.task.output_weight
+        changes = tuple(adapter and find_change(adapter, weight) for adapter in own)
         if any(change is not None for change in changes):
             yield ChangedTensor(tensor, changes)
     if moved:
@@ -301,10 +303,6 @@ def _elsewhere(names: Sequence[str]) -> ConfigError:
         "and an adapter fits only the layers that it was trained on; merge full models by "
         "mergekit-yaml"
     )
-
-
-def _find(tensor: PlannedTensor, adapter: Adapter | None) -> Change | None:
-    return adapter and find_change(adapter, tensor.task.output_weight)
 
 
 def find_change(adapter: Adapter, weight: WeightInfo) -> Change | None:

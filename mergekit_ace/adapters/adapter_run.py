@@ -52,16 +52,18 @@ class Summary:
 
     Attributes:
         ranks: of all products.
-        energy: ‖X‖² of what was kept and of what was lost.
-        lost: the largest share that a tensor has lost, and which.
+        energy: ‖X‖² of what was kept.
+        lost: that of what was cut off.
+        worst: the largest share that a tensor has lost, and which.
         tau: ‖Δ_t‖² of every expert over all tensors.
         whole: tensors that are held whole.
         seconds: of the run.
     """
 
     ranks: list[int] = field(default_factory=list)
-    energy: tuple[float, float] = (0.0, 0.0)
-    lost: tuple[float, str] = (0.0, "")
+    energy: float = 0.0
+    lost: float = 0.0
+    worst: tuple[float, str] = (0.0, "")
     tau: tuple[float, ...] = ()
     whole: int = 0
     seconds: float = 0.0
@@ -73,18 +75,16 @@ class Summary:
         if merged.delta is None:
             return
         self.ranks.append(merged.delta.rank)
-        kept, lost = merged.delta.energy, merged.lost
-        gone = kept * lost / (1 - lost) if lost < 1 else 0.0
-        self.energy = self.energy[0] + kept, self.energy[1] + gone
-        self.lost = max(self.lost, (lost, merged.change.name))
+        self.energy += merged.energy
+        self.lost += merged.lost
+        self.worst = max(self.worst, (merged.lost_share, merged.change.name))
         before = self.tau or (0.0,) * len(merged.tau)
         self.tau = tuple(a + b for a, b in zip(before, merged.tau, strict=True))
 
     @property
     def lost_share(self) -> float:
         """The share of ‖X‖² over all tensors that was cut off."""
-        kept, gone = self.energy
-        return gone / (kept + gone) if kept + gone else 0.0
+        return self.lost / (self.energy + self.lost) if self.lost else 0.0
 
 
 def merge_adapters(
@@ -230,7 +230,7 @@ def _event(tensor: ChangedTensor, merged: MergedChange, seconds: float) -> dict[
         "tensor": tensor.change.name,
         "rank": product.rank if product is not None else None,
         "energy": product.energy if product is not None else None,
-        "lost": merged.lost if product is not None else None,
+        "lost": merged.lost_share if product is not None else None,
         "seconds": round(seconds, 6),
     }
 
@@ -268,7 +268,7 @@ def _tell(out: Path, summary: Summary, programs: Any, *, as_json: bool, quiet: b
         f"{out}: {len(summary.ranks)} modules of {ranks}{whole}, {in_bytes(size)}, in "
         f"{in_time(summary.seconds)}"
     )
-    share, name = summary.lost
+    share, name = summary.worst
     if share > 1e-9:
         click.echo(
             f"cut off: {summary.lost_share:.2%} of ‖X‖², at most {share:.2%} of a module ({name})"

@@ -10,8 +10,7 @@ versions of the experts are formed, those of one tensor at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -60,18 +59,6 @@ def show_bases(models: Iterable[ModelReference]) -> None:
     cache = LoaderCache()
     for model in models:
         cache.loaders[model] = cache.get(base_of(model))
-
-
-@contextmanager
-def own_loaders() -> Iterator[None]:
-    """Leave mergekit's cache of opened models as it is: other merges of the process use it, too."""
-    loaders = LoaderCache().loaders
-    before = dict(loaders)
-    try:
-        yield
-    finally:
-        loaders.clear()
-        loaders.update(before)
 
 
 @dataclass(frozen=True, eq=False)

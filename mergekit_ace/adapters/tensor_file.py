@@ -12,11 +12,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from mergekit_ace.checkpoint_files import PEFT_PREFIX
 from mergekit_ace.headers import DamagedFileError, read_file_header
 from mergekit_ace.pickled import read_pickle
 
 _DTYPES = {"F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
-PEFT_PREFIX = "base_model.model."  # of every tensor that PEFT writes and loads
 _FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.(weight|bias))?")
 
 _COPY = re.compile(r"\.(?:original_module|modules_to_save)\.")

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class LowRank:
         """r, which the rank of Δ does not exceed."""
         return self.left.shape[-1]
 
-    @property
+    @cached_property
     def energy(self) -> float:
         """‖Δ‖², of all matrices of a stack together."""
         grams = (self.left.mT @ self.left) * (self.right @ self.right.mT)
@@ -138,19 +139,18 @@ class CoreSpace:
 
         Returns:
             Factors with as few columns as M has rank, in a stack the largest one, and at least
-            one; and the share of ‖M‖² that was dropped, 0 to 1.
+            one; and what of ‖M‖² was dropped.
         """
         left, values, right = torch.linalg.svd(core, full_matrices=False)
         least = NOTHING * values[..., :1]
         kept = max(1, min(rank, int((values > least).sum(dim=-1).max())))
         roots = values[..., :kept].sqrt()
-        energy, lost = float(values.square().sum()), float(values[..., kept:].square().sum())
         factors = LowRank(
             (self.left @ left[..., :kept]) * roots[..., None, :],
             roots[..., :, None] * (right[..., :kept, :] @ self.right.mT),
             shape,
         )
-        return factors, lost / energy if energy else 0.0
+        return factors, float(values[..., kept:].square().sum())
 
 
 def _basis(columns: Tensor) -> Tensor:

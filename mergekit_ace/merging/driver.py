@@ -22,7 +22,7 @@ from mergekit.options import MergeOptions
 from mergekit.tokenizer import TokenizerInfo
 
 from mergekit_ace.adapters.adapter_plan import base_of
-from mergekit_ace.adapters.adapter_tasks import own_loaders, show_bases
+from mergekit_ace.adapters.adapter_tasks import show_bases
 from mergekit_ace.files import differences, package_versions
 from mergekit_ace.merging.checks import MergeChecks, add_unplanned, check_after, check_before
 from mergekit_ace.merging.job import (
@@ -49,6 +49,7 @@ from mergekit_ace.merging.progress import MergeProgress
 from mergekit_ace.merging.vocabulary import build_in_order, numbering
 from mergekit_ace.merging.worker import ShardDone, ShardFailed, TensorMerged
 from mergekit_ace.planning import check_inputs, find_models, model_folders, read_merge_config
+from mergekit_ace.preflight.checkpoints import own_loaders
 
 ATTEMPTS = 3  # to compute one shard
 

@@ -23,7 +23,7 @@ class LowRankMerge:
 
     Attributes:
         delta: λ X; None where nothing has changed.
-        lost: the share of ‖X‖² that was cut off, 0 to 1.
+        lost: what of ‖X‖² was cut off.
         record: what was done.
     """
 
@@ -129,20 +129,17 @@ def _merge_stack(
 ) -> tuple[LowRank, float, TensorRecord]:
     """Merge a stack matrix by matrix; all get as many columns as the one of the largest rank."""
     given = [delta for delta in deltas if delta is not None]
-    count = given[0].left.shape[0]
-    parts, energies, gone, records = [], [], [], []
-    for number in range(count):
+    parts, lost, records = [], 0.0, []
+    for number in range(given[0].left.shape[0]):
         own = [delta and delta.matrix(number) for delta in deltas]
-        part, lost, record = _merge_cores(method, own, settings, rank)
-        energies.append(part.energy / (1 - lost) if lost < 1 else 0.0)
-        gone.append(energies[-1] * lost)
+        part, more, record = _merge_cores(method, own, settings, rank)
+        lost += more
         parts.append(part)
         records += record.matrices
     widest = max(part.rank for part in parts)
     parts = [part.padded(widest) for part in parts]
     left, right = (torch.stack([getattr(p, side) for p in parts]) for side in ("left", "right"))
     merged = LowRank(left, right, given[0].shape)
-    lost = sum(gone) / sum(energies) if sum(energies) else 0.0
     return merged, lost, TensorRecord(merged.shape, "stacked", tuple(records))
 
 

@@ -10,12 +10,11 @@ from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference
 
 from mergekit_ace.adapters.adapter_tasks import read_adapters
+from mergekit_ace.checkpoint_files import PEFT_PREFIX
 from mergekit_ace.headers import DamagedFileError, TensorHeader, read_file_header
 from mergekit_ace.planning import ConfigError
 from mergekit_ace.preflight.checkpoints import Checkpoint
 from mergekit_ace.preflight.config_rules import Finding, listed
-
-PREFIX = "base_model.model."  # of every tensor in peft's files
 
 
 def check_adapter_shapes(checkpoints: Mapping[ModelReference, Checkpoint]) -> Iterator[Finding]:
@@ -67,7 +66,7 @@ def _compare(
     """Return tensors of other shapes, modules that are not there, and how many modules fit."""
     odd, homeless, fitting = [], [], 0
     for name, first in adapter.items():
-        module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+        module = name.removeprefix(PEFT_PREFIX).removesuffix(".lora_A.weight")
         second = adapter.get(name.replace(".lora_A.", ".lora_B."))
         if not name.endswith(".lora_A.weight") or second is None:
             continue

@@ -205,17 +205,24 @@ def _from_hub(model: ModelReference) -> Checkpoint:
 
 
 @contextmanager
-def headers_only(checkpoints: Sequence[Checkpoint]) -> Iterator[None]:
-    """Let mergekit plan with these indices, so that it downloads nothing and merges no adapter."""
+def own_loaders() -> Iterator[None]:
+    """Leave mergekit's cache of opened models as it is: other merges of the process use it, too."""
     loaders = LoaderCache().loaders
     before = dict(loaders)
-    for checkpoint in checkpoints:
-        loaders[checkpoint.model] = LazyTensorLoader(checkpoint.index)
     try:
         yield
     finally:
         loaders.clear()
         loaders.update(before)
+
+
+@contextmanager
+def headers_only(checkpoints: Sequence[Checkpoint]) -> Iterator[None]:
+    """Let mergekit plan with these indices, so that it downloads nothing and merges no adapter."""
+    with own_loaders():
+        for checkpoint in checkpoints:
+            LoaderCache().loaders[checkpoint.model] = LazyTensorLoader(checkpoint.index)
+        yield
 
 
 def _json(path: str | os.PathLike) -> dict[str, Any]:
