@@ -4,8 +4,8 @@
 With F = U diag(σ) Vᵀ, the leading k directions are added once more, all with the same strength:
 σ_iso U_k V_kᵀ, σ_iso = mean(σ_1…σ_k). No full decomposition of F is needed: with the eigenvectors
 P of the smaller Gram matrix, U_k V_kᵀ = P_k diag(1/σ) P_kᵀ F (or its mirror image). The Gram matrix
-squares F's condition number; so all of it is done in float64, unless the rounding of the experts
-hides what float32 spoils.
+squares F's condition number; so it is summed up in float64, and its eigenvectors are in float64,
+too, unless the rounding of the experts hides what float32 spoils.
 
 U_k V_kᵀ is not well determined by F. Two directions whose σ are closer than an error of F mix;
 where one of them is the last that counts, the sum of k directions, of norm √k, changes by up to √2.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.covariance import Solution
-from mergekit_ace.algebra.linalg import add_gram, blocks, product, rounding
+from mergekit_ace.algebra.linalg import add_gram, blocks, mirror, product, rounding
 from mergekit_ace.algebra.records import (
     HIDDEN_SHARE,
     LARGEST_HIDDEN,
@@ -33,10 +33,18 @@ from mergekit_ace.algebra.records import (
 from mergekit_ace.algebra.spectrum import leading_eigenpairs
 from mergekit_ace.algebra.task_vectors import squared_norm
 
-# What the rounding of the Gram matrix and of its eigenvectors amounts to in an entry, in roundoffs
-# of ‖FFᵀ‖/m. With this constant, estimates are 1.2 to 6.5 times the errors over five kinds of
-# spectra (`examples/benchmark/estimates.py`).
+# What the rounding of the eigenvectors amounts to in an entry of the Gram matrix, in roundoffs of
+# ‖FFᵀ‖/m. With this constant, estimates are 2 to 10 times the errors over eight kinds of spectra,
+# but for relative errors below 5e-5 (`examples/benchmark/estimates.py`).
 GRAM_ERROR = 40
+# Float32 mixes directions of nearly the same strength; so many beyond the last one are computed to
+# tell which belong to the k.
+SPARE = 32
+# Products of unit eigenvectors in float32 are below it, but for a few matrices.
+ORTHOGONAL_ENOUGH = 2e-5
+# How far the square of the weakest direction has to be above that error's spectral norm in float32.
+# Below it, first order is no estimate any more.
+CLEAR_OF_ERROR = 25
 
 
 @dataclass(frozen=True)
@@ -64,15 +72,16 @@ def refine(solution: Solution, rank: int) -> IsotropicComponent:
             and more digits are to be had.
     """
     assert solution.target is not None
+    gram = smaller_gram(solution.target)
     if solution.target.dtype != torch.float32:
         space = solution.covariances.space
         shape = space.shape if space else None
-        return decompose(solution.target, rank, torch.float64, shape).component_()
+        return decompose(solution.target, gram, rank, shape).component_()
     if is_noisy(solution.covariances.noise):
-        leading = decompose(solution.target, rank, torch.float32)
-        if leading.resolved and _error(solution, leading) <= _allowed(solution, leading):
-            return leading.component_()
-    leading = decompose(solution.target, rank, torch.float64)
+        narrow = decompose_narrowly(solution.target, gram, rank)
+        if narrow is not None and _error(solution, narrow) <= _allowed(solution, narrow):
+            return narrow.component_()
+    leading = decompose(solution.target, gram, rank)
     error = _error(solution, leading)
     if error > _allowed(solution, leading):
         size = squared_norm(solution.merged) ** 0.5
@@ -107,7 +116,7 @@ def isotropic_component(matrix: Tensor, rank: int) -> IsotropicComponent:
         matrix: F, (o, i); overwritten by the component.
         rank: k, 1 ≤ k ≤ min(o, i).
     """
-    return decompose(matrix, rank, torch.float64).component_()
+    return decompose(matrix, smaller_gram(matrix), rank).component_()
 
 
 @dataclass(frozen=True)
@@ -144,26 +153,31 @@ class Leading:
 
     @property
     def kept(self) -> Tensor:
-        """Which of the k directions the Gram matrix, which squares σ, can tell from zero."""
-        side = min(self.shape)
-        least = (side * torch.finfo(self.vectors.dtype).eps) ** 0.5 / 2 * self.sigma[-1]
+        """Which of the k directions a Gram matrix in float64, which squares σ, tells from zero."""
+        least = (min(self.shape) * torch.finfo(torch.float64).eps) ** 0.5 / 2 * self.sigma[-1]
         return self.sigma[-self.rank :] > least
 
     @property
-    def resolved(self) -> bool:
-        """Whether these are all of the k directions."""
-        return bool(self.kept.all())
+    def clear(self) -> bool:
+        """Whether all of the k directions stand clear of the error of the Gram matrix."""
+        spectral = 2 * min(self.matrix.shape) ** 0.5 * self.entry_error
+        return float(self.sigma[-self.rank]) ** 2 > CLEAR_OF_ERROR * spectral
+
+    @property
+    def entry_error(self) -> float:
+        """The error in an entry of the Gram matrix that the rounding of its vectors stands for."""
+        strong = self.sigma[-self.rank :]
+        rest = max(0.0, self.energy - float(strong.square().sum()))
+        size = math.sqrt(float(strong.pow(4).sum()) + float(strong[0]) ** 2 * rest)  # ≥ ‖FFᵀ‖_F
+        return GRAM_ERROR * rounding(self.vectors.dtype) * size / min(self.matrix.shape)
 
     @property
     def error(self) -> float:
-        """The error of F that the rounding of the Gram matrix stands for; no direction is 0."""
-        side, length = sorted(self.matrix.shape)
-        strong = self.sigma[-self.rank :]
-        weakest = float(strong[0])
-        rest = max(0.0, self.energy - float(strong.square().sum()))
-        size = math.sqrt(float(strong.pow(4).sum()) + weakest**2 * rest)  # ≥ ‖FFᵀ‖_F
-        entry = GRAM_ERROR * rounding(self.vectors.dtype) * size / side
-        return entry / (2 * weakest) * math.sqrt(side * length) if weakest > 0 else math.inf
+        """The error of F that the same rounding stands for."""
+        rows, columns = self.matrix.shape
+        weakest = float(self.sigma[-self.rank])
+        scale = math.sqrt(rows * columns) / (2 * weakest) if weakest > 0 else math.inf
+        return self.entry_error * scale if self.entry_error > 0 else 0.0
 
     def blur(self, error: float) -> float:
         """Estimate the error of σ_iso U_k V_kᵀ that one of F leads to; Frobenius norms both."""
@@ -181,27 +195,77 @@ class Leading:
         return IsotropicComponent(self.matrix, strength)
 
 
+def smaller_gram(matrix: Tensor) -> Tensor:
+    """Return F Fᵀ, or Fᵀ F if that is smaller, in float64; only the lower triangle is filled."""
+    wide = _on_its_shorter_side(matrix)
+    side, length = wide.shape
+    gram = torch.zeros(side, side, dtype=torch.float64, device=wide.device)
+    for columns in blocks(length, side):
+        add_gram(gram, wide[:, columns].double())
+    return gram
+
+
 def decompose(
-    matrix: Tensor, rank: int, dtype: torch.dtype, shape: tuple[int, int] | None = None
+    matrix: Tensor, gram: Tensor, rank: int, shape: tuple[int, int] | None = None
 ) -> Leading:
-    """Return the k leading directions of F, (o, i), by its smaller Gram matrix.
+    """Return the k leading directions of F, (o, i), in float64.
 
     Args:
         matrix: F, (o, i), or its core.
+        gram: see `smaller_gram`; overwritten.
         rank: k, 1 ≤ k ≤ min(o, i).
-        dtype: of the Gram matrix and its eigenvectors.
         shape: (o, i), if `matrix` is a core.
     """
-    wide = _on_its_shorter_side(matrix)
-    side, length = wide.shape
-    gram = torch.zeros(side, side, dtype=dtype, device=wide.device)
-    for columns in blocks(length, side):
-        add_gram(gram, wide[:, columns].to(dtype))
-    energy = float(gram.diagonal().sum(dtype=torch.float64))
-    values, vectors = leading_eigenpairs(gram, min(rank + 1, side))
-    sigma, found = values.double().clamp(min=0).sqrt(), min(rank, side)
-    rows, columns = shape or matrix.shape
-    return Leading(matrix, found, rank, (rows, columns), sigma, vectors[:, -found:], energy)
+    energy = float(gram.diagonal().sum())
+    values, vectors = leading_eigenpairs(gram, min(rank + 1, len(gram)))
+    return _leading(
+        matrix, rank, shape or (matrix.shape[0], matrix.shape[1]), (values, vectors), energy
+    )
+
+
+def decompose_narrowly(matrix: Tensor, gram: Tensor, rank: int) -> Leading | None:
+    """Return the k leading directions of F, (o, i), in float32; None where that cannot tell them.
+
+    The eigenvalues are exact, and the weakest directions are turned among themselves (Rayleigh and
+    Ritz), since float32 mixes them with what follows. A few matrices have eigenvectors in float32
+    that are not orthogonal.
+
+    Args:
+        matrix: F, (o, i).
+        gram: see `smaller_gram`; its upper triangle is filled.
+        rank: k, 1 ≤ k ≤ min(o, i).
+    """
+    count = min(rank + 1, len(gram))
+    _, vectors = leading_eigenpairs(gram.float(), min(count + SPARE, len(gram)))
+    inner = product(vectors.mT, vectors)
+    inner.diagonal().sub_(1)
+    if float(inner.abs().max()) > ORTHOGONAL_ENOUGH:
+        return None
+    mirror(gram)
+    squares = gram.new_empty(vectors.shape[1])
+    for part in blocks(*vectors.mT.shape):
+        exact = vectors[:, part].double()
+        squares[part] = exact.mul_(product(gram, exact)).sum(dim=0)
+    exact = vectors[:, : 2 * SPARE].double()
+    squares[: 2 * SPARE], turn = torch.linalg.eigh(product(exact.mT, product(gram, exact)))
+    vectors[:, : 2 * SPARE] = product(exact, turn).float()
+    pairs = squares[-count:], vectors[:, -count:]
+    shape, energy = (matrix.shape[0], matrix.shape[1]), float(gram.diagonal().sum())
+    leading = _leading(matrix, rank, shape, pairs, energy)
+    return leading if leading.clear else None
+
+
+def _leading(
+    matrix: Tensor,
+    rank: int,
+    shape: tuple[int, int],
+    pairs: tuple[Tensor, Tensor],
+    energy: float,
+) -> Leading:
+    values, vectors = pairs
+    found = min(rank, vectors.shape[0])
+    sigma = values.double().clamp(min=0).sqrt()
+    return Leading(matrix, found, rank, shape, sigma, vectors[:, -found:], energy)
 
 
 def _on_its_shorter_side(matrix: Tensor) -> Tensor:
