@@ -117,7 +117,7 @@ def directions(kind: str, divide: int) -> Iterator[tuple[float, float, float]]:
         exact = isotropic_component(matrix.double(), rank)
         leading = decompose_narrowly(matrix, smaller_gram(matrix), rank)
         if leading is not None:
-            estimate = leading.blur(leading.error)
+            estimate = leading.component_error()
             error = float((leading.component_().matrix - exact.matrix).norm())
             size = float(exact.matrix.norm())
             yield error / size, estimate / size, float(leading.sigma[-1] / leading.sigma[0])

@@ -16,7 +16,7 @@ several.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,18 +33,11 @@ from mergekit_ace.algebra.records import (
 from mergekit_ace.algebra.spectrum import leading_eigenpairs
 from mergekit_ace.algebra.task_vectors import squared_norm
 
-# What the rounding of the eigenvectors amounts to in an entry of the Gram matrix, in roundoffs of
-# ‖FFᵀ‖/m. With this constant, estimates are 2 to 10 times the errors over eight kinds of spectra,
-# but for relative errors below 5e-5 (`examples/benchmark/estimates.py`).
-GRAM_ERROR = 40
 # Float32 mixes directions of nearly the same strength; so many beyond the last one are computed to
 # tell which belong to the k.
 SPARE = 32
-# Products of unit eigenvectors in float32 are below it, but for a few matrices.
-ORTHOGONAL_ENOUGH = 2e-5
-# How far the square of the weakest direction has to be above that error's spectral norm in float32.
-# Below it, first order is no estimate any more.
-CLEAR_OF_ERROR = 25
+# Residuals of eigenvectors in float32 are no estimate of their error above that share of σ².
+CLEAR = 0.04
 
 
 @dataclass(frozen=True)
@@ -93,7 +86,7 @@ def _error(solution: Solution, leading: Leading) -> float:
     """Estimate the error of the component, in the Frobenius norm."""
     size = squared_norm(solution.merged) ** 0.5
     given = solution.error * size + 4 * rounding(torch.float32) * leading.energy**0.5
-    return leading.blur(math.hypot(given, leading.error))
+    return leading.component_error(given)
 
 
 def _allowed(solution: Solution, leading: Leading) -> float:
@@ -136,6 +129,7 @@ class Leading:
             float64.
         vectors: the singular vectors of the k largest, (m, k).
         energy: ‖F‖_F².
+        error: of F, in the Frobenius norm, that vectors in float32 stand for.
     """
 
     matrix: Tensor
@@ -145,6 +139,7 @@ class Leading:
     sigma: Tensor
     vectors: Tensor
     energy: float
+    error: float = 0.0
 
     @property
     def strength(self) -> float:
@@ -157,27 +152,9 @@ class Leading:
         least = (min(self.shape) * torch.finfo(torch.float64).eps) ** 0.5 / 2 * self.sigma[-1]
         return self.sigma[-self.rank :] > least
 
-    @property
-    def clear(self) -> bool:
-        """Whether all of the k directions stand clear of the error of the Gram matrix."""
-        spectral = 2 * min(self.matrix.shape) ** 0.5 * self.entry_error
-        return float(self.sigma[-self.rank]) ** 2 > CLEAR_OF_ERROR * spectral
-
-    @property
-    def entry_error(self) -> float:
-        """The error in an entry of the Gram matrix that the rounding of its vectors stands for."""
-        strong = self.sigma[-self.rank :]
-        rest = max(0.0, self.energy - float(strong.square().sum()))
-        size = math.sqrt(float(strong.pow(4).sum()) + float(strong[0]) ** 2 * rest)  # ≥ ‖FFᵀ‖_F
-        return GRAM_ERROR * rounding(self.vectors.dtype) * size / min(self.matrix.shape)
-
-    @property
-    def error(self) -> float:
-        """The error of F that the same rounding stands for."""
-        rows, columns = self.matrix.shape
-        weakest = float(self.sigma[-self.rank])
-        scale = math.sqrt(rows * columns) / (2 * weakest) if weakest > 0 else math.inf
-        return self.entry_error * scale if self.entry_error > 0 else 0.0
+    def component_error(self, given: float = 0.0) -> float:
+        """Estimate the error of σ_iso U_k V_kᵀ where F has one already; Frobenius norms both."""
+        return self.blur(math.hypot(given, self.error))
 
     def blur(self, error: float) -> float:
         """Estimate the error of σ_iso U_k V_kᵀ that one of F leads to; Frobenius norms both."""
@@ -226,33 +203,34 @@ def decompose(
 def decompose_narrowly(matrix: Tensor, gram: Tensor, rank: int) -> Leading | None:
     """Return the k leading directions of F, (o, i), in float32; None where that cannot tell them.
 
-    The eigenvalues are exact, and the weakest directions are turned among themselves (Rayleigh and
-    Ritz), since float32 mixes them with what follows. A few matrices have eigenvectors in float32
-    that are not orthogonal.
+    The weakest are turned among themselves in float64 (Rayleigh and Ritz), since float32 mixes them
+    with what follows. A residual ‖FFᵀp − σ²p‖ that the vectors leave is that of an error of F with
+    random entries of a standard deviation of ‖FFᵀp − σ²p‖ / (2σ√m).
 
     Args:
         matrix: F, (o, i).
         gram: see `smaller_gram`; its upper triangle is filled.
         rank: k, 1 ≤ k ≤ min(o, i).
     """
-    count = min(rank + 1, len(gram))
-    _, vectors = leading_eigenpairs(gram.float(), min(count + SPARE, len(gram)))
-    inner = product(vectors.mT, vectors)
-    inner.diagonal().sub_(1)
-    if float(inner.abs().max()) > ORTHOGONAL_ENOUGH:
-        return None
+    side = len(gram)
+    _, vectors = leading_eigenpairs(gram.float(), min(rank + 1 + SPARE, side))
     mirror(gram)
-    squares = gram.new_empty(vectors.shape[1])
+    weakest = torch.linalg.qr(vectors[:, : 2 * SPARE].double()).Q
+    _, turn = torch.linalg.eigh(product(weakest.mT, product(gram, weakest)))
+    vectors[:, : 2 * SPARE] = product(weakest, turn).float()
+    vectors = vectors[:, -min(rank + 1, side) :]
+    squares, residuals = gram.new_empty(2, vectors.shape[1])
     for part in blocks(*vectors.mT.shape):
         exact = vectors[:, part].double()
-        squares[part] = exact.mul_(product(gram, exact)).sum(dim=0)
-    exact = vectors[:, : 2 * SPARE].double()
-    squares[: 2 * SPARE], turn = torch.linalg.eigh(product(exact.mT, product(gram, exact)))
-    vectors[:, : 2 * SPARE] = product(exact, turn).float()
-    pairs = squares[-count:], vectors[:, -count:]
+        images = product(gram, exact)
+        squares[part] = (exact * images).sum(dim=0)
+        residuals[part] = images.sub_(exact.mul_(squares[part])).norm(dim=0)
+    if not bool((residuals < CLEAR * squares).all()):
+        return None
     shape, energy = (matrix.shape[0], matrix.shape[1]), float(gram.diagonal().sum())
-    leading = _leading(matrix, rank, shape, pairs, energy)
-    return leading if leading.clear else None
+    leading = _leading(matrix, rank, shape, (squares, vectors), energy)
+    worst = float((residuals / leading.sigma).max())
+    return replace(leading, error=worst / 2 * max(matrix.shape) ** 0.5)
 
 
 def _leading(
