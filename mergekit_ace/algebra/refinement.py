@@ -37,7 +37,7 @@ from mergekit_ace.algebra.task_vectors import squared_norm
 # tell which belong to the k.
 SPARE = 32
 # Residuals of eigenvectors in float32 are no estimate of their error above that share of σ².
-CLEAR = 0.04
+CLEAR = 0.25
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ class Leading:
             float64.
         vectors: the singular vectors of the k largest, (m, k).
         energy: ‖F‖_F².
-        error: of F, in the Frobenius norm, that vectors in float32 stand for.
+        error: of F, in the Frobenius norm, that the vectors of each of the directions stand for,
+            shaped as `sigma`; 0 in float64.
     """
 
     matrix: Tensor
@@ -139,7 +140,7 @@ class Leading:
     sigma: Tensor
     vectors: Tensor
     energy: float
-    error: float = 0.0
+    error: Tensor
 
     @property
     def strength(self) -> float:
@@ -154,10 +155,10 @@ class Leading:
 
     def component_error(self, given: float = 0.0) -> float:
         """Estimate the error of σ_iso U_k V_kᵀ where F has one already; Frobenius norms both."""
-        return self.blur(math.hypot(given, self.error))
+        return self.blur(self.error.square().add(given**2).sqrt())
 
-    def blur(self, error: float) -> float:
-        """Estimate the error of σ_iso U_k V_kᵀ that one of F leads to; Frobenius norms both."""
+    def blur(self, error: float | Tensor) -> float:
+        """Estimate the error of σ_iso U_k V_kᵀ that one of F leads to, see `estimate_blur`."""
         blurred = estimate_blur(self.sigma, self.rank, tuple(self.matrix.shape), error)
         return self.strength * self.rank**0.5 * blurred
 
@@ -229,8 +230,7 @@ def decompose_narrowly(matrix: Tensor, gram: Tensor, rank: int) -> Leading | Non
         return None
     shape, energy = (matrix.shape[0], matrix.shape[1]), float(gram.diagonal().sum())
     leading = _leading(matrix, rank, shape, (squares, vectors), energy)
-    worst = float((residuals / leading.sigma).max())
-    return replace(leading, error=worst / 2 * max(matrix.shape) ** 0.5)
+    return replace(leading, error=residuals / leading.sigma * (max(matrix.shape) ** 0.5 / 2))
 
 
 def _leading(
@@ -243,14 +243,15 @@ def _leading(
     values, vectors = pairs
     found = min(rank, vectors.shape[0])
     sigma = values.double().clamp(min=0).sqrt()
-    return Leading(matrix, found, rank, shape, sigma, vectors[:, -found:], energy)
+    error = torch.zeros_like(sigma)
+    return Leading(matrix, found, rank, shape, sigma, vectors[:, -found:], energy, error)
 
 
 def _on_its_shorter_side(matrix: Tensor) -> Tensor:
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
 
 
-def estimate_blur(sigma: Tensor, rank: int, shape: tuple[int, ...], error: float) -> float:
+def estimate_blur(sigma: Tensor, rank: int, shape: tuple[int, ...], error: float | Tensor) -> float:
     """Estimate the relative error of U_k V_kᵀ when F has the error ‖δF‖_F = `error`.
 
     To first order, noise of standard deviation s in the entries moves U_k V_kᵀ, whose norm is √k,
@@ -262,11 +263,11 @@ def estimate_blur(sigma: Tensor, rank: int, shape: tuple[int, ...], error: float
             more.
         rank: k.
         shape: of F, or of its transpose.
-        error: of F.
+        error: of F; or of F as it shows in every one of the directions, shaped as `sigma`.
     """
     rows, columns = shape
-    noise = error / (rows * columns) ** 0.5
-    turned = noise**2 * (rows + columns) * float(sigma[-rank:].pow(-2).mean())
+    noise = torch.as_tensor(error, device=sigma.device).expand_as(sigma) / (rows * columns) ** 0.5
+    turned = (rows + columns) * float((noise / sigma)[-rank:].square().mean())
     gap = float(sigma[-rank] - sigma[-rank - 1]) if rank < len(sigma) else math.inf
-    mixed = 2 / rank * (min(1.0, noise / gap) ** 2 if gap > 0 else 1.0)
-    return (turned + mixed) ** 0.5
+    exchanged = min(1.0, float(noise[-rank]) / gap) if gap > 0 else 1.0
+    return (turned + 2 / rank * exchanged**2) ** 0.5
