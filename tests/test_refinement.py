@@ -6,7 +6,14 @@ import torch
 
 from mergekit_ace.algebra.covariance import Covariances, Solution
 from mergekit_ace.algebra.records import IllConditionedError
-from mergekit_ace.algebra.refinement import estimate_blur, isotropic_component, refine
+from mergekit_ace.algebra.refinement import (
+    decompose_narrowly,
+    estimate_blur,
+    isotropic_component,
+    refine,
+    smaller_gram,
+)
+from mergekit_ace.algebra.spectrum import leading_eigenpairs
 
 
 @pytest.mark.parametrize("shape", [(20, 30), (30, 20), (20, 20)])
@@ -89,6 +96,52 @@ def test_float32_targets(rng, kind, shape):
     expected = sigma[:rank].mean() * (u[:, :rank] @ vh[:rank])
     component = isotropic_component(matrix, rank).matrix
     assert (component - expected).norm() <= 1e-6 * expected.norm()
+
+
+NARROW = {
+    "slow": lambda place: place**-0.75,
+    "flat": lambda place: 2 - place / 400,
+    "spikes": lambda place: (0.05 * (2 - place / 400)).where(place > 4, 1.0),
+    "near-duplicates": lambda place: place**-0.5 * (1 - 1e-5 * (place % 2)),
+    "steep": lambda place: place**-2.0,
+}
+
+
+@pytest.mark.parametrize("shape", [(200, 300), (300, 200), (200, 200)])
+@pytest.mark.parametrize("kind", NARROW)
+def test_directions_in_float32(rng, kind, shape):
+    """They are within twice of their estimated error, or they are not given at all."""
+    sigma = NARROW[kind](torch.arange(1, 201, dtype=torch.float64))
+    matrix = with_spectrum(rng, shape, sigma).float()
+    u, sigma, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    expected = sigma[:60].mean() * (u[:, :60] @ vh[:60])
+    leading = decompose_narrowly(matrix, smaller_gram(matrix), 60)
+    assert (leading is None) == (kind == "steep")
+    if leading is not None:
+        allowed = 2 * leading.component_error() + 1e-6 * expected.norm()
+        assert leading.strength == pytest.approx(float(sigma[:60].mean()), rel=1e-6)
+        assert (leading.component_().matrix - expected).norm() <= allowed
+
+
+@pytest.mark.parametrize("angle", [1e-6, 1e-4, 1e-2])
+def test_bad_eigenvectors_know_their_error(rng, monkeypatch, angle):
+    """A few matrices have eigenvectors in float32 that are not even orthogonal."""
+    sigma = NARROW["slow"](torch.arange(1, 201, dtype=torch.float64))
+    matrix = with_spectrum(rng, (200, 200), sigma).float()
+    exact = isotropic_component(matrix.double(), 60).matrix
+
+    def turned(matrix, count):
+        values, vectors = leading_eigenpairs(matrix, count)
+        vectors[:, 50] += angle * vectors[:, -1]
+        return values, vectors
+
+    monkeypatch.setattr("mergekit_ace.algebra.refinement.leading_eigenpairs", turned)
+    leading = decompose_narrowly(matrix, smaller_gram(matrix), 60)
+    if angle == 1e-2:
+        assert leading is None
+    else:
+        error = float((leading.component_().matrix - exact).norm())
+        assert error / 2 < leading.component_error()
 
 
 @pytest.mark.parametrize("decay", [0.3, 1.0, 2.0])

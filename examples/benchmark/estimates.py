@@ -23,7 +23,7 @@ from mergekit_ace import AceOptions, IllConditionedError
 from mergekit_ace.algebra.closed_form import solve
 from mergekit_ace.algebra.covariance import estimate_covariances
 from mergekit_ace.algebra.linalg import full_precision
-from mergekit_ace.algebra.refinement import decompose, isotropic_component
+from mergekit_ace.algebra.refinement import decompose_narrowly, isotropic_component, smaller_gram
 from mergekit_ace.algebra.task_vectors import select_active
 
 KINDS = ("noise", "low rank", "low rank and noise", "spiked", "near-duplicates")
@@ -32,7 +32,7 @@ SHAPES = {
     "tall": [(300, 80), (1024, 256), (1024, 512)],
     "dual": [(32, 120), (96, 400), (256, 1024)],
 }
-SIDES = [(256, 256), (512, 512), (512, 1024), (1024, 1024)]  # of F
+SIDES = [(256, 256), (512, 512), (512, 1024), (1024, 1024), (2048, 2048)]  # of F
 # Errors below this are the rounding of X itself.
 SMALLEST = 1e-7
 
@@ -92,12 +92,15 @@ def spectra(side: int) -> dict[str, Tensor]:
     """Return singular values of several kinds, the largest first."""
     place = torch.arange(1, side + 1, dtype=torch.float64)
     spread = 1 + torch.rand(side, generator=torch.Generator().manual_seed(0)).double()
-    spikes = (0.05 * spread).where(place > 16, 1.0)
+    spikes, high = ((share * spread).where(place > 16, 1.0) for share in (0.05, 0.005))
     return {
         "1/√j": place**-0.5,
+        "j^-¾": place**-0.75,
         "1/j": 1 / place,
+        "j^-5/4": place**-1.25,
         "flat": spread.sort(descending=True).values,
         "spikes": spikes.sort(descending=True).values,
+        "high spikes": high.sort(descending=True).values,
         "a step": (0.01 * torch.ones(side).double()).where(place > int(0.3 * side), 1.0),
     }
 
@@ -112,9 +115,9 @@ def directions(kind: str, divide: int) -> Iterator[tuple[float, float, float]]:
         matrix = (left * spectra(rows)[kind] @ right.mT).float()
         rank = int(0.3 * rows)
         exact = isotropic_component(matrix.double(), rank)
-        leading = decompose(matrix, rank, torch.float32)
-        if leading.resolved:
-            estimate = leading.blur(leading.error)
+        leading = decompose_narrowly(matrix, smaller_gram(matrix), rank)
+        if leading is not None:
+            estimate = leading.component_error()
             error = float((leading.component_().matrix - exact.matrix).norm())
             size = float(exact.matrix.norm())
             yield error / size, estimate / size, float(leading.sigma[-1] / leading.sigma[0])

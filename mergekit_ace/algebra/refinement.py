@@ -4,8 +4,8 @@
 With F = U diag(σ) Vᵀ, the leading k directions are added once more, all with the same strength:
 σ_iso U_k V_kᵀ, σ_iso = mean(σ_1…σ_k). No full decomposition of F is needed: with the eigenvectors
 P of the smaller Gram matrix, U_k V_kᵀ = P_k diag(1/σ) P_kᵀ F (or its mirror image). The Gram matrix
-squares F's condition number; so all of it is done in float64, unless the rounding of the experts
-hides what float32 spoils.
+squares F's condition number; so it is summed up in float64, and its eigenvectors are in float64,
+too, unless the rounding of the experts hides what float32 spoils.
 
 U_k V_kᵀ is not well determined by F. Two directions whose σ are closer than an error of F mix;
 where one of them is the last that counts, the sum of k directions, of norm √k, changes by up to √2.
@@ -16,13 +16,13 @@ several.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.covariance import Solution
-from mergekit_ace.algebra.linalg import add_gram, blocks, product, rounding
+from mergekit_ace.algebra.linalg import add_gram, blocks, mirror, product, rounding
 from mergekit_ace.algebra.records import (
     HIDDEN_SHARE,
     LARGEST_HIDDEN,
@@ -33,10 +33,11 @@ from mergekit_ace.algebra.records import (
 from mergekit_ace.algebra.spectrum import leading_eigenpairs
 from mergekit_ace.algebra.task_vectors import squared_norm
 
-# What the rounding of the Gram matrix and of its eigenvectors amounts to in an entry, in roundoffs
-# of ‖FFᵀ‖/m. With this constant, estimates are 1.2 to 6.5 times the errors over five kinds of
-# spectra (`examples/benchmark/estimates.py`).
-GRAM_ERROR = 40
+# Float32 mixes directions of nearly the same strength; so many beyond the last one are computed to
+# tell which belong to the k.
+SPARE = 32
+# Residuals of eigenvectors in float32 are no estimate of their error above that share of σ².
+CLEAR = 0.25
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,16 @@ def refine(solution: Solution, rank: int) -> IsotropicComponent:
             and more digits are to be had.
     """
     assert solution.target is not None
+    gram = smaller_gram(solution.target)
     if solution.target.dtype != torch.float32:
         space = solution.covariances.space
         shape = space.shape if space else None
-        return decompose(solution.target, rank, torch.float64, shape).component_()
+        return decompose(solution.target, gram, rank, shape).component_()
     if is_noisy(solution.covariances.noise):
-        leading = decompose(solution.target, rank, torch.float32)
-        if leading.resolved and _error(solution, leading) <= _allowed(solution, leading):
-            return leading.component_()
-    leading = decompose(solution.target, rank, torch.float64)
+        narrow = decompose_narrowly(solution.target, gram, rank)
+        if narrow is not None and _error(solution, narrow) <= _allowed(solution, narrow):
+            return narrow.component_()
+    leading = decompose(solution.target, gram, rank)
     error = _error(solution, leading)
     if error > _allowed(solution, leading):
         size = squared_norm(solution.merged) ** 0.5
@@ -84,7 +86,7 @@ def _error(solution: Solution, leading: Leading) -> float:
     """Estimate the error of the component, in the Frobenius norm."""
     size = squared_norm(solution.merged) ** 0.5
     given = solution.error * size + 4 * rounding(torch.float32) * leading.energy**0.5
-    return leading.blur(math.hypot(given, leading.error))
+    return leading.component_error(given)
 
 
 def _allowed(solution: Solution, leading: Leading) -> float:
@@ -107,7 +109,7 @@ def isotropic_component(matrix: Tensor, rank: int) -> IsotropicComponent:
         matrix: F, (o, i); overwritten by the component.
         rank: k, 1 ≤ k ≤ min(o, i).
     """
-    return decompose(matrix, rank, torch.float64).component_()
+    return decompose(matrix, smaller_gram(matrix), rank).component_()
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,8 @@ class Leading:
             float64.
         vectors: the singular vectors of the k largest, (m, k).
         energy: ‖F‖_F².
+        error: of F, in the Frobenius norm, that the vectors of each of the directions stand for,
+            shaped as `sigma`; 0 in float64.
     """
 
     matrix: Tensor
@@ -136,6 +140,7 @@ class Leading:
     sigma: Tensor
     vectors: Tensor
     energy: float
+    error: Tensor
 
     @property
     def strength(self) -> float:
@@ -144,29 +149,16 @@ class Leading:
 
     @property
     def kept(self) -> Tensor:
-        """Which of the k directions the Gram matrix, which squares σ, can tell from zero."""
-        side = min(self.shape)
-        least = (side * torch.finfo(self.vectors.dtype).eps) ** 0.5 / 2 * self.sigma[-1]
+        """Which of the k directions a Gram matrix in float64, which squares σ, tells from zero."""
+        least = (min(self.shape) * torch.finfo(torch.float64).eps) ** 0.5 / 2 * self.sigma[-1]
         return self.sigma[-self.rank :] > least
 
-    @property
-    def resolved(self) -> bool:
-        """Whether these are all of the k directions."""
-        return bool(self.kept.all())
+    def component_error(self, given: float = 0.0) -> float:
+        """Estimate the error of σ_iso U_k V_kᵀ where F has one already; Frobenius norms both."""
+        return self.blur(self.error.square().add(given**2).sqrt())
 
-    @property
-    def error(self) -> float:
-        """The error of F that the rounding of the Gram matrix stands for; no direction is 0."""
-        side, length = sorted(self.matrix.shape)
-        strong = self.sigma[-self.rank :]
-        weakest = float(strong[0])
-        rest = max(0.0, self.energy - float(strong.square().sum()))
-        size = math.sqrt(float(strong.pow(4).sum()) + weakest**2 * rest)  # ≥ ‖FFᵀ‖_F
-        entry = GRAM_ERROR * rounding(self.vectors.dtype) * size / side
-        return entry / (2 * weakest) * math.sqrt(side * length) if weakest > 0 else math.inf
-
-    def blur(self, error: float) -> float:
-        """Estimate the error of σ_iso U_k V_kᵀ that one of F leads to; Frobenius norms both."""
+    def blur(self, error: float | Tensor) -> float:
+        """Estimate the error of σ_iso U_k V_kᵀ that one of F leads to, see `estimate_blur`."""
         blurred = estimate_blur(self.sigma, self.rank, tuple(self.matrix.shape), error)
         return self.strength * self.rank**0.5 * blurred
 
@@ -181,34 +173,85 @@ class Leading:
         return IsotropicComponent(self.matrix, strength)
 
 
+def smaller_gram(matrix: Tensor) -> Tensor:
+    """Return F Fᵀ, or Fᵀ F if that is smaller, in float64; only the lower triangle is filled."""
+    wide = _on_its_shorter_side(matrix)
+    side, length = wide.shape
+    gram = torch.zeros(side, side, dtype=torch.float64, device=wide.device)
+    for columns in blocks(length, side):
+        add_gram(gram, wide[:, columns].double())
+    return gram
+
+
 def decompose(
-    matrix: Tensor, rank: int, dtype: torch.dtype, shape: tuple[int, int] | None = None
+    matrix: Tensor, gram: Tensor, rank: int, shape: tuple[int, int] | None = None
 ) -> Leading:
-    """Return the k leading directions of F, (o, i), by its smaller Gram matrix.
+    """Return the k leading directions of F, (o, i), in float64.
 
     Args:
         matrix: F, (o, i), or its core.
+        gram: see `smaller_gram`; overwritten.
         rank: k, 1 ≤ k ≤ min(o, i).
-        dtype: of the Gram matrix and its eigenvectors.
         shape: (o, i), if `matrix` is a core.
     """
-    wide = _on_its_shorter_side(matrix)
-    side, length = wide.shape
-    gram = torch.zeros(side, side, dtype=dtype, device=wide.device)
-    for columns in blocks(length, side):
-        add_gram(gram, wide[:, columns].to(dtype))
-    energy = float(gram.diagonal().sum(dtype=torch.float64))
-    values, vectors = leading_eigenpairs(gram, min(rank + 1, side))
-    sigma, found = values.double().clamp(min=0).sqrt(), min(rank, side)
-    rows, columns = shape or matrix.shape
-    return Leading(matrix, found, rank, (rows, columns), sigma, vectors[:, -found:], energy)
+    energy = float(gram.diagonal().sum())
+    values, vectors = leading_eigenpairs(gram, min(rank + 1, len(gram)))
+    return _leading(
+        matrix, rank, shape or (matrix.shape[0], matrix.shape[1]), (values, vectors), energy
+    )
+
+
+def decompose_narrowly(matrix: Tensor, gram: Tensor, rank: int) -> Leading | None:
+    """Return the k leading directions of F, (o, i), in float32; None where that cannot tell them.
+
+    The weakest are turned among themselves in float64 (Rayleigh and Ritz), since float32 mixes them
+    with what follows. A residual ‖FFᵀp − σ²p‖ that the vectors leave is that of an error of F with
+    random entries of a standard deviation of ‖FFᵀp − σ²p‖ / (2σ√m).
+
+    Args:
+        matrix: F, (o, i).
+        gram: see `smaller_gram`; its upper triangle is filled.
+        rank: k, 1 ≤ k ≤ min(o, i).
+    """
+    side = len(gram)
+    _, vectors = leading_eigenpairs(gram.float(), min(rank + 1 + SPARE, side))
+    mirror(gram)
+    weakest = torch.linalg.qr(vectors[:, : 2 * SPARE].double()).Q
+    _, turn = torch.linalg.eigh(product(weakest.mT, product(gram, weakest)))
+    vectors[:, : 2 * SPARE] = product(weakest, turn).float()
+    vectors = vectors[:, -min(rank + 1, side) :]
+    squares, residuals = gram.new_empty(2, vectors.shape[1])
+    for part in blocks(*vectors.mT.shape):
+        exact = vectors[:, part].double()
+        images = product(gram, exact)
+        squares[part] = (exact * images).sum(dim=0)
+        residuals[part] = images.sub_(exact.mul_(squares[part])).norm(dim=0)
+    if not bool((residuals < CLEAR * squares).all()):
+        return None
+    shape, energy = (matrix.shape[0], matrix.shape[1]), float(gram.diagonal().sum())
+    leading = _leading(matrix, rank, shape, (squares, vectors), energy)
+    return replace(leading, error=residuals / leading.sigma * (max(matrix.shape) ** 0.5 / 2))
+
+
+def _leading(
+    matrix: Tensor,
+    rank: int,
+    shape: tuple[int, int],
+    pairs: tuple[Tensor, Tensor],
+    energy: float,
+) -> Leading:
+    values, vectors = pairs
+    found = min(rank, vectors.shape[0])
+    sigma = values.double().clamp(min=0).sqrt()
+    error = torch.zeros_like(sigma)
+    return Leading(matrix, found, rank, shape, sigma, vectors[:, -found:], energy, error)
 
 
 def _on_its_shorter_side(matrix: Tensor) -> Tensor:
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
 
 
-def estimate_blur(sigma: Tensor, rank: int, shape: tuple[int, ...], error: float) -> float:
+def estimate_blur(sigma: Tensor, rank: int, shape: tuple[int, ...], error: float | Tensor) -> float:
     """Estimate the relative error of U_k V_kᵀ when F has the error ‖δF‖_F = `error`.
 
     To first order, noise of standard deviation s in the entries moves U_k V_kᵀ, whose norm is √k,
@@ -220,11 +263,11 @@ def estimate_blur(sigma: Tensor, rank: int, shape: tuple[int, ...], error: float
             more.
         rank: k.
         shape: of F, or of its transpose.
-        error: of F.
+        error: of F; or of F as it shows in every one of the directions, shaped as `sigma`.
     """
     rows, columns = shape
-    noise = error / (rows * columns) ** 0.5
-    turned = noise**2 * (rows + columns) * float(sigma[-rank:].pow(-2).mean())
+    noise = torch.as_tensor(error, device=sigma.device).expand_as(sigma) / (rows * columns) ** 0.5
+    turned = (rows + columns) * float((noise / sigma)[-rank:].square().mean())
     gap = float(sigma[-rank] - sigma[-rank - 1]) if rank < len(sigma) else math.inf
-    mixed = 2 / rank * (min(1.0, noise / gap) ** 2 if gap > 0 else 1.0)
-    return (turned + mixed) ** 0.5
+    exchanged = min(1.0, float(noise[-rank]) / gap) if gap > 0 else 1.0
+    return (turned + 2 / rank * exchanged**2) ** 0.5
