@@ -22,6 +22,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,9 +89,9 @@ def all_stages(small: bool, cuda: bool, free_disk: float) -> list[Stage]:
 
     quarter = [] if free_disk > WHOLE_8B else ["--layers", 8]
     refined = ["--heterogeneous", "--methods", "task_arithmetic", "ace"]
-    model = ["--size", "tiny", "--layers", 1, "--batch", 1, "--tokens", 4, "--experts", 2]
+    model = ["--size", "tiny", "--batch", 1, "--tokens", 4, "--experts", 2]
     if not small:
-        model = ["--size", "1B", "--layers", 4, "--tokens", 512, "--experts", 2, 4, 8]
+        model = ["--size", "1B", "--layers", 4, "--tokens", 512, "--timed", 2, 4, 8]
     adapters = ["--size", "tiny", "--adapters", 2, "--rank", 3] if small else ["--size", "8B"]
     layer = ["--layer-of", "tiny", "--sample", 2**24, "--sizes", "tiny"] if small else []
     return [
@@ -103,7 +104,7 @@ def all_stages(small: bool, cuda: bool, free_disk: float) -> list[Stage]:
         kernels("8B", "Llama-3.1-8B", 3),
         checkpoint("1B-refined", 240, ["--size", "1B"], *refined),
         stage(
-            "trainer", 300, 60, "trainer.py", "--device", device, "--dtype", "bfloat16",
+            "trainer", 300, 60, "trainer.py", "--device", device, "--dtype", "bfloat16", "--folder", FOLDER,
             "--rounds", 2, *model,
         ),
         stage(
@@ -120,16 +121,8 @@ def all_stages(small: bool, cuda: bool, free_disk: float) -> list[Stage]:
 def _tests(small: bool) -> Stage:
     """Return the stage that runs the tests of what a GPU computes."""
     files = [str(CHECKOUT / "tests" / name) for name in TESTS]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-vv",
-        "-rfE",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-    ]
+    flags = ["-vv", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *flags]
     chosen = ["-k", "homogeneous_square or libraries"] if small else []
     return Stage("tests", 300, 30, (*command, f"--junit-xml={FIGURES}", *files, *chosen))
 
@@ -210,10 +203,8 @@ def _status(
         except subprocess.TimeoutExpired:
             return None
         finally:  # whatever it has left running, also where this program is ended
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
 
 
