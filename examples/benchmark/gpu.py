@@ -104,8 +104,8 @@ def all_stages(small: bool, cuda: bool, free_disk: float) -> list[Stage]:
         kernels("8B", "Llama-3.1-8B", 3),
         checkpoint("1B-refined", 240, ["--size", "1B"], *refined),
         stage(
-            "trainer", 300, 60, "trainer.py", "--device", device, "--dtype", "bfloat16", "--folder", FOLDER,
-            "--rounds", 2, *model,
+            "trainer", 300, 60, "trainer.py", "--device", device, "--dtype", "bfloat16",
+            "--folder", FOLDER, "--rounds", 2, *model,
         ),
         stage(
             "adapters", 150, 30, "adapters.py", "--folder", FOLDER, "--rows", "ace", "peft-linear",
