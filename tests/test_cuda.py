@@ -155,6 +155,21 @@ def test_flags_of_mergekit(tmp_path, mergekit_yaml, method, flags):
         torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=1e-4)
 
 
+def test_workers_that_share_a_gpu(tmp_path, mergekit_yaml):
+    """They are forked from a process that has imported torch, and must not have looked for GPUs."""
+    config = default_config(save_family(tiny_llama(), tmp_path))
+    expected = load_file(mergekit_yaml(config, out="cpu") / "model.safetensors")
+    command = [sys.executable, "-m", "mergekit_ace.cli", "merge", "cpu.yml", "gpu", "--quiet"]
+    command += ["--cuda", "--workers", "2", "--gpus-per-worker", "0.5"]
+    subprocess.run([*command, "--out-shard-size", "20K"], cwd=tmp_path, check=True)
+    merged: dict[str, Tensor] = {}
+    for path in (tmp_path / "gpu").glob("*.safetensors"):
+        merged |= load_file(path)
+    assert merged.keys() == expected.keys()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("storage", ["disk", "cpu", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_coefficients(dtype, storage):

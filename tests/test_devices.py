@@ -72,7 +72,7 @@ def test_golden_cases(gpu, case, dtype, bar):
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("switch", "floor"), product(SWITCHES, [True, False]))
+@pytest.mark.parametrize(("switch", "floor"), [*product(SWITCHES, [True, False])])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_agrees_with_the_cpu(gpu, form, dtype, switch, floor, stored):
