@@ -33,6 +33,7 @@ HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
 TAIL = 4000  # characters of a stage's output that are kept
 STOPPING = 5  # seconds that are left for what comes after a stage
+MACHINE = "machine"  # the stage that every call begins with
 WHOLE_8B = 110e9  # bytes of disk for four models of 8B, and the merged one
 # Tests of what a GPU computes.
 TESTS = ("test_cuda.py", "test_devices.py", "adapters/test_adapter_devices.py")
@@ -95,7 +96,7 @@ def all_stages(small: bool, cuda: bool, free_disk: float) -> list[Stage]:
     adapters = ["--size", "tiny", "--adapters", 2, "--rank", 3] if small else ["--size", "8B"]
     layer = ["--layer-of", "tiny", "--sample", 2**24, "--sizes", "tiny"] if small else []
     return [
-        stage("machine", 90, 10, "environment.py", "--folder", FOLDER),
+        stage(MACHINE, 90, 10, "environment.py", "--folder", FOLDER),
         _tests(small),
         kernels("1B", "Llama-3.2-1B", 3),
         checkpoint("1B", 240, ["--size", "1B"]),
@@ -216,8 +217,8 @@ def _state(status: int | None, cut: bool) -> str:
 
 def _shown(stage: Stage) -> str:
     """Return the command of a stage as one would type it."""
-    words = ("python", *stage.command[1:])
-    return " ".join(word.replace(f"{CHECKOUT}/", "").replace(FOLDER, "folder") for word in words)
+    line = " ".join(("python", *stage.command[1:])).replace(f" --json {FIGURES}", "")
+    return line.replace(f"{CHECKOUT}/", "").replace(FOLDER, "folder")
 
 
 def _tests_told(text: str) -> dict[str, object]:
@@ -315,28 +316,38 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def run_all(arguments: argparse.Namespace, folder: Path, left: Callable[[], float]) -> None:
+    """Run what is asked for; nothing but the first stage on a machine where that has failed.
+
+    Args:
+        arguments: see `parse`.
+        folder: for packages and models.
+        left: seconds that are left.
+    """
+    results, packages = Results(arguments.out), folder / "packages"
+    packages.mkdir(parents=True, exist_ok=True)
+    if arguments.wheels:
+        unpack(arguments.wheels, packages)
+    environment = environment_of(packages)
+    cuda, free_disk = has_gpu(environment), shutil.disk_usage(folder).free
+    wanted = set(arguments.only) - set(arguments.skip)
+    stages = all_stages(arguments.small, cuda, free_disk)
+    machine, *others = [stage for stage in stages if stage.name in (MACHINE, *wanted)]
+    if MACHINE not in arguments.skip:
+        run_stages([machine], results, [MACHINE], left, folder, environment)
+        if results.stages[MACHINE]["state"] != "done":
+            sys.exit("the machine lacks something; --skip machine goes on nevertheless")
+    if not cuda and not arguments.small:
+        sys.exit("torch sees no GPU here, without which only --small runs")
+    run_stages(others, results, arguments.again, left, folder, environment)
+
+
 def main() -> None:
     began, arguments = time.monotonic(), parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # stages end, too
-    results = Results(arguments.out)
     folder = (arguments.folder or arguments.out).resolve() / "gpu-stages"
-    packages = folder / "packages"
-    packages.mkdir(parents=True, exist_ok=True)
     try:
-        if arguments.wheels:
-            unpack(arguments.wheels, packages)
-        environment = environment_of(packages)
-        free = shutil.disk_usage(folder).free
-        stages = all_stages(arguments.small, has_gpu(environment), free)
-        wanted = set(arguments.only) - set(arguments.skip)
-        run_stages(
-            [stage for stage in stages if stage.name in wanted],
-            results,
-            arguments.again,
-            lambda: began + 60 * arguments.minutes - time.monotonic(),
-            folder,
-            environment,
-        )
+        run_all(arguments, folder, lambda: began + 60 * arguments.minutes - time.monotonic())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{arguments.out / 'gpu.md'} has the tables")
