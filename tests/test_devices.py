@@ -8,6 +8,7 @@ those of the CPU within the tolerance is a test of the real one above all.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import product
@@ -15,7 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from checkpoints import default_config, save_family, tiny_llama
+from click.testing import CliRunner
 from coefficient_files import make_file
 from imitated_gpu import GPU, ImitatedGpu, imitated_gpu
 from matrices import HETEROGENEOUS, family
@@ -32,6 +35,7 @@ from mergekit_ace.algebra.inspection import inspect_tensor
 from mergekit_ace.algebra.linalg import Torch, library
 from mergekit_ace.algebra.records import tolerance
 from mergekit_ace.algebra.relative import RelativeOptions
+from mergekit_ace.cli import main
 from mergekit_ace.methods.devices import first_that_fits, is_out_of_memory
 from mergekit_ace.plugin import our_methods
 
@@ -151,6 +155,37 @@ def test_checkpoints(gpu, tmp_path, mergekit_yaml, key):
     merged = mergekit_yaml(config, "--device", str(gpu), out="gpu")
     for name, tensor in load_file(merged / "model.safetensors").items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=1e-4)
+
+
+def lines_of(config: dict, folder: Path, device: torch.device | str) -> dict[str, dict]:
+    """The lines that `inspect` writes."""
+    path = folder / "inspected.yml"
+    path.write_text(yaml.safe_dump(config))
+    arguments = [
+        "inspect",
+        str(path),
+        str(folder / str(device)),
+        "--quiet",
+        "--device",
+        str(device),
+    ]
+    CliRunner().invoke(main, arguments, catch_exceptions=False)
+    lines = (folder / str(device) / "report.jsonl").read_text().splitlines()
+    return {line["tensor"]: line for line in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize("memory", [math.inf, 8000])
+def test_inspections_of_checkpoints(monkeypatch, tmp_path, caplog, memory):
+    """Also on a GPU that has room for the smaller tensors alone."""
+    config = default_config(save_family(tiny_llama(), tmp_path))
+    expected = lines_of(config, tmp_path, "cpu")
+    with imitated_gpu(monkeypatch) as device:
+        device.memory = memory
+        found = lines_of(config, tmp_path, GPU)
+    assert found.keys() == expected.keys()
+    for name, line in found.items():
+        assert line["norm"] == pytest.approx(expected[name]["norm"], rel=1e-4)
+    assert ("does not fit" in caplog.text) == (memory < math.inf)
 
 
 class Full:
