@@ -114,7 +114,7 @@ class ImitatedGpu(TorchDispatchMode):
     def _place(self, values: Tensor) -> GpuTensor:
         storage = values.untyped_storage()
         held, size = StorageWeakRef(storage), storage.nbytes()
-        if size and held.cdata not in self._held and self.memory < math.inf:
+        if size and held.cdata not in self._held:
             self._held = {key: one for key, one in self._held.items() if not one[0].expired()}
             if size + self.used > self.memory:
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes")
@@ -123,7 +123,7 @@ class ImitatedGpu(TorchDispatchMode):
 
     @property
     def used(self) -> int:
-        """Bytes that are allocated, where the memory is limited."""
+        """Bytes that are allocated."""
         return sum(size for held, size in self._held.values() if not held.expired())
 
 

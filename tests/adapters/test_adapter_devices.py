@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from peft_models import config_of, save_adapters
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mergekit_ace.adapters import adapter_merge, adapter_tasks
+from mergekit_ace.adapters.adapter_merge import MergedChange, merge_products
 from mergekit_ace.cli import main
 
 METHODS = {"ace": {}, "linear": {"weight": 0.5}, "tsv_m": {}}
@@ -56,10 +60,20 @@ def test_adapters(gpu, tmp_path, family, command, method):
 
 @pytest.mark.parametrize("command", ["adapter", "merge"])
 def test_full_devices(monkeypatch, tmp_path, caplog, family, command):
-    """There is room for the base's largest tensor, and little more."""
+    """There is room for the factors and the base's tensor, and nothing more."""
     config = config_of(family, "ace")
     expected = merge(config, tmp_path / "cpu", command)
-    with imitated_gpu(monkeypatch, memory=48 * 32 * 4 + 600):
+    with imitated_gpu(monkeypatch) as device:
+
+        def beside_others(*arguments: Any) -> MergedChange:
+            device.memory = device.used
+            try:
+                return merge_products(*arguments)
+            finally:
+                device.memory = math.inf
+
+        for module in (adapter_merge, adapter_tasks):
+            monkeypatch.setattr(module, "merge_products", beside_others)
         found = merge(config, tmp_path / "gpu", command, "--device", GPU)
     check(found, expected)
     assert "does not fit into the free memory of meta; merged on the CPU" in caplog.text
