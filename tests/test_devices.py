@@ -38,10 +38,12 @@ from mergekit_ace.algebra.relative import RelativeOptions
 from mergekit_ace.cli import main
 from mergekit_ace.methods.devices import first_that_fits, is_out_of_memory
 from mergekit_ace.plugin import our_methods
+from mergekit_ace.report import tensor_lines
 
 FORMS = {"dual": (48, 200), "primal": (90, 80), "tall": (200, 60), "lean": (90, 80)}
 FLOAT = torch.float32
 SWITCHES = ("never", "always")
+PARAMETERS = {"statsmerging": {"weight": [0.2, 0.3, 0.4]}, "wudi": {"steps": 5}}
 
 
 def moved(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -100,7 +102,7 @@ def test_every_form_agrees_with_the_cpu(gpu, form, dtype, switch, floor, stored)
 def test_every_method(gpu, tmp_path, method, shape, context):
     """`--multi-gpu` merges inside of `with torch.device(…)`."""
     name, tensors = method.spec.name, families(shape)
-    parameters = {"weight": [0.2, 0.3, 0.4]} if name == "statsmerging" else {}
+    parameters = dict(PARAMETERS.get(name, {}))
     expected = merge_tensors(tensors, name, base_index=0, parameters=parameters)
     given = moved(tensors, gpu)
     parameters["report"] = str(tmp_path / "lines.jsonl")
@@ -177,18 +179,26 @@ def lines_of(config: dict, folder: Path, device: torch.device | str) -> dict[str
     return {line["tensor"]: line for line in map(json.loads, lines)}
 
 
-@pytest.mark.parametrize("memory", [math.inf, 8000])
-def test_inspections_of_checkpoints(monkeypatch, tmp_path, caplog, memory):
-    """Also on a GPU that has room for the smaller tensors alone."""
+@pytest.mark.parametrize("full", [False, True])
+def test_inspections_of_checkpoints(monkeypatch, tmp_path, caplog, full):
+    """Also on a GPU that has room for the tensors alone."""
     config = default_config(save_family(tiny_llama(), tmp_path))
     expected = lines_of(config, tmp_path, "cpu")
     with imitated_gpu(monkeypatch) as device:
-        device.memory = memory
+
+        def beside_others(*arguments):
+            device.memory = device.used if full else math.inf
+            try:
+                return inspect_tensor(*arguments)
+            finally:
+                device.memory = math.inf
+
+        monkeypatch.setattr(tensor_lines, "inspect_tensor", beside_others)
         found = lines_of(config, tmp_path, GPU)
     assert found.keys() == expected.keys()
     for name, line in found.items():
         assert line["norm"] == pytest.approx(expected[name]["norm"], rel=1e-4)
-    assert ("does not fit" in caplog.text) == (memory < math.inf)
+    assert ("merged on the CPU" in caplog.text) == full
 
 
 class Full:
@@ -233,7 +243,7 @@ def small_gpu(monkeypatch) -> Iterator[ImitatedGpu]:
 def test_full_devices(small_gpu, caplog, tmp_path, method, share):
     """Beside the inputs there is room for so many matrices in float32."""
     name, tensors = method.spec.name, families((300, 290))
-    parameters = {"weight": [0.2, 0.3, 0.4]} if name == "statsmerging" else {}
+    parameters = dict(PARAMETERS.get(name, {}))
     expected = merge_tensors(tensors, name, base_index=0, parameters=parameters)
     given = moved(tensors, GPU)
     small_gpu.memory = small_gpu.used + share * 4 * tensors[0].numel() + 2048

@@ -84,8 +84,9 @@ def all_stages(small: bool, cuda: bool, free_disk: float) -> list[Stage]:
         return stage(f"kernels-{name}", 150, 30, "kernels.py", *given, *size)
 
     def checkpoint(name: str, limit: float, size: Sequence[object], *more: object) -> Stage:
-        size = ["--size", "tiny"] if small else size
         given = [*size, "--folder", FOLDER, *more]
+        if small:
+            given = ["--folder", FOLDER, *more, "--size", "tiny", "--methods", "ace"]
         return stage(f"checkpoint-{name}", limit, 60, "checkpoint.py", *given, *flags)
 
     quarter = [] if free_disk > WHOLE_8B else ["--layers", 8]
