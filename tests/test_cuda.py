@@ -61,11 +61,11 @@ def test_tf32_of_the_caller_changes_nothing(shape, switch):
 @pytest.mark.parametrize("shape", [(400, 3000), (1600, 1500), (3000, 800)])
 def test_matrices_that_are_merged_in_float32(shape, stored, switch):
     base, *experts = experts_on("cuda", *shape, stored)
-    merged, record = merge_matrix(base, experts, options=branch(switch))
     options = {"adaptive_normalization": switch, "spectral_refinement": switch}
+    given = AceOptions(**options, ridge_floor=False)
+    merged, record = merge_matrix(base, experts, options=given)
     with torch.device("cuda"):
         expected = naive_ace(base, experts, **options)
-    assert not record.raised
     bar = record.tolerance or tolerance(record.condition)
     assert task_vector_error(merged, expected, base) <= bar
 

@@ -9,11 +9,14 @@ import runpy
 import sys
 import zipfile
 from collections.abc import Callable
+from importlib.metadata import distributions
 from pathlib import Path
 from types import ModuleType
 
 import psutil
 import pytest
+
+from mergekit_ace import __version__
 
 
 @pytest.fixture
@@ -98,6 +101,12 @@ def test_missing_packages_come_from_wheels(gpu_program, tmp_path):
             wheel.writestr(f"{name}.py", "ANSWER = 42")
     gpu_program.unpack(wheels, tmp_path / "packages")
     assert [path.name for path in (tmp_path / "packages").iterdir()] == ["brought_along.py"]
+
+
+def test_the_checkout_stands_for_an_installed_package(gpu_program, tmp_path):
+    gpu_program.describe_checkout(tmp_path)
+    (found,) = distributions(path=[str(tmp_path)])
+    assert (found.name, found.version) == ("mergekit-ace", __version__)
 
 
 class Parsed(Exception):

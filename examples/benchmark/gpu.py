@@ -242,6 +242,16 @@ def unpack(wheels: Path, target: Path) -> None:
             archive.extractall(target)
 
 
+def describe_checkout(target: Path) -> None:
+    """Write the metadata that an installed package would have."""
+    text = (CHECKOUT / "mergekit_ace" / "__init__.py").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^__version__ = "(.+)"', text, re.MULTILINE)
+    folder = target / f"mergekit_ace-{version}.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    metadata = f"Metadata-Version: 2.1\nName: mergekit-ace\nVersion: {version}\n"
+    (folder / "METADATA").write_text(metadata, encoding="utf-8")
+
+
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -326,7 +336,7 @@ def run_all(arguments: argparse.Namespace, folder: Path, left: Callable[[], floa
         left: seconds that are left.
     """
     results, packages = Results(arguments.out), folder / "packages"
-    packages.mkdir(parents=True, exist_ok=True)
+    describe_checkout(packages)
     if arguments.wheels:
         unpack(arguments.wheels, packages)
     environment = environment_of(packages)
