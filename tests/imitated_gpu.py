@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU that is not there: tensors that say that they are on `cuda:0`, and compute on the CPU.
+"""A GPU that is not there: tensors that say that they are on another device than the CPU.
 
+They say `meta`, because a torch for CPUs lets no tensor say `cuda`, and compute on the CPU.
 As on a GPU, an operation on tensors of different devices raises an error, unless all on the CPU are
 single numbers, and so does the conversion to NumPy, and with it the whole way through SciPy. Two
 more things are the device's: an amount of free memory, beyond which an allocation raises

@@ -232,6 +232,41 @@ def test_other_errors_are_raised():
         first_that_fits(torch.device("cpu"), work, "ace", None)
 
 
+def test_what_the_imitated_gpu_refuses(monkeypatch):
+    with imitated_gpu(monkeypatch, memory=1000) as device:
+        here = torch.ones(10, 10).to(GPU)
+        assert device.used == 400
+        for wrong in (
+            lambda: here + torch.ones(10, 10),
+            lambda: torch.cat([here, torch.ones(10, 10)]),
+            lambda: torch.mm(here, here, out=torch.ones(10, 10)),
+            here.numpy,
+        ):
+            with pytest.raises(RuntimeError):
+                wrong()
+        here += torch.tensor(1.0)  # a single number is from anywhere
+        more = here[2:] * 2.0
+        assert device.used == 720
+        with pytest.raises(torch.OutOfMemoryError):
+            here @ here
+        del more
+        product = here @ here
+        assert device.waits == 0
+        assert float(product[0, 0]) == 40
+        assert torch.equal(product.cpu(), torch.full((10, 10), 40.0))
+        assert device.waits == 2
+
+
+@pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
+def test_a_gpu_is_seldom_waited_for(monkeypatch, method):
+    """Numbers that the CPU asks for do not multiply with rows, steps or experts' entries."""
+    name, tensors = method.spec.name, families((300, 290))
+    with imitated_gpu(monkeypatch) as device:
+        given = moved(tensors, GPU)
+        merge_tensors(given, name, base_index=0, parameters=PARAMETERS.get(name, {}))
+    assert 0 < device.waits <= 80
+
+
 @pytest.fixture
 def small_gpu(monkeypatch) -> Iterator[ImitatedGpu]:
     with imitated_gpu(monkeypatch, memory=1e9) as device:
