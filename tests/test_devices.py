@@ -182,6 +182,7 @@ def lines_of(config: dict, folder: Path, device: torch.device | str) -> dict[str
 @pytest.mark.parametrize("full", [False, True])
 def test_inspections_of_checkpoints(monkeypatch, tmp_path, caplog, full):
     """Also on a GPU that has room for the tensors alone."""
+    pytest.importorskip("plotly", reason="the page of an inspection is not what is tested here")
     config = default_config(save_family(tiny_llama(), tmp_path))
     expected = lines_of(config, tmp_path, "cpu")
     with imitated_gpu(monkeypatch) as device:
