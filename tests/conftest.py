@@ -38,6 +38,18 @@ def rng() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
+@pytest.fixture
+def gpu(monkeypatch) -> Iterator[torch.device]:
+    """The GPU of this machine, or an imitated one, see `imitated_gpu`."""
+    from imitated_gpu import GPU, imitated_gpu
+
+    if torch.cuda.is_available():
+        yield torch.device("cuda", 0)
+        return
+    with imitated_gpu(monkeypatch):
+        yield GPU
+
+
 def _runner(command: click.Command, folder: Path) -> Callable[..., Path]:
     """Run one of mergekit's own commands, in this process to spare its start.
 

@@ -12,7 +12,8 @@ of its own, and wall time and peak resident memory of the whole process are prin
 * `full-METHOD`, for `mergekit-yaml`, which merges every adapter into the base first.
 
 `peft-svd` and the full merges take too long for all layers: one layer is measured, without table
-and head, and counted as often as the model has it; the start of the process counts once.
+and head, and counted as often as the model has it; the start of the process counts once. What
+follows `--` is passed on to `mergekit-ace adapter` and `mergekit-yaml`, for example `-- --cuda`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from checkpoint import measure
 from kernels import machine
 from llamas import SIZES, make_tensor, shapes, write_model
 from transformers import LlamaConfig
+
+from mergekit_ace.files import write_text
 
 ROWS = ["ace", "peft-linear", "peft-ties", "peft-svd", "full-ace"]
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -117,8 +120,8 @@ class Family:
                 yield f"base_model.model.{module}.lora_B.weight", (shape[0], self.rank)
 
 
-def command_of(row: str, family: Family) -> list[str]:
-    """Return the command that a row is."""
+def command_of(row: str, family: Family, more: list[str]) -> list[str]:
+    """Return the command that a row is, with more flags of mergekit."""
     here = Path(__file__).resolve().parent
     kind, _, method = row.partition("-")
     if kind == "peft":
@@ -128,18 +131,18 @@ def command_of(row: str, family: Family) -> list[str]:
     if kind == "full":
         program = [str(here / "stages.py"), "figures.json"]
         flags = ["--quiet", "--lora-merge-cache", "models", "--lora-merge-dtype", "bfloat16"]
-        return [sys.executable, *program, "merge.yml", "merged", *flags]
+        return [sys.executable, *program, "merge.yml", "merged", *flags, *more]
     program = ["-m", "mergekit_ace.cli", "adapter"]
-    return [sys.executable, *program, "merge.yml", "merged", "--quiet"]
+    return [sys.executable, *program, "merge.yml", "merged", "--quiet", *more]
 
 
-def run(row: str, family: Family, layers: int) -> dict[str, float]:
+def run(row: str, family: Family, layers: int, flags: list[str]) -> dict[str, float]:
     """Run a row; return seconds, as if the model had so many layers, and bytes of memory."""
     figures = family.folder / "figures.json"
     figures.unlink(missing_ok=True)
     for name in ("merged", "models"):
         shutil.rmtree(family.folder / name, ignore_errors=True)
-    measured = measure(command_of(row, family), family.folder)
+    measured = measure(command_of(row, family, flags), family.folder)
     held = family.config.num_hidden_layers
     if held < layers:
         once = json.loads(figures.read_text(encoding="utf-8"))["merge"]
@@ -160,6 +163,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, required=True, help="for the adapters; stays")
     parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("flags", nargs="*", help="of mergekit, after --")
     arguments = parser.parse_args()
     settings = dict(SIZES[arguments.size], tie_word_embeddings=False)
     layers = arguments.layers or settings["num_hidden_layers"]
@@ -178,7 +182,7 @@ def main() -> None:
     extended = [row for row in arguments.rows if row == "peft-svd" or row.startswith("full-")]
     if extended:
         single.write(weights=True)
-    about = machine("cpu")
+    about = machine("cuda" if "--cuda" in arguments.flags else "cpu")
     print(f"{about['device']}, {about['threads']} threads, torch {about['torch']}")
     print(
         f"{arguments.size}, {layers} layers, {arguments.adapters} adapters of rank "
@@ -188,15 +192,16 @@ def main() -> None:
     seconds: dict[str, list[dict[str, float]]] = {row: [] for row in arguments.rows}
     for _ in range(arguments.rounds):
         for row in arguments.rows:
-            seconds[row].append(run(row, single if row in extended else whole, layers))
+            chosen = single if row in extended else whole
+            seconds[row].append(run(row, chosen, layers, arguments.flags))
             print_row(row, seconds[row][-1:], seconds[arguments.rows[0]][-1:])
+            if arguments.json:
+                known = {"machine": about, "size": arguments.size, "rows": seconds}
+                write_text(arguments.json, json.dumps(known, indent=1))
     if arguments.rounds > 1:
         print("medians")
         for row in arguments.rows:
             print_row(row, seconds[row], seconds[arguments.rows[0]])
-    if arguments.json:
-        text = json.dumps({"machine": about, "size": arguments.size, "rows": seconds}, indent=1)
-        arguments.json.write_text(text, encoding="utf-8")
 
 
 def print_row(row: str, rounds: list[dict[str, float]], first: list[dict[str, float]]) -> None:

@@ -25,6 +25,8 @@ import yaml
 from kernels import machine
 from llamas import SIZES, write_family
 
+from mergekit_ace.files import write_text
+
 METHODS = ["task_arithmetic", "ties", "ace"]
 EXPERT_PARAMETERS = {
     "task_arithmetic": {"weight": 0.3},
@@ -106,6 +108,12 @@ def main() -> None:
     print(f"{about['device']}, {about['threads']} threads, torch {about['torch']}")
     print(f"{arguments.size}, {arguments.experts} experts, {branch}, bfloat16")
     print("method             wall s    read s compute s   write s  x first     RSS GB  device GB")
+    known = {
+        "machine": about,
+        "size": arguments.size,
+        "layers": arguments.layers or SIZES[arguments.size]["num_hidden_layers"],
+        "heterogeneous": arguments.heterogeneous,
+    }
     rows = []
     for _ in range(arguments.rounds):
         first = None
@@ -114,9 +122,8 @@ def main() -> None:
             first = first or figures
             print_figures(method, figures, first)
             rows.append({"method": method, **figures})
-    if arguments.json:
-        text = json.dumps({"machine": about, "size": arguments.size, "rows": rows}, indent=1)
-        arguments.json.write_text(text, encoding="utf-8")
+            if arguments.json:
+                write_text(arguments.json, json.dumps({**known, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

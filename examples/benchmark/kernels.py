@@ -24,6 +24,7 @@ from plain import plain_ace
 from torch import Tensor
 
 from mergekit_ace import AceOptions, merge_matrix
+from mergekit_ace.files import write_text
 
 # (out, in): how many there are
 MODELS: dict[str, dict[tuple[int, int], int]] = {
@@ -45,7 +46,8 @@ MODELS: dict[str, dict[tuple[int, int], int]] = {
 class Row:
     """Medians for one matrix, in seconds; ratios are medians over rounds.
 
-    `memory` is the peak of device memory in bytes, inputs and result included; None on a CPU.
+    `memory` is the peak of device memory in bytes, inputs and result included, what else is on the
+    device not; None on a CPU.
     """
 
     model: str
@@ -128,11 +130,12 @@ def time_matrix(
     for turn in range(rounds + 1):  # the first one warms up
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated() - sum(w.nbytes for w in (base, *members))
         started = _clock(synchronize)
         _, record = merge_matrix(base, members, options=options)
         ours = _clock(synchronize) - started
         if device == "cuda":
-            memory = torch.cuda.max_memory_allocated()
+            memory = torch.cuda.max_memory_allocated() - before
         bound = min(measure(system, synchronize) for system in systems.values())
         started = _clock(synchronize)
         if plain:
@@ -177,17 +180,30 @@ def print_row(row: Row) -> None:
     )
 
 
-def print_total(rows: list[Row]) -> None:
-    ours = sum(row.count * row.ours for row in rows)
-    bound = sum(row.count * row.bound for row in rows)
+def add_up(rows: list[Row]) -> dict:
+    """Return the total of a model: seconds of all matrices, and the peak of device memory."""
+    first = rows[0]
+    memory = [row.memory for row in rows if row.memory is not None]
+    known = all(row.plain is not None for row in rows)
+    return {
+        "model": first.model,
+        "experts": first.experts,
+        "heterogeneous": first.heterogeneous,
+        "ours": sum(row.count * row.ours for row in rows),
+        "bound": sum(row.count * row.bound for row in rows),
+        "plain": sum(row.count * row.plain for row in rows) if known else None,
+        "memory": max(memory, default=None),
+    }
+
+
+def print_total(total: dict) -> None:
+    ours, bound, plain = (total[name] for name in ("ours", "bound", "plain"))
     line = f"  all together: ours {ours:.3f} s"
-    if all(row.plain is not None for row in rows):
-        plain = sum(row.count * row.plain for row in rows)
+    if plain is not None:
         line += f", plain {plain:.3f} s ({plain / ours:.2f} times as long)"
     line += f", lower bound {bound:.3f} s (ours {ours / bound:.2f} times as long)"
-    memory = [row.memory for row in rows if row.memory is not None]
-    if memory:
-        line += f", at most {max(memory) / 1e9:.2f} GB of device memory"
+    if total["memory"] is not None:
+        line += f", at most {total['memory'] / 1e9:.2f} GB of device memory"
     print(line, flush=True)
 
 
@@ -225,7 +241,12 @@ def main() -> None:
         "    matrix       T  branch         form   solved in condition     ours    plain"
         "  speedup    bound  x bound"
     )
-    rows: list[Row] = []
+    figures: dict = {"machine": about, "rows": [], "totals": []}
+
+    def keep() -> None:
+        if arguments.json:
+            write_text(arguments.json, json.dumps(figures, indent=1))
+
     for model in arguments.model:
         for experts in arguments.experts:
             for branch in arguments.branch or ["homogeneous", "heterogeneous"]:
@@ -246,11 +267,11 @@ def main() -> None:
                     )
                     print_row(row)
                     group.append(row)
-                print_total(group)
-                rows += group
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": about, "rows": [asdict(row) for row in rows]}, file, indent=1)
+                    figures["rows"].append(asdict(row))
+                    keep()
+                figures["totals"].append(add_up(group))
+                print_total(figures["totals"][-1])
+                keep()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,14 @@ SIZES = {
         "num_key_value_heads": 2,
         "vocab_size": 256,
     },
+    "53M": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": 8192,
+    },
     "160M": {
         "hidden_size": 768,
         "intermediate_size": 3072,

@@ -20,6 +20,8 @@ from mergekit.graph import Task
 from mergekit.io.tasks import FinalizeModel, LoadTensor, SaveTensor
 from mergekit.scripts.run_yaml import main
 
+from mergekit_ace.plugin import register
+
 SECONDS = {"read": 0.0, "write": 0.0}
 
 
@@ -41,6 +43,7 @@ if __name__ == "__main__":
     figures, *arguments = sys.argv[1:]
     for task, stage in ((LoadTensor, "read"), (SaveTensor, "write"), (FinalizeModel, "write")):
         time_task(task, stage)
+    register()  # where the package is not installed, but on the path
     begin = time.perf_counter()
     main(arguments, standalone_mode=False)
     SECONDS["merge"] = time.perf_counter() - begin

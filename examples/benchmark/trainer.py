@@ -3,7 +3,7 @@
 
 python examples/benchmark/trainer.py
 python examples/benchmark/trainer.py --basis components
-python examples/benchmark/trainer.py --device cuda
+python examples/benchmark/trainer.py --device cuda --dtype bfloat16 --size 1B
 
 A Llama of random weights and its experts are written to a temporary folder first. Each number of
 experts is measured in a process of its own: memory as what is not mapped from files (RssAnon) on a
@@ -27,34 +27,31 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+from kernels import machine
+from llamas import SIZES
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from mergekit_ace.files import write_text
 from mergekit_ace.training.mapped_weights import map_tensors, stored_tensors
 from mergekit_ace.training.merged import MergedModel
 
 EXPERTS = (2, 4, 8)
-LAYERS = 12
 
 
-def new_model(layers: int = LAYERS, device: str = "cpu") -> LlamaForCausalLM:
-    """Return a Llama in float32; with twelve layers it has 53 million parameters."""
-    config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-    )
+def new_model(options: argparse.Namespace) -> LlamaForCausalLM:
+    """Return a Llama of random weights, in the dtype and on the device of the options."""
+    settings = dict(SIZES[options.size])
+    if options.layers is not None:
+        settings["num_hidden_layers"] = options.layers
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval().to(device)
+    with torch.device(options.device):
+        return LlamaForCausalLM(LlamaConfig(**settings)).eval().to(getattr(torch, options.dtype))
 
 
-def write_family(folder: Path, experts: int, basis: str, layers: int) -> None:
+def write_family(folder: Path, experts: int, options: argparse.Namespace) -> None:
     """Write the base and its experts, or their components, a file each."""
-    model = new_model(layers)
+    model, basis = new_model(options).cpu(), options.basis
     for k in range(experts + 1):
         (folder / str(k)).mkdir()
         state = {n: p.detach() + 0.001 * k for n, p in model.named_parameters()}
@@ -101,9 +98,10 @@ def anonymous() -> int:
     raise RuntimeError("this system does not tell RssAnon")
 
 
-def batch(device: str, size: int, tokens: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, 8192, (size, tokens), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids.to(device), "labels": ids.to(device)}
+def batch(options: argparse.Namespace) -> dict[str, torch.Tensor]:
+    shape, words = (options.batch, options.tokens), SIZES[options.size]["vocab_size"]
+    ids = torch.randint(0, words, shape, generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids.to(options.device), "labels": ids.to(options.device)}
 
 
 def timed(run: Callable[[], None], device: str) -> float:
@@ -118,8 +116,7 @@ def measure_plain(options: argparse.Namespace) -> dict:
     """Memory of one model and its activations: forward passes that could be followed by backward
     ones.
     """
-    model = new_model(options.layers, options.device)
-    inputs = batch(options.device, options.batch, options.tokens)
+    model, inputs = new_model(options), batch(options)
     with PeakMemory(options.device) as memory:
         for _ in range(3):
             model(**inputs).loss.item()
@@ -129,13 +126,12 @@ def measure_plain(options: argparse.Namespace) -> dict:
 
 def measure(folder: Path, experts: int, storage: str, options: argparse.Namespace) -> dict:
     """Return the memory of training steps, or their time beside that of plain ones."""
-    device = options.device
-    inputs = batch(device, options.batch, options.tokens)
+    device, inputs = options.device, batch(options)
     family = [weights(folder, k) for k in range(experts + 1)]
     names = list(family[0])
     components = options.basis == "components"
     merged = MergedModel(
-        new_model(options.layers, device),
+        new_model(options),
         family[0],
         family[1:],
         names,
@@ -156,7 +152,7 @@ def measure(folder: Path, experts: int, storage: str, options: argparse.Namespac
             for _ in range(3):
                 step()
         return {"peak_bytes": memory.peak}
-    twin = new_model(options.layers, device)
+    twin = new_model(options)
 
     def plain_step() -> None:
         for _ in range(experts):
@@ -179,7 +175,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="in a sequence")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--experts", nargs="+", type=int, default=EXPERTS)
-    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--size", choices=SIZES, default="53M", help="of the model")
+    parser.add_argument("--layers", type=int, help="fewer layers than the size has")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--timed", nargs="+", type=int, help="experts; by default the middle one")
+    parser.add_argument("--folder", type=Path, help="for the models, while it runs")
+    parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--time", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -195,25 +196,41 @@ def main() -> None:
         )
         print(json.dumps(result))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        write_family(Path(folder), max(options.experts), options.basis, options.layers)
-        plain = child([folder, 0, ""])
-        for experts in options.experts:
-            ours = child([folder, experts, "disk"])
-            above = (ours["peak_bytes"] - plain["peak_bytes"]) / plain["model_bytes"]
-            print(
-                f"K = {experts}, disk: {above:.2f} models above one model and its activations, "
-                f"{ours['peak_bytes'] / 1e6:.0f} MB in all",
-                flush=True,
-            )
-        middle = options.experts[len(options.experts) // 2]
-        for storage in ("device", "disk"):
-            result = child([folder, middle, storage], "--time")
-            print(
-                f"K = {middle}, {storage}: a step takes {result['ratio']:.2f} times as long as a "
-                f"plain one ({result['seconds']:.2f} s)",
-                flush=True,
-            )
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        write_family(Path(folder), max(options.experts), options)
+        measure_all(folder, options)
+
+
+def measure_all(folder: str, options: argparse.Namespace) -> None:
+    """Measure and print memory, then time; the JSON file is written after each figure."""
+    about = machine(options.device)
+    known: dict = {"machine": about, "size": options.size, "memory": [], "time": []}
+
+    def keep(kind: str, row: dict) -> None:
+        known[kind].append(row)
+        if options.json:
+            write_text(options.json, json.dumps(known, indent=1))
+
+    plain = child([folder, 0, ""])
+    for experts in options.experts:
+        ours = child([folder, experts, "disk"])
+        above = (ours["peak_bytes"] - plain["peak_bytes"]) / plain["model_bytes"]
+        keep("memory", {"experts": experts, "models": above, **ours})
+        print(
+            f"K = {experts}, disk: {above:.2f} models above one model and its activations, "
+            f"{ours['peak_bytes'] / 1e6:.0f} MB in all",
+            flush=True,
+        )
+    middle = options.experts[len(options.experts) // 2]
+    timed = [(experts, "disk") for experts in options.timed or [middle]]
+    for experts, storage in ((middle, "device"), *timed):
+        result = child([folder, experts, storage], "--time")
+        keep("time", {"experts": experts, "storage": storage, **result})
+        print(
+            f"K = {experts}, {storage}: a step takes {result['ratio']:.2f} times as long as a "
+            f"plain one ({result['seconds']:.2f} s)",
+            flush=True,
+        )
 
 
 def child(what: list, *flags: str) -> dict:

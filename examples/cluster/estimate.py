@@ -14,6 +14,7 @@ Shards are taken to be spread evenly.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -26,7 +27,7 @@ import yaml
 from mergekit.options import MergeOptions
 
 from mergekit_ace import merge_tensor
-from mergekit_ace.files import flush_to_disk, sha256
+from mergekit_ace.files import flush_to_disk, sha256, write_text
 from mergekit_ace.planning import plan_merge, read_merge_config
 from mergekit_ace.preflight import estimate as preflight_estimate
 from mergekit_ace.preflight.checkpoints import read_checkpoint
@@ -182,6 +183,9 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=3)
     parser.add_argument("--measure", type=Path, metavar="FOLDER", help="rates of this machine")
     parser.add_argument("--device", default="cpu", help="that is measured")
+    parser.add_argument("--layer-of", choices=SIZES, help="a layer that keeps the device busy")
+    parser.add_argument("--sample", type=int, default=SAMPLE, help="bytes written and read")
+    parser.add_argument("--json", type=Path, help="write the rates there")
     for name, rate in asdict(Rates()).items():
         unit = "operations/s" if name == "flops" else "bytes/s"
         parser.add_argument(f"--{name}", type=float, help=f"{unit} of a worker; {rate:g}")
@@ -192,9 +196,20 @@ def main() -> None:
     if arguments.measure:
         about = machine(arguments.device)
         print(f"{about['device']}, {about['threads']} threads, torch {about['torch']}")
-        rates = asdict(measure(arguments.measure, arguments.device, arguments.experts))
+        rates = asdict(
+            measure(
+                arguments.measure,
+                arguments.device,
+                arguments.experts,
+                arguments.layer_of,
+                arguments.sample,
+            )
+        )
     rates |= {name: given for name in rates if (given := getattr(arguments, name))}
     print(", ".join(f"{name} {rate:.3g}/s" for name, rate in rates.items()), end="\n\n")
+    if arguments.json:
+        about = machine(arguments.device)
+        write_text(arguments.json, json.dumps({"machine": about, "rates": rates}, indent=1))
     columns = " | ".join(f"{n} worker{'s' * (n > 1)}" for n in WORKERS)
     print(
         f"| family | read | written | work (refined everywhere) | memory of a worker | {columns} |"

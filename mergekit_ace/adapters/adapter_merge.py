@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from mergekit.common import ModelReference
@@ -21,6 +21,7 @@ from mergekit_ace.algebra.low_rank import LowRank, compress
 from mergekit_ace.algebra.records import TensorRecord
 from mergekit_ace.algebra.spectrum import Directions, leading_directions
 from mergekit_ace.methods.base import MERGE_ERRORS, TaskVectorMethod
+from mergekit_ace.methods.devices import first_that_fits
 from mergekit_ace.methods.inputs import TensorSettings
 from mergekit_ace.methods.low_rank_merge import merge_low_rank
 from mergekit_ace.planning import ConfigError, PlannedTensor
@@ -102,16 +103,15 @@ class AdapterMerge:
             return self._merge_saved(tensor)
         if tensor.change.kind == "bias":
             return self._merge_bias(tensor)
-        found = dict(zip(tensor.planned.experts, self._factors(tensor), strict=True))
-        deltas = list(found.values())
-        if leaves_span(tensor.planned):
-            merged = self._merge_dense(tensor, deltas)
-        else:
-            merged = merge_products(tensor.planned, tensor.change, deltas, self.rank)
+        deltas = list(self._factors(tensor))
+        work = partial(self._merge_on, tensor, deltas)
+        name = tensor.planned.method.spec.name
+        merged = first_that_fits(torch.device(self.device), work, name, tensor.planned.name)
         if merged.delta is not None and tensor.change.kind == "parameter":
             # PEFT warns of ranks that differ between parameters, though it follows them
             most = sum(delta.rank for delta in deltas if delta)
             merged = replace(merged, delta=merged.delta.padded(min(self.rank or most, most)))
+        found = dict(zip(tensor.planned.experts, deltas, strict=True))
         own = (found.get(model) for model in self.plan.adapters_of)
         return replace(merged, tau=tuple(delta.energy if delta else 0.0 for delta in own))
 
@@ -120,13 +120,28 @@ class AdapterMerge:
         for model, change in zip(tensor.planned.experts, tensor.changes, strict=True):
             adapter = self.plan.adapters_of[model]
             known = adapter is not None and change is not None
-            yield adapter.low_rank(change.name).to(self.device) if known else None
+            yield adapter.low_rank(change.name) if known else None
 
-    def _merge_dense(self, tensor: ChangedTensor, deltas: Sequence[LowRank | None]) -> MergedChange:
+    def _merge_on(
+        self,
+        tensor: ChangedTensor,
+        factors: Sequence[LowRank | None],
+        device: torch.device,
+        least_memory: bool,
+    ) -> MergedChange:
+        """Merge products on a device."""
+        deltas = [delta and delta.to(device) for delta in factors]
+        if leaves_span(tensor.planned):
+            return self._merge_dense(tensor, deltas, device)
+        return merge_products(tensor.planned, tensor.change, deltas, self.rank)
+
+    def _merge_dense(
+        self, tensor: ChangedTensor, deltas: Sequence[LowRank | None], device: torch.device
+    ) -> MergedChange:
         """Merge full task vectors, one tensor's at a time, and cut the result to the rank."""
         assert self.rank is not None  # see `check`
         shape = tensor.change.shape
-        zero = torch.zeros(shape, device=self.device)
+        zero = torch.zeros(shape, device=device)
         full = [delta.dense().float() if delta else zero for delta in deltas]
         merged = _execute(tensor.planned, zero, full)
         stacked = len(shape) == 3 and tensor.change.kind == "parameter"

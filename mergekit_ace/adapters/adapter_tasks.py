@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -25,11 +25,17 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from pydantic import InstanceOf
 from torch import Tensor, nn
 
-from mergekit_ace.adapters.adapter_merge import leaves_span, linear_coefficients, merge_products
+from mergekit_ace.adapters.adapter_merge import (
+    MergedChange,
+    leaves_span,
+    linear_coefficients,
+    merge_products,
+)
 from mergekit_ace.adapters.adapter_plan import base_network, base_of, find_change
 from mergekit_ace.adapters.peft_adapter import Adapter, Change, read_adapter
 from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.methods.base import TaskVectorMethod
+from mergekit_ace.methods.devices import first_that_fits
 from mergekit_ace.methods.inputs import check_finite
 from mergekit_ace.methods.low_rank_merge import has_low_rank
 from mergekit_ace.methods.report_lines import append_report
@@ -139,16 +145,14 @@ class MergeProducts(ExecuteMergeMethodTask):
             ValueError: the tensor cannot be merged; the message names it, and says what to do.
         """
         start, planned = time.perf_counter(), PlannedTensor(self)
-        method, adapted = planned.method, planned.gather.adapted
+        method = planned.method
         if isinstance(method, TaskVectorMethod):
             entries = (TensorEntry(planned.base, base, is_base=True),)
             metadata = TensorMetadata.from_weight_info(self.output_weight)
             check_finite(method.spec.name, TensorGroup(entries=entries, metadata=metadata))
-        products = [adapted.product(model) for model in planned.experts]
-        deltas = [product and product.to(base.device) for product in products]
-        change = next(change for _, change in adapted.changes.values() if change is not None)
-        merged = merge_products(planned, change, deltas)
-        result = merged.delta.added_to(base) if merged.delta is not None else base
+        work = partial(_add_products, planned, base)
+        name = planned.method.spec.name
+        result, merged = first_that_fits(base.device, work, name, planned.name)
         if isinstance(method, TaskVectorMethod):
             settings, record = merged.settings, merged.record
             assert settings is not None
@@ -159,6 +163,18 @@ class MergeProducts(ExecuteMergeMethodTask):
                 path = settings.parameters["report"]
                 append_report(path, method.spec.name, settings, record, seconds)
         return result
+
+
+def _add_products(
+    planned: PlannedTensor, base: Tensor, device: torch.device, least_memory: bool
+) -> tuple[Tensor, MergedChange]:
+    """Merge what adapters change of a tensor, and add it to the base's; both on a device."""
+    adapted, base = planned.gather.adapted, base.to(device)
+    products = [adapted.product(model) for model in planned.experts]
+    deltas = [product and product.to(device) for product in products]
+    change = next(change for _, change in adapted.changes.values() if change is not None)
+    merged = merge_products(planned, change, deltas)
+    return merged.delta.added_to(base) if merged.delta is not None else base, merged
 
 
 def find_stored_change(adapter: Adapter, weight: WeightInfo) -> Change | None:

@@ -99,7 +99,7 @@ class Torch:
         for rows in blocks(len(matrix), 1, GRAM_ROWS):
             matrix[rows, : rows.start] = factor[rows, : rows.start]
             matrix[rows, rows] = factor[rows, rows].tril() + matrix[rows, rows].triu(1)
-        return int(info) == 0
+        return bool((info == 0) & factor.diagonal().isfinite().all())  # NaN is no pivot
 
     @staticmethod
     def solve_(rows: Tensor, lower: Tensor) -> None:

@@ -24,7 +24,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import orthonormal
+from mergekit_ace.algebra.linalg import full_precision, orthonormal
 from mergekit_ace.algebra.records import FixedLayout
 
 # Singular values of a merged core below this share of the largest are what rounding leaves of 0.
@@ -60,6 +60,7 @@ class LowRank:
         """Return it on a device."""
         return LowRank(self.left.to(device), self.right.to(device), self.shape)
 
+    @full_precision()
     def added_to(self, base: Tensor) -> Tensor:
         """Return W0 + Δ in the dtype and on the device of W0; summed in float32, or wider."""
         dtype = torch.promote_types(base.dtype, torch.float32)

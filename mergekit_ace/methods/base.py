@@ -8,14 +8,13 @@ checks the result and writes the line of the report.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from mergekit.merge_methods.base import (
@@ -36,6 +35,7 @@ from mergekit_ace.algebra.records import (
     TensorRecord,
 )
 from mergekit_ace.methods.architecture import is_transposed, stored_layout
+from mergekit_ace.methods.devices import first_that_fits
 from mergekit_ace.methods.inputs import (
     TensorSettings,
     check_finite,
@@ -49,8 +49,6 @@ from mergekit_ace.methods.parameters import LAYOUT, REPORT, NamedParameter
 from mergekit_ace.methods.report_lines import append_report
 from mergekit_ace.methods.shapes import check_shapes
 
-LOG = logging.getLogger(__name__)
-T = TypeVar("T")
 Merged = tuple[Tensor, TensorRecord]
 
 # Words for the rules that methods share; a method adds those for the rule that bears its name.
@@ -335,16 +333,16 @@ class TaskVectorMethod(GroupMergeMethod):
         assert group.base is not None  # the contract requires it
         settings = self.settings(group, parameters)
         tensors = [group.base.tensor, *(expert.tensor for expert in group.non_base)]
-        work = partial(self._merge_to_dtype, settings)
+        device, work = tensors[0].device, partial(self._merge_on, tensors, settings)
         try:
-            merged, record = first_that_fits(tensors, work, self.spec.name, settings.name)
+            merged, record = first_that_fits(device, work, self.spec.name, settings.name)
         except MERGE_ERRORS as error:
             raise ValueError(self.explain(error, settings)) from error
         self.check_size(merged, settings)
         self.mention(settings, record)
         if settings.recorded:
             seconds = time.perf_counter() - start
-            record = measure_noise(record, tensors)
+            record = measure_noise(record, [tensor.to(merged.device) for tensor in tensors])
             append_report(parameters["report"], self.spec.name, settings, record, seconds)
         return merged
 
@@ -363,10 +361,15 @@ class TaskVectorMethod(GroupMergeMethod):
         if merged.dtype != torch.float16 and size > torch.finfo(torch.float16).max:
             notice(self.spec.name, "beyond float16", _beyond_float16)
 
-    def _merge_to_dtype(
-        self, settings: TensorSettings, tensors: Sequence[Tensor], least_memory: bool
+    def _merge_on(
+        self,
+        tensors: Sequence[Tensor],
+        settings: TensorSettings,
+        device: torch.device,
+        least_memory: bool,
     ) -> Merged:
-        merged, record = self.merge(tensors, settings, least_memory=least_memory)
+        moved = [tensor.to(device) for tensor in tensors]
+        merged, record = self.merge(moved, settings, least_memory=least_memory)
         return merged.to(tensors[0].dtype), record
 
 
@@ -384,51 +387,6 @@ def _only_rounding(model: str, count: int) -> str:
         f"{model} is left out of {count} tensor{'s' if count > 1 else ''}, where it is the base "
         "but for the rounding of its checkpoint"
     )
-
-
-# Device, form of the merge, and what a warning says of them, ever leaner.
-DEVICE_ATTEMPTS = (
-    ("", False, ""),
-    ("", True, "there in the form that takes the least of it"),
-    ("cpu", True, "on the CPU instead, which takes longer"),
-)
-
-
-def first_that_fits(
-    tensors: Sequence[Tensor],
-    work: Callable[[Sequence[Tensor], bool], T],
-    method: str,
-    name: str | None,
-) -> T:
-    """Work on tensors where they are; on a full device with least memory, then on the CPU.
-
-    Args:
-        tensors: on one device.
-        work: from tensors, and whether they are to take the least memory, to a result.
-        method, name: of the merge and of the tensor, for the one warning.
-
-    Raises:
-        torch.OutOfMemoryError: there is no memory on the CPU either.
-    """
-    device = tensors[0].device
-    for where, least_memory, words in DEVICE_ATTEMPTS:
-        try:
-            result = work([tensor.to(where or device) for tensor in tensors], least_memory)
-        except torch.OutOfMemoryError:
-            result = None  # goes on below: the error holds on to the tensors of its frames
-        if result is None:
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            continue
-        if words:
-            LOG.warning(
-                "%s: %s does not fit into the free memory of %s; merged %s. Other work on the "
-                "device, or tensors that --read-to-gpu and --low-cpu-memory keep there, leave it "
-                "less.",
-                method, describe(name), device, words,
-            )  # fmt: skip
-        return result
-    raise torch.OutOfMemoryError(f"{method}: there is no memory left to merge {describe(name)}")
 
 
 def sweep(shape: Sequence[int], experts: int) -> Work:

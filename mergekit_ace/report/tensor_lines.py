@@ -25,7 +25,8 @@ from mergekit_ace.algebra.low_rank_inspection import inspect_products
 from mergekit_ace.algebra.records import FixedLayout, Observer
 from mergekit_ace.headers import TensorHeader
 from mergekit_ace.methods.ace import AceMerge
-from mergekit_ace.methods.base import MERGE_ERRORS, Merged, TaskVectorMethod, first_that_fits
+from mergekit_ace.methods.base import MERGE_ERRORS, Merged, TaskVectorMethod
+from mergekit_ace.methods.devices import first_that_fits
 from mergekit_ace.methods.inputs import TensorSettings, check_finite
 from mergekit_ace.methods.low_rank_merge import has_low_rank
 from mergekit_ace.planning import PlannedTensor
@@ -68,10 +69,10 @@ class InspectTensor(Task[Line]):
         group = _group(planned, tensors, present)
         method, parameters = deciding_method(planned)
         settings = replace(method.settings(group, parameters), recorded=True)
-        work = partial(_inspect, method, settings, planned.layout(base.ndim))
         given = [base, *(tensors[model] for model in experts)]
+        work = partial(_inspect, given, method, settings, planned.layout(base.ndim))
         try:
-            inspection = first_that_fits(given, work, "inspect", planned.name)
+            inspection = first_that_fits(base.device, work, "inspect", planned.name)
         except MERGE_ERRORS as error:
             raise ReportError(method.explain(error, settings)) from error
         seconds = time.perf_counter() - start
@@ -98,15 +99,17 @@ def deciding_method(planned: PlannedTensor) -> tuple[TaskVectorMethod, Mapping[s
 
 
 def _inspect(
+    tensors: Sequence[Tensor],
     method: TaskVectorMethod,
     settings: TensorSettings,
     layout: FixedLayout,
-    tensors: Sequence[Tensor],
+    device: torch.device,
     least_memory: bool,
 ) -> TensorInspection:
     merge = partial(_merge, method, settings, least_memory)
     dtype = getattr(torch, settings.parameters.get("compute_dtype", "float32"))
-    return inspect_tensor(tensors[0], tensors[1:], layout, merge, dtype)
+    base, *experts = (tensor.to(device) for tensor in tensors)
+    return inspect_tensor(base, experts, layout, merge, dtype)
 
 
 def _merge(

@@ -19,6 +19,10 @@ from torch import Tensor, nn
 from mergekit_ace.algebra.task_vectors import measure_changes
 from mergekit_ace.training.config import Storage
 
+# Entries that are read at once: 1 MiB in float32 stays in a core's cache. On a GPU every operation
+# has to be launched, and every copy started.
+BLOCK, DEVICE_BLOCK = 2**18, 2**24
+
 
 class MergedModel:
     """Model that is written anew for given coefficients and collects their gradient.
@@ -39,7 +43,7 @@ class MergedModel:
         *,
         components: bool = False,
         small: int = 2**14,
-        block: int = 2**18,
+        block: int | None = None,
     ):
         """
         Args:
@@ -53,8 +57,7 @@ class MergedModel:
             small: up to so many entries (norms, biases) the task vectors of a tensor are kept. Its
                 share of a model is nothing, but a dozen operations for each expert would take
                 longer than its part of the network.
-            block: entries of larger tensors that are read at once; a float32 block of 1 MiB stays
-                in a core's cache.
+            block: entries of larger tensors that are read at once; by default see `BLOCK`.
         """
         self.module = module
         self.names = tuple(names)
@@ -156,8 +159,9 @@ class MergedModel:
         base = self._base[name].reshape(-1)
         experts = [expert[name].reshape(-1) for expert in self._experts]
         used = [(c, e) for c, e in zip(coefficients, experts, strict=True) if c != 0]
-        for start in range(0, len(base), self._block):
-            part = slice(start, min(start + self._block, len(base)))
+        length = self._block or (BLOCK if device.type == "cpu" else DEVICE_BLOCK)
+        for start in range(0, len(base), length):
+            part = slice(start, min(start + length, len(base)))
             origin = base[part].to(device)
             yield part, origin, ((c, self._delta(e[part], origin)) for c, e in used)
 

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters merged on a GPU, or on one that is imitated, and on one that is full."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from checkpoints import tiny_llama
+from click.testing import CliRunner
+from imitated_gpu import GPU, imitated_gpu
+from peft_models import config_of, save_adapters
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mergekit_ace.adapters import adapter_merge, adapter_tasks
+from mergekit_ace.adapters.adapter_merge import MergedChange, merge_products
+from mergekit_ace.cli import main
+
+METHODS = {"ace": {}, "linear": {"weight": 0.5}, "tsv_m": {}}
+
+
+@pytest.fixture
+def family(tmp_path) -> list[str]:
+    targets = {"target_modules": ["q_proj", "up_proj", "embed_tokens"]}
+    return save_adapters(tmp_path, tiny_llama, {**targets, "r": 3}, {**targets, "r": 2})
+
+
+def merge(config: dict, out: Path, command: str, *flags: object) -> dict[str, Tensor]:
+    path = out.with_suffix(".yml")
+    path.write_text(yaml.safe_dump(config))
+    arguments = [command, str(path), str(out), "--quiet", *map(str, flags)]
+    result = CliRunner().invoke(main, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    file = "adapter_model" if command == "adapter" else "model"
+    tensors = load_file(out / f"{file}.safetensors")
+    if command == "adapter":  # signs of singular vectors are open: compare the products
+        up = {name: t for name, t in tensors.items() if "lora_B" in name or "embedding_B" in name}
+        return {name: t @ tensors[name.replace("_B", "_A")] for name, t in up.items()}
+    return tensors
+
+
+def check(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("command", ["adapter", "merge"])
+def test_adapters(gpu, tmp_path, family, command, method):
+    config = config_of(family, method, **METHODS[method])
+    expected = merge(config, tmp_path / "cpu", command)
+    check(merge(config, tmp_path / "gpu", command, "--device", gpu), expected)
+
+
+@pytest.mark.parametrize("command", ["adapter", "merge"])
+def test_full_devices(monkeypatch, tmp_path, caplog, family, command):
+    """There is room for the factors and the base's tensor, and nothing more."""
+    config = config_of(family, "ace")
+    expected = merge(config, tmp_path / "cpu", command)
+    with imitated_gpu(monkeypatch) as device:
+
+        def beside_others(*arguments: Any) -> MergedChange:
+            device.memory = device.used
+            try:
+                return merge_products(*arguments)
+            finally:
+                device.memory = math.inf
+
+        for module in (adapter_merge, adapter_tasks):
+            monkeypatch.setattr(module, "merge_products", beside_others)
+        found = merge(config, tmp_path / "gpu", command, "--device", GPU)
+    check(found, expected)
+    assert "does not fit into the free memory of meta; merged on the CPU" in caplog.text

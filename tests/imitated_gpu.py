@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPU that is not there: tensors that say that they are on another device than the CPU.
+
+They say `meta`, because a torch for CPUs lets no tensor say `cuda`, and compute on the CPU.
+As on a GPU, an operation on tensors of different devices raises an error, unless all on the CPU are
+single numbers, and so does the conversion to NumPy, and with it the whole way through SciPy. Two
+more things are the device's: an amount of free memory, beyond which an allocation raises
+`torch.OutOfMemoryError`, and a count of the transfers for which a program would have to wait.
+
+What it does not imitate: kernels. Rounding is the CPU's, and threads do not share the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+GPU = torch.device("meta")
+CPU = torch.device("cpu")
+ATEN = torch.ops.aten
+# These take tensors of two devices: copies, and indices.
+BETWEEN_DEVICES = {ATEN.copy_, ATEN._to_copy, ATEN.index, ATEN.index_put_, ATEN._index_put_impl_}
+
+
+class GpuTensor(Tensor):
+    """A tensor of the imitated GPU; `values` are its numbers, on the CPU."""
+
+    values: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> GpuTensor:
+        tensor = Tensor._make_wrapper_subclass(
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=GPU,
+            requires_grad=False,
+        )
+        tensor.values = values
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, arguments=(), options=None):
+        raise AssertionError(f"{operation} outside of imitated_gpu()")
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __repr__(self, **_: Any) -> str:
+        return f"GpuTensor({self.values!r})"
+
+
+class ImitatedGpu(TorchDispatchMode):
+    """Runs every operation where its tensors are.
+
+    Attributes:
+        memory: bytes that may be allocated at once.
+        waits: how many numbers, or tensors, were asked for by the CPU.
+    """
+
+    def __init__(self, memory: float = math.inf):
+        super().__init__()
+        self.memory, self.waits = memory, 0
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}  # memory, and its bytes
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        options = options or {}
+        given, _ = tree_flatten((arguments, options))
+        tensors = [value for value in given if isinstance(value, Tensor)]
+        on_gpu = any(isinstance(tensor, GpuTensor) for tensor in tensors)
+        wanted = options.get("device")
+        here = on_gpu if wanted is None else torch.device(wanted).type == GPU.type
+        packet = operation.overloadpacket
+        if on_gpu and packet not in BETWEEN_DEVICES:
+            self._check_devices(packet, tensors)
+        if on_gpu and (packet is ATEN._local_scalar_dense or not here):
+            self.waits += 1
+        if wanted is not None:
+            options = {**options, "device": CPU}
+        plain_arguments, plain_options = tree_map(_values, (arguments, options))
+        results = operation(*plain_arguments, **plain_options)
+        known = {id(tensor.values): tensor for tensor in tensors if isinstance(tensor, GpuTensor)}
+        if packet is ATEN.copy_:
+            here = isinstance(arguments[0], GpuTensor)
+            self.waits += on_gpu and not here
+        elif on_gpu and here and wanted is None and packet in BETWEEN_DEVICES:
+            here = isinstance(arguments[0], GpuTensor)
+
+        def wrap(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not here:
+                return value
+            return known[id(value)] if id(value) in known else self._place(value)
+
+        return tree_map(wrap, results)
+
+    def _check_devices(self, packet: Any, tensors: list[Tensor]) -> None:
+        strangers = [t for t in tensors if not isinstance(t, GpuTensor) and t.ndim > 0]
+        if strangers:
+            raise RuntimeError(
+                f"{packet}: expected all tensors to be on the same device, but found {GPU} and "
+                f"cpu, the latter of shape {tuple(strangers[0].shape)}"
+            )
+
+    def _place(self, values: Tensor) -> GpuTensor:
+        storage = values.untyped_storage()
+        held, size = StorageWeakRef(storage), storage.nbytes()
+        if size and held.cdata not in self._held:
+            self._held = {key: one for key, one in self._held.items() if not one[0].expired()}
+            if size + self.used > self.memory:
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes")
+            self._held[held.cdata] = held, size
+        return GpuTensor(values)
+
+    @property
+    def used(self) -> int:
+        """Bytes that are allocated."""
+        return sum(size for held, size in self._held.values() if not held.expired())
+
+
+class MadeFromNumbers(TorchFunctionMode):
+    """Lets tensors be made from numbers on the GPU: they reach no dispatcher of operations."""
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        options = dict(options or {})
+        if function is Tensor.new_tensor:
+            like, *arguments = arguments
+            options = {"dtype": like.dtype, "device": like.device, **options}
+            function = torch.tensor
+        if function is torch.tensor and torch.device(options.get("device") or CPU) == GPU:
+            return torch.tensor(*arguments, **{**options, "device": CPU}).to(GPU)
+        return function(*arguments, **options)
+
+
+def _values(value: Any) -> Any:
+    return value.values if isinstance(value, GpuTensor) else value
+
+
+@contextmanager
+def imitated_gpu(monkeypatch, memory: float = math.inf) -> Iterator[ImitatedGpu]:
+    """Let torch have a GPU of so many bytes."""
+    monkeypatch.setattr(torch, "autocast", lambda **_: nullcontext())  # mergekit turns it off
+    with MadeFromNumbers(), ImitatedGpu(memory) as device:
+        yield device

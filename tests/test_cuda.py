@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only a real GPU can show; test_devices.py runs on it, too, where there is one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from checkpoints import default_config, save_family, tiny_llama
+from matrices import HETEROGENEOUS, family
+from reference import naive_ace, task_vector_error
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from mergekit_ace import AceOptions, merge_matrix
+from mergekit_ace.algebra.records import tolerance
+from mergekit_ace.training.merged import MergedModel
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+SWITCHES = ("never", "always")
+MIB = 2**20
+
+
+def experts_on(device: str, rows: int, columns: int, stored=torch.float32) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(4)
+    base, experts = family(rng, rows, columns, 3, scales=HETEROGENEOUS)
+    return [tensor.to(device, stored) for tensor in (base, *experts)]
+
+
+def branch(switch: str) -> AceOptions:
+    return AceOptions(adaptive_normalization=switch, spectral_refinement=switch)
+
+
+@pytest.fixture
+def precision_put_back():
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("precision_put_back")
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("shape", [(400, 3000), (1600, 1500), (3000, 800)])
+def test_tf32_of_the_caller_changes_nothing(shape, switch):
+    base, *experts = experts_on("cuda", *shape)
+    exact, record = merge_matrix(base, experts, options=branch(switch))
+    torch.set_float32_matmul_precision("high")
+    left = torch.randn(512, 512, device="cuda")
+    rounded = left @ left
+    merged, _ = merge_matrix(base, experts, options=branch(switch))
+    assert torch.get_float32_matmul_precision() == "high"
+    assert not torch.allclose(rounded.double(), left.double() @ left.double(), atol=1e-4), "no TF32"
+    assert task_vector_error(merged, exact, base) <= 0.1 * tolerance(record.condition)
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(400, 3000), (1600, 1500), (3000, 800)])
+def test_matrices_that_are_merged_in_float32(shape, stored, switch):
+    base, *experts = experts_on("cuda", *shape, stored)
+    options = {"adaptive_normalization": switch, "spectral_refinement": switch}
+    given = AceOptions(**options, ridge_floor=False)
+    merged, record = merge_matrix(base, experts, options=given)
+    with torch.device("cuda"):
+        expected = naive_ace(base, experts, **options)
+    bar = record.tolerance or tolerance(record.condition)
+    assert task_vector_error(merged, expected, base) <= bar
+
+
+FULL_GPU = """
+import logging, sys
+import torch
+from mergekit.merge_methods import merge_tensors
+from mergekit_ace.plugin import register
+
+register()
+method, left, warm = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "warm"
+warnings = []
+handler = logging.Handler()
+handler.emit = lambda record: warnings.append(record.getMessage())
+logging.getLogger("mergekit_ace").addHandler(handler)
+rng = torch.Generator().manual_seed(0)
+base = torch.randn(1500, 1400, generator=rng)
+tensors = [base, *(base + 0.01 * torch.randn(base.shape, generator=rng) for _ in range(3))]
+expected = merge_tensors(tensors, method, base_index=0)
+given = [tensor.cuda() for tensor in tensors]
+if warm:
+    merge_tensors(given, method, base_index=0)
+torch.cuda.synchronize()
+torch.cuda.empty_cache()
+free, _ = torch.cuda.mem_get_info()
+block = torch.empty(max(0, free - left), dtype=torch.uint8, device="cuda")
+merged = merge_tensors(given, method, base_index=0)
+error = (merged.cpu() - expected).norm() / (expected - base).norm()
+print("error", float(error), "device", merged.device.type, "warnings", len(warnings))
+assert error < 1e-3, float(error)
+assert left > 100 * 2**20 or (merged.device.type == "cpu" and len(warnings) == 1), warnings
+"""
+
+
+@pytest.mark.parametrize("warm", ["warm", "cold"])
+@pytest.mark.parametrize("left", [8 * MIB, 40 * MIB, 150 * MIB])
+@pytest.mark.parametrize("method", ["ace", "tsv_m"])
+def test_a_gpu_that_is_full(method, left, warm):
+    """A block takes all memory but a little; cold, libraries have not reserved theirs yet."""
+    command = [sys.executable, "-c", FULL_GPU, method, str(left), warm]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_two_streams(switch):
+    """As `--multi-gpu`: threads, each with a stream, inside of a default device."""
+    sizes = [(400, 500), (700, 300), (300, 2000), (512, 512)]
+    tensors = [experts_on("cuda", *size) for size in sizes]
+    expected = [merge_matrix(base, list(e), options=branch(switch))[0] for base, *e in tensors]
+    found: dict[tuple[int, int], Tensor] = {}
+    errors = []
+
+    def work(number: int) -> None:
+        try:
+            with torch.device("cuda:0"), torch.cuda.stream(torch.cuda.Stream()):
+                for turn in range(3):
+                    for n, (base, *experts) in enumerate(tensors):
+                        merged, _ = merge_matrix(base, experts, options=branch(switch))
+                        found[number, 10 * turn + n] = merged.cpu()
+        except Exception as error:  # a thread's error would be lost
+            errors.append(error)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for (_, place), merged in found.items():
+        base, one = tensors[place % 10][0].cpu(), expected[place % 10].cpu()
+        assert task_vector_error(merged, one, base) <= 1e-4
+
+
+FLAGS = [["--cuda"], ["--cuda", "--read-to-gpu"], ["--cuda", "--low-cpu-memory"], ["--multi-gpu"]]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
+@pytest.mark.parametrize("method", ["ace", "ace_relative", "tsv_m"])
+def test_flags_of_mergekit(tmp_path, mergekit_yaml, method, flags):
+    config = default_config(save_family(tiny_llama(), tmp_path), merge_method=method)
+    expected = load_file(mergekit_yaml(config, out="cpu") / "model.safetensors")
+    merged = load_file(mergekit_yaml(config, *flags, out="gpu") / "model.safetensors")
+    assert merged.keys() == expected.keys()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=1e-4)
+
+
+def test_workers_that_share_a_gpu(tmp_path, mergekit_yaml):
+    """They are forked from a process that has imported torch, and must not have looked for GPUs."""
+    config = default_config(save_family(tiny_llama(), tmp_path))
+    expected = load_file(mergekit_yaml(config, out="cpu") / "model.safetensors")
+    command = [sys.executable, "-m", "mergekit_ace.cli", "merge", "cpu.yml", "gpu", "--quiet"]
+    command += ["--cuda", "--workers", "2", "--gpus-per-worker", "0.5"]
+    subprocess.run([*command, "--out-shard-size", "20K"], cwd=tmp_path, check=True)
+    merged: dict[str, Tensor] = {}
+    for path in (tmp_path / "gpu").glob("*.safetensors"):
+        merged |= load_file(path)
+    assert merged.keys() == expected.keys()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("storage", ["disk", "cpu", "device"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_coefficients(dtype, storage):
+    """Of a layer that is small, and one that is read in blocks."""
+    rng = torch.Generator().manual_seed(1)
+    shapes = {"0.weight": (300, 8), "1.weight": (8, 300)}
+    base = {name: torch.randn(shape, generator=rng).to(dtype) for name, shape in shapes.items()}
+    experts = [
+        {
+            name: (w + 0.1 * torch.randn(w.shape, generator=rng)).to(dtype)
+            for name, w in base.items()
+        }
+        for _ in range(3)
+    ]
+    inputs = torch.randn(5, 8, generator=rng).to(dtype)
+
+    def products(device: str) -> Tensor:
+        layers = (nn.Linear(8, 300, bias=False), nn.Linear(300, 8, bias=False))
+        module = nn.Sequential(*layers).to(device, dtype)
+        merged = MergedModel(module, base, experts, list(base), storage, small=0, block=1000)
+        merged.write(torch.full((3, 2), 0.3))
+        module(inputs.to(device)).square().sum().backward()
+        merged.collect()
+        return merged.products
+
+    scale = products("cpu").abs().max()
+    bar = 1e-4 if dtype == torch.float32 else 0.02
+    assert (products("cuda") - products("cpu")).abs().max() <= bar * scale

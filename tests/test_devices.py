@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that computes, on a GPU: the one that is there, or else an imitated one.
+
+An imitated GPU shows where tensors of two devices meet, and where memory runs out; that results are
+those of the CPU within the tolerance is a test of the real one above all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from checkpoints import default_config, save_family, tiny_llama
+from click.testing import CliRunner
+from coefficient_files import make_file
+from imitated_gpu import GPU, ImitatedGpu, imitated_gpu
+from matrices import HETEROGENEOUS, family
+from mergekit.merge_methods import merge_tensors
+from reference import task_vector_error
+from safetensors.torch import load_file
+from test_golden import CASES, PAPER, TENSORS
+from torch import Tensor
+
+from mergekit_ace import AceOptions, merge_matrix, merge_tensor
+from mergekit_ace.algebra.closed_form import Attempt
+from mergekit_ace.algebra.components import split_tensor
+from mergekit_ace.algebra.inspection import inspect_tensor
+from mergekit_ace.algebra.linalg import Torch, library
+from mergekit_ace.algebra.records import tolerance
+from mergekit_ace.algebra.relative import RelativeOptions
+from mergekit_ace.cli import main
+from mergekit_ace.methods.devices import first_that_fits, is_out_of_memory
+from mergekit_ace.plugin import our_methods
+from mergekit_ace.report import tensor_lines
+
+FORMS = {"dual": (48, 200), "primal": (90, 80), "tall": (200, 60), "lean": (90, 80)}
+FLOAT = torch.float32
+SWITCHES = ("never", "always")
+PARAMETERS = {"statsmerging": {"weight": [0.2, 0.3, 0.4]}, "wudi": {"steps": 5}}
+
+
+def moved(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    return [tensor.to(device) for tensor in tensors]
+
+
+def families(shape: tuple[int, ...], stored: torch.dtype = FLOAT) -> list[Tensor]:
+    """A base and three experts of different strength."""
+    rng = torch.Generator().manual_seed(2)
+    if len(shape) == 2:
+        base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS)
+    else:
+        base = torch.randn(shape, generator=rng)
+        experts = [base + 0.01 * torch.randn(shape, generator=rng) for _ in range(3)]
+    return [tensor.to(stored) for tensor in (base, *experts)]
+
+
+@pytest.mark.parametrize(("dtype", "bar"), [("float32", 5e-5), ("float64", 1e-10)])
+@pytest.mark.parametrize("case", CASES)
+def test_golden_cases(gpu, case, dtype, bar):
+    names = ["base", *(f"expert{t}" for t in range(CASES[case]["experts"]))]
+    base, *experts = moved([TENSORS[f"{case}.{name}"] for name in names], gpu)
+    merged = merge_tensors(
+        [base, *experts],
+        "ace",
+        base_index=0,
+        dtype=getattr(torch, dtype),
+        parameters={**PAPER, **CASES[case]["parameters"], "compute_dtype": dtype},
+    )
+    assert merged.device == gpu
+    assert task_vector_error(merged.cpu(), TENSORS[f"{case}.merged"], base.cpu()) <= bar
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("switch", "floor"), [*product(SWITCHES, [True, False])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_agrees_with_the_cpu(gpu, form, dtype, switch, floor, stored):
+    tensors = families(FORMS[form], stored)
+    options = AceOptions(
+        adaptive_normalization=switch, spectral_refinement=switch, ridge_floor=floor
+    )
+    attempts = [Attempt(form, dtype), Attempt(form, torch.float64)]
+    expected, _ = merge_matrix(tensors[0], tensors[1:], options=options, attempts=attempts)
+    base, *experts = moved(tensors, gpu)
+    assert library(base) is Torch
+    merged, record = merge_matrix(base, experts, options=options, attempts=attempts)
+    assert merged.device == gpu
+    bar = 2 * tolerance(record.condition)  # each may have that error
+    assert task_vector_error(merged.cpu(), expected, tensors[0]) <= bar
+
+
+@pytest.mark.parametrize("context", [False, True], ids=["", "inside of a default device"])
+@pytest.mark.parametrize("shape", [(60, 50), (300, 290), (7,), (3, 8, 9), (), (0, 4)])
+@pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
+def test_every_method(gpu, tmp_path, method, shape, context):
+    """`--multi-gpu` merges inside of `with torch.device(…)`."""
+    name, tensors = method.spec.name, families(shape)
+    parameters = dict(PARAMETERS.get(name, {}))
+    expected = merge_tensors(tensors, name, base_index=0, parameters=parameters)
+    given = moved(tensors, gpu)
+    parameters["report"] = str(tmp_path / "lines.jsonl")
+    with torch.device(gpu) if context else nullcontext():
+        merged = merge_tensors(given, name, base_index=0, parameters=parameters)
+    assert merged.device == gpu
+    torch.testing.assert_close(merged.cpu(), expected, atol=1e-4, rtol=1e-4)
+    (line,) = (tmp_path / "lines.jsonl").read_text().splitlines()
+    assert json.loads(line)["method"] == name
+
+
+@pytest.mark.parametrize("options", [AceOptions(), RelativeOptions()], ids=["ace", "ace_relative"])
+@pytest.mark.parametrize("shape", [(20, 70), (40, 30)])
+def test_components(gpu, options, shape):
+    tensors = families(shape)
+    expected = split_tensor(tensors[0], tensors[1:], options, "matrix")
+    base, *experts = moved(tensors, gpu)
+    for part, same in zip(split_tensor(base, experts, options, "matrix"), expected, strict=True):
+        torch.testing.assert_close(part.cpu(), same, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(40, 30), (300, 290)])
+def test_inspection(gpu, shape):
+    def look(tensors: list[Tensor]):
+        def merge(tensors, layout, observe):
+            return merge_tensor(
+                tensors[0], tensors[1:], None, AceOptions(), layout, observe=observe
+            )
+
+        return inspect_tensor(tensors[0], tensors[1:], "matrix", merge)
+
+    tensors = families(shape)
+    expected, found = look(tensors), look(moved(tensors, gpu))
+    assert found.comparison.norm == pytest.approx(expected.comparison.norm)
+    for counts, same in zip(
+        found.comparison.histogram, expected.comparison.histogram, strict=True
+    ):  # an entry at an edge may be counted on either side
+        assert sum(abs(a - b) for a, b in zip(counts, same, strict=True)) <= 4
+    (one,), (other,) = found.matrices, expected.matrices
+    assert one.spectrum.after == pytest.approx(other.spectrum.after, rel=1e-3)
+    assert one.subspaces.stable_rank == pytest.approx(other.subspaces.stable_rank, rel=1e-3)
+
+
+@pytest.mark.parametrize("key", [None, "coefficients", "learner"])
+def test_checkpoints(gpu, tmp_path, mergekit_yaml, key):
+    """And coefficients that are learned, or predicted from statistics of the tensors."""
+    paths = save_family(tiny_llama(), tmp_path)
+    config = default_config(paths)
+    if key:
+        names = sorted(load_file(Path(paths[0]) / "model.safetensors"))
+        make_file(names, paths[1:], granularity="tensor").save(tmp_path / "c.safetensors")
+        parameters = {key: str(tmp_path / "c.safetensors")}
+        config = default_config(paths, merge_method="statsmerging", parameters=parameters)
+    expected = load_file(mergekit_yaml(config, out="cpu") / "model.safetensors")
+    merged = mergekit_yaml(config, "--device", str(gpu), out="gpu")
+    for name, tensor in load_file(merged / "model.safetensors").items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=1e-4)
+
+
+def lines_of(config: dict, folder: Path, device: torch.device | str) -> dict[str, dict]:
+    """The lines that `inspect` writes."""
+    path = folder / "inspected.yml"
+    path.write_text(yaml.safe_dump(config))
+    arguments = [
+        "inspect",
+        str(path),
+        str(folder / str(device)),
+        "--quiet",
+        "--device",
+        str(device),
+    ]
+    CliRunner().invoke(main, arguments, catch_exceptions=False)
+    lines = (folder / str(device) / "report.jsonl").read_text().splitlines()
+    return {line["tensor"]: line for line in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_inspections_of_checkpoints(monkeypatch, tmp_path, caplog, full):
+    """Also on a GPU that has room for the tensors alone."""
+    pytest.importorskip("plotly", reason="the page of an inspection is not what is tested here")
+    config = default_config(save_family(tiny_llama(), tmp_path))
+    expected = lines_of(config, tmp_path, "cpu")
+    with imitated_gpu(monkeypatch) as device:
+
+        def beside_others(*arguments):
+            device.memory = device.used if full else math.inf
+            try:
+                return inspect_tensor(*arguments)
+            finally:
+                device.memory = math.inf
+
+        monkeypatch.setattr(tensor_lines, "inspect_tensor", beside_others)
+        found = lines_of(config, tmp_path, GPU)
+    assert found.keys() == expected.keys()
+    for name, line in found.items():
+        assert line["norm"] == pytest.approx(expected[name]["norm"], rel=1e-4)
+    assert ("merged on the CPU" in caplog.text) == full
+
+
+class Full:
+    """A device without memory: work on it fails as that of a library does."""
+
+    def __init__(self, message: str, failures: int):
+        self.message, self.failures, self.seen = message, failures, []
+
+    def __call__(self, device: torch.device, least_memory: bool) -> str:
+        self.seen.append((device.type, least_memory))
+        if len(self.seen) <= self.failures:
+            raise RuntimeError(self.message)
+        return "merged"
+
+
+FULL = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+
+
+@pytest.mark.parametrize("message", [FULL, "CUDA error: out of memory"])
+def test_libraries_without_memory(caplog, message):
+    work = Full(message, 2)
+    assert first_that_fits(torch.device("meta"), work, "ace", "a.weight") == "merged"
+    assert work.seen == [("meta", False), ("meta", True), ("cpu", True)]
+    assert "a.weight does not fit into the free memory of meta; merged on the CPU" in caplog.text
+
+
+def test_other_errors_are_raised():
+    work = Full("CUDA error: an illegal memory access was encountered", 1)
+    assert not is_out_of_memory(RuntimeError(work.message))
+    with pytest.raises(RuntimeError, match="illegal"):
+        first_that_fits(torch.device("cpu"), work, "ace", None)
+
+
+def test_what_the_imitated_gpu_refuses(monkeypatch):
+    with imitated_gpu(monkeypatch, memory=1000) as device:
+        here = torch.ones(10, 10).to(GPU)
+        assert device.used == 400
+        for wrong in (
+            lambda: here + torch.ones(10, 10),
+            lambda: torch.cat([here, torch.ones(10, 10)]),
+            lambda: torch.mm(here, here, out=torch.ones(10, 10)),
+            here.numpy,
+        ):
+            with pytest.raises(RuntimeError):
+                wrong()
+        here += torch.tensor(1.0)  # a single number is from anywhere
+        more = here[2:] * 2.0
+        assert device.used == 720
+        with pytest.raises(torch.OutOfMemoryError):
+            here @ here
+        del more
+        product = here @ here
+        assert device.waits == 0
+        assert float(product[0, 0]) == 40
+        assert torch.equal(product.cpu(), torch.full((10, 10), 40.0))
+        assert device.waits == 2
+
+
+@pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
+def test_a_gpu_is_seldom_waited_for(monkeypatch, method):
+    """Numbers that the CPU asks for do not multiply with rows, steps or experts' entries."""
+    name, tensors = method.spec.name, families((300, 290))
+    with imitated_gpu(monkeypatch) as device:
+        given = moved(tensors, GPU)
+        merge_tensors(given, name, base_index=0, parameters=PARAMETERS.get(name, {}))
+    assert 0 < device.waits <= 80
+
+
+@pytest.fixture
+def small_gpu(monkeypatch) -> Iterator[ImitatedGpu]:
+    with imitated_gpu(monkeypatch, memory=1e9) as device:
+        yield device
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, 2.5])
+@pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
+def test_full_devices(small_gpu, caplog, tmp_path, method, share):
+    """Beside the inputs there is room for so many matrices in float32."""
+    name, tensors = method.spec.name, families((300, 290))
+    parameters = dict(PARAMETERS.get(name, {}))
+    expected = merge_tensors(tensors, name, base_index=0, parameters=parameters)
+    given = moved(tensors, GPU)
+    small_gpu.memory = small_gpu.used + share * 4 * tensors[0].numel() + 2048
+    parameters["report"] = str(tmp_path / "lines.jsonl")
+    merged = merge_tensors(given, name, base_index=0, parameters=parameters)
+    torch.testing.assert_close(merged.cpu(), expected, atol=1e-4, rtol=1e-4)
+    if share == 0:
+        assert "on the CPU" in caplog.text
