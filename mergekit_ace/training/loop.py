@@ -170,8 +170,8 @@ class Score:
     """Loss and accuracy of a merge on one split.
 
     Attributes:
-        loss: mean over teachers of the mean loss per position, against the labels, weighted as in
-            training; None where it was not measured. Teachers are the experts, and last the base
+        loss: mean over teachers of the mean loss per position, weighted as in training; None where
+            it was not measured. Teachers are the experts, and last the base
             where it rehearses.
         accuracy: share of right answers per expert, 0 to 1: against the truth where the data has
             it, else against the expert's own answers.
@@ -241,7 +241,7 @@ class Objective:
             indices = step_indices(seed, row, step, self._batch, len(examples))
             positions = sum(examples.length("hard", index) for index in indices)
             for part in self._share(indices):
-                loss = summed_loss(*self._answers(teacher, examples, part)) / positions
+                loss = self._loss(*self._answers(teacher, examples, part)) / positions
                 (scale * float(weight) * loss).backward()
                 losses[row] += loss.detach().double().cpu()
             self.merged.collect()
@@ -266,7 +266,7 @@ class Objective:
             for part in self._share(list(range(len(examples)))):
                 logits, labels = self._answers(teacher, examples, part)
                 right = (logits.argmax(-1) == labels["target"]).sum()
-                numbers = (float(summed_loss(logits, labels)), float(right), len(labels["target"]))
+                numbers = (float(self._loss(logits, labels)), float(right), len(labels["target"]))
                 totals[row] += torch.tensor(numbers, dtype=torch.float64)
                 del logits  # large: gone before the next ones are computed
         loss, right, positions = self.run.sum(totals).unbind(1)
@@ -274,6 +274,12 @@ class Objective:
         shares = (right / positions).tolist()
         rehearsal = None if self.config.rehearsal is None else shares.pop()
         return Score(mean, tuple(shares), rehearsal)
+
+    def _loss(self, logits: Tensor, labels: dict[str, Tensor]) -> Tensor:
+        """Return the loss of logits (P, C), summed over positions."""
+        if self.config.loss == "entropy":
+            return summed_entropy(logits)
+        return summed_loss(logits, labels)
 
     def _share(self, indices: list[int]) -> list[list[int]]:
         return self.run.share(indices, self.config.training.batch_size)
@@ -331,6 +337,12 @@ def summed_loss(logits: Tensor, labels: dict[str, Tensor]) -> Tensor:
         teacher_rest, merge_rest = _log_rest(teacher), _log_rest(merge)
         loss = loss + (teacher_rest.exp() * (teacher_rest - merge_rest)).sum()
     return loss
+
+
+def summed_entropy(logits: Tensor) -> Tensor:
+    """Return the entropy of the distributions that logits (P, C) stand for, summed, in nats."""
+    logarithms = logits.float().log_softmax(-1)
+    return -(logarithms.exp() * logarithms).sum()
 
 
 def _log_rest(log_probabilities: Tensor) -> Tensor:

@@ -119,6 +119,12 @@ def exam(number: int, maps: list[Tensor], split: str) -> tuple[Tensor, Tensor]:
     return write(torch.full((len(keys),), number), keys, maps)
 
 
+def asked_words(tokens: Tensor, labels: Tensor) -> Tensor:
+    """Return the word of every question, (answers,), in the order of the labels."""
+    asked = labels != -100  # "key = value": the key stands two tokens before
+    return tokens[asked.roll(-2, dims=1)] - FIRST_KEY
+
+
 def new_model(architecture: str) -> PreTrainedModel:
     """Return a model of about 1.4 million parameters."""
     special = {"bos_token_id": BOS, "eos_token_id": END, "pad_token_id": PAD}

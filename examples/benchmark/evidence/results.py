@@ -93,7 +93,10 @@ def table(lines: Sequence[dict], kind: str) -> str:
 
 
 def cell(scores: Sequence[dict]) -> str:
-    """Return mean and half the range over seeds, and what the base knew where that suffered."""
+    """Return mean and half the range over seeds, and what the base knew where that suffered.
+
+    Where samples asked half of the words, their mean follows that of the others.
+    """
     if not scores:
         return ""
     if any("error" in score for score in scores):
@@ -102,6 +105,9 @@ def cell(scores: Sequence[dict]) -> str:
     text = f"{sum(values) / len(values):.3f}"
     if len(values) > 1:
         text += f" ± {(max(values) - min(values)) / 2:.3f}"
+    seen = [score["seen"] for score in scores if "seen" in score]
+    if seen:
+        text += f" / {sum(seen) / len(seen):.3f}"
     old = [score["old"] for score in scores if score["old"] is not None]
     if old and sum(old) / len(old) < KEPT:
         text += f" (old {sum(old) / len(old):.2f})"

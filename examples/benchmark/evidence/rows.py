@@ -21,6 +21,8 @@ THRESHOLDS = {"gamma": (0.3, 0.03, 1.0, 3.0), "log_variance": (0.1, 0.3, 1.0, 3.
 RANK_FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5)
 # What the paper chooses (GPT-2, RoBERTa, the others) and what its implementation has.
 PUBLISHED_EPSILONS = (1e-5, 2e-4, 1e-2, 4e-2)
+# Groups of rows with data, and of those that stand beside them.
+DATA_GROUPS = ("learned", "samples", "words", "generalisation", "regularisation")
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Row:
             for matrices.
         tables: whether the method may read embeddings as tables of rows.
         learn: settings of a training whose coefficients the method takes, `samples` per expert
-            among them, and `rehearsed` ones of the base; None for a method without data.
+            among them, `rehearsed` ones of the base, and how many `words` they ask; None for a
+            method without data.
     """
 
     name: str
@@ -52,6 +55,11 @@ class Row:
     study: str | None = None
     tables: bool = True
     learn: dict[str, Any] | None = None
+
+    @property
+    def with_data(self) -> bool:
+        """Whether it is scored by words that samples ask and by others, or stands beside such."""
+        return self.group in DATA_GROUPS
 
 
 def ace_rows() -> list[Row]:
@@ -132,7 +140,10 @@ def learned(name: str, samples: int, group: str = "learned") -> Row:
     return Row(f"{name}, {samples} samples", method, group=group, learn=learn)
 
 
-LEARNED = [learned(name, SAMPLES) for name in LEARNERS]
+LEARNED = [
+    *(Row(f"{name}, no data", name, group="learned") for name in ("ace", "ace_relative")),
+    *(learned(name, SAMPLES) for name in LEARNERS),
+]
 
 # Accuracy against the number of samples.
 SAMPLED = [
@@ -149,6 +160,28 @@ def regularised(name: str, **settings: Any) -> Row:
     learn = {**trained(SAMPLES, rate, training=training, **own), "rehearsed": 0, **settings}
     return Row(f"direct: {name}", method, group="regularisation", learn=learn)
 
+
+def generalised(name: str, **settings: Any) -> Row:
+    """Return `ace_relative + direct` with something changed that may help with unseen words."""
+    method, rate, own = LEARNERS["ace_relative + direct"]
+    learn = trained(SAMPLES, settings.pop("rate", rate), **own, **settings)
+    return Row(f"for unseen words: {name}", method, group="generalisation", learn=learn)
+
+
+GENERALISED = [
+    generalised("nothing changed"),
+    *(
+        generalised(f"{steps} steps", training={"max_steps": steps, "evaluate_every": 5})
+        for steps in (10, 30, 300)
+    ),
+    generalised("learning rate 0.03", rate=0.03),
+    *(generalised(f"penalty {p:g}", training={"penalty": p}) for p in (0.3, 1.0, 3.0)),
+    *(generalised(f"a coefficient per {unit}", granularity=unit) for unit in ("kind", "block")),
+    generalised("a coefficient per expert", granularity="task"),
+    generalised("soft labels", labels="soft"),
+    generalised("two samples a step", training={"batch_size": 2}),
+    generalised("stopped by other words", validation=6),
+]
 
 REGULARISED = [
     regularised("nothing", training={"evaluate_every": 100}),
