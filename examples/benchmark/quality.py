@@ -28,6 +28,7 @@ from evidence.arguments import family_parser, parse_families
 from evidence.families import CONTROLS, FAMILIES, GROUPED_FAMILIES, make_family
 from evidence.results import changes, keep, key, print_tables, read_results, write_summary
 from evidence.rows import (
+    ENTROPY,
     GENERALISED,
     LEARNED,
     REGULARISED,
@@ -41,7 +42,7 @@ from evidence.rows import (
 from evidence.scoring import Examiner
 
 NAMES = (*FAMILIES, *GROUPED_FAMILIES, *CONTROLS)
-EVERY = TABLE + LEARNED + SAMPLED + GENERALISED + REGULARISED + SWEEPS + STUDIED
+EVERY = TABLE + LEARNED + ENTROPY + SAMPLED + GENERALISED + REGULARISED + SWEEPS + STUDIED
 RESULTS = Path(__file__).resolve().parent / "results-quality.jsonl"
 
 
@@ -122,7 +123,7 @@ def choose_rows(arguments: argparse.Namespace) -> list[Row]:
     """Return the rows that the command line asks for."""
     if arguments.only_train:
         return []
-    rows = TABLE + LEARNED + SWEEPS * arguments.sweeps + STUDIED * arguments.studies
+    rows = TABLE + LEARNED + ENTROPY + SWEEPS * arguments.sweeps + STUDIED * arguments.studies
     rows += (SAMPLED + GENERALISED + REGULARISED) * arguments.learning
     if arguments.rows:
         rows = [row for row in rows if row.name.startswith(tuple(arguments.rows))]

@@ -209,7 +209,8 @@ def write_results(
     else:
         remote = config.trust_remote_code
         options["infer"] = is_misread(family.folders.base, trust_remote_code=remote)
-    note = f"{config.basis if config.options else 'StatsMerging'} with learned coefficients: mergekit-yaml THIS_FILE OUTPUT_FOLDER"
+    method = "task vectors" if config.options is None else config.basis
+    note = f"{method} with learned coefficients: mergekit-yaml THIS_FILE OUTPUT_FOLDER"
     write_config(run.path / "merge.yml", merge_config(file, path, **options), note)
     if config.basis == "task_vector":
         note = "The same merge with every coefficient in the config: it needs no other file."

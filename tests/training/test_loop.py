@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergekit_ace.training.data import Examples, load_examples
-from mergekit_ace.training.loop import collate_labels, summed_loss
+from mergekit_ace.training.loop import collate_labels, summed_entropy, summed_loss
 from mergekit_ace.training.run import run_training
 
 
@@ -34,6 +34,14 @@ def test_soft_labels_are_the_divergence_from_the_teacher(rng):
     best = teacher.log_softmax(-1).topk(7)
     labels = {"log_probabilities": best.values, "classes": best.indices}
     assert float(summed_loss(logits, labels)) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_entropy_of_the_merge_s_own_answers(rng):
+    logits = torch.randn(5, 7, generator=rng)
+    expected = torch.distributions.Categorical(logits=logits).entropy().sum()
+    assert float(summed_entropy(logits)) == pytest.approx(float(expected), rel=1e-5)
+    sure = torch.tensor([[200.0, 0.0, -200.0]])
+    assert float(summed_entropy(sure)) == 0
 
 
 def test_what_the_teacher_leaves_counts_as_one_class(rng):

@@ -133,11 +133,12 @@ LEARNERS: dict[str, tuple[str, float, dict[str, Any]]] = {
 SAMPLES = 128
 
 
-def learned(name: str, samples: int, group: str = "learned") -> Row:
-    """Return a row with coefficients by one of `LEARNERS`."""
+def learned(name: str, samples: int, group: str = "learned", words: int | None = None) -> Row:
+    """Return a row with coefficients by one of `LEARNERS`, from samples that ask so many words."""
     method, rate, settings = LEARNERS[name]
-    learn = trained(samples, rate, **settings)
-    return Row(f"{name}, {samples} samples", method, group=group, learn=learn)
+    title = f"{name}, {samples} samples" + (f" of {words} words" if words else "")
+    learn = trained(samples, rate, **settings) | ({"words": words} if words else {})
+    return Row(title, method, group=group, learn=learn)
 
 
 LEARNED = [
@@ -145,20 +146,39 @@ LEARNED = [
     *(learned(name, SAMPLES) for name in LEARNERS),
 ]
 
-# Accuracy against the number of samples.
+
+def adamerging(name: str, **settings: Any) -> Row:
+    """Return AdaMerging as published: 500 steps of sixteen samples, nothing rehearsed.
+
+    A coefficient is never below 0. Nor does it come above 1 in so many steps, where the published
+    implementation would stop it.
+    """
+    training = {
+        "max_steps": 500,
+        "evaluate_every": 500,
+        "epochs": 500,
+        "batch_size": 16,
+        "scheduler": {"kind": "step", "step": 500},
+    }
+    learner = {"input": "direct", "activation": "relu"}
+    learn = trained(SAMPLES, 1e-3, training=training, loss="entropy", learner=learner, **settings)
+    title = f"AdaMerging{name}, {SAMPLES} samples"
+    return Row(title, "statsmerging", group="learned", learn=learn | {"rehearsed": 0})
+
+
+ENTROPY = [
+    adamerging(", task-wise", granularity="task"),
+    adamerging(", layer-wise"),
+    adamerging("++, task-wise", granularity="task", basis="ties"),
+    adamerging("++, layer-wise", basis="ties"),
+]
+
+# Accuracy against the number of samples, and of different words in 128 of them.
 SAMPLED = [
     learned(name, samples, "samples")
     for name in ("statsmerging", "ace_relative + direct", "ace_relative + shared")
     for samples in (16, 32, 64, 256, 512)
-]
-
-
-def regularised(name: str, **settings: Any) -> Row:
-    """Return `ace_relative + direct` without rehearsal and penalty, unless they are given."""
-    method, rate, own = LEARNERS["ace_relative + direct"]
-    training = {"penalty": 0.0, **settings.pop("training", {})}
-    learn = {**trained(SAMPLES, rate, training=training, **own), "rehearsed": 0, **settings}
-    return Row(f"direct: {name}", method, group="regularisation", learn=learn)
+] + [learned("ace_relative + direct", SAMPLES, "words", words) for words in (6, 12, 18)]
 
 
 def generalised(name: str, **settings: Any) -> Row:
@@ -178,10 +198,30 @@ GENERALISED = [
     *(generalised(f"penalty {p:g}", training={"penalty": p}) for p in (0.3, 1.0, 3.0)),
     *(generalised(f"a coefficient per {unit}", granularity=unit) for unit in ("kind", "block")),
     generalised("a coefficient per expert", granularity="task"),
+    *(
+        generalised(f"per kind, {name}", granularity="kind", **settings)
+        for name, settings in (
+            ("30 steps", {"training": {"max_steps": 30, "evaluate_every": 5}}),
+            ("300 steps", {"training": {"max_steps": 300}}),
+            ("learning rate 0.03", {"rate": 0.03}),
+            ("penalty 0.3", {"training": {"penalty": 0.3}}),
+            ("soft labels", {"labels": "soft"}),
+            ("stopped by other words", {"validation": 6}),
+        )
+    ),
     generalised("soft labels", labels="soft"),
     generalised("two samples a step", training={"batch_size": 2}),
     generalised("stopped by other words", validation=6),
 ]
+
+
+def regularised(name: str, **settings: Any) -> Row:
+    """Return `ace_relative + direct` without rehearsal and penalty, unless they are given."""
+    method, rate, own = LEARNERS["ace_relative + direct"]
+    training = {"penalty": 0.0, **settings.pop("training", {})}
+    learn = {**trained(SAMPLES, rate, training=training, **own), "rehearsed": 0, **settings}
+    return Row(f"direct: {name}", method, group="regularisation", learn=learn)
+
 
 REGULARISED = [
     regularised("nothing", training={"evaluate_every": 100}),
