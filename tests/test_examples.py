@@ -62,7 +62,7 @@ def test_the_questions_of_the_quickstart(quickstart, tmp_path):
         assert {text.split()[0] for text in texts} == known
         words = {word for text in texts for word in text.split()}
         assert not words & set(dictionaries.invented_words())
-        assert words & set(dictionaries.KEYS) == set(dictionaries.ASKED)
+        assert words & set(dictionaries.KEYS) <= set(dictionaries.ASKED)
 
 
 def test_a_merge_is_scored_by_both_halves_of_the_words(quickstart, tmp_path, monkeypatch, capsys):

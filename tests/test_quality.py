@@ -148,6 +148,19 @@ def test_results_are_kept_and_not_repeated(benchmark, tmp_path, capsys):
     assert "table, as published" in text
 
 
+def test_rows_with_data_say_what_they_were_scored_on(benchmark, capsys):
+    results = benchmark("evidence.results")
+    head = {"family": "f", "experts": 4, "group": "learned", "row": "direct"}
+    lines = [
+        {**head, "seed": seed, "published": {"mean": mean, "seen": seen, "old": 1.0}}
+        for seed, mean, seen in ((0, 0.5, 0.7), (1, 0.6, 0.9))
+    ]
+    results.print_tables(lines)
+    shown = capsys.readouterr().out
+    assert "accuracy on words that no sample asks, ± half the range / the others" in shown
+    assert "| direct | 0.550 ± 0.050 / 0.800 |" in shown
+
+
 def test_changes_since_a_summary(benchmark, tmp_path):
     results = benchmark("evidence.results")
     head = {"family": "f", "seed": 0, "experts": 4}

@@ -57,8 +57,12 @@ def print_tables(lines: Sequence[dict]) -> None:
         groups[line["group"]].append(line)
     for group, members in groups.items():
         for kind, title in TITLES.items():
-            if any(kind in line for line in members):
-                print(f"\n{group}, {title}: accuracy on the experts' tasks, ± half the range\n")
+            scores = [line[kind] for line in members if kind in line]
+            if scores:
+                halves = any("seen" in score for score in scores)
+                what = "words that no sample asks, ± half the range / the others" * halves
+                what = what or "the experts' tasks, ± half the range"
+                print(f"\n{group}, {title}: accuracy on {what}\n")
                 print(table(members, kind))
 
 
