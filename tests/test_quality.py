@@ -300,7 +300,7 @@ def test_samples_are_chats_that_the_teacher_answered(benchmark, tmp_path):
     assert languages == [f"language{n}" for n in (0, 1, 2, 3, 0)]
     asked, others = map(set, dictionaries.halves())
     assert (asked | others, asked & others) == (set(range(dictionaries.WORDS)), set())
-    assert questions_of(talks) == {f"key{n}" for n in asked}
+    assert questions_of(talks) < {f"key{n}" for n in asked}
 
 
 def questions_of(talks) -> set[str]:

@@ -57,6 +57,17 @@ def test_what_the_teacher_leaves_counts_as_one_class(rng):
     assert float(summed_loss(teacher, same)) == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.parametrize("labels", ["hard", "soft", "true"])
+def test_numbers_are_answered_by_numbers(labels):
+    samples = [{"hard": torch.tensor([1.5]), "true": torch.tensor([2.0])}] * 2
+    found = collate_labels(Examples.pack(samples), [0, 1], labels)
+    wanted = 2.0 if labels == "true" else 1.5
+    assert found["numbers"].tolist() == [wanted] * 2
+    assert found["target"].tolist() == [2.0] * 2
+    loss = summed_loss(torch.tensor([[1.0], [3.0]]), found)
+    assert float(loss) == (1 - wanted) ** 2 + (3 - wanted) ** 2
+
+
 def test_the_truth_is_what_counts_as_right_where_it_is_known():
     samples = [{"hard": torch.tensor([1]), "true": torch.tensor([2])}] * 2
     labels = collate_labels(Examples.pack(samples), [0, 1], "hard")

@@ -20,6 +20,7 @@ from families import (
     masked_family,
     mixtral_family,
     parsed,
+    regression_family,
     t5_family,
     tokenizer,
     vit_family,
@@ -460,6 +461,31 @@ def test_merged_backbones_carry_every_head(tmp_path, mergekit_yaml, family, conf
 def options_of(model) -> dict:
     """A ViT for classification has no pooler."""
     return {"add_pooling_layer": False} if model.base_model_prefix == "vit" else {}
+
+
+@pytest.mark.parametrize("labels", ["hard", "soft", "true"])
+def test_an_expert_that_answers_with_a_number(tmp_path, labels):
+    """The merge comes nearer to its numbers; the score is their correlation."""
+    config = regression_family(tmp_path / "family", labels=labels)
+    data = config["models"][0]["data"]
+    lines = [json.loads(line) for line in Path(data["path"]).read_text().splitlines()]
+    write_rows(Path(data["path"]), [row | {"label": row["label"] + 0.5} for row in lines])
+    run(changed(config, epochs=10, learning_rate=0.03, patience=0), tmp_path / "out")
+    losses = [line["validation_loss"] for line in log_of(tmp_path / "out")
+              if "validation_loss" in line]  # fmt: skip
+    assert min(losses) < losses[0]
+    table = (tmp_path / "out" / "scores.md").read_text()
+    assert "nan" not in table
+    assert "-0." in table or "0." in table
+
+
+def test_a_class_is_no_fraction(tmp_path):
+    config = bert_family(tmp_path / "family")
+    data = config["models"][1]["data"]
+    lines = [json.loads(line) for line in Path(data["path"]).read_text().splitlines()]
+    write_rows(Path(data["path"]), [row | {"label": 0.5} for row in lines])
+    with pytest.raises(TrainingError, match=r"has the label 0\.5; .* the numbers of its classes"):
+        run(config, tmp_path / "out")
 
 
 def test_image_classifiers_whose_names_differ_on_disk(tmp_path):

@@ -136,7 +136,7 @@ SAMPLES = 128
 def learned(name: str, samples: int, group: str = "learned", words: int | None = None) -> Row:
     """Return a row with coefficients by one of `LEARNERS`, from samples that ask so many words."""
     method, rate, settings = LEARNERS[name]
-    title = f"{name}, {samples} samples" + (f" of {words} words" if words else "")
+    title = f"{name}, {f'{words} words' if words else f'{samples} samples'}"
     learn = trained(samples, rate, **settings) | ({"words": words} if words else {})
     return Row(title, method, group=group, learn=learn)
 
@@ -182,14 +182,13 @@ SAMPLED = [
 
 
 def generalised(name: str, **settings: Any) -> Row:
-    """Return `ace_relative + direct` with something changed that may help with unseen words."""
+    """Return the row `ace_relative + direct` with a change that may help with unseen words."""
     method, rate, own = LEARNERS["ace_relative + direct"]
     learn = trained(SAMPLES, settings.pop("rate", rate), **own, **settings)
     return Row(f"for unseen words: {name}", method, group="generalisation", learn=learn)
 
 
 GENERALISED = [
-    generalised("nothing changed"),
     *(
         generalised(f"{steps} steps", training={"max_steps": steps, "evaluate_every": 5})
         for steps in (10, 30, 300)
