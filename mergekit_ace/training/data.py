@@ -42,32 +42,34 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
         TrainingError: naming the data and what is missing: the file, a column, rows.
     """
     data = _draw(_read(config, config.split), config.samples, seed)
+    contents = _contents(data, config)
     held_out = {}
     for split, name in (("test", config.test_split), ("validation", config.validation_split)):
         if name is not None:
             held_out[split] = _draw(_read(config, name), config.held_out, seed)
             continue
-        contents = _contents(data, config)
         chosen = _choose(contents, 10 if split == "test" else 9)
         if len(chosen) == len(set(contents)):
             raise TrainingError(
-                f"data {config.path} has too few rows to hold some out for validation and test"
-                f"{', as many are the same' if len(set(contents)) < len(data) else ''}; "
+                f"data {config.path} has too few rows to hold some out for validation and test; "
                 "give more, or name its validation_split and test_split"
             )
         places = range(len(data))
         held_out[split] = data.select([n for n in places if contents[n] in chosen])
         data = data.select([n for n in places if contents[n] not in chosen])
+        contents = [content for content in contents if content not in chosen]
     return {"train": data, **{split: held_out[split] for split in ("validation", "test")}}
 
 
 def _contents(data: Dataset, config: DataConfig) -> list[Hashable]:
-    """Return what each row asks; of images, which are not compared, its number."""
+    """Return what each row asks; its number where images are asked, or the same nearly always."""
+    numbers: list[Hashable] = list(range(len(data)))
     purposes = [n for n in ("text", "text_pair", "prompt", "messages") if n in config.columns]
     if not purposes:
-        return list(range(len(data)))
+        return numbers
     columns = [data[config.columns[purpose]] for purpose in purposes]
-    return [tuple(map(str, row)) for row in zip(*columns, strict=True)]
+    texts: list[Hashable] = [tuple(map(str, row)) for row in zip(*columns, strict=True)]
+    return texts if len(set(texts)) > 2 else numbers
 
 
 def _choose(contents: Sequence[Hashable], parts: int) -> set[Hashable]:

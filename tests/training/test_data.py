@@ -51,6 +51,9 @@ def test_what_is_held_out_asks_nothing_that_the_rest_asks(tmp_path):
     pairs = [{"text": "one question", "pair": f"text {n}"} for n in range(20)]  # all differ
     parts = load_rows(config(write_rows(tmp_path / "p.jsonl", pairs), text_pair="pair"), 0)
     assert [len(part) for part in parts.values()] == [16, 2, 2]
+    same = [{"text": "the same"}] * 20  # nothing else could be held out
+    parts = load_rows(config(write_rows(tmp_path / "s.jsonl", same)), 0)
+    assert [len(part) for part in parts.values()] == [16, 2, 2]
     # one content is most of the data: it is not what is held out
     path = write_rows(tmp_path / "m.jsonl", ROWS[:4] + [{"text": "again"}] * 40)
     assert "again" in texts(load_rows(config(path), 0))[0]
