@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -157,8 +156,8 @@ def learn(family: Family, row: Row) -> Path:
         row: one with `learn`, what a `train.yml` says beside models and data.
     """
     assert row.learn is not None
-    name = f"{family.name}-{family.seed}-{len(family.tasks)}-{row.name}"
-    name = re.sub(r"[^\w.]+", "-", name)  # mergekit reads what follows a + as an adapter
+    name = f"{family.name}-{family.seed}-{len(family.tasks)}-{row.name}".replace(" ", "-")
+    name = name.replace("+", "plus")  # mergekit reads what follows a + as an adapter
     folder = family.folder / "learned" / name
     file = folder / "coefficients.safetensors"
     if not file.exists():
