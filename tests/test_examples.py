@@ -62,6 +62,29 @@ def test_the_questions_of_the_quickstart(quickstart, tmp_path):
         assert {text.split()[0] for text in texts} == known
         words = {word for text in texts for word in text.split()}
         assert not words & set(dictionaries.invented_words())
+        assert words & set(dictionaries.KEYS) <= set(dictionaries.ASKED)
+
+
+def test_a_merge_is_scored_by_both_halves_of_the_words(quickstart, tmp_path, monkeypatch, capsys):
+    """A model that was right wherever the samples ask, and nowhere else."""
+    questions, family, dictionaries = map(quickstart, ("questions", "family", "dictionaries"))
+    assert not set(dictionaries.ASKED) & set(dictionaries.UNASKED)
+    assert {*dictionaries.ASKED, *dictionaries.UNASKED} == set(dictionaries.KEYS)
+
+    def answers(folder):
+        found = {}
+        for language, dictionary in dictionaries.make_dictionaries().items():
+            asked = " ".join(dictionaries.exam(dictionary)).split()
+            keys = [asked[n - 1] for n, word in enumerate(asked) if word == "="]
+            right = torch.tensor([key in dictionaries.ASKED for key in keys]).long()
+            found[language] = (right, torch.ones(len(keys)).long())
+        return found
+
+    monkeypatch.setattr(family, "answers", answers)
+    assert set(family.accuracies(tmp_path).values()) == {0.5}
+    monkeypatch.setattr(sys, "argv", ["questions.py", "--score", str(tmp_path / "merged")])
+    questions.main()
+    assert "| merged | 0.000 | 1.000 | 0.000 |" in capsys.readouterr().out
 
 
 def test_the_images_of_the_vision_family(training):

@@ -14,6 +14,7 @@ from checkpoints import save_family, tiny_llama
 from transformers import LlamaForCausalLM
 
 from mergekit_ace.training.config import TrainConfig
+from mergekit_ace.training.data import load_rows
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def family(benchmark, tmp_path):
         def load(self, folder):
             return LlamaForCausalLM.from_pretrained(folder).eval()
 
-        def accuracy(self, model, task, split):
+        def accuracy(self, model, task, split, half=None):
             wanted = states[0] if task == "old" else states[1 + int(task)]
             got = model.state_dict()
             away = sum(float((got[n] - t).square().sum()) for n, t in wanted.items())
@@ -147,6 +148,19 @@ def test_results_are_kept_and_not_repeated(benchmark, tmp_path, capsys):
     assert "table, as published" in text
 
 
+def test_rows_with_data_say_what_they_were_scored_on(benchmark, capsys):
+    results = benchmark("evidence.results")
+    head = {"family": "f", "experts": 4, "group": "learned", "row": "direct"}
+    lines = [
+        {**head, "seed": seed, "published": {"mean": mean, "seen": seen, "old": 1.0}}
+        for seed, mean, seen in ((0, 0.5, 0.7), (1, 0.6, 0.9))
+    ]
+    results.print_tables(lines)
+    shown = capsys.readouterr().out
+    assert "accuracy on words that no sample asks, ± half the range / the others" in shown
+    assert "| direct | 0.550 ± 0.050 / 0.800 |" in shown
+
+
 def test_changes_since_a_summary(benchmark, tmp_path):
     results = benchmark("evidence.results")
     head = {"family": "f", "seed": 0, "experts": 4}
@@ -234,16 +248,21 @@ def test_every_learned_row_is_a_training_of_its_own(benchmark):
     data = {"path": "samples.jsonl", "messages": "talk"}
     models = [{"model": name, "data": data} for name in ("a", "b")]
     seen = []
-    for row in rows.LEARNED + rows.SAMPLED + rows.REGULARISED:
+    every = rows.LEARNED + rows.ENTROPY + rows.SAMPLED + rows.GENERALISED + rows.REGULARISED
+    assert all(row.with_data for row in every)
+    assert not any(row.with_data for row in rows.TABLE + rows.SWEEPS)
+    for row in every:
+        if row.learn is None:  # stands beside them
+            continue
         settings = dict(row.learn)
-        samples = (settings.pop("samples"), settings.pop("rehearsed"))
+        counts = ("samples", "rehearsed", "words", "validation")
+        samples = tuple(settings.pop(name, None) for name in counts)
         config = {"base_model": "base", "models": models, "task": "causal-lm", **settings}
         if samples[1]:
             config["rehearsal"] = data
         config = TrainConfig.model_validate(config)
         basis = "task_vector" if row.method == "statsmerging" else row.method
-        assert config.basis == basis
-        assert config.training.max_steps == 100
+        assert config.basis in (basis, "ties")
         seen.append((row.name, samples, config))
     assert len({name for name, *_ in seen}) == len(seen)
     for number, one in enumerate(seen):
@@ -279,6 +298,48 @@ def test_samples_are_chats_that_the_teacher_answered(benchmark, tmp_path):
     with open(config["rehearsal"]["path"], encoding="utf-8") as file:
         languages = [json.loads(line)["line"][0]["content"] for line in file]
     assert languages == [f"language{n}" for n in (0, 1, 2, 3, 0)]
+    asked, others = map(set, dictionaries.halves())
+    assert (asked | others, asked & others) == (set(range(dictionaries.WORDS)), set())
+    assert questions_of(talks) < {f"key{n}" for n in asked}
+
+
+def questions_of(talks) -> set[str]:
+    """Return the words that chats ask."""
+    return {turn["content"] for talk in talks for turn in talk if turn["role"] == "user"}
+
+
+def test_other_words_tell_when_to_stop(benchmark, tmp_path):
+    dictionaries = benchmark("evidence.dictionaries")
+    dictionaries.new_model("llama").save_pretrained(tmp_path / "base")
+    family = benchmark("evidence.families").make_family("llama", 0, folder=tmp_path)
+    family.base, family.experts = tmp_path / "base", {"4": tmp_path / "base"}
+    config = TrainConfig.model_validate(family.unlabelled(40, words=18, validation=6))
+    rows = load_rows(config.models[0].data, 0)
+    assert [len(part) for part in rows.values()] == [32, 4, 4]
+    train, validation, test = (questions_of(part["line"]) for part in rows.values())
+    assert validation == test
+    assert (len(train), len(validation), train & validation) == (12, 6, set())
+    assert train | validation == {f"key{n}" for n in dictionaries.halves()[0][:18]}
+
+
+def test_the_exam_by_halves(benchmark, tmp_path):
+    """A family that knows the words of the samples, and no other ones."""
+    dictionaries = benchmark("evidence.dictionaries")
+    families = benchmark("evidence.families")
+    family = families.make_family("gpt2", 0, folder=tmp_path)
+    asked = torch.tensor(dictionaries.halves()[0])
+
+    def knows(model, tokens, labels):
+        words = dictionaries.asked_words(tokens, labels)
+        right = torch.nn.functional.one_hot(labels[labels != -100], dictionaries.VOCABULARY)
+        return right * torch.isin(words, asked)[:, None]
+
+    families.answer, answer = knows, families.answer
+    try:
+        shares = [family.accuracy(None, "4", "test", half) for half in (None, "seen", "unseen")]
+    finally:
+        families.answer = answer
+    assert shares == [0.5, 1.0, 0.0]
 
 
 def test_samples_of_masked_models_are_lines_with_masks(benchmark, tmp_path):

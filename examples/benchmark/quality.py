@@ -27,11 +27,22 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 from evidence.arguments import family_parser, parse_families
 from evidence.families import CONTROLS, FAMILIES, GROUPED_FAMILIES, make_family
 from evidence.results import changes, keep, key, print_tables, read_results, write_summary
-from evidence.rows import LEARNED, REGULARISED, SAMPLED, SCALES, STUDIED, SWEEPS, TABLE, Row
+from evidence.rows import (
+    ENTROPY,
+    GENERALISED,
+    LEARNED,
+    REGULARISED,
+    SAMPLED,
+    SCALES,
+    STUDIED,
+    SWEEPS,
+    TABLE,
+    Row,
+)
 from evidence.scoring import Examiner
 
 NAMES = (*FAMILIES, *GROUPED_FAMILIES, *CONTROLS)
-EVERY = TABLE + LEARNED + SAMPLED + REGULARISED + SWEEPS + STUDIED
+EVERY = TABLE + LEARNED + ENTROPY + SAMPLED + GENERALISED + REGULARISED + SWEEPS + STUDIED
 RESULTS = Path(__file__).resolve().parent / "results-quality.jsonl"
 
 
@@ -64,8 +75,11 @@ def examine_row(examiner: Examiner, row: Row) -> dict:
         line |= {"curve": curve, "best_scale": scales["best"]}
     for name, scale in scales.items():
         examiner.put(origin, merged, scale)
-        score = examiner.examine("test")
+        halved = row.with_data and examiner.family.halved
+        score = examiner.examine("test", "unseen" if halved else None)
         line[name] = {"new": score.new, "mean": score.mean, "old": score.old}
+        if halved:
+            line[name]["seen"] = examiner.examine("test", "seen").mean
     return line
 
 
@@ -109,8 +123,8 @@ def choose_rows(arguments: argparse.Namespace) -> list[Row]:
     """Return the rows that the command line asks for."""
     if arguments.only_train:
         return []
-    rows = TABLE + LEARNED + SWEEPS * arguments.sweeps + STUDIED * arguments.studies
-    rows += (SAMPLED + REGULARISED) * arguments.learning
+    rows = TABLE + LEARNED + ENTROPY + SWEEPS * arguments.sweeps + STUDIED * arguments.studies
+    rows += (SAMPLED + GENERALISED + REGULARISED) * arguments.learning
     if arguments.rows:
         rows = [row for row in rows if row.name.startswith(tuple(arguments.rows))]
     return rows

@@ -29,6 +29,8 @@ KEYS = tuple(
     mountain night ocean paper rain river road salt ship silver snow star stone tree wind
     winter""".split()
 )
+# Samples for a merge ask the first half. The other one tells what the merge knows beyond them.
+ASKED, UNASKED = KEYS[::2], KEYS[1::2]
 SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
 PAIRS = 6  # questions in a line
 

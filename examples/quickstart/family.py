@@ -6,11 +6,13 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from dictionaries import (
+    KEYS,
     NEW_LANGUAGES,
     OLD_LANGUAGES,
     encode,
@@ -143,10 +145,20 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, targe
     os.replace(partial, target)
 
 
-def accuracies(folder: Path) -> dict[str, float]:
-    """Return the share of right answers, 0 to 1, per language: every word in four orders."""
-    exams = answers(folder).items()
-    return {language: (given == right).float().mean().item() for language, (given, right) in exams}
+def accuracies(folder: Path, keys: Sequence[str] = KEYS) -> dict[str, float]:
+    """Return the share of right answers, 0 to 1, per language: every word in four orders.
+
+    Args:
+        folder: of a checkpoint, or an adapter.
+        keys: only these words count; they are asked beside the others.
+    """
+    dictionaries = make_dictionaries()
+    shares = {}
+    for language, (given, right) in answers(folder).items():
+        asked = [key for line in exam(dictionaries[language]) for key in line.split()[1::4]]
+        counted = torch.tensor([key in keys for key in asked])
+        shares[language] = (given == right)[counted].float().mean().item()
+    return shares
 
 
 @torch.no_grad()

@@ -13,9 +13,10 @@ FAMILY = QUICKSTART / "family"
 sys.path.insert(0, str(QUICKSTART))
 
 from dictionaries import (  # noqa: E402
-    KEYS,
+    ASKED,
     NEW_LANGUAGES,
     PAIRS,
+    UNASKED,
     make_dictionaries,
     make_tokenizer,
     random_lines,
@@ -23,6 +24,8 @@ from dictionaries import (  # noqa: E402
 from family import Recipe, save_model, train, train_family  # noqa: E402
 
 LINES = {"train": 256, "validation": 128, "test": 384}
+# What each split asks: the words of one say nothing about those of another.
+WORDS = {"train": ASKED[:-PAIRS], "validation": ASKED[-PAIRS:], "test": UNASKED}
 FEW_LINES = dict.fromkeys(LINES, 8)  # enough to see that everything runs
 DISTILLED_LINES = 512
 
@@ -41,7 +44,7 @@ def write_data(folder: Path, counts: dict[str, int]) -> None:
         for split, count in counts.items():
             with open(folder / f"{language}-{split}.jsonl", "w", encoding="utf-8") as file:
                 for _ in range(count):
-                    line = dictionary.line(rng.sample(KEYS, rng.randint(1, PAIRS)))
+                    line = dictionary.line(rng.sample(WORDS[split], rng.randint(1, PAIRS)))
                     question, _, answer = line.rpartition(" ")
                     file.write(json.dumps({"question": question, "answer": answer}) + "\n")
 

@@ -55,7 +55,7 @@ def _interpolated(file: CoefficientFile, kind: str, depth: float) -> Tensor:
 
 
 # Which method applies coefficients of a basis that is not named after it.
-METHODS_OF_BASES = {"task_vector": "statsmerging"}
+METHODS_OF_BASES = {"task_vector": "statsmerging", "ties": "statsmerging"}
 LISTED = 8  # names in an error before it says how many more there are
 
 
@@ -112,7 +112,7 @@ class FileCoefficients:
         basis = self.file.contents.basis
         own = METHODS_OF_BASES.get(basis, basis)
         if own != method:
-            what = "task vectors" if basis == "task_vector" else f"components of {basis}"
+            what = "task vectors" if own == "statsmerging" else f"components of {basis}"
             raise CoefficientFileError(
                 f"{method}: the coefficients in {path} were learned for {what}; write "
                 f"merge_method: {own}, or train with another `basis`"
@@ -217,8 +217,8 @@ class LearnerCoefficients:
         config = self.file.contents.learner
         if self.file.contents.basis != "task_vector":
             raise CoefficientFileError(
-                f"statsmerging: the learner in {path} predicts coefficients of components of "
-                f"{self.file.contents.basis}, not of task vectors"
+                f"statsmerging: the learner in {path} predicts coefficients of what "
+                f"{self.file.contents.basis} makes of task vectors, not of these"
             )
         if config.input != "shared" or self.file.contents.granularity != "tensor":
             raise CoefficientFileError(

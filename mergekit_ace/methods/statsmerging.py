@@ -10,8 +10,9 @@ from typing import Any, Literal
 from mergekit.merge_methods.base import TensorGroup
 from torch import Tensor
 
+from mergekit_ace.algebra.election import merge_elected
 from mergekit_ace.algebra.records import Factor, Observer
-from mergekit_ace.algebra.task_vectors import merge_entries
+from mergekit_ace.algebra.task_vectors import merge_entries, record_of_entries
 from mergekit_ace.coefficients.file import load_coefficients
 from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
 from mergekit_ace.methods.inputs import TensorSettings, describe
@@ -30,7 +31,8 @@ class StatsMerge(TaskVectorMethod):
 
     θ_0 + Σ_k λ_k Δ_k in float32, one tensor at a time. The coefficients are looked up in a file
     that the trainer wrote (``coefficients``), predicted from each tensor as it passes by a trained
-    network (``learner``), or given in the config (``weight``).
+    network (``learner``), or given in the config (``weight``). Where the trainer learned them for
+    what TIES keeps of the Δ_k, they multiply that.
     """
 
     spec = method_spec(
@@ -82,7 +84,11 @@ class StatsMerge(TaskVectorMethod):
         observe: Observer | None = None,
     ) -> Merged:
         assert settings.coefficients is not None
-        return merge_entries(tensors[0], tensors[1:], settings.coefficients, self.spec.name)
+        base, *experts = tensors
+        if _elects(settings.parameters):
+            merged = merge_elected(base, experts, settings.coefficients)
+            return merged, record_of_entries(self.spec.name, base, experts)
+        return merge_entries(base, experts, settings.coefficients, self.spec.name)
 
     def learned_coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
         path, learner = (settings.parameters[name] for name in ("coefficients", "learner"))
@@ -121,6 +127,8 @@ class StatsMerge(TaskVectorMethod):
         return given[0]
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
+        if _elects(parameters):
+            return "its coefficients are of what TIES keeps, which selects entries"
         reads = parameters.get("learner") is not None
         return "the network of its `learner` reads the weights of full models" if reads else ""
 
@@ -141,3 +149,9 @@ class StatsMerge(TaskVectorMethod):
         except (ValueError, OSError):
             seed = None
         return f"{seed} (of the training of the coefficients)" if seed is not None else "none"
+
+
+def _elects(parameters: Mapping[str, Any]) -> bool:
+    """Return whether the coefficients are of what TIES keeps of the task vectors."""
+    path = parameters.get("coefficients")
+    return path is not None and load_coefficients(path).contents.basis == "ties"

@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mergekit_ace.algebra.components import split_tensor
+from mergekit_ace.algebra.election import elected_task_vectors
 from mergekit_ace.algebra.records import FixedLayout, IllConditionedError
 from mergekit_ace.files import save_tensors
 from mergekit_ace.methods.architecture import stored_layout
@@ -73,7 +74,10 @@ def _write(
 ) -> None:
     """Write the components of one tensor, called by their rows; the base comes first."""
     try:
-        components = split_tensor(versions[0], versions[1:], config.options, layout)
+        if config.options is None:
+            components = elected_task_vectors(versions[0], versions[1:])
+        else:
+            components = split_tensor(versions[0], versions[1:], config.options, layout)
     except (IllConditionedError, OverflowError) as error:
         raise TrainingError(
             f"{name} cannot be merged by {config.basis}: {error}. Raise its epsilon"

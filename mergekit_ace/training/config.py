@@ -17,6 +17,7 @@ Task = Literal[
 ]
 LanguageTask = ("causal-lm", "seq2seq-lm", "masked-lm")
 Labels = Literal["hard", "soft", "true"]
+Loss = Literal["answers", "entropy"]
 Storage = Literal["disk", "cpu", "device"]
 Count = Annotated[Integer, Field(ge=1)]
 Positive = Annotated[Number, Field(gt=0)]
@@ -200,13 +201,17 @@ class TrainConfig(Strict):
         task: what the models do.
         rehearsal: data that the merge should answer as the base model does, so that nothing else
             is lost; for language models.
-        basis: what the coefficients multiply: the experts' task vectors, or their components in a
-            merge by `ace` or `ace_relative`; training then starts at that merge.
+        basis: what the coefficients multiply: the experts' task vectors, what TIES keeps of them
+            (``ties``), or their components in a merge by `ace` or `ace_relative`; training then
+            starts at that merge.
         ace, ace_relative: parameters of these methods, for a basis of that name.
         component_dtype: in which components are kept on disk.
         granularity: one coefficient per expert and ``tensor`` (the paper's layer-wise), per
-            transformer ``block``, or per expert (``task``).
+            transformer ``block``, per ``kind`` of tensor, alike in all blocks, or per expert
+            (``task``).
         learner: see `LearnerConfig`.
+        loss: ``answers``: how far the merge is from the labels. ``entropy``: how undecided it is
+            itself, whatever the experts answer (AdaMerging).
         labels: ``hard`` (the expert's arg max), ``soft`` (its distribution) or ``true``.
         top_k: how many log-probabilities of a language model's soft label are kept.
         training, compare: see there.
@@ -229,6 +234,7 @@ class TrainConfig(Strict):
     component_dtype: Literal["float32", "bfloat16"] = "float32"
     granularity: Granularity = "tensor"
     learner: LearnerConfig = LearnerConfig()
+    loss: Loss = "answers"
     labels: Labels = "hard"
     top_k: Count = 32
     training: TrainingConfig = TrainingConfig()
@@ -255,18 +261,18 @@ class TrainConfig(Strict):
         if self.training.penalty is not None:
             return self.training.penalty
         alone = self.task in LanguageTask and self.rehearsal is None
-        return 3.0 if alone and self.basis != "task_vector" else 0.0
+        return 3.0 if alone and self.options is not None else 0.0
 
     @property
-    def options(self) -> AceOptions | RelativeOptions:
-        """Parameters of the merge that the components are of."""
-        return self.ace if self.basis == "ace" else self.ace_relative
+    def options(self) -> AceOptions | RelativeOptions | None:
+        """Parameters of the merge that the components are of; None where there are no such."""
+        return {"ace": self.ace, "ace_relative": self.ace_relative}.get(self.basis)
 
     @model_validator(mode="before")
     @classmethod
     def _start(cls, values: Any) -> Any:
         """Let coefficients of components start at 1."""
-        if isinstance(values, dict) and values.get("basis", "task_vector") != "task_vector":
+        if isinstance(values, dict) and values.get("basis") in ("ace", "ace_relative"):
             learner = values.get("learner") or {}
             if isinstance(learner, LearnerConfig):
                 learner = learner.model_dump(exclude_unset=True)
@@ -283,6 +289,13 @@ class TrainConfig(Strict):
         twice = sorted({task for task in tasks if tasks.count(task) > 1})
         if twice:
             raise ValueError(f"two experts are called {twice[0]!r}: give each a `task` of its own")
+        if self.loss == "entropy" and self.rehearsal is not None:
+            raise ValueError(
+                "loss: entropy takes no answers, and the base's are what rehearsal is for: leave "
+                "out the rehearsal, or train with loss: answers"
+            )
+        if self.loss == "entropy" and "labels" in self.model_fields_set:
+            raise ValueError(f"loss: entropy takes no answers: leave out labels: {self.labels}")
         if self.rehearsal is not None and self.task not in LanguageTask:
             raise ValueError("rehearsal is for language models: a base has no classifier's head")
         for name, data in self.sources:
@@ -293,7 +306,7 @@ class TrainConfig(Strict):
         for name in ("ace", "ace_relative"):
             if name != self.basis and name in self.model_fields_set:
                 raise ValueError(f"there are parameters of {name}, but basis: {self.basis}")
-        if self.basis == "task_vector":
+        if self.options is None:
             return
         fixed = {"scale"} & self.options.model_fields_set
         if fixed:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,8 @@ _READERS = {
 def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
     """Read, draw `samples` rows and split them 8 : 1 : 1 where the data has no splits of its own.
 
+    What is held out asks nothing that the rest asks: rows with the same texts stay together.
+
     Returns:
         The rows by split: train, validation, test.
 
@@ -39,20 +42,49 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
         TrainingError: naming the data and what is missing: the file, a column, rows.
     """
     data = _draw(_read(config, config.split), config.samples, seed)
+    contents = _contents(data, config)
     held_out = {}
     for split, name in (("test", config.test_split), ("validation", config.validation_split)):
         if name is not None:
             held_out[split] = _draw(_read(config, name), config.held_out, seed)
             continue
-        count = max(len(data) // 10, 1) if split == "test" else max(len(data) // 9, 1)
-        if len(data) <= count:
+        chosen = _choose(contents, 10 if split == "test" else 9)
+        if len(chosen) == len(set(contents)):
             raise TrainingError(
                 f"data {config.path} has too few rows to hold some out for validation and test; "
                 "give more, or name its validation_split and test_split"
             )
-        held_out[split] = data.select(range(len(data) - count, len(data)))
-        data = data.select(range(len(data) - count))
+        places = range(len(data))
+        held_out[split] = data.select([n for n in places if contents[n] in chosen])
+        data = data.select([n for n in places if contents[n] not in chosen])
+        contents = [content for content in contents if content not in chosen]
     return {"train": data, **{split: held_out[split] for split in ("validation", "test")}}
+
+
+def _contents(data: Dataset, config: DataConfig) -> list[Hashable]:
+    """Return what each row asks; its number where images are asked, or the same nearly always."""
+    numbers: list[Hashable] = list(range(len(data)))
+    purposes = [n for n in ("text", "text_pair", "prompt", "messages") if n in config.columns]
+    if not purposes:
+        return numbers
+    columns = [data[config.columns[purpose]] for purpose in purposes]
+    texts: list[Hashable] = [tuple(map(str, row)) for row in zip(*columns, strict=True)]
+    return texts if len(set(texts)) > 2 else numbers
+
+
+def _choose(contents: Sequence[Hashable], parts: int) -> set[Hashable]:
+    """Choose contents from the end: one of so many parts at most, of the rows and of the contents.
+
+    At least one content is chosen, even if its rows are more than that.
+    """
+    rows = Counter(contents)
+    most, room = max(len(rows) // parts, 1), max(len(contents) // parts, 1)
+    chosen: set[Hashable] = set()
+    for content in reversed(contents):
+        if len(chosen) < most and content not in chosen and rows[content] <= room:
+            chosen.add(content)
+            room -= rows[content]
+    return chosen or {min(rows, key=rows.__getitem__)}
 
 
 def _read(config: DataConfig, split: str) -> Dataset:

@@ -18,7 +18,7 @@ from mergekit_ace.coefficients.learner import LearnerInputs
 from mergekit_ace.coefficients.statistics import WeightMoments, combine, features, measure_moments
 from mergekit_ace.headers import read_json
 from mergekit_ace.methods.inputs import is_finite
-from mergekit_ace.naming import block_of, relative_depths
+from mergekit_ace.naming import block_of, relative_depths, within_block
 from mergekit_ace.preflight.dtype_rules import DEQUANTISE
 from mergekit_ace.training.basis import write_components
 from mergekit_ace.training.config import TrainConfig
@@ -173,7 +173,9 @@ class Family:
     @cached_property
     def groups(self) -> Tensor:
         """Which coefficient each tensor has, (L,): 0 … G − 1, in order of appearance."""
-        key = {"task": lambda _: "", "block": block_of, "tensor": str}[self.config.granularity]
+        key = {"task": lambda _: "", "block": block_of, "kind": within_block, "tensor": str}[
+            self.config.granularity
+        ]
         keys = [key(name) for name in self.stored]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         return torch.tensor([numbers[key] for key in keys])
@@ -254,7 +256,8 @@ def _find_parameters(
         skeleton = load_skeleton(path, folders.kind, config)
         check_expert(skeleton, base, names, folders.kind, expert.model)
         if folders.kind.has_heads:
-            check_classes(skeleton.config, f"expert {expert.model}")
+            answers = config.loss == "answers"  # the entropy of a number is 0
+            check_classes(skeleton.config, f"expert {expert.model}", regression=answers)
     return stored
 
 

@@ -88,20 +88,24 @@ def check_samples(samples: Sequence[Example], data: DataConfig, model: PreTraine
         )
 
 
-def check_classes(config: PreTrainedConfig, reference: str) -> None:
+def check_classes(config: PreTrainedConfig, reference: str, *, regression: bool = False) -> None:
     """Raise a `TrainingError` unless a classifier answers with one class of several.
 
     Args:
         config: of the model.
         reference: its name, for the message.
+        regression: one with a single number as its answer will do, too.
     """
     kind = getattr(config, "problem_type", None)
     if config.num_labels > 1 and kind in (None, "single_label_classification"):
         return
+    if regression and config.num_labels == 1 and kind in (None, "regression"):
+        return
     what = f"problem_type: {kind}" if config.num_labels > 1 else "a single output (a regression)"
+    known = "a number, or one class of several" if regression else "one class of several"
     raise TrainingError(
-        f"{reference} has {what}; the trainer knows only classifiers that give every sample one "
-        "class of several: leave it out, or merge it without data"
+        f"{reference} has {what}; the trainer knows only classifiers that give every sample "
+        f"{known}: leave it out, or merge it without data"
     )
 
 

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from mergekit_ace.coefficients.learner import Learner, LearnerConfig, LearnerInputs
 from mergekit_ace.files import write_text
+from mergekit_ace.training.agreement import Agreement
 from mergekit_ace.training.config import Labels, TrainConfig, TrainingConfig
 from mergekit_ace.training.data import Examples, step_indices, to_device
 from mergekit_ace.training.merged import MergedModel
@@ -170,11 +171,11 @@ class Score:
     """Loss and accuracy of a merge on one split.
 
     Attributes:
-        loss: mean over teachers of the mean loss per position, against the labels, weighted as in
-            training; None where it was not measured. Teachers are the experts, and last the base
+        loss: mean over teachers of the mean loss per position, weighted as in training; None where
+            it was not measured. Teachers are the experts, and last the base
             where it rehearses.
         accuracy: share of right answers per expert, 0 to 1: against the truth where the data has
-            it, else against the expert's own answers.
+            it, else against the expert's own answers. Of numbers it is the correlation.
         rehearsal: likewise for the base's; None without rehearsal.
     """
 
@@ -241,7 +242,7 @@ class Objective:
             indices = step_indices(seed, row, step, self._batch, len(examples))
             positions = sum(examples.length("hard", index) for index in indices)
             for part in self._share(indices):
-                loss = summed_loss(*self._answers(teacher, examples, part)) / positions
+                loss = self._loss(*self._answers(teacher, examples, part)) / positions
                 (scale * float(weight) * loss).backward()
                 losses[row] += loss.detach().double().cpu()
             self.merged.collect()
@@ -260,20 +261,30 @@ class Objective:
     @torch.no_grad()
     def evaluate(self, split: str) -> Score:
         """Return the score of the written merge on a split of every teacher's data."""
-        totals = torch.zeros(len(self.teachers), 3, dtype=torch.float64)  # loss, right, positions
+        totals = torch.zeros(len(self.teachers), 8, dtype=torch.float64)  # loss, and an agreement
         for row, teacher in enumerate(self.teachers):
             examples = teacher.splits[split]
             for part in self._share(list(range(len(examples)))):
                 logits, labels = self._answers(teacher, examples, part)
-                right = (logits.argmax(-1) == labels["target"]).sum()
-                numbers = (float(summed_loss(logits, labels)), float(right), len(labels["target"]))
-                totals[row] += torch.tensor(numbers, dtype=torch.float64)
+                given = logits.squeeze(-1) if "numbers" in labels else logits.argmax(-1)
+                totals[row, 0] += float(self._loss(logits, labels))
+                totals[row, 1:] += Agreement.of(given, labels["target"]).sums
                 del logits  # large: gone before the next ones are computed
-        loss, right, positions = self.run.sum(totals).unbind(1)
-        mean = float((loss / positions) @ self._weights)
-        shares = (right / positions).tolist()
+        totals = self.run.sum(totals)
+        mean = float((totals[:, 0] / totals[:, 1]) @ self._weights)
+        shares = []
+        for teacher, sums in zip(self.teachers, totals[:, 1:], strict=True):
+            numbers = teacher.splits[split].fields["hard"][0].is_floating_point()
+            agreement = Agreement(sums)
+            shares.append(agreement.correlation if numbers else agreement.accuracy)
         rehearsal = None if self.config.rehearsal is None else shares.pop()
         return Score(mean, tuple(shares), rehearsal)
+
+    def _loss(self, logits: Tensor, labels: dict[str, Tensor]) -> Tensor:
+        """Return the loss of logits (P, C), summed over positions."""
+        if self.config.loss == "entropy":
+            return summed_entropy(logits)
+        return summed_loss(logits, labels)
 
     def _share(self, indices: list[int]) -> list[list[int]]:
         return self.run.share(indices, self.config.training.batch_size)
@@ -297,13 +308,16 @@ def collate_labels(examples: Examples, indices: list[int], labels: Labels) -> di
 
     Returns:
         For ``hard`` and ``true`` labels `classes`, (P,); for ``soft`` ones `log_probabilities` and
-        `classes`, (P, k). In `target`, (P,), what counts as right: the truth where it is known.
+        `classes`, (P, k). Of experts that answer with numbers: `numbers`, (P,). In `target`, (P,),
+        what counts as right: the truth where it is known.
     """
 
     def gather(name: str) -> Tensor:
         return torch.cat([examples.field(name, index) for index in indices])
 
     target = gather("true" if "true" in examples.fields else "hard")
+    if examples.fields["hard"][0].is_floating_point():
+        return {"numbers": gather("true" if labels == "true" else "hard"), "target": target}
     if labels != "soft":
         return {"classes": gather(labels), "target": target}
     return {
@@ -316,12 +330,16 @@ def collate_labels(examples: Examples, indices: list[int], labels: Labels) -> di
 def summed_loss(logits: Tensor, labels: dict[str, Tensor]) -> Tensor:
     """Return cross-entropy to hard labels (Eq. 7), or KL from teacher to merge (Eq. 32), summed.
 
+    To numbers it is the square of the distance, which the paper does not treat.
+
     Args:
         logits: (P, C).
         labels: see `collate_labels`. Where only the k likeliest classes of the teacher are known,
             the rest of both distributions counts as one class more.
     """
     logits = logits.float()
+    if "numbers" in labels:
+        return (logits.squeeze(-1) - labels["numbers"]).square().sum()
     if "log_probabilities" not in labels:
         return cross_entropy(logits, labels["classes"], reduction="sum")
     merge = logits.log_softmax(-1).gather(-1, labels["classes"])
@@ -331,6 +349,12 @@ def summed_loss(logits: Tensor, labels: dict[str, Tensor]) -> Tensor:
         teacher_rest, merge_rest = _log_rest(teacher), _log_rest(merge)
         loss = loss + (teacher_rest.exp() * (teacher_rest - merge_rest)).sum()
     return loss
+
+
+def summed_entropy(logits: Tensor) -> Tensor:
+    """Return the entropy of the distributions that logits (P, C) stand for, summed, in nats."""
+    logarithms = logits.float().log_softmax(-1)
+    return -(logarithms.exp() * logarithms).sum()
 
 
 def _log_rest(log_probabilities: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ import mergekit_ace
 from mergekit_ace.coefficients.file import CoefficientFile, Contents, Expert, MergedTensor
 from mergekit_ace.coefficients.learner import LearnerInputs
 from mergekit_ace.files import write_text
+from mergekit_ace.methods.lookup import METHODS_OF_BASES
 from mergekit_ace.preflight.checkpoints import read_checkpoint
-from mergekit_ace.training.config import LanguageTask
+from mergekit_ace.training.config import LanguageTask, TrainConfig
 from mergekit_ace.training.family import Family
 from mergekit_ace.training.loop import Objective, Score, TrainedLearner, train_learner, write_log
 from mergekit_ace.training.mapped_weights import stored_tensors
@@ -45,9 +46,16 @@ def compare_merges(
             scores["coefficients learned directly"] = _score(objective, other.coefficients)
         except Diverged:  # a row less, no reason to lose the others
             pass
-    name = "StatsMerging" if config.basis == "task_vector" else f"{config.basis}, coefficients"
-    scores[name] = _score(objective, trained.coefficients)
+    scores[_result_name(config)] = _score(objective, trained.coefficients)
     return scores
+
+
+def _result_name(config: TrainConfig) -> str:
+    """Return what the learned coefficients are called in the comparison."""
+    if config.options is not None:
+        return f"{config.basis}, coefficients"
+    name = "AdaMerging" if config.loss == "entropy" else "StatsMerging"
+    return name if config.basis == "task_vector" else f"{name} of what TIES keeps"
 
 
 def _teachers_scores(family: Family) -> dict[str, Score]:
@@ -75,9 +83,12 @@ def _simple_merges(objective: Objective, shape: Sequence[int]) -> dict[str, Scor
     def equal(weight: float, split: str = "test") -> Score:
         return _score(objective, torch.full(tuple(shape), float(weight)), split)
 
-    if basis == "task_vector":
+    if objective.config.options is None:
         scores = {"base model": equal(0), "uniform (mean of the experts)": equal(1 / shape[0])}
         weights, tried = objective.config.compare.task_arithmetic, "task arithmetic, weight"
+        if basis == "ties":
+            del scores["uniform (mean of the experts)"]
+            tried = "sum of what TIES keeps, weight"
     else:
         scores = {"base model": equal(0), f"{basis}, without data": equal(1)}
         weights, tried = objective.config.compare.scale, f"{basis}, λ"
@@ -134,9 +145,7 @@ def coefficient_file(
         frozen=_frozen_names(family, stored),
         granularity=config.granularity,
         basis=config.basis,
-        parameters={}
-        if config.basis == "task_vector"
-        else config.options.model_dump(exclude={"scale"}),
+        parameters={} if config.options is None else config.options.model_dump(exclude={"scale"}),
         learner=config.learner,
         config=config.model_dump(mode="json"),
         scores={name: asdict(score) for name, score in scores.items()},
@@ -200,7 +209,7 @@ def write_results(
     else:
         remote = config.trust_remote_code
         options["infer"] = is_misread(family.folders.base, trust_remote_code=remote)
-    method = "StatsMerging" if config.basis == "task_vector" else config.basis
+    method = "task vectors" if config.options is None else config.basis
     note = f"{method} with learned coefficients: mergekit-yaml THIS_FILE OUTPUT_FOLDER"
     write_config(run.path / "merge.yml", merge_config(file, path, **options), note)
     if config.basis == "task_vector":
@@ -240,10 +249,9 @@ def merge_config(
     base, *experts = _models(file, folders, infer)
     pairs = zip(experts, file.contents.experts, strict=True)
     contents = file.contents
-    method = "statsmerging" if contents.basis == "task_vector" else contents.basis
     return {
         **_frame(base, task, out_dtype),
-        "merge_method": method,
+        "merge_method": METHODS_OF_BASES.get(contents.basis, contents.basis),
         "models": [
             {"model": model, "parameters": {"task": expert.task}} for model, expert in pairs
         ],

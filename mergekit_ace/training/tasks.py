@@ -37,11 +37,11 @@ class _Classification(NeverWrites):
 
     @staticmethod
     def truth(row: dict[str, Any], data: DataConfig) -> Example:
-        """Return `true` (1,) where the data has a column of classes."""
+        """Return `true` (1,) where the data has a column of classes, or of numbers."""
         if data.label is None:
             return {}
         label = row[data.label]
-        if isinstance(label, bool) or not isinstance(label, int):
+        if isinstance(label, bool) or not isinstance(label, int | float):
             raise TrainingError(
                 f"data {data.path}: column {data.label} holds {label!r}; labels are the numbers of "
                 "the classes: 0, 1, …"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from mergekit_ace.training.agreement import Agreement
 from mergekit_ace.training.config import DataConfig, Labels, TrainConfig
 from mergekit_ace.training.data import (
     Example,
@@ -47,7 +48,8 @@ class Teacher:
     Attributes:
         name: of its data, for the user.
         splits: samples with inputs and labels, by split.
-        accuracy: of the teacher itself on its test split, 0 to 1; None without true labels.
+        accuracy: of the teacher itself on its test split, 0 to 1; of one that answers with a number
+            its correlation, −1 to 1; None without true labels.
         head: modules of a classifier by name, which go on the merged backbone for this data.
     """
 
@@ -190,7 +192,8 @@ def label_batch(
         kind: how samples become logits.
         data: theirs.
         labels: ``soft`` adds `soft_values` and `soft_indices`, (P, k), log-probabilities and their
-            classes in descending order, to `hard`, (P,), the arg max.
+            classes in descending order, to `hard`, (P,), the arg max. Of a teacher with a single
+            output, `hard` is that number.
         top_k: k, unless there are fewer classes.
     """
     batch = to_device(kind.collate(samples), teacher.device)
@@ -200,6 +203,8 @@ def label_batch(
             f"the expert of data {data.path} answers NaN or Inf; its checkpoint is damaged"
         )
     classes = logits.shape[-1]
+    if classes == 1:
+        return _label_with_numbers(samples, logits.squeeze(-1).cpu(), data)
     answers: dict[str, Tensor] = {"hard": logits.argmax(-1)}
     if labels == "soft":
         best = logits.log_softmax(-1).topk(min(top_k, classes), dim=-1)
@@ -208,6 +213,11 @@ def label_batch(
     parts = {name: answer.cpu().split(counts) for name, answer in answers.items()}
     for sample in samples:
         true = sample.get("true")
+        if true is not None and true.is_floating_point():
+            raise TrainingError(
+                f"data {data.path} has the label {float(true[0])}; the labels of its expert are "
+                "the numbers of its classes: 0, 1, …"
+            )
         if true is not None and not bool(((true >= 0) & (true < classes)).all()):
             raise TrainingError(
                 f"data {data.path} has the label {int(true.max())}, but its expert knows only the "
@@ -216,6 +226,19 @@ def label_batch(
     return [
         sample | {name: part[n] for name, part in parts.items()} for n, sample in enumerate(samples)
     ]
+
+
+def _label_with_numbers(
+    samples: Sequence[Example], numbers: Tensor, data: DataConfig
+) -> list[Example]:
+    """Add to samples the number, (B,), that the teacher says of each; the truth is one, too."""
+    labelled = []
+    for sample, number in zip(samples, numbers, strict=True):
+        true = {"true": sample["true"].float()} if "true" in sample else {}
+        if true and not true["true"].isfinite().all():
+            raise TrainingError(f"data {data.path} has a label that is NaN or Inf: leave it out")
+        labelled.append(sample | {"hard": number[None]} | true)
+    return labelled
 
 
 def count_positions(sample: Example) -> int:
@@ -228,7 +251,10 @@ def count_positions(sample: Example) -> int:
 
 
 def _accuracy(examples: Examples) -> float | None:
-    """Return the share of right answers; None where the truth is not known."""
+    """Return the share of right answers, or the correlation of numbers; None without the truth."""
     if "true" not in examples.fields:
         return None
-    return float((examples.fields["true"][0] == examples.fields["hard"][0]).float().mean())
+    true, given = examples.fields["true"][0], examples.fields["hard"][0]
+    if given.is_floating_point():
+        return Agreement.of(given, true).correlation
+    return float((true == given).float().mean())

@@ -125,6 +125,19 @@ def bert_family(folder: Path, **settings) -> dict:
     return _config(_save(base, folder / "base"), made, "sequence-classification", **settings)
 
 
+def regression_family(folder: Path, **settings) -> dict:
+    """The text classifiers, the first of which answers with a number instead."""
+    config = bert_family(folder, **settings)
+    path = config["models"][0]["model"]
+    torch.manual_seed(7)
+    expert = BertForSequenceClassification.from_pretrained(
+        path, num_labels=1, ignore_mismatched_sizes=True
+    )
+    torch.nn.init.normal_(expert.classifier.weight)
+    _save(expert, path)
+    return config
+
+
 def vit_family(folder: Path, **settings) -> dict:
     """Image classifiers; on disk their tensors have other names than in memory."""
     shape = {

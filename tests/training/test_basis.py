@@ -77,6 +77,8 @@ FAMILIES = {
         ("bert", "ace_relative", {}),
         ("vit", "ace", REFINED),
         ("t5", "ace_relative", {}),
+        ("gpt2", "ties", {}),
+        ("vit", "ties", {}),
     ],
 )
 def test_the_method_merges_what_was_trained(tmp_path, mergekit_yaml, kind, basis, parameters):
@@ -86,15 +88,16 @@ def test_the_method_merges_what_was_trained(tmp_path, mergekit_yaml, kind, basis
     file = run_training(parsed(config), out, quiet=True)
     assert file.contents.basis == basis
     assert file.coefficients.shape[0] == 2 + (basis == "ace")
-    assert 0.5 < float(file.coefficients[:2].mean()) < 1.5
+    start = 0.3 if basis == "ties" else 1.0
+    assert abs(float(file.coefficients[:2].mean()) - start) < 0.5
     generator = torch.Generator().manual_seed(0)  # whatever was learned in so few steps
     file.coefficients += 0.5 * torch.randn(file.coefficients.shape, generator=generator)
     file.save(out / "coefficients.safetensors")
     scores = file.contents.scores
-    assert scores[f"{basis}, coefficients"]["loss"] > 0
+    assert list(scores.values())[-1]["loss"] > 0
     assert not (out / "inline.yml").exists()
     merge = yaml.safe_load((out / "merge.yml").read_text())
-    assert merge["merge_method"] == basis
+    assert merge["merge_method"] == ("statsmerging" if basis == "ties" else basis)
     merged = load_file(mergekit_yaml(merge, out="merged") / "model.safetensors")
     base = load_file(Path(merge["base_model"]) / "model.safetensors")
     state = out / "state" / "components"

@@ -65,6 +65,7 @@ WRONG = [
     ("task", "image-classification", "needs the column image"),
     ("task", "seq2seq-lm", "data of org/code needs the column prompt"),
     ("task", "speech", "causal-lm"),
+    ("loss", "margin", "answers"),
     ("labels", "true", "needs the `completion` column of org/math"),
     ("learner.hidden", 3, "greater than or equal to 4"),
     ("expert_storage", "cloud", "disk"),
@@ -76,6 +77,22 @@ WRONG = [
 def test_what_is_wrong_is_said(path, value, message):
     with pytest.raises(ValidationError, match=message):
         TrainConfig.model_validate(changed(path, value))
+
+
+def test_the_entropy_takes_no_answers():
+    entropy = changed("loss", "entropy")
+    assert TrainConfig.model_validate(entropy).loss == "entropy"
+    with pytest.raises(ValidationError, match="leave out labels: soft"):
+        TrainConfig.model_validate({**entropy, "labels": "soft"})
+    rehearsed = {**entropy, "rehearsal": entropy["models"][0]["data"]}
+    with pytest.raises(ValidationError, match="leave out the rehearsal"):
+        TrainConfig.model_validate(rehearsed)
+
+
+def test_coefficients_start_where_the_basis_says():
+    starts = {"task_vector": 0.3, "ties": 0.3, "ace": 1.0, "ace_relative": 1.0}
+    for basis, start in starts.items():
+        assert TrainConfig.model_validate(changed("basis", basis)).learner.initial == start
 
 
 def test_a_device_map_is_for_language_models():

@@ -40,6 +40,25 @@ def test_eight_to_one_to_one(tmp_path):
     assert [len(part) for part in texts(load_rows(config(path, samples=20), 0))] == [16, 2, 2]
 
 
+def test_what_is_held_out_asks_nothing_that_the_rest_asks(tmp_path):
+    rows = [{"text": f"line {n % 20}", "other": n} for n in range(200)]
+    parts = load_rows(config(write_rows(tmp_path / "d.jsonl", rows)), 0)
+    train, validation, test = texts(parts)
+    assert not train & validation
+    assert not (train | validation) & test
+    assert [len(part) for part in parts.values()] == [160, 20, 20]
+    assert train | validation | test == {row["text"] for row in rows}
+    pairs = [{"text": "one question", "pair": f"text {n}"} for n in range(20)]  # all differ
+    parts = load_rows(config(write_rows(tmp_path / "p.jsonl", pairs), text_pair="pair"), 0)
+    assert [len(part) for part in parts.values()] == [16, 2, 2]
+    same = [{"text": "the same"}] * 20  # nothing else could be held out
+    parts = load_rows(config(write_rows(tmp_path / "s.jsonl", same)), 0)
+    assert [len(part) for part in parts.values()] == [16, 2, 2]
+    # one content is most of the data: it is not what is held out
+    path = write_rows(tmp_path / "m.jsonl", ROWS[:4] + [{"text": "again"}] * 40)
+    assert "again" in texts(load_rows(config(path), 0))[0]
+
+
 def test_the_seed_decides_and_nothing_is_written_beside_the_data(tmp_path):
     path = tmp_path / "saved"
     DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(path)

@@ -221,7 +221,6 @@ def edit_config(**values):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (one_logit, "has a single output (a regression)"),
         (edit_config(problem_type="regression"), "has problem_type: regression"),
         (edit_config(problem_type="multi_label_classification"), "problem_type: multi_label"),
     ],
@@ -231,6 +230,13 @@ def test_heads_that_do_not_choose_a_class(tmp_path, train, bert, change, message
     assert message in text
     assert "expert " in text
     assert "leave it out" in text
+
+
+def test_the_entropy_of_a_number(tmp_path, train, bert):
+    config = with_expert(bert, tmp_path, one_logit)
+    config = {k: v for k, v in config.items() if k != "labels"} | {"loss": "entropy"}
+    text = train(config, fails=True)
+    assert "has a single output (a regression)" in text
 
 
 def test_a_teacher_that_does_not_choose_a_class(tmp_path, train):

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergekit_ace.training.data import Examples, load_examples
-from mergekit_ace.training.loop import collate_labels, summed_loss
+from mergekit_ace.training.loop import collate_labels, summed_entropy, summed_loss
 from mergekit_ace.training.run import run_training
 
 
@@ -36,6 +36,14 @@ def test_soft_labels_are_the_divergence_from_the_teacher(rng):
     assert float(summed_loss(logits, labels)) == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_the_entropy_of_the_merge_s_own_answers(rng):
+    logits = torch.randn(5, 7, generator=rng)
+    expected = torch.distributions.Categorical(logits=logits).entropy().sum()
+    assert float(summed_entropy(logits)) == pytest.approx(float(expected), rel=1e-5)
+    sure = torch.tensor([[200.0, 0.0, -200.0]])
+    assert float(summed_entropy(sure)) == 0
+
+
 def test_what_the_teacher_leaves_counts_as_one_class(rng):
     logits, teacher = (torch.randn(5, 7, generator=rng) for _ in range(2))
     best = teacher.log_softmax(-1).topk(3)
@@ -47,6 +55,17 @@ def test_what_the_teacher_leaves_counts_as_one_class(rng):
     assert float(summed_loss(logits, labels)) == pytest.approx(float(expected), rel=1e-4)
     same = {"log_probabilities": best.values, "classes": best.indices}
     assert float(summed_loss(teacher, same)) == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("labels", ["hard", "soft", "true"])
+def test_numbers_are_answered_by_numbers(labels):
+    samples = [{"hard": torch.tensor([1.5]), "true": torch.tensor([2.0])}] * 2
+    found = collate_labels(Examples.pack(samples), [0, 1], labels)
+    wanted = 2.0 if labels == "true" else 1.5
+    assert found["numbers"].tolist() == [wanted] * 2
+    assert found["target"].tolist() == [2.0] * 2
+    loss = summed_loss(torch.tensor([[1.0], [3.0]]), found)
+    assert float(loss) == (1 - wanted) ** 2 + (3 - wanted) ** 2
 
 
 def test_the_truth_is_what_counts_as_right_where_it_is_known():

@@ -20,6 +20,7 @@ from families import (
     masked_family,
     mixtral_family,
     parsed,
+    regression_family,
     t5_family,
     tokenizer,
     vit_family,
@@ -322,7 +323,7 @@ def test_where_the_experts_lie_changes_nothing(llama, tmp_path):
     assert torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("granularity", ["block", "task"])
+@pytest.mark.parametrize("granularity", ["block", "kind", "task"])
 @pytest.mark.parametrize("kind", ["shared", "concatenated", "direct"])
 def test_coefficients_per_block_and_task(llama, tmp_path, granularity, kind):
     learner = {"hidden": 8, "input": kind, "activation": "identity"}
@@ -332,12 +333,43 @@ def test_coefficients_per_block_and_task(llama, tmp_path, granularity, kind):
     for name, column in file.columns.items():
         partner = {
             "block": name.replace("q_proj", "k_proj"),
+            "kind": name.replace("layers.0", "layers.1"),
             "task": "model.norm.weight",
         }[granularity]
         assert torch.equal(
             file.coefficients[:, column], file.coefficients[:, file.columns[partner]]
         )
-    assert file.coefficients[0].unique().numel() == {"block": 5, "task": 1}[granularity]
+    assert (
+        file.coefficients[0].unique().numel()
+        == {
+            "block": 5,
+            "kind": 12,
+            "task": 1,
+        }[granularity]
+    )
+
+
+@pytest.mark.parametrize("basis", ["task_vector", "ties"])
+def test_the_entropy_falls_whatever_the_experts_answer(llama, tmp_path, monkeypatch, basis):
+    """AdaMerging: coefficients of their own, 0.3 at first."""
+    learner = {"input": "direct", "activation": "relu"}
+    config = {k: v for k, v in llama.items() if k != "labels"}
+    config |= {"loss": "entropy", "basis": basis, "learner": learner}
+    config = changed(config, learning_rate=0.01, epochs=10, patience=0)
+    one = run(config, tmp_path / "one")
+    lines = log_of(tmp_path / "one")
+    losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    assert min(losses) < losses[0]
+    assert one.contents.basis == basis
+    assert (one.coefficients >= 0).all()
+
+    def other_answers(examples, indices, labels):
+        found = collate_labels(examples, indices, labels)
+        return {name: torch.zeros_like(label) for name, label in found.items()}
+
+    collate_labels = loop_module.collate_labels
+    monkeypatch.setattr(loop_module, "collate_labels", other_answers)
+    assert torch.equal(run(config, tmp_path / "other").coefficients, one.coefficients)
 
 
 @pytest.mark.parametrize("labels", ["hard", "soft"])
@@ -429,6 +461,31 @@ def test_merged_backbones_carry_every_head(tmp_path, mergekit_yaml, family, conf
 def options_of(model) -> dict:
     """A ViT for classification has no pooler."""
     return {"add_pooling_layer": False} if model.base_model_prefix == "vit" else {}
+
+
+@pytest.mark.parametrize("labels", ["hard", "soft", "true"])
+def test_an_expert_that_answers_with_a_number(tmp_path, labels):
+    """The merge comes nearer to its numbers; the score is their correlation."""
+    config = regression_family(tmp_path / "family", labels=labels)
+    data = config["models"][0]["data"]
+    lines = [json.loads(line) for line in Path(data["path"]).read_text().splitlines()]
+    write_rows(Path(data["path"]), [row | {"label": row["label"] + 0.5} for row in lines])
+    run(changed(config, epochs=10, learning_rate=0.03, patience=0), tmp_path / "out")
+    losses = [line["validation_loss"] for line in log_of(tmp_path / "out")
+              if "validation_loss" in line]  # fmt: skip
+    assert min(losses) < losses[0]
+    table = (tmp_path / "out" / "scores.md").read_text()
+    assert "nan" not in table
+    assert "-0." in table or "0." in table
+
+
+def test_a_class_is_no_fraction(tmp_path):
+    config = bert_family(tmp_path / "family")
+    data = config["models"][1]["data"]
+    lines = [json.loads(line) for line in Path(data["path"]).read_text().splitlines()]
+    write_rows(Path(data["path"]), [row | {"label": 0.5} for row in lines])
+    with pytest.raises(TrainingError, match=r"has the label 0\.5; .* the numbers of its classes"):
+        run(config, tmp_path / "out")
 
 
 def test_image_classifiers_whose_names_differ_on_disk(tmp_path):

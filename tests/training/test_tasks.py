@@ -58,7 +58,7 @@ def encode(row, words, task="causal-lm", **columns):
     return model_kind(task).encode(row, DataConfig(path="d", **columns), words)
 
 
-@pytest.mark.parametrize("label", ["cat", 1.0, True, None])
+@pytest.mark.parametrize("label", ["cat", True, None])
 def test_labels_that_are_no_classes(words, label):
     row = {"t": "w1 w2", "l": label}
     with pytest.raises(TrainingError, match="labels are the numbers of the classes"):

@@ -70,9 +70,27 @@ def make_languages(seed: int) -> list[Tensor]:
     return maps
 
 
-def lines(numbers: list[int], maps: list[Tensor], rng: random.Random) -> tuple[Tensor, Tensor]:
-    """Return tokens of a random line per language number, and labels: −100 but for values."""
-    keys = torch.tensor([rng.sample(range(WORDS), PAIRS) for _ in numbers])
+def halves() -> tuple[range, range]:
+    """Return the words that samples for a merge may ask, and those that they leave to the exam.
+
+    A merge with data is scored on the second half: on the first one it may have learned the
+    samples' own answers. Experts are trained on all words.
+    """
+    return range(0, WORDS, 2), range(1, WORDS, 2)
+
+
+def lines(
+    numbers: list[int], maps: list[Tensor], rng: random.Random, words: Sequence[int] = range(WORDS)
+) -> tuple[Tensor, Tensor]:
+    """Return tokens of a random line per language number, and labels: −100 but for values.
+
+    Args:
+        numbers: of languages.
+        maps: of all languages.
+        rng: draws the words of each line.
+        words: that are asked; all by default.
+    """
+    keys = torch.tensor([rng.sample(words, PAIRS) for _ in numbers])
     return write(torch.tensor(numbers), keys, maps)
 
 
@@ -99,6 +117,12 @@ def exam(number: int, maps: list[Tensor], split: str) -> tuple[Tensor, Tensor]:
     rounds = [rng.sample(range(WORDS), WORDS) for _ in range(ROUNDS[split])]
     keys = torch.tensor(rounds).view(-1, PAIRS)
     return write(torch.full((len(keys),), number), keys, maps)
+
+
+def asked_words(tokens: Tensor, labels: Tensor) -> Tensor:
+    """Return the word of every question, (answers,), in the order of the labels."""
+    asked = labels != -100  # "key = value": the key stands two tokens before
+    return tokens[asked.roll(-2, dims=1)] - FIRST_KEY
 
 
 def new_model(architecture: str) -> PreTrainedModel:

@@ -26,7 +26,9 @@ from evidence.dictionaries import (
     OLD,
     answer,
     as_chat,
+    asked_words,
     exam,
+    halves,
     lines,
     make_languages,
     new_model,
@@ -48,6 +50,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "training"))
 import images
 
 Split = Literal["validation", "test"]
+Half = Literal["seen", "unseen"]
 FOLDER = Path(__file__).resolve().parents[1] / "families"
 BATCH = 48
 IMAGE_LAYERS = 4
@@ -128,12 +131,14 @@ class Family(ABC):
         old: what the base knows already, and a merge should not forget; may be empty.
         steps: at most so many per training, to see that everything runs; None for all.
         layers: of the model; None where names in memory and on disk are the same.
+        halved: whether samples ask half of what the exam asks; else they are other ones anyway.
     """
 
     base: Path
     experts: dict[str, Path]
     old: tuple[str, ...] = ()
     layers: int | None = None
+    halved: bool = False
 
     def __init__(self, name: str, seed: int, folder: Path, steps: int | None):
         self.name, self.seed, self.folder, self.steps = name, seed, folder, steps
@@ -147,15 +152,29 @@ class Family(ABC):
         """Return a checkpoint as a model in memory, ready for `accuracy`."""
 
     @abstractmethod
-    def accuracy(self, model: nn.Module, task: str, split: Split) -> float:
-        """Return the share of right answers, 0 to 1, to questions that nobody was trained on."""
+    def accuracy(
+        self, model: nn.Module, task: str, split: Split, half: Half | None = None
+    ) -> float:
+        """Return the share of right answers, 0 to 1, to questions that nobody was trained on.
 
-    def unlabelled(self, samples: int, rehearsed: int = 0) -> dict[str, Any]:
+        Args:
+            model: one that `load` has returned.
+            task: of an expert, or one of `old`.
+            split: of the exam.
+            half: what samples of `unlabelled` ask, or what they do not; both by default.
+        """
+
+    def unlabelled(
+        self, samples: int, rehearsed: int = 0, words: int | None = None, validation: int = 0
+    ) -> dict[str, Any]:
         """Return part of a `train.yml`: base, experts and at most so many samples of each.
 
         Args:
             samples: per expert, those included that the trainer holds out.
             rehearsed: of what the base knew already, where that is asked for in the exam.
+            words: at most so many different ones; by default those of one half.
+            validation: so many of these words are asked for validation and test only; by default
+                the trainer holds out lines of the same words.
         """
         raise NotImplementedError(f"nothing is learned on {self.name}")
 
@@ -177,6 +196,8 @@ def saving(target: Path) -> Iterator[Path]:
 
 class Dictionaries(Family):
     """A family of languages: the base knows four of them, each expert one more."""
+
+    halved = True
 
     def __init__(self, name: str, seed: int, count: int | None, folder: Path, steps: int | None):
         super().__init__(name, seed, folder, steps)
@@ -254,39 +275,70 @@ class Dictionaries(Family):
         kind = AutoModelForMaskedLM if self.masked else AutoModelForCausalLM
         return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def unlabelled(self, samples: int, rehearsed: int = 0) -> dict[str, Any]:
+    def unlabelled(
+        self, samples: int, rehearsed: int = 0, words: int | None = None, validation: int = 0
+    ) -> dict[str, Any]:
         """Return part of a `train.yml`, with lines of six questions, answered or with masks."""
+        asked = halves()[0][:words]
+        parts = (asked[validation:], asked[:validation]) if validation else (asked,)
         tokenizer = new_tokenizer()
         for folder in (self.base, *self.experts.values()):
             if not (folder / "chat_template.jinja").exists():  # a run would find its files changed
                 tokenizer.save_pretrained(folder)
-        experts = [
-            {"model": str(folder), "task": task, "data": self._lines(folder, [task], samples)}
-            for task, folder in self.experts.items()
-        ]
+        experts = []
+        for task, folder in self.experts.items():
+            data = self._lines(folder, [task], samples, parts)
+            experts.append({"model": str(folder), "task": task, "data": data})
         task = "masked-lm" if self.masked else "causal-lm"
         config = {"base_model": str(self.base), "models": experts, "task": task}
         if rehearsed:
-            config["rehearsal"] = self._lines(self.base, self.old, rehearsed)
+            config["rehearsal"] = self._lines(self.base, self.old, rehearsed, parts)
         return config
 
-    def _lines(self, teacher: Path, tasks: Sequence[str], samples: int) -> dict[str, Any]:
-        """Write so many lines, in turns of the languages; return `data` of a `train.yml`."""
-        name = "-".join(tasks)
-        file = self.base.parent / f"samples-{samples}-{teacher.name}-{name}.jsonl"
-        if not file.exists():
-            rng = random.Random(f"samples {self.seed} {name}")
-            numbers = [int(tasks[n % len(tasks)]) for n in range(samples)]
-            tokens, labels = lines(numbers, self.maps, rng)
-            if self.masked:
-                tokens = torch.where(labels != -100, MASK, tokens)
-            else:
-                tokens = self._answered(teacher, tokens)
-            tokenizer = new_tokenizer()
-            words = [tokenizer.convert_ids_to_tokens(line) for line in tokens.tolist()]
-            rows = [" ".join(line) if self.masked else as_chat(line) for line in words]
-            file.write_text("".join(json.dumps({"line": row}) + "\n" for row in rows))
-        return {"path": str(file), "text" if self.masked else "messages": "line"}
+    def _lines(
+        self, teacher: Path, tasks: Sequence[str], samples: int, words: Sequence[range]
+    ) -> dict[str, Any]:
+        """Write so many lines, in turns of the languages; return `data` of a `train.yml`.
+
+        Args:
+            teacher: answers them.
+            tasks: the languages.
+            samples: how many lines.
+            words: that are asked; where there are two parts of them, the second one is for a tenth
+                each of the lines, which are held out for validation and for test.
+        """
+        counts = "-".join(str(len(part)) for part in words)
+        name = f"samples-{samples}-of-{counts}-{teacher.name}-{'-'.join(tasks)}"
+        purpose = "text" if self.masked else "messages"
+        if len(words) == 1:
+            file = self.base.parent / f"{name}.jsonl"
+            self._write(file, teacher, tasks, samples, words[0])
+            return {"path": str(file), purpose: "line"}
+        folder, held_out = self.base.parent / name, samples // 10
+        folder.mkdir(exist_ok=True)
+        self._write(folder / "train.jsonl", teacher, tasks, samples - 2 * held_out, words[0])
+        for split in ("validation", "test"):
+            self._write(folder / f"{split}.jsonl", teacher, tasks, held_out, words[1])
+        splits = {"validation_split": "validation", "test_split": "test"}
+        return {"path": str(folder), purpose: "line", **splits}
+
+    def _write(
+        self, file: Path, teacher: Path, tasks: Sequence[str], count: int, words: Sequence[int]
+    ) -> None:
+        """Write lines into a file, unless it is there."""
+        if file.exists():
+            return
+        rng = random.Random(f"{file.stem} {self.seed} {'-'.join(tasks)}")
+        numbers = [int(tasks[n % len(tasks)]) for n in range(count)]
+        tokens, labels = lines(numbers, self.maps, rng, words)
+        if self.masked:
+            tokens = torch.where(labels != -100, MASK, tokens)
+        else:
+            tokens = self._answered(teacher, tokens)
+        tokenizer = new_tokenizer()
+        texts = [tokenizer.convert_ids_to_tokens(line) for line in tokens.tolist()]
+        rows = [" ".join(line) if self.masked else as_chat(line) for line in texts]
+        file.write_text("".join(json.dumps({"line": row}) + "\n" for row in rows))
 
     @torch.no_grad()
     def _answered(self, teacher: Path, tokens: Tensor) -> Tensor:
@@ -298,10 +350,15 @@ class Dictionaries(Family):
         return tokens
 
     @torch.no_grad()
-    def accuracy(self, model: nn.Module, task: str, split: Split) -> float:
+    def accuracy(
+        self, model: nn.Module, task: str, split: Split, half: Half | None = None
+    ) -> float:
         tokens, labels = exam(int(task), self.maps, split)
-        guesses = answer(model, tokens, labels).argmax(-1)
-        return float((guesses == labels[labels != -100]).float().mean())
+        right = answer(model, tokens, labels).argmax(-1) == labels[labels != -100]
+        if half is not None:
+            words = halves()[half == "unseen"]
+            right = right[torch.isin(asked_words(tokens, labels), torch.tensor(words))]
+        return float(right.float().mean())
 
 
 def add_adapters(model: PreTrainedModel, rank: int) -> PeftModel:
@@ -331,13 +388,17 @@ class Images(Family):
         return ViTModel.from_pretrained(folder, add_pooling_layer=False).eval()
 
     @torch.no_grad()
-    def accuracy(self, model: nn.Module, task: str, split: Split) -> float:
+    def accuracy(
+        self, model: nn.Module, task: str, split: Split, half: Half | None = None
+    ) -> float:
         pixels, classes = _questions(task, split)
         head = self._head(task)
         features = model(pixel_values=pixels).last_hidden_state[:, 0]
         return float((head(features).argmax(-1) == classes).float().mean())
 
-    def unlabelled(self, samples: int, rehearsed: int = 0) -> dict[str, Any]:
+    def unlabelled(
+        self, samples: int, rehearsed: int = 0, words: int | None = None, validation: int = 0
+    ) -> dict[str, Any]:
         experts = images.expert_configs(self.own, self.tasks)
         held_out = max(samples // 10, 1)  # for validation and for test, as where no split is named
         for expert in experts:

@@ -57,8 +57,12 @@ def print_tables(lines: Sequence[dict]) -> None:
         groups[line["group"]].append(line)
     for group, members in groups.items():
         for kind, title in TITLES.items():
-            if any(kind in line for line in members):
-                print(f"\n{group}, {title}: accuracy on the experts' tasks, ± half the range\n")
+            scores = [line[kind] for line in members if kind in line]
+            if scores:
+                halves = any("seen" in score for score in scores)
+                what = "words that no sample asks, ± half the range / the others" * halves
+                what = what or "the experts' tasks, ± half the range"
+                print(f"\n{group}, {title}: accuracy on {what}\n")
                 print(table(members, kind))
 
 
@@ -93,7 +97,10 @@ def table(lines: Sequence[dict], kind: str) -> str:
 
 
 def cell(scores: Sequence[dict]) -> str:
-    """Return mean and half the range over seeds, and what the base knew where that suffered."""
+    """Return mean and half the range over seeds, and what the base knew where that suffered.
+
+    Where samples asked half of the words, their mean follows that of the others.
+    """
     if not scores:
         return ""
     if any("error" in score for score in scores):
@@ -102,6 +109,9 @@ def cell(scores: Sequence[dict]) -> str:
     text = f"{sum(values) / len(values):.3f}"
     if len(values) > 1:
         text += f" ± {(max(values) - min(values)) / 2:.3f}"
+    seen = [score["seen"] for score in scores if "seen" in score]
+    if seen:
+        text += f" / {sum(seen) / len(seen):.3f}"
     old = [score["old"] for score in scores if score["old"] is not None]
     if old and sum(old) / len(old) < KEPT:
         text += f" (old {sum(old) / len(old):.2f})"

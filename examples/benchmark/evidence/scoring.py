@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from evidence.families import Family, Split
+from evidence.families import Family, Half, Split
 from evidence.overlaps import OVERLAPS
 from evidence.rows import Row
 from evidence.studies import STUDIES, Rule
@@ -26,6 +26,8 @@ from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.run import run_training
 
 State = dict[str, Tensor]
+# What `learn` of a row says about samples: the arguments of `Family.unlabelled`.
+SAMPLES = {"samples": None, "rehearsed": 0, "words": None, "validation": 0}
 
 
 @dataclass(frozen=True)
@@ -138,11 +140,11 @@ class Examiner:
             if tensor.is_floating_point():
                 tensor.copy_(torch.lerp(origin[name].double(), merged[name].double(), scale))
 
-    def examine(self, split: Split) -> Score:
-        """Return the score of the model as it is."""
+    def examine(self, split: Split, half: Half | None = None) -> Score:
+        """Return the score of the model as it is; by one half of the words, if one is given."""
         family = self.family
-        new = {task: family.accuracy(self.model, task, split) for task in family.tasks}
-        old = [family.accuracy(self.model, task, split) for task in family.old]
+        new = {task: family.accuracy(self.model, task, split, half) for task in family.tasks}
+        old = [family.accuracy(self.model, task, split, half) for task in family.old]
         return Score(new, sum(old) / len(old) if old else None)
 
 
@@ -155,11 +157,13 @@ def learn(family: Family, row: Row) -> Path:
     """
     assert row.learn is not None
     name = f"{family.name}-{family.seed}-{len(family.tasks)}-{row.name}".replace(" ", "-")
+    name = name.replace("+", "plus")  # mergekit reads what follows a + as an adapter
     folder = family.folder / "learned" / name
     file = folder / "coefficients.safetensors"
     if not file.exists():
         given = dict(row.learn)
-        config = family.unlabelled(given.pop("samples"), given.pop("rehearsed", 0)) | {
+        samples = (given.pop(name, other) for name, other in SAMPLES.items())
+        config = family.unlabelled(*samples) | {
             "compare": {"direct": False, "task_arithmetic": []},
             **given,
         }
