@@ -134,6 +134,22 @@ def distill(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
         run_distillation(settings, out, overwrite=overwrite, quiet=quiet)
 
 
+@main.command()
+@run_options
+def statistics(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
+    """Measure covariances, or Fisher information, on samples, for merges by regmean or fisher.
+
+    CONFIG is a train.yml, with `measure: [covariances, fisher]` for one or both; covariances serve
+    ace and ace_relative, too. A run that was interrupted goes on when the same command is given
+    again.
+    """
+    from mergekit_ace.training.measuring import StatisticsConfig, measure_statistics
+
+    settings = read_config(config, StatisticsConfig)
+    with failures():
+        click.echo(measure_statistics(settings, out, overwrite=overwrite, quiet=quiet))
+
+
 def merge_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Add those flags of `mergekit-yaml` that change what is read, and where it is computed."""
     for add in (

@@ -103,7 +103,7 @@ OF_MATRICES = {
     "prior": FLAG, "refined": FLAG, "epsilon": PER_EXPERT_OR_NONE, "share": PER_EXPERT_OR_NONE,
     "ridge": NUMBER_OR_INF, "raised": FLAG, "amplification": NUMBER_OR_INF, "rank": COUNT,
     "sigma_iso": NUMBER, "form": TEXT, "condition": NUMBER_OR_INF, "precision": TEXT,
-    "subspaces": OBJECT, "spectrum": OBJECT,
+    "mix": NUMBER, "subspaces": OBJECT, "spectrum": OBJECT,
 }  # fmt: skip
 OF_PARTS = {
     "subspaces": {

@@ -29,6 +29,15 @@ _READERS = {
 }
 
 
+def read_rows(config: DataConfig, seed: int) -> Dataset:
+    """Read the data, and draw `samples` rows of it.
+
+    Raises:
+        TrainingError: naming the data and what is missing: the file, a column, rows.
+    """
+    return _draw(_read(config, config.split), config.samples, seed)
+
+
 def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
     """Read, draw `samples` rows and split them 8 : 1 : 1 where the data has no splits of its own.
 
@@ -38,7 +47,7 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
     Raises:
         TrainingError: naming the data and what is missing: the file, a column, rows.
     """
-    data = _draw(_read(config, config.split), config.samples, seed)
+    data = read_rows(config, seed)
     held_out = {}
     for split, name in (("test", config.test_split), ("validation", config.validation_split)):
         if name is not None:
