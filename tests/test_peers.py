@@ -21,7 +21,11 @@ from mergekit_ace.methods.peers.lines import layer_coefficient
 from mergekit_ace.methods.reference import known_methods
 from mergekit_ace.plugin import our_methods
 
-PEERS = [m.spec.name for m in our_methods() if ".peers." in type(m).__module__]
+PEERS = [
+    m.spec.name
+    for m in our_methods()
+    if ".peers." in type(m).__module__ and "statistics" not in {p.name for p in m.spec.parameters}
+]
 # Those that read matrices: method, parameters and the transcription.
 MATRIX_METHODS: dict[str, tuple[str, dict, Callable[[list[Tensor]], Tensor]]] = {
     "tsv_m": ("tsv_m", {}, naive.naive_tsv_m),
