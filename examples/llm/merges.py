@@ -106,7 +106,14 @@ LEARNED = [
     for method, learn in LEARNERS.items()
 ]
 LEARNED += [
-    Row(f"{name}, {samples} samples", method, parameters, samples=samples, measured=file)
+    Row(
+        f"{name}, {samples} samples",
+        method,
+        parameters,
+        scaled=False,
+        samples=samples,
+        measured=file,
+    )  # fmt: skip
     for samples in (16,)
     for name, method, file, parameters in (
         ("regmean", "regmean", "statistics", {}),
@@ -212,12 +219,12 @@ class Merge:
         members = [path.name for path in self.experts.values()]
         name = f"statistics-{digest(self.base.name, members, self.row.samples)}"
         folder = self.folder / name
-        if not (folder / "out" / "statistics.json").exists():
-            config = folder / "stats.yml"
-            settings = {**self._data(folder), "measure": ["covariances", "fisher"]}
-            config.write_text(yaml.safe_dump(settings, sort_keys=False))
-            command = [sys.executable, "-m", "mergekit_ace.cli", "statistics"]
-            run_merger(*command, config, folder / "out")
+        kind = "fisher" if self.row.method == "fisher" else "covariances"
+        config = folder / f"{kind}.yml"
+        settings = {**self._data(folder), "measure": [kind]}
+        config.write_text(yaml.safe_dump(settings, sort_keys=False))
+        command = [sys.executable, "-m", "mergekit_ace.cli", "statistics"]
+        run_merger(*command, config, folder / "out")  # soon done where it is there
         return folder / "out" / "statistics.json"
 
     def _data(self, folder: Path) -> dict[str, Any]:
@@ -230,9 +237,10 @@ class Merge:
         models = []
         for name, path in self.experts.items():
             file = folder / f"{name}.jsonl"
-            ids, _ = self.texts[name].sequences("validation", tokenizer, self.row.samples)
-            lines = tokenizer.batch_decode(ids, skip_special_tokens=True)
-            file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+            if not file.exists():  # a run would find its files changed
+                ids, _ = self.texts[name].sequences("validation", tokenizer, self.row.samples)
+                lines = tokenizer.batch_decode(ids, skip_special_tokens=True)
+                file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
             data = {"path": str(file), "text": "text", "max_length": LENGTH}
             models.append({"model": str(path), "task": name, "data": data})
         return {"base_model": str(self.base), "models": models, "task": "causal-lm"}
