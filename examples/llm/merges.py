@@ -113,7 +113,7 @@ LEARNED += [
         scaled=False,
         samples=samples,
         measured=file,
-    )  # fmt: skip
+    )
     for samples in (16,)
     for name, method, file, parameters in (
         ("regmean", "regmean", "statistics", {}),
