@@ -54,7 +54,8 @@ class MeasuredTensor(BaseModel):
 
     Attributes:
         name: of the parameter in memory.
-        stored: names of the tensors on disk that hold it.
+        stored: names of the tensors on disk that hold it, and further ones in memory where it is
+            tied.
         inputs: NAME of its covariance; None where nothing was measured.
         counted: whether there are counts.
         fisher: whether there is Fisher information, shaped as it is stored.

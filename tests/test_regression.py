@@ -56,13 +56,13 @@ def test_where_nothing_was_measured_is_the_mean(rng, tmp_path):
     covariances = [random_covariance(rng, 8) for _ in experts]
     path = write_statistics(tmp_path, {"covariance": {"w": covariances}}, ["1", "2"], ("v",))
     expected = naive_mean(base, experts)
-    assert task_vector_error(merge(path, [base, *experts], "v"), expected, base) <= 1e-6
+    assert task_vector_error(merge(path, [base, *experts], "v"), expected, base) <= 1e-5
     vectors = [base[0], *(expert[0] for expert in experts)]
     expected = naive_mean(vectors[0], vectors[1:])
-    assert task_vector_error(merge(path, vectors, "v"), expected, vectors[0]) <= 1e-6
+    assert task_vector_error(merge(path, vectors, "v"), expected, vectors[0]) <= 1e-5
     stacks = [torch.stack([t, t]) for t in (base, *experts)]
     averaged = merge(path, stacks, "v", layout="stacked")
-    assert task_vector_error(averaged[1], naive_mean(base, experts), base) <= 1e-6
+    assert task_vector_error(averaged[1], naive_mean(base, experts), base) <= 1e-5
 
 
 def test_inputs_that_no_sample_has_get_the_mean(rng, tmp_path):

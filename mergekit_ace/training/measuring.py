@@ -199,13 +199,13 @@ class Measuring:
         folder, parameters = self.folders.experts[0], dict(model.named_parameters())
         headers = [read_file_header(path) for path in weight_files(Path(folder))]
         shapes = {name: header.shape for part in headers for name, header in part.items()}
-        tensors = []
+        tensors, tied = [], _tied_names(model)
         for name, stored in stored_names(model, every, folder).items():
             same = [shapes[s] == tuple(parameters[name].shape) for s in stored]
             tensors.append(
                 MeasuredTensor(
                     name=name,
-                    stored=stored,
+                    stored=tuple(dict.fromkeys((*stored, *tied[name]))),
                     inputs=shared.get(name),
                     counted=name in modules.tables,
                     fisher=name in names and all(same),
@@ -321,6 +321,16 @@ class Measuring:
             config=self.config.model_dump(mode="json"),
             package=mergekit_ace.__version__,
         )
+
+
+def _tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Return further names in memory of every parameter."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    tied: dict[str, list[str]] = {name: [] for name in names.values()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in tied:
+            tied[names[id(parameter)]].append(name)
+    return tied
 
 
 def in_passes(
