@@ -244,7 +244,7 @@ COVARIANCES = shared(
 MIX = shared(
     "mix",
     Fraction,
-    0.5,
+    0.25,
     "That share; both are brought to one trace first. 0 is the estimate alone, 1 the measured "
     "alone.",
 )
