@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mergekit_ace.algebra.measured import pack
@@ -18,6 +19,7 @@ from mergekit_ace.measurements import (
     StatisticsIndex,
     save_index,
 )
+from mergekit_ace.methods.base import TaskVectorMethod
 
 Kind = Literal["covariance", "counts", "fisher"]
 
@@ -78,3 +80,21 @@ def write_statistics(
     )
     save_index(folder, index)
     return str(folder / INDEX_FILE)
+
+
+def measured_checkpoints(folder: Path, paths: list[str]) -> str:
+    """Write made-up statistics of the experts of a base, whose path is the first one."""
+    rng = torch.Generator().manual_seed(0)
+    measured: dict[Kind, dict[str, list[Tensor]]] = {"covariance": {}, "fisher": {}}
+    for name, tensor in load_file(Path(paths[0]) / "model.safetensors").items():
+        count = range(len(paths) - 1)
+        measured["fisher"][name] = [torch.rand(tensor.shape, generator=rng) for _ in count]
+        if tensor.ndim == 2:
+            columns = tensor.shape[1]
+            measured["covariance"][name] = [random_covariance(rng, columns) for _ in count]
+    return write_statistics(folder, measured, paths[1:])
+
+
+def needs_statistics(method: TaskVectorMethod) -> bool:
+    """Whether a method merges nothing without what was measured."""
+    return "statistics" in {parameter.name for parameter in method.spec.parameters}
