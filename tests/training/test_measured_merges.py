@@ -12,9 +12,9 @@ import yaml
 from checkpoints import ace_config, state
 from click.testing import CliRunner
 from families import llama_family
+from measured_families import gpt2_family, measure
 from naive_peers import naive_fisher, naive_regmean
 from reference import naive_ace, naive_mean, task_vector_error
-from test_measuring import gpt2_family, measure
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
