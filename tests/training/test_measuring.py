@@ -230,7 +230,10 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
     assert first.stat().st_mtime_ns == before
     assert len(found.index.experts) == 2
     monkeypatch.setattr(measuring.Measuring, "load", None)  # nothing is left to load a model for
+    index = out / "statistics.json"
+    before = index.stat().st_mtime_ns
     assert measure(config, out).index == found.index
+    assert index.stat().st_mtime_ns == before, "a merge that has begun with it goes on"
 
 
 def test_more_may_be_measured_later(tmp_path):
