@@ -167,7 +167,7 @@ class Statistics:
 
 
 def save_index(folder: Path, index: StatisticsIndex) -> None:
-    """Write `statistics.json`, whole or not at all; where it is there, a merge may know its time."""
+    """Write `statistics.json`, whole or not at all; one that says the same keeps its time."""
     path, text = folder / INDEX_FILE, index.model_dump_json(indent=1)
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         write_text(path, text)
