@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor
 from mergekit_ace.adapters.peft_adapter import Adapter, Change
-from mergekit_ace.algebra.agreement import compare_covariances
+from mergekit_ace.algebra.covariance_agreement import compare_covariances
 from mergekit_ace.algebra.inspection import TensorInspection, inspect_tensor, measure_noise
 from mergekit_ace.algebra.layouts import as_matrices
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank

@@ -10,7 +10,7 @@ import torch
 from matrices import family
 from measured_files import random_covariance
 
-from mergekit_ace.algebra.agreement import compare_covariances
+from mergekit_ace.algebra.covariance_agreement import compare_covariances
 from mergekit_ace.algebra.measured import MeasuredCovariance, pack
 
 
