@@ -121,21 +121,6 @@ def train(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
 
 @main.command()
 @run_options
-def distill(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
-    """Distil a teacher of any architecture into the base's, so that it can be merged.
-
-    A run that was interrupted goes on when the same command is given again.
-    """
-    from mergekit_ace.training.config import DistillConfig
-    from mergekit_ace.training.distill import run_distillation
-
-    settings = read_config(config, DistillConfig)
-    with failures():
-        run_distillation(settings, out, overwrite=overwrite, quiet=quiet)
-
-
-@main.command()
-@run_options
 def statistics(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
     """Measure covariances, or Fisher information, on samples, for merges by regmean or fisher.
 
@@ -148,6 +133,21 @@ def statistics(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
     settings = read_config(config, StatisticsConfig)
     with failures():
         click.echo(measure_statistics(settings, out, overwrite=overwrite, quiet=quiet))
+
+
+@main.command()
+@run_options
+def distill(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
+    """Distil a teacher of any architecture into the base's, so that it can be merged.
+
+    A run that was interrupted goes on when the same command is given again.
+    """
+    from mergekit_ace.training.config import DistillConfig
+    from mergekit_ace.training.distill import run_distillation
+
+    settings = read_config(config, DistillConfig)
+    with failures():
+        run_distillation(settings, out, overwrite=overwrite, quiet=quiet)
 
 
 def merge_flags(command: Callable[..., None]) -> Callable[..., None]:

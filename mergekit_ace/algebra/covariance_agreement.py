@@ -26,7 +26,7 @@ AngleTable = tuple[tuple[float, ...] | None, ...]
 
 
 @dataclass(frozen=True)
-class Agreement:
+class CovarianceAgreement:
     """Estimates of one matrix beside what was measured; lists in the order of the experts.
 
     Attributes:
@@ -46,7 +46,7 @@ class Agreement:
 @full_precision()
 def compare_covariances(
     base: Tensor, experts: Sequence[Tensor], measured: Sequence[MeasuredCovariance | None]
-) -> Agreement:
+) -> CovarianceAgreement:
     """Compare G_t = Δ_tᵀΔ_t with what was measured, of one matrix.
 
     Args:
@@ -77,7 +77,7 @@ def compare_covariances(
         )
         angles.append(_principal_angles(delta, matrix, size) if norms[own] else None)
     cosine = tuple(tuple(row) for row in zip(*columns, strict=True))
-    return Agreement(cosine, size, tuple(angles))
+    return CovarianceAgreement(cosine, size, tuple(angles))
 
 
 def _gram_norm(delta: Tensor) -> float:

@@ -38,7 +38,7 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
     Raises:
         TrainingError: naming the data and what is missing: the file, a column, rows.
     """
-    data = _draw(_read(config, config.split), config.samples, seed)
+    data = read_rows(config, seed)
     held_out = {}
     for split, name in (("test", config.test_split), ("validation", config.validation_split)):
         if name is not None:
@@ -56,7 +56,7 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
 
 
 def read_rows(config: DataConfig, seed: int) -> Dataset:
-    """Read the data, and draw `samples` rows of it, of which none is held out.
+    """Read the data and draw `samples` rows of it.
 
     Raises:
         TrainingError: naming the data and what is missing: the file, a column, rows.
