@@ -217,8 +217,8 @@ class Merge:
         They serve all rows, and stay when a merge is removed.
         """
         members = [path.name for path in self.experts.values()]
-        name = f"statistics-{digest(self.base.name, members, self.row.samples)}"
-        folder = self.folder / name
+        made_of = digest(self.base.name, members, self.row.samples)
+        folder = self.folder.with_name("statistics") / made_of
         kind = "fisher" if self.row.method == "fisher" else "covariances"
         config = folder / f"{kind}.yml"
         settings = {**self._data(folder), "measure": [kind]}
