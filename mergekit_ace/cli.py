@@ -121,6 +121,22 @@ def train(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
 
 @main.command()
 @run_options
+def statistics(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
+    """Measure covariances, or Fisher information, on samples, for merges by regmean or fisher.
+
+    CONFIG is a train.yml, with `measure: [covariances, fisher]` for one or both; covariances serve
+    ace and ace_relative, too. A run that was interrupted goes on when the same command is given
+    again.
+    """
+    from mergekit_ace.training.measuring import StatisticsConfig, measure_statistics
+
+    settings = read_config(config, StatisticsConfig)
+    with failures():
+        click.echo(measure_statistics(settings, out, overwrite=overwrite, quiet=quiet))
+
+
+@main.command()
+@run_options
 def distill(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
     """Distil a teacher of any architecture into the base's, so that it can be merged.
 
@@ -264,6 +280,9 @@ def check(config: Path, out: Path | None, as_json: bool, **flags: Any) -> None:
 @click.argument("folder", metavar="REPORT_DIR", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--tensors", multiple=True, metavar="PART", help="Only names that contain it.")
 @click.option("--sample", type=click.IntRange(min=1), help="At most so many, over all depths.")
+@click.option(
+    "--covariances", metavar="STATISTICS", help="Compare the estimates with what was measured."
+)
 @click.option("--overwrite", is_flag=True, help="Drop another inspection in REPORT_DIR.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 def inspect(config: Path, folder: Path, **options: Any) -> None:
@@ -274,7 +293,8 @@ def inspect(config: Path, folder: Path, **options: Any) -> None:
     """
     from mergekit_ace.report.inspect import run_inspection
 
-    own = {name: options.pop(name) for name in ("tensors", "sample", "overwrite", "quiet")}
+    names = ("tensors", "sample", "overwrite", "quiet", "covariances")
+    own = {name: options.pop(name) for name in names}
     with failures():
         run_inspection(config, folder, options, **own)
 

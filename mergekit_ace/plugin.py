@@ -24,6 +24,8 @@ METHODS = (
     "mergekit_ace.methods.peers.cart:CartMerge",
     "mergekit_ace.methods.peers.consensus_ta:ConsensusMerge",
     "mergekit_ace.methods.peers.lines:LinesMerge",
+    "mergekit_ace.methods.peers.regmean:RegMeanMerge",
+    "mergekit_ace.methods.peers.fisher:FisherMerge",
 )
 SUPPORTED = "mergekit >=0.1.5,<0.2"
 _FIRST, _BEYOND = (0, 1, 5), (0, 2)

@@ -94,6 +94,33 @@ def naive_cart(deltas: list[Tensor], rank_fraction: float = 0.08, scale: float =
     return mean + scale * rest
 
 
+def naive_regmean(
+    deltas: list[Tensor],
+    covariances: list[Tensor],
+    weights: list[float],
+    off_diagonal: float = 0.9,
+    epsilon: float = 1e-6,
+) -> Tensor:
+    size = deltas[0].shape[1]
+    numerator = torch.zeros_like(deltas[0], dtype=torch.float64)
+    system = torch.zeros(size, size, dtype=torch.float64)
+    for delta, covariance, weight in zip(deltas, covariances, weights, strict=True):
+        c = covariance.double()
+        c = off_diagonal * c + (1 - off_diagonal) * torch.diag(torch.diag(c))
+        c = weight * (c + epsilon * c.trace() / size * torch.eye(size, dtype=torch.float64))
+        numerator += delta.double() @ c
+        system += c
+    return numerator @ torch.linalg.inv(system)
+
+
+def naive_fisher(
+    deltas: list[Tensor], fisher: list[Tensor], weights: list[float], floor: float = 1e-6
+) -> Tensor:
+    level = floor * torch.stack(fisher).double().mean()
+    shares = [w * (f.double() + level) for f, w in zip(fisher, weights, strict=True)]
+    return sum(s * d.double() for s, d in zip(shares, deltas, strict=True)) / sum(shares)
+
+
 def naive_consensus(deltas: list[Tensor], mask_threshold: float = 0.4, least: int = 2) -> Tensor:
     deltas = [d.double() for d in deltas]
     total = sum(deltas)

@@ -31,8 +31,10 @@ def naive_ace(
     refinement_mean: str = "plain",
     centred: bool = True,
     coefficients: list[float] | None = None,
+    measured: list[Tensor] | None = None,
+    mix: float = 0.0,
 ) -> Tensor:
-    """The merged matrix, (o, i), in float64; every input (o, i)."""
+    """The merged matrix, (o, i), in float64; every input (o, i), what was measured (i, i)."""
     *own, refinement = [1.0] * (len(experts) + 1) if coefficients is None else coefficients
     weight = [1.0] * len(experts) if weight is None else weight
     base = base.double()
@@ -61,6 +63,7 @@ def naive_ace(
     used = [d - d.mean(dim=0, keepdim=True) if centred else d for d in deltas]
     gram = [c.T @ c for c in used]
     trace = [float(g.trace()) for g in gram]
+    gram = with_measured(gram, measured and [measured[t] for t in kept], mix)
     s = [g / tr if normalize else g for g, tr in zip(gram, trace, strict=True)]
     if epsilon_scale == "relative":
         eps = [epsilon * float(x.trace()) / i for x in s]
@@ -103,14 +106,16 @@ def naive_relative(
     structural_prior: bool = False,
     diagonal: bool = False,
     coefficients: list[float] | None = None,
+    measured: list[Tensor] | None = None,
+    mix: float = 0.0,
 ) -> Tensor:
     """`ace_relative` of one matrix, (o, i), in float64; `diagonal`: inputs are unit vectors."""
     weight = [1.0] * len(experts) if weight is None else weight
     own = [1.0] * len(experts) if coefficients is None else coefficients
     base = base.double()
     deltas = [expert.double() - base for expert in experts]
-    given = zip(deltas, weight, own, strict=True)
-    members = [(d, w, a) for d, w, a in given if w > 0 and d.abs().max() > 0]
+    given = zip(deltas, weight, own, measured or [None] * len(experts), strict=True)
+    members = [(d, w, a, m) for d, w, a, m in given if w > 0 and d.abs().max() > 0]
     if not members:
         return base
     if len(members) == 1:
@@ -118,12 +123,13 @@ def naive_relative(
     i = base.shape[1]
     identity = torch.eye(i, dtype=torch.float64)
     numerator, system, total = 0, 0, 0
-    for delta, w, a in members:
+    for delta, w, a, m in members:
         if centred:
             delta = delta - delta.mean(dim=0, keepdim=True)
         gram = delta.T @ delta
         if diagonal:
             gram = gram.diagonal().diag()
+        (gram,) = with_measured([gram], None if m is None else [m], mix)
         sigma = gram / gram.trace() + epsilon / i * identity
         w = w / float((delta @ sigma @ delta.T).trace())
         numerator = numerator + a * w * delta @ sigma
@@ -133,6 +139,14 @@ def naive_relative(
         ones = torch.ones(i, 1, dtype=torch.float64)
         system = system + ones @ (ones.T @ total) / i
     return base + lambda_ * numerator @ torch.linalg.inv(system)
+
+
+def with_measured(gram: list[Tensor], measured: list[Tensor] | None, mix: float) -> list[Tensor]:
+    """(1 − mix) G + mix tr(G)/tr(M) M."""
+    if measured is None:
+        return gram
+    pairs = zip(gram, (m.double() for m in measured), strict=True)
+    return [(1 - mix) * g + mix * g.trace() / m.trace() * m for g, m in pairs]
 
 
 def naive_relative_errors(merged: Tensor, deltas: list[Tensor], epsilon: float) -> list[float]:

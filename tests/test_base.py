@@ -13,6 +13,7 @@ import torch
 from checkpoints import ace_config, save_family, tiny_llama
 from click.testing import CliRunner
 from matrices import family
+from measured_files import write_statistics
 from mergekit.merge_methods import MergeMethod, merge_tensors, registry
 from mergekit.merge_methods.base import TensorGroup
 from safetensors.torch import load_file
@@ -132,11 +133,17 @@ def test_names_the_tensor(rng, caplog):
 
 
 @pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
-def test_every_method_goes_on(rng, caplog, monkeypatch, method):
+def test_every_method_goes_on(rng, caplog, monkeypatch, tmp_path, method):
     base, experts = family(rng, 30, 20, 3)
     name = method.spec.name
     parameters = {"weight": [0.2, 0.3, 0.4]} if name == "statsmerging" else {}
-    arguments = {"base_index": 0, "parameters": parameters}
+    if "statistics" in [parameter.name for parameter in method.spec.parameters]:
+        made_up = {
+            "covariance": {"w": [torch.eye(20)] * 3},
+            "fisher": {"w": [e.abs() for e in experts]},
+        }
+        parameters["statistics"] = write_statistics(tmp_path, made_up, ["1", "2", "3"])
+    arguments = {"base_index": 0, "parameters": parameters, "name": "w"}
     expected = merge_tensors([base, *experts], name, **arguments)
     original, failures = type(method).merge, [1, 2]
 
@@ -149,7 +156,7 @@ def test_every_method_goes_on(rng, caplog, monkeypatch, method):
     monkeypatch.setattr(type(method), "merge", merge)
     torch.testing.assert_close(merge_tensors([base, *experts], name, **arguments), expected)
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"{name}: a tensor does not fit")
+    assert record.getMessage().startswith(f"{name}: tensor w does not fit")
     assert "CPU" in record.getMessage()
 
 

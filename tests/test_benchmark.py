@@ -137,3 +137,19 @@ def test_estimates(run):
     lines = [line.split() for line in shown.splitlines()[2:]]
     assert len(lines) == 20
     assert {line[0] for line in lines} == {"primal", "tall", "dual", "refined"}
+
+
+def test_measured_covariances(run, tmp_path):
+    """Statistics are measured once, and every row is merged and examined by both halves."""
+    flags = ["--families", "llama", "--seeds", 0, "--samples", 12, "--small", tmp_path]
+    shown = run("benchmark", "measured", *flags)
+    for row in ("ace, no data", "regmean, 12 samples", "fisher, 12 samples", "ace, mix 1, 12"):
+        assert f"\n| {row}" in shown
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert len(lines) == 14
+    assert all({"mean", "seen"} <= json.loads(line)["published"].keys() for line in lines)
+    (file,) = tmp_path.glob("measured/*/statistics.json")
+    before = file.stat().st_mtime_ns
+    run("benchmark", "measured", *flags)
+    assert (tmp_path / "results.jsonl").read_text().splitlines() == lines
+    assert file.stat().st_mtime_ns == before

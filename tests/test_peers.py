@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import ace_config, save_family, state, tiny_llama
 from matrices import family
+from measured_files import needs_statistics
 from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from reference import naive_mean, task_vector_error
 from torch import Tensor
@@ -21,7 +22,11 @@ from mergekit_ace.methods.peers.lines import layer_coefficient
 from mergekit_ace.methods.reference import known_methods
 from mergekit_ace.plugin import our_methods
 
-PEERS = [m.spec.name for m in our_methods() if ".peers." in type(m).__module__]
+PEERS = [
+    m.spec.name
+    for m in our_methods()
+    if ".peers." in type(m).__module__ and not needs_statistics(m)
+]
 # Those that read matrices: method, parameters and the transcription.
 MATRIX_METHODS: dict[str, tuple[str, dict, Callable[[list[Tensor]], Tensor]]] = {
     "tsv_m": ("tsv_m", {}, naive.naive_tsv_m),

@@ -55,8 +55,9 @@ class Row:
         parameters: of it.
         published: λ of its defaults, or of those that papers take.
         scaled: whether it is examined at its best λ as well.
-        learn: settings of a `train.yml`; None for a method without data.
-        samples: per expert, where it learns.
+        learn: settings of a `train.yml`; None for a method that learns nothing.
+        samples: per expert, where it learns or reads what was measured on them.
+        measured: parameter that names what `mergekit-ace statistics` has measured; empty without.
     """
 
     name: str
@@ -66,12 +67,15 @@ class Row:
     scaled: bool = True
     learn: Mapping[str, Any] | None = None
     samples: int = 0
+    measured: str = ""
 
     @property
     def made_of(self) -> str:
         """What results of the row depend on, beside the models and λ."""
         by = [version("mergekit"), version("mergekit-ace")]
-        return digest(self.method, dict(self.parameters), self.samples, dict(self.learn or {}), by)
+        own = [self.measured] * bool(self.measured)
+        learn = dict(self.learn or {})
+        return digest(self.method, dict(self.parameters), self.samples, learn, by, *own)
 
 
 def layout(value: str) -> dict[str, Any]:
@@ -100,6 +104,33 @@ LEARNED = [
     Row(f"{method}, {samples} samples", method, scaled=False, learn=learn, samples=samples)
     for samples in (16, 64)
     for method, learn in LEARNERS.items()
+]
+LEARNED += [
+    Row(
+        f"{name}, {samples} samples",
+        method,
+        parameters,
+        scaled=False,
+        samples=samples,
+        measured=file,
+    )
+    for samples in (16,)
+    for name, method, file, parameters in (
+        ("regmean", "regmean", "statistics", {}),
+        ("fisher", "fisher", "statistics", {}),
+        ("ace, mix 0.25", "ace", "covariances", {"mix": 0.25}),
+        ("ace, mix 0.5", "ace", "covariances", {"mix": 0.5}),
+        ("ace, mix 1", "ace", "covariances", {"mix": 1.0}),
+        *(
+            (
+                f"ace_relative, embeddings as matrix, mix {mix:g}",
+                "ace_relative",
+                "covariances",
+                {"mix": mix, **layout("matrix")},
+            )
+            for mix in (0.25, 0.5, 1.0)
+        ),
+    )
 ]
 
 
@@ -161,6 +192,8 @@ class Merge:
             config["base_model"] = str(self.base)
         config["models"] = [{"model": str(folder)} for folder in self.experts.values()]
         parameters = dict(self.row.parameters)
+        if self.row.measured:
+            parameters[self.row.measured] = str(self._measure())
         if self.scale != 1.0:
             parameters["lambda"] = self.scale
         if parameters:
@@ -168,29 +201,49 @@ class Merge:
         return config | {"dtype": "float32", "out_dtype": "bfloat16"}
 
     def _learn(self) -> tuple[Path, float]:
-        """Train coefficients; return the config that merges with them, and the seconds it took.
-
-        The samples come from the validation part: from files that no expert has seen.
-        """
+        """Train coefficients; return the config that merges with them, and the seconds it took."""
         learned = self.target.with_name(self.target.name + "-coefficients")
-        learned.mkdir(parents=True, exist_ok=True)
-        tokenizer = AutoTokenizer.from_pretrained(self.base)
-        models = []
-        for name, path in self.experts.items():
-            file = learned / f"{name}.jsonl"
-            ids, _ = self.texts[name].sequences("validation", tokenizer, self.row.samples)
-            lines = tokenizer.batch_decode(ids, skip_special_tokens=True)
-            file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-            data = {"path": str(file), "text": "text", "max_length": LENGTH}
-            models.append({"model": str(path), "task": name, "data": data})
-        settings = {"base_model": str(self.base), "models": models, "task": "causal-lm",
-                    "compare": {"direct": False, "task_arithmetic": []},
+        settings = {**self._data(learned), "compare": {"direct": False, "task_arithmetic": []},
                     **(self.row.learn or {})}  # fmt: skip
         config = learned / "train.yml"
         config.write_text(yaml.safe_dump(settings, sort_keys=False))
         command = [sys.executable, "-m", "mergekit_ace.cli", "train"]
         seconds = run_merger(*command, config, learned / "out")
         return learned / "out" / "merge.yml", seconds
+
+    def _measure(self) -> Path:
+        """Return the statistics of the experts; measure them unless they are there.
+
+        They serve all rows, and stay when a merge is removed.
+        """
+        members = [path.name for path in self.experts.values()]
+        made_of = digest(self.base.name, members, self.row.samples)
+        folder = self.folder.with_name("statistics") / made_of
+        kind = "fisher" if self.row.method == "fisher" else "covariances"
+        config = folder / f"{kind}.yml"
+        settings = {**self._data(folder), "measure": [kind]}
+        config.write_text(yaml.safe_dump(settings, sort_keys=False))
+        command = [sys.executable, "-m", "mergekit_ace.cli", "statistics"]
+        run_merger(*command, config, folder / "out")  # soon done where it is there
+        return folder / "out" / "statistics.json"
+
+    def _data(self, folder: Path) -> dict[str, Any]:
+        """Write samples into a folder; return what a `train.yml` says of models and data.
+
+        They come from the validation part: from files that no expert has seen.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer = AutoTokenizer.from_pretrained(self.base)
+        models = []
+        for name, path in self.experts.items():
+            file = folder / f"{name}.jsonl"
+            if not file.exists():  # a run would find its files changed
+                ids, _ = self.texts[name].sequences("validation", tokenizer, self.row.samples)
+                lines = tokenizer.batch_decode(ids, skip_special_tokens=True)
+                file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+            data = {"path": str(file), "text": "text", "max_length": LENGTH}
+            models.append({"model": str(path), "task": name, "data": data})
+        return {"base_model": str(self.base), "models": models, "task": "causal-lm"}
 
     def remove(self) -> None:
         """Delete the checkpoint and what its making has left."""

@@ -17,6 +17,7 @@ from mergekit_ace.algebra.covariance import Covariances, Solution, estimate_cova
 from mergekit_ace.algebra.layouts import by_layout, resolve_layout
 from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.low_rank import CoreSpace
+from mergekit_ace.algebra.measured import MeasuredInputs
 from mergekit_ace.algebra.records import (
     AceOptions,
     Form,
@@ -67,6 +68,7 @@ def merge_tensor(
     observe: Observer | None = None,
     attempts: Sequence[Attempt] | None = None,
     space: CoreSpace | None = None,
+    measured: MeasuredInputs | None = None,
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor by ACE-Merging.
 
@@ -82,6 +84,7 @@ def merge_tensor(
         observe: called for every matrix, see `merge_matrix`.
         attempts: of every matrix, see `merge_matrix`.
         space: of which the tensors are cores, if they are; `base` is 0 then.
+        measured: of the inputs, where there is one matrix, see `merge_matrix`.
 
     Returns:
         The merged tensor, shaped as `base`, in the compute dtype or wider, and its record. Where no
@@ -102,6 +105,7 @@ def merge_tensor(
         least_memory=least_memory,
         attempts=attempts,
         space=space,
+        measured=measured,
     )
 
     def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
@@ -124,6 +128,7 @@ def merge_matrix(
     least_memory: bool = False,
     attempts: Sequence[Attempt] | None = None,
     space: CoreSpace | None = None,
+    measured: MeasuredInputs | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge the versions of one matrix.
 
@@ -140,6 +145,8 @@ def merge_matrix(
         least_memory: take the form with the least working memory instead of the fastest.
         attempts: forms and precisions to try in turn; by default see `choose_attempts`.
         space: of which the matrices are cores, if they are; `base` is 0 then, and so is W0.
+        measured: covariances of the inputs, which take the place of a share of the estimates; not
+            together with `space`.
 
     Working memory, beside the inputs and the result: at most four float32 matrices of max(i², o·i)
     entries, or in the dual form of max(N², o·i) with N = T·o, whatever T is, and six blocks of
@@ -167,11 +174,15 @@ def merge_matrix(
     if active.shape[0] == 1:  # one row is its own column mean: a vector in the shape of a matrix
         return merge_mean(base, active, options.scale)
     branch = decide_branch(active, active.shape, options)
+    measured = measured and measured.of(active.positions)
     if attempts is None:
-        attempts = choose_attempts(base, active, refined=branch.rank > 0, least_memory=least_memory)
+        attempts = choose_attempts(
+            base, active,
+            refined=branch.rank > 0, least_memory=least_memory, measured=measured is not None,
+        )  # fmt: skip
 
     def merge(attempt: Attempt) -> tuple[Tensor, MatrixRecord]:
-        return _merge(base, active, options, branch, attempt, observe, refinement)
+        return _merge(base, active, options, branch, attempt, observe, refinement, measured)
 
     return first_success(attempts, merge)
 
@@ -199,6 +210,7 @@ def _merge(
     attempt: Attempt,
     observe: Observer | None,
     refinement: float,
+    measured: MeasuredInputs | None,
 ) -> tuple[Tensor, MatrixRecord]:
     """Take steps 2 to 6 in one form and precision.
 
@@ -212,6 +224,7 @@ def _merge(
         normalized=branch.normalized,
         dtype=attempt.dtype,
         noise=attempt.noise,
+        measured=measured,
     )
     if not covariances.tasks:  # every expert moved all its rows alike
         return merge_mean(base, active, options.scale)
@@ -253,6 +266,7 @@ def _merge(
         condition=solution.condition,
         precision=str(attempt.dtype).removeprefix("torch."),
         tolerance=attempt.tolerance(solution.condition),
+        mix=measured and measured.mix,
     )
     return merged.mul_(options.scale * covariances.unit).add_(base), record
 

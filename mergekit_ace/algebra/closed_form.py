@@ -116,6 +116,7 @@ def choose_forms(
     refined: bool,
     least_memory: bool = False,
     noisy: bool = False,
+    measured: bool = False,
 ) -> list[Form]:
     """Return the forms for a matrix, in the order in which they are to be tried in float32.
 
@@ -125,15 +126,17 @@ def choose_forms(
         refined: whether the spectral refinement follows.
         least_memory: whether memory counts, instead of time.
         noisy: whether the rounding of the experts hides the loss of some digits.
+        measured: whether a covariance is not that of the task vector alone.
 
-    The dual form is out of the question where N ≥ i: M Mᵀ is as large as A there, and singular. Of
+    The dual form is out of the question where N ≥ i: M Mᵀ is as large as A there, and singular; and
+    where a covariance was measured, which is no product of task vectors. Of
     the other three, ``primal`` takes the fewest products unless the matrix is tall; ``tall``, and
     ``lean`` where that would take more than `MATRICES`, lose ten times fewer digits. They follow
     where ``primal`` was not enough, and come first with a refinement, which is nearly always so
     unless the experts are noisy.
     """
     costs = {form: cost(rows, columns, tasks, refined) for form, cost in COSTS.items()}
-    if rows * tasks >= columns:
+    if rows * tasks >= columns or measured:
         del costs["dual"]
     if least_memory:
         return [min(costs, key=lambda form: costs[form].memory)]
@@ -172,7 +175,12 @@ class Attempt:
 
 
 def choose_attempts(
-    base: Tensor, active: ActiveExperts, *, refined: bool, least_memory: bool = False
+    base: Tensor,
+    active: ActiveExperts,
+    *,
+    refined: bool,
+    least_memory: bool = False,
+    measured: bool = False,
 ) -> list[Attempt]:
     """Return the ways to merge a matrix, in the order in which they are to be tried.
 
@@ -181,11 +189,14 @@ def choose_attempts(
     Args:
         base: W0, (o, i).
         active: the experts.
-        refined, least_memory: see `choose_forms`.
+        refined, least_memory, measured: see `choose_forms`.
     """
     rows, columns = base.shape
     tasks = len(active.experts)
-    choose = partial(choose_forms, rows, columns, tasks, refined=refined, least_memory=least_memory)
+    choose = partial(
+        choose_forms, rows, columns, tasks,
+        refined=refined, least_memory=least_memory, measured=measured,
+    )  # fmt: skip
     form = choose()[0]
     exact = Attempt(form, torch.float64)
     operations = COSTS[form](rows, columns, tasks, refined).operations

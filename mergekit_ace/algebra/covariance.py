@@ -3,7 +3,8 @@
 
 With C_t the column-centred task vector and G_t = C_tᵀC_t, the estimate is S_t = s_t G_t, where
 s_t = w_t, or w_t / tr(G_t) when normalised; its ridge is ε_t. No scale needs a G_t: the traces
-follow from what is known of the task vectors, tr(G_t) = τ_t − o‖μ_t‖².
+follow from what is known of the task vectors, tr(G_t) = τ_t − o‖μ_t‖². A covariance M_t that was
+measured on samples may stand in its place, or be mixed with it: S_t = s_t G_t + m_t M_t.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.linalg import add_gram, blocks
 from mergekit_ace.algebra.low_rank import CoreSpace
+from mergekit_ace.algebra.measured import MeasuredCovariance, MeasuredInputs
 from mergekit_ace.algebra.records import AceOptions, tolerance
 from mergekit_ace.algebra.task_vectors import ActiveExperts, Moments, squared_norm
 
@@ -44,6 +46,8 @@ class Task:
         unit: what Δ_t is divided by.
         coefficient: λ_t, by which the component of the task is multiplied, its covariance not.
         gram: C_tᵀC_t, (i, i), in the lower triangle, where that is known already.
+        measured: M_t; None where S_t is the estimate alone.
+        measured_scale: m_t.
     """
 
     expert: Tensor
@@ -54,6 +58,22 @@ class Task:
     unit: float
     coefficient: float = 1.0
     gram: Tensor | None = None
+    measured: MeasuredCovariance | None = None
+    measured_scale: float = 0.0
+
+    def mixed_with(self, measured: MeasuredCovariance | None, mix: float, trace: float) -> Task:
+        """Return the task with a share of its estimate replaced, see `MeasuredInputs`.
+
+        Args:
+            measured: M_t; None where there is none.
+            mix: the share, 0 to 1.
+            trace: tr(G_t), in units.
+        """
+        if measured is None or mix == 0:
+            return self
+        share = mix * self.scale * trace / measured.trace
+        rest = (1 - mix) * self.scale
+        return replace(self, scale=rest, measured=measured, measured_scale=share)
 
     def delta(self, rows: slice = ALL, columns: slice = ALL, out: Tensor | None = None) -> Tensor:
         """Form Δ_t there, anew in the dtype of μ_t: the caller may write to it.
@@ -174,6 +194,10 @@ class Covariances:
 
     def add_estimate(self, total: Tensor, task: Task) -> Tensor:
         """Add S_t, (i, i), to a lower triangle."""
+        if task.measured is not None:
+            task.measured.add_to(total, task.measured_scale)
+        if task.scale == 0:
+            return total
         if task.gram is not None:
             return total.add_(task.gram, alpha=task.scale)
         rows, columns = self.shape
@@ -192,6 +216,11 @@ class Covariances:
             for task in self.tasks:
                 total += float(task.delta(block, out=room).view(-1).dot(part))
         return total < 0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether an S_t is not the estimate alone, and so not of the rank of its task vector."""
+        return any(task.measured is not None for task in self.tasks)
 
     @property
     def ridge(self) -> float:
@@ -258,6 +287,7 @@ def estimate_covariances(
     normalized: bool,
     dtype: torch.dtype,
     noise: float = 0.0,
+    measured: MeasuredInputs | None = None,
 ) -> Covariances:
     """Estimate the covariances of the active experts of one matrix.
 
@@ -268,6 +298,7 @@ def estimate_covariances(
         normalized: divide S_t and ε_t by tr(G_t), Eqs. 8 and 10.
         dtype: of the products to come; at least as wide as ``active.dtype``.
         noise: see `rounding_in_merge`.
+        measured: what takes the place of a share of the estimates.
 
     An expert whose rows all moved alike has C_t = 0. Nothing can be normalised by its trace, so
     with `normalized` it has no estimate (departure: the paper divides by zero there).
@@ -275,9 +306,13 @@ def estimate_covariances(
     unit = choose_unit(active, base.numel())
     least = (8 * torch.finfo(active.dtype).eps) ** 2
     columns = active.shape[1]
+    measured = measured or MeasuredInputs()
     tasks, order, total = [], [], 0.0
-    members = zip(active.experts, active.weights, active.coefficients, active.moments, strict=True)
-    for expert, weight, coefficient, moments in members:
+    members = zip(
+        active.experts, active.weights, active.coefficients, active.moments, active.positions,
+        strict=True,
+    )  # fmt: skip
+    for expert, weight, coefficient, moments, position in members:
         tau = moments.tau / unit**2
         mean = (moments.mean / unit).to(dtype)
         trace = tau  # tr(G_t), unit²
@@ -289,17 +324,16 @@ def estimate_covariances(
             tasks.append(None)
             continue
         scale = weight / trace if normalized else weight
-        tasks.append(
-            Task(
-                expert=expert,
-                base=base,
-                mean=mean,
-                scale=scale,
-                ridge=weight * _ridge(options, trace, columns, unit, normalized),
-                unit=unit,
-                coefficient=coefficient,
-            )
+        task = Task(
+            expert=expert,
+            base=base,
+            mean=mean,
+            scale=scale,
+            ridge=weight * _ridge(options, trace, columns, unit, normalized),
+            unit=unit,
+            coefficient=coefficient,
         )
+        tasks.append(task.mixed_with(measured.covariance(position), measured.mix, trace))
         order.append((weight, moments.tau))
         total += scale * trace
     estimated = [task for task in tasks if task is not None]

@@ -109,7 +109,8 @@ def _sum_up(covariances: Covariances) -> tuple[Tensor, Tensor, Tensor]:
     total = covariances.new(columns, columns)
     numerator, turned = covariances.new(rows, columns), covariances.new(columns)
     reference = covariances.reference_task
-    gram = covariances.new(columns, columns) if through_gram(rows, columns) else None
+    squares = covariances.is_measured or through_gram(rows, columns)
+    gram = covariances.new(columns, columns) if squares else None
     covariances.add_estimate(total, reference)
     for task in covariances.others:
         if gram is None:

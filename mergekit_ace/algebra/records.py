@@ -149,6 +149,7 @@ class MatrixRecord:
         condition: estimated condition number of A.
         precision: dtype of the sums and the solve.
         tolerance: the relative error of X that was allowed; None for a solve in float64.
+        mix: share of what was measured on samples in the covariances; None where nothing was.
     """
 
     rule: str
@@ -175,6 +176,7 @@ class MatrixRecord:
     condition: float | None = None
     precision: str | None = None
     tolerance: float | None = None
+    mix: float | None = None
 
     @property
     def ridge_turns_refinement(self) -> bool:

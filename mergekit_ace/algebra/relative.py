@@ -45,6 +45,7 @@ from mergekit_ace.algebra.covariance import (
 from mergekit_ace.algebra.layouts import by_layout, resolve_layout
 from mergekit_ace.algebra.linalg import add_gram, blocks, full_precision
 from mergekit_ace.algebra.low_rank import CoreSpace
+from mergekit_ace.algebra.measured import MeasuredCovariance, MeasuredInputs
 from mergekit_ace.algebra.records import (
     RIDGE_FLOOR,
     Factor,
@@ -106,6 +107,7 @@ def merge_tensor_relative(
     observe: Observer | None = None,
     attempts: Sequence[Attempt] | None = None,
     space: CoreSpace | None = None,
+    measured: MeasuredInputs | None = None,
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor; arguments and result as of `merge_tensor`.
 
@@ -126,13 +128,14 @@ def merge_tensor_relative(
             least_memory=least_memory,
             observe=observe,
             attempts=attempts,
+            measured=measured,
         )
 
     def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
         return merge_mean(base, active(base, experts), options.scale)
 
     def table(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        return merge_table(base, active(base, experts), options.epsilon, options.scale)
+        return merge_table(base, active(base, experts), options.epsilon, options.scale, measured)
 
     fixed = resolve_layout(layout, None, base.ndim)
     return by_layout(base, experts, fixed, table if fixed == "table" else matrix, mean)
@@ -147,6 +150,7 @@ def merge_relative(
     least_memory: bool = False,
     observe: Observer | None = None,
     attempts: Sequence[Attempt] | None = None,
+    measured: MeasuredInputs | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge the versions of one matrix.
 
@@ -157,6 +161,7 @@ def merge_relative(
         least_memory: take the form with the least working memory instead of the fastest.
         observe: called with X, (o, i), of the closed form. It must not write to X.
         attempts: forms and precisions to try in turn; by default see `choose_attempts`.
+        measured: covariances of the inputs, which take the place of a share of the estimates.
 
     Working memory is that of `merge_matrix`, and for matrices of at least T·i rows T squares of
     (i, i) more, which together are smaller than a task vector.
@@ -172,12 +177,16 @@ def merge_relative(
         return trivial
     if active.shape[0] == 1:  # a vector in the shape of a matrix
         return merge_mean(base, active, options.scale)
+    measured = measured and measured.of(active.positions)
     if attempts is None:
-        attempts = choose_attempts(base, active, refined=False, least_memory=least_memory)
+        attempts = choose_attempts(
+            base, active,
+            refined=False, least_memory=least_memory, measured=measured is not None,
+        )  # fmt: skip
 
     def merge(attempt: Attempt) -> tuple[Tensor, MatrixRecord]:
         covariances, shares = estimate_relative(
-            base, active, options, dtype=attempt.dtype, noise=attempt.noise
+            base, active, options, dtype=attempt.dtype, noise=attempt.noise, measured=measured
         )
         if not covariances.tasks:  # centred, and every expert moved all its rows alike
             return merge_mean(base, active, options.scale)
@@ -203,6 +212,7 @@ def merge_relative(
             condition=solution.condition,
             precision=str(attempt.dtype).removeprefix("torch."),
             tolerance=attempt.tolerance(solution.condition),
+            mix=measured and measured.mix,
         )
         return solution.merged.mul_(options.scale * covariances.unit).add_(base), record
 
@@ -216,6 +226,7 @@ def estimate_relative(
     *,
     dtype: torch.dtype,
     noise: float = 0.0,
+    measured: MeasuredInputs | None = None,
 ) -> tuple[Covariances, tuple[float, ...]]:
     """Estimate the covariances of one matrix, and w_t per expert, of sum 1.
 
@@ -225,6 +236,7 @@ def estimate_relative(
         options: ε, and what Δ_t and G_t are.
         dtype: of the products to come; at least as wide as ``active.dtype``.
         noise: see `rounding_in_merge`.
+        measured: what takes the place of a share of the estimates.
 
     A common factor of all w_t cancels in X. An expert whose rows all moved alike has no estimate
     where it is centred.
@@ -235,28 +247,35 @@ def estimate_relative(
     # all G_t together take less memory than a Δ_t then
     remembered = len(base) >= len(active.experts) * base.shape[1]
     epsilon = max(options.epsilon, LEAST_RIDGE) if options.ridge_floor else options.epsilon
-    members = []
+    measured, members = measured or MeasuredInputs(), []
     weights = genuine_weights(base, active)
-    given = zip(active.experts, weights, active.coefficients, active.moments, strict=True)
-    for expert, weight, coefficient, moments in given:
+    given = zip(
+        active.experts, weights, active.coefficients, active.moments, active.positions, strict=True
+    )
+    for expert, weight, coefficient, moments, position in given:
         mean = (moments.mean / unit).to(dtype)
         tau = moments.tau / unit**2
         trace = centred_trace(expert, base, moments, unit, active.dtype) if options.centred else tau
         mean = mean if options.centred else torch.zeros_like(mean)
         task = Task(expert, base, mean, 1, 0, unit, coefficient)
         if trace <= least * tau:
-            members.append((task, trace, 0.0))
+            members.append((task, None, trace, 0.0))
             continue
         norm, gram = gram_norm(task)
+        own = measured.covariance(position)
+        if own is not None:
+            energy = measured_energy(task, own) * trace / own.trace
+            norm = (1 - measured.mix) * norm + measured.mix * energy
         error = norm / trace + epsilon * trace / columns
-        members.append((replace(task, gram=gram if remembered else None), trace, weight / error))
-    total = math.fsum(share for _, _, share in members) or 1.0
-    shares = tuple(share / total for _, _, share in members)
+        task = replace(task, gram=gram if remembered else None)
+        members.append((task, own, trace, weight / error))
+    total = math.fsum(share for *_, share in members) or 1.0
+    shares = tuple(share / total for *_, share in members)
     tasks, order = [], []
-    for (task, trace, _), share, moments in zip(members, shares, active.moments, strict=True):
+    for (task, own, trace, _), share, moments in zip(members, shares, active.moments, strict=True):
         if share > 0:
             scaled = replace(task, scale=share / trace, ridge=share * epsilon / columns)
-            tasks.append(scaled)
+            tasks.append(scaled.mixed_with(own, measured.mix, trace))
             order.append((share, moments.tau))
     covariances = Covariances(
         tasks=tuple(tasks),
@@ -302,8 +321,21 @@ def gram_norm(task: Task) -> tuple[float, Tensor | None]:
     return 2 * squared_norm(gram) - diagonal, gram if through_columns else None
 
 
+def measured_energy(task: Task, measured: MeasuredCovariance) -> float:
+    """Return tr(C_t M_t C_tᵀ), what the task vector makes of the inputs that were measured."""
+    matrix, energy = measured.matrix(task.mean), 0.0
+    for block in blocks(*task.base.shape):
+        centred = task.centred(block)
+        energy += float((centred @ matrix).mul_(centred).sum(dtype=torch.float64))
+    return energy
+
+
 def merge_table(
-    base: Tensor, active: ActiveExperts, epsilon: float, scale: float
+    base: Tensor,
+    active: ActiveExperts,
+    epsilon: float,
+    scale: float,
+    measured: MeasuredInputs | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge the versions of one table.
 
@@ -312,6 +344,8 @@ def merge_table(
         active: the experts W_t, each (n, d), that changed it.
         epsilon: ε ≥ 0, in mean squared norms of a row of Δ_t.
         scale: λ.
+        measured: how often each row was looked up, whose shares take the place of a share of the
+            c_tv.
 
     Working memory is one block of rows, and a number per row and expert.
 
@@ -332,14 +366,21 @@ def merge_table(
     counts = base.new_empty((len(active.experts), rows), dtype=torch.float64)  # c_tv, then w_t c_tv
     shares = []
     weights = genuine_weights(base, active)
-    for count, expert, weight in zip(counts, active.experts, weights, strict=True):
+    measured, mixed = measured or MeasuredInputs(), False
+    given = zip(counts, active.experts, weights, active.positions, strict=True)
+    for count, expert, weight, position in given:
         for block in blocks(rows, width):
             # in float64: squares of a far weaker expert's entries leave the range of float32
             norms = torch.linalg.vector_norm(moved(expert, block), dim=1, dtype=torch.float64)
             count[block] = norms.square()
         squares = count.clone()
         total = squares.sum()
-        count.div_(total).add_(epsilon / rows)
+        count.div_(total)
+        asked = measured.count(position)
+        if asked is not None:
+            mixed = True
+            count.lerp_(asked.to(count), measured.mix)
+        count.add_(epsilon / rows)
         shares.append(weight / float(count @ squares))
     for count, share in zip(counts, shares, strict=True):
         count.mul_(share / sum(shares))
@@ -359,5 +400,6 @@ def merge_table(
         changed=active.changed,
         share=active.spread([share / sum(shares) for share in shares], None),
         precision=str(active.dtype).removeprefix("torch."),
+        mix=measured.mix if mixed else None,
     )
     return merged, record

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.covariance import Covariances
-from mergekit_ace.algebra.linalg import blocks, product
+from mergekit_ace.algebra.linalg import blocks, mirror, product
 from mergekit_ace.algebra.task_vectors import squared_norm
 
 # Dictionary families keep most of their experts at 2 to 3 (examples/benchmark/epsilons.py), a real
@@ -204,6 +204,11 @@ def _right_hand_sides(
     for task, part in zip(covariances.tasks, own, strict=True):
         means.add_(part, alpha=task.ridge / covariances.ridge)
     start, turned = covariances.new(columns, count), []
+    if covariances.is_measured:
+        for task, part in zip(covariances.tasks, own, strict=True):
+            estimate = mirror(covariances.add_estimate(covariances.new(columns, columns), task))
+            start.addmm_(estimate, part - means)
+        return means, start, means
     for part, scale, _, centred in _sweep(covariances, own):
         found = centred @ torch.cat([part - means, means], dim=1)
         if dual:

@@ -9,7 +9,7 @@ metadata. Nothing is unpickled, and whatever does not fit is refused with the re
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -157,16 +157,8 @@ class CoefficientFile:
         return network.eval().requires_grad_(False)
 
     def row(self, model: str, task: str | None = None) -> int | None:
-        """Return the row of an expert, by its task if one is given, else by its model, or None.
-
-        A folder is the same under a relative and an absolute path.
-        """
-        for row, expert in enumerate(self.contents.experts):
-            if task is not None and task == expert.task:
-                return row
-            if task is None and (model == expert.model or _same_folder(model, expert.model)):
-                return row
-        return None
+        """Return the row of an expert, see `find_expert`."""
+        return find_expert(self.contents.experts, model, task)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the file whole or not at all."""
@@ -240,6 +232,19 @@ class CoefficientFile:
         tasks = [expert.task for expert in self.contents.experts]
         if len(set(tasks)) != len(tasks):
             raise ValueError(f"experts share a task name: {tasks}")
+
+
+def find_expert(experts: Sequence[Expert], model: str, task: str | None = None) -> int | None:
+    """Return the number of an expert, by its task if one is given, else by its model, or None.
+
+    A folder is the same under a relative and an absolute path.
+    """
+    for number, expert in enumerate(experts):
+        if task is not None and task == expert.task:
+            return number
+        if task is None and (model == expert.model or _same_folder(model, expert.model)):
+            return number
+    return None
 
 
 def load_coefficients(path: str) -> CoefficientFile:

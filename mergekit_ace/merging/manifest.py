@@ -25,6 +25,7 @@ from mergekit_ace.adapters.peft_adapter import adapter_folder
 from mergekit_ace.files import file_states, sha256, write_text
 from mergekit_ace.headers import DamagedFileError, read_file_header
 from mergekit_ace.merging.job import MergeError, MergeJob, MergePlan, Shard, index_file, shard_file
+from mergekit_ace.methods.parameters import FILE_PARAMETERS
 from mergekit_ace.planning import config_content
 
 MANIFEST_FILE = "merge_manifest.json"
@@ -37,8 +38,6 @@ _FREE_FLAGS = set(
     transformers_cache lora_merge_cache
     """.split()
 )
-# Parameters that name files whose content goes into the result.
-FILE_PARAMETERS = ("coefficients", "learner")
 _READERS = 4  # files that are hashed side by side
 
 

@@ -21,7 +21,8 @@ from mergekit_ace.adapters.adapter_tasks import find_stored_change, read_adapter
 from mergekit_ace.adapters.peft_adapter import Adapter
 from mergekit_ace.headers import DamagedFileError, read_headers
 from mergekit_ace.merging.job import MergeError, MergeJob, MergePlan
-from mergekit_ace.merging.manifest import FILE_PARAMETERS, named_paths
+from mergekit_ace.merging.manifest import named_paths
+from mergekit_ace.methods.parameters import FILE_PARAMETERS
 from mergekit_ace.planning import ConfigError, model_folders
 from mergekit_ace.preflight.config_rules import listed
 

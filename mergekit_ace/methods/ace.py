@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import BaseModel
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from mergekit_ace.algebra.adaptive import merge_tensor
 from mergekit_ace.algebra.closed_form import COSTS, choose_forms
 from mergekit_ace.algebra.linalg import LARGEST_BLOCK
+from mergekit_ace.algebra.measured import MeasuredInputs
 from mergekit_ace.algebra.records import (
     LARGEST_MEAN_RIDGE,
     AceOptions,
@@ -31,10 +32,13 @@ from mergekit_ace.methods.base import (
 )
 from mergekit_ace.methods.inputs import TensorSettings, describe
 from mergekit_ace.methods.lookup import component_coefficients
+from mergekit_ace.methods.measured_lookup import MeasuredLookup
 from mergekit_ace.methods.notices import notice
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
+    COVARIANCES,
     LAYOUT,
+    MIX,
     TASK,
     WEIGHT,
     option_parameters,
@@ -58,7 +62,7 @@ class RidgeMethod(TaskVectorMethod):
 
     Attributes:
         options_class: its options, whose fields are parameters beside ``weight``, ``layout``,
-            ``coefficients`` and ``task``.
+            ``coefficients``, ``task``, ``covariances`` and ``mix``.
         merge_versions: the merge of one tensor, with the arguments of `merge_tensor`.
         refines: whether a refinement may follow.
         ill_conditioned: what to do where a matrix cannot be solved.
@@ -89,7 +93,31 @@ class RidgeMethod(TaskVectorMethod):
             least_memory=least_memory,
             observe=observe,
             space=settings.space,
+            measured=self._measured(settings, tensors[0].shape),
         )
+
+    def check_settings(self, settings: TensorSettings) -> None:
+        lookup = self._lookup(settings)
+        if lookup is not None and settings.parameters["coefficients"] is not None:
+            raise ValueError(
+                f"{self.spec.name}: the coefficients were learned for a merge with estimated "
+                "covariances; leave out `covariances`, or `coefficients`"
+            )
+
+    def _lookup(self, settings: TensorSettings) -> MeasuredLookup | None:
+        path = settings.parameters["covariances"]
+        if path is None:
+            return None
+        return MeasuredLookup(self.spec.name, settings, path, "covariances")
+
+    def _measured(self, settings: TensorSettings, shape: Sequence[int]) -> MeasuredInputs | None:
+        lookup = self._lookup(settings)
+        return None if lookup is None else lookup.inputs(shape, settings.parameters["mix"])
+
+    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
+        if parameters.get("covariances") is None:
+            return ""
+        return "measured covariances of inputs are not of low rank"
 
     def learned_coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
         options = options_from(self.options_class, settings.parameters)
@@ -107,7 +135,11 @@ class RidgeMethod(TaskVectorMethod):
             return super().work(settings, shape, experts)
         count, *matrix = found
         cases = (False, self.refines)
-        forms = [choose_forms(*matrix, experts, refined=refined)[0] for refined in cases]
+        measured = settings.parameters.get("covariances") is not None
+        forms = [
+            choose_forms(*matrix, experts, refined=refined, measured=measured)[0]
+            for refined in cases
+        ]
         costs = [COSTS[f](*matrix, experts, r) for f, r in zip(forms, cases, strict=True)]
         extra = [self.extra_operations(*matrix, experts, refined) for refined in cases]
         low, high = (c.operations + e for c, e in zip(costs, extra, strict=True))
@@ -150,7 +182,7 @@ class AceMerge(RidgeMethod):
         "ace",
         "ACE-Merging",
         "https://arxiv.org/abs/2603.02945",
-        (WEIGHT, *option_parameters(AceOptions), LAYOUT, COEFFICIENTS, TASK),
+        (WEIGHT, *option_parameters(AceOptions), LAYOUT, COEFFICIENTS, COVARIANCES, MIX, TASK),
     )
     summary = (
         "Merges every matrix by one ridge regression in closed form, with covariances of the "

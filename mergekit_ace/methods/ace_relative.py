@@ -11,7 +11,9 @@ from mergekit_ace.methods.ace import ACE_CITATION, RidgeMethod
 from mergekit_ace.methods.base import method_spec
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
+    COVARIANCES,
     LAYOUT,
+    MIX,
     TASK,
     WEIGHT,
     option_parameters,
@@ -31,7 +33,15 @@ class RelativeAceMerge(RidgeMethod):
         "ace_relative",
         "ACE-Merging with relative errors",
         "https://arxiv.org/abs/2603.02945",
-        (WEIGHT, *option_parameters(RelativeOptions), RELATIVE_LAYOUT, COEFFICIENTS, TASK),
+        (
+            WEIGHT,
+            *option_parameters(RelativeOptions),
+            RELATIVE_LAYOUT,
+            COEFFICIENTS,
+            COVARIANCES,
+            MIX,
+            TASK,
+        ),
     )
     summary = (
         "Merges every matrix as ACE-Merging does, but minimises the sum of the tasks' relative "

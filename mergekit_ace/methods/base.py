@@ -45,7 +45,7 @@ from mergekit_ace.methods.inputs import (
     largest_size,
 )
 from mergekit_ace.methods.notices import notice
-from mergekit_ace.methods.parameters import LAYOUT, REPORT, NamedParameter
+from mergekit_ace.methods.parameters import FILE_PARAMETERS, LAYOUT, REPORT, NamedParameter
 from mergekit_ace.methods.report_lines import append_report
 from mergekit_ace.methods.shapes import check_shapes
 
@@ -272,11 +272,12 @@ class TaskVectorMethod(GroupMergeMethod):
                 "they may undo what the base knew",
                 "try lambda from 0.3 to 0.65 on text that no adapter was trained on",
             )
-        files = [settings.parameters.get(name) for name in ("coefficients", "learner")]
+        files = [settings.parameters.get(name) for name in FILE_PARAMETERS]
         if not any(files) and any(settings.of_experts("task", None)):
             yield (
-                "`task` names an expert in a file of learned coefficients, and there is none",
-                "add `coefficients: PATH`, or leave task out",
+                "`task` names an expert in a file of learned coefficients or statistics, and there "
+                "is none",
+                "add the file's parameter, or leave task out",
             )
 
     def mention(self, settings: TensorSettings, record: TensorRecord) -> None:

@@ -17,10 +17,13 @@ from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from mergekit_ace.algebra.records import Factor, Layout, NonNegative
+from mergekit_ace.algebra.records import Factor, Fraction, Layout, NonNegative
 from mergekit_ace.coefficients.file import load_coefficients
+from mergekit_ace.measurements import load_statistics
 
 Options = TypeVar("Options", bound=BaseModel)
+# Those that name files whose content goes into the result, and in which experts have names.
+FILE_PARAMETERS = ("coefficients", "learner", "statistics", "covariances")
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,27 @@ def _loadable(path: str) -> str:
     return path
 
 
+def _measured(path: str) -> str:
+    """Check that statistics can be used, before anything is merged."""
+    load_statistics(path)
+    return path
+
+
+def require_statistics(method: str, parameters: Mapping[str, Any]) -> str:
+    """Return the path under `statistics:` among the resolved parameters of a tensor.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = parameters["statistics"]
+    if path is None:
+        raise ValueError(
+            f"{method}: there are no statistics; run `mergekit-ace statistics CONFIG OUT` on "
+            "samples of the experts, and add `statistics: OUT/statistics.json` to the parameters"
+        )
+    return path
+
+
 ReportPath = Annotated[
     str,
     AfterValidator(_writable),
@@ -169,7 +193,14 @@ CoefficientPath = Annotated[
     AfterValidator(_loadable),
     Meaning("the path of a coefficients.safetensors that `mergekit-ace train` wrote"),
 ]
-TaskName = Annotated[str, Meaning("the name that the expert has in the coefficient file")]
+StatisticsPath = Annotated[
+    str,
+    AfterValidator(_measured),
+    Meaning("the path of a statistics.json that `mergekit-ace statistics` wrote"),
+]
+TaskName = Annotated[
+    str, Meaning("the name that the expert has in the file of coefficients or statistics")
+]
 
 LAMBDA = shared("lambda", Factor, 1.0, "λ of W0 + λ X: what the merged task vector is scaled by.")
 WEIGHT = per_expert(
@@ -192,7 +223,30 @@ COEFFICIENTS = shared(
     "The file with learned coefficients.",
 )
 TASK = per_expert(
-    "task", TaskName | None, None, "Which expert of the coefficient file this is, if not by path."
+    "task",
+    TaskName | None,
+    None,
+    "Which expert of the file of coefficients or statistics this is, if not by path.",
+)
+STATISTICS = shared(
+    "statistics",
+    StatisticsPath | None,
+    None,
+    "What `mergekit-ace statistics` measured on samples; required.",
+)
+COVARIANCES = shared(
+    "covariances",
+    StatisticsPath | None,
+    None,
+    "What `mergekit-ace statistics` measured on samples: covariances that take the place of a "
+    "share of the estimates. Tensors of which nothing was measured keep the estimate.",
+)
+MIX = shared(
+    "mix",
+    Fraction,
+    0.25,
+    "That share; both are brought to one trace first. 0 is the estimate alone, 1 the measured "
+    "alone.",
 )
 REPORT = shared(
     "report",

@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 
 from mergekit_ace.algebra.inspection import BINS, REACH, evenly_spaced
 from mergekit_ace.algebra.ridge_floor import LIMIT
+from mergekit_ace.report.measured_agreement import other_cosines
 from mergekit_ace.report.tables import Report, Row
 
 # Told apart on white and on black, and by most colour-blind readers.
@@ -320,6 +321,32 @@ def _coefficients(report: Report) -> Picture | None:
     )
 
 
+def _agreement(report: Report) -> Picture | None:
+    rows = [row for row in report.rows if "agreement" in row.matrix]
+    if not rows:
+        return None
+    figure = _by_depth(rows, "cosine of ΔᵀΔ and XᵀX (0 to 1)", log=False)
+    for t, name in enumerate(_names(report)):
+        own = [
+            report.spread(row.line, [c[n] for n, c in enumerate(row.matrix["agreement"]["cosine"])])
+            for row in rows
+        ]
+        _points(figure, rows, [values[t] for values in own], name, t)
+    others = [other_cosines(row) for row in rows]
+    means = [math.fsum(values) / len(values) if values else None for values in others]
+    _points(figure, rows, means, "with other tasks", len(report.experts))
+    figure.update_yaxes(range=[0, 1.02])
+    return Picture(
+        "agreement",
+        "Estimated and measured covariances, by depth",
+        "What ACE estimates from an expert's weights, beside what its samples have at the inputs "
+        "of the same layers (Theorem 1 of ACE-Merging). Good: an expert's points near 1, and above "
+        "the last series: the mean cosine with what other tasks have there. Where they are level, "
+        "the estimate does not tell tasks apart.",
+        figure,
+    )
+
+
 MAKERS: tuple[Callable[[Report], Picture | None], ...] = (
     _strength,
     _relative,
@@ -331,6 +358,7 @@ MAKERS: tuple[Callable[[Report], Picture | None], ...] = (
     _condition,
     _amplification,
     _stable_rank,
+    _agreement,
     _histograms,
 )
 

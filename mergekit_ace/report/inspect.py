@@ -24,6 +24,7 @@ from mergekit_ace.adapters.adapter_plan import AdapterPlan, names_adapters, plan
 from mergekit_ace.algebra.inspection import evenly_spaced
 from mergekit_ace.files import differences, file_states, write_text
 from mergekit_ace.headers import DamagedFileError
+from mergekit_ace.measurements import load_statistics
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.naming import natural_order, without_numbers
 from mergekit_ace.planning import (
@@ -55,6 +56,7 @@ def inspect_merge(
     overwrite: bool = False,
     quiet: bool = False,
     adapters: AdapterPlan | None = None,
+    covariances: str | None = None,
 ) -> list[Line]:
     """Write `report.jsonl` into a folder; a call that was interrupted goes on where it was.
 
@@ -66,6 +68,7 @@ def inspect_merge(
         overwrite: drop the state of another inspection in the folder.
         quiet: no progress bar.
         adapters: whose merge it is, where they are looked at through their factors.
+        covariances: path of statistics that the estimates are compared with.
 
     Returns:
         The lines of all selected tensors, in the order of the model.
@@ -85,13 +88,14 @@ def inspect_merge(
     selected = select(plan.tensors, filters, sample)
     path = folder / "report.jsonl"
     places = [str(a.file.path) for a in adapters.adapters] if adapters else _weight_files(plan)
+    places += [covariances] if covariances else []
     _claim(folder, _identity(plan, filters, sample, places), overwrite=overwrite)
     complete_lines(path)
     known = {line["tensor"] for line in read_lines(path)} if _has_lines(path) else set()
     todo = [tensor for tensor in selected if tensor.name not in known]
     done = len(selected) - len(todo)
     with open(path, "a", encoding="utf-8") as file:
-        lines = _adapter_lines(todo, adapters) if adapters else _lines(todo, plan)
+        lines = _adapter_lines(todo, adapters) if adapters else _lines(todo, plan, covariances)
         for line in tqdm(
             lines, "inspecting", done + len(todo), initial=done, unit="tensor", disable=quiet
         ):
@@ -101,9 +105,11 @@ def inspect_merge(
     return [found[tensor.name] for tensor in selected]
 
 
-def _lines(todo: Sequence[PlannedTensor], plan: PlannedMerge) -> Iterator[Line]:
+def _lines(
+    todo: Sequence[PlannedTensor], plan: PlannedMerge, covariances: str | None
+) -> Iterator[Line]:
     """Run mergekit's own executor, which reads, moves and frees tensors as in a merge."""
-    tasks: list[Task] = [InspectTensor(merge=tensor.task) for tensor in todo]
+    tasks: list[Task] = [InspectTensor(merge=t.task, covariances=covariances) for t in todo]
     executor = Executor(tasks, math_device=torch.device(plan.options.device or "cpu"))
     for _, line in executor.run(quiet=True):
         yield line
@@ -250,17 +256,22 @@ def run_inspection(
     sample: int | None = None,
     overwrite: bool = False,
     quiet: bool = False,
+    covariances: str | None = None,
 ) -> None:
     """`mergekit-ace inspect`: write `report.jsonl`, `summary.json` and `report.html`.
 
     Args:
         config, folder: of the merge, and for the report.
         flags: fields of mergekit's `MergeOptions`.
-        tensors, sample, overwrite, quiet: see `inspect_merge`.
+        tensors, sample, overwrite, quiet, covariances: see `inspect_merge`.
     """
     merge, source = read_merge_config(config)
     options = MergeOptions(**flags, quiet=True)
-    adapters = _plan_adapters(merge, source, options) if names_adapters(merge) else None
+    adapters = None
+    if names_adapters(merge):
+        adapters = _plan_adapters(merge, source, options, in_full=covariances is not None)
+    if covariances is not None:
+        load_statistics(covariances)  # says here, before a tensor is read, if it cannot be used
     if adapters is not None:
         plan = adapters.merge
     else:
@@ -270,7 +281,7 @@ def run_inspection(
     with _lock(folder):
         lines = inspect_merge(
             plan, folder, filters=tensors, sample=sample, overwrite=overwrite, quiet=quiet,
-            adapters=adapters,
+            adapters=adapters, covariances=covariances,
         )  # fmt: skip
         summary = write_summary(lines, folder / "summary.json")
         base = adapters.base if adapters else plan.config.base_model
@@ -296,7 +307,7 @@ def _check_tensors(plan: PlannedMerge) -> None:
 
 
 def _plan_adapters(
-    config: MergeConfiguration, source: str, options: MergeOptions
+    config: MergeConfiguration, source: str, options: MergeOptions, *, in_full: bool
 ) -> AdapterPlan | None:
     """Return the plan of a merge of adapters of one base; None if full models have to be read.
 
@@ -307,8 +318,9 @@ def _plan_adapters(
         plan = plan_adapters(config, source, options)
         with headers_only(plan.checkpoints):
             reason = why_in_full(plan)
-        if not reason:
+        if not reason and not in_full:
             return plan
+        reason = reason or "--covariances compares full matrices"
     except (ConfigError, DamagedFileError) as error:
         reason = str(error)
     if not options.lora_merge_cache:

@@ -78,6 +78,10 @@ HISTOGRAM = FieldKind(
     f"{{n}} lists of {BINS + 2} counts",
     lambda value, n: _list_of(lambda row: _list_of(_is_count, row, BINS + 2), value, n),
 )
+ANGLES = FieldKind(
+    "a list of numbers or null for each of {n} experts",
+    lambda value, n: _list_of(_or_none(lambda own: _list_of(_is_number, own)), value, n),
+)
 COEFFICIENTS = FieldKind(
     "at least {n} numbers", lambda value, n: _list_of(_is_number, value) and len(value) >= n
 )
@@ -103,7 +107,7 @@ OF_MATRICES = {
     "prior": FLAG, "refined": FLAG, "epsilon": PER_EXPERT_OR_NONE, "share": PER_EXPERT_OR_NONE,
     "ridge": NUMBER_OR_INF, "raised": FLAG, "amplification": NUMBER_OR_INF, "rank": COUNT,
     "sigma_iso": NUMBER, "form": TEXT, "condition": NUMBER_OR_INF, "precision": TEXT,
-    "subspaces": OBJECT, "spectrum": OBJECT,
+    "mix": NUMBER, "subspaces": OBJECT, "spectrum": OBJECT, "agreement": OBJECT,
 }  # fmt: skip
 OF_PARTS = {
     "subspaces": {
@@ -113,6 +117,7 @@ OF_PARTS = {
         "before": NUMBERS, "after": NUMBERS, "share_before": NUMBER, "share_after": NUMBER,
         "alignment": NUMBERS_OR_NONE,
     },
+    "agreement": {"cosine": PAIRS, "size": COUNT, "angles": ANGLES},
 }  # fmt: skip
 
 # Fields that come together: where one of the first is, all of the second are.

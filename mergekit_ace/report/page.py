@@ -19,6 +19,7 @@ from plotly.offline import get_plotlyjs
 from mergekit_ace.files import write_text
 from mergekit_ace.report.figures import draw_pictures
 from mergekit_ace.report.jsonl import Line, ReportError, read_lines
+from mergekit_ace.report.measured_agreement import own_cosines
 from mergekit_ace.report.summary import summarize
 from mergekit_ace.report.tables import Report, Row
 
@@ -131,6 +132,11 @@ def _ridge(row: Row) -> Cell:
     return Cell(f"{cell.text}, raised", cell.value) if row.matrix.get("raised") else cell
 
 
+def _mean_agreement(row: Row) -> Cell:
+    values = own_cosines(row) if "agreement" in row.matrix else []
+    return _number(math.fsum(values) / len(values) if values else None)
+
+
 def _columns(report: Report) -> list[Column]:
     def of(key: str) -> Callable[[Row], Cell]:
         return lambda row: _number(row.matrix.get(key))
@@ -182,6 +188,9 @@ def _columns(report: Report) -> list[Column]:
         Column(f"τ {name}", f"Squared norm of the task vector of {name}", expert(t))
         for t, name in enumerate(report.experts)
     ]
+    if any("agreement" in row.matrix for row in report.rows):
+        help_ = "Mean cosine of ΔᵀΔ and what was measured, over the experts"
+        columns.append(Column("agreement", help_, _mean_agreement))
     if report.looked_at:
         columns += _closer_columns()
     return columns

@@ -22,6 +22,7 @@ from mergekit_ace.files import write_text
 from mergekit_ace.methods.report_lines import finite
 from mergekit_ace.naming import module_of, without_numbers
 from mergekit_ace.report.jsonl import Line, ReportError
+from mergekit_ace.report.measured_agreement import agreement_by_kind, agreement_sentences
 from mergekit_ace.report.tables import Report, Row, title_of
 
 # An expert "barely differs" outside of the layers that hold this share of its change …
@@ -87,7 +88,8 @@ def summarize(report: Report) -> dict[str, Any]:
             for row in ridges
             if is_near_threshold(row.rows_per_column)
         },
-        "sentences": list(sentences(report)),
+        "agreement": agreement_by_kind(report),
+        "sentences": [*sentences(report), *agreement_sentences(report)],
     }
 
 

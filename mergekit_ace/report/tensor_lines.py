@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor
 from mergekit_ace.adapters.peft_adapter import Adapter, Change
+from mergekit_ace.algebra.covariance_agreement import compare_covariances
 from mergekit_ace.algebra.inspection import TensorInspection, inspect_tensor, measure_noise
+from mergekit_ace.algebra.layouts import as_matrices
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank
 from mergekit_ace.algebra.low_rank_inspection import inspect_products
 from mergekit_ace.algebra.records import FixedLayout, Observer
@@ -29,6 +31,7 @@ from mergekit_ace.methods.base import MERGE_ERRORS, Merged, TaskVectorMethod
 from mergekit_ace.methods.devices import first_that_fits
 from mergekit_ace.methods.inputs import TensorSettings, check_finite
 from mergekit_ace.methods.low_rank_merge import has_low_rank
+from mergekit_ace.methods.measured_lookup import MeasuredLookup
 from mergekit_ace.planning import PlannedTensor
 from mergekit_ace.preflight.checkpoints import FLOATING
 from mergekit_ace.report.jsonl import Line, ReportError, inspection_line
@@ -41,6 +44,7 @@ class InspectTensor(Task[Line]):
     """In the place of mergekit's merge of one tensor: the same inputs, a line of a report."""
 
     merge: ExecuteMergeMethodTask
+    covariances: str | None = None
 
     def arguments(self) -> dict[str, Task]:
         """Return the tensors that the merge would get."""
@@ -79,7 +83,20 @@ class InspectTensor(Task[Line]):
         line = inspection_line(self.merge.method_name, settings, inspection, seconds)
         if method is not planned.method:
             line["decisions_of"] = method.spec.name
+        if self.covariances is not None:
+            settings = replace(settings, layout=planned.layout(base.ndim))
+            line |= _agreement(settings, given, self.covariances)
         return line
+
+
+def _agreement(settings: TensorSettings, tensors: Sequence[Tensor], path: str) -> Line:
+    """Return how far estimates agree with what was measured; empty of what is no single matrix."""
+    shape = tensors[0].shape
+    inputs = MeasuredLookup("inspect", settings, path, "covariances").inputs(shape)
+    if not any(inputs.covariances):
+        return {}
+    base, *experts = (as_matrices(tensor, settings.layout)[0] for tensor in tensors)
+    return {"agreement": asdict(compare_covariances(base, experts, inputs.covariances))}
 
 
 def deciding_method(planned: PlannedTensor) -> tuple[TaskVectorMethod, Mapping[str, Any]]:

@@ -41,7 +41,7 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
     Raises:
         TrainingError: naming the data and what is missing: the file, a column, rows.
     """
-    data = _draw(_read(config, config.split), config.samples, seed)
+    data = read_rows(config, seed)
     contents = _contents(data, config)
     held_out = {}
     for split, name in (("test", config.test_split), ("validation", config.validation_split)):
@@ -85,6 +85,15 @@ def _choose(contents: Sequence[Hashable], parts: int) -> set[Hashable]:
             chosen.add(content)
             room -= rows[content]
     return chosen or {min(rows, key=rows.__getitem__)}
+
+
+def read_rows(config: DataConfig, seed: int) -> Dataset:
+    """Read the data and draw `samples` rows of it.
+
+    Raises:
+        TrainingError: naming the data and what is missing: the file, a column, rows.
+    """
+    return _draw(_read(config, config.split), config.samples, seed)
 
 
 def _read(config: DataConfig, split: str) -> Dataset:

@@ -28,9 +28,13 @@ from mergekit_ace.files import differences, file_states, save_tensors, write_tex
 from mergekit_ace.training.config import DistillTraining, TrainingConfig
 
 # Settings that do not change the result: a run may go on with others.
-_FREE = frozenset({("expert_storage",), ("training", "checkpoint_every"), ("device_map",)})
+_FREE = frozenset(
+    {("expert_storage",), ("training", "checkpoint_every"), ("device_map",), ("measure",)}
+)
 # What makes a folder look as if a run were complete.
-_RESULTS = ("coefficients.safetensors", "distillation.json", "merge.yml", "inline.yml")
+_RESULTS = (
+    "coefficients.safetensors", "distillation.json", "merge.yml", "inline.yml", "statistics.json",
+)  # fmt: skip
 
 
 class TrainingError(ValueError):
@@ -104,6 +108,11 @@ class TrainingRun:
         total = self.accelerator.reduce(numbers.to(self.accelerator.device), reduction="sum")
         return total.to(numbers.device)
 
+    @property
+    def experts(self) -> Path:
+        """The folder for what is measured of each expert."""
+        return self.path / "experts"
+
     def backbone(self, expert: int | None) -> Path:
         """Return the folder for the backbone of a classifier; None stands for the base model."""
         return self.path / "backbones" / ("base" if expert is None else f"expert-{expert}")
@@ -131,9 +140,13 @@ class TrainingRun:
             self._claim(identity, overwrite)
         self.wait()
 
+    @property
+    def _made_folders(self) -> tuple[Path, ...]:
+        return self.state, self.path / "backbones", self.experts
+
     def _check_needed(self, inputs: Iterable[str]) -> None:
         """Refuse to drop what this run reads."""
-        dropped = [folder.resolve() for folder in (self.state, self.path / "backbones")]
+        dropped = [folder.resolve() for folder in self._made_folders]
         for path in inputs:
             place = Path(path).expanduser().resolve()
             if any(folder in (place, *place.parents) for folder in dropped):
@@ -175,7 +188,7 @@ class TrainingRun:
         """Delete what another run left; first what would look as if this one were complete."""
         for name in _RESULTS:
             (self.path / name).unlink(missing_ok=True)
-        for folder in (self.state, self.path / "backbones"):
+        for folder in self._made_folders:
             shutil.rmtree(folder, ignore_errors=True)
 
 

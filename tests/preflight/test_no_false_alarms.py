@@ -11,6 +11,7 @@ import torch
 import yaml
 from catalogue import do_not_calibrate, findings
 from checkpoints import LLAMA, default_config, save_family, tiny_llama
+from measured_files import measured_checkpoints, needs_statistics
 from safetensors.torch import load_file
 from test_architectures import MODELS
 from test_check import configure, rewrite, save_tokenizer
@@ -74,11 +75,14 @@ def test_configs(family, monkeypatch, name):
 
 
 @pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
-def test_every_method_at_its_defaults(family, monkeypatch, method):
+def test_every_method_at_its_defaults(family, monkeypatch, tmp_path, method):
     do_not_calibrate(monkeypatch)
     config = default(family) | {"merge_method": method.spec.name}
     if method.spec.name == "statsmerging":
         config = each(weight=0.3)(config)
+    if needs_statistics(method):
+        paths = [config["base_model"], *(model["model"] for model in config["models"])]
+        config["parameters"] = {"statistics": measured_checkpoints(tmp_path, paths)}
     assert findings(family, config) == {"error": "", "warning": ""}
 
 

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from coefficient_files import make_file
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
+from measured_files import measured_checkpoints, needs_statistics
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -125,6 +126,8 @@ def test_every_method_is_cited(tmp_path, mergekit_yaml, method):
     if name == "statsmerging":
         for model in config["models"]:
             model["parameters"] = {"weight": 0.5}
+    if needs_statistics(method):
+        config["parameters"]["statistics"] = measured_checkpoints(tmp_path / "stats", paths)
     out = mergekit_yaml(config)
     text = card(out, report)
     assert f"By [{method.spec.pretty_name}]({method.spec.reference_url})" in text

@@ -16,6 +16,7 @@ from checkpoints import ace_config, fine_tuned, save_family, tiny_llama
 from click.testing import CliRunner
 from coefficient_files import make_file
 from filelock import FileLock
+from measured_files import measured_checkpoints, needs_statistics
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -284,6 +285,8 @@ def test_every_method_shows_what_it_would_do_itself(tmp_path, inspect, mergekit_
     if name == "statsmerging":
         for number, model in enumerate(config["models"]):
             model["parameters"] = {"weight": 0.25 + number}
+    if needs_statistics(method):
+        config["parameters"]["statistics"] = measured_checkpoints(tmp_path / "stats", paths)
     merged = tensors_of(mergekit_yaml(config))
     done = {line["tensor"]: line for line in map(json.loads, lines.read_text().splitlines())}
     folder = inspect(config)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Covariances of a layer's inputs that were measured on samples, in the place of estimates.
+
+Of X_tᵀX_t/n_t, with a row of X_t per token, the lower triangle is kept, row by row: (1, 1), (2, 1),
+(2, 2), (3, 1), …, as LAPACK packs it. So it may stay on the disk, mapped into memory, and is read
+where it is added to a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mergekit_ace.algebra.linalg import blocks, mirror
+
+
+def packed_size(columns: int) -> int:
+    """Return how many entries the lower triangle of a matrix (i, i) has."""
+    return columns * (columns + 1) // 2
+
+
+def pack(matrix: Tensor) -> Tensor:
+    """Return the lower triangle of a symmetric matrix, (i, i), as (i (i + 1)/2,)."""
+    packed = matrix.new_empty(packed_size(len(matrix)))
+    for row in range(len(matrix)):
+        packed[packed_size(row) : packed_size(row + 1)] = matrix[row, : row + 1]
+    return packed
+
+
+@dataclass(frozen=True)
+class MeasuredCovariance:
+    """M_t = X_tᵀX_t/n_t of one expert, finite.
+
+    Attributes:
+        packed: its lower triangle, see `pack`; maybe on another device, maybe mapped from a file.
+        columns: i.
+        off_diagonal: α, which entries off the diagonal are multiplied by, 0 to 1.
+    """
+
+    packed: Tensor
+    columns: int
+    off_diagonal: float = 1.0
+
+    @cached_property
+    def diagonal(self) -> Tensor:
+        """The diagonal, (i,), in float64 on the CPU."""
+        places = torch.arange(self.columns, device="cpu")
+        return self.packed[places * (places + 3) // 2].double()
+
+    @cached_property
+    def trace(self) -> float:
+        """tr(M_t)."""
+        return float(self.diagonal.sum())
+
+    def add_to(self, total: Tensor, scale: float) -> Tensor:
+        """Add a multiple of M_t to the lower triangle of a matrix, (i, i), in place."""
+        for block in blocks(self.columns, self.columns):
+            start = packed_size(block.start)
+            rows = self.packed[start : packed_size(block.stop)].to(total)
+            for row in range(block.start, block.stop):
+                own = packed_size(row) - start
+                part = rows[own : own + row + 1]
+                total[row, : row + 1].add_(part, alpha=scale * self.off_diagonal)
+        if self.off_diagonal != 1:
+            rest = scale * (1 - self.off_diagonal)
+            total.diagonal().add_(self.diagonal.to(total), alpha=rest)
+        return total
+
+    def matrix(self, like: Tensor) -> Tensor:
+        """Return M_t, (i, i), in the dtype of a tensor, where that is."""
+        empty = torch.zeros(self.columns, self.columns, dtype=like.dtype, device=like.device)
+        return mirror(self.add_to(empty, 1.0))
+
+
+@dataclass(frozen=True)
+class MeasuredInputs:
+    """What was measured of the inputs of one tensor; entries in the order of all experts.
+
+    Attributes:
+        covariances: of a matrix; None for an expert whose samples never came there.
+        counts: of a table, how often each row was looked up, (n,); None likewise.
+        mix: share of the measured in the covariances of a merge, 0 to 1. Both are brought to one
+            trace first: S_t = (1 − mix) G_t + mix tr(G_t)/tr(M_t) M_t for an estimate G_t, so that
+            the ridge and everything else that counts in traces stays as it is.
+    """
+
+    covariances: tuple[MeasuredCovariance | None, ...] = ()
+    counts: tuple[Tensor | None, ...] = ()
+    mix: float = 1.0
+
+    def of(self, positions: Sequence[int]) -> MeasuredInputs | None:
+        """Return itself if there is a covariance of one of these experts, else None."""
+        known = any(self.covariance(position) is not None for position in positions)
+        return self if known else None
+
+    def covariance(self, position: int) -> MeasuredCovariance | None:
+        """Return that of one expert, if it says anything."""
+        found = self.covariances[position] if self.covariances and self.mix > 0 else None
+        return found if found is not None and found.trace > 0 else None
+
+    def count(self, position: int) -> Tensor | None:
+        """Return the counts of one expert as shares, (n,), in float64, if there are any."""
+        found = self.counts[position] if self.counts and self.mix > 0 else None
+        total = 0.0 if found is None else float(found.double().sum())
+        return found.double() / total if found is not None and total > 0 else None

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RegMean: the regression onto the experts' outputs on their own inputs, which were measured.
+
+Jin et al., "Dataless Knowledge Fusion by Merging Weights of Language Models", ICLR 2023, arXiv
+2212.09849. With G_t = X_tᵀX_t/n_t of the inputs X_t, (n_t, i), of expert t, its entries off the
+diagonal multiplied by α, the merge minimises Σ_t w_t ‖(W − W_t) X_tᵀ‖²/n_t:
+
+    W = (Σ_t w_t W_t G_t)(Σ_t w_t G_t)⁻¹ = W0 + (Σ_t w_t Δ_t G_t)(Σ_t w_t G_t)⁻¹,
+
+which is the closed form of ACE-Merging without its prior, with S_t = w_t G_t: every form of its
+solve serves that is not made of task vectors alone.
+
+Departures: a ridge of at least 1e-6 mean eigenvalues, without which inputs that are 0 in all
+samples would have no solution (they get the mean of the Δ_t); and an expert that left a matrix as
+it was takes no part in it, as everywhere here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from mergekit_ace.algebra.closed_form import Attempt, choose_attempts, first_success, solve
+from mergekit_ace.algebra.covariance import (
+    LEAST_RIDGE,
+    Covariances,
+    Task,
+    choose_reference,
+    choose_unit,
+)
+from mergekit_ace.algebra.layouts import by_layout
+from mergekit_ace.algebra.linalg import full_precision
+from mergekit_ace.algebra.measured import MeasuredInputs
+from mergekit_ace.algebra.records import (
+    Factor,
+    FixedLayout,
+    Fraction,
+    MatrixRecord,
+    Observer,
+    Ridge,
+    TensorRecord,
+    show,
+)
+from mergekit_ace.algebra.ridge_floor import amplification
+from mergekit_ace.algebra.task_vectors import (
+    ActiveExperts,
+    merge_mean,
+    merge_trivial,
+    select_active,
+)
+
+
+class RegressionOptions(BaseModel):
+    """What may be chosen per tensor; see `AceOptions`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    scale: Factor = Field(1.0, alias="lambda", description="λ of W0 + λ X.")
+    off_diagonal: Fraction = Field(
+        0.9,
+        description="α, by which entries of X_tᵀX_t off its diagonal are multiplied; the paper's "
+        "is 0.9, and 0.1 for T5.",
+    )
+    epsilon: Ridge = Field(
+        0.0,
+        description="A ridge in the place of α (write off_diagonal: 1), or beside it, in mean "
+        "eigenvalues of X_tᵀX_t; never below 1e-6.",
+    )
+
+
+def merge_tensor_by_regression(
+    base: Tensor,
+    experts: Sequence[Tensor],
+    weights: Sequence[float],
+    options: RegressionOptions,
+    layout: FixedLayout,
+    measured: MeasuredInputs,
+    *,
+    least_memory: bool = False,
+    observe: Observer | None = None,
+) -> tuple[Tensor, TensorRecord]:
+    """Merge the versions of one stored tensor; arguments and result as of `merge_tensor`.
+
+    A matrix of whose inputs nothing was measured gets the mean of the task vectors, as vectors do.
+    """
+
+    def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
+        return merge_mean(base, select_active(base, experts, weights, torch.float32), options.scale)
+
+    def matrix(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
+        active = select_active(base, experts, weights, torch.float32)
+        return merge_by_regression(base, active, options, measured, least_memory, observe)
+
+    return by_layout(base, experts, layout, matrix, mean)
+
+
+@full_precision()
+def merge_by_regression(
+    base: Tensor,
+    active: ActiveExperts,
+    options: RegressionOptions,
+    measured: MeasuredInputs,
+    least_memory: bool = False,
+    observe: Observer | None = None,
+) -> tuple[Tensor, MatrixRecord]:
+    """Merge the versions of one matrix; arguments and result as of `merge_relative`.
+
+    Raises:
+        IllConditionedError: Σ_t w_t G_t cannot be factored, even in float64; raise ``epsilon``.
+    """
+    trivial = merge_trivial(base, active, options.scale)
+    if trivial is not None:
+        return trivial
+    if active.shape[0] == 1 or measured.of(active.positions) is None:
+        return merge_mean(base, active, options.scale)
+    attempts = choose_attempts(
+        base, active, refined=False, least_memory=least_memory, measured=True
+    )
+
+    def merge(attempt: Attempt) -> tuple[Tensor, MatrixRecord]:
+        covariances = _covariances(base, active, options, measured, attempt)
+        solution = solve(covariances, attempt.form, prior=False, refined=False)
+        show(observe, "closed form", solution.merged, covariances.unit)
+        record = MatrixRecord(
+            rule="regmean",
+            weight=active.spread(active.weights, 0.0),
+            tau=active.all_tau,
+            changed=active.changed,
+            ridge=covariances.relative_ridge,
+            amplification=amplification(solution.merged, covariances),
+            form=attempt.form,
+            condition=solution.condition,
+            precision=str(attempt.dtype).removeprefix("torch."),
+            tolerance=attempt.tolerance(solution.condition),
+        )
+        return solution.merged.mul_(options.scale * covariances.unit).add_(base), record
+
+    return first_success(attempts, merge)
+
+
+def _covariances(
+    base: Tensor,
+    active: ActiveExperts,
+    options: RegressionOptions,
+    measured: MeasuredInputs,
+    attempt: Attempt,
+) -> Covariances:
+    """Return w_t G_t of the experts that were measured, all scaled to mean eigenvalue 1 of A."""
+    found = [measured.covariance(position) for position in active.positions]
+    total = math.fsum(w * m.trace for w, m in zip(active.weights, found, strict=True) if m)
+    unit, columns = choose_unit(active, base.numel()), base.shape[1]
+    epsilon = max(options.epsilon, LEAST_RIDGE)
+    tasks, order = [], []
+    nothing = torch.zeros(columns, dtype=attempt.dtype, device=base.device)
+    given = zip(active.experts, active.weights, active.tau, found, strict=True)
+    for expert, weight, tau, own in given:
+        if own is not None:
+            share = weight * own.trace / total
+            task = Task(
+                expert, base, nothing, scale=0.0, ridge=epsilon * share, unit=unit,
+                measured=replace(own, off_diagonal=options.off_diagonal),
+                measured_scale=weight * columns / total,
+            )  # fmt: skip
+            tasks.append(task)
+            order.append((share, tau))
+    return Covariances(
+        tasks=tuple(tasks),
+        reference=choose_reference(order),
+        unit=unit,
+        covariance_unit=1.0,
+        epsilon=(),
+        mean_tau=1.0,
+        centred=False,
+        energy=math.fsum(active.tau) / unit**2,
+        trace=float(columns),
+        noise=attempt.noise,
+    )

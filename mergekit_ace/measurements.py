@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `mergekit-ace statistics` measured of experts on samples, for merge methods to read.
+
+A folder with `statistics.json`, which is written last, and safetensors files of each expert. These
+hold, per token or sample, in float32 (counts in int64):
+
+* `covariance/NAME`: the lower triangle of X_tᵀX_t/n_t of the inputs of a linear layer, packed row
+  by row (`algebra.measured`), once for all layers with the same inputs, under the first one's name;
+* `counts/NAME`: how often each row of a table of embeddings was looked up;
+* `fisher/NAME`: the diagonal of the Fisher information, shaped as the tensor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mergekit_ace.coefficients.file import Expert, find_expert
+from mergekit_ace.files import write_text
+from mergekit_ace.headers import DamagedFileError, TensorHeader, read_file_header
+
+INDEX_FILE = "statistics.json"
+Measure = Literal["covariances", "fisher"]
+_AGAIN = "give the statistics.json that `mergekit-ace statistics` wrote, or run that again"
+
+
+class StatisticsFileError(ValueError):
+    """Statistics that cannot be used; the message says why and what to do."""
+
+
+class MeasuredExpert(Expert):
+    """Expert, and what it was measured on.
+
+    Attributes:
+        samples: how many it read.
+        tokens: of all texts together, 0 for images.
+        files: of its tensors, beside the index.
+    """
+
+    samples: int
+    tokens: int
+    files: tuple[str, ...]
+
+
+class MeasuredTensor(BaseModel):
+    """Tensor of the models.
+
+    Attributes:
+        name: of the parameter in memory.
+        stored: names of the tensors on disk that hold it, and further ones in memory where it is
+            tied.
+        inputs: NAME of its covariance; None where nothing was measured.
+        counted: whether there are counts.
+        fisher: whether there is Fisher information, shaped as it is stored.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    stored: tuple[str, ...]
+    inputs: str | None = None
+    counted: bool = False
+    fisher: bool = False
+
+
+class StatisticsIndex(BaseModel):
+    """Contents of `statistics.json`.
+
+    Attributes:
+        format: tells it from other files.
+        base_model: mergekit's reference, as text.
+        measured: what was asked for.
+        experts: in the order of the config.
+        tensors: all that a merge may ask for, measured or not.
+        config: of the run, as it was resolved.
+        package: version of this package.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal["mergekit-ace statistics 1"] = "mergekit-ace statistics 1"
+    base_model: str
+    measured: tuple[Measure, ...]
+    experts: tuple[MeasuredExpert, ...]
+    tensors: tuple[MeasuredTensor, ...]
+    config: dict[str, Any] = {}
+    package: str = ""
+
+
+class Statistics:
+    """A folder of statistics; tensors are mapped from its files when they are asked for.
+
+    Attributes:
+        path: of the index.
+        index: its contents.
+    """
+
+    def __init__(self, path: Path, index: StatisticsIndex):
+        self.path, self.index = path, index
+        self._headers = [self._read_headers(expert) for expert in index.experts]
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Statistics:
+        """Read the index, and the headers of all files.
+
+        Args:
+            path: of the index, or its folder.
+
+        Raises:
+            StatisticsFileError: a file is missing, damaged or something else.
+        """
+        place = Path(path).expanduser()
+        place = place / INDEX_FILE if place.is_dir() else place
+        if not place.is_file():
+            raise StatisticsFileError(f"there are no statistics at {place}; {_AGAIN}")
+        try:
+            index = StatisticsIndex.model_validate_json(place.read_bytes())
+        except ValidationError as error:
+            raise StatisticsFileError(f"{place} is no file of statistics; {_AGAIN}") from error
+        return cls(place, index)
+
+    def _read_headers(self, expert: MeasuredExpert) -> dict[str, TensorHeader]:
+        try:
+            files = [read_file_header(self.path.parent / name) for name in expert.files]
+        except DamagedFileError as error:
+            raise StatisticsFileError(
+                f"the statistics of {expert.task} cannot be used: {error}; or delete it, and run "
+                "`mergekit-ace statistics` again, which measures what is missing"
+            ) from error
+        return {name: header for headers in files for name, header in headers.items()}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, MeasuredTensor]:
+        """The tensors by every name that they have, in memory or on disk."""
+        known = {}
+        for tensor in self.index.tensors:
+            known |= dict.fromkeys((tensor.name, *tensor.stored), tensor)
+        return known
+
+    def expert(self, model: str, task: str | None = None) -> int | None:
+        """Return the number of an expert, see `find_expert`; None where it was not measured."""
+        return find_expert(self.index.experts, model, task)
+
+    def shape(self, expert: int, name: str) -> tuple[int, ...] | None:
+        """Return the shape of what was measured of an expert under a name, if anything was."""
+        header = self._headers[expert].get(name)
+        return header.shape if header else None
+
+    def read(self, expert: int, name: str) -> Tensor:
+        """Return what was measured, on the CPU, mapped from its file.
+
+        Raises:
+            StatisticsFileError: the file is damaged.
+        """
+        file = self._headers[expert][name].file
+        try:
+            return _open(file, os.stat(file).st_mtime_ns).get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise StatisticsFileError(f"{file} is damaged: {error}; {_AGAIN}") from error
+
+
+def save_index(folder: Path, index: StatisticsIndex) -> None:
+    """Write `statistics.json`, whole or not at all; one that says the same keeps its time."""
+    path, text = folder / INDEX_FILE, index.model_dump_json(indent=1)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        write_text(path, text)
+
+
+def load_statistics(path: str) -> Statistics:
+    """Read statistics, once until their index changes; see `Statistics.load`."""
+    place = os.path.abspath(os.path.expanduser(path))
+    place = os.path.join(place, INDEX_FILE) if os.path.isdir(place) else place
+    return _load(place, os.stat(place).st_mtime_ns if os.path.exists(place) else 0)
+
+
+@lru_cache(maxsize=8)
+def _load(path: str, changed: int) -> Statistics:
+    return Statistics.load(path)
+
+
+@lru_cache(maxsize=64)
+def _open(path: str, changed: int) -> safe_open:
+    return safe_open(path, framework="pt")

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured of one tensor, looked up in the statistics that a config names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from mergekit_ace.algebra.measured import MeasuredCovariance, MeasuredInputs, packed_size
+from mergekit_ace.measurements import (
+    Measure,
+    MeasuredTensor,
+    Statistics,
+    StatisticsFileError,
+    load_statistics,
+)
+from mergekit_ace.methods.inputs import TensorSettings, describe
+
+
+class MeasuredLookup:
+    """The statistics of one tensor's experts, once they are known to be there.
+
+    Args:
+        method: the merge method that asks.
+        settings: of the tensor.
+        path: of the statistics.
+        kind: which of them are wanted.
+
+    Raises:
+        StatisticsFileError: they do not hold the kind, an expert, or the tensor.
+    """
+
+    def __init__(self, method: str, settings: TensorSettings, path: str, kind: Measure):
+        self._method, self._settings, self._path = method, settings, path
+        self._file: Statistics = load_statistics(path)
+        if kind not in self._file.index.measured:
+            raise StatisticsFileError(
+                f"{method}: {path} holds no {kind}; add `measure: [{kind}]` to the config of "
+                "`mergekit-ace statistics` and run it again"
+            )
+        self._experts = self._find_experts()
+        self._tensor = self._find_tensor()
+
+    def inputs(self, shape: Sequence[int], mix: float = 1.0) -> MeasuredInputs:
+        """Return covariances of a matrix, or counts of a table; none of what is neither.
+
+        Args:
+            shape: of the tensor, as stored.
+            mix: see `MeasuredInputs`.
+
+        Raises:
+            StatisticsFileError: the tensor has another shape than that which was measured.
+        """
+        layout = self._settings.layout
+        if len(shape) != 2 or layout not in ("matrix", "transposed", "table"):
+            return MeasuredInputs(mix=mix)
+        if layout == "table":
+            counts = self._read(f"counts/{self._tensor.name}", shape[:1])
+            return MeasuredInputs(counts=tuple(counts), mix=mix)
+        columns = shape[1] if layout == "matrix" else shape[0]
+        packed = self._read(f"covariance/{self._tensor.inputs}", (packed_size(columns),))
+        covariances = (p if p is None else MeasuredCovariance(p, columns) for p in packed)
+        return MeasuredInputs(covariances=tuple(covariances), mix=mix)
+
+    def fisher(self, shape: Sequence[int]) -> list[Tensor] | None:
+        """Return the Fisher information of every expert; None of a tensor that has none.
+
+        Raises:
+            StatisticsFileError: the tensor has another shape than that which was measured.
+        """
+        if not self._tensor.fisher:
+            return None
+        found = self._read(f"fisher/{self._tensor.name}", shape)
+        known = [part for part in found if part is not None]
+        return known if len(known) == len(found) else None
+
+    def _read(self, name: str, shape: Sequence[int]) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for number in self._experts:
+            known = self._file.shape(number, name)
+            if known is not None and known != tuple(shape):
+                raise StatisticsFileError(
+                    f"{self._method}: {describe(self._settings.name)} does not have the shape that "
+                    f"it had when {self._path} was measured; measure the models that are merged, "
+                    "or merge without resizing their vocabularies"
+                )
+            found.append(None if known is None else self._file.read(number, name))
+        return found
+
+    def _find_experts(self) -> list[int]:
+        tasks = self._settings.of_experts("task", None)
+        found = []
+        for model, task in zip(self._settings.models, tasks, strict=True):
+            number = self._file.expert(model, task)
+            if number is None:
+                held = ", ".join(f"{e.task} ({e.model})" for e in self._file.index.experts)
+                named = model if task is None else f"{model} (task: {task})"
+                raise StatisticsFileError(
+                    f"{self._method}: {self._path} holds nothing of {named}. It holds {held}. If a "
+                    "checkpoint has moved, give it the name above as `task:` under its parameters"
+                )
+            found.append(number)
+        return found
+
+    def _find_tensor(self) -> MeasuredTensor:
+        name = self._settings.name
+        tensor = self._file.tensors.get(name or "")
+        if tensor is None:
+            raise StatisticsFileError(
+                f"{self._method}: {self._path} does not know {describe(name)}; it was measured on "
+                f"experts of {self._file.index.base_model}. Measure the models that are merged"
+            )
+        return tensor

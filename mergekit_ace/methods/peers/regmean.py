@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`merge_method: regmean`: Jin et al., "Dataless Knowledge Fusion", ICLR 2023."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mergekit_ace.algebra.closed_form import COSTS, choose_forms
+from mergekit_ace.algebra.records import IllConditionedError, Observer
+from mergekit_ace.algebra.regression import RegressionOptions, merge_tensor_by_regression
+from mergekit_ace.methods.architecture import is_table
+from mergekit_ace.methods.base import (
+    Citation,
+    Merged,
+    TaskVectorMethod,
+    Work,
+    matrices_in,
+    method_spec,
+)
+from mergekit_ace.methods.inputs import TensorSettings, describe
+from mergekit_ace.methods.measured_lookup import MeasuredLookup
+from mergekit_ace.methods.parameters import (
+    LAYOUT,
+    STATISTICS,
+    TASK,
+    WEIGHT,
+    option_parameters,
+    options_from,
+    require_statistics,
+)
+
+
+class RegMeanMerge(TaskVectorMethod):
+    """RegMean: linear layers by regression on their measured inputs, all others averaged."""
+
+    spec = method_spec(
+        "regmean",
+        "RegMean",
+        "https://arxiv.org/abs/2212.09849",
+        (STATISTICS, WEIGHT, *option_parameters(RegressionOptions), LAYOUT, TASK),
+    )
+    summary = (
+        "Merges every linear layer by the regression onto the experts' outputs on their own "
+        "samples, whose covariances `mergekit-ace statistics` has measured; all others, "
+        "embeddings among them, are averaged."
+    )
+    citations = (
+        Citation(
+            key="jin2023regmean",
+            authors="Jin, Xisen and Ren, Xiang and Preotiuc-Pietro, Daniel and Cheng, Pengxiang",
+            title="Dataless Knowledge Fusion by Merging Weights of Language Models",
+            year=2023,
+            arxiv="2212.09849",
+            booktitle="International Conference on Learning Representations",
+        ),
+    )
+    own_rule = "merged by the regression on measured inputs"
+
+    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
+        return "measured covariances of inputs are not of low rank"
+
+    def check_settings(self, settings: TensorSettings) -> None:
+        self._lookup(settings)
+
+    def _lookup(self, settings: TensorSettings) -> MeasuredLookup:
+        path = require_statistics(self.spec.name, settings.parameters)
+        return MeasuredLookup(self.spec.name, settings, path, "covariances")
+
+    def merge(
+        self,
+        tensors: Sequence[Tensor],
+        settings: TensorSettings,
+        *,
+        least_memory: bool = False,
+        observe: Observer | None = None,
+    ) -> Merged:
+        averaged = is_table(settings.base, settings.name)  # also where it is the head as well
+        return merge_tensor_by_regression(
+            tensors[0],
+            tensors[1:],
+            settings.weights,
+            options_from(RegressionOptions, settings.parameters),
+            "mean" if averaged else settings.layout,
+            self._lookup(settings).inputs(tensors[0].shape),
+            least_memory=least_memory,
+            observe=observe,
+        )
+
+    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
+        found = matrices_in(shape, settings.layout)
+        if found is None or experts < 2:
+            return super().work(settings, shape, experts)
+        count, *matrix = found
+        form = choose_forms(*matrix, experts, refined=False, measured=True)[0]
+        cost = COSTS[form](*matrix, experts, False)
+        operations, moved = count * cost.operations, count * cost.bytes
+        return Work((operations,) * 2, (moved,) * 2, int(cost.memory), form=(form,) * 2)
+
+    def explain(self, error: Exception, settings: TensorSettings) -> str:
+        if not isinstance(error, IllConditionedError):
+            return super().explain(error, settings)
+        return (
+            f"{self.spec.name}: {describe(settings.name)} cannot be merged: {error}, too much to "
+            "be solved even in float64. Raise `epsilon`, or lower `off_diagonal`."
+        )

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Covariances of the inputs of linear layers, and counts of looked-up rows, summed up by hooks.
+
+Samples pass one by one: then there is no padding that would have to be left out, in whatever way an
+architecture arranges its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from mergekit_ace.algebra.linalg import add_gram, full_precision
+from mergekit_ace.algebra.measured import pack
+
+Hook = Callable[[str, Tensor], None]  # of a parameter's name, and of what its module was given
+Read = Callable[[PreTrainedModel], None]  # lets a model read samples
+
+
+@dataclass(frozen=True)
+class MeasuredModules:
+    """Modules of a model whose inputs are measured, by the names of their weights in memory.
+
+    Attributes:
+        linear: those that multiply; a weight may have several modules, such as a tied head.
+        tables: those that look up rows.
+    """
+
+    linear: dict[str, list[nn.Module]] = field(default_factory=dict)
+    tables: dict[str, list[nn.Module]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, names: Sequence[str]) -> MeasuredModules:
+        """Return the modules whose weights are among the named parameters."""
+        wanted, parameters = set(names), dict(model.named_parameters())
+        known = {id(parameter): name for name, parameter in parameters.items() if name in wanted}
+        found = cls()
+        for module in model.modules():
+            name = known.get(id(getattr(module, "weight", None)))
+            kind = None
+            if isinstance(module, nn.Linear | Conv1D):
+                kind = found.linear
+            elif isinstance(module, nn.Embedding):
+                kind = found.tables
+            if name is not None and kind is not None:
+                kind.setdefault(name, []).append(module)
+        return found
+
+    @contextmanager
+    def watched(self, modules: Mapping[str, Sequence[nn.Module]], hook: Hook) -> Iterator[None]:
+        """Call a hook with every input of some modules."""
+        handles = []
+        for name, members in modules.items():
+
+            def call(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
+                hook(name, args[0] if args else next(iter(kwargs.values())))
+
+            handles += [m.register_forward_pre_hook(call, with_kwargs=True) for m in members]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def columns(self, name: str) -> int:
+        """Return i of a linear layer."""
+        module = self.linear[name][0]
+        return module.weight.shape[0 if isinstance(module, Conv1D) else 1]
+
+    def shared_inputs(self, model: PreTrainedModel, read: Read) -> dict[str, str]:
+        """Return the first of the linear layers with the same inputs, by the name of each.
+
+        Layers share their inputs if in every call they are given the very tensor that the one
+        before was given, as queries, keys and values are. Layers that nothing came to share none.
+        """
+        calls: dict[str, list[int]] = {}
+        last: list[Any] = [None, 0]
+
+        def note(name: str, given: Tensor) -> None:
+            if given is not last[0]:
+                last[:] = given, last[1] + 1
+            calls.setdefault(name, []).append(last[1])
+
+        with self.watched(self.linear, note):
+            read(model)
+        first: dict[tuple[int, ...], str] = {}
+        alike = {name: first.setdefault(tuple(numbers), name) for name, numbers in calls.items()}
+        return alike | {name: name for name in self.linear if name not in alike}
+
+
+@torch.no_grad()
+@full_precision()
+def sum_inputs(
+    model: PreTrainedModel, leaders: Sequence[str], tables: Sequence[str], read: Read
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Return X_tᵀX_t/n_t of linear layers, packed, and counts of tables, while a model reads.
+
+    Args:
+        model: on its device.
+        leaders: names of linear layers, see `shared_inputs`.
+        tables: names of tables.
+        read: lets the model read all samples, one by one.
+
+    Returns:
+        `covariance/NAME`, (i (i + 1)/2,) in float32, and `counts/NAME`, (n,) in int64, on the CPU;
+        and n_t by NAME. A layer that nothing came to has zeros.
+    """
+    modules, sums = MeasuredModules.of(model, [*leaders, *tables]), {}
+    rows = dict.fromkeys(leaders, 0)
+    for name in leaders:
+        columns = modules.columns(name)
+        sums[name] = torch.zeros(columns, columns, device=model.device)
+    counts = {
+        name: torch.zeros(len(modules.tables[name][0].weight), dtype=torch.int64).to(model.device)
+        for name in tables
+    }
+
+    def add(name: str, given: Tensor) -> None:
+        inputs = given.reshape(-1, given.shape[-1]).float()
+        total = sums[name]
+        add_gram(total, inputs.to(total.device).mT)
+        rows[name] += len(inputs)
+
+    def count(name: str, given: Tensor) -> None:
+        total = counts[name]
+        total += given.reshape(-1).to(total.device).bincount(minlength=len(total))
+
+    linear = {name: modules.linear[name] for name in leaders}
+    looked_up = {name: modules.tables[name] for name in tables}
+    with modules.watched(linear, add), modules.watched(looked_up, count):
+        read(model)
+    found = {f"counts/{name}": total.cpu() for name, total in counts.items()}
+    for name in leaders:
+        total = sums.pop(name).div_(max(1, rows[name]))
+        found[f"covariance/{name}"] = pack(total.cpu())
+    return found, rows
+
+
+def sum_fisher(
+    model: PreTrainedModel,
+    names: Sequence[str],
+    samples: Sequence[Any],
+    logits: Callable[[Any], Tensor],
+    seed: int,
+) -> dict[str, Tensor]:
+    """Return the diagonal of the Fisher information of some parameters, a mean over samples.
+
+    That is the mean of (∂ log p(y | x)/∂θ)², with answers y drawn from the model's own distribution
+    at every supervised position (departure: the paper takes the exact expectation where there are
+    few classes). Answers at different positions are independent, so that their squares add up.
+
+    Args:
+        model: on its device, without gradients.
+        names: of parameters in memory.
+        samples: at least one.
+        logits: of a sample, (P, C) at its P supervised positions.
+        seed: of the answers; with the same, they are the same.
+
+    Returns:
+        `fisher/NAME`, shaped as the parameter, in float32 on the CPU.
+    """
+    named = dict(model.named_parameters())
+    parameters = [named[name] for name in names]
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+    generator = torch.Generator("cpu").manual_seed(seed)
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        for sample in samples:
+            scores = logits(sample).float().log_softmax(-1)
+            drawn = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator)
+            chosen = scores.gather(-1, drawn.to(scores.device)).sum()
+            gradients = torch.autograd.grad(chosen, parameters, allow_unused=True)
+            for total, gradient in zip(sums, gradients, strict=True):
+                if gradient is not None:
+                    total.add_(gradient.float().square_())
+    finally:
+        model.requires_grad_(False)
+    return {
+        f"fisher/{name}": total.div_(len(samples)).cpu()
+        for name, total in zip(names, sums, strict=True)
+    }

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics as `mergekit-ace statistics` would have written them, of tensors made up by tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mergekit_ace.algebra.measured import pack
+from mergekit_ace.files import save_tensors
+from mergekit_ace.measurements import (
+    INDEX_FILE,
+    MeasuredExpert,
+    MeasuredTensor,
+    StatisticsIndex,
+    save_index,
+)
+from mergekit_ace.methods.base import TaskVectorMethod
+
+Kind = Literal["covariance", "counts", "fisher"]
+
+
+def random_covariance(rng: torch.Generator, columns: int, rank: int | None = None) -> Tensor:
+    """X_tᵀX_t/n_t of inputs that differ in size."""
+    rows = torch.randn(rank or 2 * columns, columns, generator=rng)
+    rows *= torch.rand(columns, generator=rng) + 0.1
+    return rows.T @ rows / len(rows)
+
+
+def write_statistics(
+    folder: Path,
+    measured: dict[Kind, dict[str, list[Tensor]]],
+    models: list[str],
+    others: tuple[str, ...] = (),
+) -> str:
+    """Write what was measured, by kind and name of a tensor: a list over the experts.
+
+    Args:
+        folder: where to.
+        measured: of which at least one kind is there.
+        models: of the experts.
+        others: names of tensors that are known, but of which nothing was measured.
+    """
+    folder.mkdir(exist_ok=True)
+    experts = []
+    for number, model in enumerate(models):
+        tensors = {
+            f"{kind}/{name}": pack(parts[number]) if kind == "covariance" else parts[number].clone()
+            for kind, own in measured.items()
+            for name, parts in own.items()
+        }
+        save_tensors(folder / f"{number}.safetensors", tensors)
+        experts.append(
+            MeasuredExpert(
+                task=f"task{number}", model=model, samples=1, tokens=1,
+                files=(f"{number}.safetensors",),
+            )
+        )  # fmt: skip
+    names = dict.fromkeys([*others, *(name for own in measured.values() for name in own)])
+    kinds = ["fisher"] * ("fisher" in measured)
+    kinds += ["covariances"] * bool({"covariance", "counts"} & set(measured))
+    index = StatisticsIndex(
+        base_model="base",
+        measured=tuple(kinds),
+        experts=tuple(experts),
+        tensors=tuple(
+            MeasuredTensor(
+                name=name,
+                stored=(name,),
+                inputs=name if name in measured.get("covariance", ()) else None,
+                counted=name in measured.get("counts", ()),
+                fisher=name in measured.get("fisher", ()),
+            )
+            for name in names
+        ),
+    )
+    save_index(folder, index)
+    return str(folder / INDEX_FILE)
+
+
+def measured_checkpoints(folder: Path, paths: list[str]) -> str:
+    """Write made-up statistics of the experts of a base, whose path is the first one."""
+    rng = torch.Generator().manual_seed(0)
+    measured: dict[Kind, dict[str, list[Tensor]]] = {"covariance": {}, "fisher": {}}
+    for name, tensor in load_file(Path(paths[0]) / "model.safetensors").items():
+        count = range(len(paths) - 1)
+        measured["fisher"][name] = [torch.rand(tensor.shape, generator=rng) for _ in count]
+        if tensor.ndim == 2:
+            columns = tensor.shape[1]
+            measured["covariance"][name] = [random_covariance(rng, columns) for _ in count]
+    return write_statistics(folder, measured, paths[1:])
+
+
+def needs_statistics(method: TaskVectorMethod) -> bool:
+    """Whether a method merges nothing without what was measured."""
+    return "statistics" in {parameter.name for parameter in method.spec.parameters}

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured covariances in `ace` and `ace_relative`, against the naive references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from matrices import HETEROGENEOUS, as_if_large, family
+from measured_files import random_covariance, write_statistics
+from mergekit.merge_methods import merge_tensors
+from reference import naive_ace, naive_relative, naive_table, task_vector_error
+
+from mergekit_ace.algebra.adaptive import merge_matrix
+from mergekit_ace.algebra.closed_form import choose_forms
+from mergekit_ace.algebra.measured import MeasuredCovariance, MeasuredInputs, pack, packed_size
+from mergekit_ace.algebra.records import AceOptions
+from mergekit_ace.algebra.relative import RelativeOptions, merge_relative, merge_table
+from mergekit_ace.algebra.ridge_floor import LIMIT
+from mergekit_ace.algebra.task_vectors import select_active
+
+SHAPES = {"wide": (10, 40), "tall": (50, 12), "square": (24, 24)}
+
+
+def measured(covariances, mix: float) -> MeasuredInputs:
+    found = [
+        None if c is None else MeasuredCovariance(pack(c.float()), len(c)) for c in covariances
+    ]
+    return MeasuredInputs(covariances=tuple(found), mix=mix)
+
+
+def test_packed_and_back(rng):
+    matrix = random_covariance(rng, 7)
+    packed = pack(matrix)
+    assert packed.shape == (packed_size(7),) == (28,)
+    assert torch.equal(packed[:6], matrix[[0, 1, 1, 2, 2, 2], [0, 0, 1, 0, 1, 2]])
+    one = MeasuredCovariance(packed, 7)
+    torch.testing.assert_close(one.matrix(matrix), matrix)
+    assert one.trace == pytest.approx(float(matrix.trace()))
+    lowered = MeasuredCovariance(packed, 7, off_diagonal=0.3).matrix(matrix)
+    expected = 0.3 * matrix + 0.7 * matrix.diagonal().diag()
+    torch.testing.assert_close(lowered, expected)
+
+
+def test_a_measured_covariance_has_no_dual_form():
+    assert choose_forms(10, 400, 3, refined=False) == ["dual"]
+    assert "dual" not in choose_forms(10, 400, 3, refined=False, measured=True)
+    forms = choose_forms(10, 400, 3, refined=False, measured=True, least_memory=True)
+    assert "dual" not in forms
+
+
+@pytest.mark.parametrize("mix", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"epsilon": 1e-3, "epsilon_scale": "relative", "centred": False},
+        {"adaptive_normalization": "always", "spectral_refinement": "always", "epsilon": 1e-3},
+        {"structural_prior": False},
+    ],
+    ids=["default", "relative ridge", "refined", "no prior"],
+)
+def test_ace(rng, mix, shape, scales, options):
+    base, experts = family(rng, *SHAPES[shape], 3, scales=scales)
+    covariances = [random_covariance(rng, base.shape[1]) for _ in experts]
+    expected = naive_ace(base, experts, [1.0, 2.0, 0.5], measured=covariances, mix=mix, **options)
+    given = AceOptions(ridge_floor=False, **options)
+    merged, record = merge_matrix(
+        base, experts, [1.0, 2.0, 0.5], given, measured=measured(covariances, mix)
+    )
+    assert task_vector_error(merged, expected, base) <= 5e-5
+    assert record.mix == mix
+
+
+@pytest.mark.parametrize("mix", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("options", [{}, {"centred": True, "structural_prior": True}])
+def test_ace_relative(rng, mix, shape, options):
+    base, experts = family(rng, *SHAPES[shape], 3, scales=HETEROGENEOUS)
+    covariances = [random_covariance(rng, base.shape[1]) for _ in experts]
+    expected = naive_relative(base, experts, measured=covariances, mix=mix, **options)
+    active = select_active(base, experts, [1.0] * 3, torch.float32)
+    given = RelativeOptions(ridge_floor=False, **options)
+    merged, record = merge_relative(base, active, given, measured=measured(covariances, mix))
+    assert task_vector_error(merged, expected, base) <= 5e-5
+    assert record.mix == mix
+
+
+@pytest.mark.parametrize("refined", [False, True])
+@pytest.mark.parametrize("shape", [(10, 40), (50, 12)])
+def test_in_float32(rng, shape, refined):
+    """The ways that large matrices take."""
+    base, experts = family(rng, *shape, 3)
+    covariances = [random_covariance(rng, base.shape[1]) for _ in experts]
+    branch = "always" if refined else "never"
+    options = {"adaptive_normalization": branch, "spectral_refinement": branch, "epsilon": 1e-2}
+    expected = naive_ace(base, experts, measured=covariances, mix=0.5, **options)
+    attempts = [a for a in as_if_large((50, 12), 3, refined=refined) if a.form != "dual"]
+    merged, record = merge_matrix(
+        base, experts, options=AceOptions(ridge_floor=False, **options),
+        measured=measured(covariances, 0.5), attempts=attempts,
+    )  # fmt: skip
+    assert record.form != "dual"
+    assert task_vector_error(merged, expected, base) <= 1e-3
+
+
+def test_a_mix_of_nothing_is_the_estimate(rng):
+    base, experts = family(rng, 12, 30, 3)
+    covariances = [random_covariance(rng, 30) for _ in experts]
+    plain, _ = merge_matrix(base, experts)
+    merged, record = merge_matrix(base, experts, measured=measured(covariances, 0.0))
+    assert torch.equal(merged, plain)
+    assert record.mix is None
+
+
+def test_experts_that_were_not_measured_keep_their_estimate(rng):
+    base, experts = family(rng, 12, 30, 3)
+    known = random_covariance(rng, 30)
+    grams = [e.double() - base.double() for e in experts]
+    grams = [(g - g.mean(dim=0)).T @ (g - g.mean(dim=0)) for g in grams]
+    expected = naive_ace(base, experts, measured=[grams[0], known, grams[2]], mix=0.5)
+    nothing = torch.zeros(30, 30)  # its samples never came to this layer
+    for absent in (None, nothing):
+        merged, _ = merge_matrix(
+            base, experts, options=AceOptions(ridge_floor=False),
+            measured=measured([absent, known, absent], 0.5),
+        )  # fmt: skip
+        assert task_vector_error(merged, expected, base) <= 5e-5
+
+
+def test_experts_that_did_not_change_a_matrix(rng):
+    """They take no part, and the others keep their own covariances."""
+    base, experts = family(rng, 12, 30, 2)
+    covariances = [random_covariance(rng, 30) for _ in range(3)]
+    three = [experts[0], base.clone(), experts[1]]
+    merged, _ = merge_matrix(base, three, measured=measured(covariances, 0.5))
+    pair = [covariances[0], covariances[2]]
+    expected, _ = merge_matrix(base, experts, measured=measured(pair, 0.5))
+    torch.testing.assert_close(merged, expected)
+    single, record = merge_matrix(base, three[:2], measured=measured(covariances[:2], 0.5))
+    assert record.rule == "single"
+    assert torch.equal(single, experts[0])
+
+
+@pytest.mark.parametrize("rows", [10, 12])
+def test_the_floor_of_the_ridge_holds(rng, rows):
+    """Covariances of few samples leave directions in which a small ridge amplifies."""
+    base, experts = family(rng, rows, 30, 3, noise=1.0)
+    covariances = [random_covariance(rng, 30, rank=10) for _ in experts]
+    options = AceOptions(epsilon=1e-9, epsilon_scale="relative", structural_prior=False)
+    given = {"options": options, "measured": measured(covariances, 1.0)}
+    _, record = merge_matrix(base, experts, **given)
+    plain = options.model_copy(update={"ridge_floor": False})
+    _, before = merge_matrix(base, experts, options=plain, measured=measured(covariances, 1.0))
+    assert before.amplification > 1.2 * LIMIT
+    assert record.raised
+    assert record.amplification <= LIMIT * 1.001
+
+
+@pytest.mark.parametrize("mix", [0.25, 1.0])
+def test_tables_by_how_often_rows_are_asked_for(rng, mix):
+    base, experts = family(rng, 20, 6, 3)
+    counts = [torch.randint(0, 9, (20,), generator=rng) for _ in experts]
+    diagonals = [count.double().diag() for count in counts]
+    expected = naive_table(base, experts, measured=diagonals, mix=mix)
+    active = select_active(base, experts, [1.0] * 3, torch.float32)
+    found = MeasuredInputs(counts=tuple(counts), mix=mix)
+    merged, record = merge_table(base, active, 0.03, 1.0, found)
+    assert task_vector_error(merged, expected, base) <= 5e-5
+    assert record.mix == mix
+
+
+@pytest.mark.parametrize("method", ["ace", "ace_relative"])
+def test_through_mergekit(rng, tmp_path, method):
+    base, experts = family(rng, 12, 30, 2)
+    covariances = [random_covariance(rng, 30) for _ in experts]
+    path = write_statistics(tmp_path, {"covariance": {"w": covariances}}, ["1", "2"], ("v",))
+    given = {"covariances": path, "mix": 0.25, "ridge_floor": False}
+    reference = naive_ace if method == "ace" else naive_relative
+    expected = reference(base, experts, measured=covariances, mix=0.25)
+
+    def merge(tensors, name="w", **more):
+        parameters = {**given, **more}
+        return merge_tensors(tensors, method, base_index=0, name=name, parameters=parameters)
+
+    merged = merge([base, *experts])
+    assert task_vector_error(merged, expected, base) <= 5e-5
+    turned = merge([base.T, *(e.T for e in experts)], layout="transposed")
+    torch.testing.assert_close(turned.T, merged)
+    unmeasured = merge([base, *experts], "v")
+    assert task_vector_error(unmeasured, reference(base, experts), base) <= 5e-5
+    with pytest.raises(ValueError, match="does not know tensor u"):
+        merge([base, *experts], "u")
+    with pytest.raises(ValueError, match="holds nothing of 3"):
+        merge([base, *experts, experts[0]])
+    with pytest.raises(ValueError, match="tensor w does not have the shape that it had"):
+        merge([t[:, :20] for t in (base, *experts)])
+    fisher = write_statistics(tmp_path / "f", {"fisher": {"w": experts}}, ["1", "2"])
+    with pytest.raises(ValueError, match=r"holds no covariances; add `measure: \[covariances\]`"):
+        merge([base, *experts], covariances=fisher)

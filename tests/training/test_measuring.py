@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics of samples against plain float64 passes, and runs that are cut short or go wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from families import (
+    bert_family,
+    llama_family,
+    masked_family,
+    mixtral_family,
+    resnet_family,
+    t5_family,
+    tokenizer,
+    vit_family,
+    write_rows,
+)
+from measured_families import gpt2_family, measure
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    RobertaForMaskedLM,
+)
+from transformers.pytorch_utils import Conv1D
+
+from mergekit_ace.algebra.measured import MeasuredCovariance
+from mergekit_ace.measurements import Statistics, StatisticsFileError
+from mergekit_ace.training import measuring
+from mergekit_ace.training.input_sums import sum_fisher
+from mergekit_ace.training.measuring import StatisticsConfig, in_passes, measure_statistics
+from mergekit_ace.training.state import TrainingError
+
+
+def inputs_in_float64(model: nn.Module, samples: list[dict]) -> dict[str, torch.Tensor]:
+    """X of every linear layer, and the rows that every table was asked for, by parameter."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def keep(module, args, kwargs, output):
+        given = (*args, *kwargs.values())[0]
+        kind = "table" if isinstance(module, nn.Embedding) else "linear"
+        rows = given.flatten() if kind == "table" else given.flatten(0, -2)
+        found.setdefault(f"{kind} {names[id(module.weight)]}", []).append(rows.clone())
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear | Conv1D | nn.Embedding):
+            module.register_forward_hook(keep, with_kwargs=True)
+    with torch.no_grad():
+        for sample in samples:
+            model(**sample)
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def texts(config: dict, number: int) -> list[dict]:
+    """The samples of an expert as a user would read them, one by one."""
+    lines = Path(config["models"][number]["data"]["path"]).read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    words = tokenizer(mask_token="<mask>") if "mask" in str(rows) else tokenizer()
+    key = next(iter(rows[0]))
+    return [dict(words(row[key], return_tensors="pt")) for row in rows]
+
+
+FAMILIES = {
+    "llama": (llama_family, AutoModelForCausalLM),
+    "gpt2": (gpt2_family, AutoModelForCausalLM),
+    "bert": (bert_family, AutoModelForSequenceClassification),
+    "roberta": (lambda folder: masked_family(folder, RobertaForMaskedLM), AutoModelForMaskedLM),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_covariances_and_counts(tmp_path, family):
+    make, kind = FAMILIES[family]
+    config = make(tmp_path / "family")
+    found = measure(config, tmp_path / "out")
+    for number, expert in enumerate(config["models"]):
+        model = kind.from_pretrained(expert["model"]).eval().double()
+        samples = texts(config, number)
+        expected = inputs_in_float64(model, samples)
+        assert found.index.experts[number].samples == len(samples)
+        assert found.index.experts[number].tokens == sum(s["input_ids"].numel() for s in samples)
+        heads = ("classifier.",) if family == "bert" else ()
+        for key, rows in expected.items():
+            sort, name = key.split()
+            if name.startswith(heads):
+                continue
+            tensor = found.tensors[name]
+            if sort == "table":
+                counts = found.read(number, f"counts/{name}")
+                assert torch.equal(counts, rows.bincount(minlength=len(counts)))
+                continue
+            packed = found.read(number, f"covariance/{tensor.inputs}")
+            measured = MeasuredCovariance(packed, rows.shape[1]).matrix(rows)
+            second_moment = rows.T @ rows / len(rows)
+            torch.testing.assert_close(measured, second_moment, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_with_the_same_inputs_share_a_covariance(tmp_path):
+    found = measure(llama_family(tmp_path / "family"), tmp_path / "out")
+    inputs = {name: tensor.inputs for name, tensor in found.tensors.items()}
+    layer = "model.layers.1."
+    queries = inputs[f"{layer}self_attn.q_proj.weight"]
+    assert queries == f"{layer}self_attn.q_proj.weight"
+    assert inputs[f"{layer}self_attn.k_proj.weight"] == queries
+    assert inputs[f"{layer}self_attn.v_proj.weight"] == queries
+    gates = inputs[f"{layer}mlp.gate_proj.weight"]
+    assert inputs[f"{layer}mlp.up_proj.weight"] == gates
+    outputs, down = (inputs[f"{layer}{n}.weight"] for n in ("self_attn.o_proj", "mlp.down_proj"))
+    assert len({queries, gates, outputs, down}) == 4
+    assert inputs["model.norm.weight"] is None
+    assert inputs["model.embed_tokens.weight"] is None
+    assert found.tensors["model.embed_tokens.weight"].counted
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda folder: t5_family(folder, "a"), AutoModelForSeq2SeqLM),
+        (lambda folder: t5_family(folder, None), AutoModelForSeq2SeqLM),
+        (mixtral_family, AutoModelForCausalLM),
+        (vit_family, AutoModelForImageClassification),
+    ],
+    ids=["t5", "t5 that answers", "mixtral", "vit"],
+)
+def test_every_kind_of_model(tmp_path, make, kind):
+    config = make(tmp_path / "family")
+    found = measure(config, tmp_path / "out", "covariances", "fisher")
+    model = kind.from_pretrained(config["models"][0]["model"])
+    heads = ("classifier.",)
+    for name, parameter in model.named_parameters():
+        tensor = found.tensors[name]
+        if tensor.fisher:
+            fisher = found.read(1, f"fisher/{name}")
+            assert fisher.shape == parameter.shape
+            assert bool((fisher >= 0).all())
+        else:  # heads, and what is packed in memory only
+            assert name.startswith(heads) or parameter.ndim == 3
+    for module_name, module in model.named_modules():
+        name = f"{module_name}.weight"
+        if isinstance(module, nn.Linear) and not name.startswith(heads):
+            assert found.tensors[name].inputs is not None
+
+
+def test_fisher_information(tmp_path):
+    """Against one backward pass per sample in float64, with the same answers drawn."""
+    config = llama_family(tmp_path / "family")
+    found = measure(config, tmp_path / "out", "fisher")
+    assert found.index.measured == ("fisher",)
+    model = AutoModelForCausalLM.from_pretrained(config["models"][1]["model"]).double()
+    generator = torch.Generator().manual_seed(0)
+    expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    samples = found.index.experts[1].samples
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(0)).tolist()
+    read = texts(config, 1)
+    for number in order:
+        model.zero_grad()
+        scores = model(**read[number]).logits[0, :-1].log_softmax(-1)
+        drawn = torch.multinomial(scores.detach().exp().float(), 1, generator=generator)
+        scores.gather(-1, drawn).sum().backward()
+        for name, parameter in model.named_parameters():
+            expected[name] += parameter.grad.square() / samples
+    for name, information in expected.items():
+        got = found.read(1, f"fisher/{name}").double()
+        torch.testing.assert_close(got, information, rtol=1e-3, atol=1e-6)
+
+
+def test_drawn_answers_have_the_mean_of_all_answers(rng):
+    """Of a softmax over x W: E_y (∂ log p(y)/∂W)² = x_i² p_c (1 − p_c)."""
+    model = nn.Linear(3, 4, bias=False).requires_grad_(False)
+    x = torch.randn(3, generator=rng)
+    samples = [x] * 4000
+    found = sum_fisher(model, ["weight"], samples, lambda one: model(one)[None], seed=1)
+    p = model(x).softmax(-1)
+    exact = (p * (1 - p))[:, None] * x.square()
+    torch.testing.assert_close(found["fisher/weight"], exact, rtol=0.1, atol=1e-3)
+    assert not model.weight.requires_grad
+
+
+def test_several_passes_give_the_same(tmp_path, monkeypatch):
+    config = llama_family(tmp_path / "family")
+    whole = measure(config, tmp_path / "whole", "covariances", "fisher")
+    monkeypatch.setattr(measuring, "LEAST_ROOM", 0)  # as much as the model takes
+    split = measure(config, tmp_path / "split", "covariances", "fisher")
+    assert len(split.index.experts[0].files) > len(whole.index.experts[0].files) == 2
+    for expert in (0, 1):
+        for tensor in split.index.tensors:
+            for name in (f"covariance/{tensor.inputs}", f"counts/{tensor.name}",
+                         f"fisher/{tensor.name}"):  # fmt: skip
+                assert whole.shape(expert, name) == split.shape(expert, name)
+                if whole.shape(expert, name):
+                    assert torch.equal(whole.read(expert, name), split.read(expert, name))
+
+
+def test_passes():
+    assert in_passes({"a": 1, "b": 2, "c": 3, "d": 9}, 3, float) == (
+        {"a": 1, "b": 2}, {"c": 3}, {"d": 9},
+    )  # fmt: skip
+    assert in_passes({}, 3, float) == ()
+
+
+def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
+    config = llama_family(tmp_path / "family")
+    out = tmp_path / "out"
+    measured = measuring.Measuring.measure
+
+    def stop(self, plan, row):
+        if row == 1:
+            raise KeyboardInterrupt
+        measured(self, plan, row)
+
+    monkeypatch.setattr(measuring.Measuring, "measure", stop)
+    with pytest.raises(KeyboardInterrupt):
+        measure(config, out)
+    monkeypatch.undo()
+    assert not (out / "statistics.json").exists()
+    first = out / "experts" / "0-covariances-0.safetensors"
+    before = first.stat().st_mtime_ns
+    found = measure(config, out)
+    assert first.stat().st_mtime_ns == before
+    assert len(found.index.experts) == 2
+    monkeypatch.setattr(measuring.Measuring, "load", None)  # nothing is left to load a model for
+    index = out / "statistics.json"
+    before = index.stat().st_mtime_ns
+    assert measure(config, out).index == found.index
+    assert index.stat().st_mtime_ns == before, "a merge that has begun with it goes on"
+
+
+def test_more_may_be_measured_later(tmp_path):
+    config = llama_family(tmp_path / "family")
+    measure(config, tmp_path / "out")
+    first = tmp_path / "out" / "experts" / "0-covariances-0.safetensors"
+    before = first.stat().st_mtime_ns
+    found = measure(config, tmp_path / "out", "fisher")
+    assert found.index.measured == ("covariances", "fisher")
+    assert first.stat().st_mtime_ns == before
+
+
+def test_another_run_in_the_same_folder(tmp_path):
+    config = llama_family(tmp_path / "family")
+    measure(config, tmp_path / "out")
+    other = {**config, "exclude": ["mlp"]}
+    with pytest.raises(TrainingError, match=r"holds the state of another run.*exclude"):
+        measure(other, tmp_path / "out")
+    found = measure(other, tmp_path / "out", overwrite=True)
+    assert found.tensors["model.layers.0.mlp.up_proj.weight"].inputs is None
+    assert found.tensors["model.layers.0.self_attn.q_proj.weight"].inputs is not None
+
+
+def test_metadata(tmp_path):
+    config = llama_family(tmp_path / "family")
+    measure(config, tmp_path / "out")
+    file = tmp_path / "out" / "experts" / "1-covariances-0.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    facts = json.loads(metadata["facts"])
+    assert metadata["measured"] == "covariances"
+    assert facts["model"] == config["models"][1]["model"]
+    assert facts["tokens"] == facts["rows"]["lm_head.weight"] > 0
+
+
+def test_size_is_said_before(tmp_path, capsys):
+    config = {**llama_family(tmp_path / "family"), "measure": ["covariances", "fisher"]}
+    settings = StatisticsConfig.model_validate(config)
+    measure_statistics(settings, tmp_path / "out")
+    said = capsys.readouterr().out
+    files = list((tmp_path / "out" / "experts").glob("*-covariances-*"))
+    size = sum(sum(t.numel() * t.element_size() for t in load_file(f).values()) for f in files)
+    assert f"covariances of 2 experts: {size / 1e9:.3g} GB on disk, in 1 pass over" in said
+    assert "fisher of 2 experts" in said
+
+
+def test_a_full_disk_is_said_before(tmp_path, monkeypatch):
+    full = SimpleNamespace(free=0)
+    monkeypatch.setattr(measuring.shutil, "disk_usage", lambda path: full)
+    with pytest.raises(TrainingError, match=r"needs .* GB, and its disk has 0 GB left"):
+        measure(llama_family(tmp_path / "family"), tmp_path / "out")
+
+
+def test_nothing_to_measure(tmp_path):
+    """A ResNet has convolutions, and no linear layer but its head."""
+    with pytest.raises(TrainingError, match="nothing of which covariances could be measured"):
+        measure(resnet_family(tmp_path / "family"), tmp_path / "out")
+
+
+def test_nan_in_an_expert(tmp_path):
+    config = llama_family(tmp_path / "family")
+    model = AutoModelForCausalLM.from_pretrained(config["models"][1]["model"])
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(config["models"][1]["model"])
+    with pytest.raises(TrainingError, match="expert1 answers NaN or Inf to a sample of data"):
+        measure(config, tmp_path / "out")
+    assert not (tmp_path / "out" / "statistics.json").exists()
+
+
+def test_nan_in_a_sample(tmp_path):
+    config = vit_family(tmp_path / "family")
+    data = Path(config["models"][0]["data"]["path"])
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    rows[3]["pixels"][0][0][0] = float("nan")
+    write_rows(data, rows)
+    with pytest.raises(TrainingError, match=r"expert0 answers NaN or Inf to a sample of data"):
+        measure(config, tmp_path / "out")
+
+
+def test_damaged_and_foreign_files(tmp_path):
+    with pytest.raises(StatisticsFileError, match="there are no statistics at"):
+        Statistics.load(tmp_path / "none")
+    foreign = tmp_path / "foreign.json"
+    foreign.write_text('{"format": "something else"}')
+    with pytest.raises(StatisticsFileError, match="is no file of statistics"):
+        Statistics.load(foreign)
+    measure(llama_family(tmp_path / "family"), tmp_path / "out")
+    file = tmp_path / "out" / "experts" / "1-covariances-0.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-10])
+    with pytest.raises(
+        StatisticsFileError, match=r"the statistics of task1 cannot be used: .*bytes"
+    ):
+        Statistics.load(tmp_path / "out")
+    file.unlink()
+    with pytest.raises(StatisticsFileError, match="the statistics of task1 cannot be used"):
+        Statistics.load(tmp_path / "out" / "statistics.json")
