@@ -13,24 +13,29 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch starts its threads
 
 import torch
-from experts import DEVICE, digest
+from experts import DEVICE, Recipe, digest, prepare_base
 from layerwise import Calibration, Settings, Teacher
 from measure import Examiner, State, read_tensors
 from merges import ROWS, Merge
-from run import Study
+from results import Family, Known, markdown, own_cells, root_of_squares, tail_cells
+from run import NotMeasured, Study, choose_texts, family_parser, parse
 from safetensors.torch import save_file
-from sources import Texts, end_token
+from sources import Part, Texts, end_token, read_sources
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
-HERE = Path(__file__).resolve().parent
 NEUTRAL = "english"  # the text that says what should stay; nobody learned it
 
 
@@ -137,21 +142,87 @@ def tokens_before_padding(ids: Tensor, end: int) -> Tensor:
 class CalibrationStudy(Study):
     """A family whose validation part also has the texts that nobody learned."""
 
-    @cached_property
-    def examiner(self) -> Examiner:
-        examiner = super().examiner
+    def __init__(self, *given: Any):
+        super().__init__(*given)
         count = self.settings.sizes.untrained
         self.exams["validation"] = digest(self.exams["validation"], count, "untrained")
+
+    @cached_property
+    def examiner(self) -> Examiner:
+        """The base model in memory, and all exams."""
+        examiner = super().examiner
         examiner.exams["validation"] |= {
-            name: texts.sequences("validation", examiner.tokenizer, count)
+            name: texts.sequences("validation", examiner.tokenizer, self.settings.sizes.untrained)
             for name, texts in self.untrained.items()
         }
         return examiner
 
     def calibrated(self, variant: Variant) -> Merge:
-        """Return a merge of the family, calibrated or not."""
+        """Return a merge of the family, calibrated unless the variant has no samples."""
         (row,) = (row for row in ROWS if row.name == variant.start)
         merge = self.merge(row, variant.scale)
         if not variant.samples:
             return merge
-        return Calibrated(**vars(merge), variant=variant, neutral=self.untrained.get(NEUTRAL))
+        neutral = self.untrained.get(NEUTRAL)
+        own = {name: getattr(merge, name) for name in Merge.__dataclass_fields__}
+        return Calibrated(**own, variant=variant, neutral=neutral)
+
+    def table(self, names: Sequence[str], part: Part) -> str:
+        """Measure variants, and return the table that compares them with the best without data."""
+        base, experts = self.scores(part)
+        family = Family("", base, experts, [], list(self.untrained))
+        lines = {}
+        for name in names:
+            with suppress(NotMeasured):
+                lines[name] = self.measure(self.calibrated(VARIANTS[name]), part)
+        plain = [name for name in lines if not VARIANTS[name].samples]
+        best = max(plain, key=lambda name: family.mean_share(lines[name]["scores"])[0])
+        return comparison(family, lines, best)
+
+
+def comparison(family: Family, lines: Mapping[str, dict], best: str) -> str:
+    """Return a table of variants.
+
+    Args:
+        family: with the scores of base and experts.
+        lines: results by name of the variant.
+        best: name of the one that others are compared with.
+    """
+    asked = [name for name in family.experts if "answers" in family.base[name]]
+    header = ["merge", "kept", f"against {best}", *family.experts,
+              *(f"{name}, right answers" for name in asked),
+              *(f"{name}, loss" for name in family.untrained), "seconds"]  # fmt: skip
+    rows = []
+    for name, line in lines.items():
+        share, away = family.mean_share(line["scores"])
+        more, error = family.difference_from(line, lines[best])
+        rows.append([
+            name, f"{share:.3f} ± {root_of_squares(away):.3f}",
+            "" if name == best else f"{more:+.3f} ± {error:.3f}",
+            *own_cells(family, line["scores"], False), *tail_cells(family, asked, line["scores"]),
+            f"{line['seconds']:.0f}",
+        ])  # fmt: skip
+    return markdown(header, rows)
+
+
+def main() -> None:
+    parser = family_parser(__doc__)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--part", choices=["validation", "test"], default="validation")
+    settings = parse(parser)
+    disable_progress_bar()
+    data = read_sources(settings.data)
+    texts = choose_texts(settings, data)
+    folder = settings.output / "texts"
+    untrained = {name: Texts(source, folder) for name, source in data.untrained.items()}
+    base = prepare_base(settings.base, settings.output / "models")
+    known = Known.read(settings.output / "results.jsonl")
+    for kind, steps, seed in product(settings.kinds, sorted(settings.steps), settings.seeds):
+        recipe = Recipe(kind, seed, steps)
+        study = CalibrationStudy(base, recipe, texts, untrained, known, settings, data)
+        table = study.table(settings.variants, settings.part)
+        print(f"## {kind}, {steps} steps, seed {seed}, {settings.part}\n\n{table}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
