@@ -210,27 +210,27 @@ class Calibration:
             steps(layer, hidden, self._positions(hidden))
             for layer, hidden in zip(self.experts, own, strict=True)
         ]
+        behind = [advance(run) for run in teachers]
         for group in GROUPS:
             seen = [advance(run) for run in runs]
-            theirs = [advance(run) for run in teachers]
-            for name in self._solve(prefix, group, seen, theirs) if calibrated else ():
-                new[f"{prefix}{name}.weight"] = self.merge.get_submodule(name).weight.clone()
-        merged = [advance(run)[0] for run in runs]
-        return new, merged, [advance(run)[0] for run in teachers]
+            theirs, behind = behind, [advance(run) for run in teachers]
+            if calibrated:
+                for name in self._solve(prefix, group, seen, theirs, behind):
+                    new[f"{prefix}{name}.weight"] = self.merge.get_submodule(name).weight.clone()
+        merged = [advance(run).stream for run in runs]
+        return new, merged, [step.stream for step in behind]
 
     def _positions(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         places = torch.arange(hidden.shape[1], device=hidden.device)[None]
         return self.rotary(hidden, places)
 
-    def _solve(
-        self, prefix: str, group: tuple[str, ...], seen: list[Step], theirs: list[Step]
-    ) -> list[str]:
-        """Replace the linears of a group in the merge's layer; return their names."""
+    def _solve(self, prefix: str, group: tuple[str, ...], *steps: list[Step]) -> list[str]:
+        """Replace the linears of a group in the merge's layer; return their names. See `_sums`."""
         wanted = self.settings.linears
         names = [name for name in group if not wanted or any(part in name for part in wanted)]
         if not names:
             return names
-        gram, cross = self._sums(names, seen, theirs)
+        gram, cross = self._sums(names, *steps)
         for name in names:
             weight = self.merge.get_submodule(name).weight
             key = f"{prefix}{name}.weight"
@@ -239,27 +239,33 @@ class Calibration:
         return names
 
     def _sums(
-        self, names: list[str], seen: list[Step], theirs: list[Step]
+        self, names: list[str], seen: list[Step], theirs: list[Step], behind: list[Step]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return C, and Σ_t w_t Y_tᵀX̃_t / n_t by linear."""
+        """Return C, and Σ_t w_t Y_tᵀX̃_t / n_t by linear.
+
+        Args:
+            names: of linears that read the same.
+            seen: what the merge has there, for every teacher's samples.
+            theirs: what the teachers have there.
+            behind: what the teachers have at the next group.
+        """
         gram, cross = torch.zeros(()), dict.fromkeys(names, torch.zeros(()))
-        how = self.settings.targets
-        for teacher, layer, step, own in zip(
-            self.teachers, self.experts, seen, theirs, strict=True
-        ):
-            inputs = step.inputs[teacher.used]
+        settings, layers = self.settings, self.experts
+        for t, (teacher, ours, own) in enumerate(zip(self.teachers, seen, theirs, strict=True)):
+            used = teacher.used
+            inputs = ours.inputs[used]
             one = teacher.weight * product(inputs, inputs)
-            if how == "weights":
-                one = both = scale_off_diagonal(one, self.settings.off_diagonal)
-            else:  # Y = X_t W_tᵀ, so that Y's sum is W_t times that of its inputs
-                both = teacher.weight * product(own.inputs[teacher.used], inputs)
+            one = scale_off_diagonal(one, settings.off_diagonal)
             gram = gram + one
+            if settings.targets != "weights" and names[0] in WRITERS:
+                before = ours.stream if settings.targets == "stream" else own.stream
+                wanted = (behind[t].stream - before)[used]
+                cross[names[0]] = cross[names[0]] + teacher.weight * product(wanted, inputs)
+                continue
+            if settings.targets != "weights":  # Y = X_t W_tᵀ, so that W_t comes out of the sum
+                one = teacher.weight * product(own.inputs[used], inputs)
             for name in names:
-                added = layer.get_submodule(name).weight.double() @ both
-                if how == "stream" and name in WRITERS:
-                    drift = (own.stream - step.stream)[teacher.used]
-                    added += teacher.weight * product(drift, inputs)
-                cross[name] = cross[name] + added
+                cross[name] = cross[name] + layers[t].get_submodule(name).weight.double() @ one
         return gram, cross
 
     def _span(self, key: str) -> Tensor:
