@@ -28,7 +28,7 @@ from experts import DEVICE, Recipe, digest, prepare_base
 from layerwise import Calibration, Settings, Teacher
 from measure import Examiner, State, read_tensors
 from merges import ROWS, Merge
-from results import Family, Known, markdown, own_cells, root_of_squares, tail_cells
+from results import Family, Known, markdown, own_cells, root_of_squares, share_of_right
 from run import NotMeasured, Study, choose_texts, family_parser, parse
 from safetensors.torch import save_file
 from sources import Part, Texts, end_token, read_sources
@@ -194,18 +194,41 @@ def comparison(family: Family, lines: Mapping[str, dict], best: str) -> str:
     asked = [name for name in family.experts if "answers" in family.base[name]]
     header = ["merge", "kept", f"against {best}", *family.experts,
               *(f"{name}, right answers" for name in asked),
-              *(f"{name}, loss" for name in family.untrained), "seconds"]  # fmt: skip
+              *(f"{name}, loss against {best}" for name in family.untrained),
+              "seconds"]  # fmt: skip
     rows = []
     for name, line in lines.items():
-        share, away = family.mean_share(line["scores"])
-        more, error = family.difference_from(line, lines[best])
-        rows.append([
-            name, f"{share:.3f} ± {root_of_squares(away):.3f}",
-            "" if name == best else f"{more:+.3f} ± {error:.3f}",
-            *own_cells(family, line["scores"], False), *tail_cells(family, asked, line["scores"]),
-            f"{line['seconds']:.0f}",
-        ])  # fmt: skip
+        scores, reference = line["scores"], lines[best]["scores"]
+        share, away = family.mean_share(scores)
+        cells = [name, f"{share:.3f} ± {root_of_squares(away):.3f}",
+                 with_error(*family.difference_from(line, lines[best])),
+                 *own_cells(family, scores, False),
+                 *(share_of_right(scores[text]) for text in asked),
+                 *(with_error(*loss_difference(scores[text], reference[text]))
+                   for text in family.untrained),
+                 f"{line['seconds']:.0f}"]  # fmt: skip
+        rows.append(["" if cell == "+0.000 ± 0.000" else cell for cell in cells])
     return markdown(header, rows)
+
+
+def with_error(value: float, error: float) -> str:
+    """Return a difference as a cell of a table."""
+    return f"{value:+.3f} ± {error:.3f}"
+
+
+def loss_difference(
+    ours: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[float]]
+) -> tuple[float, float]:
+    """Return by how many nats per token a loss is greater, with the standard error over sequences.
+
+    Args:
+        ours: scores on one text.
+        theirs: scores of another model on the same sequences.
+    """
+    away = torch.tensor(ours["loss"]) - torch.tensor(theirs["loss"])
+    away /= torch.tensor(ours["tokens"])
+    error = away.std() / len(away) ** 0.5 if len(away) > 1 else 0.0
+    return float(away.mean()), float(error)
 
 
 def main() -> None:
