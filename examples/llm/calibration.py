@@ -62,10 +62,28 @@ class Variant:
     every: int = 1
 
 
-VARIANTS: dict[str, Variant] = {
-    "ace": Variant(samples=0),
-    "ace 0.7": Variant(scale=0.7, samples=0),
-}
+def variants() -> dict[str, Variant]:
+    """Return what is tried, by the name in the table."""
+    halved = {"scale": 0.7, "every": 2, "keep": {"start": 0.5}}
+    best = {"samples": 64, "every": 4, "keep": {"start": 1.0}}
+    loose, no_ridge = Settings(ridge=0.1), Settings(1e-4, "weights", off_diagonal=0.9)
+    return {
+        "ace, λ 0.7": Variant(scale=0.7, samples=0),
+        "ace, λ 0.85": Variant(scale=0.85, samples=0),
+        "16 samples, nothing kept": Variant(scale=0.7),
+        "16 samples": Variant(**halved),
+        "16 samples, ridge 0.1": Variant(**halved, settings=loose),
+        "16 samples, targets not corrected": Variant(
+            **halved, settings=Settings(targets="outputs")
+        ),
+        "16 samples, RegMean++": Variant(scale=0.7, every=2, settings=no_ridge),
+        "64 samples": Variant(scale=0.7, **best),
+        "64 samples, λ 0.85": Variant(scale=0.85, **best),
+        "64 samples, half of the way": Variant(scale=0.7, **best, mixture=0.5),
+    }
+
+
+VARIANTS = variants()
 
 
 @dataclass(frozen=True)

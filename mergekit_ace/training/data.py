@@ -38,7 +38,7 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
     Raises:
         TrainingError: naming the data and what is missing: the file, a column, rows.
     """
-    data = _draw(_read(config, config.split), config.samples, seed)
+    data = read_rows(config, seed)
     held_out = {}
     for split, name in (("test", config.test_split), ("validation", config.validation_split)):
         if name is not None:
@@ -53,6 +53,15 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
         held_out[split] = data.select(range(len(data) - count, len(data)))
         data = data.select(range(len(data) - count))
     return {"train": data, **{split: held_out[split] for split in ("validation", "test")}}
+
+
+def read_rows(config: DataConfig, seed: int) -> Dataset:
+    """Read the data and draw `samples` rows of it.
+
+    Raises:
+        TrainingError: naming the data and what is missing: the file, a column, rows.
+    """
+    return _draw(_read(config, config.split), config.samples, seed)
 
 
 def _read(config: DataConfig, split: str) -> Dataset:

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `calibrate`, from a config to a checkpoint that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from checkpoints import fine_tuned, state, tiny_llama
+from click.testing import CliRunner, Result
+from families import sentence, tokenizer, write_rows
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from mergekit_ace.cli import main
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "biased"])
+def config(tmp_path, request) -> dict:
+    """A poor merge of two experts, in two files, and a text file for each of them."""
+    base = tiny_llama(attention_bias=request.param)
+    models = {"merged": fine_tuned(base, 3, 0.02)}
+    models |= {f"expert{t}": fine_tuned(base, t, 0.05) for t in (1, 2)}
+    for name, model in models.items():
+        shard = {"max_shard_size": "6KB"} if name == "merged" else {}
+        model.bfloat16().save_pretrained(tmp_path / name, **shard)
+        tokenizer().save_pretrained(tmp_path / name)
+    rng = random.Random(0)
+    for name in ("expert1", "expert2", "keep"):
+        rows = [{"text": sentence(rng, rng.randint(5, 30))} for _ in range(20)]
+        write_rows(tmp_path / f"{name}.jsonl", rows)
+
+    def data(name: str) -> dict:
+        return {"path": str(tmp_path / f"{name}.jsonl"), "text": "text"}
+
+    experts = [{"model": str(tmp_path / n), "data": data(n)} for n in ("expert1", "expert2")]
+    return {"merged_model": str(tmp_path / "merged"), "models": experts, "keep": data("keep")}
+
+
+def calibrate(config: dict, out: Path, *flags: str) -> Result:
+    path = out.with_suffix(".yml")
+    path.write_text(yaml.safe_dump(config))
+    return CliRunner().invoke(main, ["calibrate", str(path), str(out), "--quiet", *flags])
+
+
+def test_a_checkpoint_comes_out(config, tmp_path):
+    out = tmp_path / "out"
+    result = calibrate(config, out)
+    assert result.exit_code == 0, result.output
+    merged = Path(config["merged_model"])
+    assert {path.name for path in out.iterdir()} == {path.name for path in merged.iterdir()}
+    assert len(list(out.glob("*.safetensors"))) > 1
+    before, after = (state(LlamaForCausalLM, folder)[1] for folder in (merged, out))
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]) == ("_proj.weight" not in name), name
+    assert not out.with_name("out.partial").exists()
+    again = calibrate(config, out)
+    assert again.exit_code == 1
+    assert "is not empty; give another folder, or --overwrite" in again.output
+    assert calibrate(config, out, "--overwrite").exit_code == 0
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
+def test_the_result_is_nearer_to_an_expert_on_its_texts(config, tmp_path):
+    """Only one expert is there, so that no other pulls elsewhere."""
+    expert = config["models"][0]
+    texts = [json.loads(line)["text"] for line in Path(expert["data"]["path"]).open()]
+    assert calibrate({**config, "models": [expert]}, tmp_path / "out").exit_code == 0
+
+    def distance(folder: Path | str) -> float:
+        pair = [
+            LlamaForCausalLM.from_pretrained(one, dtype=torch.float32).eval()
+            for one in (folder, expert["model"])
+        ]
+        words = AutoTokenizer.from_pretrained(folder)
+        samples = [torch.tensor([words(text)["input_ids"]]) for text in texts]
+        with torch.no_grad():
+            return sum(float((pair[0](x).logits - pair[1](x).logits).norm()) for x in samples)
+
+    assert distance(tmp_path / "out") < 0.97 * distance(config["merged_model"])
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
+def test_mistakes_are_told(config, tmp_path):
+    def message(**changes) -> str:
+        result = calibrate({**config, **changes}, tmp_path / "wrong")
+        assert result.exit_code == 1, result.output
+        assert not (tmp_path / "wrong").exists()
+        return result.output
+
+    assert "data" in message(keep={"path": str(tmp_path / "none.jsonl"), "text": "text"})
+    wide = LlamaForCausalLM(tiny_llama(intermediate_size=40).config)
+    wide.save_pretrained(tmp_path / "wide")
+    tokenizer().save_pretrained(tmp_path / "wide")
+    first = {**config["models"][0], "model": str(tmp_path / "wide")}
+    told = message(models=[first])
+    assert "give the experts that were merged" in told
+    images = {"path": str(tmp_path / "keep.jsonl"), "image": "text"}
+    assert "keep needs a column text, prompt or messages" in message(keep=images)
+    result = calibrate(config, tmp_path / "expert1", "--overwrite")
+    assert "is one of the models that are read" in result.output
