@@ -13,8 +13,10 @@ import yaml
 from checkpoints import fine_tuned, state, tiny_llama
 from click.testing import CliRunner, Result
 from families import sentence, tokenizer, write_rows
-from transformers import AutoTokenizer, LlamaForCausalLM
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaForCausalLM
 
+from mergekit_ace.calibration.layerwise import Calibration, SampleTeacher
 from mergekit_ace.cli import main
 
 
@@ -63,24 +65,25 @@ def test_a_checkpoint_comes_out(config, tmp_path):
     assert calibrate(config, out, "--overwrite").exit_code == 0
 
 
-@pytest.mark.parametrize("config", [False], indirect=True)
-def test_the_result_is_nearer_to_an_expert_on_its_texts(config, tmp_path):
-    """Only one expert is there, so that no other pulls elsewhere."""
-    expert = config["models"][0]
-    texts = [json.loads(line)["text"] for line in Path(expert["data"]["path"]).open()]
-    assert calibrate({**config, "models": [expert]}, tmp_path / "out").exit_code == 0
+def test_experts_weigh_as_much_as_what_should_stay(config, tmp_path):
+    """The result is that of the mathematics on all texts, in one batch each."""
+    assert calibrate(config, tmp_path / "out").exit_code == 0
+    words = tokenizer()
 
-    def distance(folder: Path | str) -> float:
-        pair = [
-            LlamaForCausalLM.from_pretrained(one, dtype=torch.float32).eval()
-            for one in (folder, expert["model"])
-        ]
-        words = AutoTokenizer.from_pretrained(folder)
-        samples = [torch.tensor([words(text)["input_ids"]]) for text in texts]
-        with torch.no_grad():
-            return sum(float((pair[0](x).logits - pair[1](x).logits).norm()) for x in samples)
+    def teacher(folder: str, data: dict, weight: float) -> SampleTeacher:
+        lines = Path(data["path"]).read_text().splitlines()
+        texts = [torch.tensor(words(json.loads(line)["text"])["input_ids"]) for line in lines]
+        used = pad_sequence([torch.ones(len(text)) for text in texts], batch_first=True).bool()
+        batch = (pad_sequence(texts, batch_first=True), used)
+        return SampleTeacher(state(LlamaForCausalLM, folder)[1], [batch], weight)
 
-    assert distance(tmp_path / "out") < 0.97 * distance(config["merged_model"])
+    model, start = state(LlamaForCausalLM, config["merged_model"])
+    teachers = [teacher(one["model"], one["data"], 0.5) for one in config["models"]]
+    teachers.append(teacher(config["merged_model"], config["keep"], 1.0))
+    found = state(LlamaForCausalLM, tmp_path / "out")[1]
+    for tensors in Calibration(model, start, teachers, torch.device("cpu")).layers():
+        for name, tensor in tensors.items():
+            assert torch.allclose(found[name], tensor.bfloat16().float(), rtol=0.01, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", [False], indirect=True)
