@@ -152,7 +152,7 @@ class Calibrated(Merge):
         ]
         for name, weight in self.variant.keep.items():
             teachers.append(teacher({"base": base, "start": merged}[name], self.neutral, weight))
-        return Calibration(model.to(DEVICE), merged, base, teachers, self.variant.settings).run()
+        return Calibration(model.to(DEVICE), merged, teachers, self.variant.settings).run()
 
 
 def tokens_before_padding(ids: Tensor, end: int) -> Tensor:
