@@ -80,6 +80,7 @@ def variants() -> dict[str, Variant]:
         "64 samples": Variant(scale=0.7, **best),
         "64 samples, λ 0.85": Variant(scale=0.85, **best),
         "64 samples, half of the way": Variant(scale=0.7, **best, mixture=0.5),
+        "64 samples, λ 0.85, half of the way": Variant(scale=0.85, **best, mixture=0.5),
     }
 
 

@@ -20,6 +20,7 @@ from mergekit_ace.files import save_tensors
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.data import read_rows
 from mergekit_ace.training.language import CausalLanguageModel, pad, padding_mask
+from mergekit_ace.training.limits import fit_to_model
 from mergekit_ace.training.mapped_weights import map_tensors, stored_tensors
 from mergekit_ace.training.models import load_processor, load_skeleton, local_folder
 from mergekit_ace.training.state import TrainingError, open_tensors
@@ -39,44 +40,50 @@ def run_calibration(
 
     Raises:
         TrainingError: something about the config, the models or the data is wrong.
+        UnknownLayersError: the models are not of Llama's kind.
     """
     if out.exists() and any(out.iterdir()) and not overwrite:
         raise TrainingError(f"{out} is not empty; give another folder, or --overwrite")
     work = out.with_name(out.name + ".partial")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
+    try:
+        start, calibration = _prepare(config, out, work / "adapters")
+        depth = len(calibration.model.model.layers)
+        new: dict[str, Path] = {}
+        bar = tqdm(calibration.layers(), "calibrating layers", depth, disable=quiet)
+        for place, tensors in enumerate(bar):
+            path = work / f"layer-{place}.safetensors"
+            save_tensors(path, tensors)
+            new |= dict.fromkeys(tensors, path)
+        _write(start, new, work / "result")
+        shutil.rmtree(out, ignore_errors=True)
+        os.replace(work / "result", out)
+    finally:
+        shutil.rmtree(work)
+    return out
+
+
+def _prepare(config: CalibrateConfig, out: Path, adapters: Path) -> tuple[Path, Calibration]:
+    """Find and check the models, and read the texts; return the folder of the merge, too."""
     references = [config.merged_model, *(expert.model for expert in config.models)]
-    adapters = work / "adapters"
-    start, *experts = (local_folder(r, adapters, config.trust_remote_code) for r in references)
-    if any(os.path.realpath(out) == os.path.realpath(folder) for folder in (start, *experts)):
+    folders = [local_folder(one, adapters, config.trust_remote_code) for one in references]
+    if any(os.path.realpath(out) == os.path.realpath(folder) for folder in folders):
         raise TrainingError(f"{out} is one of the models that are read; give another folder")
-    model = load_skeleton(start, CausalLanguageModel(), config)
-    weights = {folder: map_tensors(stored_tensors(folder)) for folder in (start, *experts)}
-    for reference, folder in zip(references, (start, *experts), strict=True):
-        _check_weights(reference, weights[folder], weights[start], model)
-    tokenizer = load_processor([start, *experts], CausalLanguageModel(), config)
+    model = load_skeleton(folders[0], CausalLanguageModel(), config)
+    start, *experts = (map_tensors(stored_tensors(folder)) for folder in folders)
+    for reference, weights in zip(references, (start, *experts), strict=True):
+        _check_weights(reference, weights, start, model)
+    tokenizer = load_processor(folders, CausalLanguageModel(), config)
+    shares = [1 / len(experts)] * len(experts)
     teachers = [
-        SampleTeacher(weights[folder], _batches(data, tokenizer), weight)
-        for folder, (_, data), weight in zip(
-            (*experts, start),
-            config.sources,
-            (*(1 / len(experts) for _ in experts), 1.0),
-            strict=True,
+        SampleTeacher(weights, _batches(fit_to_model(data, model), tokenizer), share)
+        for weights, (_, data), share in zip(
+            (*experts, start), config.sources, (*shares, 1.0), strict=True
         )
     ]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    layers = Calibration(model, weights[start], teachers, device).layers()
-    new: dict[str, Path] = {}
-    bar = tqdm(layers, total=len(model.model.layers), disable=quiet, desc="calibrating layers")
-    for place, tensors in enumerate(bar):
-        path = work / f"layer-{place}.safetensors"
-        save_tensors(path, tensors)
-        new |= dict.fromkeys(tensors, path)
-    _write(Path(start), new, work / "result")
-    shutil.rmtree(out, ignore_errors=True)
-    os.replace(work / "result", out)
-    shutil.rmtree(work)
-    return out
+    return Path(folders[0]), Calibration(model, start, teachers, device)
 
 
 def _check_weights(
