@@ -115,8 +115,13 @@ class Calibrated(Merge):
             return self.target
         start = self.start.make()
         began = time.perf_counter()
-        tensors = self._mix(start) if self.variant.mixture != 1.0 else self._calibrate(start)
-        seconds = time.perf_counter() - began
+        if self.variant.mixture != 1.0:
+            whole = replace(self, variant=replace(self.variant, mixture=1.0))
+            tensors = self._mix(start, whole.make())
+            seconds = whole.seconds
+        else:
+            tensors = self._calibrate(start)
+            seconds = time.perf_counter() - began
         partial = self.target.with_name(self.target.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(self.base, partial, ignore=shutil.ignore_patterns("*.safetensors*"))
@@ -127,12 +132,11 @@ class Calibrated(Merge):
         print(f"calibrated {self.variant}: {seconds:.0f} s", flush=True)
         return self.target
 
-    def _mix(self, start: Path) -> State:
-        whole = replace(self, variant=replace(self.variant, mixture=1.0)).make()
-        ends = read_tensors(start), read_tensors(whole)
+    def _mix(self, start: Path, whole: Path) -> State:
+        merged, calibrated = read_tensors(start), read_tensors(whole)
         return {
-            name: torch.lerp(tensor.float(), ends[1][name].float(), self.variant.mixture)
-            for name, tensor in ends[0].items()
+            name: torch.lerp(tensor.float(), calibrated[name].float(), self.variant.mixture)
+            for name, tensor in merged.items()
         }
 
     def _calibrate(self, start: Path) -> State:
