@@ -150,6 +150,21 @@ def distill(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
         run_distillation(settings, out, overwrite=overwrite, quiet=quiet)
 
 
+@main.command("calibrate")
+@run_options
+def calibrate_merge(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
+    """Fit a merged language model to its experts on a few texts; OUT gets the calibrated model.
+
+    No gradient is needed: every linear is solved for, one decoder layer in memory at a time.
+    """
+    from mergekit_ace.calibration.calibrate_config import CalibrateConfig
+    from mergekit_ace.calibration.calibrate_run import run_calibration
+
+    settings = read_config(config, CalibrateConfig)
+    with failures():
+        run_calibration(settings, out, overwrite=overwrite, quiet=quiet)
+
+
 def merge_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Add those flags of `mergekit-yaml` that change what is read, and where it is computed."""
     for add in (

@@ -10,6 +10,7 @@ from mergekit import merge_methods
 from mergekit.config import MergeConfiguration
 from mergekit.merge_methods.base import ParameterScope
 
+from mergekit_ace.calibration.calibrate_config import CalibrateConfig
 from mergekit_ace.training.config import DistillConfig, TrainConfig
 
 
@@ -38,11 +39,13 @@ def _check_values(parameter: Any, setting: Any) -> None:
 
 
 def check_config(source: dict[str, Any]) -> None:
-    """Raise unless this is a whole `merge`, `train.yml` or `distill.yml`."""
+    """Raise unless this is a whole `merge`, `train.yml`, `distill.yml` or `calibrate.yml`."""
     if "merge_method" in source:
         check_merge_config(source)
     elif "teacher" in source:
         DistillConfig.model_validate(source)
+    elif "merged_model" in source:
+        CalibrateConfig.model_validate(source)
     else:
         TrainConfig.model_validate(source)
 

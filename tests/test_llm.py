@@ -115,6 +115,33 @@ def test_the_program_from_end_to_end(study, capsys):
     assert (out / "table.md").read_text() == table
 
 
+def test_calibration_from_end_to_end(llm, base, data, tmp_path, monkeypatch, capsys):
+    """A calibrated merge is measured beside the merge that it comes from, and kept as a result."""
+    flags = ["--base", base, "--data", data, "--output", tmp_path / "out", "--steps", 2,
+             "--sizes", 1, 2, 1]  # fmt: skip
+    program = llm("calibration")
+    settings = program.Settings(ridge=0.1)
+    monkeypatch.setattr(program, "NEUTRAL", "others")
+    variants = {
+        "ace": program.Variant(samples=0),
+        "kept": program.Variant(samples=2, settings=settings, keep={"start": 0.5, "base": 0.1}),
+        "halfway": program.Variant(samples=2, settings=settings, mixture=0.5),
+    }
+    monkeypatch.setattr(program, "VARIANTS", variants)
+
+    def tables(*more: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["calibration.py", *map(str, flags), *more])
+        program.main()
+        return capsys.readouterr().out
+
+    first = tables()
+    for title in ("| ace |", "| kept |", "| halfway |"):
+        assert title in first
+    assert "## full, 2 steps, seed 0, validation" in first
+    assert first[first.index("##") :] == tables("--only-print")
+    assert "| kept |" in tables("--part", "test", "--variants", "ace", "kept")
+
+
 def test_training_goes_on_where_it_was(llm, base, data, tmp_path, monkeypatch):
     sources, experts = llm("sources"), llm("experts")
     texts = sources.Texts(sources.read_sources(data).experts["colours"], tmp_path / "texts")

@@ -87,7 +87,7 @@ def test_configs_are_valid(path):
 
 def test_every_kind_of_config_is_shown():
     blocks = [block for path in READMES for block in YAML.findall(path.read_text("utf-8"))]
-    for name in ("merge_method:", "base_model:", "teacher:"):
+    for name in ("merge_method:", "base_model:", "teacher:", "merged_model:"):
         assert any(name in block for block in blocks)
 
 

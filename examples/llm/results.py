@@ -85,9 +85,13 @@ class Family:
         best = [one for one in self.merges if one["row"] == YARDSTICK and one["kind"] == "best"]
         if not best or line is best[0]:
             return None
-        own, other = self.mean_share(line["scores"]), self.mean_share(best[0]["scores"])
-        away = [a - b for a, b in zip(own[1], other[1], strict=True)]
-        return own[0] - other[0], root_of_squares(away)
+        return self.difference_from(line, best[0])
+
+    def difference_from(self, line: Mapping, other: Mapping) -> tuple[float, float]:
+        """Return by how much a merge keeps more than another, with its error."""
+        ours, theirs = self.mean_share(line["scores"]), self.mean_share(other["scores"])
+        away = [a - b for a, b in zip(ours[1], theirs[1], strict=True)]
+        return ours[0] - theirs[0], root_of_squares(away)
 
 
 def root_of_squares(values: Sequence[float]) -> float:

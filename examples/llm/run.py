@@ -178,24 +178,28 @@ class Study:
         return family, answers | {family.title_of(line): line["answers"] for line in merges}
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+def family_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser of what says which families are made, and how they are measured."""
+    parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
     parser.add_argument("--base", help="folder, or name on the Hub, instead of the wheel's model")
-    parser.add_argument(
-        "--data", type=Path, default=HERE / "data" / "sources.yml", help="texts and prompts"
-    )
+    parser.add_argument("--data", type=Path, default=SOURCES, help="texts and prompts")
     parser.add_argument("--output", type=Path, default=HERE / "output", help="for everything made")
     parser.add_argument("--experts", nargs="+", help="which of the data's, instead of all")
     parser.add_argument("--kinds", nargs="+", choices=RATES, default=["full"], help="of training")
     parser.add_argument("--steps", nargs="+", type=int, default=[40], help="of training")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of training")
-    parser.add_argument("--rows", nargs="+", help="only these, or those that start so")
-    parser.add_argument("--keep", action="store_true", help="do not delete merges once measured")
     parser.add_argument("--only-print", action="store_true", help="the table of what is known")
     parser.add_argument(
         "--sizes", nargs=3, type=int, default=[12, 16, 8], metavar=("VALIDATION", "TEST", "OTHER"),
         help=f"sequences of {LENGTH} tokens that are measured of an expert's texts, and of others",
     )  # fmt: skip
+    return parser
+
+
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """Read a command line by a parser that was made by `family_parser`."""
     chosen = parser.parse_args(arguments)
     chosen.sizes = Sizes(*chosen.sizes)
     chosen.output = chosen.output.resolve()
@@ -225,7 +229,10 @@ def choose_rows(wanted: Sequence[str] | None) -> list[Row]:
 
 
 def main() -> None:
-    settings = parse()
+    parser = family_parser(__doc__)
+    parser.add_argument("--rows", nargs="+", help="only these, or those that start so")
+    parser.add_argument("--keep", action="store_true", help="do not delete merges once measured")
+    settings = parse(parser)
     disable_progress_bar()
     start = time.perf_counter()
     data = read_sources(settings.data)
