@@ -85,6 +85,7 @@ def _prepare(config: CalibrateConfig, out: Path, adapters: Path) -> tuple[Path, 
             (*experts, start), config.sources, (*shares, 1.0), strict=True
         )
     ]
+    _check_window(model, max(ids.shape[1] for t in teachers for ids, _ in t.batches))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return Path(folders[0]), Calibration(model, start, teachers, device)
 
@@ -109,6 +110,16 @@ def _check_weights(
                 f"tensor {name} has shape {tuple(weights[name].shape)} in {reference}, but "
                 f"{tuple(start[name].shape)} in the merge; give the experts that were merged"
             )
+
+
+def _check_window(model: PreTrainedModel, longest: int) -> None:
+    """Raise where a sample is longer than the attention of a layer reaches back."""
+    window = getattr(model.config, "sliding_window", None)
+    if window is not None and longest > window:
+        raise TrainingError(
+            f"a sample has {longest} tokens, but the attention of {type(model).__name__} reaches "
+            f"back {window}; add max_length: {window} to all data"
+        )
 
 
 def _batches(data: DataConfig, tokenizer: Any) -> list[tuple[Tensor, Tensor]]:

@@ -14,7 +14,7 @@ from checkpoints import fine_tuned, state, tiny_llama
 from click.testing import CliRunner, Result
 from families import sentence, tokenizer, write_rows
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from mergekit_ace.calibration.layerwise import Calibration, SampleTeacher
 from mergekit_ace.cli import main
@@ -106,3 +106,18 @@ def test_mistakes_are_told(config, tmp_path):
     assert "keep needs a column text, prompt or messages" in message(keep=images)
     result = calibrate(config, tmp_path / "expert1", "--overwrite")
     assert "is one of the models that are read" in result.output
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
+def test_texts_longer_than_a_sliding_window_are_refused(config, tmp_path):
+    """A step sees all earlier tokens, which the attention of such a model does not."""
+    llama = tiny_llama()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    names += ("num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = {name: getattr(llama.config, name) for name in names}
+    mistral = MistralForCausalLM(MistralConfig(**sizes, sliding_window=2))
+    mistral.save_pretrained(tmp_path / "window")
+    tokenizer().save_pretrained(tmp_path / "window")
+    result = calibrate({**config, "merged_model": str(tmp_path / "window")}, tmp_path / "out")
+    assert result.exit_code == 1
+    assert "reaches back 2; add max_length: 2 to all data" in result.output

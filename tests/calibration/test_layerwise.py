@@ -111,3 +111,11 @@ def test_layers_of_another_kind_are_refused(family, rng):
     start = base.state_dict()
     with pytest.raises(UnknownLayersError, match=r"model\.layers\.0 of LlamaForCausalLM"):
         calibrated(base, start, [SampleTeacher(start, [draw(base, rng)], 1.0)])
+
+
+def test_attention_that_sees_later_tokens_is_refused(rng):
+    base = tiny_llama()
+    base.set_attn_implementation("eager")  # causal by a mask only
+    start = base.state_dict()
+    with pytest.raises(UnknownLayersError, match=r"model\.layers\.0 of LlamaForCausalLM"):
+        calibrated(base, start, [SampleTeacher(start, [draw(base, rng)], 1.0)])
