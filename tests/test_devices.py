@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from click.testing import CliRunner
 from coefficient_files import make_file
 from imitated_gpu import GPU, ImitatedGpu, imitated_gpu
 from matrices import HETEROGENEOUS, family
+from measured_files import Kind, needs_statistics, random_covariance, write_statistics
 from mergekit.merge_methods import merge_tensors
 from reference import task_vector_error
 from safetensors.torch import load_file
@@ -36,6 +38,7 @@ from mergekit_ace.algebra.linalg import Torch, library
 from mergekit_ace.algebra.records import tolerance
 from mergekit_ace.algebra.relative import RelativeOptions
 from mergekit_ace.cli import main
+from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.devices import first_that_fits, is_out_of_memory
 from mergekit_ace.plugin import our_methods
 from mergekit_ace.report import tensor_lines
@@ -44,6 +47,23 @@ FORMS = {"dual": (48, 200), "primal": (90, 80), "tall": (200, 60), "lean": (90, 
 FLOAT = torch.float32
 SWITCHES = ("never", "always")
 PARAMETERS = {"statsmerging": {"weight": [0.2, 0.3, 0.4]}, "wudi": {"steps": 5}}
+
+
+def parameters_of(method: TaskVectorMethod, tensors: list[Tensor], folder: Path) -> dict[str, Any]:
+    """Return what a method needs beside its defaults: made-up statistics of the tensor `w`."""
+    if not needs_statistics(method):
+        return dict(PARAMETERS.get(method.spec.name, {}))
+    rng, experts = torch.Generator().manual_seed(1), range(len(tensors) - 1)
+    measured: dict[Kind, dict[str, list[Tensor]]] = {
+        "fisher": {"w": [torch.rand(tensors[0].shape, generator=rng) for _ in experts]}
+    }
+    if tensors[0].ndim == 2 and tensors[0].numel() > 0:
+        columns = tensors[0].shape[1]
+        measured["covariance"] = {"w": [random_covariance(rng, columns) for _ in experts]}
+    else:
+        measured["counts"] = {}
+    models = [str(1 + number) for number in experts]
+    return {"statistics": write_statistics(folder / "statistics", measured, models)}
 
 
 def moved(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -102,12 +122,12 @@ def test_every_form_agrees_with_the_cpu(gpu, form, dtype, switch, floor, stored)
 def test_every_method(gpu, tmp_path, method, shape, context):
     """`--multi-gpu` merges inside of `with torch.device(…)`."""
     name, tensors = method.spec.name, families(shape)
-    parameters = dict(PARAMETERS.get(name, {}))
-    expected = merge_tensors(tensors, name, base_index=0, parameters=parameters)
+    parameters = parameters_of(method, tensors, tmp_path)
+    expected = merge_tensors(tensors, name, base_index=0, parameters=parameters, name="w")
     given = moved(tensors, gpu)
     parameters["report"] = str(tmp_path / "lines.jsonl")
     with torch.device(gpu) if context else nullcontext():
-        merged = merge_tensors(given, name, base_index=0, parameters=parameters)
+        merged = merge_tensors(given, name, base_index=0, parameters=parameters, name="w")
     assert merged.device == gpu
     torch.testing.assert_close(merged.cpu(), expected, atol=1e-4, rtol=1e-4)
     (line,) = (tmp_path / "lines.jsonl").read_text().splitlines()
@@ -259,12 +279,13 @@ def test_what_the_imitated_gpu_refuses(monkeypatch):
 
 
 @pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
-def test_a_gpu_is_seldom_waited_for(monkeypatch, method):
+def test_a_gpu_is_seldom_waited_for(monkeypatch, tmp_path, method):
     """Numbers that the CPU asks for do not multiply with rows, steps or experts' entries."""
     name, tensors = method.spec.name, families((300, 290))
+    parameters = parameters_of(method, tensors, tmp_path)
     with imitated_gpu(monkeypatch) as device:
         given = moved(tensors, GPU)
-        merge_tensors(given, name, base_index=0, parameters=PARAMETERS.get(name, {}))
+        merge_tensors(given, name, base_index=0, parameters=parameters, name="w")
     assert 0 < device.waits <= 80
 
 
@@ -279,12 +300,12 @@ def small_gpu(monkeypatch) -> Iterator[ImitatedGpu]:
 def test_full_devices(small_gpu, caplog, tmp_path, method, share):
     """Beside the inputs there is room for so many matrices in float32."""
     name, tensors = method.spec.name, families((300, 290))
-    parameters = dict(PARAMETERS.get(name, {}))
-    expected = merge_tensors(tensors, name, base_index=0, parameters=parameters)
+    parameters = parameters_of(method, tensors, tmp_path)
+    expected = merge_tensors(tensors, name, base_index=0, parameters=parameters, name="w")
     given = moved(tensors, GPU)
     small_gpu.memory = small_gpu.used + share * 4 * tensors[0].numel() + 2048
     parameters["report"] = str(tmp_path / "lines.jsonl")
-    merged = merge_tensors(given, name, base_index=0, parameters=parameters)
+    merged = merge_tensors(given, name, base_index=0, parameters=parameters, name="w")
     torch.testing.assert_close(merged.cpu(), expected, atol=1e-4, rtol=1e-4)
     if share == 0:
         assert "on the CPU" in caplog.text
