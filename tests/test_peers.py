@@ -164,7 +164,7 @@ def test_wudi_descends_to_its_closed_form(rng):
     base, members = family(rng, 6, 8, 2, noise=1.0)
     deltas = deltas_of(base, members)
     exact = wudi.minimise_exactly(deltas)
-    descended = wudi.minimise_by_adam(deltas, 4000, 3e-3)
+    descended = wudi.minimise_by_adam(deltas, 4000, 1e-3)  # the last steps are as large
     start = naive.wudi_loss(sum(deltas), deltas)
     least = naive.wudi_loss(exact, deltas)
     assert naive.wudi_loss(descended, deltas) - least <= 1e-3 * (start - least)
