@@ -85,14 +85,17 @@ def large_family(rng, shape: tuple[int, int], spectrum: str, dtype: torch.dtype,
     return base, members
 
 
+STORED = [  # what float32's rounding adds to adapters has a rule, and a test, of its own
+    *[(spectrum, torch.bfloat16) for spectrum in ("slow", "steep", "low rank")],
+    *[(spectrum, torch.float32) for spectrum in ("slow", "steep")],
+]
+
+
 @pytest.mark.parametrize("shape", [(280, 280), (264, 600), (600, 264)])
-@pytest.mark.parametrize("spectrum", ["slow", "steep", "low rank"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("spectrum", "dtype"), STORED)
 @pytest.mark.parametrize("row", [row for row in MATRIX_METHODS if row != "cart 0.3"])
-def test_large_matrices(rng, row, dtype, spectrum, shape):
+def test_large_matrices(rng, row, spectrum, dtype, shape):
     """As many digits as the rounding of the checkpoints leaves, and no fewer than five."""
-    if dtype == torch.float32 and spectrum == "low rank":
-        pytest.skip("what float32's rounding adds to adapters is a rule of its own")
     method, parameters, reference = MATRIX_METHODS[row]
     base, members = large_family(rng, shape, spectrum, dtype)
     expected = base.double() + reference(deltas_of(base, members))

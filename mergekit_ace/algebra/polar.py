@@ -23,6 +23,7 @@ from mergekit_ace.algebra.linalg import (
     inverse_norm,
     largest_eigenvalue,
     mirror,
+    product,
     rounding,
     smallest_eigenvalue,
     solve_,
@@ -61,7 +62,7 @@ def polar_factor(
         if found is not None:
             return found.mT if turned else found
     directions = singular_directions(matrix, floor=floor, tolerance=tolerance)
-    return directions.left @ directions.right.mT
+    return product(directions.left, directions.right.mT)
 
 
 def nearest_orthonormal(columns: Sequence[Tensor], tolerance: float = DEFAULT_TOLERANCE) -> Tensor:
