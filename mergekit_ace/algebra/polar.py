@@ -35,8 +35,8 @@ from mergekit_ace.algebra.spectrum import SMALL_SIDE, singular_directions
 LONG = 2
 # Relative errors that are allowed by default: decompositions by Gram matrices leave as much.
 DEFAULT_TOLERANCE = 1e-9
-# The smallest σ / σ_1 that a Gram matrix tells from zero.
-LEAST_RATIO = {torch.float32: 3e-3, torch.float64: 1e-7}
+# The smallest σ / σ_1 that a Gram matrix in float64 tells from zero.
+LEAST_RATIO = 1e-7
 
 
 def polar_factor(
@@ -82,34 +82,31 @@ def nearest_orthonormal(columns: Sequence[Tensor], tolerance: float = DEFAULT_TO
 
 def _by_steps(tall: Tensor, floor: float, tolerance: float) -> Tensor | None:
     """Return the orthonormal factor of a matrix (n, m), n ≥ m; None if it is nearly singular."""
-    bounds = _bounds(tall, tolerance)
-    if bounds is None or not bounds[0] > floor:
+    gram = mirror(_gram(tall, torch.float64))
+    smallest, largest = _bounds(gram)
+    if not (smallest > LEAST_RATIO * largest and smallest > floor):
         return None
-    ratio, step = bounds[0] / bounds[1], tall / bounds[1]
-    while 1 - ratio > tolerance / 2:
+    ratio, step = smallest / largest, tall / largest
+    gram.div_(largest**2)
+    while 1 - ratio > 0.75 * tolerance:
         a, b, c = step_weights(ratio)
-        moved = _through_inverse(step, c, tolerance)
+        moved = _through_inverse(step, gram, c, tolerance)
         if moved is None:
             return None
-        step = moved.mul_(a - b / c).add_(step, alpha=b / c)
+        step, gram = moved.mul_(a - b / c).add_(step, alpha=b / c), None
         ratio *= (a + b * ratio**2) / (1 + c * ratio**2)
     return step.to(tall.dtype)
 
 
-def _bounds(tall: Tensor, tolerance: float) -> tuple[float, float] | None:
-    """Return what no singular value is below, and none above; None if they differ by too much.
+def _bounds(gram: Tensor) -> tuple[float, float]:
+    """Return what no singular value is below, 0 if one is 0, and what none is above.
 
-    Powers of the Gram matrix and of its inverse find both but for a factor, which is allowed for.
+    Powers of XᵀX, (m, m), and of its inverse find both but for a factor, which is allowed for.
     """
-    for dtype in _precisions(tolerance):
-        gram = mirror(_gram(tall, dtype))
-        largest = largest_eigenvalue(gram, steps=10)
-        if not cholesky_(gram):
-            continue
-        smallest = smallest_eigenvalue(gram)
-        if smallest > LEAST_RATIO[dtype] ** 2 * largest:
-            return (smallest / 4) ** 0.5, (largest * 1.5) ** 0.5
-    return None
+    largest = largest_eigenvalue(gram, steps=10)
+    lower = gram.clone()
+    smallest = smallest_eigenvalue(lower) if cholesky_(lower) else 0.0
+    return (smallest / 2) ** 0.5, (1.2 * largest) ** 0.5
 
 
 def step_weights(ratio: float) -> tuple[float, float, float]:
@@ -126,17 +123,22 @@ def step_weights(ratio: float) -> tuple[float, float, float]:
     return a, b, a + b - 1
 
 
-def _through_inverse(step: Tensor, weight: float, tolerance: float) -> Tensor | None:
+def _through_inverse(
+    step: Tensor, gram: Tensor | None, weight: float, tolerance: float
+) -> Tensor | None:
     """Return X (I + c XᵀX)⁻¹ in the first precision that has the digits; None if none has.
 
     Args:
         step: X, (n, m), n ≥ m, singular values up to 1.
+        gram: XᵀX in float64, if that is known; overwritten.
         weight: c.
         tolerance: of the orthonormal factor.
     """
-    for dtype in _precisions(tolerance):
-        system = mirror(_gram(step, dtype).mul_(weight))
-        system.diagonal().add_(1)
+    narrow = weight * rounding(torch.float32) <= tolerance / 8
+    for dtype in (torch.float32, torch.float64) if narrow else (torch.float64,):
+        known = gram is not None and gram.dtype == dtype
+        system = gram if known else mirror(_gram(step, dtype))
+        system.mul_(weight).diagonal().add_(1)
         size = squared_norm(system) ** 0.5
         if not cholesky_(system):
             continue
@@ -146,11 +148,6 @@ def _through_inverse(step: Tensor, weight: float, tolerance: float) -> Tensor | 
             rows = step.to(dtype, copy=True, memory_format=torch.contiguous_format)
             return solve_(rows, system)
     return None
-
-
-def _precisions(tolerance: float) -> list[torch.dtype]:
-    wide = [torch.float64]
-    return [torch.float32, *wide] if 16 * rounding(torch.float32) <= tolerance else wide
 
 
 def _gram(tall: Tensor, dtype: torch.dtype) -> Tensor:
