@@ -158,8 +158,25 @@ def _largest_pairs(gram: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor | N
     if count <= MOST_PAIRS * size:
         values, vectors = leading_eigenpairs(gram, min(count + 1, size))
         return values.double(), vectors, None
-    values, vectors = torch.linalg.eigh(gram)
+    values, vectors = _all_eigenpairs(gram)
     return values.double(), vectors, vectors[:, : size - count]
+
+
+def _all_eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return all eigenvalues, ascending, (m,), and eigenvectors, by divide and conquer.
+
+    Arguments as of `leading_eigenpairs`. On a CPU torch would leave it to MKL.
+    """
+    if matrix.device.type != "cpu":
+        return torch.linalg.eigh(matrix)
+    given = matrix.numpy().T
+    try:
+        values, vectors = eigh(
+            given, lower=False, overwrite_a=True, check_finite=False, driver="evd"
+        )
+    except LinAlgError as error:
+        raise torch.linalg.LinAlgError(str(error)) from error
+    return torch.from_numpy(values), torch.from_numpy(vectors)
 
 
 def _gram_blur(squares: Tensor, count: int, energy: float, gram: Tensor) -> float:

@@ -85,18 +85,17 @@ def _solve_by_rows(
 ) -> Tensor:
     """Solve the smaller system, (N, N), of all rows M of the Δ_t / ‖Δ_t‖: X = L (M Mᵀ)⁻¹ M."""
     stacked = torch.cat([delta / norm for delta, norm in zip(deltas, norms, strict=True)])
+    system = mirror(add_gram(stacked.new_zeros(len(stacked), len(stacked)), stacked))
+    if not exact:
+        size = squared_norm(system) ** 0.5
+        factorize_within(system, LARGEST_CONDITION)
+        _check(size * inverse_norm(system), system.dtype, tolerance)
     left = torch.cat(  # Σ_t Δ_t G_t = left @ stacked
         [product(d, d.mT).div_(norm) for d, norm in zip(deltas, norms, strict=True)], dim=1
     )
-    system = mirror(add_gram(stacked.new_zeros(len(stacked), len(stacked)), stacked))
     if exact:
         return product(left @ _pseudo_inverse(system), stacked)
-    size = squared_norm(system) ** 0.5
-    lower, _ = factorize_within(system, LARGEST_CONDITION)
-    growth = size * inverse_norm(lower)
-    merged = product(solve_(left, lower), stacked)
-    _check(growth, merged.dtype, tolerance)
-    return merged
+    return product(solve_(left, system), stacked)
 
 
 def _check(growth: float, dtype: torch.dtype, tolerance: float) -> None:
