@@ -8,6 +8,7 @@ import sys
 from contextlib import redirect_stdout
 from io import StringIO
 
+import naive_peers
 import pytest
 import torch
 from matrices import HETEROGENEOUS, family
@@ -153,3 +154,24 @@ def test_measured_covariances(run, tmp_path):
     run("benchmark", "measured", *flags)
     assert (tmp_path / "results.jsonl").read_text().splitlines() == lines
     assert file.stat().st_mtime_ns == before
+
+
+def test_costs_of_methods(run, tmp_path):
+    """Ours, a peer with its plain transcription, and one of mergekit's own."""
+    small = ["--model", "512x2048", "--divide", 16, "--json", tmp_path / "costs.json"]
+    shown = run("benchmark", "method_costs", *small, "--plain", "--method", "ace", "iso_c", "ties")
+    rows = json.loads((tmp_path / "costs.json").read_text())["rows"]
+    found = [(row["method"], row["plain"]) for row in rows]
+    assert found == [("ace", False), ("iso_c", False), ("iso_c", True), ("ties", False)]
+    assert all(row["seconds"] > 0 for row in rows)
+    assert "512x2048, 3 experts" in shown
+
+
+@pytest.mark.parametrize("shape", [(24, 30), (30, 24)])
+def test_plain_transcriptions_of_the_peers(example, rng, shape):
+    plain = example("benchmark", "plain")
+    deltas = [torch.randn(shape, generator=rng, dtype=torch.float64) for _ in range(3)]
+    for method, transcription in plain.PLAIN_PEERS.items():
+        name = method.replace(" (exact)", "_exact")
+        expected = getattr(naive_peers, f"naive_{name}")(deltas)
+        torch.testing.assert_close(transcription(deltas), expected)

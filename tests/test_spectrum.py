@@ -10,7 +10,6 @@ from mergekit_ace.algebra.spectrum import (
     SMALL_SIDE,
     leading_directions,
     leading_eigenpairs,
-    nearest_orthonormal,
     singular_directions,
 )
 
@@ -118,16 +117,6 @@ def test_directions_that_rounding_cannot_tell_from_zero_are_left_out(rng):
     assert len(found.leading(1).values) == len(singular_directions(matrix, 1).values) == 1
 
 
-def test_nearest_orthonormal(rng):
-    matrix = torch.randn(8, 5, generator=rng, dtype=torch.float64)
-    nearest = nearest_orthonormal([matrix[:, :2], matrix[:, 2:]])
-    torch.testing.assert_close(nearest.T @ nearest, torch.eye(5, dtype=torch.float64))
-    torch.testing.assert_close(nearest.T @ matrix, (nearest.T @ matrix).T)  # polar: P symmetric
-    assert (torch.linalg.eigvalsh(nearest.T @ matrix) > 0).all()
-    repeated = nearest_orthonormal([matrix, matrix])
-    assert int(torch.linalg.matrix_rank(repeated)) == 5
-
-
 SPECTRA = {
     "slow": torch.arange(1, 301, dtype=torch.float64) ** -0.5,
     "steep": torch.logspace(0, -3.5, 300, dtype=torch.float64),
@@ -153,16 +142,3 @@ def test_large_matrices(rng, shape, kind, rank):
     for basis in (found.left, found.right):
         identity = torch.eye(count, dtype=torch.float64)
         torch.testing.assert_close(basis.T @ basis, identity, rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize("angle", [1.0, 1e-2, 0.0])
-def test_many_columns_made_orthonormal(rng, angle):
-    """300 columns, half of them turned from the other half by an angle: at 0 they repeat them."""
-    basis, _ = torch.linalg.qr(torch.randn(400, 300, generator=rng, dtype=torch.float64))
-    columns = basis.clone()
-    columns[:, 150:] = columns[:, :150] + angle * columns[:, 150:]
-    found = nearest_orthonormal([columns[:, :150], columns[:, 150:]])
-    left, values, right = torch.linalg.svd(columns, full_matrices=False)
-    kept = values > 1e-12
-    expected = left[:, kept] @ right[kept]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)

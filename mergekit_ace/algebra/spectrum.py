@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leading singular directions of a matrix: all of them exactly, some of the Gram matrix, or a few.
 
-* `singular_directions` decomposes in float64, by a Gram matrix where all directions that are wanted
-  can be told from its rounding.
+* `singular_directions` decomposes by a Gram matrix where all directions that are wanted can be told
+  from its rounding, else in float64 by a full decomposition.
 * `leading_eigenpairs` takes a share of the eigenpairs of a Gram matrix (for the refinement).
 * `leading_directions` finds a few without decomposing a large matrix, in the span of a random block
   and of its products with the Gram matrix (block Krylov; Musco & Musco 2015).
@@ -19,7 +19,7 @@ import torch
 from scipy.linalg import LinAlgError, eigh
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import add_gram, product
+from mergekit_ace.algebra.linalg import add_gram, product, rounding
 
 EPS64 = torch.finfo(torch.float64).eps
 # Up to this side a decomposition in float64 takes milliseconds.
@@ -27,6 +27,11 @@ SMALL_SIDE = 256
 # Eigenvalues of a Gram matrix in float64 above this share of the largest one have directions that
 # are right to 1e-8.
 RESOLVED = 1e-8
+# From this share of the eigenpairs on, all of them take no longer.
+MOST_PAIRS = 0.4
+# What the rounding of a Gram matrix and of its eigenvectors amounts to in an entry, in roundoffs of
+# ‖AAᵀ‖/m, see `refinement.GRAM_ERROR`.
+GRAM_NOISE = 40
 # Width of the random block, and after how many products with it convergence is looked at.
 BLOCK = 32
 CHECK_EVERY = 2
@@ -44,42 +49,57 @@ class Directions:
         left: U, (o, k).
         values: σ, (k,), float64.
         right: V, (i, k).
+        rest: an orthonormal basis of all that is orthogonal to U, (o, o − k), where that is known.
     """
 
     left: Tensor
     values: Tensor
     right: Tensor
+    rest: Tensor | None = None
 
     @property
     def matrix(self) -> Tensor:
         """U diag(σ) Vᵀ, (o, i)."""
-        return (self.left * self.values) @ self.right.mT
+        return product(self.left * self.values.to(self.left), self.right.mT)
+
+    def to(self, dtype: torch.dtype) -> Directions:
+        """Return them with vectors of another dtype."""
+        rest = None if self.rest is None else self.rest.to(dtype)
+        return Directions(self.left.to(dtype), self.values, self.right.to(dtype), rest)
 
     def leading(self, rank: int) -> Directions:
         """Return the first `rank` of them, or all."""
         return Directions(self.left[:, :rank], self.values[:rank], self.right[:, :rank])
 
 
-def singular_directions(matrix: Tensor, rank: int | None = None, floor: float = 0.0) -> Directions:
+def singular_directions(
+    matrix: Tensor, rank: int | None = None, floor: float = 0.0, tolerance: float = 0.0
+) -> Directions:
     """Return the leading singular triplets of a matrix, as many as it has.
 
     They are the first `rank` of ``torch.linalg.svd(matrix, full_matrices=False)``, but for values
     that rounding cannot tell from zero: these have no directions, and are left out.
 
     Args:
-        matrix: (o, i), float64, finite.
+        matrix: (o, i), float64, or float32 where `tolerance` allows for it; finite.
         rank: how many at most; all of them by default.
         floor: what is no larger is left out as well, see `noise_edge`.
+        tolerance: relative error of U_k V_kᵀ up to which float32 is enough.
+
+    Returns:
+        Them, σ in float64, U and V in the dtype of the matrix.
     """
     count = min(matrix.shape) if rank is None else min(rank, *matrix.shape)
     if count and min(matrix.shape) > SMALL_SIDE:
-        found = _directions_by_gram(matrix, count, floor)
-        if found is not None:
-            return found
-    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+        for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
+            found = _directions_by_gram(matrix.to(dtype), count, floor, tolerance)
+            if found is not None:
+                return found.to(matrix.dtype)
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     floor = max(floor, max(matrix.shape) * EPS64 * float(values[0]) if len(values) else 0.0)
     kept = int((values > floor).sum())
-    return Directions(left, values, right.mT).leading(kept if rank is None else min(rank, kept))
+    found = Directions(left, values, right.mT).leading(kept if rank is None else min(rank, kept))
+    return found.to(matrix.dtype)
 
 
 def noise_edge(energy: float, shape: Sequence[int]) -> float:
@@ -95,42 +115,93 @@ def noise_edge(energy: float, shape: Sequence[int]) -> float:
     return (energy / (rows * columns)) ** 0.5 * (rows**0.5 + columns**0.5)
 
 
-def nearest_orthonormal(columns: Sequence[Tensor]) -> Tensor:
-    """Return the matrix with orthonormal columns that is nearest to some columns side by side.
-
-    That is P Qᵀ of their decomposition P diag(σ) Qᵀ (Procrustes). Columns that repeat others have
-    none: what σ ≈ 0 stands for is left out of P Qᵀ, where a full decomposition would return
-    arbitrary vectors.
-
-    Args:
-        columns: matrices (n, k_t) in float64.
-
-    Returns:
-        (n, Σ k_t).
-    """
-    directions = singular_directions(torch.cat(list(columns), dim=1))
-    return directions.left @ directions.right.mT
-
-
-def _directions_by_gram(matrix: Tensor, count: int, floor: float) -> Directions | None:
+def _directions_by_gram(
+    matrix: Tensor, count: int, floor: float, tolerance: float
+) -> Directions | None:
     """Return leading singular triplets by the smaller Gram matrix; None if it has too few digits.
 
     Args:
-        matrix: (o, i), float64.
+        matrix: (o, i), float32 or float64.
         count: how many, at least one.
         floor: of the singular values.
+        tolerance: see `singular_directions`; in float64, directions are always right to 1e-8.
     """
     wide = matrix.shape[0] <= matrix.shape[1]
     rows = matrix if wide else matrix.mT
+    side, length = rows.shape
+    if matrix.dtype == torch.float32 and count > MOST_PAIRS * side and length < 2 * side:
+        return None  # the weak directions of a nearly square matrix need more digits
     gram = add_gram(matrix.new_zeros(len(rows), len(rows)), rows)
-    squares, short = leading_eigenpairs(gram, count)
-    least = max(float(squares[0]), floor**2)
-    if not least > RESOLVED * float(squares[-1]):
+    energy = float(gram.diagonal().sum(dtype=torch.float64))
+    squares, short, rest = _largest_pairs(gram, count)
+    if matrix.dtype == torch.float32:
+        if not _gram_blur(squares, count, energy, gram) <= tolerance:
+            return None
+    elif not max(float(squares[-count]), floor**2) > RESOLVED * float(squares[-1]):
         return None
-    kept = squares > floor**2
-    values, short = squares[kept].sqrt().flip(0), short[:, kept].flip(1)
-    long = product(rows.mT, short) / values
-    return Directions(short, values, long) if wide else Directions(long, values, short)
+    kept = int((squares[-count:] > floor**2).sum())
+    if kept < count:
+        rest = None
+    short = short[:, len(squares) - kept :].flip(1)
+    long = product(rows.mT, short)
+    values = torch.linalg.vector_norm(long, dim=0, dtype=torch.float64)
+    long /= values.to(long)
+    return Directions(short, values, long, rest) if wide else Directions(long, values, short)
+
+
+def _largest_pairs(gram: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return at least the `count` largest eigenvalues, in float64, their vectors, and the others.
+
+    Both are ascending. What is left of the vectors is None unless all were computed.
+    """
+    size = len(gram)
+    if count <= MOST_PAIRS * size:
+        values, vectors = leading_eigenpairs(gram, min(count + 1, size))
+        return values.double(), vectors, None
+    values, vectors = _all_eigenpairs(gram)
+    return values.double(), vectors, vectors[:, : size - count]
+
+
+def _all_eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return all eigenvalues, ascending, (m,), and eigenvectors, by divide and conquer.
+
+    Arguments as of `leading_eigenpairs`. On a CPU torch would leave it to MKL.
+    """
+    if matrix.device.type != "cpu":
+        return torch.linalg.eigh(matrix)
+    given = matrix.numpy().T
+    try:
+        values, vectors = eigh(
+            given, lower=False, overwrite_a=True, check_finite=False, driver="evd"
+        )
+    except LinAlgError as error:
+        raise torch.linalg.LinAlgError(str(error)) from error
+    return torch.from_numpy(values), torch.from_numpy(vectors)
+
+
+def _gram_blur(squares: Tensor, count: int, energy: float, gram: Tensor) -> float:
+    """Estimate the relative error of U_k V_kᵀ, to first order, from the rounding of A Aᵀ.
+
+    Weak directions turn, and the last one mixes with the first one that is left out.
+
+    Args:
+        squares: the largest eigenvalues, ascending; at least k + 1 unless there are no more.
+        count: k.
+        energy: ‖A‖_F².
+        gram: A Aᵀ, (m, m).
+    """
+    strong, side = squares[-count:], len(gram)
+    weakest = float(strong[0])
+    if not weakest > 0:
+        return math.inf
+    rest = max(0.0, energy - float(squares.clamp(min=0).sum()))
+    size = math.sqrt(float(squares.square().sum()) + max(float(squares[0]), 0.0) * rest)
+    entry = GRAM_NOISE * rounding(gram.dtype) * size / side
+    turned = entry**2 * side * float(strong.pow(-2).mean())
+    if len(squares) == count:
+        return turned**0.5
+    gap = weakest - float(squares[-count - 1])
+    return (turned + 2 / count * (min(1.0, entry / gap) ** 2 if gap > 0 else 1.0)) ** 0.5
 
 
 def leading_eigenpairs(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ How a method is written: one file with a class on `TaskVectorMethod` (`base.py`)
 the list of `plugin.py`. The class carries all that is known of the method: its `spec` (name, title,
 reference and parameters, each with its type, default and a sentence), a `summary`, `citations`, the
 words for what it does with a tensor (`own_rule`) and the `merge` of one tensor. Methods that work
-on matrices in float64 need only a formula: see `peers/matrix_method.py`. The commands `check`,
+on matrices need only a formula: see `peers/matrix_method.py`. The commands `check`,
 `inspect`, `report`, `card` and `methods` ask that object, and nobody compares names of methods.
 
 This page is what `mergekit-ace methods --markdown` prints, and a test keeps it so.

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.records import Fraction
@@ -18,18 +17,19 @@ from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
 from mergekit_ace.methods.peers.matrix_method import MatrixMethod, TaskMatrices
 
 
-def merge_centred(deltas: Sequence[Tensor], rank: int, scale: float) -> Tensor:
+def merge_centred(matrices: TaskMatrices, rank: int, scale: float) -> Tensor:
     """Return Δ̄ + λ Σ_t SVD_k(Δ_t − Δ̄): the average, and each expert's rest at rank k.
 
     Args:
-        deltas: Δ_t, (o, i), float64.
+        matrices: the task vectors.
         rank: k.
         scale: λ.
     """
-    mean = torch.stack(list(deltas)).mean(dim=0)
+    mean = matrices.total().div_(len(matrices.deltas))
     merged = mean.clone()
-    for delta in deltas if rank else ():
-        merged.add_(singular_directions(delta - mean, rank).matrix, alpha=scale)
+    for delta in matrices.deltas if rank else ():
+        directions = singular_directions(delta - mean, rank, tolerance=matrices.tolerance)
+        merged.add_(directions.matrix, alpha=scale)
     return merged
 
 
@@ -82,4 +82,4 @@ class CartMerge(MatrixMethod):
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         rank = self.rank(matrices.shape, len(matrices.deltas), parameters)
-        return merge_centred(matrices.deltas, rank, parameters["lambda"])
+        return merge_centred(matrices, rank, parameters["lambda"])

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.spectrum import singular_directions
+from mergekit_ace.algebra.polar import polar_factor
 from mergekit_ace.methods.base import Citation, method_spec
 from mergekit_ace.methods.parameters import LAMBDA, LAYOUT
 from mergekit_ace.methods.peers.matrix_method import (
@@ -21,12 +22,14 @@ from mergekit_ace.methods.peers.matrix_method import (
 def merge_isotropic(matrices: TaskMatrices) -> Tensor:
     """Return σ̄ U Vᵀ of Σ_t Δ_t = U diag(σ) Vᵀ, σ̄ = mean(σ_1…σ_r), r = min(o, i).
 
-    Directions that the sum does not have, but for float32's rounding, count in σ̄ with
-    σ = 0 and are not added (departure: a full decomposition returns arbitrary vectors there).
+    U Vᵀ comes without its factors, and Σ_j σ_j = ⟨U Vᵀ, Σ_t Δ_t⟩. Directions that the sum does not
+    have, but for float32's rounding, count in σ̄ with σ = 0 and are not added (departure: a full
+    decomposition returns arbitrary vectors there).
     """
-    directions = singular_directions(sum(matrices.deltas), floor=matrices.edge())
-    strength = directions.values.sum() / min(matrices.shape)
-    return strength * (directions.left @ directions.right.mT)
+    total = matrices.total()
+    merged = polar_factor(total, matrices.edge(), matrices.tolerance)
+    strength = float(total.mul_(merged).sum(dtype=torch.float64)) / min(matrices.shape)
+    return merged.mul_(strength)
 
 
 ISO_CITATION = Citation(

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mergekit_ace.algebra.linalg import product, rounding
+from mergekit_ace.algebra.polar import nearest_orthonormal
 from mergekit_ace.algebra.records import Fraction
-from mergekit_ace.algebra.spectrum import nearest_orthonormal, singular_directions
+from mergekit_ace.algebra.spectrum import Directions, singular_directions
 from mergekit_ace.methods.base import method_spec
 from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
 from mergekit_ace.methods.peers.iso_c import ISO_CITATION
@@ -32,18 +34,31 @@ def merge_common_and_specific(matrices: TaskMatrices, each: int) -> Tensor:
     Directions that a matrix does not have, but for float32's rounding, count in the mean
     with σ = 0 and are not added.
     """
-    deltas, full = matrices.deltas, min(matrices.shape)
-    common = singular_directions(sum(deltas), full - each * len(deltas), matrices.edge())
-    parts = [common]
+    deltas, full, tolerance = matrices.deltas, min(matrices.shape), matrices.tolerance
+    size = full - each * len(deltas)
+    common = singular_directions(matrices.total(), size, matrices.edge(), tolerance)
+    parts = []
     for delta, edge in zip(deltas, matrices.edges(), strict=True) if each else ():
-        outside = delta - common.left @ (common.left.mT @ delta)
         # what is inside of the common subspace must not come back as a rounding error
-        floor = max(edge, 1e-12 * float(torch.linalg.vector_norm(delta)))
-        parts.append(singular_directions(outside, each, floor))
-    strength = sum(part.values.sum() for part in parts) / full
-    left = nearest_orthonormal([part.left for part in parts])
-    right = nearest_orthonormal([part.right for part in parts])
-    return strength * (left @ right.mT)
+        least = 1e4 * rounding(delta.dtype) * float(torch.linalg.vector_norm(delta))
+        parts.append(_directions_outside(delta, common, each, max(edge, least), tolerance))
+    strength = sum(float(part.values.sum()) for part in (common, *parts)) / full
+    left, right = [common.left], [common.right, *(part.right for part in parts)]
+    if parts:  # already orthogonal to the common ones
+        left.append(nearest_orthonormal([part.left for part in parts], tolerance))
+    merged = product(torch.cat(left, dim=1), nearest_orthonormal(right, tolerance).mT)
+    return merged.mul_(strength)
+
+
+def _directions_outside(
+    delta: Tensor, common: Directions, count: int, floor: float, tolerance: float
+) -> Directions:
+    """Return leading directions of (I − U Uᵀ) Δ, U the common left ones."""
+    if common.rest is None:
+        outside = delta - product(common.left, product(common.left.mT, delta))
+        return singular_directions(outside, count, floor, tolerance)
+    found = singular_directions(product(common.rest.mT, delta), count, floor, tolerance)
+    return Directions(product(common.rest, found.left), found.values, found.right)
 
 
 class IsoCtsMerge(MatrixMethod):

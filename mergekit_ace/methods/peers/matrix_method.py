@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods have in common that merge the task vectors of each matrix by a formula in float64.
+"""What methods have in common that merge the task vectors of each matrix by a formula.
+
+Task vectors are float64, but for checkpoints whose own rounding hides what float32 would change:
+the error that is allowed is that of the closed form (`records.tolerance`).
 
 As in `ace`, an expert that left a tensor as it was takes no part in it, one that alone changed it
 is what comes out, and what is no matrix gets the mean of the task vectors.
@@ -17,12 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mergekit_ace.algebra.closed_form import rounding_in_merge
 from mergekit_ace.algebra.covariance import choose_unit
 from mergekit_ace.algebra.layouts import by_layout
 from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.records import MatrixRecord, Observer, show
-from mergekit_ace.algebra.spectrum import noise_edge
+from mergekit_ace.algebra.polar import DEFAULT_TOLERANCE
+from mergekit_ace.algebra.records import MatrixRecord, Observer, is_noisy, show, tolerance
+from mergekit_ace.algebra.spectrum import SMALL_SIDE, noise_edge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     merge_mean,
@@ -39,16 +44,27 @@ class TaskMatrices:
     """The task vectors of the experts in use, of one matrix.
 
     Attributes:
-        deltas: Δ_t / unit, (o, i), o > 1, in float64, none of them zero. May be overwritten.
+        deltas: Δ_t / unit, (o, i), o > 1, none of them zero; in float64, or in float32 where the
+            rounding of the checkpoints hides the loss of some digits. May be overwritten.
         unit: a power of two.
         shape: (o, i); that of the task vectors, unless these are cores.
-        noise: what of ‖Δ_t‖² is rounding, in unit².
+        noise: what of ‖Δ_t‖² is float32's rounding, in unit².
+        tolerance: the relative error that is allowed in what is made of them.
     """
 
     deltas: tuple[Tensor, ...]
     unit: float
     shape: tuple[int, ...]
     noise: tuple[float, ...]
+    tolerance: float
+
+    def total(self) -> Tensor:
+        """Return Σ_t Δ_t in new memory."""
+        first, *others = self.deltas
+        total = first.clone()
+        for delta in others:
+            total.add_(delta)
+        return total
 
     def edges(self) -> list[float]:
         """Return what the singular values of the rounding in each task vector do not exceed."""
@@ -62,8 +78,8 @@ class TaskMatrices:
 class MatrixMethod(TaskVectorMethod):
     """A method that merges the task vectors of each matrix by a formula of its own.
 
-    Everything is computed in float64, with room for a task vector per expert and a few matrices of
-    the tensor's size. Weights of experts are not known to it.
+    It takes room for a task vector per expert and a few matrices of the tensor's size. Weights of
+    experts are not known to it.
     """
 
     timed = False  # decompositions do not run at the rate of products
@@ -104,8 +120,10 @@ class MatrixMethod(TaskVectorMethod):
         if trivial is not None:
             return trivial
         unit = choose_unit(active, base.numel())
-        deltas = [task_vector(w, base, torch.float64).div_(unit) for w in active.experts]
-        matrices = TaskMatrices(tuple(deltas), unit, shape, _rounding(base, active, unit))
+        dtype, allowed = _precision(base, active, space)
+        deltas = [task_vector(w, base, dtype).div_(unit) for w in active.experts]
+        noise = _rounding(base, active, unit)
+        matrices = TaskMatrices(tuple(deltas), unit, shape, noise, allowed)
         merged = self.combine(matrices, parameters)
         show(observe, "closed form", merged, unit)
         record = MatrixRecord(
@@ -114,7 +132,7 @@ class MatrixMethod(TaskVectorMethod):
             tau=active.all_tau,
             changed=active.changed,
             rank=self.rank(shape, len(deltas), parameters),
-            precision="float64",
+            precision=str(dtype).removeprefix("torch."),
         )
         return merged.mul_(unit * scale).add_(base), record
 
@@ -150,6 +168,20 @@ class MatrixMethod(TaskVectorMethod):
     ) -> float:
         """Return those for one matrix (o, i): a decomposition per expert, and two of them all."""
         return (experts + 2) * decomposition_operations(rows, columns)
+
+
+def _precision(
+    base: Tensor, active: ActiveExperts, space: CoreSpace | None
+) -> tuple[torch.dtype, float]:
+    """Return the dtype of task vectors, and the relative error that is allowed in a merge.
+
+    Small matrices, and cores, take milliseconds in float64.
+    """
+    if active.experts[0].dtype == torch.float64 or base.dtype == torch.float64 or space:
+        return torch.float64, DEFAULT_TOLERANCE
+    noise = rounding_in_merge(base, active) if min(base.shape) > SMALL_SIDE else 0.0
+    dtype = torch.float32 if is_noisy(noise) else torch.float64
+    return dtype, tolerance(1.0, noise)
 
 
 def _rounding(base: Tensor, active: ActiveExperts, unit: float) -> tuple[float, ...]:

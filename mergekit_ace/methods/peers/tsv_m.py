@@ -6,9 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.spectrum import nearest_orthonormal, singular_directions
+from mergekit_ace.algebra.linalg import product
+from mergekit_ace.algebra.polar import nearest_orthonormal
+from mergekit_ace.algebra.spectrum import singular_directions
 from mergekit_ace.methods.base import Citation, method_spec
 from mergekit_ace.methods.parameters import LAMBDA, LAYOUT
 from mergekit_ace.methods.peers.matrix_method import MatrixMethod, TaskMatrices
@@ -27,16 +30,13 @@ def merge_singular_vectors(matrices: TaskMatrices, rank: int) -> Tensor:
             has by float32's rounding alone are left out (departure: as vectors of length 1
             they would bend all others, however small their σ).
     """
+    tolerance = matrices.tolerance
     pairs = zip(matrices.deltas, matrices.edges(), strict=True)
-    parts = [singular_directions(delta, rank, edge) for delta, edge in pairs]
-    left = nearest_orthonormal([part.left for part in parts])
-    right = nearest_orthonormal([part.right for part in parts])
-    start, merged = 0, 0
-    for part in parts:
-        own = slice(start, start + len(part.values))
-        merged = merged + (left[:, own] * part.values) @ right[:, own].mT
-        start = own.stop
-    return merged
+    parts = [singular_directions(delta, rank, edge, tolerance) for delta, edge in pairs]
+    left = nearest_orthonormal([part.left for part in parts], tolerance)
+    right = nearest_orthonormal([part.right for part in parts], tolerance)
+    values = torch.cat([part.values for part in parts]).to(left)
+    return product(left * values, right.mT)
 
 
 class TsvMerge(MatrixMethod):

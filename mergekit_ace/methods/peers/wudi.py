@@ -8,49 +8,110 @@ task. The authors descend on it by Adam from Σ_t Δ_t; being quadratic, it has 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from mergekit_ace.algebra.records import Number
+from mergekit_ace.algebra.linalg import (
+    add_gram,
+    factorize_within,
+    inverse_norm,
+    mirror,
+    product,
+    rounding,
+    solve_,
+)
+from mergekit_ace.algebra.polar import DEFAULT_TOLERANCE
+from mergekit_ace.algebra.records import IllConditionedError, Number
 from mergekit_ace.algebra.spectrum import EPS64
 from mergekit_ace.algebra.task_vectors import squared_norm
 from mergekit_ace.methods.base import Citation, method_spec
 from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
 from mergekit_ace.methods.peers.matrix_method import MatrixMethod, TaskMatrices
 
+# Beyond it a system counts as singular, and its pseudo-inverse is taken.
+LARGEST_CONDITION = 1e11
 BETAS, DENOMINATOR = (0.9, 0.999), 1e-8  # torch's, and the authors'
 
 
-def minimise_exactly(deltas: Sequence[Tensor]) -> Tensor:
+def minimise_exactly(deltas: Sequence[Tensor], tolerance: float = DEFAULT_TOLERANCE) -> Tensor:
     """Return X = (Σ_t Δ_t G_t)(Σ_t G_t)⁺ with G_t = Δ_tᵀΔ_t / ‖Δ_t‖², (o, i).
 
     Where the loss does not determine X, the smallest one, which is also where a descent from
     Σ_t Δ_t ends: its gradient has no component there.
 
     Args:
-        deltas: Δ_t, (o, i), float64.
+        deltas: Δ_t, (o, i), float64, or float32 where `tolerance` allows for it.
+        tolerance: relative error that is allowed in X.
     """
     rows, columns = deltas[0].shape
-    norms = [squared_norm(delta) ** 0.5 for delta in deltas]
-    if rows * len(deltas) > columns:
-        total, numerator = deltas[0].new_zeros(columns, columns), torch.zeros_like(deltas[0])
-        for delta, norm in zip(deltas, norms, strict=True):
-            total.addmm_(delta.mT, delta, alpha=1 / norm**2)
+    solve = _solve_by_columns if rows * len(deltas) > columns else _solve_by_rows
+    for dtype in dict.fromkeys((deltas[0].dtype, torch.float64)):
+        wide = [delta.to(dtype) for delta in deltas]
+        norms = [squared_norm(delta) ** 0.5 for delta in wide]
+        with suppress(IllConditionedError):  # more digits, or the pseudo-inverse, are the remedy
+            return solve(wide, norms, tolerance, exact=False).to(deltas[0].dtype)
+    return solve(wide, norms, tolerance, exact=True).to(deltas[0].dtype)
+
+
+def _solve_by_columns(
+    deltas: Sequence[Tensor], norms: Sequence[float], tolerance: float, *, exact: bool
+) -> Tensor:
+    """Solve the system of Σ_t G_t, (i, i), for X − Δ_1 = Σ_{t≠1} (Δ_t − Δ_1) G_t (Σ_t G_t)⁻¹."""
+    first, columns = deltas[0], deltas[0].shape[1]
+    total, numerator = first.new_zeros(columns, columns), torch.zeros_like(first)
+    for delta, norm in zip(deltas, norms, strict=True):
+        add_gram(total, delta.mT, 1 / norm**2)
+        if exact:  # outside of the rows of the task vectors X is 0, and not Δ_1
             numerator.add_(_through_the_smaller_square(delta, delta), alpha=1 / norm**2)
+        elif delta is not first:
+            difference = delta - first
+            numerator.add_(_through_the_smaller_square(difference, delta), alpha=1 / norm**2)
+    mirror(total)
+    if exact:
         return numerator @ _pseudo_inverse(total)
+    lower, _ = factorize_within(total, LARGEST_CONDITION)
+    growth = squared_norm(numerator) ** 0.5 * inverse_norm(lower)
+    merged = solve_(numerator, lower).add_(first)
+    _check(growth / squared_norm(merged) ** 0.5, merged.dtype, tolerance)
+    return merged
+
+
+def _solve_by_rows(
+    deltas: Sequence[Tensor], norms: Sequence[float], tolerance: float, *, exact: bool
+) -> Tensor:
+    """Solve the smaller system, (N, N), of all rows M of the Δ_t / ‖Δ_t‖: X = L (M Mᵀ)⁻¹ M."""
     stacked = torch.cat([delta / norm for delta, norm in zip(deltas, norms, strict=True)])
-    turned = [(d @ d.mT).div_(norm) for d, norm in zip(deltas, norms, strict=True)]
-    left = torch.cat(turned, dim=1)  # Σ_t Δ_t G_t = left @ stacked
-    return (left @ _pseudo_inverse(stacked @ stacked.mT)) @ stacked
+    system = mirror(add_gram(stacked.new_zeros(len(stacked), len(stacked)), stacked))
+    if not exact:
+        size = squared_norm(system) ** 0.5
+        factorize_within(system, LARGEST_CONDITION)
+        _check(size * inverse_norm(system), system.dtype, tolerance)
+    left = torch.cat(  # Σ_t Δ_t G_t = left @ stacked
+        [product(d, d.mT).div_(norm) for d, norm in zip(deltas, norms, strict=True)], dim=1
+    )
+    if exact:
+        return product(left @ _pseudo_inverse(system), stacked)
+    return product(solve_(left, system), stacked)
+
+
+def _check(growth: float, dtype: torch.dtype, tolerance: float) -> None:
+    """Raise an error unless rounding, magnified by the inverse, stays below the tolerance."""
+    error = rounding(dtype) * (3 + 8 * growth)
+    if not error <= tolerance:
+        raise IllConditionedError(growth, error)
 
 
 def _through_the_smaller_square(left: Tensor, delta: Tensor) -> Tensor:
     """Return L Δᵀ Δ for L and Δ, (o, i): an (o, o) matrix of an embedding would fill the memory."""
     rows, columns = delta.shape
-    return left @ (delta.mT @ delta) if columns < rows else (left @ delta.mT) @ delta
+    if rows < columns:
+        return product(product(left, delta.mT), delta)
+    gram = add_gram(delta.new_zeros(columns, columns), delta.mT)
+    return product(left, mirror(gram))
 
 
 def _pseudo_inverse(gram: Tensor) -> Tensor:
@@ -130,13 +191,13 @@ class WudiMerge(MatrixMethod):
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         deltas, unit = matrices.deltas, matrices.unit
         if parameters["solver"] == "exact":
-            return minimise_exactly(deltas)
+            return minimise_exactly(deltas, matrices.tolerance)
         # hundreds of products: in float32, whose digits a descent needs no more of
         narrow = [delta.to(torch.float32) for delta in deltas]
         steps, rate = parameters["steps"], parameters["learning_rate"]
         if unit < 1:  # steps and `DENOMINATOR` are absolute: the descent would leap from the start
             rate, unit = min(rate / unit, LARGEST_STEP), 1.0
-        return minimise_by_adam(narrow, steps, rate, unit).to(torch.float64)
+        return minimise_by_adam(narrow, steps, rate, unit).to(deltas[0].dtype)
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
         adam = parameters.get("solver") == "adam"
