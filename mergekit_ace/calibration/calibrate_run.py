@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SAMPLES = 64  # of each teacher, unless its data says otherwise
-BATCH = 8  # samples that go through a layer together
+TOKENS = 4096  # of the samples that go through a layer together, or more of a longer one
 SEED = 0  # of the draw of samples
 # Of the way from the merge to what the layers were solved to: half of it gains as much on held-out
 # texts and costs less elsewhere (examples/llm/README.md).
@@ -130,7 +130,11 @@ def _batches(data: DataConfig, tokenizer: Any) -> list[tuple[Tensor, Tensor]]:
     rows = sorted((sample["input_ids"] for sample in encoded if sample), key=len, reverse=True)
     if not rows:
         raise TrainingError(f"data {data.path} has no text of two tokens or more")
-    groups = [rows[first : first + BATCH] for first in range(0, len(rows), BATCH)]
+    groups: list[list[Tensor]] = []
+    for row in rows:  # the first one of a group is its longest
+        if not groups or (len(groups[-1]) + 1) * len(groups[-1][0]) > TOKENS:
+            groups.append([])
+        groups[-1].append(row)
     return [(pad(group), padding_mask(group).bool()) for group in groups]
 
 
