@@ -129,11 +129,11 @@ def choose_forms(
         measured: whether a covariance is not that of the task vector alone.
 
     The dual form is out of the question where N ≥ i: M Mᵀ is as large as A there, and singular; and
-    where a covariance was measured, which is no product of task vectors. Of
-    the other three, ``primal`` takes the fewest products unless the matrix is tall; ``tall``, and
-    ``lean`` where that would take more than `MATRICES`, lose ten times fewer digits. They follow
-    where ``primal`` was not enough, and come first with a refinement, which is nearly always so
-    unless the experts are noisy.
+    where a covariance was measured, which is no product of task vectors. Of the other three,
+    ``primal`` takes the fewest products unless the matrix is tall; ``tall``, and ``lean`` where
+    that would take more than `MATRICES`, lose ten times fewer digits. They follow where ``primal``
+    was not enough, and come first with a refinement, which is nearly always so unless the experts
+    are noisy.
     """
     costs = {form: cost(rows, columns, tasks, refined) for form, cost in COSTS.items()}
     if rows * tasks >= columns or measured:

@@ -30,7 +30,7 @@ RESOLVED = 1e-8
 # From this share of the eigenpairs on, all of them take no longer.
 MOST_PAIRS = 0.4
 # What the rounding of a Gram matrix and of its eigenvectors amounts to in an entry, in roundoffs of
-# ‖AAᵀ‖/m, see `refinement.GRAM_ERROR`.
+# ‖AAᵀ‖/m, for nearly all matrices; the refinement goes by residuals, which tell it for all.
 GRAM_NOISE = 40
 # Width of the random block, and after how many products with it convergence is looked at.
 BLOCK = 32
