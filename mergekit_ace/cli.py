@@ -101,14 +101,15 @@ def _options(merge_options: MergeOptions) -> MergeOptions:
 @click.group()
 @click.version_option(mergekit_ace.__version__, package_name="mergekit-ace")
 def main() -> None:
-    """Learn what to merge, see it, and merge; `mergekit-yaml` merges as well."""
+    """Check, run, explain and improve merges; `mergekit-yaml` knows the methods, too."""
 
 
 @main.command()
 @run_options
 def train(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
-    """Learn merging coefficients as CONFIG says; OUT gets them, with configs that merge.
+    """Learn merging coefficients from samples, as CONFIG says.
 
+    OUT gets the coefficients, and configs that merge with them.
     A run that was interrupted goes on when the same command is given again.
     """
     from mergekit_ace.training.config import TrainConfig
@@ -122,7 +123,7 @@ def train(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
 @main.command()
 @run_options
 def statistics(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
-    """Measure covariances, or Fisher information, on samples, for merges by regmean or fisher.
+    """Measure on samples what regmean and fisher read.
 
     CONFIG is a train.yml, with `measure: [covariances, fisher]` for one or both; covariances serve
     ace and ace_relative, too. A run that was interrupted goes on when the same command is given
@@ -138,8 +139,9 @@ def statistics(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
 @main.command()
 @run_options
 def distill(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
-    """Distil a teacher of any architecture into the base's, so that it can be merged.
+    """Distil a teacher of another architecture into the base's.
 
+    The result is an expert that can be merged.
     A run that was interrupted goes on when the same command is given again.
     """
     from mergekit_ace.training.config import DistillConfig
@@ -153,9 +155,10 @@ def distill(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
 @main.command("calibrate")
 @run_options
 def calibrate_merge(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
-    """Fit a merged language model to its experts on a few texts; OUT gets the calibrated model.
+    """Fit a merged language model to its experts on a few texts.
 
-    No gradient is needed: every linear is solved for, one decoder layer in memory at a time.
+    OUT gets the calibrated model. No gradient is needed: every linear is solved for, one decoder
+    layer in memory at a time.
     """
     from mergekit_ace.calibration.calibrate_config import CalibrateConfig
     from mergekit_ace.calibration.calibrate_run import run_calibration
@@ -169,16 +172,18 @@ def merge_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Add those flags of `mergekit-yaml` that change what is read, and where it is computed."""
     for add in (
         click.option("--lazy-unpickle", is_flag=True, help="Read .bin files tensor by tensor."),
-        click.option("--transformers-cache", help="Where downloaded models are."),
-        click.option("--lora-merge-dtype", help="Of adapters that are merged first."),
+        click.option("--transformers-cache", help="Folder of downloaded models."),
         click.option(
-            "--lora-merge-cache", help="Where BASE+ADAPTER experts are merged, if need be."
+            "--lora-merge-dtype", help="Dtype of adapters that are merged into their base first."
+        ),
+        click.option(
+            "--lora-merge-cache", help="Folder for BASE+ADAPTER experts that are merged first."
         ),
         click.option("--allow-crimes", is_flag=True, help="Mix architectures."),
         click.option("--trust-remote-code", is_flag=True, help="Run code that models bring."),
         click.option("--read-to-gpu", is_flag=True, help="Read straight to the device."),
-        click.option("--device", help="Of the matrix work."),
-        click.option("--cuda", is_flag=True, help="Matrix work on the GPU."),
+        click.option("--device", help="Device that matrices are computed on."),
+        click.option("--cuda", is_flag=True, help="Compute matrices on the GPU."),
         click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path)),
     ):
         command = add(command)
@@ -214,7 +219,7 @@ def merge(
     gpus: float | None, as_json: bool, unplanned: Treatment, no_check: bool, prompt: str | None,
     **flags: Any,
 ) -> None:  # fmt: skip
-    """Merge as `mergekit-yaml CONFIG OUT` does, shard by shard: restartable, by many workers.
+    """Merge as `mergekit-yaml` does, but restartable, in parallel.
 
     An unfinished merge goes on with --resume; what is finished is kept. What `mergekit-ace check`
     finds is said first, and errors end the merge before it starts. LoRA adapters (BASE+ADAPTER) are
@@ -241,18 +246,18 @@ def merge(
 @click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
-    "--rank", type=click.IntRange(min=1), help="Of every module, at most; what is cut off is told."
+    "--rank", type=click.IntRange(min=1), help="Highest rank of a module; says what is cut off."
 )
 @click.option("--overwrite", is_flag=True, help="Replace another adapter in OUT.")
-@click.option("--cuda", is_flag=True, help="Matrix work on the GPU.")
-@click.option("--device", help="Of the matrix work.")
+@click.option("--cuda", is_flag=True, help="Compute matrices on the GPU.")
+@click.option("--device", help="Device that matrices are computed on.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that models bring.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @click.option("--json", "as_json", is_flag=True, help="Progress as JSON lines, for programs.")
 def adapter(
     config: Path, out: Path, rank: int | None, overwrite: bool, as_json: bool, **flags: Any
 ) -> None:
-    """Merge LoRA adapters into one adapter, without a weight of their base.
+    """Merge LoRA adapters into one, without weights of the base.
 
     CONFIG is that of the merge of the full models, with experts as BASE+ADAPTER, or adapters alone.
     """
@@ -269,13 +274,16 @@ def adapter(
 @main.command()
 @merge_flags
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Where the result will go."
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of the result; checks its disk.",
 )
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def check(config: Path, out: Path | None, as_json: bool, **flags: Any) -> None:
-    """Check a merge before it starts: exit status 1 if something in it is wrong.
+    """Check a merge before it starts.
 
-    CONFIG is that of the merge. Only configs, tokenizers and the headers of files are read.
+    The exit status is 1 if something is wrong. CONFIG is that of the merge. Only configs,
+    tokenizers and the headers of files are read.
     """
     import json
 
@@ -301,10 +309,11 @@ def check(config: Path, out: Path | None, as_json: bool, **flags: Any) -> None:
 @click.option("--overwrite", is_flag=True, help="Drop another inspection in REPORT_DIR.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 def inspect(config: Path, folder: Path, **options: Any) -> None:
-    """Look at all task vectors of a merge, without merging: REPORT_DIR/report.html.
+    """Measure all task vectors of a merge, without merging.
 
-    CONFIG is that of the merge; LoRA adapters are looked at without their base. An inspection that
-    was interrupted goes on when the same command is given again.
+    The result is REPORT_DIR/report.html. CONFIG is that of the merge; LoRA adapters are looked at
+    without their base. An inspection that was interrupted goes on when the same command is given
+    again.
     """
     from mergekit_ace.report.inspect import run_inspection
 
@@ -321,7 +330,7 @@ def inspect(config: Path, folder: Path, **options: Any) -> None:
     show_default=True,
 )  # fmt: skip
 def report(lines: Path, out: Path) -> None:
-    """Show the report of a merge, the file under `report:` in its config, as a page."""
+    """Turn the file under `report:` of a merge into a page."""
     from mergekit_ace.report.page import show_report
 
     with failures():
@@ -334,16 +343,16 @@ def report(lines: Path, out: Path) -> None:
     "--report",
     "lines",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Of the merge, or of `inspect`: what the card's section is written from.",
+    help="The file under `report:` of the merge, or report.jsonl of `inspect`.",
 )
-@click.option("--seed", type=int, help="Of mergekit-yaml --random-seed.")
+@click.option("--seed", type=int, help="What --random-seed was for mergekit-yaml.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 def card(folder: Path, lines: Path | None, seed: int | None, quiet: bool) -> None:
-    """Add the files that mergekit-yaml leaves out, and with --report how a merge was made.
+    """Add the files that mergekit-yaml leaves out.
 
-    OUT_DIR is what mergekit-yaml wrote. Its generation config, processors and chat template are
-    copied from the models where they are missing. The section of the model card is renewed if it
-    is there already.
+    With --report, the model card says how the merge was made. OUT_DIR is what mergekit-yaml wrote.
+    Its generation config, processors and chat template are copied from the models where they are
+    missing. The section of the model card is renewed if it is there already.
     """
     from mergekit_ace.report.card import update_card
 
@@ -355,7 +364,7 @@ def card(folder: Path, lines: Path | None, seed: int | None, quiet: bool) -> Non
 @click.argument("name", required=False)
 @click.option("--markdown", is_flag=True, help="As a page of documentation.")
 def methods(name: str | None, markdown: bool) -> None:
-    """Print what our merge methods do: parameters with default, range and meaning, and papers.
+    """Print every merge method with its parameters and its paper.
 
     NAME is that of one method, as in `merge_method:`.
     """

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from configs import check_config, read_config
 
 from mergekit_ace.cli import main
@@ -74,6 +75,12 @@ def test_commands_exist(path):
 def test_every_command_is_in_the_readme():
     text = (PROJECT / "README.md").read_text(encoding="utf-8")
     assert {*main.commands} <= set(COMMAND.findall(text))
+
+
+def test_no_command_is_cut_short_in_the_overview():
+    overview = CliRunner().invoke(main, ["--help"]).output
+    assert set(main.commands) <= set(overview.split())
+    assert [line for line in overview.splitlines() if line.endswith("...")] == []
 
 
 @pytest.mark.parametrize("path", READMES, ids=identify)
