@@ -24,6 +24,7 @@ _PROCESSORS = (
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _MORE_TEMPLATES = "additional_chat_templates"
 _TOKENIZER = "tokenizer_config.json"
+_STAMP = {"transformers_version"}  # of whoever wrote the file
 # What mergekit copies with a tokenizer that it takes as it is.
 _COPIED = (GENERATION, "video_preprocessor_config.json", *_TEMPLATES)
 
@@ -142,8 +143,13 @@ def lost_model_files(
 
 
 def _is_derived(path: Path) -> bool:
-    """Tell whether transformers makes a generation config from `config.json`, whenever it loads."""
-    return path.name == GENERATION and bool(_content(path).get("_from_model_config"))
+    """Tell whether transformers makes a generation config from `config.json`, whenever it loads.
+
+    One that was made so may have been changed since, and then bears the mark all the same.
+    """
+    own, config = _content(path), _content(path.with_name("config.json"))
+    made = path.name == GENERATION and bool(own.get("_from_model_config"))
+    return made and all(own[name] == config[name] for name in own.keys() & config.keys() - _STAMP)
 
 
 def _content(path: Path) -> Mapping[str, Any]:

@@ -141,8 +141,8 @@ class MergeProgress:
         self.event("complete", out=out, kept=self.kept, shards=self.count, **self._figures())
         if computed:
             self.say(
-                f"{computed} shards in {in_time(self.pace.elapsed)}, {self.pace.rate / 1e6:.0f} "
-                "MB/s of the result. Slowest tensors:"
+                f"{computed} shard{'s' * (computed > 1)} in {in_time(self.pace.elapsed)}, "
+                f"{self.pace.rate / 1e6:.3g} MB/s; {out} is complete. Slowest tensors:"
             )
             for name, seconds in self.pace.slowest():
                 self.say(f"  {seconds:8.2f} s  {name}")

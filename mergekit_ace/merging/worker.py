@@ -117,7 +117,8 @@ class ShardWorker:
         """Compute a shard as `merge` does; an error is the last event."""
         try:
             yield from self.merge(index, tensors)
-        except OutputError as error:
+        # A method that refuses its inputs refuses them again; memory or a GPU may be there later.
+        except (OutputError, ValueError, OverflowError) as error:
             yield ShardFailed(index, str(error), final=True)
         except Exception as error:
             yield ShardFailed(index, f"{type(error).__name__}: {error}")

@@ -54,8 +54,8 @@ Merged = tuple[Tensor, TensorRecord]
 # Words for the rules that methods share; a method adds those for the rule that bears its name.
 SHARED_RULES = {
     "mean": "by the mean (vectors)",
-    "single": "taken from the only expert that changed it",
-    "base": "as in the base, because no expert changed it",
+    "single": "taken from the only expert that changed them",
+    "base": "as in the base (changed by no expert)",
 }
 # So many adapters were merged without harm where `lambda` was 1 (examples/benchmark/README.md).
 MOST_ADAPTERS = 2

@@ -310,7 +310,7 @@ def _text_lines(result: Preflight) -> Iterator[str]:
     errors = sum(finding.level == "error" for finding in result.findings)
     warnings = len(result.findings) - errors
     yield (
-        f"{errors} errors, {warnings} warnings"
+        f"errors: {errors}, warnings: {warnings}"
         if result.findings
         else "nothing to complain about: mergekit-yaml may start"
     )

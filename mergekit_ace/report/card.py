@@ -201,12 +201,13 @@ def _share_table(report: Report) -> str:
 
 
 def _weights(report: Report) -> list[str]:
-    """Return the range of weights or coefficients that each expert had over all tensors."""
+    """Return the range of weights or coefficients that each expert had where it moved a tensor."""
     columns: list[list[float]] = [[] for _ in report.models]
     for row in report.rows:
         values = report.coefficients(row.line) or report.spread(row.line, row.matrix["weight"])
+        moved = report.spread(row.line, row.matrix["tau"])
         for t, value in enumerate(values):
-            if value is not None:
+            if value is not None and moved[t]:
                 columns[t].append(value)
     texts = []
     for values in columns:

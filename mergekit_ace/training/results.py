@@ -104,17 +104,24 @@ def _score(objective: Objective, coefficients: Tensor, split: str = "test") -> S
     return objective.evaluate(split)
 
 
-def scores_table(scores: Mapping[str, Score], tasks: Iterable[str], *, rehearsal: bool) -> str:
+def scores_table(scores: Mapping[str, Score], tasks: Iterable[str], samples: Sequence[int]) -> str:
     """Return a Markdown table: mean accuracy of the experts' tasks, each one's, the loss.
 
     Args:
         scores: by name.
         tasks: of the experts.
-        rehearsal: add a column for it.
+        samples: how many each task is scored on, which says what the scores are worth; one number
+            more if there is a rehearsal, which adds a column for it.
     """
-    header = ["accuracy on the test split", "mean", *map(_short, tasks)]
-    header += ["rehearsal"] * rehearsal + ["loss"]
-    lines = [header, ["---"] * len(header)]
+    names = [_short(task) for task in tasks]
+    own = samples[: len(names)]
+    rehearsal = len(samples) > len(own)
+    names += ["rehearsal"] * rehearsal
+    lines = [
+        ["accuracy on the test split", "mean", *names, "loss"],
+        ["---"] * (len(names) + 3),
+        ["samples", str(sum(own)), *map(str, samples), ""],
+    ]
     for name, score in scores.items():
         shares = [f"{share:.3f}" for share in (score.mean_accuracy, *score.accuracy)]
         if rehearsal:
@@ -198,7 +205,7 @@ def write_results(
     """Write the output folder; the coefficients last, so that they mean it is complete."""
     config = family.config
     tasks = [expert.task for expert in config.models]
-    table = scores_table(scores, tasks, rehearsal=config.rehearsal is not None)
+    table = scores_table(scores, tasks, [len(t.splits["test"]) for t in family.teachers])
     write_text(run.path / "scores.md", table + "\n")
     write_log(run.path / "training.jsonl", trained.progress)
     path = run.path / "coefficients.safetensors"

@@ -138,14 +138,14 @@ def test_three_failures(tmp_path, config, whole, monkeypatch):
     def merge(self, index, tensors):
         attempts.append(index)
         if index == 2:
-            raise ValueError("no such luck")
+            raise RuntimeError("no such luck")
         yield from original(self, index, tensors)
 
     monkeypatch.setattr(ShardWorker, "merge", merge)
     out = tmp_path / "merged"
     text = refusal(config, out, *SHARDS)
     file = Manifest.read(out).shards[2].file
-    assert f"{file} failed 3 times, the last time with: ValueError: no such luck" in text
+    assert f"{file} failed 3 times, the last time with: RuntimeError: no such luck" in text
     assert attempts == [0, 1, 2, 2, 2]
     assert len(finished(out)) == 2
     monkeypatch.undo()
@@ -256,6 +256,7 @@ def test_the_remedy_for_a_nan(tmp_path, config):
     save_file(bad, path, {"format": "pt"})
     text = refusal(config, out, *SHARDS)
     assert name in text
+    assert "tried again" not in text
     assert "give --overwrite instead, which begins anew" in text
     save_file(good, path, {"format": "pt"})
     text = refusal(config, out, *SHARDS, "--resume")

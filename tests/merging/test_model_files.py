@@ -91,6 +91,9 @@ def test_what_transformers_derives_is_no_loss(paths, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     assert "generation_config.json" not in add_model_files(config, out)
+    changed = json.dumps({"_from_model_config": True, "eos_token_id": [2, 5]})
+    Path(paths[0], "generation_config.json").write_text(changed)
+    assert "generation_config.json" in add_model_files(config, out)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from mergekit_ace.merging.progress import Pace
+import re
+
+from mergekit_ace.merging.job import Shard
+from mergekit_ace.merging.progress import MergeProgress, Pace
 
 
 def test_the_pace():
@@ -18,3 +21,11 @@ def test_the_pace():
     assert pace.left == 0
     pace.take_back(["b", "c"])
     assert pace.left == 6.0
+
+
+def test_the_end_names_the_folder(capsys):
+    shard = Shard(0, "model.safetensors", {"w": 8}, {"w": 1.0})
+    progress = MergeProgress([shard], kept=1, quiet=False, as_json=False)
+    progress.merged("w", 1.0)
+    progress.end("out/")
+    assert re.search("1 shard in .* out/ is complete", capsys.readouterr().out)

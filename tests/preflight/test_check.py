@@ -109,7 +109,7 @@ def test_for_people(tmp_path, paths):
     assert result.exit_code == 1
     assert "error: config: parameters: there is no parameter 'epsilom' of ace" in result.output
     assert "→ did you mean 'epsilon'?" in result.output
-    assert "1 errors, 0 warnings" in result.output
+    assert "errors: 1, warnings: 0" in result.output
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from measured_files import measured_checkpoints, needs_statistics
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mergekit_ace.cli import main
 from mergekit_ace.plugin import our_methods
@@ -29,8 +29,11 @@ TITLE = "## How this merge was made"
 
 @pytest.fixture
 def merged(tmp_path, mergekit_yaml) -> tuple[Path, Path, list[str]]:
-    """A merge, its report, and its models."""
+    """A merge, its report, and its models, the first of which left a tensor as it was."""
     paths = save_family(tiny_llama(), tmp_path, scales=[0.02, 0.05])
+    base, first = (load_file(Path(path) / "model.safetensors") for path in paths[:2])
+    first["model.norm.weight"] = base["model.norm.weight"]
+    save_file(first, Path(paths[1]) / "model.safetensors", metadata={"format": "pt"})
     report = tmp_path / "ace.jsonl"
     out = mergekit_yaml(ace_config(paths, parameters={"report": str(report)}))
     return out, report, paths

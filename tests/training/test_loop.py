@@ -91,8 +91,9 @@ def test_the_base_answers_the_rehearsal(rehearsed, tmp_path):
     file = run_training(parsed(rehearsed), out, quiet=True)
     assert len(file.coefficients) == 2, "the base is no expert"
     assert [e.task for e in file.contents.experts] == ["task0", "task1"]
-    header = (out / "scores.md").read_text().splitlines()[0]
+    header, _, samples, *_ = (out / "scores.md").read_text().splitlines()
     assert header == "| accuracy on the test split | mean | task0 | task1 | rehearsal | loss |"
+    assert samples == "| samples | 4 | 2 | 2 | 2 |  |"
     scores = file.contents.scores
     own = scores["each expert on its own"]["rehearsal"]
     assert 0 <= own < 1
