@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from mergekit import merge_methods
 from mergekit.architecture import ModelArchitecture, WeightInfo
 from mergekit.common import ModelReference
 from mergekit.config import InputModelDefinition, InputSliceDefinition, MergeConfiguration
 from mergekit.io import ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
+from mergekit.merge_methods import BasePolicy
 from mergekit.options import MergeOptions
 from torch import nn
 
@@ -108,6 +110,8 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
     LoaderCache().setup(options)
     config = config.model_copy(deep=True)
     base = _complete_references(config)
+    if merge_methods.get(config.merge_method).spec.contract.base is BasePolicy.REQUIRED:
+        config.base_model = config.base_model or base
     network = base_network(base)
     models = list(dict.fromkeys([base, *config.referenced_models()]))
     adapters = {model: read_adapter(model.lora, network) for model in models if model.lora}

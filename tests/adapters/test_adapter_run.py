@@ -208,8 +208,18 @@ def test_one_adapter_alone_comes_out_as_it_is(family, tmp_path, dtype):
         assert float((after[name] - delta).norm()) <= bar * float(delta.norm()), name
 
 
+def test_the_base_that_the_adapters_name(family, tmp_path):
+    config = config_of(family, "ace")
+    named = applied(family[0], adapter_merge(config, tmp_path))
+    del config["base_model"]
+    (tmp_path / "other").mkdir()
+    config["models"] = [{"model": path} for path in family[1:]]
+    got = applied(family[0], adapter_merge(config, tmp_path / "other"))
+    assert all(torch.equal(got[name], tensor) for name, tensor in named.items())
+
+
 def test_adapters_alone_and_a_base_without_weights(family, tmp_path):
-    """Neither the base's weights nor its name in the config are needed."""
+    """The base's weights are not needed."""
     bare = tmp_path / "base"
     bare.mkdir()
     shutil.copy(Path(family[0], "config.json"), bare)
