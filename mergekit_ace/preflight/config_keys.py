@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -188,4 +189,6 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def nearest_method(name: str) -> str:
     """Return the merge method that may have been meant, or all that there are."""
     known = sorted(method.spec.name for method in merge_methods.registered_methods())
-    return _nearest(name.replace("-", "_"), known)
+    name = name.replace("-", "_")
+    stem = re.sub("_?merg(e|ing)$", "", name.lower())  # what papers add: ACE-Merging, TIES-Merging
+    return _nearest(stem if stem in known else name, known)

@@ -310,6 +310,7 @@ ERRORS: list[tuple[str, Change, str]] = [
     # The method and the models.
     ("acee", top(merge_method="acee"), "there is no method 'acee' → did you mean 'ace'?"),
     ("ACE", top(merge_method="ACE"), "did you mean 'ace'?"),
+    ("ACE-Merging", top(merge_method="ACE-Merging"), "did you mean 'ace'?"),
     ("ace-relative", top(merge_method="ace-relative"), "did you mean 'ace_relative'?"),
     ("tsvm", top(merge_method="tsvm"), "did you mean 'tsv_m'?"),
     ("a method of ours alone", top(merge_method="xyzzy"), "there are: ace, ace_relative"),
