@@ -312,7 +312,7 @@ def _text_lines(result: Preflight) -> Iterator[str]:
     yield (
         f"errors: {errors}, warnings: {warnings}"
         if result.findings
-        else "nothing to complain about: mergekit-yaml may start"
+        else "nothing to complain about: the merge may start"
     )
 
 

@@ -171,6 +171,7 @@ def check_adapters(
         options: mergekit's flags.
         merged_first: whether each is merged into its base first, as `mergekit-yaml` does.
     """
+    uncached: list[str] = []
     for model, checkpoint in checkpoints.items():
         if model.lora is None:
             continue
@@ -183,13 +184,7 @@ def check_adapters(
             )
             continue
         if merged_first and not options.lora_merge_cache:
-            yield Finding(
-                "error",
-                "adapters",
-                f"{model} is an adapter, which mergekit-yaml merges into its base first",
-                "say where, with --lora-merge-cache DIR, to mergekit-yaml and to this check; add "
-                "--lora-merge-dtype float32. Or merge by mergekit-ace merge, which needs neither",
-            )
+            uncached.append(str(model.lora))
         elif merged_first and _is_inferred(model, options):
             yield Finding(
                 "error",
@@ -214,6 +209,14 @@ def check_adapters(
                 f"the adapter {model.lora} was trained on {made_for}, not on {model.model}",
                 "put it onto the model that it was trained on",
             )
+    if uncached:
+        yield Finding(
+            "warning",
+            "adapters",
+            f"mergekit-yaml merges adapters into their base first: {listed(uncached)}",
+            "merge by mergekit-ace merge, which need not; or give --lora-merge-cache DIR and "
+            "--lora-merge-dtype float32 to mergekit-yaml and to this check",
+        )
 
 
 def _is_inferred(model: ModelReference, options: MergeOptions) -> bool:

@@ -309,15 +309,19 @@ def test_adapters(check, paths, tmp_path):
     adapter = tmp_path / "adapter"
     model.save_pretrained(adapter)
     config = default_config([paths[0], paths[1], f"{paths[0]}+{adapter}"])
-    found = texts(check(config), "error")
-    assert "which mergekit-yaml merges into its base first" in found
+    answer = check(config)
+    assert answer["ok"], answer
+    found = texts(answer, "warning")
+    assert f"mergekit-yaml merges adapters into their base first: {adapter}" in found
     assert "--lora-merge-cache DIR" in found
-    assert "mergekit-ace merge, which needs neither" in found
+    assert "merge by mergekit-ace merge, which need not" in found
     cache = tmp_path / "cache"
     before = set(LoaderCache().loaders)  # other tests of this process may have loaded adapters
     answer = check(config, "--lora-merge-cache", str(cache))
     assert answer["ok"], answer
-    assert "was trained on somewhere/else" in texts(answer, "warning")
+    found = texts(answer, "warning")
+    assert "was trained on somewhere/else" in found
+    assert "--lora-merge-cache" not in found
     assert not cache.exists()  # nothing was merged for it
     assert not any(model.lora for model in LoaderCache().loaders.keys() - before)
     (adapter / "adapter_config.json").unlink()
