@@ -160,9 +160,9 @@ def _claim(folder: OutputFolder, *, resume: bool, overwrite: bool) -> Manifest |
     if known is None:
         folder.check_free()
     elif not resume:
-        state = "a complete" if known.complete else "an unfinished"
+        state, use = ("a complete", "check") if known.complete else ("an unfinished", "go on with")
         raise MergeError(
-            f"{folder.path} holds {state} merge; give --resume to go on with it, or --overwrite to "
+            f"{folder.path} holds {state} merge; give --resume to {use} it, or --overwrite to "
             "begin anew"
         )
     return known
