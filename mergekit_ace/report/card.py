@@ -173,11 +173,12 @@ def _section(
     ours = isinstance(method, TaskVectorMethod)
     name, url = title_of(config.merge_method), method.spec.reference_url
     linked = f"[{name}]({url})" if url else name
+    does = f" {name} {method.summary[0].lower()}{method.summary[1:]}" if ours else ""
     parts = [
         BEGIN,
         "## How this merge was made",
         f"By {linked}, with [mergekit](https://github.com/arcee-ai/mergekit) and mergekit-ace; the "
-        "configuration is above." + (f" {method.summary}" if ours else ""),
+        f"configuration is above.{does}",
         "\n".join(f"* {markdown_text(text)}" for text in summarize(report)["sentences"]),
         _share_table(report),
         *(f"![{title}]({file})" for file, title in pictures.items()),
