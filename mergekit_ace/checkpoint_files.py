@@ -7,20 +7,10 @@ What lies beside them, such as an adapter or the state of an optimizer, is not l
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergekit_ace.headers import (
-    DamagedFileError,
-    TensorHeader,
-    check_content,
-    check_exists,
-    read_file_header,
-    read_headers,
-    read_json,
-)
-from mergekit_ace.pickled import read_pickle
+from mergekit_ace.headers import DamagedFileError, read_file_header, read_headers, read_json
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
@@ -70,18 +60,11 @@ def check_model_folder(folder: Path) -> None:
     Raises:
         DamagedFileError: naming the first file that is damaged or missing.
     """
-    files = weight_files(folder)
-    for path in files:
-        if path.suffix != ".safetensors":
-            _check_pickle(path)
     main = _main_file(folder)
-    headers = (
+    if main.suffix == ".json":
         read_headers(_read_weight_map(main), str(folder))
-        if main.suffix == ".json"
-        else {name: header for path in files for name, header in _headers(path).items()}
-    )
-    if not headers and files[0].suffix == ".safetensors":
-        raise DamagedFileError(f"{files[0]} holds no tensors; download or save it again")
+    elif not read_file_header(main):
+        raise DamagedFileError(f"{main} holds no tensors; download or save it again")
     _check_config(folder / "config.json")
     for name in _OPTIONAL:
         if os.path.lexists(folder / name):
@@ -105,11 +88,7 @@ def check_adapter_folder(folder: Path) -> None:
             f"{folder} is an adapter of the kind {kind}, which changes no weights of its base, so "
             "that it cannot be merged; leave it out"
         )
-    (path,) = adapter_files(folder)
-    if path.suffix == ".safetensors":
-        read_file_header(path)
-    else:
-        _check_pickle(path)
+    read_file_header(*adapter_files(folder))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -181,17 +160,6 @@ def _read_weight_map(index: Path) -> dict[str, str]:
                 "of a file beside it; download or save it again"
             )
     return places
-
-
-def _headers(path: Path) -> Mapping[str, TensorHeader]:
-    return read_file_header(path) if path.suffix == ".safetensors" else {}
-
-
-def _check_pickle(path: Path) -> None:
-    """Raise unless an old .bin file can be read, and holds nothing but tensors."""
-    check_exists(path)
-    check_content(path)
-    read_pickle(path)
 
 
 def _check_config(path: Path) -> None:

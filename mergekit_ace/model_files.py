@@ -6,14 +6,14 @@ Without `tokenizer:` it copies some of them together with the tokenizer of the b
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from mergekit.common import ModelPath, ModelReference
 from mergekit.config import MergeConfiguration
+
+from mergekit_ace.headers import json_or_empty
 
 GENERATION = "generation_config.json"
 _PROCESSORS = (
@@ -88,8 +88,8 @@ def _code(model: ModelReference, beside: Path) -> list[str]:
     They are copied, not run. The config of a model on the Hub names the repository.
     """
     config = find_model_file(model.model, "config.json", beside=beside)
-    names = _content(config).get("auto_map") if config else None
-    if not isinstance(names, dict) or "--" in str(names):
+    names = json_or_empty(config).get("auto_map")
+    if config is None or not isinstance(names, dict) or "--" in str(names):
         return []
     return sorted(path.name for path in config.parent.glob("*.py"))
 
@@ -98,7 +98,7 @@ def _has_template(folder: Path) -> bool:
     """Tell whether a result has a chat template, or no tokenizer that could use one."""
     if not (folder / _TOKENIZER).is_file():
         return True
-    own = _content(folder / _TOKENIZER).get("chat_template")
+    own = json_or_empty(folder / _TOKENIZER).get("chat_template")
     return bool(own) or any((folder / name).exists() for name in _TEMPLATES)
 
 
@@ -143,12 +143,4 @@ def lost_model_files(
 
 def _is_derived(path: Path) -> bool:
     """Tell whether transformers makes a generation config from `config.json`, whenever it loads."""
-    return path.name == GENERATION and bool(_content(path).get("_from_model_config"))
-
-
-def _content(path: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return path.name == GENERATION and bool(json_or_empty(path).get("_from_model_config"))

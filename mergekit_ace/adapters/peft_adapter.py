@@ -121,7 +121,7 @@ def read_adapter(reference: ModelPath | str, network: nn.Module | None = None) -
     folder = adapter_folder(reference)
     check_adapter_folder(folder)
     config = read_lora_config(folder)
-    file = TensorFile(adapter_files(folder)[0])
+    file = TensorFile(*adapter_files(folder))
     if network is not None:
         _follow_transformers(config, file, network)
     found = {}

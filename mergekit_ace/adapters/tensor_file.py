@@ -13,10 +13,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mergekit_ace.checkpoint_files import PEFT_PREFIX
-from mergekit_ace.headers import DamagedFileError, read_file_header
-from mergekit_ace.pickled import read_pickle
+from mergekit_ace.headers import DTYPES, DamagedFileError, read_file_header, read_pickle
 
-_DTYPES = {"F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
 _FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.(weight|bias))?")
 
 _COPY = re.compile(r"\.(?:original_module|modules_to_save)\.")
@@ -69,18 +67,11 @@ class TensorFile:
         """
         self.path = path
         self._held: Mapping[str, Tensor] = {}
-        self._pickled = path.suffix != ".safetensors"
-        if self._pickled:
-            tensors = read_pickle(path)
-            self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            self.dtypes = {tensor.dtype for tensor in tensors.values()}
-            odd = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
-        else:
-            headers = read_file_header(path)
-            self.shapes = {name: header.shape for name, header in headers.items()}
-            self.dtypes = {_DTYPES.get(h.dtype, torch.float32) for h in headers.values()}
-            odd = [name for name, header in headers.items() if "F" not in header.dtype]
-        self._odd = frozenset(odd)
+        headers = read_file_header(path)
+        self.shapes = {name: header.shape for name, header in headers.items()}
+        dtypes = {name: DTYPES[header.dtype] for name, header in headers.items()}
+        self._odd = {name for name, dtype in dtypes.items() if not dtype.is_floating_point}
+        self.dtypes = {dtypes[name] for name in dtypes.keys() - self._odd}
         if not self.shapes:
             raise DamagedFileError(f"{path} holds no tensors; download or save the adapter again")
 
@@ -90,7 +81,7 @@ class TensorFile:
         Raises:
             DamagedFileError: one holds NaN or infinite numbers.
         """
-        if self._pickled and not self._held:
+        if self.path.suffix != ".safetensors" and not self._held:
             self._held = read_pickle(self.path, "cpu")
         if self._held:
             tensors = [self._held[name] for name in names]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import MergeConfiguration
 from mergekit.graph import Executor
-from mergekit.io import ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache, SaveTensor
 from mergekit.merge import _model_out_config
 from mergekit.options import MergeOptions
@@ -30,10 +28,9 @@ from pydantic import PrivateAttr
 
 from mergekit_ace.adapters.adapter_tasks import read_adapters, show_bases, use_adapters
 from mergekit_ace.adapters.peft_adapter import Adapter
-from mergekit_ace.headers import TensorHeader, read_headers
-from mergekit_ace.pickled import read_pickle
+from mergekit_ace.headers import DTYPES
 from mergekit_ace.planning import PlannedMerge, PlannedTensor, find_architecture, layer_lists
-from mergekit_ace.preflight.checkpoints import DTYPE_NAMES, DTYPES, Checkpoint
+from mergekit_ace.preflight.checkpoints import Checkpoint, checkpoint_of
 from mergekit_ace.preflight.estimate import NOMINAL, Estimate, estimate_merge
 from mergekit_ace.unplanned import UnplannedTensor, plan_unplanned
 
@@ -271,34 +268,8 @@ def read_checkpoints(job: MergeJob) -> dict[ModelReference, Checkpoint]:
     Raises:
         DamagedFileError: a file of a model is missing or damaged.
     """
-    return {model: _checkpoint(model) for model in job.config().referenced_models()}
-
-
-def _checkpoint(model: ModelReference) -> Checkpoint:
-    index = LoaderCache().get(model).index
-    return Checkpoint(model, Path(index.base_path), index, stored_headers(index))
-
-
-def stored_headers(index: ShardedTensorIndex) -> dict[str, TensorHeader]:
-    """Return the headers of all tensors of an index, by name.
-
-    Raises:
-        DamagedFileError: a file is missing or damaged.
-        MergeError: a pickle is damaged.
-    """
-    headers = read_headers(index.tensor_paths, index.base_path)
-    for name in sorted(set(index.tensor_paths.values())):
-        if not name.endswith(".safetensors"):
-            stored = _pickled_headers(Path(index.base_path, name))
-            headers |= {t: h for t, h in stored.items() if index.tensor_paths.get(t) == name}
-    return headers
-
-
-def _pickled_headers(path: Path) -> dict[str, TensorHeader]:
-    return {
-        name: TensorHeader(DTYPE_NAMES.get(tensor.dtype, "F32"), tuple(tensor.shape), str(path))
-        for name, tensor in read_pickle(path).items()
-    }
+    models = job.config().referenced_models()
+    return {model: checkpoint_of(model, LoaderCache().get(model).index) for model in models}
 
 
 def _output_sizes(

@@ -9,7 +9,7 @@ from pathlib import Path
 from mergekit.common import ModelPath, ModelReference
 from mergekit.io import ShardedTensorIndex
 
-from mergekit_ace.merging.job import stored_headers
+from mergekit_ace.headers import read_headers
 from mergekit_ace.naming import without_numbers
 from mergekit_ace.preflight.config_rules import listed
 from mergekit_ace.preflight.loading import LoadedHeaders, load_headers
@@ -46,7 +46,8 @@ def merged_model(folder: Path) -> ModelReference:
 
 def _load(model: ModelReference, folder: Path, trust_remote_code: bool) -> LoadedHeaders:
     config = model.config(trust_remote_code=trust_remote_code)
-    headers = stored_headers(ShardedTensorIndex.from_disk(str(folder)))
+    index = ShardedTensorIndex.from_disk(str(folder))
+    headers = read_headers(index.tensor_paths, index.base_path)
     return load_headers(config, headers, trust_remote_code=trust_remote_code)
 
 

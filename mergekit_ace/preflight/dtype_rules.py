@@ -10,9 +10,10 @@ import torch
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 
+from mergekit_ace.headers import DTYPES, FLOATING
 from mergekit_ace.planning import PlannedTensor
 from mergekit_ace.preflight.checkpoint_rules import dtype_name, sources
-from mergekit_ace.preflight.checkpoints import DTYPES, FLOATING, Checkpoint
+from mergekit_ace.preflight.checkpoints import Checkpoint
 from mergekit_ace.preflight.config_rules import Finding, listed
 
 # Share of whole numbers in the entries of a model that masks and counters stay below, and a

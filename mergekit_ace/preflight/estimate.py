@@ -15,7 +15,7 @@ from mergekit.common import ModelReference
 
 from mergekit_ace.adapters.adapter_tasks import MergeProducts
 from mergekit_ace.algebra.linalg import product
-from mergekit_ace.headers import ITEM_SIZES, TensorHeader
+from mergekit_ace.headers import DTYPES, TensorHeader
 from mergekit_ace.methods.base import TaskVectorMethod, sweep
 from mergekit_ace.planning import PlannedMerge, PlannedTensor
 from mergekit_ace.preflight.checkpoint_rules import dtype_name, sources
@@ -187,8 +187,8 @@ def estimate_tensor(
         operations=work.operations,
         moved=work.moved,
         read=sum(h.bytes for h in found.values()),
-        written=entries * ITEM_SIZES.get(written_in, 4),
-        inputs=len(found) * entries * ITEM_SIZES.get(merged_in, 4),
+        written=entries * DTYPES[written_in].itemsize,
+        inputs=len(found) * entries * DTYPES[merged_in].itemsize,
         working=work.working + 4 * entries,  # and the result in float32
         rows_per_column=work.rows_per_column,
     )

@@ -13,8 +13,7 @@ import transformers
 from mergekit.common import get_auto_cls
 from transformers.utils import logging as transformers_logging
 
-from mergekit_ace.headers import TensorHeader
-from mergekit_ace.preflight.checkpoints import DTYPES
+from mergekit_ace.headers import DTYPES, TensorHeader
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -25,7 +25,7 @@ from mergekit_ace.algebra.layouts import as_matrices
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank
 from mergekit_ace.algebra.low_rank_inspection import inspect_products
 from mergekit_ace.algebra.records import FixedLayout, Observer
-from mergekit_ace.headers import TensorHeader
+from mergekit_ace.headers import FLOATING, TensorHeader
 from mergekit_ace.methods.ace import AceMerge
 from mergekit_ace.methods.base import MERGE_ERRORS, Merged, TaskVectorMethod
 from mergekit_ace.methods.devices import first_that_fits
@@ -33,7 +33,6 @@ from mergekit_ace.methods.inputs import TensorSettings, check_finite
 from mergekit_ace.methods.low_rank_merge import has_low_rank
 from mergekit_ace.methods.measured_lookup import MeasuredLookup
 from mergekit_ace.planning import PlannedTensor
-from mergekit_ace.preflight.checkpoints import FLOATING
 from mergekit_ace.report.jsonl import Line, ReportError, inspection_line
 
 # Whose decisions are shown for methods that are not ours.
