@@ -13,12 +13,12 @@ import click
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
-from mergekit_ace.merging.job import MergeError, MergeJob, MergePlan, read_checkpoints
+from mergekit_ace.merging.job import MergeError, MergeJob, read_checkpoints
 from mergekit_ace.merging.progress import MergeProgress
 from mergekit_ace.merging.trial import check_trial, try_prompt
 from mergekit_ace.merging.verify import verify_model
 from mergekit_ace.model_files import config_donor
-from mergekit_ace.planning import read_merge_config
+from mergekit_ace.planning import PlannedMerge, read_merge_config
 from mergekit_ace.preflight.check import check_merge
 from mergekit_ace.preflight.config_rules import Finding
 from mergekit_ace.preflight.loading import UnknownArchitectureError
@@ -62,7 +62,7 @@ def check_before(config: Path, options: MergeOptions, checks: MergeChecks) -> No
     _stop_at_errors(findings, "Nothing was merged; --no-check leaves this check out")
 
 
-def add_unplanned(job: MergeJob, plan: MergePlan, checks: MergeChecks) -> MergeJob:
+def add_unplanned(job: MergeJob, plan: PlannedMerge, checks: MergeChecks) -> MergeJob:
     """Return the merge with the tensors that mergekit leaves out of its plan.
 
     Raises:

@@ -29,7 +29,6 @@ from mergekit_ace.merging.job import (
     MERGE_PACKAGES,
     MergeError,
     MergeJob,
-    MergePlan,
     OutputError,
     Shard,
     plan_job,
@@ -48,7 +47,13 @@ from mergekit_ace.merging.preparation import needed_files, prepare_adapters
 from mergekit_ace.merging.progress import MergeProgress
 from mergekit_ace.merging.vocabulary import build_in_order, numbering
 from mergekit_ace.merging.worker import ShardDone, ShardFailed, TensorMerged
-from mergekit_ace.planning import check_inputs, find_models, model_folders, read_merge_config
+from mergekit_ace.planning import (
+    PlannedMerge,
+    check_inputs,
+    find_models,
+    model_folders,
+    read_merge_config,
+)
 from mergekit_ace.preflight.checkpoints import own_loaders
 
 ATTEMPTS = 3  # to compute one shard
@@ -174,7 +179,7 @@ def _plan(
     options: MergeOptions,
     known: Manifest | None,
     checks: MergeChecks,
-) -> tuple[MergeJob, MergePlan]:
+) -> tuple[MergeJob, PlannedMerge]:
     """Read the config, find and check all models, and plan; writes nothing to the directory."""
     parsed, source = read_merge_config(config)
     adapters = _load_models(parsed, options)
@@ -230,7 +235,7 @@ def _load_models(config: MergeConfiguration, options: MergeOptions) -> tuple[Mod
 def _check_directory(
     folder: OutputFolder,
     job: MergeJob,
-    plan: MergePlan,
+    plan: PlannedMerge,
     known: Manifest | None,
     identity: dict[str, Any],
 ) -> None:
@@ -256,7 +261,7 @@ def _check_directory(
 
 
 def _build_tokenizer(
-    folder: OutputFolder, plan: MergePlan, known: Manifest | None
+    folder: OutputFolder, plan: PlannedMerge, known: Manifest | None
 ) -> TokenizerInfo | None:
     """Build the tokenizer of the result, the same one as in an earlier run.
 

@@ -1,38 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every process of a merge is told, mergekit's plan made from it, and the files of the result.
-
-mergekit's private functions are used as they are: `test_identical.py` compares the results.
-"""
+"""What every process of a merge is told, its plan made from it, and the files of the result."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-import transformers
 import yaml
-from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import MergeConfiguration
-from mergekit.graph import Executor
 from mergekit.io.tasks import LoaderCache, SaveTensor
-from mergekit.merge import _model_out_config
 from mergekit.options import MergeOptions
-from mergekit.plan import MergePlanner
-from mergekit.tokenizer import BuildTokenizer, PermutedVocabulary, TokenizerInfo
+from mergekit.tokenizer import PermutedVocabulary, TokenizerInfo
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 from pydantic import PrivateAttr
 
 from mergekit_ace.adapters.adapter_tasks import read_adapters, show_bases, use_adapters
-from mergekit_ace.adapters.peft_adapter import Adapter
 from mergekit_ace.headers import DTYPES
-from mergekit_ace.planning import PlannedMerge, PlannedTensor, find_architecture, layer_lists
+from mergekit_ace.planning import PlannedMerge, PlannedTensor, UnplannedTensor, plan_tensors
 from mergekit_ace.preflight.checkpoints import Checkpoint, checkpoint_of
 from mergekit_ace.preflight.estimate import NOMINAL, Estimate, estimate_merge
-from mergekit_ace.unplanned import UnplannedTensor, plan_unplanned
 
 # On whose versions a result depends.
 MERGE_PACKAGES = ("mergekit", "mergekit-ace", "torch", "transformers", "safetensors")
@@ -113,62 +103,27 @@ class MergeJob:
         return settings.pad_to_multiple_of if settings else None
 
 
-@dataclass(frozen=True)
-class MergePlan:
-    """mergekit's plan.
-
-    Attributes:
-        architecture: of the result.
-        out_config: of the result.
-        saves: mergekit's tasks by tensor name, in the order in which it would run them; those of
-            tensors that it does not plan come last.
-        tokenizer_task: builds the tokenizer of the result; None where it is only copied.
-    """
-
-    architecture: ModelArchitecture
-    out_config: transformers.PretrainedConfig
-    saves: Mapping[str, SaveTensor]
-    tokenizer_task: BuildTokenizer | None
-
-    @property
-    def tensors(self) -> tuple[PlannedTensor, ...]:
-        """All tensors of the result."""
-        return tuple(PlannedTensor(save.tensor_task) for save in self.saves.values())
-
-
-def plan_job(job: MergeJob) -> MergePlan:
+def plan_job(job: MergeJob) -> PlannedMerge:
     """Plan as `mergekit-yaml` does; reads configs, indices and headers.
 
     Raises:
         DamagedFileError: an adapter is damaged.
         RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says to the plan.
     """
-    options, config = job.merge_options, job.config()
-    LoaderCache().setup(options)
+    LoaderCache().setup(job.merge_options)
     show_bases(job.adapters)
     adapters = read_adapters(job.adapters)
-    architecture = find_architecture(config, options)
-    out_config = _model_out_config(config, architecture, options.trust_remote_code)
-    for name, entries in layer_lists(config, options.trust_remote_code).items():
-        setattr(out_config.get_text_config(), name, entries)
-    planner = MergePlanner(config, architecture, options=options, out_model_config=out_config)
-    targets = planner.plan_to_disk("")  # only a plan: nothing is written
-    order = (handle.task() for handle in Executor(targets).schedule.tasks)
-    builders = [target for target in targets if isinstance(target, BuildTokenizer)]
-    saves = [task for task in order if isinstance(task, SaveTensor)]
-    saves += plan_unplanned(planner, job.unplanned, saves[0].writer_task)
-    if adapters:
-        saves = [_with_adapters(save, adapters) for save in saves]
-    return MergePlan(
-        architecture,
-        out_config,
-        {save.tensor_name: save for save in saves},
-        builders[0] if builders else None,
+    plan = plan_tensors(job.config(), job.source, job.merge_options, job.unplanned)
+    if not adapters:
+        return plan
+    tasks = {name: use_adapters(save.tensor_task, adapters) for name, save in plan.saves.items()}
+    return replace(
+        plan,
+        saves={
+            name: save.model_copy(update={"tensor_task": tasks[name]})
+            for name, save in plan.saves.items()
+        },
     )
-
-
-def _with_adapters(save: SaveTensor, adapters: Mapping[ModelReference, Adapter]) -> SaveTensor:
-    return save.model_copy(update={"tensor_task": use_adapters(save.tensor_task, adapters)})
 
 
 @dataclass(frozen=True)
@@ -199,7 +154,7 @@ class Shard:
 
 
 def plan_shards(
-    job: MergeJob, plan: MergePlan, groups: Sequence[Sequence[str]] = ()
+    job: MergeJob, plan: PlannedMerge, groups: Sequence[Sequence[str]] = ()
 ) -> tuple[list[Shard], int]:
     """Divide a merge into files; reads the headers of all models.
 
@@ -217,8 +172,7 @@ def plan_shards(
     options = job.merge_options
     checkpoints = read_checkpoints(job)
     sizes = _output_sizes(job, plan, checkpoints)
-    merge = PlannedMerge(job.config(), job.source, options, plan.tensors)
-    estimate = estimate_merge(merge, checkpoints, NOMINAL)
+    estimate = estimate_merge(plan, checkpoints, NOMINAL)
     work = _work_by_tensor(sizes, estimate)
     groups = groups or group_tensors(sizes, options.out_shard_size)
     shards = [
@@ -273,7 +227,7 @@ def read_checkpoints(job: MergeJob) -> dict[ModelReference, Checkpoint]:
 
 
 def _output_sizes(
-    job: MergeJob, plan: MergePlan, checkpoints: Mapping[ModelReference, Checkpoint]
+    job: MergeJob, plan: PlannedMerge, checkpoints: Mapping[ModelReference, Checkpoint]
 ) -> dict[str, int]:
     """Return the bytes of every tensor of the result; 0 where no header tells."""
     vocabulary = None

@@ -31,9 +31,10 @@ from mergekit.merge import (
 
 from mergekit_ace.adapters.adapter_plan import base_of
 from mergekit_ace.files import flush_to_disk, sha256, write_text
-from mergekit_ace.merging.job import MergeError, MergeJob, MergePlan, OutputError, index_file
+from mergekit_ace.merging.job import MergeError, MergeJob, OutputError, index_file
 from mergekit_ace.merging.manifest import MANIFEST_FILE, Manifest
 from mergekit_ace.model_files import add_model_files, config_donor
+from mergekit_ace.planning import PlannedMerge
 
 _LOG = logging.getLogger(__name__)
 SCRATCH_FOLDER = ".merging"
@@ -193,7 +194,7 @@ class OutputFolder:
 def complete_model(
     folder: OutputFolder,
     job: MergeJob,
-    plan: MergePlan,
+    plan: PlannedMerge,
     manifest: Manifest,
     *,
     kept: Sequence[str] = (),
@@ -286,7 +287,7 @@ def _write_index(staging: Path, manifest: Manifest, *, safetensors: bool) -> Non
     (staging / index_file(safetensors=safetensors)).write_text(text, encoding="utf-8")
 
 
-def _write_config(staging: Path, job: MergeJob, plan: MergePlan) -> None:
+def _write_config(staging: Path, job: MergeJob, plan: PlannedMerge) -> None:
     config = plan.out_config
     if job.tokenizer is not None:
         tokenizer = job.tokenizer.tokenizer

@@ -22,7 +22,13 @@ from mergekit_ace.algebra.ridge_floor import is_near_threshold
 from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.naming import module_of
-from mergekit_ace.planning import ConfigError, PlannedMerge, plan_merge, read_merge_config
+from mergekit_ace.planning import (
+    ConfigError,
+    PlannedMerge,
+    UnplannedTensor,
+    plan_merge,
+    read_merge_config,
+)
 from mergekit_ace.preflight.adapter_rules import check_adapter_shapes
 from mergekit_ace.preflight.checkpoint_rules import (
     check_adapters,
@@ -58,7 +64,6 @@ from mergekit_ace.preflight.unplanned_rules import (
     treat_unplanned,
 )
 from mergekit_ace.preflight.value_rules import check_values
-from mergekit_ace.unplanned import UnplannedTensor
 
 MARGIN = 1.02  # of the result's size, for indices, tokenizers and the rest
 
@@ -142,7 +147,8 @@ def check_merge(
     findings += check_tensor_dtypes(plan.tensors, checkpoints)
     findings += check_optional(plan.tensors, checkpoints)
     # without copies, which know nothing of the method's parameters
-    merged = replace(plan, tensors=tuple(t for t in plan.tensors if t.method is plan.method))
+    own = {t.name for t in plan.tensors if t.method is plan.method}
+    merged = replace(plan, saves={name: s for name, s in plan.saves.items() if name in own})
     findings += check_coefficients(merged)
     findings += check_reach(merged)
     shards = [Path(h.file) for c in checkpoints.values() if c.folder for h in c.headers.values()]

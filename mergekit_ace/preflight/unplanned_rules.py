@@ -22,11 +22,15 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from mergekit_ace.headers import TensorHeader
 from mergekit_ace.model_files import GENERATION, config_donor, lost_model_files
-from mergekit_ace.planning import PlannedTensor, find_architecture, layer_lists
+from mergekit_ace.planning import (
+    PlannedTensor,
+    UnplannedTensor,
+    find_architecture,
+    layer_lists,
+)
 from mergekit_ace.preflight.checkpoints import Checkpoint
 from mergekit_ace.preflight.config_rules import Finding, listed
 from mergekit_ace.preflight.loading import UnknownArchitectureError, skeleton, wanted_names
-from mergekit_ace.unplanned import UnplannedTensor
 
 Treatment = Literal["base", "merge", "error"]
 Checkpoints = Mapping[ModelReference, Checkpoint]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -250,7 +250,7 @@ def thin_out(names: Sequence[str], wanted: int) -> list[str]:
 def run_inspection(
     config: Path,
     folder: Path,
-    flags: Mapping[str, Any],
+    options: MergeOptions,
     *,
     tensors: Sequence[str] = (),
     sample: int | None = None,
@@ -262,11 +262,10 @@ def run_inspection(
 
     Args:
         config, folder: of the merge, and for the report.
-        flags: fields of mergekit's `MergeOptions`.
+        options: mergekit's flags.
         tensors, sample, overwrite, quiet, covariances: see `inspect_merge`.
     """
     merge, source = read_merge_config(config)
-    options = MergeOptions(**flags, quiet=True)
     adapters = None
     if names_adapters(merge):
         adapters = _plan_adapters(merge, source, options, in_full=covariances is not None)
