@@ -24,6 +24,17 @@ _PROCESSORS = (
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _MORE_TEMPLATES = "additional_chat_templates"
 _TOKENIZER = "tokenizer_config.json"
+# One of them is there wherever transformers can load a tokenizer.
+VOCABULARY_FILES = (
+    "tokenizer.json", "tokenizer.model", _TOKENIZER, "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+TOKENIZER_FILES = (
+    *VOCABULARY_FILES, "special_tokens_map.json", "added_tokens.json", "merges.txt",
+    "chat_template.jinja",
+)  # fmt: skip
+# Of an earlier result, these would be read as part of one that has none.
+READ_BESIDE = (*TOKENIZER_FILES, GENERATION, *_PROCESSORS, "chat_template.json")
 # What mergekit copies with a tokenizer that it takes as it is.
 _COPIED = (GENERATION, "video_preprocessor_config.json", *_TEMPLATES)
 

@@ -27,10 +27,16 @@ from mergekit_ace.adapters.writing import AdapterWriter
 from mergekit_ace.files import write_text
 from mergekit_ace.methods.notices import flush_notices
 from mergekit_ace.methods.report_lines import append_report
+from mergekit_ace.model_files import TOKENIZER_FILES
 from mergekit_ace.planning import ConfigError, read_merge_config
 from mergekit_ace.preflight.check import check_method
 from mergekit_ace.preflight.checkpoints import headers_only
-from mergekit_ace.preflight.config_rules import Finding, check_coefficients, check_doubts
+from mergekit_ace.preflight.config_rules import (
+    Finding,
+    check_coefficients,
+    check_doubts,
+    shown_errors,
+)
 from mergekit_ace.preflight.estimate import in_bytes, in_time
 from mergekit_ace.preflight.reach_rules import check_reach
 from mergekit_ace.preflight.value_rules import check_values
@@ -39,11 +45,6 @@ from mergekit_ace.preflight.value_rules import check_values
 SMALL_RANK = 256
 # What makes a folder an adapter or a model, which a result must not be mixed with.
 _MARKS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "config.json")
-# What adapters carry with a tokenizer.
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
 
 
 @dataclass
@@ -115,7 +116,7 @@ def merge_adapters(
     """
     start, programs = time.perf_counter(), sys.stdout
     config, source = read_merge_config(path)
-    _tell_findings([*check_method(config, source)[1], *check_values(config)], quiet=options.quiet)
+    _check([*check_method(config, source)[1], *check_values(config)], quiet=options.quiet)
     with redirect_stdout(sys.stderr):  # programs get nothing that libraries print
         plan = plan_adapters(config, source, options)
     _check_folder(out, plan, overwrite)
@@ -125,7 +126,7 @@ def merge_adapters(
     with headers_only(plan.checkpoints), _few_threads(plan):
         merge.check()
         found = [*check_reach(plan.merge), *check_coefficients(plan.merge)]
-        _tell_findings([*found, *check_doubts(plan.merge, {})], quiet=options.quiet)
+        _check([*found, *check_doubts(plan.merge, {})], quiet=options.quiet)
         with AdapterWriter(out, plan.adapters, base, dtype, revision) as writer:
             for tensor, merged, seconds in _merged(plan, merge, quiet=options.quiet or as_json):
                 _write(writer, merged)
@@ -161,16 +162,10 @@ def _few_threads(plan: AdapterPlan) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _tell_findings(findings: Iterable[Finding], *, quiet: bool) -> None:
-    """Show what is seldom meant, and raise a `ConfigError` for what is wrong."""
-    errors = []
-    for finding in findings:
-        if finding.level == "error":
-            errors.append(finding.text.removeprefix("error: "))
-        elif not quiet:
-            click.echo(finding.text, err=True)
+def _check(findings: Iterable[Finding], *, quiet: bool) -> None:
+    errors = shown_errors(findings, quiet=quiet)
     if errors:
-        raise ConfigError("\n".join(errors))
+        raise ConfigError(errors)
 
 
 def _check_folder(out: Path, plan: AdapterPlan, overwrite: bool) -> None:
@@ -236,10 +231,13 @@ def _event(tensor: ChangedTensor, merged: MergedChange, seconds: float) -> dict[
 
 
 def _add_files(out: Path, plan: AdapterPlan) -> None:
-    """Copy the tokenizer of the first adapter that carries one."""
+    """Copy the tokenizer of the first adapter that carries one; that of an earlier result goes."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        (out / name).unlink(missing_ok=True)
     for adapter in plan.adapters:
-        files = [adapter.folder / name for name in _TOKENIZER_FILES]
         if (adapter.folder / "tokenizer_config.json").is_file():
+            files = (adapter.folder / name for name in TOKENIZER_FILES)
             for file in filter(Path.is_file, files):
                 shutil.copyfile(file, out / file.name)
             return

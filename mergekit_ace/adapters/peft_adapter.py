@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,8 +125,15 @@ def read_adapter(reference: ModelPath | str, network: nn.Module | None = None) -
     file = TensorFile(*adapter_files(folder))
     if network is not None:
         _follow_transformers(config, file, network)
+    try:
+        changes = list(_Reading(folder, config, file, network).changes())
+    except (re.error, TypeError, AttributeError, ValueError) as error:  # of PEFT's comparisons
+        raise DamagedFileError(
+            f"{folder / 'adapter_config.json'} holds what PEFT cannot compare with the names of "
+            f"modules ({error}); correct it, or save the adapter again"
+        ) from error
     found = {}
-    for change, source in _Reading(folder, config, file, network).changes():
+    for change, source in changes:
         if change.name in found:
             raise DamagedFileError(
                 f"{file.path} changes {change.name} twice, by {', '.join(source.tensors)} and by "
@@ -182,10 +190,8 @@ def _follow_transformers(config: LoraConfig, file: TensorFile, network: nn.Modul
 
     Above all these are mixtures of experts, whose matrices are packed since.
     """
-    try:
-        from peft.utils import transformers_weight_conversion as conversion
-    except ImportError:  # an older PEFT, which would not load it
-        return
+    from peft.utils import transformers_weight_conversion as conversion
+
     if not hasattr(getattr(network, "config", None), "model_type"):
         return
     try:
@@ -222,8 +228,7 @@ class _Reading:
     def changes(self) -> Iterator[_Found]:
         """Return what is changed, and by what."""
         content = self.file.content()
-        wanted = getattr(self.config, "target_parameters", None)
-        if wanted and self.network is None:
+        if self.config.target_parameters and self.network is None:
             raise DamagedFileError(
                 f"{self.config_path} has `target_parameters`, whose order only the base tells; "
                 "name the adapter as BASE+ADAPTER"
@@ -367,7 +372,7 @@ class _Reading:
 
     def _check_targeted(self, module: str) -> None:
         """Raise for factors that PEFT would leave aside, as the config does not target them."""
-        if not is_targeted(self.config_path, self.config, module):
+        if not is_targeted(self.config, module):
             raise DamagedFileError(
                 f"{self.file.path} changes {module}, which `target_modules` of {self.config_path} "
                 "does not name, so that PEFT would leave it aside; correct the config"
@@ -424,7 +429,7 @@ def _targeted_parameters(
 
     The innermost wrapper comes first: it is that of the parameter that the module has first.
     """
-    targets = getattr(config, "target_parameters", None) or []
+    targets = config.target_parameters or []
     found: dict[str, list[str]] = {}
     for place, module in modules.items() if targets else ():
         for name, _ in module.named_parameters(recurse=False):

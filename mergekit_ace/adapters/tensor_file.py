@@ -129,33 +129,21 @@ class TensorFile:
 
     def _add(self, found: Content, name: str, place: str) -> None:
         match = _FACTOR.fullmatch(place)
-        if match is None:
-            if ".lora_" in place or ".token_adapter." in place:
-                raise DamagedFileError(
-                    f"tensor {name} of {self.path} is none of a plain LoRA adapter; save the "
-                    "adapter again by peft's save_pretrained, or merge full models with "
-                    "mergekit-yaml"
-                )
+        if match is None and not (".lora_" in place or ".token_adapter." in place):
             self._add_full(found, name, place)
             return
-        module, table, letter, leaf = match.groups()
-        if (leaf is None) != (table is not None) or (letter == "A" and leaf == "bias"):
-            raise DamagedFileError(
-                f"tensor {name} of {self.path} has a name that PEFT does not load; save the "
-                "adapter again by peft's save_pretrained"
-            )
-        if name in self._odd:
-            raise DamagedFileError(
-                f"tensor {name} of {self.path} holds integers instead of a factor; save the "
-                "adapter again in bfloat16, float16 or float32"
-            )
-        factors = found.factors.setdefault(module, Factors(embedding=table is not None))
+        module, table, letter, leaf = match.groups() if match else ("", None, "", None)
+        factors = found.factors.get(module, Factors(embedding=table is not None))
         part = "bias" if leaf == "bias" else "first" if letter == "A" else "second"
-        if getattr(factors, part) is not None or factors.embedding != (table is not None):
+        misnamed = (leaf is None) != (table is not None) or (letter == "A" and leaf == "bias")
+        twice = getattr(factors, part) is not None or factors.embedding != (table is not None)
+        if match is None or misnamed or twice or name in self._odd:
             raise DamagedFileError(
-                f"{self.path} holds factors of {module} twice, the second time as {name}; save "
-                "the adapter again by peft's save_pretrained"
+                f"tensor {name} of {self.path} is none that PEFT loads as part of a plain LoRA "
+                "adapter; save the adapter again by peft's save_pretrained, or merge full models "
+                "with mergekit-yaml"
             )
+        found.factors[module] = factors
         setattr(factors, part, name)
 
     def _add_full(self, found: Content, name: str, place: str) -> None:
@@ -180,16 +168,12 @@ class TensorFile:
                 "save the adapter again"
             )
         first, second = self.shapes[factors.first], self.shapes[factors.second]
-        if len(first) != len(second) or len(first) < 2 or 0 in first or 0 in second:
+        whole = len(first) == len(second) >= 2 and 0 not in first and 0 not in second
+        if not whole or first[0] != second[1] or set(second[2:]) - {1}:
             raise DamagedFileError(
-                f"{self.path} has A {first} and B {second} of {module}, which are no factors; save "
-                "the adapter again, with all shards of the training gathered"
-            )
-        if first[0] != second[1] or set(second[2:]) - {1}:
-            raise DamagedFileError(
-                f"{self.path} has A {first} and B {second} of {module}, whose ranks "
-                f"{first[0]} and {second[1]} differ; convolutions of several groups cannot be "
-                "merged, everything else needs to be saved again"
+                f"{self.path} has A {first} and B {second} of {module}, which cannot be "
+                "multiplied; save the adapter again, with all shards of the training gathered "
+                "(convolutions of several groups cannot be merged)"
             )
         if factors.bias is not None and self.shapes[factors.bias] != second[:1]:
             raise DamagedFileError(

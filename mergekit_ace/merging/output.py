@@ -33,7 +33,7 @@ from mergekit_ace.adapters.adapter_plan import base_of
 from mergekit_ace.files import flush_to_disk, sha256, write_text
 from mergekit_ace.merging.job import MergeError, MergeJob, OutputError, index_file
 from mergekit_ace.merging.manifest import MANIFEST_FILE, Manifest
-from mergekit_ace.model_files import add_model_files, config_donor
+from mergekit_ace.model_files import READ_BESIDE, add_model_files, config_donor
 from mergekit_ace.planning import PlannedMerge
 
 _LOG = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ LOCK_FILE = ".merging.lock"
 # What makes a directory a model: these go first when it is begun anew, and come last at the end.
 _MARKS = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_DROPPED = (*_MARKS, *_WEIGHTS, MANIFEST_FILE, LOCK_FILE)
+_DROPPED = (*_MARKS, *_WEIGHTS, *READ_BESIDE, MANIFEST_FILE, LOCK_FILE)
 _CARD_FILES = ("README.md", "mergekit_config.yml")
 
 
@@ -155,7 +155,7 @@ class OutputFolder:
         """Remove the model, or the unfinished merge, that is here: what marks it as one first."""
         self.unmark()
         (self.path / MANIFEST_FILE).unlink(missing_ok=True)
-        for pattern in _WEIGHTS:
+        for pattern in (*_WEIGHTS, *READ_BESIDE):
             for path in self.path.glob(pattern):
                 path.unlink()
         self.remove_scratch()

@@ -31,12 +31,11 @@ def check_adapter_shapes(checkpoints: Mapping[ModelReference, Checkpoint]) -> It
         try:
             stored = read_file_header(path)
         except DamagedFileError as error:
-            yield Finding("error", "adapters", str(error))
+            yield Finding.error("adapters", str(error))
             continue
         odd, homeless, fitting = _compare(stored, checkpoint)
         if odd:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "adapters",
                 f"the adapter {model.lora} does not fit {model.model}: {listed(odd, 3)}",
                 "put it onto the model that it was trained on",

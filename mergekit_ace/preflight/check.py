@@ -115,7 +115,7 @@ def check_merge(
     try:
         config, source = read_merge_config(path)
     except ConfigError as error:
-        return Preflight((Finding("error", "config", str(error)), *_check_unread(path)))
+        return Preflight((Finding.error("config", str(error)), *_check_unread(path)))
     method, findings = check_method(config, source)
     findings += check_values(config)
     checkpoints, lost = _read_all(config)
@@ -168,7 +168,7 @@ def check_method(config: MergeConfiguration, source: str) -> tuple[str, list[Fin
         method = merge_methods.get(config.merge_method)
     except RuntimeError:
         name = config.merge_method
-        finding = Finding("error", "config", f"there is no method {name!r}", nearest_method(name))
+        finding = Finding.error("config", f"there is no method {name!r}", nearest_method(name))
         return name, [finding, *check_keys(source, None)]
     spec = method.spec
     about = method.about if isinstance(method, TaskVectorMethod) else spec.pretty_name or spec.name
@@ -191,7 +191,7 @@ def _read_all(
         try:
             checkpoints[model] = read_checkpoint(model)
         except DamagedFileError as error:
-            lost.append(Finding("error", "models", str(error)))
+            lost.append(Finding.error("models", str(error)))
     return checkpoints, lost
 
 
@@ -200,8 +200,7 @@ def _check_names(config: MergeConfiguration) -> Iterator[Finding]:
     for model in sorted(config.referenced_models(), key=str):
         path = model.model.path
         if path.count("/") < 2 and not path.startswith(("/", ".")) and Path(path).is_dir():
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 "models",
                 f"{path} is a folder here, but might be a model on the Hub: mergekit-yaml asks "
                 "there in the end, and fails without a network",
@@ -226,8 +225,8 @@ def _plan(
                 return None, []  # `check_method` has said so
             if isinstance(error, KeyError):  # mergekit looks a module up
                 text = f"the architecture has no part {text}; most have one, called `default`"
-            return None, [Finding("error", "plan", text)]
-    return plan, [Finding("warning", "plan", message) for message in dict.fromkeys(warnings)]
+            return None, [Finding.error("plan", text)]
+    return plan, [Finding.warning("plan", message) for message in dict.fromkeys(warnings)]
 
 
 @contextmanager
@@ -261,8 +260,7 @@ def _check_disk(estimate: Estimate, out: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(place).free
     wanted = int(MARGIN * estimate.written)
     if free < wanted:
-        yield Finding(
-            "error",
+        yield Finding.error(
             "disk",
             f"the result takes {in_bytes(wanted)}, but {place} has {in_bytes(free)} left",
             "free some space, or write elsewhere",

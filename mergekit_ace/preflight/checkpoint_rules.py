@@ -52,8 +52,7 @@ def check_tensors(
             if not any(can_convert_checkpoint_keys(kind, known, name) for name in names):
                 missing.setdefault(model, []).append(weight.name)
     for model, names in missing.items():
-        yield Finding(
-            "error",
+        yield Finding.error(
             "tensors",
             f"{model} lacks {len(names)} of {len(tensors)} tensors: {listed(names)}",
             "replace the model by one of the same architecture, or save it again",
@@ -83,16 +82,14 @@ def compare_shapes(
             else:
                 odd.setdefault(model, []).append(text)
     for model, texts in odd.items():
-        yield Finding(
-            "error",
+        yield Finding.error(
             "shapes",
             f"{model} has {len(texts)} tensors of another shape: {listed(texts, 3)}",
             f"remove {model}, or set base_model to the model that it was fine-tuned from",
         )
     for model, text in vocabularies.items():
         if not aligned:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "vocabularies",
                 f"{model} has another vocabulary: {text}",
                 "align them: add the line `tokenizer: {source: base}` (or union)",
@@ -128,8 +125,7 @@ def check_configs(
             and key in origin
         ]
         if changed:
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 "configs",
                 f"{model} has another config than the base model ({listed(changed)})",
                 "mergekit writes the base's config.json: adjust it in the result if the experts' "
@@ -148,8 +144,7 @@ def check_class_names(checkpoints: Mapping[ModelReference, Checkpoint]) -> Itera
     for model, names in named.items():
         first = next(iter(named))
         if names != named[first]:
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 "classes",
                 f"{model} calls its classes {listed(names, 4)}, and {first} calls them "
                 f"{listed(named[first], 4)}; a merge of their heads means neither",
@@ -175,24 +170,21 @@ def check_adapters(
         if model.lora is None:
             continue
         if Path(model.lora.path).expanduser().is_dir() and not checkpoint.adapter:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "adapters",
                 f"{model.lora} holds no adapter_config.json",
                 "give the folder that peft's save_pretrained wrote",
             )
             continue
         if merged_first and not options.lora_merge_cache:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "adapters",
                 f"{model} is an adapter, which mergekit-yaml merges into its base first",
                 "say where, with --lora-merge-cache DIR, to mergekit-yaml and to this check; add "
                 "--lora-merge-dtype float32. Or merge by mergekit-ace merge, which needs neither",
             )
         elif merged_first and _is_inferred(model, options):
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "adapters",
                 f"mergekit has to infer the architecture of {model.model}, and infers none of "
                 "adapters",
@@ -200,16 +192,14 @@ def check_adapters(
             )
         wanted = options.lora_merge_dtype
         if wanted and (wanted.removeprefix("torch.") not in ("bfloat16", "float16", "float32")):
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "adapters",
                 f"--lora-merge-dtype {wanted} is no dtype in which adapters can be merged",
                 "write float32",
             )
         made_for = checkpoint.adapter.get("base_model_name_or_path")
         if made_for and not same_name(made_for, model.model.path):
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 "adapters",
                 f"the adapter {model.lora} was trained on {made_for}, not on {model.model}",
                 "put it onto the model that it was trained on",

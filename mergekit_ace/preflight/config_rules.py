@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import click
 
 from mergekit_ace.coefficients.file import CoefficientFileError
 from mergekit_ace.methods.base import TaskVectorMethod
@@ -21,8 +23,7 @@ class Finding:
     """Something that is wrong, or may be.
 
     Attributes:
-        level: ``error``: the merge fails, or is not what the config says. ``warning``: it may not
-            be what you want.
+        level: ``error`` or ``warning``.
         subject: what it is about: ``config``, ``tensors``, ``tokenizers``, …
         message: what was found.
         remedy: what to do.
@@ -33,11 +34,32 @@ class Finding:
     message: str
     remedy: str = ""
 
+    @classmethod
+    def error(cls, subject: str, message: str, remedy: str = "") -> Finding:
+        """Return something because of which the merge fails, or is not what the config says."""
+        return cls("error", subject, message, remedy)
+
+    @classmethod
+    def warning(cls, subject: str, message: str, remedy: str = "") -> Finding:
+        """Return something that may not be what is wanted."""
+        return cls("warning", subject, message, remedy)
+
     @property
     def text(self) -> str:
         """All of it, for people."""
         remedy = f"\n    → {self.remedy}" if self.remedy else ""
         return f"{self.level}: {self.subject}: {self.message}{remedy}"
+
+
+def shown_errors(findings: Iterable[Finding], *, quiet: bool) -> str:
+    """Show warnings, unless `quiet`, and return all errors with their remedies; empty if none."""
+    errors = []
+    for finding in findings:
+        if finding.level == "error":
+            errors.append(finding.text.removeprefix("error: "))
+        elif not quiet:
+            click.echo(finding.text, err=True)
+    return "\n".join(errors)
 
 
 def listed(names: Sequence[str], most: int = MOST_LISTED) -> str:
@@ -56,13 +78,12 @@ def check_coefficients(plan: PlannedMerge) -> Iterator[Finding]:
         try:
             known = method.learned_coefficients(tensor.settings)
         except CoefficientFileError as error:
-            yield Finding("error", "coefficients", str(error))
+            yield Finding.error("coefficients", str(error))
             return
         if known is not None and len(set(tensor.settings.weights)) > 1:
             weighted.append(tensor.name)
     if weighted:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             "coefficients",
             f"experts have different weights in {listed(weighted)}; the coefficients were learned "
             "for equal ones",
@@ -89,4 +110,4 @@ def check_doubts(
     for (message, remedy), names in found.items():
         kinds = list(dict.fromkeys(without_numbers(name) for name in names))
         where = "" if len(names) == len(plan.tensors) else f": {listed(kinds)}"
-        yield Finding("warning", "config", message + where, remedy)
+        yield Finding.warning("config", message + where, remedy)

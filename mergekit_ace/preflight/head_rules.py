@@ -28,8 +28,7 @@ def check_heads(checkpoints: Checkpoints, base: ModelReference | None) -> Iterat
     for model, head in stored.items():
         others = [other for other in stored.values() if other]
         if not head and ties[model] is False and others:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "heads",
                 f"{model} has no {others[0]}, and its config.json does not tie the head to the "
                 "embedding, which mergekit would take for it",
@@ -39,8 +38,7 @@ def check_heads(checkpoints: Checkpoints, base: ModelReference | None) -> Iterat
         elif base is None or model == base:
             continue
         elif ties[base] and head and ties[model] is False:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "heads",
                 f"the base model ties its head to the embedding, {model} has a head of its own, "
                 "which the result will lose",
@@ -48,8 +46,7 @@ def check_heads(checkpoints: Checkpoints, base: ModelReference | None) -> Iterat
                 "expert tied",
             )
         elif ties[base] is False and stored[base] and ties[model] and not head:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "heads",
                 f"{model} ties its head to the embedding, the base model has one of its own",
                 "save both in the same way",
@@ -91,7 +88,7 @@ def check_optional(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) -
         what = f"{model} lacks {len(names)} tensors that other models have: {listed(names)}"
         if model in fatal:
             remedy = "save the base model with them, or the experts without"
-            yield Finding("error", "tensors", f"the base model {what}", remedy)
+            yield Finding.error("tensors", f"the base model {what}", remedy)
         else:
             remedy = "save it with them, or expect what the other models make of these tensors"
-            yield Finding("warning", "tensors", f"{what}; they are merged without it", remedy)
+            yield Finding.warning("tensors", f"{what}; they are merged without it", remedy)

@@ -27,8 +27,7 @@ def check_reach(plan: PlannedMerge) -> Iterator[Finding]:
         if name in known:
             yield from _check_filters(f"{where}.{name}", setting, _names(plan.tensors, model))
         if name in of_experts and model is None and _is_gradient(setting, experts):
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 "config",
                 f"{where}.{name}: a list runs through the layers, and is the same for all models; "
                 f"it has as many values as there are experts ({experts})",
@@ -89,8 +88,7 @@ def _check_filters(where: str, setting: Any, names: Sequence[str]) -> Iterator[F
                 yield _matches_nothing(place, entry.filter, names)
         elif not matches & left and (not default or before == "the entry without filter"):
             what = "this second entry without filter" if default else f"the filter {entry.filter!r}"
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "config",
                 f"{place}: {what} is never reached: {before} stands before it, and the first entry "
                 "that matches decides",
@@ -103,7 +101,7 @@ def _check_filters(where: str, setting: Any, names: Sequence[str]) -> Iterator[F
 
 def _empty(where: str) -> Finding:
     message = f"{where}: the list is empty, and mergekit takes the default without a word"
-    return Finding("error", "config", message, "write a value, or leave the parameter out")
+    return Finding.error("config", message, "write a value, or leave the parameter out")
 
 
 def _matches_nothing(where: str, part: str, names: Sequence[str]) -> Finding:
@@ -117,7 +115,7 @@ def _matches_nothing(where: str, part: str, names: Sequence[str]) -> Finding:
     elif WILDCARDS & set(part):
         remedy = f"a filter is a plain part of tensor names, without wildcards; there are: {kinds}"
     message = f"{where}: the filter {part!r} matches no tensor of the merge"
-    return Finding("error", "config", message, remedy)
+    return Finding.error("config", message, remedy)
 
 
 def _is_gradient(setting: Any, length: int) -> bool:
@@ -142,8 +140,7 @@ def _check_densities(plan: PlannedMerge) -> Iterator[Finding]:
     """Find percentages in the place of shares; mergekit takes them for 1."""
     above = [value for value in _of_experts(plan, "density") if not 0 <= value <= 1]
     if above:
-        yield Finding(
-            "error",
+        yield Finding.error(
             "config",
             f"density: {above[0]:g} is no share of the entries, from 0 to 1",
             f"write {above[0] / 100:g}, if it is a percentage" if above[0] > 1 else "raise it",
@@ -154,8 +151,7 @@ def _check_weights(plan: PlannedMerge) -> Iterator[Finding]:
     """Find a merge in which no expert counts in any tensor."""
     weights = _of_experts(plan, "weight")
     if weights and all(weight == 0 for weight in weights):
-        yield Finding(
-            "error",
+        yield Finding.error(
             "config",
             "the weights of all experts are 0 in every tensor, so that nothing of them is merged",
             "give at least one expert a `weight` above 0, or leave `weight` out",
@@ -169,5 +165,5 @@ def _check_fit(plan: PlannedMerge) -> Iterator[Finding]:
         try:
             method.check_settings(tensor.settings)
         except ValueError as error:
-            yield Finding("error", "config", str(error))
+            yield Finding.error("config", str(error))
             return

@@ -47,19 +47,17 @@ def _check_dtype_names(config: MergeConfiguration) -> Iterator[Finding]:
             remedy = f"there are: {', '.join(KNOWN_DTYPES)}"
             if meant in KNOWN_DTYPES:
                 remedy = f"write `{key}: {meant}`"
-            yield Finding("error", "dtypes", f"{key}: mergekit knows no dtype {name!r}", remedy)
+            yield Finding.error("dtypes", f"{key}: mergekit knows no dtype {name!r}", remedy)
             continue
         if name and name.startswith("torch."):
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "dtypes",
                 f"{key}: mergekit writes {name!r} into the config.json of the result, which "
                 "transformers cannot load then",
                 f"write `{key}: {name.removeprefix('torch.')}`",
             )
         if dtype is not None and not dtype.is_floating_point:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "dtypes",
                 f"{key}: {name} rounds every weight to a whole number, most of them to 0",
                 "write `dtype: float32` and `out_dtype: bfloat16`; quantise the merged model, if "
@@ -78,8 +76,7 @@ def _check_chat_template(template: str | None) -> Iterator[Finding]:
         return
     remedy = f"write auto, one of {', '.join(known)}, or the text of a Jinja template"
     if len(template) < 20 or "{" not in template:
-        yield Finding(
-            "error",
+        yield Finding.error(
             "tokenizers",
             f"chat_template: {template!r} is neither the name nor the text of a template; mergekit "
             "reads no files",
@@ -90,8 +87,8 @@ def _check_chat_template(template: str | None) -> Iterator[Finding]:
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
     except jinja2.TemplateSyntaxError as error:
         if "unknown tag" not in str(error):  # transformers has tags of its own
-            yield Finding(
-                "error", "tokenizers", f"chat_template is no Jinja template: {error}", remedy
+            yield Finding.error(
+                "tokenizers", f"chat_template is no Jinja template: {error}", remedy
             )
 
 
@@ -105,8 +102,7 @@ def _check_model_list(config: MergeConfiguration) -> Iterator[Finding]:
         for identity, names in spellings.items():
             as_written = [*dict.fromkeys(names)]
             if identity == base and str(config.base_model) not in names:
-                yield Finding(
-                    "warning",
+                yield Finding.warning(
                     "models",
                     f"{where}: {as_written[0]} is the base model {config.base_model} in another "
                     "spelling, and counts as an expert that changed nothing",
@@ -114,8 +110,7 @@ def _check_model_list(config: MergeConfiguration) -> Iterator[Finding]:
                 )
             elif len(names) > 1:
                 other = f", as {' and '.join(as_written)}" if len(as_written) > 1 else ""
-                yield Finding(
-                    "error",
+                yield Finding.error(
                     "models",
                     f"{where}: {names[0]} is listed {len(names)} times{other}",
                     "list it once; `weight` under its parameters lets it count more",
@@ -131,8 +126,7 @@ def _check_layer_ranges(config: MergeConfiguration) -> Iterator[Finding]:
             for m, source in enumerate(piece.sources):
                 first, end = source.layer_range
                 if not 0 <= first < end:
-                    yield Finding(
-                        "error",
+                    yield Finding.error(
                         "config",
                         f"{where}slices.{n}.sources.{m}: the layer_range [{first}, {end}] holds no "
                         "layer",
