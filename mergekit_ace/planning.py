@@ -128,8 +128,7 @@ class PlannedMerge:
         source: its YAML.
         options: mergekit's flags.
         architecture: of the result.
-        saves: mergekit's tasks by tensor name, in the order in which it would run them; those of
-            tensors that it does not plan come last.
+        saves: mergekit's tasks by tensor name; those of tensors that it does not plan come last.
         tokenizer_task: builds the tokenizer of the result; None where it is only copied.
     """
 
@@ -344,12 +343,16 @@ def plan_tensors(
     options: MergeOptions,
     unplanned: Sequence[UnplannedTensor] = (),
     architecture: ModelArchitecture | None = None,
+    *,
+    as_run: bool = False,
 ) -> PlannedMerge:
     """Do what `plan_merge` does, by what mergekit's loaders know of the models already.
 
     Args:
         config, source, options, unplanned: see there.
         architecture: of the models, where it is known.
+        as_run: whether tensors come in the order in which mergekit would merge them, instead of
+            that of the architecture.
     """
     copy = config.model_copy(deep=True)  # planning rewrites the configuration
     architecture = architecture or find_architecture(copy, options)
@@ -361,7 +364,7 @@ def plan_tensors(
         targets = planner.plan_to_disk("")  # only a plan: nothing is written
     except RuntimeError as error:
         raise RuntimeError(f"{error}{_layers(config, options, str(error))}") from error
-    order = (handle.task() for handle in Executor(targets).schedule.tasks)
+    order = [handle.task() for handle in Executor(targets).schedule.tasks] if as_run else targets
     saves = [task for task in order if isinstance(task, SaveTensor)]
     saves += _plan_unplanned(planner, unplanned, saves[0].writer_task)
     builder = next((target for target in targets if isinstance(target, BuildTokenizer)), None)

@@ -40,6 +40,10 @@ _REFUSED = {
 _CHANGED_BASES = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
+class OtherAdapterError(DamagedFileError):
+    """An adapter whose changes are no products of two factors; PEFT may merge it into its base."""
+
+
 @dataclass(frozen=True)
 class Scale:
     """The rank of an adapter's factors at one module, and what their product is multiplied by."""
@@ -64,7 +68,7 @@ def read_lora_config(folder: Path) -> LoraConfig:
             "adapter again by peft's save_pretrained"
         )
     if kind != "LORA":
-        raise DamagedFileError(
+        raise OtherAdapterError(
             f"{path} is of an adapter of the type {kind}, and only LoRA can be merged as an "
             f"adapter; {MERGE_MODELS}"
         )
@@ -140,10 +144,10 @@ def _check_variant(path: Path, config: LoraConfig) -> None:
     """Raise for adapters that are more than a scaled product of A and B added to a weight."""
     for key, (what, remedy) in _REFUSED.items():
         if getattr(config, key, None):
-            raise DamagedFileError(f"{path} sets `{key}`: {what}; {remedy}")
+            raise OtherAdapterError(f"{path} sets `{key}`: {what}; {remedy}")
     start = config.init_lora_weights
     if isinstance(start, str) and start.lower().startswith(_CHANGED_BASES):
-        raise DamagedFileError(
+        raise OtherAdapterError(
             f"{path} has `init_lora_weights`: {start}, which changed the base before the training, "
             "so that the adapter means nothing on the original; save it by peft's save_pretrained "
             "with path_initial_model_for_weight_conversion"

@@ -13,7 +13,13 @@ from mergekit.common import ModelPath
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from mergekit_ace.adapters.lora_config import MERGE_MODELS, is_targeted, read_lora_config, scale_at
+from mergekit_ace.adapters.lora_config import (
+    MERGE_MODELS,
+    OtherAdapterError,
+    is_targeted,
+    read_lora_config,
+    scale_at,
+)
 from mergekit_ace.adapters.orientation import Kind, from_peft
 from mergekit_ace.adapters.tensor_file import Content, Factors, TensorFile
 from mergekit_ace.algebra.low_rank import LowRank
@@ -243,7 +249,7 @@ class _Reading:
         while module.endswith(_WRAPPER):
             module, depth = module.removesuffix(_WRAPPER), depth + 1
         if _WRAPPER in module:
-            raise DamagedFileError(
+            raise OtherAdapterError(
                 f"{self.file.path} changes {place}, part of torch's MultiheadAttention, which "
                 f"cannot be merged as an adapter; {MERGE_MODELS}"
             )

@@ -113,7 +113,8 @@ def plan_job(job: MergeJob) -> PlannedMerge:
     LoaderCache().setup(job.merge_options)
     show_bases(job.adapters)
     adapters = read_adapters(job.adapters)
-    plan = plan_tensors(job.config(), job.source, job.merge_options, job.unplanned)
+    options = job.merge_options
+    plan = plan_tensors(job.config(), job.source, options, job.unplanned, as_run=True)
     if not adapters:
         return plan
     tasks = {name: use_adapters(save.tensor_task, adapters) for name, save in plan.saves.items()}

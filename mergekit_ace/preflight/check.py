@@ -29,9 +29,8 @@ from mergekit_ace.planning import (
     plan_merge,
     read_merge_config,
 )
-from mergekit_ace.preflight.adapter_rules import check_adapter_shapes
+from mergekit_ace.preflight.adapter_rules import check_adapters
 from mergekit_ace.preflight.checkpoint_rules import (
-    check_adapters,
     check_class_names,
     check_configs,
     check_tensors,
@@ -125,7 +124,6 @@ def check_merge(
     if lost:  # nothing can be planned without them
         return Preflight(_sorted(findings), **known)
     findings += check_adapters(checkpoints, options, merged_first=unplanned is None)
-    findings += check_adapter_shapes(checkpoints)
     findings += check_dtypes(checkpoints, config)
     findings += check_heads(checkpoints, config.base_model)
     findings += check_configs(checkpoints, config.base_model)

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with checkpoints: tensors, shapes, configs, adapters."""
+"""What can be wrong with checkpoints: tensors, shapes, configs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from mergekit.architecture import arch_info_for_config
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
-from mergekit.options import MergeOptions
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 
 from mergekit_ace.headers import TensorHeader
@@ -151,67 +148,6 @@ def check_class_names(checkpoints: Mapping[ModelReference, Checkpoint]) -> Itera
                 "leave one of them out; `mergekit-ace train` merges classifiers that keep heads of "
                 "their own",
             )
-
-
-def check_adapters(
-    checkpoints: Mapping[ModelReference, Checkpoint],
-    options: MergeOptions,
-    *,
-    merged_first: bool,
-) -> Iterator[Finding]:
-    """Find what hinders adapters.
-
-    Args:
-        checkpoints: of the models.
-        options: mergekit's flags.
-        merged_first: whether each is merged into its base first, as `mergekit-yaml` does.
-    """
-    for model, checkpoint in checkpoints.items():
-        if model.lora is None:
-            continue
-        if Path(model.lora.path).expanduser().is_dir() and not checkpoint.adapter:
-            yield Finding.error(
-                "adapters",
-                f"{model.lora} holds no adapter_config.json",
-                "give the folder that peft's save_pretrained wrote",
-            )
-            continue
-        if merged_first and not options.lora_merge_cache:
-            yield Finding.error(
-                "adapters",
-                f"{model} is an adapter, which mergekit-yaml merges into its base first",
-                "say where, with --lora-merge-cache DIR, to mergekit-yaml and to this check; add "
-                "--lora-merge-dtype float32. Or merge by mergekit-ace merge, which needs neither",
-            )
-        elif merged_first and _is_inferred(model, options):
-            yield Finding.error(
-                "adapters",
-                f"mergekit has to infer the architecture of {model.model}, and infers none of "
-                "adapters",
-                "merge by mergekit-ace merge",
-            )
-        wanted = options.lora_merge_dtype
-        if wanted and (wanted.removeprefix("torch.") not in ("bfloat16", "float16", "float32")):
-            yield Finding.error(
-                "adapters",
-                f"--lora-merge-dtype {wanted} is no dtype in which adapters can be merged",
-                "write float32",
-            )
-        made_for = checkpoint.adapter.get("base_model_name_or_path")
-        if made_for and not same_name(made_for, model.model.path):
-            yield Finding.warning(
-                "adapters",
-                f"the adapter {model.lora} was trained on {made_for}, not on {model.model}",
-                "put it onto the model that it was trained on",
-            )
-
-
-def _is_inferred(model: ModelReference, options: MergeOptions) -> bool:
-    """Tell whether mergekit has no description of a model's architecture."""
-    try:
-        return arch_info_for_config(model.config(options.trust_remote_code)) is None
-    except Exception:  # of transformers and the Hub; told elsewhere
-        return False
 
 
 def same_name(one: str, other: str) -> bool:

@@ -63,7 +63,7 @@ class Checkpoint:
         """`adapter_config.json` of a local adapter; empty where there is none."""
         if self.model.lora is None:
             return {}
-        return json_or_empty(Path(self.model.lora.path).expanduser() / "adapter_config.json")
+        return json_or_empty(Path(self.model.lora.path) / "adapter_config.json")
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Read a small JSON file of the checkpoint; it is fetched if the model is on the Hub."""
@@ -153,11 +153,7 @@ def read_checkpoint(model: ModelReference) -> Checkpoint:
     folder = existing_folder(model.model.path) or _snapshot(model)
     if folder is None:
         return _from_hub(model)
-    try:
-        index = ShardedTensorIndex.from_disk(str(folder))
-    except Exception as error:
-        raise DamagedFileError(f"{folder} holds no weights: {error}") from error
-    return checkpoint_of(model, index)
+    return checkpoint_of(model, ShardedTensorIndex.from_disk(str(folder)))
 
 
 def checkpoint_of(model: ModelReference, index: ShardedTensorIndex) -> Checkpoint:

@@ -396,13 +396,13 @@ ERRORS: list[tuple[str, str, Make, str]] = [
         "a wider adapter",
         "untied",
         adapter(hidden_size=64),
-        "q_proj is (32, 32) instead of (64, 64)",
+        "down_proj.weight in the shape (64, 48), but the base's is (32, 48)",
     ),
     (
         "a deeper adapter",
         "untied",
         adapter(num_hidden_layers=3),
-        "changes 2 modules that base does",
+        "changes model.layers.2.mlp.down_proj, which the base does not have",
     ),
 ]
 
