@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mergekit_ace.headers import DamagedFileError, read_file_header, read_headers, read_json
 
 if TYPE_CHECKING:
-    from mergekit.common import ModelReference
+    from mergekit.common import ModelPath, ModelReference
 
 # In the order in which mergekit looks for them.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -231,19 +231,28 @@ def _check_architecture(path: Path) -> None:
         )
 
 
-def find_on_hub(model: ModelReference) -> None:
-    """Raise a `DamagedFileError` unless what is no folder here is in the Hub's cache, or there."""
+def hub_file(part: ModelPath, name: str) -> str:
+    """Return where a file of a model on the Hub is, once it is downloaded.
+
+    Raises:
+        DamagedFileError: it is not to be had.
+    """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
+    try:
+        known = try_to_load_from_cache(part.path, name, revision=part.revision)
+        if isinstance(known, str):
+            return known
+        return hf_hub_download(part.path, name, revision=part.revision)
+    except Exception as error:  # of many kinds: no such model, no access, no network
+        raise DamagedFileError(
+            f"{part.path} is no folder in {Path.cwd()}, and no model of the Hub that can be read "
+            f"({type(error).__name__}); correct the name, or download the model first"
+        ) from error
+
+
+def find_on_hub(model: ModelReference) -> None:
+    """Raise a `DamagedFileError` unless what is no folder here is in the Hub's cache, or there."""
     for part, name in ((model.model, "config.json"), (model.lora, "adapter_config.json")):
-        if part is None or Path(part.path).is_dir():
-            continue
-        try:
-            known = try_to_load_from_cache(part.path, name, revision=part.revision)
-            if not isinstance(known, str):
-                hf_hub_download(part.path, name, revision=part.revision)
-        except Exception as error:  # of many kinds: no such model, no access, no network
-            raise DamagedFileError(
-                f"{part.path} is no folder in {Path.cwd()}, and no model of the Hub that can be "
-                f"read ({type(error).__name__}); correct the name, or download the model first"
-            ) from error
+        if part is not None and not Path(part.path).is_dir():
+            hub_file(part, name)

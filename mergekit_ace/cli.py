@@ -352,7 +352,7 @@ def read_config(path: Path, model: type[M]) -> M:
     Raises:
         click.ClickException: the file is no YAML, or says something that `model` does not allow.
     """
-    from mergekit_ace.planning import read_yaml
+    from mergekit_ace.planning import explain_validation, read_yaml
     from mergekit_ace.preflight.config_keys import repeated_keys
 
     with failures():
@@ -362,19 +362,8 @@ def read_config(path: Path, model: type[M]) -> M:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        raise click.ClickException(f"{path}:\n{explain(error)}") from error
-
-
-def explain(error: ValidationError) -> str:
-    """Return a line per mistake: where it is, what is wrong, and what was found."""
-    lines = []
-    for detail in error.errors():
-        where = ".".join(str(part) for part in detail["loc"]) or "the file"
-        what = "there is no such setting" if detail["type"] == "extra_forbidden" else detail["msg"]
-        found = detail["input"]
-        shown = f" (found: {found!r})" if isinstance(found, str | int | float | bool) else ""
-        lines.append(f"    {where}: {what.removeprefix('Value error, ')}{shown}")
-    return "\n".join(lines)
+        lines = (f"    {line}" for line in explain_validation(error, content))
+        raise click.ClickException("\n".join([f"{path}:", *lines])) from error
 
 
 if __name__ == "__main__":

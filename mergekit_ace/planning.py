@@ -182,7 +182,7 @@ def read_merge_config(path: Path) -> tuple[MergeConfiguration, str]:
     try:
         return MergeConfiguration.model_validate(content), source
     except ValidationError as error:
-        wrong = "; ".join(_explain_validation(error, content))
+        wrong = "; ".join(explain_validation(error, content))
         raise ConfigError(f"{path} is no config that mergekit accepts: {wrong}") from error
     except RuntimeError as error:  # mergekit's own validators raise it
         raise ConfigError(f"{path} is no config that mergekit accepts: {error}") from error
@@ -196,7 +196,7 @@ _EXPECTED = {
 }
 
 
-def _explain_validation(error: ValidationError, content: Any) -> Iterator[str]:
+def explain_validation(error: ValidationError, content: Any) -> Iterator[str]:
     """Yield what is wrong, once for every place in the config: pydantic tells every alternative."""
     told = set()
     for detail in error.errors():
@@ -204,9 +204,11 @@ def _explain_validation(error: ValidationError, content: Any) -> Iterator[str]:
         if path in told:
             continue
         told.add(path)
-        what = detail["msg"]
+        what = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "missing":
             what = f"there is no `{detail['loc'][-1]}:`"
+        if detail["type"] == "extra_forbidden":
+            what = "there is no such setting"
         if path[-2:-1] == ("parameters",):
             what = "a parameter is a value, a list of values, or a list of {filter: …, value: …}"
         hint = f"; {_EXPECTED[path[-1]]}" if path and path[-1] in _EXPECTED else ""

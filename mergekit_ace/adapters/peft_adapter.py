@@ -23,7 +23,12 @@ from mergekit_ace.adapters.lora_config import (
 from mergekit_ace.adapters.orientation import Kind, from_peft
 from mergekit_ace.adapters.tensor_file import Content, Factors, TensorFile
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.checkpoint_files import adapter_files, check_adapter_folder, existing_folder
+from mergekit_ace.checkpoint_files import (
+    adapter_files,
+    check_adapter_folder,
+    existing_folder,
+    hub_file,
+)
 from mergekit_ace.headers import DamagedFileError
 
 _WRAPPER = ".base_layer"
@@ -171,23 +176,11 @@ def adapter_folder(reference: ModelPath) -> Path:
 
 
 def _download(reference: ModelPath) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    def get(name: str) -> str:
-        return hf_hub_download(reference.path, name, revision=reference.revision)
-
+    config = hub_file(reference, "adapter_config.json")
     try:
-        config = get("adapter_config.json")
-        try:
-            get("adapter_model.safetensors")
-        except (EntryNotFoundError, LocalEntryNotFoundError):
-            get("adapter_model.bin")
-    except Exception as error:  # of many kinds: no such adapter, no access, no network
-        raise DamagedFileError(
-            f"{reference} is no folder in {Path.cwd()}, and no adapter of the Hub that can be read "
-            f"({type(error).__name__}); correct the name, or download the adapter first"
-        ) from error
+        hub_file(reference, "adapter_model.safetensors")
+    except DamagedFileError:
+        hub_file(reference, "adapter_model.bin")
     return Path(config).parent
 
 

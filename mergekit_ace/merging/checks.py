@@ -15,12 +15,11 @@ from mergekit.options import MergeOptions
 from mergekit_ace.merging.job import MergeError, MergeJob, read_checkpoints
 from mergekit_ace.merging.progress import MergeProgress
 from mergekit_ace.merging.trial import check_trial, try_prompt
-from mergekit_ace.merging.verify import verify_model
 from mergekit_ace.model_files import config_donor
 from mergekit_ace.planning import PlannedMerge, read_merge_config
 from mergekit_ace.preflight.check import check_merge
 from mergekit_ace.preflight.config_rules import Finding, shown_errors
-from mergekit_ace.preflight.loading import UnknownArchitectureError
+from mergekit_ace.preflight.loading import UnknownArchitectureError, verify_model
 from mergekit_ace.preflight.unplanned_rules import Treatment, find_unplanned, treat_unplanned
 
 

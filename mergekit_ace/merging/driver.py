@@ -31,6 +31,8 @@ from mergekit_ace.merging.job import (
     MergeJob,
     OutputError,
     Shard,
+    build_in_order,
+    numbering,
     plan_job,
     plan_shards,
 )
@@ -45,7 +47,6 @@ from mergekit_ace.merging.output import (
 from mergekit_ace.merging.pool import WorkerOptions, WorkerPool, make_pool
 from mergekit_ace.merging.preparation import needed_files, prepare_adapters
 from mergekit_ace.merging.progress import MergeProgress
-from mergekit_ace.merging.vocabulary import build_in_order, numbering
 from mergekit_ace.merging.worker import ShardDone, ShardFailed, TensorMerged
 from mergekit_ace.planning import (
     PlannedMerge,
@@ -107,7 +108,9 @@ def run_shards(
             folder.remove_scratch()
             progress = MergeProgress([], kept=len(known.shards), quiet=quiet, as_json=as_json)
             check_after(folder.path, job, checks, progress)
-            _say_complete(folder, known, edited, quiet=quiet, as_json=as_json)
+            progress.say(f"{folder.path} is complete: all its shards are as the manifest says")
+            _say_edited(progress, edited)
+            progress.end(str(folder.path))
             return
 
         folder.clean_scratch()
@@ -307,16 +310,6 @@ def _begin(
         drop_lines(path, start, unfinished)
     folder.check_room(sum(shard.bytes for shard in todo))
     return todo
-
-
-def _say_complete(
-    folder: OutputFolder, known: Manifest, edited: Sequence[str], *, quiet: bool, as_json: bool
-) -> None:
-    kept = len(known.shards)
-    progress = MergeProgress([], kept=kept, quiet=quiet, as_json=as_json)
-    progress.say(f"{folder.path} is complete: all {kept} shards are as the manifest says")
-    _say_edited(progress, edited)
-    progress.end(str(folder.path))
 
 
 def _say_edited(progress: MergeProgress, edited: Sequence[str]) -> None:

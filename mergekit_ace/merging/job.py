@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every process of a merge is told, its plan made from it, and the files of the result."""
+"""What every process of a merge is told, its plan made from it, files and tokenizer of the result.
+
+Nothing of the tokenizer is kept for a resumed run, which builds it again from the models and
+compares the numbers: a file in the directory of the result is never taken for a tokenizer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,9 +21,10 @@ from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache, SaveTensor
 from mergekit.options import MergeOptions
-from mergekit.tokenizer import PermutedVocabulary, TokenizerInfo
+from mergekit.tokenizer import BuildTokenizer, PermutedVocabulary, TokenizerInfo
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 from pydantic import PrivateAttr
+from transformers import PreTrainedTokenizerFast
 
 from mergekit_ace.adapters.adapter_tasks import read_adapters, show_bases, use_adapters
 from mergekit_ace.headers import DTYPES
@@ -267,3 +275,33 @@ def _work_by_tensor(sizes: Mapping[str, int], estimate: Estimate) -> dict[str, f
             + (part.read + part.written) / NOMINAL.read
         )
     return work
+
+
+def build_in_order(task: BuildTokenizer) -> TokenizerInfo:
+    """Build the tokenizer that mergekit has planned.
+
+    mergekit numbers the new tokens of a union in the order in which the models' vocabularies list
+    them, and those of Rust list them in another order each time. Here they are listed by number.
+    """
+    with _listed_by_number():
+        return task.execute()
+
+
+def numbering(info: TokenizerInfo) -> str:
+    """Return a hash of which token has which number in the result."""
+    tokens = sorted(info.tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(tokens).encode("utf-8")).hexdigest()
+
+
+@contextmanager
+def _listed_by_number() -> Iterator[None]:
+    original = PreTrainedTokenizerFast.get_vocab
+
+    def get_vocab(self: PreTrainedTokenizerFast) -> dict[str, int]:
+        return dict(sorted(original(self).items(), key=lambda item: item[1]))
+
+    PreTrainedTokenizerFast.get_vocab = get_vocab
+    try:
+        yield
+    finally:
+        PreTrainedTokenizerFast.get_vocab = original

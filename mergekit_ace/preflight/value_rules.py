@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.resources
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import jinja2
@@ -15,7 +15,6 @@ from mergekit.config import (
     InputModelDefinition,
     InputSliceDefinition,
     MergeConfiguration,
-    OutputModuleDefinition,
 )
 
 from mergekit_ace.preflight.config_rules import Finding
@@ -94,10 +93,10 @@ def _check_chat_template(template: str | None) -> Iterator[Finding]:
 
 def _check_model_list(config: MergeConfiguration) -> Iterator[Finding]:
     """Find models that stand twice in one list, however they are spelt."""
-    for where, models in _model_lists(config):
+    for where, inputs in _input_lists(config):
         spellings: dict[tuple[str, ...], list[str]] = defaultdict(list)
-        for model in models:
-            spellings[_identity(model)].append(str(model))
+        for one in inputs:
+            spellings[_identity(one.model)].append(str(one.model))
         base = _identity(config.base_model) if config.base_model else None
         for identity, names in spellings.items():
             as_written = [*dict.fromkeys(names)]
@@ -119,35 +118,28 @@ def _check_model_list(config: MergeConfiguration) -> Iterator[Finding]:
 
 def _check_layer_ranges(config: MergeConfiguration) -> Iterator[Finding]:
     """Find ranges without a layer, which mergekit leaves out of the result without a word."""
+    for where, inputs in _input_lists(config):
+        for n, source in enumerate(inputs):
+            first, end = getattr(source, "layer_range", (0, 1))
+            if not 0 <= first < end:
+                yield Finding.error(
+                    "config",
+                    f"{where}.{n}: the layer_range [{first}, {end}] holds no layer",
+                    "write the first layer, counted from 0, and the one after the last",
+                )
+
+
+def _input_lists(
+    config: MergeConfiguration,
+) -> Iterator[tuple[str, list[InputModelDefinition] | list[InputSliceDefinition]]]:
+    """Yield the lists of inputs that are merged with each other, and where they stand."""
     modules = (config.modules or {}).items()
     parts = [("", config), *((f"modules.{name}.", module) for name, module in modules)]
     for where, part in parts:
-        for n, piece in enumerate(part.slices or ()):
-            for m, source in enumerate(piece.sources):
-                first, end = source.layer_range
-                if not 0 <= first < end:
-                    yield Finding.error(
-                        "config",
-                        f"{where}slices.{n}.sources.{m}: the layer_range [{first}, {end}] holds no "
-                        "layer",
-                        "write the first layer, counted from 0, and the one after the last",
-                    )
-
-
-def _model_lists(config: MergeConfiguration) -> Iterator[tuple[str, list[ModelReference]]]:
-    """Yield the lists of models that are merged with each other, and where they stand."""
-    parts: Mapping[str, OutputModuleDefinition | MergeConfiguration] = {
-        "": config,
-        **{f"modules.{name}.": module for name, module in (config.modules or {}).items()},
-    }
-    for where, part in parts.items():
-        members: list[tuple[str, list[InputModelDefinition] | list[InputSliceDefinition]]] = []
         if part.models:
-            members.append((f"{where}models", part.models))
+            yield f"{where}models", part.models
         for n, piece in enumerate(part.slices or ()):
-            members.append((f"{where}slices.{n}.sources", piece.sources))
-        for place, inputs in members:
-            yield place, [entry.model for entry in inputs]
+            yield f"{where}slices.{n}.sources", piece.sources
 
 
 def _identity(model: ModelReference) -> tuple[str, ...]:

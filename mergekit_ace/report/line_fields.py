@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mergekit_ace.algebra.inspection import BINS
-
 
 @dataclass(frozen=True)
 class FieldKind:
@@ -39,58 +37,49 @@ def _may_be_infinite(value: Any) -> bool:
     return _is_number(value) or value in ("inf", "-inf", math.inf, -math.inf)
 
 
-def _or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or fits(value)
+def _nullable(kind: FieldKind) -> FieldKind:
+    return FieldKind(
+        f"{kind.words}, or null", lambda value, n: value is None or kind.fits(value, n)
+    )
 
 
-def _list_of(fits: Callable[[Any], bool], value: Any, length: int | None = None) -> bool:
-    right = isinstance(value, list) and (length is None or len(value) == length)
-    return right and all(map(fits, value))
+def _list_of(kind: FieldKind) -> FieldKind:
+    return FieldKind(
+        f"a list, of which each is {kind.words}",
+        lambda value, n: isinstance(value, list) and all(kind.fits(one, n) for one in value),
+    )
+
+
+def _per_expert(kind: FieldKind) -> FieldKind:
+    fits = _list_of(kind).fits
+    return FieldKind(
+        f"{kind.words} for each of {{n}} experts",
+        lambda value, n: fits(value, n) and len(value) == n,
+    )
 
 
 TEXT = FieldKind("text", lambda value, n: isinstance(value, str))
-NAME = FieldKind("a name", lambda value, n: value is None or isinstance(value, str))
+NAME = _nullable(TEXT)
 FLAG = FieldKind("true or false", lambda value, n: isinstance(value, bool))
 COUNT = FieldKind("a whole number", lambda value, n: _is_count(value))
 NUMBER = FieldKind("a number", lambda value, n: _is_number(value))
-NUMBER_OR_NONE = FieldKind("a number, or null", lambda value, n: value is None or _is_number(value))
+NUMBER_OR_NONE = _nullable(NUMBER)
 NUMBER_OR_INF = FieldKind("a number", lambda value, n: _may_be_infinite(value))
-NUMBERS = FieldKind("a list of numbers", lambda value, n: _list_of(_is_number, value))
-NUMBERS_OR_NONE = FieldKind(
-    "a list of numbers, or null", lambda value, n: value is None or _list_of(_is_number, value)
-)
-SHAPE = FieldKind("a list of lengths", lambda value, n: _list_of(_is_count, value))
-NAMES = FieldKind(
-    "a list of names", lambda value, n: _list_of(lambda name: isinstance(name, str), value)
-)
-PER_EXPERT = FieldKind(
-    "a number for each of {n} experts", lambda value, n: _list_of(_is_number, value, n)
-)
-PER_EXPERT_OR_NONE = FieldKind(
-    "a number or null for each of {n} experts",
-    lambda value, n: _list_of(_or_none(_is_number), value, n),
-)
-PAIRS = FieldKind(
-    "{n} × {n} numbers",
-    lambda value, n: _list_of(lambda row: _list_of(_or_none(_is_number), row, n), value, n),
-)
-HISTOGRAM = FieldKind(
-    f"{{n}} lists of {BINS + 2} counts",
-    lambda value, n: _list_of(lambda row: _list_of(_is_count, row, BINS + 2), value, n),
-)
-ANGLES = FieldKind(
-    "a list of numbers or null for each of {n} experts",
-    lambda value, n: _list_of(_or_none(lambda own: _list_of(_is_number, own)), value, n),
-)
+NUMBERS = _list_of(NUMBER)
+NUMBERS_OR_NONE = _nullable(NUMBERS)
+SHAPE = _list_of(COUNT)
+NAMES = _list_of(TEXT)
+PER_EXPERT = _per_expert(NUMBER)
+PER_EXPERT_OR_NONE = _per_expert(NUMBER_OR_NONE)
+PAIRS = _per_expert(PER_EXPERT_OR_NONE)
+HISTOGRAM = _per_expert(SHAPE)
+ANGLES = _per_expert(NUMBERS_OR_NONE)
 COEFFICIENTS = FieldKind(
-    "at least {n} numbers", lambda value, n: _list_of(_is_number, value) and len(value) >= n
+    "at least {n} numbers", lambda value, n: NUMBERS.fits(value, n) and len(value) >= n
 )
 STATISTIC = FieldKind("gamma or log_variance", lambda value, n: value in ("gamma", "log_variance"))
-OBJECTS = FieldKind(
-    "a list of matrices",
-    lambda value, n: _list_of(lambda one: isinstance(one, dict), value) and len(value) > 0,
-)
 OBJECT = FieldKind("an object", lambda value, n: isinstance(value, dict))
+OBJECTS = _list_of(OBJECT)
 
 # Of a tensor, and of each of its matrices; a line has both where there is one matrix.
 OF_TENSORS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -74,18 +74,35 @@ class InspectTensor(Task[Line]):
         settings = replace(method.settings(group, parameters), recorded=True)
         given = [base, *(tensors[model] for model in experts)]
         work = partial(_inspect, given, method, settings, planned.layout(base.ndim))
-        try:
-            inspection = first_that_fits(base.device, work, "inspect", planned.name)
-        except MERGE_ERRORS as error:
-            raise ReportError(method.explain(error, settings)) from error
-        seconds = time.perf_counter() - start
-        line = inspection_line(self.merge.method_name, settings, inspection, seconds)
-        if method is not planned.method:
-            line["decisions_of"] = method.spec.name
+        inspect = partial(first_that_fits, base.device, work, "inspect", planned.name)
+        line = _line(planned, method, settings, inspect, start)
         if self.covariances is not None:
             settings = replace(settings, layout=planned.layout(base.ndim))
             line |= _agreement(settings, given, self.covariances)
         return line
+
+
+def _line(
+    planned: PlannedTensor,
+    method: TaskVectorMethod,
+    settings: TensorSettings,
+    inspect: Callable[[], TensorInspection],
+    start: float,
+) -> Line:
+    """Return the line of what `inspect` measures, and how long that took.
+
+    Raises:
+        ReportError: the tensor cannot be merged.
+    """
+    try:
+        inspection = inspect()
+    except MERGE_ERRORS as error:
+        raise ReportError(method.explain(error, settings)) from error
+    seconds = time.perf_counter() - start
+    line = inspection_line(planned.task.method_name, settings, inspection, seconds)
+    if method is not planned.method:
+        line["decisions_of"] = method.spec.name
+    return line
 
 
 def _agreement(settings: TensorSettings, tensors: Sequence[Tensor], path: str) -> Line:
@@ -195,15 +212,8 @@ def adapter_line(
     layout = method.layout(settings, len(header.shape))
     found = dict(zip(planned.experts, changed.changes, strict=True)) if changed else {}
     changes = [(adapters[model], found.get(model)) for model in experts]
-    try:
-        inspection = _inspect_changes(changes, header.shape, layout, method, settings)
-    except MERGE_ERRORS as error:
-        raise ReportError(method.explain(error, settings)) from error
-    seconds = time.perf_counter() - start
-    line = inspection_line(planned.task.method_name, settings, inspection, seconds)
-    if method is not planned.method:
-        line["decisions_of"] = method.spec.name
-    return line
+    inspect = partial(_inspect_changes, changes, header.shape, layout, method, settings)
+    return _line(planned, method, settings, inspect, start)
 
 
 def _inspect_changes(
