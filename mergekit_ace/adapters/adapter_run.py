@@ -34,14 +34,9 @@ from mergekit_ace.planning import ConfigError, read_merge_config
 from mergekit_ace.preflight.check import check_method
 from mergekit_ace.preflight.checkpoint_rules import same_name
 from mergekit_ace.preflight.checkpoints import headers_only
-from mergekit_ace.preflight.config_rules import (
-    Finding,
-    check_coefficients,
-    check_doubts,
-    shown_errors,
-)
+from mergekit_ace.preflight.config_rules import Finding, shown_errors
 from mergekit_ace.preflight.estimate import in_bytes, in_time
-from mergekit_ace.preflight.reach_rules import check_reach
+from mergekit_ace.preflight.reach_rules import check_method_settings, check_reach
 from mergekit_ace.preflight.value_rules import check_values
 from mergekit_ace.report.markdown import markdown_text
 from mergekit_ace.report.tables import title_of
@@ -130,8 +125,8 @@ def merge_adapters(
     base, revision = _published_base(plan)
     with headers_only(plan.checkpoints), _few_threads(plan):
         merge.check()
-        found = [*check_reach(plan.merge), *check_coefficients(plan.merge)]
-        _check([*found, *check_doubts(plan.merge, {})], quiet=options.quiet)
+        found = [*check_reach(plan.merge), *check_method_settings(plan.merge, {})]
+        _check(found, quiet=options.quiet)
         with AdapterWriter(out, plan.adapters, base, dtype, revision) as writer:
             for tensor, merged, seconds in _merged(plan, merge, quiet=options.quiet or as_json):
                 _write(writer, merged)

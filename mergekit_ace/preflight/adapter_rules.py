@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from mergekit.architecture import arch_info_for_config
 from mergekit.common import ModelReference
@@ -11,7 +12,7 @@ from mergekit.options import MergeOptions
 
 from mergekit_ace.adapters.adapter_tasks import read_adapters
 from mergekit_ace.adapters.lora_config import OtherAdapterError
-from mergekit_ace.headers import DamagedFileError
+from mergekit_ace.headers import DamagedFileError, json_or_empty
 from mergekit_ace.planning import ConfigError
 from mergekit_ace.preflight.checkpoint_rules import same_name
 from mergekit_ace.preflight.checkpoints import Checkpoint
@@ -31,7 +32,7 @@ def check_adapters(
         options: mergekit's flags.
         merged_first: whether each is merged into its base first, as `mergekit-yaml` does.
     """
-    for model, checkpoint in checkpoints.items():
+    for model in checkpoints:
         if model.lora is None:
             continue
         if merged_first and not options.lora_merge_cache:
@@ -56,7 +57,9 @@ def check_adapters(
                 "write float32",
             )
         yield from _check_fit(model)
-        made_for = checkpoint.adapter.get("base_model_name_or_path")
+        made_for = json_or_empty(Path(model.lora.path, "adapter_config.json")).get(
+            "base_model_name_or_path"
+        )
         if made_for and not same_name(made_for, model.model.path):
             yield Finding.warning(
                 "adapters",

@@ -38,12 +38,7 @@ from mergekit_ace.preflight.checkpoint_rules import (
 )
 from mergekit_ace.preflight.checkpoints import Checkpoint, headers_only, read_checkpoint
 from mergekit_ace.preflight.config_keys import check_keys, nearest_method
-from mergekit_ace.preflight.config_rules import (
-    MOST_LISTED,
-    Finding,
-    check_coefficients,
-    check_doubts,
-)
+from mergekit_ace.preflight.config_rules import MOST_LISTED, Finding
 from mergekit_ace.preflight.dtype_rules import check_dtypes, check_tensor_dtypes
 from mergekit_ace.preflight.estimate import (
     NOMINAL,
@@ -54,7 +49,7 @@ from mergekit_ace.preflight.estimate import (
     in_time,
 )
 from mergekit_ace.preflight.head_rules import check_heads, check_optional
-from mergekit_ace.preflight.reach_rules import check_reach
+from mergekit_ace.preflight.reach_rules import check_method_settings, check_reach
 from mergekit_ace.preflight.tokenizer_rules import check_tokenizers
 from mergekit_ace.preflight.unplanned_rules import (
     Treatment,
@@ -147,13 +142,13 @@ def check_merge(
     # without copies, which know nothing of the method's parameters
     own = {t.name for t in plan.tensors if t.method is plan.method}
     merged = replace(plan, saves={name: s for name, s in plan.saves.items() if name in own})
-    findings += check_coefficients(merged)
     findings += check_reach(merged)
     shards = [Path(h.file) for c in checkpoints.values() if c.folder for h in c.headers.values()]
     largest = max(set(shards), key=lambda shard: shard.stat().st_size, default=None)
     rates = calibrate(options.device or "cpu", largest) if unplanned is None else NOMINAL
     estimate = estimate_merge(plan, checkpoints, rates)
-    findings += check_doubts(merged, {t.name: t.rows_per_column for t in estimate.tensors})
+    rows = {tensor.name: tensor.rows_per_column for tensor in estimate.tensors}
+    findings += check_method_settings(merged, rows)
     if unplanned is None:
         findings += check_model_files(config, options)
         findings += _check_disk(estimate, out or Path("."))

@@ -58,13 +58,6 @@ class Checkpoint:
         """`config.json`; empty where there is none."""
         return self.read_json("config.json")
 
-    @cached_property
-    def adapter(self) -> dict[str, Any]:
-        """`adapter_config.json` of a local adapter; empty where there is none."""
-        if self.model.lora is None:
-            return {}
-        return json_or_empty(Path(self.model.lora.path) / "adapter_config.json")
-
     def read_json(self, name: str) -> dict[str, Any]:
         """Read a small JSON file of the checkpoint; it is fetched if the model is on the Hub."""
         return json_or_empty(self.file(name))
@@ -174,11 +167,8 @@ def _snapshot(model: ModelReference) -> Path | None:
     for name in INDEX_FILES:
         try:
             found = try_to_load_from_cache(model.model.path, name, revision=model.model.revision)
-        except HFValidationError as error:
-            raise DamagedFileError(
-                f"{model.model.path} is no folder in {Path.cwd()}, and no model of the Hub can be "
-                "called so; correct the name"
-            ) from error
+        except HFValidationError:  # told when the Hub is asked
+            return None
         if isinstance(found, str):
             return Path(found).parent
     return None

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What settings of a config come to in the plan: filters that reach no tensor, weights of 0."""
+"""What settings of a config come to in the plan: filters that reach no tensor, what methods say."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.config import ConditionalParameter, MergeConfiguration
 
+from mergekit_ace.coefficients.file import CoefficientFileError
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.naming import without_numbers
 from mergekit_ace.planning import PlannedMerge, PlannedTensor
@@ -35,7 +36,6 @@ def check_reach(plan: PlannedMerge) -> Iterator[Finding]:
             )
     yield from _check_weights(plan)
     yield from _check_densities(plan)
-    yield from _check_fit(plan)
 
 
 def _settings(
@@ -158,12 +158,43 @@ def _check_weights(plan: PlannedMerge) -> Iterator[Finding]:
         )
 
 
-def _check_fit(plan: PlannedMerge) -> Iterator[Finding]:
-    """Say what a merge would when it comes to the first tensor that its parameters do not fit."""
+def check_method_settings(
+    plan: PlannedMerge, rows_per_column: Mapping[str, float | None]
+) -> Iterator[Finding]:
+    """Say what a merge would when it comes to the first tensor that its settings do not fit.
+
+    Where they fit, say what is seldom meant; what a method knows of its own.
+
+    Args:
+        plan: the merge.
+        rows_per_column: T·o/i of tensors, by name, see `TensorEstimate`.
+    """
     method = plan.method
-    for tensor in plan.tensors if isinstance(method, TaskVectorMethod) else ():
+    if not isinstance(method, TaskVectorMethod):
+        return
+    weighted: list[str] = []
+    doubts: dict[tuple[str, str], list[str]] = {}
+    for tensor in plan.tensors:
+        settings = tensor.settings
         try:
-            method.check_settings(tensor.settings)
+            method.check_settings(settings)
+            known = method.learned_coefficients(settings)
         except ValueError as error:
-            yield Finding.error("config", str(error))
+            learned = isinstance(error, CoefficientFileError)
+            yield Finding.error("coefficients" if learned else "config", str(error))
             return
+        if known is not None and len(set(settings.weights)) > 1:
+            weighted.append(tensor.name)
+        for doubt in method.doubts(settings, rows_per_column.get(tensor.name)):
+            doubts.setdefault(doubt, []).append(tensor.name)
+    if weighted:
+        yield Finding.warning(
+            "coefficients",
+            f"experts have different weights in {listed(weighted)}; the coefficients were learned "
+            "for equal ones",
+            "leave `weight` out, or expect another merge than the one that was trained",
+        )
+    for (message, remedy), names in doubts.items():
+        kinds = list(dict.fromkeys(without_numbers(name) for name in names))
+        where = "" if len(names) == len(plan.tensors) else f": {listed(kinds)}"
+        yield Finding.warning("config", message + where, remedy)
