@@ -231,8 +231,13 @@ def _check_architecture(path: Path) -> None:
         )
 
 
-def hub_file(part: ModelPath, name: str) -> str:
+def hub_file(part: ModelPath, name: str, *, cached: bool = False) -> str:
     """Return where a file of a model on the Hub is, once it is downloaded.
+
+    Args:
+        part: the model, or an adapter.
+        name: of the file.
+        cached: whether one in the cache will do, though the Hub may have a newer one.
 
     Raises:
         DamagedFileError: it is not to be had.
@@ -241,7 +246,7 @@ def hub_file(part: ModelPath, name: str) -> str:
 
     try:
         known = try_to_load_from_cache(part.path, name, revision=part.revision)
-        if isinstance(known, str):
+        if cached and isinstance(known, str):
             return known
         return hf_hub_download(part.path, name, revision=part.revision)
     except Exception as error:  # of many kinds: no such model, no access, no network
@@ -255,4 +260,4 @@ def find_on_hub(model: ModelReference) -> None:
     """Raise a `DamagedFileError` unless what is no folder here is in the Hub's cache, or there."""
     for part, name in ((model.model, "config.json"), (model.lora, "adapter_config.json")):
         if part is not None and not Path(part.path).is_dir():
-            hub_file(part, name)
+            hub_file(part, name, cached=True)

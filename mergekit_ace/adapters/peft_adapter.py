@@ -138,7 +138,7 @@ def read_adapter(reference: ModelPath | str, network: nn.Module | None = None) -
         _follow_transformers(config, file, network)
     try:
         changes = list(_Reading(folder, config, file, network).changes())
-    except (re.error, TypeError, AttributeError, ValueError) as error:  # of PEFT's comparisons
+    except (re.error, TypeError, ValueError) as error:  # of PEFT's comparisons
         raise DamagedFileError(
             f"{folder / 'adapter_config.json'} holds what PEFT cannot compare with the names of "
             f"modules ({error}); correct it, or save the adapter again"
