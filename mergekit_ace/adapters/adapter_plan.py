@@ -33,7 +33,7 @@ from mergekit_ace.planning import (
 )
 from mergekit_ace.preflight.checkpoint_rules import same_name
 from mergekit_ace.preflight.checkpoints import DTYPE_NAMES, Checkpoint, headers_only
-from mergekit_ace.preflight.config_rules import listed
+from mergekit_ace.preflight.findings import listed
 
 LOG = logging.getLogger(__name__)
 

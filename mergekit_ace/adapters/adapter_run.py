@@ -34,8 +34,8 @@ from mergekit_ace.planning import ConfigError, read_merge_config
 from mergekit_ace.preflight.check import check_method
 from mergekit_ace.preflight.checkpoint_rules import same_name
 from mergekit_ace.preflight.checkpoints import headers_only
-from mergekit_ace.preflight.config_rules import Finding, shown_errors
 from mergekit_ace.preflight.estimate import in_bytes, in_time
+from mergekit_ace.preflight.findings import Finding, shown_errors
 from mergekit_ace.preflight.reach_rules import check_method_settings, check_reach
 from mergekit_ace.preflight.value_rules import check_values
 from mergekit_ace.report.markdown import markdown_text

@@ -20,8 +20,7 @@ from mergekit_ace.adapters.lora_config import (
     read_lora_config,
     scale_at,
 )
-from mergekit_ace.adapters.orientation import Kind, from_peft
-from mergekit_ace.adapters.tensor_file import Content, Factors, TensorFile
+from mergekit_ace.adapters.tensor_file import Content, Factors, Kind, TensorFile, from_peft
 from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.checkpoint_files import (
     adapter_files,

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.adapters.lora_config import MERGE_MODELS
-from mergekit_ace.adapters.orientation import to_peft
 from mergekit_ace.adapters.peft_adapter import Adapter, Change
-from mergekit_ace.adapters.tensor_file import PEFT_PREFIX
+from mergekit_ace.adapters.tensor_file import PEFT_PREFIX, to_peft
 from mergekit_ace.adapters.written_config import Written, config_text
 from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.files import flush_to_disk, save_tensors, write_text

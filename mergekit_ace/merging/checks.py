@@ -18,7 +18,7 @@ from mergekit_ace.merging.trial import check_trial, try_prompt
 from mergekit_ace.model_files import config_donor
 from mergekit_ace.planning import PlannedMerge, read_merge_config
 from mergekit_ace.preflight.check import check_merge
-from mergekit_ace.preflight.config_rules import Finding, shown_errors
+from mergekit_ace.preflight.findings import Finding, shown_errors
 from mergekit_ace.preflight.loading import UnknownArchitectureError, verify_model
 from mergekit_ace.preflight.unplanned_rules import Treatment, find_unplanned, treat_unplanned
 

@@ -24,7 +24,7 @@ from mergekit_ace.merging.job import MergeError, MergeJob
 from mergekit_ace.merging.manifest import named_paths
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
 from mergekit_ace.planning import ConfigError, PlannedMerge, model_folders
-from mergekit_ace.preflight.config_rules import listed
+from mergekit_ace.preflight.findings import listed
 
 
 def prepare_adapters(

@@ -16,7 +16,7 @@ from mergekit_ace.headers import DamagedFileError, json_or_empty
 from mergekit_ace.planning import ConfigError
 from mergekit_ace.preflight.checkpoint_rules import same_name
 from mergekit_ace.preflight.checkpoints import Checkpoint
-from mergekit_ace.preflight.config_rules import Finding
+from mergekit_ace.preflight.findings import Finding
 
 
 def check_adapters(

@@ -33,12 +33,13 @@ from mergekit_ace.preflight.adapter_rules import check_adapters
 from mergekit_ace.preflight.checkpoint_rules import (
     check_class_names,
     check_configs,
+    check_heads,
+    check_optional,
     check_tensors,
     compare_shapes,
 )
 from mergekit_ace.preflight.checkpoints import Checkpoint, headers_only, read_checkpoint
 from mergekit_ace.preflight.config_keys import check_keys, nearest_method
-from mergekit_ace.preflight.config_rules import MOST_LISTED, Finding
 from mergekit_ace.preflight.dtype_rules import check_dtypes, check_tensor_dtypes
 from mergekit_ace.preflight.estimate import (
     NOMINAL,
@@ -48,7 +49,7 @@ from mergekit_ace.preflight.estimate import (
     in_bytes,
     in_time,
 )
-from mergekit_ace.preflight.head_rules import check_heads, check_optional
+from mergekit_ace.preflight.findings import MOST_LISTED, Finding
 from mergekit_ace.preflight.reach_rules import check_method_settings, check_reach
 from mergekit_ace.preflight.tokenizer_rules import check_tokenizers
 from mergekit_ace.preflight.unplanned_rules import (

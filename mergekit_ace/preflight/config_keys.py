@@ -14,7 +14,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.merge_methods.base import MergeMethodSpec, ParameterScope
 from pydantic import BaseModel
 
-from mergekit_ace.preflight.config_rules import Finding, listed
+from mergekit_ace.preflight.findings import Finding, listed
 
 SETTINGS = frozenset(MergeConfiguration.model_fields)
 

@@ -14,7 +14,7 @@ from mergekit_ace.headers import DTYPES, FLOATING
 from mergekit_ace.planning import PlannedTensor
 from mergekit_ace.preflight.checkpoint_rules import dtype_name, sources
 from mergekit_ace.preflight.checkpoints import Checkpoint
-from mergekit_ace.preflight.config_rules import Finding, listed
+from mergekit_ace.preflight.findings import Finding, listed
 
 # Share of whole numbers in the entries of a model that masks and counters stay below, and a
 # quantised model does not.

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from mergekit_ace.headers import DTYPES, TensorHeader, read_headers
 from mergekit_ace.naming import without_numbers
-from mergekit_ace.preflight.config_rules import listed
+from mergekit_ace.preflight.findings import listed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

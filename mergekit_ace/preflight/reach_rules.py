@@ -13,8 +13,8 @@ from mergekit_ace.coefficients.file import CoefficientFileError
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.naming import without_numbers
 from mergekit_ace.planning import PlannedMerge, PlannedTensor
-from mergekit_ace.preflight.config_rules import Finding, listed
-from mergekit_ace.preflight.head_rules import HEADS
+from mergekit_ace.preflight.checkpoint_rules import HEADS
+from mergekit_ace.preflight.findings import Finding, listed
 
 WILDCARDS = frozenset("*^$[]()|?+\\")
 

@@ -15,7 +15,7 @@ from mergekit.config import MergeConfiguration
 from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.model_files import VOCABULARY_FILES
 from mergekit_ace.preflight.checkpoints import Checkpoint
-from mergekit_ace.preflight.config_rules import Finding, listed
+from mergekit_ace.preflight.findings import Finding, listed
 
 Checkpoints = Mapping[ModelReference, Checkpoint]
 ALIGN = "add the line `tokenizer: {source: base}` (or union), which aligns the embeddings"

@@ -29,7 +29,7 @@ from mergekit_ace.planning import (
     layer_lists,
 )
 from mergekit_ace.preflight.checkpoints import Checkpoint
-from mergekit_ace.preflight.config_rules import Finding, listed
+from mergekit_ace.preflight.findings import Finding, listed
 from mergekit_ace.preflight.loading import UnknownArchitectureError, skeleton, wanted_names
 
 Treatment = Literal["base", "merge", "error"]

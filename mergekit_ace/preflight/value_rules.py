@@ -17,7 +17,7 @@ from mergekit.config import (
     MergeConfiguration,
 )
 
-from mergekit_ace.preflight.config_rules import Finding
+from mergekit_ace.preflight.findings import Finding
 
 # What people write for the dtypes that mergekit knows.
 DTYPE_ALIASES = {
