@@ -168,7 +168,7 @@ def estimate_tensor(
     written_in = dtype_name(plan.config.out_dtype) or merged_in
     entries, experts = header.entries, max(1, len(found) - 1)
     method = tensor.method
-    rule, work = method.spec.name, sweep(header.shape, experts)
+    rule, work, measured = method.spec.name, sweep(header.shape, experts), 0
     if isinstance(tensor.task, MergeProducts):  # only the base's tensor is read
         found, work = {tensor.base: header}, sweep(header.shape, 1)
     elif isinstance(method, TaskVectorMethod):
@@ -179,6 +179,9 @@ def estimate_tensor(
         weights = zip(settings.experts, settings.weights, strict=True)
         experts = sum(weight != 0 for model, weight in weights if model in found)
         work = method.work(settings, header.shape, experts)
+        if rule == "matrix" and settings.parameters.get("covariances"):
+            columns = header.shape[-1]
+            measured = experts * 4 * columns * (columns + 1) // 2  # triangles in float32
     return TensorEstimate(
         name=tensor.name,
         shape=header.shape,
@@ -186,7 +189,7 @@ def estimate_tensor(
         form=work.form,
         operations=work.operations,
         moved=work.moved,
-        read=sum(h.bytes for h in found.values()),
+        read=sum(h.bytes for h in found.values()) + measured,
         written=entries * DTYPES[written_in].itemsize,
         inputs=len(found) * entries * DTYPES[merged_in].itemsize,
         working=work.working + 4 * entries,  # and the result in float32
