@@ -17,7 +17,6 @@ from typing import Any
 import click
 import torch
 import yaml
-from mergekit import merge_methods
 from mergekit.common import dtype_from_name
 from mergekit.options import MergeOptions
 from tqdm import tqdm
@@ -295,7 +294,7 @@ def _card_text(name: str, plan: AdapterPlan, summary: Summary) -> str:
         "library_name": "peft",
         "tags": ["mergekit", "mergekit-ace", "merge", "lora", "peft"],
     }
-    method = merge_methods.get(plan.merge.config.merge_method)
+    method = plan.merge.method
     title, url = title_of(method.spec.name), method.spec.reference_url
     linked = f"[{title}]({url})" if url else title
     versions = package_versions(*REPORTED_PACKAGES, "peft")
@@ -321,9 +320,8 @@ def _result(summary: Summary) -> str:
     span = f"{low} to {high}" if high > low else str(low)
     text = f"Its {len(summary.ranks)} modules have rank {span}."
     if summary.lost_share > 1e-9:
-        text += (
-            f" That cuts off {summary.lost_share:.2%} of the merged change (of its squared norm)."
-        )
+        share = f"{summary.lost_share:.2%}"
+        text += f" That cuts off {share} of the merged change (of its squared norm)."
     return text
 
 

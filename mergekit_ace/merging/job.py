@@ -118,21 +118,16 @@ def plan_job(job: MergeJob) -> PlannedMerge:
         DamagedFileError: an adapter is damaged.
         RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says to the plan.
     """
-    LoaderCache().setup(job.merge_options)
+    options = job.merge_options
+    LoaderCache().setup(options)
     show_bases(job.adapters)
     adapters = read_adapters(job.adapters)
-    options = job.merge_options
     plan = plan_tensors(job.config(), job.source, options, job.unplanned, as_run=True)
-    if not adapters:
-        return plan
-    tasks = {name: use_adapters(save.tensor_task, adapters) for name, save in plan.saves.items()}
-    return replace(
-        plan,
-        saves={
-            name: save.model_copy(update={"tensor_task": tasks[name]})
-            for name, save in plan.saves.items()
-        },
-    )
+    saves = {
+        name: save.model_copy(update={"tensor_task": use_adapters(save.tensor_task, adapters)})
+        for name, save in plan.saves.items()
+    }
+    return replace(plan, saves=saves) if adapters else plan
 
 
 @dataclass(frozen=True)
