@@ -63,7 +63,12 @@ class TensorHeader:
     @property
     def bytes(self) -> int:
         """The bytes on disk."""
-        return self.entries * DTYPES.get(self.dtype, torch.float32).itemsize
+        return self.entries * item_size(self.dtype)
+
+
+def item_size(dtype: str) -> int:
+    """Return the bytes of an entry; 4 of a dtype that mergekit does not read."""
+    return DTYPES[dtype].itemsize if dtype in DTYPES else 4
 
 
 def read_headers(tensor_paths: Mapping[str, str], folder: str) -> dict[str, TensorHeader]:

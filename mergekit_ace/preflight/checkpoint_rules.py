@@ -228,8 +228,7 @@ def check_optional(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) -
         if not tensor.task.output_weight.optional:
             continue
         found = sources(tensor, checkpoints)
-        # Old pickles have no headers: nothing is known of them.
-        absent = [m for m in tensor.task.model_order if m not in found and checkpoints[m].headers]
+        absent = [model for model in tensor.task.model_order if model not in found]
         for model in absent if found else ():
             lacking[model].append(tensor.name)
             if model == tensor.base:

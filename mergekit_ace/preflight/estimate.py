@@ -15,7 +15,7 @@ from mergekit.common import ModelReference
 
 from mergekit_ace.adapters.adapter_tasks import MergeProducts
 from mergekit_ace.algebra.linalg import product
-from mergekit_ace.headers import DTYPES, TensorHeader
+from mergekit_ace.headers import TensorHeader, item_size
 from mergekit_ace.methods.base import TaskVectorMethod, sweep
 from mergekit_ace.planning import PlannedMerge, PlannedTensor
 from mergekit_ace.preflight.checkpoint_rules import dtype_name, sources
@@ -190,8 +190,8 @@ def estimate_tensor(
         operations=work.operations,
         moved=work.moved,
         read=sum(h.bytes for h in found.values()) + measured,
-        written=entries * DTYPES[written_in].itemsize,
-        inputs=len(found) * entries * DTYPES[merged_in].itemsize,
+        written=entries * item_size(written_in),
+        inputs=len(found) * entries * item_size(merged_in),
         working=work.working + 4 * entries,  # and the result in float32
         rows_per_column=work.rows_per_column,
     )
