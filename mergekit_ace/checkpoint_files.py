@@ -7,23 +7,13 @@ What lies beside them, such as an adapter or the state of an optimizer, is not l
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergekit_ace.headers import (
-    DamagedFileError,
-    TensorHeader,
-    check_content,
-    check_exists,
-    read_file_header,
-    read_headers,
-    read_json,
-)
-from mergekit_ace.pickled import read_pickle
+from mergekit_ace.headers import DamagedFileError, read_file_header, read_headers, read_json
 
 if TYPE_CHECKING:
-    from mergekit.common import ModelReference
+    from mergekit.common import ModelPath, ModelReference
 
 # In the order in which mergekit looks for them.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -70,18 +60,11 @@ def check_model_folder(folder: Path) -> None:
     Raises:
         DamagedFileError: naming the first file that is damaged or missing.
     """
-    files = weight_files(folder)
-    for path in files:
-        if path.suffix != ".safetensors":
-            _check_pickle(path)
     main = _main_file(folder)
-    headers = (
+    if main.suffix == ".json":
         read_headers(_read_weight_map(main), str(folder))
-        if main.suffix == ".json"
-        else {name: header for path in files for name, header in _headers(path).items()}
-    )
-    if not headers and files[0].suffix == ".safetensors":
-        raise DamagedFileError(f"{files[0]} holds no tensors; download or save it again")
+    elif not read_file_header(main):
+        raise DamagedFileError(f"{main} holds no tensors; download or save it again")
     _check_config(folder / "config.json")
     for name in _OPTIONAL:
         if os.path.lexists(folder / name):
@@ -105,11 +88,7 @@ def check_adapter_folder(folder: Path) -> None:
             f"{folder} is an adapter of the kind {kind}, which changes no weights of its base, so "
             "that it cannot be merged; leave it out"
         )
-    (path,) = adapter_files(folder)
-    if path.suffix == ".safetensors":
-        read_file_header(path)
-    else:
-        _check_pickle(path)
+    read_file_header(*adapter_files(folder))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -183,17 +162,6 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     return places
 
 
-def _headers(path: Path) -> Mapping[str, TensorHeader]:
-    return read_file_header(path) if path.suffix == ".safetensors" else {}
-
-
-def _check_pickle(path: Path) -> None:
-    """Raise unless an old .bin file can be read, and holds nothing but tensors."""
-    check_exists(path)
-    check_content(path)
-    read_pickle(path)
-
-
 def _check_config(path: Path) -> None:
     """Raise unless a config names a kind of model, and has the types of that kind."""
     content = read_json(path)
@@ -263,19 +231,33 @@ def _check_architecture(path: Path) -> None:
         )
 
 
-def find_on_hub(model: ModelReference) -> None:
-    """Raise a `DamagedFileError` unless what is no folder here is in the Hub's cache, or there."""
+def hub_file(part: ModelPath, name: str, *, cached: bool = False) -> str:
+    """Return where a file of a model on the Hub is, once it is downloaded.
+
+    Args:
+        part: the model, or an adapter.
+        name: of the file.
+        cached: whether one in the cache will do, though the Hub may have a newer one.
+
+    Raises:
+        DamagedFileError: it is not to be had.
+    """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
+    try:
+        known = try_to_load_from_cache(part.path, name, revision=part.revision)
+        if cached and isinstance(known, str):
+            return known
+        return hf_hub_download(part.path, name, revision=part.revision)
+    except Exception as error:  # of many kinds: no such model, no access, no network
+        raise DamagedFileError(
+            f"{part.path} is no folder in {Path.cwd()}, and no model of the Hub that can be read "
+            f"({type(error).__name__}); correct the name, or download the model first"
+        ) from error
+
+
+def find_on_hub(model: ModelReference) -> None:
+    """Raise a `DamagedFileError` unless what is no folder here is in the Hub's cache, or there."""
     for part, name in ((model.model, "config.json"), (model.lora, "adapter_config.json")):
-        if part is None or Path(part.path).is_dir():
-            continue
-        try:
-            known = try_to_load_from_cache(part.path, name, revision=part.revision)
-            if not isinstance(known, str):
-                hf_hub_download(part.path, name, revision=part.revision)
-        except Exception as error:  # of many kinds: no such model, no access, no network
-            raise DamagedFileError(
-                f"{part.path} is no folder in {Path.cwd()}, and no model of the Hub that can be "
-                f"read ({type(error).__name__}); correct the name, or download the model first"
-            ) from error
+        if part is not None and not Path(part.path).is_dir():
+            hub_file(part, name, cached=True)

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import yaml
 from pydantic import BaseModel, ValidationError
 
 import mergekit_ace
@@ -23,6 +21,11 @@ if TYPE_CHECKING:
     from mergekit_ace.preflight.unplanned_rules import Treatment
 
 M = TypeVar("M", bound=BaseModel)
+# mergekit's flags that change what is read, and where it is computed.
+READING_FLAGS = """
+    allow_crimes transformers_cache lora_merge_cache lora_merge_dtype cuda device trust_remote_code
+    lazy_unpickle read_to_gpu
+""".split()
 
 
 def run_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -38,27 +41,35 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 class CommandWithFlags(click.Command):
-    """A command that takes all flags of `mergekit-yaml` beside its own."""
+    """A command that takes flags of `mergekit-yaml` beside its own.
+
+    Args:
+        flags: names of those; all by default.
+    """
+
+    def __init__(self, *args: Any, flags: Collection[str] = (), **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._flags = flags
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        own = super().get_params(ctx)
-        *rest, last = own  # --help stays at the end
-        return [*rest, *_mergekit().params, last]
+        *rest, last = super().get_params(ctx)  # --help stays at the end
+        known = _mergekit().params
+        return [*rest, *(one for one in known if not self._flags or one.name in self._flags), last]
 
 
-def take_options(values: dict[str, Any]) -> MergeOptions:
+def take_options(values: dict[str, Any], **others: Any) -> MergeOptions:
     """Return mergekit's options from the values of a command line, and remove them from there."""
-    command = _mergekit()
-    flags = {parameter.name: values.pop(parameter.name) for parameter in command.params}
-    assert command.callback is not None  # it is `_options`
-    return command.callback(**flags)
+    from mergekit.options import MergeOptions
+
+    names = values.keys() & MergeOptions.model_fields.keys()
+    return MergeOptions(**{name: values.pop(name) for name in names}, **others)
 
 
 @lru_cache(maxsize=1)
 def _mergekit() -> click.Command:
     from mergekit.options import add_merge_options
 
-    command = click.command()(add_merge_options(_options))
+    command = click.command()(add_merge_options(lambda merge_options: merge_options))
     for parameter in command.params:
         if parameter.name == "out_shard_size":
             parameter.type = ShardSize()
@@ -80,22 +91,6 @@ class ShardSize(click.ParamType):
                 ctx,
             )
         return int(match[1]) * 1000 ** " KMB".index(match[2].upper() or " ")
-
-
-class GpuShare(click.FloatRange):
-    """GPUs of a worker: 1, less to share one, or 0."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        share = super().convert(value, param, ctx)
-        if not math.isfinite(share):
-            self.fail(f"{value} is no number of GPUs; give 1, less to share one, or 0", param, ctx)
-        return share
-
-
-def _options(merge_options: MergeOptions) -> MergeOptions:
-    return merge_options
 
 
 @click.group()
@@ -168,28 +163,6 @@ def calibrate_merge(config: Path, out: Path, overwrite: bool, quiet: bool) -> No
         run_calibration(settings, out, overwrite=overwrite, quiet=quiet)
 
 
-def merge_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Add those flags of `mergekit-yaml` that change what is read, and where it is computed."""
-    for add in (
-        click.option("--lazy-unpickle", is_flag=True, help="Read .bin files tensor by tensor."),
-        click.option("--transformers-cache", help="Folder of downloaded models."),
-        click.option(
-            "--lora-merge-dtype", help="Dtype of adapters that are merged into their base first."
-        ),
-        click.option(
-            "--lora-merge-cache", help="Folder for BASE+ADAPTER experts that are merged first."
-        ),
-        click.option("--allow-crimes", is_flag=True, help="Mix architectures."),
-        click.option("--trust-remote-code", is_flag=True, help="Run code that models bring."),
-        click.option("--read-to-gpu", is_flag=True, help="Read straight to the device."),
-        click.option("--device", help="Device that matrices are computed on."),
-        click.option("--cuda", is_flag=True, help="Compute matrices on the GPU."),
-        click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path)),
-    ):
-        command = add(command)
-    return command
-
-
 @main.command(cls=CommandWithFlags)
 @click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(file_okay=False))
@@ -203,7 +176,9 @@ def merge_flags(command: Callable[..., None]) -> Callable[..., None]:
     help="Processes that compute shards; on this machine, or in the Ray cluster.",
 )
 @click.option("--ray", metavar="ADDRESS", help="Use a Ray cluster; auto: the one at hand.")
-@click.option("--gpus-per-worker", "gpus", type=GpuShare(min=0), help="1 with --cuda, else 0.")
+@click.option(
+    "--gpus-per-worker", "gpus", type=click.FloatRange(min=0), help="1 with --cuda, else 0."
+)
 @click.option("--json", "as_json", is_flag=True, help="Progress as JSON lines, for programs.")
 @click.option(
     "--unplanned",
@@ -242,17 +217,13 @@ def merge(
         )  # fmt: skip
 
 
-@main.command()
+@main.command(cls=CommandWithFlags, flags=("cuda", "device", "trust_remote_code", "quiet"))
 @click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--rank", type=click.IntRange(min=1), help="Highest rank of a module; says what is cut off."
 )
 @click.option("--overwrite", is_flag=True, help="Replace another adapter in OUT.")
-@click.option("--cuda", is_flag=True, help="Compute matrices on the GPU.")
-@click.option("--device", help="Device that matrices are computed on.")
-@click.option("--trust-remote-code", is_flag=True, help="Run code that models bring.")
-@click.option("--quiet", is_flag=True, help="No progress bar.")
 @click.option("--json", "as_json", is_flag=True, help="Progress as JSON lines, for programs.")
 def adapter(
     config: Path, out: Path, rank: int | None, overwrite: bool, as_json: bool, **flags: Any
@@ -261,18 +232,16 @@ def adapter(
 
     CONFIG is that of the merge of the full models, with experts as BASE+ADAPTER, or adapters alone.
     """
-    from mergekit.options import MergeOptions
-
     from mergekit_ace.adapters.adapter_run import merge_adapters
 
     with failures():
-        options = MergeOptions(**flags)
+        options = take_options(flags)
         options.apply_global_options()
         merge_adapters(config, out, options, rank=rank, overwrite=overwrite, as_json=as_json)
 
 
-@main.command()
-@merge_flags
+@main.command(cls=CommandWithFlags, flags=READING_FLAGS)
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -287,19 +256,17 @@ def check(config: Path, out: Path | None, as_json: bool, **flags: Any) -> None:
     """
     import json
 
-    from mergekit.options import MergeOptions
-
     from mergekit_ace.preflight.check import check_merge, result_text
 
     with failures():
-        result = check_merge(config, MergeOptions(**flags, quiet=True), out)
+        result = check_merge(config, take_options(flags, quiet=True), out)
     click.echo(json.dumps(result.as_json(), indent=1) if as_json else result_text(result))
     if not result.ok:
         raise SystemExit(1)
 
 
-@main.command()
-@merge_flags
+@main.command(cls=CommandWithFlags, flags=READING_FLAGS)
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("folder", metavar="REPORT_DIR", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--tensors", multiple=True, metavar="PART", help="Only names that contain it.")
 @click.option("--sample", type=click.IntRange(min=1), help="At most so many, over all depths.")
@@ -317,10 +284,10 @@ def inspect(config: Path, folder: Path, **options: Any) -> None:
     """
     from mergekit_ace.report.inspect import run_inspection
 
-    names = ("tensors", "sample", "overwrite", "quiet", "covariances")
-    own = {name: options.pop(name) for name in names}
     with failures():
-        run_inspection(config, folder, options, **own)
+        quiet = options.pop("quiet")
+        flags = take_options(options, quiet=True)
+        run_inspection(config, folder, flags, quiet=quiet, **options)
 
 
 @main.command()
@@ -392,32 +359,18 @@ def read_config(path: Path, model: type[M]) -> M:
     Raises:
         click.ClickException: the file is no YAML, or says something that `model` does not allow.
     """
+    from mergekit_ace.planning import explain_validation, read_yaml
     from mergekit_ace.preflight.config_keys import repeated_keys
 
+    with failures():
+        content, source = read_yaml(path)
+    for finding in repeated_keys(source):
+        raise click.ClickException(f"{path}: {finding.message}; {finding.remedy}")
     try:
-        source = path.read_text(encoding="utf-8")
-        content: Any = yaml.safe_load(source)
-        for finding in repeated_keys(source):
-            raise click.ClickException(f"{path}: {finding.message}; {finding.remedy}")
         return model.model_validate(content)
-    except UnicodeDecodeError as error:
-        raise click.ClickException(f"{path} is no text in UTF-8: {error}") from error
-    except yaml.YAMLError as error:
-        raise click.ClickException(f"{path} is not YAML: {error}") from error
     except ValidationError as error:
-        raise click.ClickException(f"{path}:\n{explain(error)}") from error
-
-
-def explain(error: ValidationError) -> str:
-    """Return a line per mistake: where it is, what is wrong, and what was found."""
-    lines = []
-    for detail in error.errors():
-        where = ".".join(str(part) for part in detail["loc"]) or "the file"
-        what = "there is no such setting" if detail["type"] == "extra_forbidden" else detail["msg"]
-        found = detail["input"]
-        shown = f" (found: {found!r})" if isinstance(found, str | int | float | bool) else ""
-        lines.append(f"    {where}: {what.removeprefix('Value error, ')}{shown}")
-    return "\n".join(lines)
+        lines = (f"    {line}" for line in explain_validation(error, content))
+        raise click.ClickException("\n".join([f"{path}:", *lines])) from error
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names, shapes and dtypes of a checkpoint's tensors, from the headers of its files alone."""
+"""Names, shapes and dtypes of a checkpoint's tensors, from the headers of its files alone.
+
+Old `.bin` files, which are pickles, are opened by mergekit's loader, which reads nothing but
+tensors. Not by the one of `--lazy-unpickle`: that one would run a TorchScript archive.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -11,13 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What a safetensors file calls a dtype, and the bytes of an entry.
-ITEM_SIZES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
-    "C64": 8, "F8_E8M0": 1,
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+# By what a safetensors file calls them, all that mergekit reads.
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64,
 }  # fmt: skip
-_LARGEST_HEADER = 100_000_000  # as the format's own readers have it
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOATING = ("F64", "F32", "F16", "BF16")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec"
 _WEB_PAGES = (b"<!doctype html", b"<html", b"<?xml", b"<head", b"<body")
 
@@ -46,15 +58,17 @@ class TensorHeader:
     @property
     def entries(self) -> int:
         """The number of entries."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
         """The bytes on disk."""
-        return self.entries * ITEM_SIZES.get(self.dtype, 4)
+        return self.entries * item_size(self.dtype)
+
+
+def item_size(dtype: str) -> int:
+    """Return the bytes of an entry; 4 of a dtype that mergekit does not read."""
+    return DTYPES[dtype].itemsize if dtype in DTYPES else 4
 
 
 def read_headers(tensor_paths: Mapping[str, str], folder: str) -> dict[str, TensorHeader]:
@@ -65,117 +79,89 @@ def read_headers(tensor_paths: Mapping[str, str], folder: str) -> dict[str, Tens
         folder: where the files are.
 
     Raises:
-        DamagedFileError: a file is missing, damaged, no safetensors file, or lacks a tensor that
-            the index expects there.
+        DamagedFileError: a file is missing, damaged, or lacks a tensor that the index expects
+            there.
     """
-    files = {
-        name: read_file_header(Path(folder, name))
-        for name in sorted(set(tensor_paths.values()))
-        if name.endswith(".safetensors")
-    }
+    files = {name: read_file_header(Path(folder, name)) for name in set(tensor_paths.values())}
     found = {}
     for tensor, name in tensor_paths.items():
-        if name not in files:  # an old pickle: its shapes are mergekit's business
-            check_exists(Path(folder, name))
-            continue
-        if tensor not in files[name]:
+        if tensor in files[name]:
+            found[tensor] = files[name][tensor]
+        elif name.endswith(".safetensors"):  # mergekit's index of a pickle has more than tensors
             raise DamagedFileError(
                 f"{os.path.join(folder, name)} lacks the tensor {tensor} that the index expects "
                 "there; download or save the checkpoint again"
             )
-        found[tensor] = files[name][tensor]
     return found
 
 
 def read_file_header(path: Path) -> dict[str, TensorHeader]:
-    """Return the headers of the tensors in one safetensors file.
+    """Return the headers of the tensors in a safetensors file, or in an old `.bin` file.
 
     Raises:
-        DamagedFileError: the file is missing, something else, cut short, or its header contradicts
-            itself.
+        DamagedFileError: the file is missing, something else, cut short, holds more than tensors,
+            or its header contradicts itself.
     """
-    # huggingface_hub's local reader does not tell a file that is cut short behind its header
     check_exists(path)
     check_content(path)
-    content = _read_header(path)
-    metadata = content.pop("__metadata__", None) or {}
-    for name, entry in content.items():
-        if str(entry.get("dtype")) not in ITEM_SIZES:
-            raise DamagedFileError(
-                f"tensor {name} of {path} has the dtype {entry.get('dtype')!r}, which mergekit "
-                "cannot read; get the model in bfloat16, float16 or float32"
-            )
-    wrong = _wrong_header(content, metadata)
-    if wrong:
-        raise DamagedFileError(f"{path} is damaged: {wrong}; download or save it again")
-    return {
-        name: TensorHeader(entry["dtype"], tuple(entry["shape"]), str(path))
-        for name, entry in content.items()
-    }
-
-
-def _read_header(path: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file that is neither cut short nor longer than it says."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _LARGEST_HEADER + 1
-        text = file.read(length) if length <= _LARGEST_HEADER else b""
-    if len(text) < length <= _LARGEST_HEADER and text.startswith(b"{"):
-        raise DamagedFileError(
-            f"{path} is damaged: it ends within its header; download or save it again"
-        )
+    if path.suffix != ".safetensors":
+        return {
+            name: TensorHeader(DTYPE_NAMES.get(t.dtype, "F32"), tuple(t.shape), str(path))
+            for name, t in read_pickle(path).items()
+        }
     try:
-        content = json.loads(text)
-        entries = [entry for name, entry in content.items() if name != "__metadata__"]
-        end = max((entry["data_offsets"][1] for entry in entries), default=0)
-        whole = size == 8 + length + end
-    except (ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
+        with safe_open(path, framework="pt") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            headers = {
+                name: TensorHeader(part.get_dtype(), tuple(part.get_shape()), str(path))
+                for name, part in parts.items()
+            }
+    except (SafetensorError, OSError) as error:
         raise DamagedFileError(
-            f"{path} is damaged: it is no safetensors file; download or save it again"
+            f"{path} is damaged: {_wrong_length(path) or error}; download or save it again"
         ) from error
-    if not whole:
+    for name, header in headers.items():
+        if header.dtype not in DTYPES:
+            raise DamagedFileError(
+                f"tensor {name} of {path} has the dtype {header.dtype!r}, which mergekit cannot "
+                "read; get the model in bfloat16, float16 or float32"
+            )
+    return headers
+
+
+def _wrong_length(path: Path) -> str:
+    """Return how far a file is from the length that its header says; empty if it says none."""
+    size = path.stat().st_size
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > size - 8:
+                return f"it has {size:,} bytes, but its header alone takes {8 + length:,}"
+            content = json.loads(file.read(length))
+        content.pop("__metadata__", None)
+        told = 8 + length + max(entry["data_offsets"][1] for entry in content.values())
+    except Exception:  # it is no safetensors file at all
+        return ""
+    return f"it has {size:,} bytes, but its header says {told:,}" if told != size else ""
+
+
+def read_pickle(path: str | os.PathLike, device: str = "meta") -> dict[str, Tensor]:
+    """Return the tensors of an old `.bin` file; on the meta device, their shapes and dtypes only.
+
+    Raises:
+        DamagedFileError: the file is damaged, or holds more than tensors.
+    """
+    from mergekit.io.loader import DumbPytorchLoader
+
+    try:
+        content = DumbPytorchLoader(os.fspath(path), device=device).tensors
+        content = content.get("state_dict", content)
+        return {name: value for name, value in content.items() if isinstance(value, Tensor)}
+    except Exception as error:  # of many kinds; torch's advice is to trust the file
         raise DamagedFileError(
-            f"{path} is damaged: it has {size:,} bytes, but its header says {8 + length + end:,}; "
-            "download or save it again"
-        )
-    return content
-
-
-def _wrong_header(content: Mapping[str, Any], metadata: Any) -> str:
-    """Return what is wrong with a header, by the rules of the format; empty if nothing is."""
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        return "its metadata are not text"
-    for name, entry in content.items():
-        wrong = _wrong_entry(entry)
-        if wrong:
-            return f"tensor {name} {wrong}"
-    before, reached = "", 0
-    for name in sorted(content, key=lambda name: content[name]["data_offsets"]):
-        start, end = content[name]["data_offsets"]
-        if start < reached:
-            return f"the bytes of the tensors {before} and {name} overlap"
-        if start > reached:
-            return f"there are bytes before the tensor {name} that belong to none"
-        before, reached = name, end
-    return ""
-
-
-def _wrong_entry(entry: Mapping[str, Any]) -> str:
-    shape, dtype, offsets = (entry.get(key) for key in ("shape", "dtype", "data_offsets"))
-    if not _counts(shape):
-        return f"has the shape {shape!r}"
-    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        return f"lies at the bytes {offsets!r}"
-    held, needed = offsets[1] - offsets[0], TensorHeader(dtype, tuple(shape), "").bytes
-    if held != needed:
-        return f"has {held:,} bytes, but its shape {tuple(shape)} in {dtype} takes {needed:,}"
-    return ""
-
-
-def _counts(values: Any) -> bool:
-    """Return whether these are whole numbers that are not negative."""
-    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
+            f"{path} is damaged, or holds more than tensors, which is never executed here; "
+            "download it again, or the model's safetensors files"
+        ) from error
 
 
 def check_exists(path: Path) -> None:
@@ -228,3 +214,12 @@ def read_json(path: Path) -> dict[str, Any]:
             "download or save it again"
         )
     return content
+
+
+def json_or_empty(path: str | os.PathLike | None) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one where there is none."""
+    try:
+        content = json.loads(Path(path or "").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

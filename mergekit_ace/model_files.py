@@ -6,14 +6,14 @@ Without `tokenizer:` it copies some of them together with the tokenizer of the b
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from mergekit.common import ModelPath, ModelReference
 from mergekit.config import MergeConfiguration
+
+from mergekit_ace.headers import json_or_empty
 
 GENERATION = "generation_config.json"
 _PROCESSORS = (
@@ -25,6 +25,17 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _MORE_TEMPLATES = "additional_chat_templates"
 _TOKENIZER = "tokenizer_config.json"
 _STAMP = {"transformers_version"}  # of whoever wrote the file
+# One of them is there wherever transformers can load a tokenizer.
+VOCABULARY_FILES = (
+    "tokenizer.json", "tokenizer.model", _TOKENIZER, "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+TOKENIZER_FILES = (
+    *VOCABULARY_FILES, "special_tokens_map.json", "added_tokens.json", "merges.txt",
+    "chat_template.jinja",
+)  # fmt: skip
+# Of an earlier result, these would be read as part of one that has none.
+READ_BESIDE = (*TOKENIZER_FILES, GENERATION, *_PROCESSORS, "chat_template.json")
 # What mergekit copies with a tokenizer that it takes as it is.
 _COPIED = (GENERATION, "video_preprocessor_config.json", *_TEMPLATES)
 
@@ -89,8 +100,8 @@ def _code(model: ModelReference, beside: Path) -> list[str]:
     They are copied, not run. The config of a model on the Hub names the repository.
     """
     config = find_model_file(model.model, "config.json", beside=beside)
-    names = _content(config).get("auto_map") if config else None
-    if not isinstance(names, dict) or "--" in str(names):
+    names = json_or_empty(config).get("auto_map")
+    if config is None or not isinstance(names, dict) or "--" in str(names):
         return []
     return sorted(path.name for path in config.parent.glob("*.py"))
 
@@ -99,7 +110,7 @@ def _has_template(folder: Path) -> bool:
     """Tell whether a result has a chat template, or no tokenizer that could use one."""
     if not (folder / _TOKENIZER).is_file():
         return True
-    own = _content(folder / _TOKENIZER).get("chat_template")
+    own = json_or_empty(folder / _TOKENIZER).get("chat_template")
     return bool(own) or any((folder / name).exists() for name in _TEMPLATES)
 
 
@@ -147,14 +158,6 @@ def _is_derived(path: Path) -> bool:
 
     One that was made so may have been changed since, and then bears the mark all the same.
     """
-    own, config = _content(path), _content(path.with_name("config.json"))
+    own, config = json_or_empty(path), json_or_empty(path.with_name("config.json"))
     made = path.name == GENERATION and bool(own.get("_from_model_config"))
     return made and all(own[name] == config[name] for name in own.keys() & config.keys() - _STAMP)
-
-
-def _content(path: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,22 +12,26 @@ from typing import Any
 
 import yaml
 from mergekit import merge_methods
-from mergekit.architecture import ModelArchitecture, get_architecture_info
+from mergekit.architecture import ModelArchitecture, WeightInfo, get_architecture_info
 from mergekit.common import ModelReference
-from mergekit.config import MergeConfiguration
-from mergekit.io.tasks import GatherTensors, LoaderCache, SaveTensor
+from mergekit.config import ConfigReader, MergeConfiguration
+from mergekit.graph import Executor
+from mergekit.io.tasks import GatherTensors, LoaderCache, SaveTensor, TensorWriterTask
+from mergekit.merge import _model_out_config
 from mergekit.merge_methods import MergeMethod
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
+from mergekit.tokenizer import BuildTokenizer
 from pydantic import ValidationError
+from transformers import PretrainedConfig
 
 from mergekit_ace.algebra.records import FixedLayout
 from mergekit_ace.checkpoint_files import check_reference, find_on_hub
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.inputs import TensorSettings
-from mergekit_ace.unplanned import UnplannedTensor, plan_unplanned
+from mergekit_ace.naming import layer_of, stack_size
 
 
 class ConfigError(ValueError):
@@ -92,6 +96,30 @@ class PlannedTensor:
 
 
 @dataclass(frozen=True)
+class UnplannedTensor:
+    """A tensor that goes into the result though mergekit's architecture does not name it.
+
+    Attributes:
+        name: in the files of the models, and in the result.
+        models: whose it is merged from; the only one where it is copied.
+        merged: by the config's method; else copied.
+        floating: whether it has a dtype of fractions, which the result's dtype replaces.
+        vocabulary: whether its rows belong to tokens.
+    """
+
+    name: str
+    models: tuple[ModelReference, ...]
+    merged: bool
+    floating: bool = True
+    vocabulary: bool = False
+
+    @property
+    def weight(self) -> WeightInfo:
+        """The tensor as mergekit describes one."""
+        return WeightInfo(name=self.name, vocabulary_axis=0 if self.vocabulary else None)
+
+
+@dataclass(frozen=True)
 class PlannedMerge:
     """A whole merge.
 
@@ -99,18 +127,47 @@ class PlannedMerge:
         config: mergekit's configuration, as it was read.
         source: its YAML.
         options: mergekit's flags.
-        tensors: in mergekit's order.
+        architecture: of the result.
+        saves: mergekit's tasks by tensor name; those of tensors that it does not plan come last.
+        tokenizer_task: builds the tokenizer of the result; None where it is only copied.
     """
 
     config: MergeConfiguration
     source: str
     options: MergeOptions
-    tensors: tuple[PlannedTensor, ...]
+    architecture: ModelArchitecture
+    saves: Mapping[str, SaveTensor]
+    tokenizer_task: BuildTokenizer | None
+
+    @cached_property
+    def out_config(self) -> PretrainedConfig:
+        """The config of the result."""
+        return _result_config(self.config, self.architecture, self.options)
+
+    @cached_property
+    def tensors(self) -> tuple[PlannedTensor, ...]:
+        """All tensors of the result, in the order of `saves`."""
+        return tuple(PlannedTensor(save.tensor_task) for save in self.saves.values())
 
     @cached_property
     def method(self) -> MergeMethod:
         """The merge method."""
         return merge_methods.get(self.config.merge_method)
+
+
+def read_yaml(path: Path) -> tuple[Any, str]:
+    """Return the content of a YAML file, and its text.
+
+    Raises:
+        ConfigError: it cannot be read, or is no YAML.
+    """
+    try:
+        source = path.read_text(encoding="utf-8")
+        return yaml.safe_load(source), source
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
 
 
 def read_merge_config(path: Path) -> tuple[MergeConfiguration, str]:
@@ -119,19 +176,13 @@ def read_merge_config(path: Path) -> tuple[MergeConfiguration, str]:
     Raises:
         ConfigError: it is no YAML, or not a configuration that mergekit accepts.
     """
-    try:
-        source = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(source)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+    content, source = read_yaml(path)
     if not isinstance(content, dict) or "merge_method" not in content:
         raise ConfigError(f"{path} is no config of mergekit: it has no line `merge_method:`")
     try:
         return MergeConfiguration.model_validate(content), source
     except ValidationError as error:
-        wrong = "; ".join(_explain_validation(error, content))
+        wrong = "; ".join(explain_validation(error, content))
         raise ConfigError(f"{path} is no config that mergekit accepts: {wrong}") from error
     except RuntimeError as error:  # mergekit's own validators raise it
         raise ConfigError(f"{path} is no config that mergekit accepts: {error}") from error
@@ -145,7 +196,7 @@ _EXPECTED = {
 }
 
 
-def _explain_validation(error: ValidationError, content: Any) -> Iterator[str]:
+def explain_validation(error: ValidationError, content: Any) -> Iterator[str]:
     """Yield what is wrong, once for every place in the config: pydantic tells every alternative."""
     told = set()
     for detail in error.errors():
@@ -153,9 +204,11 @@ def _explain_validation(error: ValidationError, content: Any) -> Iterator[str]:
         if path in told:
             continue
         told.add(path)
-        what = detail["msg"]
+        what = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "missing":
             what = f"there is no `{detail['loc'][-1]}:`"
+        if detail["type"] == "extra_forbidden":
+            what = "there is no such setting"
         if path[-2:-1] == ("parameters",):
             what = "a parameter is a value, a list of values, or a list of {filter: …, value: …}"
         hint = f"; {_EXPECTED[path[-1]]}" if path and path[-1] in _EXPECTED else ""
@@ -292,23 +345,101 @@ def plan_tensors(
     options: MergeOptions,
     unplanned: Sequence[UnplannedTensor] = (),
     architecture: ModelArchitecture | None = None,
+    *,
+    as_run: bool = False,
 ) -> PlannedMerge:
     """Do what `plan_merge` does, by what mergekit's loaders know of the models already.
 
     Args:
         config, source, options, unplanned: see there.
         architecture: of the models, where it is known.
+        as_run: whether tensors come in the order in which mergekit would merge them, instead of
+            that of the architecture.
     """
     copy = config.model_copy(deep=True)  # planning rewrites the configuration
     architecture = architecture or find_architecture(copy, options)
-    first = copy.base_model or copy.referenced_models()[0]
-    out = first.config(trust_remote_code=options.trust_remote_code)
+    # only its layers count here; transformers would complain of the way in which its dtype is set
+    plain = copy.model_copy(update={"dtype": None, "out_dtype": None})
+    out = _result_config(plain, architecture, options)
     planner = MergePlanner(copy, architecture, options=options, out_model_config=out)
     try:
         targets = planner.plan_to_disk("")  # only a plan: nothing is written
     except RuntimeError as error:
         raise RuntimeError(f"{error}{_layers(config, options, str(error))}") from error
-    saved = [target for target in targets if isinstance(target, SaveTensor)]
-    saved += plan_unplanned(planner, unplanned, saved[0].writer_task)
-    tensors = tuple(PlannedTensor(target.tensor_task) for target in saved)
-    return PlannedMerge(config, source, options, tensors)
+    order = [handle.task() for handle in Executor(targets).schedule.tasks] if as_run else targets
+    saves = [task for task in order if isinstance(task, SaveTensor)]
+    saves += _plan_unplanned(planner, unplanned, saves[0].writer_task)
+    builder = next((target for target in targets if isinstance(target, BuildTokenizer)), None)
+    by_name = {save.tensor_name: save for save in saves}
+    return PlannedMerge(config, source, options, architecture, by_name, builder)
+
+
+def _result_config(
+    config: MergeConfiguration, architecture: ModelArchitecture, options: MergeOptions
+) -> PretrainedConfig:
+    """Return the config of a result as mergekit makes it, with lists of as many layers as it has.
+
+    mergekit's private function is used as it is: `test_identical.py` compares the results.
+    """
+    result = _model_out_config(config, architecture, options.trust_remote_code)
+    for name, entries in layer_lists(config, options.trust_remote_code).items():
+        setattr(result.get_text_config(), name, entries)
+    return result
+
+
+def _plan_unplanned(
+    planner: MergePlanner, tensors: Sequence[UnplannedTensor], writer: TensorWriterTask
+) -> Iterator[SaveTensor]:
+    """Yield mergekit's tasks for tensors that it has not planned.
+
+    Args:
+        planner: has planned the merge.
+        tensors: to be planned as well.
+        writer: of the tasks.
+
+    Raises:
+        RuntimeError, ValueError: whatever the merge method says to one of them.
+    """
+    names = [tensor.name for tensor in tensors]
+    for tensor in tensors:
+        one = planner if tensor.merged else _copier(planner, tensor)
+        module = next(iter(one.config.modules.values()))
+        reader = ConfigReader(config=one.config, t=_depth(tensor.name, names), module=module)
+        weights = [tensor.weight] * len(tensor.models)
+        one.plan_tensor(
+            tensor.weight, weights, list(tensor.models), reader.for_out_slice(module.slices[0])
+        )
+        _, task = one._tensors.pop()
+        dtype = one.config.out_dtype if tensor.floating else None
+        yield SaveTensor(
+            tensor_name=tensor.name,
+            tensor_task=task,
+            writer_task=writer,
+            clone=one.options.clone_tensors,
+            dtype=dtype,
+        )
+
+
+def _copier(planner: MergePlanner, tensor: UnplannedTensor) -> MergePlanner:
+    """Return a planner that takes a tensor from one model; numbers of tokens are the result's."""
+    config, settings = planner.config, planner.config.tokenizer
+    copied = MergeConfiguration(
+        merge_method="passthrough",
+        models=[{"model": tensor.models[0]}],
+        dtype=config.dtype if tensor.floating else None,
+        out_dtype=config.out_dtype,
+        # rows of single tokens may be configured to come from models that are not asked here
+        tokenizer=settings.model_copy(update={"tokens": None}) if settings else None,
+    )
+    copier = MergePlanner(copied, planner.arch_info, planner.options, planner.out_model_config)
+    copier.normalize_config()
+    copier._tokenizer_task = planner._tokenizer_task
+    return copier
+
+
+def _depth(name: str, names: Sequence[str]) -> float:
+    """Return where in its stack a tensor is, from 0 to 1, as mergekit counts for its gradients."""
+    layer, layers = layer_of(name), stack_size(name, names)
+    if layer is None:
+        return 0.0
+    return layer / (layers - 1) if layers > 1 else 1.0

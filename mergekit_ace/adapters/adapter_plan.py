@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +29,13 @@ from mergekit_ace.planning import (
     ConfigError,
     PlannedMerge,
     PlannedTensor,
+    UnplannedTensor,
     find_architecture,
     plan_tensors,
 )
 from mergekit_ace.preflight.checkpoint_rules import same_name
 from mergekit_ace.preflight.checkpoints import DTYPE_NAMES, Checkpoint, headers_only
-from mergekit_ace.preflight.config_rules import listed
-from mergekit_ace.unplanned import UnplannedTensor
+from mergekit_ace.preflight.findings import listed
 
 LOG = logging.getLogger(__name__)
 
@@ -285,8 +284,7 @@ def names_in_memory(weight: WeightInfo) -> tuple[str, ...]:
 def _changed(
     plan: PlannedMerge, adapters: Mapping[ModelReference, Adapter]
 ) -> Iterator[ChangedTensor]:
-    names = [tensor.name for tensor in plan.tensors]
-    moved = [name for name, count in Counter(names).items() if count > 1]
+    moved = []
     for tensor in plan.tensors:
         inputs = tensor.gather.weight_info
         if any(inputs[model].name != tensor.name for model in tensor.experts if model in inputs):

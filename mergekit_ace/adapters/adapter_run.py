@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mergekit-ace adapter`: adapters in, one adapter out."""
+"""`mergekit-ace adapter`: adapters in, one adapter out, with its model card."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import reduce
@@ -16,34 +16,34 @@ from typing import Any
 
 import click
 import torch
+import yaml
 from mergekit.common import dtype_from_name
 from mergekit.options import MergeOptions
 from tqdm import tqdm
 
-from mergekit_ace.adapters.adapter_card import card_text, published_base
 from mergekit_ace.adapters.adapter_merge import AdapterMerge, MergedChange
 from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor, plan_adapters
 from mergekit_ace.adapters.writing import AdapterWriter
-from mergekit_ace.files import write_text
+from mergekit_ace.files import package_versions, write_text
+from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.notices import flush_notices
-from mergekit_ace.methods.report_lines import append_report
+from mergekit_ace.methods.report_lines import REPORTED_PACKAGES, append_report
+from mergekit_ace.model_files import TOKENIZER_FILES
 from mergekit_ace.planning import ConfigError, read_merge_config
 from mergekit_ace.preflight.check import check_method
+from mergekit_ace.preflight.checkpoint_rules import same_name
 from mergekit_ace.preflight.checkpoints import headers_only
-from mergekit_ace.preflight.config_rules import Finding, check_coefficients, check_doubts
 from mergekit_ace.preflight.estimate import in_bytes, in_time
-from mergekit_ace.preflight.reach_rules import check_reach
+from mergekit_ace.preflight.findings import Finding, shown_errors
+from mergekit_ace.preflight.reach_rules import check_method_settings, check_reach
 from mergekit_ace.preflight.value_rules import check_values
+from mergekit_ace.report.markdown import markdown_text
+from mergekit_ace.report.tables import title_of
 
 # Up to this sum of ranks a product of factors takes less time than its threads take to meet.
 SMALL_RANK = 256
 # What makes a folder an adapter or a model, which a result must not be mixed with.
 _MARKS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "config.json")
-# What adapters carry with a tokenizer.
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
 
 
 @dataclass
@@ -115,17 +115,17 @@ def merge_adapters(
     """
     start, programs = time.perf_counter(), sys.stdout
     config, source = read_merge_config(path)
-    _tell_findings([*check_method(config, source)[1], *check_values(config)], quiet=options.quiet)
+    _check([*check_method(config, source)[1], *check_values(config)], quiet=options.quiet)
     with redirect_stdout(sys.stderr):  # programs get nothing that libraries print
         plan = plan_adapters(config, source, options)
     _check_folder(out, plan, overwrite)
     merge, summary = AdapterMerge(plan, rank, options.device or "cpu"), Summary()
     dtype = _dtype(plan)
-    base, revision = published_base(plan)
+    base, revision = _published_base(plan)
     with headers_only(plan.checkpoints), _few_threads(plan):
         merge.check()
-        found = [*check_reach(plan.merge), *check_coefficients(plan.merge)]
-        _tell_findings([*found, *check_doubts(plan.merge, {})], quiet=options.quiet)
+        found = [*check_reach(plan.merge), *check_method_settings(plan.merge, {})]
+        _check(found, quiet=options.quiet)
         with AdapterWriter(out, plan.adapters, base, dtype, revision) as writer:
             for tensor, merged, seconds in _merged(plan, merge, quiet=options.quiet or as_json):
                 _write(writer, merged)
@@ -136,8 +136,7 @@ def merge_adapters(
             if not (summary.ranks or summary.whole):
                 raise ConfigError("the adapters change nothing, so that there is nothing to write")
             _add_files(out, plan)
-            card = card_text(out.name, plan, summary.tau, summary.ranks, summary.lost_share)
-            write_text(out / "README.md", card)
+            write_text(out / "README.md", _card_text(out.name, plan, summary))
             write_text(out / "mergekit_config.yml", source)
     flush_notices()
     summary.seconds = time.perf_counter() - start
@@ -161,16 +160,10 @@ def _few_threads(plan: AdapterPlan) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _tell_findings(findings: Iterable[Finding], *, quiet: bool) -> None:
-    """Show what is seldom meant, and raise a `ConfigError` for what is wrong."""
-    errors = []
-    for finding in findings:
-        if finding.level == "error":
-            errors.append(finding.text.removeprefix("error: "))
-        elif not quiet:
-            click.echo(finding.text, err=True)
+def _check(findings: Iterable[Finding], *, quiet: bool) -> None:
+    errors = shown_errors(findings, quiet=quiet)
     if errors:
-        raise ConfigError("\n".join(errors))
+        raise ConfigError(errors)
 
 
 def _check_folder(out: Path, plan: AdapterPlan, overwrite: bool) -> None:
@@ -236,10 +229,13 @@ def _event(tensor: ChangedTensor, merged: MergedChange, seconds: float) -> dict[
 
 
 def _add_files(out: Path, plan: AdapterPlan) -> None:
-    """Copy the tokenizer of the first adapter that carries one."""
+    """Copy the tokenizer of the first adapter that carries one; that of an earlier result goes."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        (out / name).unlink(missing_ok=True)
     for adapter in plan.adapters:
-        files = [adapter.folder / name for name in _TOKENIZER_FILES]
         if (adapter.folder / "tokenizer_config.json").is_file():
+            files = (adapter.folder / name for name in TOKENIZER_FILES)
             for file in filter(Path.is_file, files):
                 shutil.copyfile(file, out / file.name)
             return
@@ -273,3 +269,70 @@ def _tell(out: Path, summary: Summary, programs: Any, *, as_json: bool, quiet: b
         click.echo(
             f"cut off: {summary.lost_share:.2%} of ‖X‖², at most {share:.2%} of a module ({name})"
         )
+
+
+def _published_base(plan: AdapterPlan) -> tuple[str, str | None]:
+    """Return the name and the revision of the base, as others know it where that can be told.
+
+    A folder is known on this machine alone; if all adapters name one model of the Hub that ends
+    like the folder, that is it.
+    """
+    path, revision = plan.base.model.path, plan.base.model.revision
+    told = {(a.config.base_model_name_or_path, a.config.revision) for a in plan.adapters}
+    if Path(path).expanduser().is_dir() and len(told) == 1:
+        ((name, other),) = told
+        if name and not Path(name).expanduser().exists() and same_name(name, path):
+            return name, other
+    return path, revision
+
+
+def _card_text(name: str, plan: AdapterPlan, summary: Summary) -> str:
+    """Return the model card of an adapter of this name."""
+    base, _ = _published_base(plan)
+    head = {
+        "base_model": base,
+        "library_name": "peft",
+        "tags": ["mergekit", "mergekit-ace", "merge", "lora", "peft"],
+    }
+    method = plan.merge.method
+    title, url = title_of(method.spec.name), method.spec.reference_url
+    linked = f"[{title}]({url})" if url else title
+    versions = package_versions(*REPORTED_PACKAGES, "peft")
+    listed = ", ".join(f"{package} {number}" for package, number in versions.items())
+    parts = [
+        f"---\n{yaml.safe_dump(head, sort_keys=False).strip()}\n---",
+        f"# {markdown_text(name)}",
+        f"A LoRA adapter of {markdown_text(base)}, merged from {len(plan.adapters)} adapters by "
+        f"{linked}, within the span of their factors. {_result(summary)}",
+        _table(plan, summary.tau),
+        f"Made by `mergekit-ace adapter` ({markdown_text(listed)}) from this configuration:",
+        f"```yaml\n{plan.merge.source.strip()}\n```",
+    ]
+    if isinstance(method, TaskVectorMethod):
+        parts += [f"```bibtex\n{citation.bibtex}\n```" for citation in method.citations]
+    return "\n\n".join(parts) + "\n"
+
+
+def _result(summary: Summary) -> str:
+    if not summary.ranks:
+        return ""
+    low, high = min(summary.ranks), max(summary.ranks)
+    span = f"{low} to {high}" if high > low else str(low)
+    text = f"Its {len(summary.ranks)} modules have rank {span}."
+    if summary.lost_share > 1e-9:
+        share = f"{summary.lost_share:.2%}"
+        text += f" That cuts off {share} of the merged change (of its squared norm)."
+    return text
+
+
+def _table(plan: AdapterPlan, tau: Sequence[float]) -> str:
+    total = sum(tau) or 1.0
+    rows = ["| adapter | rank | share of all change |", "|---|---|---|"]
+    for t, adapter in enumerate(plan.adapters_of.values()):
+        if adapter is None:
+            continue
+        ranks = {change.rank for change in adapter.changes.values() if change.rank}
+        span = f"{min(ranks)} to {max(ranks)}" if len(ranks) > 1 else str(*ranks)
+        share = f"{tau[t] / total:.0%}" if tau else ""
+        rows.append(f"| {markdown_text(adapter.name)} | {span} | {share} |")
+    return "\n".join(rows)

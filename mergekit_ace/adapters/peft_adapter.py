@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +13,21 @@ from mergekit.common import ModelPath
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from mergekit_ace.adapters.lora_config import MERGE_MODELS, is_targeted, read_lora_config, scale_at
-from mergekit_ace.adapters.orientation import Kind, from_peft
-from mergekit_ace.adapters.tensor_file import Content, Factors, TensorFile
+from mergekit_ace.adapters.lora_config import (
+    MERGE_MODELS,
+    OtherAdapterError,
+    is_targeted,
+    read_lora_config,
+    scale_at,
+)
+from mergekit_ace.adapters.tensor_file import Content, Factors, Kind, TensorFile, from_peft
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.checkpoint_files import adapter_files, check_adapter_folder, existing_folder
+from mergekit_ace.checkpoint_files import (
+    adapter_files,
+    check_adapter_folder,
+    existing_folder,
+    hub_file,
+)
 from mergekit_ace.headers import DamagedFileError
 
 _WRAPPER = ".base_layer"
@@ -121,11 +132,18 @@ def read_adapter(reference: ModelPath | str, network: nn.Module | None = None) -
     folder = adapter_folder(reference)
     check_adapter_folder(folder)
     config = read_lora_config(folder)
-    file = TensorFile(adapter_files(folder)[0])
+    file = TensorFile(*adapter_files(folder))
     if network is not None:
         _follow_transformers(config, file, network)
+    try:
+        changes = list(_Reading(folder, config, file, network).changes())
+    except (re.error, TypeError, ValueError) as error:  # of PEFT's comparisons
+        raise DamagedFileError(
+            f"{folder / 'adapter_config.json'} holds what PEFT cannot compare with the names of "
+            f"modules ({error}); correct it, or save the adapter again"
+        ) from error
     found = {}
-    for change, source in _Reading(folder, config, file, network).changes():
+    for change, source in changes:
         if change.name in found:
             raise DamagedFileError(
                 f"{file.path} changes {change.name} twice, by {', '.join(source.tensors)} and by "
@@ -157,23 +175,11 @@ def adapter_folder(reference: ModelPath) -> Path:
 
 
 def _download(reference: ModelPath) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    def get(name: str) -> str:
-        return hf_hub_download(reference.path, name, revision=reference.revision)
-
+    config = hub_file(reference, "adapter_config.json")
     try:
-        config = get("adapter_config.json")
-        try:
-            get("adapter_model.safetensors")
-        except (EntryNotFoundError, LocalEntryNotFoundError):
-            get("adapter_model.bin")
-    except Exception as error:  # of many kinds: no such adapter, no access, no network
-        raise DamagedFileError(
-            f"{reference} is no folder in {Path.cwd()}, and no adapter of the Hub that can be read "
-            f"({type(error).__name__}); correct the name, or download the adapter first"
-        ) from error
+        hub_file(reference, "adapter_model.safetensors")
+    except DamagedFileError:
+        hub_file(reference, "adapter_model.bin")
     return Path(config).parent
 
 
@@ -182,10 +188,8 @@ def _follow_transformers(config: LoraConfig, file: TensorFile, network: nn.Modul
 
     Above all these are mixtures of experts, whose matrices are packed since.
     """
-    try:
-        from peft.utils import transformers_weight_conversion as conversion
-    except ImportError:  # an older PEFT, which would not load it
-        return
+    from peft.utils import transformers_weight_conversion as conversion
+
     if not hasattr(getattr(network, "config", None), "model_type"):
         return
     try:
@@ -222,8 +226,7 @@ class _Reading:
     def changes(self) -> Iterator[_Found]:
         """Return what is changed, and by what."""
         content = self.file.content()
-        wanted = getattr(self.config, "target_parameters", None)
-        if wanted and self.network is None:
+        if self.config.target_parameters and self.network is None:
             raise DamagedFileError(
                 f"{self.config_path} has `target_parameters`, whose order only the base tells; "
                 "name the adapter as BASE+ADAPTER"
@@ -238,7 +241,7 @@ class _Reading:
         while module.endswith(_WRAPPER):
             module, depth = module.removesuffix(_WRAPPER), depth + 1
         if _WRAPPER in module:
-            raise DamagedFileError(
+            raise OtherAdapterError(
                 f"{self.file.path} changes {place}, part of torch's MultiheadAttention, which "
                 f"cannot be merged as an adapter; {MERGE_MODELS}"
             )
@@ -367,7 +370,7 @@ class _Reading:
 
     def _check_targeted(self, module: str) -> None:
         """Raise for factors that PEFT would leave aside, as the config does not target them."""
-        if not is_targeted(self.config_path, self.config, module):
+        if not is_targeted(self.config, module):
             raise DamagedFileError(
                 f"{self.file.path} changes {module}, which `target_modules` of {self.config_path} "
                 "does not name, so that PEFT would leave it aside; correct the config"
@@ -424,7 +427,7 @@ def _targeted_parameters(
 
     The innermost wrapper comes first: it is that of the parameter that the module has first.
     """
-    targets = getattr(config, "target_parameters", None) or []
+    targets = config.target_parameters or []
     found: dict[str, list[str]] = {}
     for place, module in modules.items() if targets else ():
         for name, _ in module.named_parameters(recurse=False):

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of an adapter's tensors: what its names mean, and its tensors one at a time."""
+"""The file of an adapter's tensors: what its names mean, and how factors lie in it.
+
+PEFT's linear layers change a weight (o, i) by B · A with B (o, r) and A (r, i). Conv1D and
+embeddings store the transpose, convolutions have their window in A, and the matrices of a packed
+parameter lie side by side: A (E · r, i) by matrix first, B (o, r · E) by rank first.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,17 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.checkpoint_files import PEFT_PREFIX
-from mergekit_ace.headers import DamagedFileError, read_file_header
-from mergekit_ace.pickled import read_pickle
+from mergekit_ace.headers import DTYPES, DamagedFileError, read_file_header, read_pickle
 
-_DTYPES = {"F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
+Kind = Literal["linear", "transposed", "embedding", "convolution", "parameter", "bias", "saved"]
 _FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.(weight|bias))?")
 
 _COPY = re.compile(r"\.(?:original_module|modules_to_save)\.")
@@ -69,18 +75,11 @@ class TensorFile:
         """
         self.path = path
         self._held: Mapping[str, Tensor] = {}
-        self._pickled = path.suffix != ".safetensors"
-        if self._pickled:
-            tensors = read_pickle(path)
-            self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            self.dtypes = {tensor.dtype for tensor in tensors.values()}
-            odd = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
-        else:
-            headers = read_file_header(path)
-            self.shapes = {name: header.shape for name, header in headers.items()}
-            self.dtypes = {_DTYPES.get(h.dtype, torch.float32) for h in headers.values()}
-            odd = [name for name, header in headers.items() if "F" not in header.dtype]
-        self._odd = frozenset(odd)
+        headers = read_file_header(path)
+        self.shapes = {name: header.shape for name, header in headers.items()}
+        dtypes = {name: DTYPES[header.dtype] for name, header in headers.items()}
+        self._odd = {name for name, dtype in dtypes.items() if not dtype.is_floating_point}
+        self.dtypes = {dtypes[name] for name in dtypes.keys() - self._odd}
         if not self.shapes:
             raise DamagedFileError(f"{path} holds no tensors; download or save the adapter again")
 
@@ -90,7 +89,7 @@ class TensorFile:
         Raises:
             DamagedFileError: one holds NaN or infinite numbers.
         """
-        if self._pickled and not self._held:
+        if self.path.suffix != ".safetensors" and not self._held:
             self._held = read_pickle(self.path, "cpu")
         if self._held:
             tensors = [self._held[name] for name in names]
@@ -138,33 +137,21 @@ class TensorFile:
 
     def _add(self, found: Content, name: str, place: str) -> None:
         match = _FACTOR.fullmatch(place)
-        if match is None:
-            if ".lora_" in place or ".token_adapter." in place:
-                raise DamagedFileError(
-                    f"tensor {name} of {self.path} is none of a plain LoRA adapter; save the "
-                    "adapter again by peft's save_pretrained, or merge full models with "
-                    "mergekit-yaml"
-                )
+        if match is None and not (".lora_" in place or ".token_adapter." in place):
             self._add_full(found, name, place)
             return
-        module, table, letter, leaf = match.groups()
-        if (leaf is None) != (table is not None) or (letter == "A" and leaf == "bias"):
-            raise DamagedFileError(
-                f"tensor {name} of {self.path} has a name that PEFT does not load; save the "
-                "adapter again by peft's save_pretrained"
-            )
-        if name in self._odd:
-            raise DamagedFileError(
-                f"tensor {name} of {self.path} holds integers instead of a factor; save the "
-                "adapter again in bfloat16, float16 or float32"
-            )
-        factors = found.factors.setdefault(module, Factors(embedding=table is not None))
+        module, table, letter, leaf = match.groups() if match else ("", None, "", None)
+        factors = found.factors.get(module, Factors(embedding=table is not None))
         part = "bias" if leaf == "bias" else "first" if letter == "A" else "second"
-        if getattr(factors, part) is not None or factors.embedding != (table is not None):
+        misnamed = (leaf is None) != (table is not None) or (letter == "A" and leaf == "bias")
+        twice = getattr(factors, part) is not None or factors.embedding != (table is not None)
+        if match is None or misnamed or twice or name in self._odd:
             raise DamagedFileError(
-                f"{self.path} holds factors of {module} twice, the second time as {name}; save "
-                "the adapter again by peft's save_pretrained"
+                f"tensor {name} of {self.path} is none that PEFT loads as part of a plain LoRA "
+                "adapter; save the adapter again by peft's save_pretrained, or merge full models "
+                "with mergekit-yaml"
             )
+        found.factors[module] = factors
         setattr(factors, part, name)
 
     def _add_full(self, found: Content, name: str, place: str) -> None:
@@ -189,19 +176,65 @@ class TensorFile:
                 "save the adapter again"
             )
         first, second = self.shapes[factors.first], self.shapes[factors.second]
-        if len(first) != len(second) or len(first) < 2 or 0 in first or 0 in second:
+        whole = len(first) == len(second) >= 2 and 0 not in first and 0 not in second
+        if not whole or first[0] != second[1] or set(second[2:]) - {1}:
             raise DamagedFileError(
-                f"{self.path} has A {first} and B {second} of {module}, which are no factors; save "
-                "the adapter again, with all shards of the training gathered"
-            )
-        if first[0] != second[1] or set(second[2:]) - {1}:
-            raise DamagedFileError(
-                f"{self.path} has A {first} and B {second} of {module}, whose ranks "
-                f"{first[0]} and {second[1]} differ; convolutions of several groups cannot be "
-                "merged, everything else needs to be saved again"
+                f"{self.path} has A {first} and B {second} of {module}, which cannot be "
+                "multiplied; save the adapter again, with all shards of the training gathered "
+                "(convolutions of several groups cannot be merged)"
             )
         if factors.bias is not None and self.shapes[factors.bias] != second[:1]:
             raise DamagedFileError(
                 f"tensor {factors.bias} of {self.path} is {self.shapes[factors.bias]} instead of "
                 f"{second[:1]}; save the adapter again"
             )
+
+
+def from_peft(
+    kind: Kind,
+    first: Tensor,
+    second: Tensor,
+    shape: tuple[int, ...],
+    swapped: bool = False,
+) -> LowRank:
+    """Return the change of a stored tensor from PEFT's factors.
+
+    Args:
+        kind: of the change.
+        first: A, as PEFT stores it.
+        second: B, likewise.
+        shape: of the stored tensor.
+        swapped: a packed parameter is stored (E, i, o).
+    """
+    if kind in ("transposed", "embedding"):
+        return LowRank(first.T, second.T, shape)
+    if kind == "convolution":
+        return LowRank(second.flatten(1), first.flatten(1), shape)
+    if kind == "parameter" and len(shape) == 3:
+        count = shape[0]
+        rows = first.reshape(count, -1, first.shape[1])
+        columns = second.reshape(second.shape[0], -1, count).permute(2, 0, 1)
+        if swapped:
+            return LowRank(rows.mT, columns.mT, shape)
+        return LowRank(columns, rows, shape)
+    return LowRank(second, first, shape)
+
+
+def to_peft(kind: Kind, factors: LowRank, swapped: bool = False) -> tuple[Tensor, Tensor]:
+    """Return A and B, as PEFT stores them, of the change of a stored tensor.
+
+    Args:
+        kind: of the change.
+        factors: of it.
+        swapped: a packed parameter is stored (E, i, o).
+    """
+    left, right, shape = factors.left, factors.right, factors.shape
+    if kind in ("transposed", "embedding"):
+        return left.T, right.T
+    if kind == "convolution":
+        window = shape[2:]
+        return right.reshape(-1, shape[1], *window), left.reshape(*left.shape, *(1 for _ in window))
+    if kind == "parameter" and len(shape) == 3:
+        columns, rows = (right.mT, left.mT) if swapped else (left, right)
+        return rows.flatten(0, 1), columns.permute(1, 2, 0).flatten(1)
+    return right, left

@@ -9,19 +9,17 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import click
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
-from mergekit_ace.merging.job import MergeError, MergeJob, MergePlan, read_checkpoints
+from mergekit_ace.merging.job import MergeError, MergeJob, read_checkpoints
 from mergekit_ace.merging.progress import MergeProgress
 from mergekit_ace.merging.trial import check_trial, try_prompt
-from mergekit_ace.merging.verify import verify_model
 from mergekit_ace.model_files import config_donor
-from mergekit_ace.planning import read_merge_config
+from mergekit_ace.planning import PlannedMerge, read_merge_config
 from mergekit_ace.preflight.check import check_merge
-from mergekit_ace.preflight.config_rules import Finding
-from mergekit_ace.preflight.loading import UnknownArchitectureError
+from mergekit_ace.preflight.findings import Finding, shown_errors
+from mergekit_ace.preflight.loading import UnknownArchitectureError, verify_model
 from mergekit_ace.preflight.unplanned_rules import Treatment, find_unplanned, treat_unplanned
 
 
@@ -57,12 +55,10 @@ def check_before(config: Path, options: MergeOptions, checks: MergeChecks) -> No
     if not checks.strict:
         return
     findings = check_merge(config, options, unplanned=checks.unplanned).findings
-    if not options.quiet:
-        _show_warnings(findings)
-    _stop_at_errors(findings, "Nothing was merged; --no-check leaves this check out")
+    _check(findings, "Nothing was merged; --no-check leaves this check out", quiet=options.quiet)
 
 
-def add_unplanned(job: MergeJob, plan: MergePlan, checks: MergeChecks) -> MergeJob:
+def add_unplanned(job: MergeJob, plan: PlannedMerge, checks: MergeChecks) -> MergeJob:
     """Return the merge with the tensors that mergekit leaves out of its plan.
 
     Raises:
@@ -72,9 +68,7 @@ def add_unplanned(job: MergeJob, plan: MergePlan, checks: MergeChecks) -> MergeJ
     checkpoints = read_checkpoints(job)
     left = find_unplanned(config, options, plan.tensors, checkpoints)
     extra, findings = treat_unplanned(left, checks.unplanned, plan.tensors, checkpoints)
-    _stop_at_errors(findings, "Nothing was merged")
-    if not (checks.strict or options.quiet):  # else they are said already
-        _show_warnings(findings)
+    _check(findings, "Nothing was merged", quiet=checks.strict or options.quiet)  # said already
     return replace(job, unplanned=tuple(extra))
 
 
@@ -116,13 +110,7 @@ def check_after(folder: Path, job: MergeJob, checks: MergeChecks, progress: Merg
         progress.event("try", **asdict(trial))
 
 
-def _show_warnings(findings: Iterable[Finding]) -> None:
-    for finding in findings:
-        if finding.level == "warning":
-            click.echo(finding.text, err=True)
-
-
-def _stop_at_errors(findings: Iterable[Finding], end: str) -> None:
-    errors = [one.text.removeprefix("error: ") for one in findings if one.level == "error"]
+def _check(findings: Iterable[Finding], end: str, *, quiet: bool) -> None:
+    errors = shown_errors(findings, quiet=quiet)
     if errors:
-        raise MergeError("\n".join([*errors, end]))
+        raise MergeError(f"{errors}\n{end}")

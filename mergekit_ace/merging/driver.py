@@ -29,9 +29,10 @@ from mergekit_ace.merging.job import (
     MERGE_PACKAGES,
     MergeError,
     MergeJob,
-    MergePlan,
     OutputError,
     Shard,
+    build_in_order,
+    numbering,
     plan_job,
     plan_shards,
 )
@@ -46,9 +47,14 @@ from mergekit_ace.merging.output import (
 from mergekit_ace.merging.pool import WorkerOptions, WorkerPool, make_pool
 from mergekit_ace.merging.preparation import needed_files, prepare_adapters
 from mergekit_ace.merging.progress import MergeProgress
-from mergekit_ace.merging.vocabulary import build_in_order, numbering
 from mergekit_ace.merging.worker import ShardDone, ShardFailed, TensorMerged
-from mergekit_ace.planning import check_inputs, find_models, model_folders, read_merge_config
+from mergekit_ace.planning import (
+    PlannedMerge,
+    check_inputs,
+    find_models,
+    model_folders,
+    read_merge_config,
+)
 from mergekit_ace.preflight.checkpoints import own_loaders
 
 ATTEMPTS = 3  # to compute one shard
@@ -102,7 +108,9 @@ def run_shards(
             folder.remove_scratch()
             progress = MergeProgress([], kept=len(known.shards), quiet=quiet, as_json=as_json)
             check_after(folder.path, job, checks, progress)
-            _say_complete(folder, known, edited, quiet=quiet, as_json=as_json)
+            progress.say(f"{folder.path} is complete: all its shards are as the manifest says")
+            _say_edited(progress, edited)
+            progress.end(str(folder.path))
             return
 
         folder.clean_scratch()
@@ -174,7 +182,7 @@ def _plan(
     options: MergeOptions,
     known: Manifest | None,
     checks: MergeChecks,
-) -> tuple[MergeJob, MergePlan]:
+) -> tuple[MergeJob, PlannedMerge]:
     """Read the config, find and check all models, and plan; writes nothing to the directory."""
     parsed, source = read_merge_config(config)
     adapters = _load_models(parsed, options)
@@ -230,7 +238,7 @@ def _load_models(config: MergeConfiguration, options: MergeOptions) -> tuple[Mod
 def _check_directory(
     folder: OutputFolder,
     job: MergeJob,
-    plan: MergePlan,
+    plan: PlannedMerge,
     known: Manifest | None,
     identity: dict[str, Any],
 ) -> None:
@@ -256,7 +264,7 @@ def _check_directory(
 
 
 def _build_tokenizer(
-    folder: OutputFolder, plan: MergePlan, known: Manifest | None
+    folder: OutputFolder, plan: PlannedMerge, known: Manifest | None
 ) -> TokenizerInfo | None:
     """Build the tokenizer of the result, the same one as in an earlier run.
 
@@ -302,16 +310,6 @@ def _begin(
         drop_lines(path, start, unfinished)
     folder.check_room(sum(shard.bytes for shard in todo))
     return todo
-
-
-def _say_complete(
-    folder: OutputFolder, known: Manifest, edited: Sequence[str], *, quiet: bool, as_json: bool
-) -> None:
-    kept = len(known.shards)
-    progress = MergeProgress([], kept=kept, quiet=quiet, as_json=as_json)
-    progress.say(f"{folder.path} is complete: all {kept} shards are as the manifest says")
-    _say_edited(progress, edited)
-    progress.end(str(folder.path))
 
 
 def _say_edited(progress: MergeProgress, edited: Sequence[str]) -> None:

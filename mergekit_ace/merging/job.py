@@ -1,41 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every process of a merge is told, mergekit's plan made from it, and the files of the result.
+"""What every process of a merge is told, its plan made from it, files and tokenizer of the result.
 
-mergekit's private functions are used as they are: `test_identical.py` compares the results.
+Nothing of the tokenizer is kept for a resumed run, which builds it again from the models and
+compares the numbers: a file in the directory of the result is never taken for a tokenizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 import yaml
-from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import MergeConfiguration
-from mergekit.graph import Executor
-from mergekit.io import ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache, SaveTensor
-from mergekit.merge import _model_out_config
 from mergekit.options import MergeOptions
-from mergekit.plan import MergePlanner
 from mergekit.tokenizer import BuildTokenizer, PermutedVocabulary, TokenizerInfo
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 from pydantic import PrivateAttr
+from transformers import PreTrainedTokenizerFast
 
 from mergekit_ace.adapters.adapter_tasks import read_adapters, show_bases, use_adapters
-from mergekit_ace.adapters.peft_adapter import Adapter
-from mergekit_ace.headers import TensorHeader, read_headers
-from mergekit_ace.pickled import read_pickle
-from mergekit_ace.planning import PlannedMerge, PlannedTensor, find_architecture, layer_lists
-from mergekit_ace.preflight.checkpoints import DTYPE_NAMES, DTYPES, Checkpoint
+from mergekit_ace.headers import DTYPES
+from mergekit_ace.planning import PlannedMerge, PlannedTensor, UnplannedTensor, plan_tensors
+from mergekit_ace.preflight.checkpoints import Checkpoint, checkpoint_of
 from mergekit_ace.preflight.estimate import NOMINAL, Estimate, estimate_merge
-from mergekit_ace.unplanned import UnplannedTensor, plan_unplanned
 
 # On whose versions a result depends.
 MERGE_PACKAGES = ("mergekit", "mergekit-ace", "torch", "transformers", "safetensors")
@@ -116,62 +111,23 @@ class MergeJob:
         return settings.pad_to_multiple_of if settings else None
 
 
-@dataclass(frozen=True)
-class MergePlan:
-    """mergekit's plan.
-
-    Attributes:
-        architecture: of the result.
-        out_config: of the result.
-        saves: mergekit's tasks by tensor name, in the order in which it would run them; those of
-            tensors that it does not plan come last.
-        tokenizer_task: builds the tokenizer of the result; None where it is only copied.
-    """
-
-    architecture: ModelArchitecture
-    out_config: transformers.PretrainedConfig
-    saves: Mapping[str, SaveTensor]
-    tokenizer_task: BuildTokenizer | None
-
-    @property
-    def tensors(self) -> tuple[PlannedTensor, ...]:
-        """All tensors of the result."""
-        return tuple(PlannedTensor(save.tensor_task) for save in self.saves.values())
-
-
-def plan_job(job: MergeJob) -> MergePlan:
+def plan_job(job: MergeJob) -> PlannedMerge:
     """Plan as `mergekit-yaml` does; reads configs, indices and headers.
 
     Raises:
         DamagedFileError: an adapter is damaged.
         RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says to the plan.
     """
-    options, config = job.merge_options, job.config()
+    options = job.merge_options
     LoaderCache().setup(options)
     show_bases(job.adapters)
     adapters = read_adapters(job.adapters)
-    architecture = find_architecture(config, options)
-    out_config = _model_out_config(config, architecture, options.trust_remote_code)
-    for name, entries in layer_lists(config, options.trust_remote_code).items():
-        setattr(out_config.get_text_config(), name, entries)
-    planner = MergePlanner(config, architecture, options=options, out_model_config=out_config)
-    targets = planner.plan_to_disk("")  # only a plan: nothing is written
-    order = (handle.task() for handle in Executor(targets).schedule.tasks)
-    builders = [target for target in targets if isinstance(target, BuildTokenizer)]
-    saves = [task for task in order if isinstance(task, SaveTensor)]
-    saves += plan_unplanned(planner, job.unplanned, saves[0].writer_task)
-    if adapters:
-        saves = [_with_adapters(save, adapters) for save in saves]
-    return MergePlan(
-        architecture,
-        out_config,
-        {save.tensor_name: save for save in saves},
-        builders[0] if builders else None,
-    )
-
-
-def _with_adapters(save: SaveTensor, adapters: Mapping[ModelReference, Adapter]) -> SaveTensor:
-    return save.model_copy(update={"tensor_task": use_adapters(save.tensor_task, adapters)})
+    plan = plan_tensors(job.config(), job.source, options, job.unplanned, as_run=True)
+    saves = {
+        name: save.model_copy(update={"tensor_task": use_adapters(save.tensor_task, adapters)})
+        for name, save in plan.saves.items()
+    }
+    return replace(plan, saves=saves) if adapters else plan
 
 
 @dataclass(frozen=True)
@@ -202,7 +158,7 @@ class Shard:
 
 
 def plan_shards(
-    job: MergeJob, plan: MergePlan, groups: Sequence[Sequence[str]] = ()
+    job: MergeJob, plan: PlannedMerge, groups: Sequence[Sequence[str]] = ()
 ) -> tuple[list[Shard], int]:
     """Divide a merge into files; reads the headers of all models.
 
@@ -220,8 +176,7 @@ def plan_shards(
     options = job.merge_options
     checkpoints = read_checkpoints(job)
     sizes = _output_sizes(job, plan, checkpoints)
-    merge = PlannedMerge(job.config(), job.source, options, plan.tensors)
-    estimate = estimate_merge(merge, checkpoints, NOMINAL)
+    estimate = estimate_merge(plan, checkpoints, NOMINAL)
     work = _work_by_tensor(sizes, estimate)
     groups = groups or group_tensors(sizes, options.out_shard_size)
     shards = [
@@ -271,38 +226,12 @@ def read_checkpoints(job: MergeJob) -> dict[ModelReference, Checkpoint]:
     Raises:
         DamagedFileError: a file of a model is missing or damaged.
     """
-    return {model: _checkpoint(model) for model in job.config().referenced_models()}
-
-
-def _checkpoint(model: ModelReference) -> Checkpoint:
-    index = LoaderCache().get(model).index
-    return Checkpoint(model, Path(index.base_path), index, stored_headers(index))
-
-
-def stored_headers(index: ShardedTensorIndex) -> dict[str, TensorHeader]:
-    """Return the headers of all tensors of an index, by name.
-
-    Raises:
-        DamagedFileError: a file is missing or damaged.
-        MergeError: a pickle is damaged.
-    """
-    headers = read_headers(index.tensor_paths, index.base_path)
-    for name in sorted(set(index.tensor_paths.values())):
-        if not name.endswith(".safetensors"):
-            stored = _pickled_headers(Path(index.base_path, name))
-            headers |= {t: h for t, h in stored.items() if index.tensor_paths.get(t) == name}
-    return headers
-
-
-def _pickled_headers(path: Path) -> dict[str, TensorHeader]:
-    return {
-        name: TensorHeader(DTYPE_NAMES.get(tensor.dtype, "F32"), tuple(tensor.shape), str(path))
-        for name, tensor in read_pickle(path).items()
-    }
+    models = job.config().referenced_models()
+    return {model: checkpoint_of(model, LoaderCache().get(model).index) for model in models}
 
 
 def _output_sizes(
-    job: MergeJob, plan: MergePlan, checkpoints: Mapping[ModelReference, Checkpoint]
+    job: MergeJob, plan: PlannedMerge, checkpoints: Mapping[ModelReference, Checkpoint]
 ) -> dict[str, int]:
     """Return the bytes of every tensor of the result; 0 where no header tells."""
     vocabulary = None
@@ -341,3 +270,33 @@ def _work_by_tensor(sizes: Mapping[str, int], estimate: Estimate) -> dict[str, f
             + (part.read + part.written) / NOMINAL.read
         )
     return work
+
+
+def build_in_order(task: BuildTokenizer) -> TokenizerInfo:
+    """Build the tokenizer that mergekit has planned.
+
+    mergekit numbers the new tokens of a union in the order in which the models' vocabularies list
+    them, and those of Rust list them in another order each time. Here they are listed by number.
+    """
+    with _listed_by_number():
+        return task.execute()
+
+
+def numbering(info: TokenizerInfo) -> str:
+    """Return a hash of which token has which number in the result."""
+    tokens = sorted(info.tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(tokens).encode("utf-8")).hexdigest()
+
+
+@contextmanager
+def _listed_by_number() -> Iterator[None]:
+    original = PreTrainedTokenizerFast.get_vocab
+
+    def get_vocab(self: PreTrainedTokenizerFast) -> dict[str, int]:
+        return dict(sorted(original(self).items(), key=lambda item: item[1]))
+
+    PreTrainedTokenizerFast.get_vocab = get_vocab
+    try:
+        yield
+    finally:
+        PreTrainedTokenizerFast.get_vocab = original

@@ -24,9 +24,9 @@ from pydantic import AfterValidator, Field, TypeAdapter
 from mergekit_ace.adapters.peft_adapter import adapter_folder
 from mergekit_ace.files import file_states, sha256, write_text
 from mergekit_ace.headers import DamagedFileError, read_file_header
-from mergekit_ace.merging.job import MergeError, MergeJob, MergePlan, Shard, index_file, shard_file
+from mergekit_ace.merging.job import MergeError, MergeJob, Shard, index_file, shard_file
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
-from mergekit_ace.planning import config_content
+from mergekit_ace.planning import PlannedMerge, config_content
 
 MANIFEST_FILE = "merge_manifest.json"
 _FORMAT = 2
@@ -145,7 +145,7 @@ class Manifest:
         """Names of the tensors of every file."""
         return [shard.tensors for shard in self.shards]
 
-    def check_plan(self, folder: Path, plan: MergePlan, *, safetensors: bool) -> None:
+    def check_plan(self, folder: Path, plan: PlannedMerge, *, safetensors: bool) -> None:
         """Raise a `MergeError` if these are not the shards of a plan, under their names."""
         count = len(self.shards)
         names = [shard_file(n, count, safetensors=safetensors) for n in range(count)]
@@ -191,7 +191,7 @@ def _damaged(folder: Path) -> MergeError:
     return MergeError(f"{folder / MANIFEST_FILE} is damaged; --overwrite starts anew")
 
 
-def fingerprint(job: MergeJob, plan: MergePlan) -> dict[str, Any]:
+def fingerprint(job: MergeJob, plan: PlannedMerge) -> dict[str, Any]:
     """Fingerprint of a merge, as JSON; where it has changed, the merge is not resumed.
 
     Files are named by their model, so that a family may be moved as a whole. The number of threads
@@ -209,7 +209,7 @@ def fingerprint(job: MergeJob, plan: MergePlan) -> dict[str, Any]:
     }
 
 
-def named_paths(plan: MergePlan, *parameters: str) -> list[str]:
+def named_paths(plan: PlannedMerge, *parameters: str) -> list[str]:
     """Return the paths that parameters of tensors name, each once."""
     settings = [dict(save.tensor_task.parameters.items()) for save in plan.saves.values()]
     values = (setting.get(name) for setting in settings for name in parameters)

@@ -31,9 +31,10 @@ from mergekit.merge import (
 
 from mergekit_ace.adapters.adapter_plan import base_of
 from mergekit_ace.files import flush_to_disk, sha256, write_text
-from mergekit_ace.merging.job import MergeError, MergeJob, MergePlan, OutputError, index_file
+from mergekit_ace.merging.job import MergeError, MergeJob, OutputError, index_file
 from mergekit_ace.merging.manifest import MANIFEST_FILE, Manifest
-from mergekit_ace.model_files import add_model_files, config_donor
+from mergekit_ace.model_files import READ_BESIDE, add_model_files, config_donor
+from mergekit_ace.planning import PlannedMerge
 
 _LOG = logging.getLogger(__name__)
 SCRATCH_FOLDER = ".merging"
@@ -41,7 +42,7 @@ LOCK_FILE = ".merging.lock"
 # What makes a directory a model: these go first when it is begun anew, and come last at the end.
 _MARKS = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_DROPPED = (*_MARKS, *_WEIGHTS, MANIFEST_FILE, LOCK_FILE)
+_DROPPED = (*_MARKS, *_WEIGHTS, *READ_BESIDE, MANIFEST_FILE, LOCK_FILE)
 _CARD_FILES = ("README.md", "mergekit_config.yml")
 
 
@@ -154,7 +155,7 @@ class OutputFolder:
         """Remove the model, or the unfinished merge, that is here: what marks it as one first."""
         self.unmark()
         (self.path / MANIFEST_FILE).unlink(missing_ok=True)
-        for pattern in _WEIGHTS:
+        for pattern in (*_WEIGHTS, *READ_BESIDE):
             for path in self.path.glob(pattern):
                 path.unlink()
         self.remove_scratch()
@@ -193,7 +194,7 @@ class OutputFolder:
 def complete_model(
     folder: OutputFolder,
     job: MergeJob,
-    plan: MergePlan,
+    plan: PlannedMerge,
     manifest: Manifest,
     *,
     kept: Sequence[str] = (),
@@ -286,7 +287,7 @@ def _write_index(staging: Path, manifest: Manifest, *, safetensors: bool) -> Non
     (staging / index_file(safetensors=safetensors)).write_text(text, encoding="utf-8")
 
 
-def _write_config(staging: Path, job: MergeJob, plan: MergePlan) -> None:
+def _write_config(staging: Path, job: MergeJob, plan: PlannedMerge) -> None:
     config = plan.out_config
     if job.tokenizer is not None:
         tokenizer = job.tokenizer.tokenizer

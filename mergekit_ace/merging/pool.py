@@ -18,8 +18,9 @@ import torch
 from mergekit.io.tasks import LoaderCache
 from tqdm import tqdm
 
-from mergekit_ace.merging.job import MergeError, MergeJob, MergePlan, Shard
+from mergekit_ace.merging.job import MergeError, MergeJob, Shard
 from mergekit_ace.merging.worker import Event, ShardFailed, ShardWorker, TensorMerged
+from mergekit_ace.planning import PlannedMerge
 
 # Imported once, by the process that all workers are forked from.
 PRELOADED = ["mergekit_ace.merging.pool", "mergekit.merge_methods"]
@@ -60,7 +61,7 @@ class WorkerPool(Protocol):
 
 
 def make_pool(
-    workers: WorkerOptions, job: MergeJob, plan: MergePlan, memory: int, *, logs: bool
+    workers: WorkerOptions, job: MergeJob, plan: PlannedMerge, memory: int, *, logs: bool
 ) -> WorkerPool:
     """Make the pool that the command line asks for.
 
@@ -89,7 +90,7 @@ class SerialPool:
         job, plan: the merge.
     """
 
-    def __init__(self, job: MergeJob, plan: MergePlan):
+    def __init__(self, job: MergeJob, plan: PlannedMerge):
         self._worker = ShardWorker(job)
         self._worker.plan = plan  # it need not plan again
         self._shard: Shard | None = None

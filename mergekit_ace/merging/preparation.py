@@ -20,11 +20,11 @@ from mergekit_ace.adapters.adapter_plan import base_of
 from mergekit_ace.adapters.adapter_tasks import find_stored_change, read_adapters
 from mergekit_ace.adapters.peft_adapter import Adapter
 from mergekit_ace.headers import DamagedFileError, read_headers
-from mergekit_ace.merging.job import MergeError, MergeJob, MergePlan
+from mergekit_ace.merging.job import MergeError, MergeJob
 from mergekit_ace.merging.manifest import named_paths
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
-from mergekit_ace.planning import ConfigError, model_folders
-from mergekit_ace.preflight.config_rules import listed
+from mergekit_ace.planning import ConfigError, PlannedMerge, model_folders
+from mergekit_ace.preflight.findings import listed
 
 
 def prepare_adapters(
@@ -135,7 +135,7 @@ def _is_whole(folder: Path, newest: int) -> bool:
         return False
 
 
-def needed_files(config: Path, job: MergeJob, plan: MergePlan) -> dict[Path, str]:
+def needed_files(config: Path, job: MergeJob, plan: PlannedMerge) -> dict[Path, str]:
     """Return the files and caches that a merge reads, with what they are to it."""
     options = job.merge_options
     needed = {config: "the config"}

@@ -14,8 +14,7 @@ from mergekit.options import MergeOptions
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from mergekit_ace.merging.job import MergeError
-from mergekit_ace.merging.verify import merged_model
-from mergekit_ace.preflight.loading import model_class, quiet_transformers
+from mergekit_ace.preflight.loading import merged_model, model_class, quiet_transformers
 
 _TOKENS = 20  # that are generated
 

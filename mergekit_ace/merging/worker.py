@@ -25,13 +25,13 @@ from mergekit_ace.merging.job import (
     MERGE_PACKAGES,
     MergeError,
     MergeJob,
-    MergePlan,
     OutputError,
     plan_job,
 )
 from mergekit_ace.merging.manifest import FinishedShard
 from mergekit_ace.methods.inputs import is_finite
 from mergekit_ace.methods.notices import flush_notices
+from mergekit_ace.planning import PlannedMerge
 
 _LARGEST_SEED = 2**32  # that of numpy
 
@@ -98,7 +98,7 @@ class ShardWorker:
         self.job = job
 
     @cached_property
-    def plan(self) -> MergePlan:
+    def plan(self) -> PlannedMerge:
         """mergekit's plan, the same in all processes.
 
         Raises:

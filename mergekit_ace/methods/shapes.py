@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from mergekit_ace.headers import DamagedFileError, read_file_header
 from mergekit_ace.naming import without_numbers
-from mergekit_ace.pickled import read_pickle
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
@@ -143,9 +142,9 @@ def _shape(model: Hashable, tensor_name: str) -> Shape | None:
 @lru_cache(maxsize=256)
 def _header(path: str, changed: int) -> dict[str, Shape]:
     """Return the shapes in one file. Cached until it changes: all tensors of a shard ask."""
-    if path.endswith(".safetensors"):
-        return {name: header.shape for name, header in read_file_header(Path(path)).items()}
     try:
-        return {name: tuple(tensor.shape) for name, tensor in read_pickle(path).items()}
-    except DamagedFileError:  # mergekit says it when it reads the file
-        return {}
+        return {name: header.shape for name, header in read_file_header(Path(path)).items()}
+    except DamagedFileError:
+        if path.endswith(".safetensors"):
+            raise
+        return {}  # mergekit says it when it reads the file

@@ -1,81 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether adapters fit the model that they are put onto, by the headers of both."""
+"""Whether adapters can be merged, and fit the models that they are put onto."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from mergekit.architecture import WeightInfo
+from mergekit.architecture import arch_info_for_config
 from mergekit.common import ModelReference
+from mergekit.options import MergeOptions
 
 from mergekit_ace.adapters.adapter_tasks import read_adapters
-from mergekit_ace.checkpoint_files import PEFT_PREFIX
-from mergekit_ace.headers import DamagedFileError, TensorHeader, read_file_header
+from mergekit_ace.adapters.lora_config import OtherAdapterError
+from mergekit_ace.headers import DamagedFileError, json_or_empty
 from mergekit_ace.planning import ConfigError
+from mergekit_ace.preflight.checkpoint_rules import same_name
 from mergekit_ace.preflight.checkpoints import Checkpoint
-from mergekit_ace.preflight.config_rules import Finding, listed
+from mergekit_ace.preflight.findings import Finding, listed
 
 
-def check_adapter_shapes(checkpoints: Mapping[ModelReference, Checkpoint]) -> Iterator[Finding]:
-    """Find adapters of a model of other width or depth.
+def check_adapters(
+    checkpoints: Mapping[ModelReference, Checkpoint],
+    options: MergeOptions,
+    *,
+    merged_first: bool,
+) -> Iterator[Finding]:
+    """Find what hinders adapters, or does not fit the models that they are put onto.
 
-    mergekit would stop at the former while it merges the adapter, and drop what has no place.
+    Args:
+        checkpoints: of the models.
+        options: mergekit's flags.
+        merged_first: whether each is merged into its base first, as `mergekit-yaml` does.
     """
-    for model, checkpoint in checkpoints.items():
+    uncached: list[str] = []
+    for model in checkpoints:
         if model.lora is None:
             continue
-        path = Path(model.lora.path, "adapter_model.safetensors")
-        if not path.is_file() or _is_read(model):  # else on the Hub, or a pickle
-            continue
-        try:
-            stored = read_file_header(path)
-        except DamagedFileError as error:
-            yield Finding("error", "adapters", str(error))
-            continue
-        odd, homeless, fitting = _compare(stored, checkpoint)
-        if odd:
-            yield Finding(
-                "error",
+        if merged_first and not options.lora_merge_cache:
+            uncached.append(str(model.lora))
+        elif merged_first and _is_inferred(model, options):
+            yield Finding.error(
                 "adapters",
-                f"the adapter {model.lora} does not fit {model.model}: {listed(odd, 3)}",
+                f"mergekit has to infer the architecture of {model.model}, and infers none of "
+                "adapters",
+                "merge by mergekit-ace merge",
+            )
+        wanted = options.lora_merge_dtype
+        if wanted and (wanted.removeprefix("torch.") not in ("bfloat16", "float16", "float32")):
+            yield Finding.error(
+                "adapters",
+                f"--lora-merge-dtype {wanted} is no dtype in which adapters can be merged",
+                "write float32",
+            )
+        yield from _check_fit(model)
+        made_for = json_or_empty(Path(model.lora.path, "adapter_config.json")).get(
+            "base_model_name_or_path"
+        )
+        if made_for and not same_name(made_for, model.model.path):
+            yield Finding.warning(
+                "adapters",
+                f"the adapter {model.lora} was trained on {made_for}, not on {model.model}",
                 "put it onto the model that it was trained on",
             )
-        elif homeless:
-            yield Finding(
-                "error" if fitting else "warning",
-                "adapters",
-                f"the adapter {model.lora} changes {len(homeless)} modules that {model.model} does "
-                f"not have: {listed(homeless, 3)}",
-                "put it onto the model that it was trained on",
-            )
+    if uncached:
+        yield Finding.warning(
+            "adapters",
+            f"mergekit-yaml merges adapters into their base first: {listed(uncached)}",
+            "merge by mergekit-ace merge, which need not; or give --lora-merge-cache DIR and "
+            "--lora-merge-dtype float32 to mergekit-yaml and to this check",
+        )
 
 
-def _is_read(model: ModelReference) -> bool:
-    """Tell whether an adapter is one that this package merges by itself, which fits its base."""
+def _is_inferred(model: ModelReference, options: MergeOptions) -> bool:
+    """Tell whether mergekit has no description of a model's architecture."""
+    try:
+        return arch_info_for_config(model.config(options.trust_remote_code)) is None
+    except Exception:  # of transformers and the Hub; told elsewhere
+        return False
+
+
+def _check_fit(model: ModelReference) -> Iterator[Finding]:
+    """Find an adapter of a model of other width or depth, by the headers of both."""
     try:
         read_adapters([model])
-    except (DamagedFileError, ConfigError):
-        return False
-    return True
-
-
-def _compare(
-    adapter: Mapping[str, TensorHeader], checkpoint: Checkpoint
-) -> tuple[list[str], list[str], int]:
-    """Return tensors of other shapes, modules that are not there, and how many modules fit."""
-    odd, homeless, fitting = [], [], 0
-    for name, first in adapter.items():
-        module = name.removeprefix(PEFT_PREFIX).removesuffix(".lora_A.weight")
-        second = adapter.get(name.replace(".lora_A.", ".lora_B."))
-        if not name.endswith(".lora_A.weight") or second is None:
-            continue
-        weight = checkpoint.source(WeightInfo(name=f"{module}.weight"))
-        if weight is None:
-            homeless.append(module)
-        elif len(weight.shape) == 2 and len(first.shape) == 2:
-            made_for = (second.shape[0], first.shape[1])
-            if made_for not in (weight.shape, weight.shape[::-1]):  # some store (in, out)
-                odd.append(f"{module} is {weight.shape} instead of {made_for}")
-            fitting += 1
-    return odd, homeless, fitting
+    except (OtherAdapterError, ConfigError):  # only PEFT can tell
+        return
+    except DamagedFileError as error:
+        yield Finding.error("adapters", str(error))

@@ -22,23 +22,24 @@ from mergekit_ace.algebra.ridge_floor import is_near_threshold
 from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.naming import module_of
-from mergekit_ace.planning import ConfigError, PlannedMerge, plan_merge, read_merge_config
-from mergekit_ace.preflight.adapter_rules import check_adapter_shapes
+from mergekit_ace.planning import (
+    ConfigError,
+    PlannedMerge,
+    UnplannedTensor,
+    plan_merge,
+    read_merge_config,
+)
+from mergekit_ace.preflight.adapter_rules import check_adapters
 from mergekit_ace.preflight.checkpoint_rules import (
-    check_adapters,
     check_class_names,
     check_configs,
+    check_heads,
+    check_optional,
     check_tensors,
     compare_shapes,
 )
 from mergekit_ace.preflight.checkpoints import Checkpoint, headers_only, read_checkpoint
 from mergekit_ace.preflight.config_keys import check_keys, nearest_method
-from mergekit_ace.preflight.config_rules import (
-    MOST_LISTED,
-    Finding,
-    check_coefficients,
-    check_doubts,
-)
 from mergekit_ace.preflight.dtype_rules import check_dtypes, check_tensor_dtypes
 from mergekit_ace.preflight.estimate import (
     NOMINAL,
@@ -48,8 +49,8 @@ from mergekit_ace.preflight.estimate import (
     in_bytes,
     in_time,
 )
-from mergekit_ace.preflight.head_rules import check_heads, check_optional
-from mergekit_ace.preflight.reach_rules import check_reach
+from mergekit_ace.preflight.findings import MOST_LISTED, Finding
+from mergekit_ace.preflight.reach_rules import check_method_settings, check_reach
 from mergekit_ace.preflight.tokenizer_rules import check_tokenizers
 from mergekit_ace.preflight.unplanned_rules import (
     Treatment,
@@ -58,7 +59,6 @@ from mergekit_ace.preflight.unplanned_rules import (
     treat_unplanned,
 )
 from mergekit_ace.preflight.value_rules import check_values
-from mergekit_ace.unplanned import UnplannedTensor
 
 MARGIN = 1.02  # of the result's size, for indices, tokenizers and the rest
 
@@ -110,7 +110,7 @@ def check_merge(
     try:
         config, source = read_merge_config(path)
     except ConfigError as error:
-        return Preflight((Finding("error", "config", str(error)), *_check_unread(path)))
+        return Preflight((Finding.error("config", str(error)), *_check_unread(path)))
     method, findings = check_method(config, source)
     findings += check_values(config)
     checkpoints, lost = _read_all(config)
@@ -120,7 +120,6 @@ def check_merge(
     if lost:  # nothing can be planned without them
         return Preflight(_sorted(findings), **known)
     findings += check_adapters(checkpoints, options, merged_first=unplanned is None)
-    findings += check_adapter_shapes(checkpoints)
     findings += check_dtypes(checkpoints, config)
     findings += check_heads(checkpoints, config.base_model)
     findings += check_configs(checkpoints, config.base_model)
@@ -142,14 +141,15 @@ def check_merge(
     findings += check_tensor_dtypes(plan.tensors, checkpoints)
     findings += check_optional(plan.tensors, checkpoints)
     # without copies, which know nothing of the method's parameters
-    merged = replace(plan, tensors=tuple(t for t in plan.tensors if t.method is plan.method))
-    findings += check_coefficients(merged)
+    own = {t.name for t in plan.tensors if t.method is plan.method}
+    merged = replace(plan, saves={name: s for name, s in plan.saves.items() if name in own})
     findings += check_reach(merged)
     shards = [Path(h.file) for c in checkpoints.values() if c.folder for h in c.headers.values()]
     largest = max(set(shards), key=lambda shard: shard.stat().st_size, default=None)
     rates = calibrate(options.device or "cpu", largest) if unplanned is None else NOMINAL
     estimate = estimate_merge(plan, checkpoints, rates)
-    findings += check_doubts(merged, {t.name: t.rows_per_column for t in estimate.tensors})
+    rows = {tensor.name: tensor.rows_per_column for tensor in estimate.tensors}
+    findings += check_method_settings(merged, rows)
     if unplanned is None:
         findings += check_model_files(config, options)
         findings += _check_disk(estimate, out or Path("."))
@@ -162,7 +162,7 @@ def check_method(config: MergeConfiguration, source: str) -> tuple[str, list[Fin
         method = merge_methods.get(config.merge_method)
     except RuntimeError:
         name = config.merge_method
-        finding = Finding("error", "config", f"there is no method {name!r}", nearest_method(name))
+        finding = Finding.error("config", f"there is no method {name!r}", nearest_method(name))
         return name, [finding, *check_keys(source, None)]
     spec = method.spec
     about = method.about if isinstance(method, TaskVectorMethod) else spec.pretty_name or spec.name
@@ -185,7 +185,7 @@ def _read_all(
         try:
             checkpoints[model] = read_checkpoint(model)
         except DamagedFileError as error:
-            lost.append(Finding("error", "models", str(error)))
+            lost.append(Finding.error("models", str(error)))
     return checkpoints, lost
 
 
@@ -194,8 +194,7 @@ def _check_names(config: MergeConfiguration) -> Iterator[Finding]:
     for model in sorted(config.referenced_models(), key=str):
         path = model.model.path
         if path.count("/") < 2 and not path.startswith(("/", ".")) and Path(path).is_dir():
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 "models",
                 f"{path} is a folder here, but might be a model on the Hub: mergekit-yaml asks "
                 "there in the end, and fails without a network",
@@ -220,8 +219,8 @@ def _plan(
                 return None, []  # `check_method` has said so
             if isinstance(error, KeyError):  # mergekit looks a module up
                 text = f"the architecture has no part {text}; most have one, called `default`"
-            return None, [Finding("error", "plan", text)]
-    return plan, [Finding("warning", "plan", message) for message in dict.fromkeys(warnings)]
+            return None, [Finding.error("plan", text)]
+    return plan, [Finding.warning("plan", message) for message in dict.fromkeys(warnings)]
 
 
 @contextmanager
@@ -255,8 +254,7 @@ def _check_disk(estimate: Estimate, out: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(place).free
     wanted = int(MARGIN * estimate.written)
     if free < wanted:
-        yield Finding(
-            "error",
+        yield Finding.error(
             "disk",
             f"the result takes {in_bytes(wanted)}, but {place} has {in_bytes(free)} left",
             "free some space, or write elsewhere",

@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with checkpoints: tensors, shapes, configs, adapters."""
+"""What can be wrong with checkpoints: tensors, shapes, heads, configs."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from mergekit.architecture import arch_info_for_config
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
-from mergekit.options import MergeOptions
 from mergekit.tokenizer.truncate import TruncatedVocabulary
+from transformers import CONFIG_MAPPING
 
 from mergekit_ace.headers import TensorHeader
 from mergekit_ace.planning import PlannedTensor
 from mergekit_ace.preflight.checkpoints import Checkpoint
-from mergekit_ace.preflight.config_rules import Finding, listed
+from mergekit_ace.preflight.findings import Finding, listed
 
+Checkpoints = Mapping[ModelReference, Checkpoint]
+HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 NAMES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -52,8 +53,7 @@ def check_tensors(
             if not any(can_convert_checkpoint_keys(kind, known, name) for name in names):
                 missing.setdefault(model, []).append(weight.name)
     for model, names in missing.items():
-        yield Finding(
-            "error",
+        yield Finding.error(
             "tensors",
             f"{model} lacks {len(names)} of {len(tensors)} tensors: {listed(names)}",
             "replace the model by one of the same architecture, or save it again",
@@ -83,16 +83,14 @@ def compare_shapes(
             else:
                 odd.setdefault(model, []).append(text)
     for model, texts in odd.items():
-        yield Finding(
-            "error",
+        yield Finding.error(
             "shapes",
             f"{model} has {len(texts)} tensors of another shape: {listed(texts, 3)}",
             f"remove {model}, or set base_model to the model that it was fine-tuned from",
         )
     for model, text in vocabularies.items():
         if not aligned:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "vocabularies",
                 f"{model} has another vocabulary: {text}",
                 "align them: add the line `tokenizer: {source: base}` (or union)",
@@ -128,8 +126,7 @@ def check_configs(
             and key in origin
         ]
         if changed:
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 "configs",
                 f"{model} has another config than the base model ({listed(changed)})",
                 "mergekit writes the base's config.json: adjust it in the result if the experts' "
@@ -148,83 +145,13 @@ def check_class_names(checkpoints: Mapping[ModelReference, Checkpoint]) -> Itera
     for model, names in named.items():
         first = next(iter(named))
         if names != named[first]:
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 "classes",
                 f"{model} calls its classes {listed(names, 4)}, and {first} calls them "
                 f"{listed(named[first], 4)}; a merge of their heads means neither",
                 "leave one of them out; `mergekit-ace train` merges classifiers that keep heads of "
                 "their own",
             )
-
-
-def check_adapters(
-    checkpoints: Mapping[ModelReference, Checkpoint],
-    options: MergeOptions,
-    *,
-    merged_first: bool,
-) -> Iterator[Finding]:
-    """Find what hinders adapters.
-
-    Args:
-        checkpoints: of the models.
-        options: mergekit's flags.
-        merged_first: whether each is merged into its base first, as `mergekit-yaml` does.
-    """
-    uncached: list[str] = []
-    for model, checkpoint in checkpoints.items():
-        if model.lora is None:
-            continue
-        if Path(model.lora.path).expanduser().is_dir() and not checkpoint.adapter:
-            yield Finding(
-                "error",
-                "adapters",
-                f"{model.lora} holds no adapter_config.json",
-                "give the folder that peft's save_pretrained wrote",
-            )
-            continue
-        if merged_first and not options.lora_merge_cache:
-            uncached.append(str(model.lora))
-        elif merged_first and _is_inferred(model, options):
-            yield Finding(
-                "error",
-                "adapters",
-                f"mergekit has to infer the architecture of {model.model}, and infers none of "
-                "adapters",
-                "merge by mergekit-ace merge",
-            )
-        wanted = options.lora_merge_dtype
-        if wanted and (wanted.removeprefix("torch.") not in ("bfloat16", "float16", "float32")):
-            yield Finding(
-                "error",
-                "adapters",
-                f"--lora-merge-dtype {wanted} is no dtype in which adapters can be merged",
-                "write float32",
-            )
-        made_for = checkpoint.adapter.get("base_model_name_or_path")
-        if made_for and not same_name(made_for, model.model.path):
-            yield Finding(
-                "warning",
-                "adapters",
-                f"the adapter {model.lora} was trained on {made_for}, not on {model.model}",
-                "put it onto the model that it was trained on",
-            )
-    if uncached:
-        yield Finding(
-            "warning",
-            "adapters",
-            f"mergekit-yaml merges adapters into their base first: {listed(uncached)}",
-            "merge by mergekit-ace merge, which need not; or give --lora-merge-cache DIR and "
-            "--lora-merge-dtype float32 to mergekit-yaml and to this check",
-        )
-
-
-def _is_inferred(model: ModelReference, options: MergeOptions) -> bool:
-    """Tell whether mergekit has no description of a model's architecture."""
-    try:
-        return arch_info_for_config(model.config(options.trust_remote_code)) is None
-    except Exception:  # of transformers and the Hub; told elsewhere
-        return False
 
 
 def same_name(one: str, other: str) -> bool:
@@ -239,3 +166,78 @@ def _name(path: str) -> str:
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 40 else text[:37] + "…"
+
+
+def check_heads(checkpoints: Checkpoints, base: ModelReference | None) -> Iterator[Finding]:
+    """Find heads that the base ties to its embedding and an expert does not, or vice versa.
+
+    mergekit takes the embedding for a head that is not stored.
+    """
+    stored = {model: _stored_head(checkpoint) for model, checkpoint in checkpoints.items()}
+    ties = {model: _ties_head(checkpoint) for model, checkpoint in checkpoints.items()}
+    for model, head in stored.items():
+        others = [other for other in stored.values() if other]
+        if not head and ties[model] is False and others:
+            yield Finding.error(
+                "heads",
+                f"{model} has no {others[0]}, and its config.json does not tie the head to the "
+                "embedding, which mergekit would take for it",
+                "save it again with its head, or set tie_word_embeddings: true in its config.json "
+                "if it has none of its own",
+            )
+        elif base is None or model == base:
+            continue
+        elif ties[base] and head and ties[model] is False:
+            yield Finding.error(
+                "heads",
+                f"the base model ties its head to the embedding, {model} has a head of its own, "
+                "which the result will lose",
+                "save the base untied (tie_word_embeddings: false, with its lm_head), or the "
+                "expert tied",
+            )
+        elif ties[base] is False and stored[base] and ties[model] and not head:
+            yield Finding.error(
+                "heads",
+                f"{model} ties its head to the embedding, the base model has one of its own",
+                "save both in the same way",
+            )
+
+
+def _stored_head(checkpoint: Checkpoint) -> str:
+    return next((name for name in HEADS if name in checkpoint.index.tensor_paths), "")
+
+
+def _ties_head(checkpoint: Checkpoint) -> bool | None:
+    """Return whether transformers ties the head to the embedding; None where that is unknown."""
+    text = checkpoint.config.get("text_config")
+    for config in (checkpoint.config, text if isinstance(text, dict) else {}):
+        if "tie_word_embeddings" in config:
+            return bool(config["tie_word_embeddings"])
+    kind = checkpoint.config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        return None
+    default = getattr(CONFIG_MAPPING[kind](), "tie_word_embeddings", None)
+    return None if default is None else bool(default)
+
+
+def check_optional(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) -> Iterator[Finding]:
+    """Find tensors that mergekit calls optional, and that not all models have."""
+    lacking: dict[ModelReference, list[str]] = defaultdict(list)
+    fatal = set()
+    for tensor in tensors:
+        if not tensor.task.output_weight.optional:
+            continue
+        found = sources(tensor, checkpoints)
+        absent = [model for model in tensor.task.model_order if model not in found]
+        for model in absent if found else ():
+            lacking[model].append(tensor.name)
+            if model == tensor.base:
+                fatal.add(model)
+    for model, names in lacking.items():
+        what = f"{model} lacks {len(names)} tensors that other models have: {listed(names)}"
+        if model in fatal:
+            remedy = "save the base model with them, or the experts without"
+            yield Finding.error("tensors", f"the base model {what}", remedy)
+        else:
+            remedy = "save it with them, or expect what the other models make of these tensors"
+            yield Finding.warning("tensors", f"{what}; they are merged without it", remedy)

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,19 +21,20 @@ from safetensors import safe_open
 
 from mergekit_ace.algebra.rounding_noise import storage_grid
 from mergekit_ace.checkpoint_files import check_reference, existing_folder
-from mergekit_ace.headers import DamagedFileError, TensorHeader, read_headers
+from mergekit_ace.headers import (
+    DTYPE_NAMES,
+    DTYPES,
+    FLOATING,
+    DamagedFileError,
+    TensorHeader,
+    json_or_empty,
+    read_headers,
+)
+from mergekit_ace.model_files import find_model_file
 from mergekit_ace.naming import layer_of
 
 INDEX_FILES = ("model.safetensors.index.json", "model.safetensors")
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-FLOATING = ("F64", "F32", "F16", "BF16")
 SAMPLED_ENTRIES = 2**18  # of a matrix, to tell the precision of a checkpoint
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Checkpoint:
         model: mergekit's reference; the headers of an adapter's are those of its base.
         folder: where its files are; None on the Hub.
         index: which file holds which tensor.
-        headers: by tensor name; without those of old pickles, which have none.
+        headers: by tensor name.
     """
 
     model: ModelReference
@@ -59,30 +58,16 @@ class Checkpoint:
         """`config.json`; empty where there is none."""
         return self.read_json("config.json")
 
-    @cached_property
-    def adapter(self) -> dict[str, Any]:
-        """`adapter_config.json` of a local adapter; empty where there is none."""
-        if self.model.lora is None:
-            return {}
-        return _json(Path(self.model.lora.path).expanduser() / "adapter_config.json")
-
     def read_json(self, name: str) -> dict[str, Any]:
         """Read a small JSON file of the checkpoint; it is fetched if the model is on the Hub."""
-        path = self.file(name)
-        return _json(path) if path else {}
+        return json_or_empty(self.file(name))
 
     def file(self, name: str) -> Path | None:
         """Return where a small file of the checkpoint lies; None where there is none."""
         if self.folder is not None:
             path = self.folder / name
             return path if path.is_file() else None
-        from huggingface_hub import hf_hub_download
-
-        try:
-            reference = self.model.model
-            return Path(hf_hub_download(reference.path, name, revision=reference.revision))
-        except Exception:  # no such file, or no connection: nothing to compare
-            return None
+        return find_model_file(self.model.model, name)
 
     def source(self, weight: WeightInfo) -> TensorHeader | None:
         """Return what mergekit reads for a planned tensor.
@@ -131,7 +116,9 @@ class Checkpoint:
             return ""
         files: dict[str, list[tuple[int, str]]] = {}
         for name, header in self.headers.items():
-            if header.dtype in FLOATING and len(header.shape) > 1 and header.entries:
+            if header.file.endswith(".bin") or header.dtype not in FLOATING:
+                continue
+            if len(header.shape) > 1 and header.entries:
                 files.setdefault(header.file, []).append((header.entries, name))
         grids = set()
         for path, matrices in files.items():
@@ -159,11 +146,17 @@ def read_checkpoint(model: ModelReference) -> Checkpoint:
     folder = existing_folder(model.model.path) or _snapshot(model)
     if folder is None:
         return _from_hub(model)
-    try:
-        index = ShardedTensorIndex.from_disk(str(folder))
-    except Exception as error:
-        raise DamagedFileError(f"{folder} holds no weights: {error}") from error
-    return Checkpoint(model, folder, index, read_headers(index.tensor_paths, index.base_path))
+    return checkpoint_of(model, ShardedTensorIndex.from_disk(str(folder)))
+
+
+def checkpoint_of(model: ModelReference, index: ShardedTensorIndex) -> Checkpoint:
+    """Return the headers of a model that lies in a folder.
+
+    Raises:
+        DamagedFileError: a file is missing or damaged.
+    """
+    headers = read_headers(index.tensor_paths, index.base_path)
+    return Checkpoint(model, Path(index.base_path), index, headers)
 
 
 def _snapshot(model: ModelReference) -> Path | None:
@@ -174,11 +167,8 @@ def _snapshot(model: ModelReference) -> Path | None:
     for name in INDEX_FILES:
         try:
             found = try_to_load_from_cache(model.model.path, name, revision=model.model.revision)
-        except HFValidationError as error:
-            raise DamagedFileError(
-                f"{model.model.path} is no folder in {Path.cwd()}, and no model of the Hub can be "
-                "called so; correct the name"
-            ) from error
+        except HFValidationError:  # told when the Hub is asked
+            return None
         if isinstance(found, str):
             return Path(found).parent
     return None
@@ -223,11 +213,3 @@ def headers_only(checkpoints: Sequence[Checkpoint]) -> Iterator[None]:
         for checkpoint in checkpoints:
             LoaderCache().loaders[checkpoint.model] = LazyTensorLoader(checkpoint.index)
         yield
-
-
-def _json(path: str | os.PathLike) -> dict[str, Any]:
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -15,7 +15,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.merge_methods.base import MergeMethodSpec, ParameterScope
 from pydantic import BaseModel
 
-from mergekit_ace.preflight.config_rules import Finding, listed
+from mergekit_ace.preflight.findings import Finding, listed
 
 SETTINGS = frozenset(MergeConfiguration.model_fields)
 
@@ -53,8 +53,7 @@ def _repeated_keys(node: yaml.Node | None) -> Iterator[Finding]:
     for key, value in node.value:
         name, line = str(key.value), key.start_mark.line + 1
         if name in lines and name != "<<":
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "config",
                 f"the key {name!r} stands in line {lines[name]} and again in line {line}; YAML "
                 "takes the last one without a word",
@@ -111,7 +110,7 @@ def _unknown_setting(
     else:
         remedy = _nearest(name, fields)
     message = f"{where}: there is no setting {name!r}; mergekit would ignore it without a word"
-    return Finding("error", "config", message, remedy)
+    return Finding.error("config", message, remedy)
 
 
 def _parameters(
@@ -137,15 +136,13 @@ def _parameters(
         if name not in scopes:
             yield _unknown_parameter(where, name, spec)
         elif "model" in part and scopes[name] == ParameterScope.SHARED:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "config",
                 f"{where}: {name} is a parameter of whole tensors, and not read under a model",
                 "move it to the parameters: at the top level",
             )
         elif under_base and scopes[name] == ParameterScope.NON_BASE:
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 "config",
                 f"{where}: {name} is a parameter of experts, and not read under the base model",
                 "leave it out there",
@@ -170,7 +167,7 @@ def _unknown_parameter(where: str, name: str, spec: MergeMethodSpec) -> Finding:
         remedy = f"leave it out; {spec.name} has: {', '.join(sorted(known)) or 'none'}"
     else:
         remedy = _nearest(name, known)
-    return Finding("error", "config", message, remedy)
+    return Finding.error("config", message, remedy)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

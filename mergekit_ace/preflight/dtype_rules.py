@@ -10,10 +10,11 @@ import torch
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 
+from mergekit_ace.headers import DTYPES, FLOATING
 from mergekit_ace.planning import PlannedTensor
 from mergekit_ace.preflight.checkpoint_rules import dtype_name, sources
-from mergekit_ace.preflight.checkpoints import DTYPES, FLOATING, Checkpoint
-from mergekit_ace.preflight.config_rules import Finding, listed
+from mergekit_ace.preflight.checkpoints import Checkpoint
+from mergekit_ace.preflight.findings import Finding, listed
 
 # Share of whole numbers in the entries of a model that masks and counters stay below, and a
 # quantised model does not.
@@ -38,8 +39,7 @@ def check_dtypes(
         if dtype not in FLOATING or not wanted:
             continue
         if torch.promote_types(DTYPES[wanted], DTYPES[precision]) != DTYPES[wanted]:
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 "dtypes",
                 f"dtype: {config.dtype} rounds {model}, stored as {precision}, before its task "
                 "vector is formed",
@@ -47,8 +47,7 @@ def check_dtypes(
             )
     if not config.dtype and len(set(main.values())) > 1:
         text = ", ".join(f"{model}: {dtype}" for model, dtype in main.items())
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             "dtypes",
             f"the checkpoints have different dtypes ({text}), and the result has the widest of "
             "each tensor's",
@@ -80,10 +79,9 @@ def _check_quantised(model: ModelReference, checkpoint: Checkpoint) -> Iterator[
         by = f" (quantised: {method})" if method else ""
         stored = max(codes, key=lambda name: codes[name])
         message = f"{model} is stored as {stored}{by}, which cannot be merged"
-        yield Finding("error", "dtypes", message, DEQUANTISE)
+        yield Finding.error("dtypes", message, DEQUANTISE)
     else:
-        yield Finding(
-            "error",
+        yield Finding.error(
             "dtypes",
             f"config.json of {model} says that it is quantised ({method}), but its tensors are "
             f"{dtype or 'of unknown dtype'}",
@@ -122,8 +120,7 @@ def check_tensor_dtypes(
         if any(_check_quantised(model, checkpoints[model])):
             continue  # said of the whole model
         for dtype, names in by_dtype.items():
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "dtypes",
                 f"{model} has {len(names)} tensors in {dtype}, which cannot be merged: "
                 f"{listed(names)}",

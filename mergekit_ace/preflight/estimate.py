@@ -15,7 +15,7 @@ from mergekit.common import ModelReference
 
 from mergekit_ace.adapters.adapter_tasks import MergeProducts
 from mergekit_ace.algebra.linalg import product
-from mergekit_ace.headers import ITEM_SIZES, TensorHeader
+from mergekit_ace.headers import TensorHeader, item_size
 from mergekit_ace.methods.base import TaskVectorMethod, sweep
 from mergekit_ace.planning import PlannedMerge, PlannedTensor
 from mergekit_ace.preflight.checkpoint_rules import dtype_name, sources
@@ -168,7 +168,7 @@ def estimate_tensor(
     written_in = dtype_name(plan.config.out_dtype) or merged_in
     entries, experts = header.entries, max(1, len(found) - 1)
     method = tensor.method
-    rule, work = method.spec.name, sweep(header.shape, experts)
+    rule, work, measured = method.spec.name, sweep(header.shape, experts), 0
     if isinstance(tensor.task, MergeProducts):  # only the base's tensor is read
         found, work = {tensor.base: header}, sweep(header.shape, 1)
     elif isinstance(method, TaskVectorMethod):
@@ -179,6 +179,9 @@ def estimate_tensor(
         weights = zip(settings.experts, settings.weights, strict=True)
         experts = sum(weight != 0 for model, weight in weights if model in found)
         work = method.work(settings, header.shape, experts)
+        if rule == "matrix" and settings.parameters.get("covariances"):
+            columns = header.shape[-1]
+            measured = experts * 4 * columns * (columns + 1) // 2  # triangles in float32
     return TensorEstimate(
         name=tensor.name,
         shape=header.shape,
@@ -186,9 +189,9 @@ def estimate_tensor(
         form=work.form,
         operations=work.operations,
         moved=work.moved,
-        read=sum(h.bytes for h in found.values()),
-        written=entries * ITEM_SIZES.get(written_in, 4),
-        inputs=len(found) * entries * ITEM_SIZES.get(merged_in, 4),
+        read=sum(h.bytes for h in found.values()) + measured,
+        written=entries * item_size(written_in),
+        inputs=len(found) * entries * item_size(merged_in),
         working=work.working + 4 * entries,  # and the result in float32
         rows_per_column=work.rows_per_column,
     )

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What settings of a config come to in the plan: filters that reach no tensor, weights of 0."""
+"""What settings of a config come to in the plan: filters that reach no tensor, what methods say."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.config import ConditionalParameter, MergeConfiguration
 
+from mergekit_ace.coefficients.file import CoefficientFileError
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.naming import without_numbers
 from mergekit_ace.planning import PlannedMerge, PlannedTensor
-from mergekit_ace.preflight.config_rules import Finding, listed
-from mergekit_ace.preflight.head_rules import HEADS
+from mergekit_ace.preflight.checkpoint_rules import HEADS
+from mergekit_ace.preflight.findings import Finding, listed
 
 WILDCARDS = frozenset("*^$[]()|?+\\")
 
@@ -27,8 +28,7 @@ def check_reach(plan: PlannedMerge) -> Iterator[Finding]:
         if name in known:
             yield from _check_filters(f"{where}.{name}", setting, _names(plan.tensors, model))
         if name in of_experts and model is None and _is_gradient(setting, experts):
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 "config",
                 f"{where}.{name}: a list runs through the layers, and is the same for all models; "
                 f"it has as many values as there are experts ({experts})",
@@ -36,7 +36,6 @@ def check_reach(plan: PlannedMerge) -> Iterator[Finding]:
             )
     yield from _check_weights(plan)
     yield from _check_densities(plan)
-    yield from _check_fit(plan)
 
 
 def _settings(
@@ -89,8 +88,7 @@ def _check_filters(where: str, setting: Any, names: Sequence[str]) -> Iterator[F
                 yield _matches_nothing(place, entry.filter, names)
         elif not matches & left and (not default or before == "the entry without filter"):
             what = "this second entry without filter" if default else f"the filter {entry.filter!r}"
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "config",
                 f"{place}: {what} is never reached: {before} stands before it, and the first entry "
                 "that matches decides",
@@ -103,7 +101,7 @@ def _check_filters(where: str, setting: Any, names: Sequence[str]) -> Iterator[F
 
 def _empty(where: str) -> Finding:
     message = f"{where}: the list is empty, and mergekit takes the default without a word"
-    return Finding("error", "config", message, "write a value, or leave the parameter out")
+    return Finding.error("config", message, "write a value, or leave the parameter out")
 
 
 def _matches_nothing(where: str, part: str, names: Sequence[str]) -> Finding:
@@ -117,7 +115,7 @@ def _matches_nothing(where: str, part: str, names: Sequence[str]) -> Finding:
     elif WILDCARDS & set(part):
         remedy = f"a filter is a plain part of tensor names, without wildcards; there are: {kinds}"
     message = f"{where}: the filter {part!r} matches no tensor of the merge"
-    return Finding("error", "config", message, remedy)
+    return Finding.error("config", message, remedy)
 
 
 def _is_gradient(setting: Any, length: int) -> bool:
@@ -142,8 +140,7 @@ def _check_densities(plan: PlannedMerge) -> Iterator[Finding]:
     """Find percentages in the place of shares; mergekit takes them for 1."""
     above = [value for value in _of_experts(plan, "density") if not 0 <= value <= 1]
     if above:
-        yield Finding(
-            "error",
+        yield Finding.error(
             "config",
             f"density: {above[0]:g} is no share of the entries, from 0 to 1",
             f"write {above[0] / 100:g}, if it is a percentage" if above[0] > 1 else "raise it",
@@ -154,20 +151,50 @@ def _check_weights(plan: PlannedMerge) -> Iterator[Finding]:
     """Find a merge in which no expert counts in any tensor."""
     weights = _of_experts(plan, "weight")
     if weights and all(weight == 0 for weight in weights):
-        yield Finding(
-            "error",
+        yield Finding.error(
             "config",
             "the weights of all experts are 0 in every tensor, so that nothing of them is merged",
             "give at least one expert a `weight` above 0, or leave `weight` out",
         )
 
 
-def _check_fit(plan: PlannedMerge) -> Iterator[Finding]:
-    """Say what a merge would when it comes to the first tensor that its parameters do not fit."""
+def check_method_settings(
+    plan: PlannedMerge, rows_per_column: Mapping[str, float | None]
+) -> Iterator[Finding]:
+    """Say what a merge would when it comes to the first tensor that its settings do not fit.
+
+    Where they fit, say what is seldom meant; what a method knows of its own.
+
+    Args:
+        plan: the merge.
+        rows_per_column: T·o/i of tensors, by name, see `TensorEstimate`.
+    """
     method = plan.method
-    for tensor in plan.tensors if isinstance(method, TaskVectorMethod) else ():
+    if not isinstance(method, TaskVectorMethod):
+        return
+    weighted: list[str] = []
+    doubts: dict[tuple[str, str], list[str]] = {}
+    for tensor in plan.tensors:
+        settings = tensor.settings
         try:
-            method.check_settings(tensor.settings)
+            method.check_settings(settings)
+            known = method.learned_coefficients(settings)
         except ValueError as error:
-            yield Finding("error", "config", str(error))
+            learned = isinstance(error, CoefficientFileError)
+            yield Finding.error("coefficients" if learned else "config", str(error))
             return
+        if known is not None and len(set(settings.weights)) > 1:
+            weighted.append(tensor.name)
+        for doubt in method.doubts(settings, rows_per_column.get(tensor.name)):
+            doubts.setdefault(doubt, []).append(tensor.name)
+    if weighted:
+        yield Finding.warning(
+            "coefficients",
+            f"experts have different weights in {listed(weighted)}; the coefficients were learned "
+            "for equal ones",
+            "leave `weight` out, or expect another merge than the one that was trained",
+        )
+    for (message, remedy), names in doubts.items():
+        kinds = list(dict.fromkeys(without_numbers(name) for name in names))
+        where = "" if len(names) == len(plan.tensors) else f": {listed(kinds)}"
+        yield Finding.warning("config", message + where, remedy)

@@ -11,18 +11,13 @@ from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
-from mergekit.tokenizer.config import ModelTokenEmbedding
 
 from mergekit_ace.headers import DamagedFileError
+from mergekit_ace.model_files import VOCABULARY_FILES
 from mergekit_ace.preflight.checkpoints import Checkpoint
-from mergekit_ace.preflight.config_rules import Finding, listed
+from mergekit_ace.preflight.findings import Finding, listed
 
 Checkpoints = Mapping[ModelReference, Checkpoint]
-# One of them is there wherever transformers can load a tokenizer.
-TOKENIZER_FILES = """
-    tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt spiece.model
-    sentencepiece.bpe.model tekken.json
-""".split()
 ALIGN = "add the line `tokenizer: {source: base}` (or union), which aligns the embeddings"
 
 
@@ -31,7 +26,7 @@ def check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> It
     try:
         yield from _check_tokenizers(checkpoints, config)
     except DamagedFileError as error:
-        yield Finding("error", "tokenizers", str(error))
+        yield Finding.error("tokenizers", str(error))
 
 
 def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
@@ -39,13 +34,12 @@ def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> I
     if source:
         yield from _check_source(source, checkpoints)
         yield from _check_built(checkpoints, config)
-        yield from _check_beyond(source, checkpoints, config)
-        yield from _check_token_sources(checkpoints, config)
+        for checkpoint in checkpoints.values():
+            _tokens(checkpoint)  # mergekit takes the base's in the place of a damaged one
     elif config.base_model is not None:
         yield from _check_numbers(checkpoints, config.base_model)
         if config.chat_template and not _has_tokenizer(checkpoints[config.base_model]):
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 "tokenizers",
                 f"chat_template: the base model {config.base_model} has no tokenizer to write it "
                 "to",
@@ -54,7 +48,7 @@ def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> I
 
 
 def _has_tokenizer(checkpoint: Checkpoint) -> bool:
-    return any(checkpoint.file(name) for name in TOKENIZER_FILES)
+    return any(checkpoint.file(name) for name in VOCABULARY_FILES)
 
 
 def _has_vocabulary(checkpoint: Checkpoint) -> bool:
@@ -69,8 +63,7 @@ def _check_source(source: Any, checkpoints: Checkpoints) -> Iterator[Finding]:
     if "/" in name or Path(name).is_dir():
         return
     close = difflib.get_close_matches(name.lower(), ("base", "union"), n=1)
-    yield Finding(
-        "error",
+    yield Finding.error(
         "tokenizers",
         f"tokenizer: the source {name!r} is no model of this merge, nor a folder",
         f"did you mean {close[0]!r}?" if close else "write base, union, or one of the models",
@@ -81,8 +74,7 @@ def _check_built(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterat
     """Find what keeps mergekit from building a tokenizer, which it does after the planning."""
     multiple = config.tokenizer.pad_to_multiple_of if config.tokenizer else None
     if multiple is not None and multiple < 1:
-        yield Finding(
-            "error",
+        yield Finding.error(
             "tokenizers",
             f"tokenizer.pad_to_multiple_of is {multiple}",
             "write a number of rows of 1 or more, such as 64, or leave it out",
@@ -90,88 +82,11 @@ def _check_built(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterat
     base = config.base_model or next(iter(checkpoints))
     checkpoint = checkpoints[base]
     if not _has_tokenizer(checkpoint):
-        yield Finding(
-            "error",
+        yield Finding.error(
             "tokenizers",
             f"tokenizer: the base model {base} has no tokenizer, from which mergekit builds that "
             "of the result",
             "take the files of its tokenizer into its folder, or remove the lines `tokenizer:`",
-        )
-    model = checkpoint.read_json("tokenizer.json").get("model") or {}
-    rows, tokens = checkpoint.config.get("vocab_size"), _tokens(checkpoint)
-    beyond = [token for token, number in tokens.items() if rows and number >= rows]
-    if beyond and model.get("type") not in (None, "BPE"):
-        yield Finding(
-            "error",
-            "tokenizers",
-            f"tokenizer: the base model {base} has {rows} embeddings, and tokens beyond: "
-            f"{listed([repr(token) for token in beyond])}; mergekit can leave such tokens out of a "
-            "BPE tokenizer only",
-            "remove these tokens from the tokenizer of the base model",
-        )
-
-
-def _check_beyond(
-    source: Any, checkpoints: Checkpoints, config: MergeConfiguration
-) -> Iterator[Finding]:
-    """Find tokens of the result that a model numbers beyond its embeddings."""
-    base = config.base_model or next(iter(checkpoints))
-    tokens = {model: _tokens(checkpoint) for model, checkpoint in checkpoints.items()}
-    rows = {model: checkpoint.config.get("vocab_size") for model, checkpoint in checkpoints.items()}
-    donors = list(checkpoints) if source == "union" else [base if source == "base" else source]
-    wanted = {
-        token
-        for donor in donors
-        for token, number in tokens.get(donor, {}).items()
-        if not rows[donor] or number < rows[donor]
-    }
-    for model in tokens.keys() - {base}:
-        beyond = [
-            token
-            for token, number in tokens[model].items()
-            if token in wanted and rows[model] and number >= rows[model]
-        ]
-        if beyond:
-            yield Finding(
-                "error",
-                "tokenizers",
-                f"tokenizer: {model} has {rows[model]} embeddings, and numbers tokens of the "
-                f"result beyond: {listed([repr(token) for token in beyond])}",
-                "remove these tokens from the tokenizer of that model",
-            )
-
-
-def _check_token_sources(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
-    """Find tokens whose embedding is to come from where there is none."""
-    for token, entry in ((config.tokenizer and config.tokenizer.tokens) or {}).items():
-        model, wanted, number = entry.source, token, None
-        if isinstance(model, ModelTokenEmbedding):
-            model, wanted, number = model.model, model.token, model.token_id
-        if not isinstance(model, ModelReference):  # zeros, or nothing chosen
-            continue
-        where = f"tokenizer: the source of the token {token!r}"
-        if model not in checkpoints:
-            yield Finding(
-                "error",
-                "tokenizers",
-                f"{where} is {model}, which is no model of this merge",
-                "write one of the models of the config",
-            )
-            continue
-        known = _tokens(checkpoints[model])
-        settings = str(checkpoints[model].read_json("tokenizer_config.json"))  # adds some when read
-        rows = checkpoints[model].config.get("vocab_size")
-        if number is not None and rows and not 0 <= number < rows:
-            problem = f"has {rows} embeddings, and none of the number {number}"
-        elif number is None and known and wanted not in known and repr(wanted) not in settings:
-            problem = f"does not have the token {wanted!r}"
-        else:
-            continue
-        yield Finding(
-            "error",
-            "tokenizers",
-            f"{where} is {model}, which {problem}",
-            "write a token that it has, or `kind: zero`",
         )
 
 
@@ -187,16 +102,14 @@ def _check_numbers(checkpoints: Checkpoints, base: ModelReference) -> Iterator[F
         yield from _check_pieces(model, checkpoint, checkpoints[base])
         different, new = _compare(origin, checkpoint)
         if different:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "tokenizers",
                 f"{model} numbers {len(different)} tokens differently from {named}: "
                 f"{listed([repr(token) for token in different])}",
                 ALIGN,
             )
         elif new and first == base:
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 "tokenizers",
                 f"{model} has {len(new)} tokens that the base model's tokenizer, which the result "
                 f"gets, lacks: {listed([repr(token) for token in new])}",
@@ -210,8 +123,7 @@ def _check_pieces(
     """Compare models of SentencePiece, where nothing else tells the tokens."""
     pieces = [_digest(c.file("tokenizer.model")) for c in (origin, checkpoint)]
     if all(pieces) and pieces[0] != pieces[1] and not checkpoint.file("tokenizer.json"):
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             "tokenizers",
             f"the tokenizer.model of {model} differs from the base model's",
             "if tokens have other numbers, add the line `tokenizer: {source: base}`",

@@ -22,11 +22,15 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from mergekit_ace.headers import TensorHeader
 from mergekit_ace.model_files import GENERATION, config_donor, lost_model_files
-from mergekit_ace.planning import PlannedTensor, find_architecture, layer_lists
+from mergekit_ace.planning import (
+    PlannedTensor,
+    UnplannedTensor,
+    find_architecture,
+    layer_lists,
+)
 from mergekit_ace.preflight.checkpoints import Checkpoint
-from mergekit_ace.preflight.config_rules import Finding, listed
+from mergekit_ace.preflight.findings import Finding, listed
 from mergekit_ace.preflight.loading import UnknownArchitectureError, skeleton, wanted_names
-from mergekit_ace.unplanned import UnplannedTensor
 
 Treatment = Literal["base", "merge", "error"]
 Checkpoints = Mapping[ModelReference, Checkpoint]
@@ -218,7 +222,7 @@ def treat_unplanned(
         )
     if copied:
         text = f"not all models have {_count(copied)} of {donor}; copied from there"
-        findings.append(Finding("warning", "tensors", f"{text}: {listed(copied)}"))
+        findings.append(Finding.warning("tensors", f"{text}: {listed(copied)}"))
     return extra, findings
 
 
@@ -237,8 +241,7 @@ def _complaints(
 ) -> Iterator[Finding]:
     donor = unplanned.donor
     if unplanned.left and treatment == "error":
-        yield Finding(
-            "error",
+        yield Finding.error(
             "tensors",
             f"mergekit plans no merge of {_explain(unplanned.left, checkpoints)}; the result would "
             "lack them",
@@ -247,16 +250,14 @@ def _complaints(
             "memory (save_pretrained(…, save_original_format=False))",
         )
     if unplanned.renamed:
-        yield Finding(
-            "error",
+        yield Finding.error(
             "tensors",
             f"{donor} has no tensors of these names, so nobody merges "
             f"{_explain(unplanned.renamed, checkpoints)}",
             f"save all models in the same way as {donor}, with one version of transformers",
         )
     if unplanned.foreign:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             "tensors",
             f"{donor} has no tensors of these names, so the result lacks "
             f"{_explain(unplanned.foreign, checkpoints)}",
@@ -271,8 +272,7 @@ def check_model_files(config: MergeConfiguration, options: MergeOptions) -> Iter
     settings = config_donor(config).config(trust_remote_code=trust).get_text_config()
     for name, entries in layer_lists(config, trust).items():
         if len(entries) != len(getattr(settings, name, entries)):
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "files",
                 f"the result has {len(entries)} layers, and its config.json would have "
                 f"{len(getattr(settings, name))} `{name}`, which transformers refuses to save: "
@@ -283,8 +283,7 @@ def check_model_files(config: MergeConfiguration, options: MergeOptions) -> Iter
     if not lost:
         return
     end = ", so that it may not know all tokens that end a text" if GENERATION in lost else ""
-    yield Finding(
-        "warning",
+    yield Finding.warning(
         "files",
         f"mergekit-yaml leaves {', '.join(sorted(lost))} of {next(iter(lost.values()))} out of the "
         f"result{end}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.resources
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import jinja2
@@ -15,10 +15,9 @@ from mergekit.config import (
     InputModelDefinition,
     InputSliceDefinition,
     MergeConfiguration,
-    OutputModuleDefinition,
 )
 
-from mergekit_ace.preflight.config_rules import Finding
+from mergekit_ace.preflight.findings import Finding
 
 # What people write for the dtypes that mergekit knows.
 DTYPE_ALIASES = {
@@ -47,19 +46,17 @@ def _check_dtype_names(config: MergeConfiguration) -> Iterator[Finding]:
             remedy = f"there are: {', '.join(KNOWN_DTYPES)}"
             if meant in KNOWN_DTYPES:
                 remedy = f"write `{key}: {meant}`"
-            yield Finding("error", "dtypes", f"{key}: mergekit knows no dtype {name!r}", remedy)
+            yield Finding.error("dtypes", f"{key}: mergekit knows no dtype {name!r}", remedy)
             continue
         if name and name.startswith("torch."):
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "dtypes",
                 f"{key}: mergekit writes {name!r} into the config.json of the result, which "
                 "transformers cannot load then",
                 f"write `{key}: {name.removeprefix('torch.')}`",
             )
         if dtype is not None and not dtype.is_floating_point:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 "dtypes",
                 f"{key}: {name} rounds every weight to a whole number, most of them to 0",
                 "write `dtype: float32` and `out_dtype: bfloat16`; quantise the merged model, if "
@@ -78,8 +75,7 @@ def _check_chat_template(template: str | None) -> Iterator[Finding]:
         return
     remedy = f"write auto, one of {', '.join(known)}, or the text of a Jinja template"
     if len(template) < 20 or "{" not in template:
-        yield Finding(
-            "error",
+        yield Finding.error(
             "tokenizers",
             f"chat_template: {template!r} is neither the name nor the text of a template; mergekit "
             "reads no files",
@@ -90,23 +86,22 @@ def _check_chat_template(template: str | None) -> Iterator[Finding]:
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
     except jinja2.TemplateSyntaxError as error:
         if "unknown tag" not in str(error):  # transformers has tags of its own
-            yield Finding(
-                "error", "tokenizers", f"chat_template is no Jinja template: {error}", remedy
+            yield Finding.error(
+                "tokenizers", f"chat_template is no Jinja template: {error}", remedy
             )
 
 
 def _check_model_list(config: MergeConfiguration) -> Iterator[Finding]:
     """Find models that stand twice in one list, however they are spelt."""
-    for where, models in _model_lists(config):
+    for where, inputs in _input_lists(config):
         spellings: dict[tuple[str, ...], list[str]] = defaultdict(list)
-        for model in models:
-            spellings[_identity(model)].append(str(model))
+        for one in inputs:
+            spellings[_identity(one.model)].append(str(one.model))
         base = _identity(config.base_model) if config.base_model else None
         for identity, names in spellings.items():
             as_written = [*dict.fromkeys(names)]
             if identity == base and str(config.base_model) not in names:
-                yield Finding(
-                    "warning",
+                yield Finding.warning(
                     "models",
                     f"{where}: {as_written[0]} is the base model {config.base_model} in another "
                     "spelling, and counts as an expert that changed nothing",
@@ -114,8 +109,7 @@ def _check_model_list(config: MergeConfiguration) -> Iterator[Finding]:
                 )
             elif len(names) > 1:
                 other = f", as {' and '.join(as_written)}" if len(as_written) > 1 else ""
-                yield Finding(
-                    "error",
+                yield Finding.error(
                     "models",
                     f"{where}: {names[0]} is listed {len(names)} times{other}",
                     "list it once; `weight` under its parameters lets it count more",
@@ -124,36 +118,28 @@ def _check_model_list(config: MergeConfiguration) -> Iterator[Finding]:
 
 def _check_layer_ranges(config: MergeConfiguration) -> Iterator[Finding]:
     """Find ranges without a layer, which mergekit leaves out of the result without a word."""
+    for where, inputs in _input_lists(config):
+        for n, source in enumerate(inputs):
+            first, end = getattr(source, "layer_range", (0, 1))
+            if not 0 <= first < end:
+                yield Finding.error(
+                    "config",
+                    f"{where}.{n}: the layer_range [{first}, {end}] holds no layer",
+                    "write the first layer, counted from 0, and the one after the last",
+                )
+
+
+def _input_lists(
+    config: MergeConfiguration,
+) -> Iterator[tuple[str, list[InputModelDefinition] | list[InputSliceDefinition]]]:
+    """Yield the lists of inputs that are merged with each other, and where they stand."""
     modules = (config.modules or {}).items()
     parts = [("", config), *((f"modules.{name}.", module) for name, module in modules)]
     for where, part in parts:
-        for n, piece in enumerate(part.slices or ()):
-            for m, source in enumerate(piece.sources):
-                first, end = source.layer_range
-                if not 0 <= first < end:
-                    yield Finding(
-                        "error",
-                        "config",
-                        f"{where}slices.{n}.sources.{m}: the layer_range [{first}, {end}] holds no "
-                        "layer",
-                        "write the first layer, counted from 0, and the one after the last",
-                    )
-
-
-def _model_lists(config: MergeConfiguration) -> Iterator[tuple[str, list[ModelReference]]]:
-    """Yield the lists of models that are merged with each other, and where they stand."""
-    parts: Mapping[str, OutputModuleDefinition | MergeConfiguration] = {
-        "": config,
-        **{f"modules.{name}.": module for name, module in (config.modules or {}).items()},
-    }
-    for where, part in parts.items():
-        members: list[tuple[str, list[InputModelDefinition] | list[InputSliceDefinition]]] = []
         if part.models:
-            members.append((f"{where}models", part.models))
+            yield f"{where}models", part.models
         for n, piece in enumerate(part.slices or ()):
-            members.append((f"{where}slices.{n}.sources", piece.sources))
-        for place, inputs in members:
-            yield place, [entry.model for entry in inputs]
+            yield f"{where}slices.{n}.sources", piece.sources
 
 
 def _identity(model: ModelReference) -> tuple[str, ...]:

@@ -8,10 +8,9 @@ from pathlib import Path
 import click
 from mergekit.config import MergeConfiguration
 
-from mergekit_ace.merging.verify import merged_model, verify_model
 from mergekit_ace.model_files import add_model_files, config_donor
 from mergekit_ace.planning import read_merge_config
-from mergekit_ace.preflight.loading import UnknownArchitectureError
+from mergekit_ace.preflight.loading import UnknownArchitectureError, merged_model, verify_model
 from mergekit_ace.report.jsonl import ReportError
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import click
 import torch
 from filelock import FileLock, Timeout
-from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.graph import Executor, Task
 from mergekit.io.tasks import LoaderCache
@@ -23,7 +22,7 @@ import mergekit_ace
 from mergekit_ace.adapters.adapter_plan import AdapterPlan, names_adapters, plan_adapters
 from mergekit_ace.algebra.inspection import evenly_spaced
 from mergekit_ace.files import differences, file_states, write_text
-from mergekit_ace.headers import DamagedFileError
+from mergekit_ace.headers import DamagedFileError, json_or_empty
 from mergekit_ace.measurements import load_statistics
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.naming import natural_order, without_numbers
@@ -150,11 +149,7 @@ def _identity(
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Keep other inspections out of a folder.
-
-    Raises:
-        ReportError: another one is at work there, or nothing can be written there.
-    """
+    """Keep other inspections out of a folder, or raise a `ReportError`."""
     lock = FileLock(folder / LOCK_FILE, timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -163,8 +158,6 @@ def _lock(folder: Path) -> Iterator[None]:
         raise ReportError(
             f"another inspection is writing to {folder}; wait for it, or choose another folder"
         ) from error
-    except OSError as error:
-        raise ReportError(f"{folder} cannot be used: {error}") from error
     try:
         yield
     finally:
@@ -175,15 +168,8 @@ def _lock(folder: Path) -> Iterator[None]:
 def _claim(folder: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
     """Make the folder this inspection's, or find that it is already."""
     record = folder / "inspection.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        known = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
-    except ValueError:
-        known = {}
-    except OSError as error:
-        raise ReportError(f"{folder} cannot be used: {error}") from error
-    changed = differences(known, identity) if known is not None else []
-    if known is not None and not changed:
+    changed = differences(json_or_empty(record), identity) if record.exists() else []
+    if record.exists() and not changed:
         return
     leftover = (folder / "report.jsonl").exists()
     if (changed or leftover) and not overwrite:
@@ -192,12 +178,9 @@ def _claim(folder: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
             f"{folder} holds another inspection{what}. Choose another folder, or --overwrite to "
             "drop it"
         )
-    try:
-        for name in ("report.jsonl", "summary.json", "report.html"):
-            (folder / name).unlink(missing_ok=True)
-        write_text(record, json.dumps(identity, indent=1))
-    except OSError as error:
-        raise ReportError(f"{folder} cannot be written to: {error}") from error
+    for name in ("report.jsonl", "summary.json", "report.html"):
+        (folder / name).unlink(missing_ok=True)
+    write_text(record, json.dumps(identity, indent=1))
 
 
 def _has_lines(path: Path) -> bool:
@@ -250,7 +233,7 @@ def thin_out(names: Sequence[str], wanted: int) -> list[str]:
 def run_inspection(
     config: Path,
     folder: Path,
-    flags: Mapping[str, Any],
+    options: MergeOptions,
     *,
     tensors: Sequence[str] = (),
     sample: int | None = None,
@@ -262,11 +245,10 @@ def run_inspection(
 
     Args:
         config, folder: of the merge, and for the report.
-        flags: fields of mergekit's `MergeOptions`.
+        options: mergekit's flags.
         tensors, sample, overwrite, quiet, covariances: see `inspect_merge`.
     """
     merge, source = read_merge_config(config)
-    options = MergeOptions(**flags, quiet=True)
     adapters = None
     if names_adapters(merge):
         adapters = _plan_adapters(merge, source, options, in_full=covariances is not None)
@@ -285,7 +267,9 @@ def run_inspection(
         )  # fmt: skip
         summary = write_summary(lines, folder / "summary.json")
         base = adapters.base if adapters else plan.config.base_model
-        write_page(lines, folder / "report.html", describe_inspection(plan, base, len(lines)))
+        part = "" if len(lines) == len(plan.tensors) else f", {len(lines)} of them looked at"
+        about = f"Base model {base}; {len(plan.tensors)} tensors{part}. Seen before the merge."
+        write_page(lines, folder / "report.html", about)
     if isinstance(plan.method, TaskVectorMethod):
         click.echo(f"{plan.method.about}\n")
     for sentence in summary["sentences"]:
@@ -330,12 +314,3 @@ def _plan_adapters(
         )
     click.echo(f"adapters are merged into full models first: {reason}", err=True)
     return None
-
-
-def describe_inspection(plan: PlannedMerge, base: ModelReference | None, looked_at: int) -> str:
-    """Return what the page says below its title."""
-    part = "" if looked_at == len(plan.tensors) else f", {looked_at} of them looked at"
-    return (
-        f"Base model {base}; {len(plan.tensors)} tensors{part}. "
-        "Seen before the merge, by mergekit-ace inspect."
-    )

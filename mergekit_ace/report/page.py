@@ -58,15 +58,13 @@ def write_page(lines: Sequence[Line], path: Path, subtitle: str) -> None:
         subtitle: where the report comes from.
 
     Raises:
-        ReportError: no tensor could be compared, or the page cannot be written.
+        ReportError: no tensor could be compared.
+        OSError: the page cannot be written.
     """
     report = Report(lines)
     if not report.lines:
         raise ReportError("no tensor could be compared: there is nothing to show")
-    try:
-        write_text(path, render(report, subtitle))
-    except OSError as error:
-        raise ReportError(f"{path} cannot be written: {error}") from error
+    write_text(path, render(report, subtitle))
 
 
 def show_report(lines: Path, out: Path) -> None:

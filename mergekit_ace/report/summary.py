@@ -21,7 +21,7 @@ from mergekit_ace.algebra.ridge_floor import LIMIT, is_near_threshold
 from mergekit_ace.files import write_text
 from mergekit_ace.methods.report_lines import finite
 from mergekit_ace.naming import module_of, without_numbers
-from mergekit_ace.report.jsonl import Line, ReportError
+from mergekit_ace.report.jsonl import Line
 from mergekit_ace.report.measured_agreement import agreement_by_kind, agreement_sentences
 from mergekit_ace.report.tables import Report, Row, title_of
 
@@ -41,17 +41,9 @@ CROWDED = 3.0  # times the overlap of random subspaces
 
 
 def write_summary(lines: Sequence[Line], path: Path) -> dict[str, Any]:
-    """Write `summary.json`, and return its content.
-
-    Raises:
-        ReportError: the file cannot be written.
-    """
+    """Write `summary.json`, and return its content."""
     summary = summarize(Report(lines))
-    text = json.dumps(finite(summary), indent=1, ensure_ascii=False) + "\n"
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise ReportError(f"{path} cannot be written: {error}") from error
+    write_text(path, json.dumps(finite(summary), indent=1, ensure_ascii=False) + "\n")
     return summary
 
 

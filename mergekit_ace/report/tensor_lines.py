@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from mergekit_ace.algebra.layouts import as_matrices
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank
 from mergekit_ace.algebra.low_rank_inspection import inspect_products
 from mergekit_ace.algebra.records import FixedLayout, Observer
-from mergekit_ace.headers import TensorHeader
+from mergekit_ace.headers import FLOATING, TensorHeader
 from mergekit_ace.methods.ace import AceMerge
 from mergekit_ace.methods.base import MERGE_ERRORS, Merged, TaskVectorMethod
 from mergekit_ace.methods.devices import first_that_fits
@@ -33,7 +33,6 @@ from mergekit_ace.methods.inputs import TensorSettings, check_finite
 from mergekit_ace.methods.low_rank_merge import has_low_rank
 from mergekit_ace.methods.measured_lookup import MeasuredLookup
 from mergekit_ace.planning import PlannedTensor
-from mergekit_ace.preflight.checkpoints import FLOATING
 from mergekit_ace.report.jsonl import Line, ReportError, inspection_line
 
 # Whose decisions are shown for methods that are not ours.
@@ -75,18 +74,35 @@ class InspectTensor(Task[Line]):
         settings = replace(method.settings(group, parameters), recorded=True)
         given = [base, *(tensors[model] for model in experts)]
         work = partial(_inspect, given, method, settings, planned.layout(base.ndim))
-        try:
-            inspection = first_that_fits(base.device, work, "inspect", planned.name)
-        except MERGE_ERRORS as error:
-            raise ReportError(method.explain(error, settings)) from error
-        seconds = time.perf_counter() - start
-        line = inspection_line(self.merge.method_name, settings, inspection, seconds)
-        if method is not planned.method:
-            line["decisions_of"] = method.spec.name
+        inspect = partial(first_that_fits, base.device, work, "inspect", planned.name)
+        line = _line(planned, method, settings, inspect, start)
         if self.covariances is not None:
             settings = replace(settings, layout=planned.layout(base.ndim))
             line |= _agreement(settings, given, self.covariances)
         return line
+
+
+def _line(
+    planned: PlannedTensor,
+    method: TaskVectorMethod,
+    settings: TensorSettings,
+    inspect: Callable[[], TensorInspection],
+    start: float,
+) -> Line:
+    """Return the line of what `inspect` measures, and how long that took.
+
+    Raises:
+        ReportError: the tensor cannot be merged.
+    """
+    try:
+        inspection = inspect()
+    except MERGE_ERRORS as error:
+        raise ReportError(method.explain(error, settings)) from error
+    seconds = time.perf_counter() - start
+    line = inspection_line(planned.task.method_name, settings, inspection, seconds)
+    if method is not planned.method:
+        line["decisions_of"] = method.spec.name
+    return line
 
 
 def _agreement(settings: TensorSettings, tensors: Sequence[Tensor], path: str) -> Line:
@@ -196,15 +212,8 @@ def adapter_line(
     layout = method.layout(settings, len(header.shape))
     found = dict(zip(planned.experts, changed.changes, strict=True)) if changed else {}
     changes = [(adapters[model], found.get(model)) for model in experts]
-    try:
-        inspection = _inspect_changes(changes, header.shape, layout, method, settings)
-    except MERGE_ERRORS as error:
-        raise ReportError(method.explain(error, settings)) from error
-    seconds = time.perf_counter() - start
-    line = inspection_line(planned.task.method_name, settings, inspection, seconds)
-    if method is not planned.method:
-        line["decisions_of"] = method.spec.name
-    return line
+    inspect = partial(_inspect_changes, changes, header.shape, layout, method, settings)
+    return _line(planned, method, settings, inspect, start)
 
 
 def _inspect_changes(

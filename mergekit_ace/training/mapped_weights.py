@@ -18,8 +18,7 @@ from torch import Tensor
 
 from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import save_tensors
-from mergekit_ace.headers import read_file_header
-from mergekit_ace.preflight.checkpoints import FLOATING
+from mergekit_ace.headers import FLOATING, read_file_header
 from mergekit_ace.preflight.dtype_rules import AS_NUMBERS
 from mergekit_ace.training.state import TrainingError, open_tensors
 

@@ -209,8 +209,10 @@ def test_another_adapter_is_only_replaced_when_asked_for(family, tmp_path):
     assert run(config_of(family, "ace_relative"), tmp_path, "--overwrite").exit_code == 1
     assert weights.read_bytes() == before
     assert (tmp_path / "out" / "adapter_config.json").is_file()
+    (tmp_path / "out" / "tokenizer.json").write_text("{}")
     assert run(config_of(family[:2], "ace"), tmp_path, "--overwrite").exit_code == 0
     assert weights.read_bytes() != before
+    assert not (tmp_path / "out" / "tokenizer.json").exists(), "no adapter carries one"
 
 
 def test_a_model_is_never_replaced(family, tmp_path):

@@ -96,20 +96,16 @@ def test_an_adapter_that_changes_no_weights(folder):
         ({"something_config": {"a": 1}}, ["something_config", "update peft"]),
         ({"r": 0}, ["down_proj", "rank 0"]),
         ({"rank_pattern": {"q_proj": 0}}, ["q_proj", "rank 0", "rank_pattern"]),
-        ({"rank_pattern": 5}, ["rank_pattern", "5"]),
-        ({"lora_alpha": None}, ["lora_alpha", "None"]),
+        ({"lora_alpha": None}, ["lora_alpha", "alpha None"]),
         ({"lora_alpha": "16"}, ["lora_alpha", "'16'"]),
         ({"r": 8}, ["rank 4", "says 8"]),
-        ({"rank_pattern": {"(": 4}}, ["rank_pattern", "regular expression"]),
-        ({"target_modules": "("}, ["target_modules", "down_proj"]),
-        ({"bias": "some"}, ["bias", "lora_only"]),
-        ({"modules_to_save": "lm_head"}, ["modules_to_save", "lm_head"]),
-        ({"target_parameters": "experts"}, ["target_parameters"]),
+        ({"rank_pattern": {"(": 4}}, ["PEFT cannot compare", "unterminated"]),
+        ({"target_modules": "("}, ["PEFT cannot compare", "unterminated"]),
         ({"task_type": "NONE_SUCH"}, ["NONE_SUCH"]),
         ({"peft_type": None}, ["peft_type"]),
         ({"peft_type": "NONE_SUCH"}, ["NONE_SUCH"]),
         ({"target_modules": ["v_proj"]}, ["target_modules", "down_proj"]),
-        ({"layers_to_transform": [0], "layers_pattern": 3}, ["layers_pattern"]),
+        ({"layers_to_transform": [0], "layers_pattern": 3}, ["PEFT cannot compare"]),
     ],
     ids=str,
 )
@@ -139,7 +135,7 @@ def test_missing_and_truncated_weights(folder):
     path.write_bytes(content[:-7])
     refuse(folder, "adapter_model.safetensors", "bytes")
     path.write_bytes(content[:50])
-    refuse(folder, "header")
+    refuse(folder, "bytes, but its header alone")
     path.unlink()
     refuse(folder, "no weights")
 
@@ -171,9 +167,9 @@ def replaced(name: str, shape: tuple[int, ...]):
         (renamed(A, A.removeprefix("base_model.model.")), ["base_model.model.", "prefix"]),
         (renamed(A, f"{Q}.lora_A.default.weight"), ["lora_A.default.weight", "save_pretrained"]),
         (replaced(f"{Q}.lora_magnitude_vector", (32,)), ["lora_magnitude_vector"]),
-        (replaced(f"{Q}.lora_embedding_A", (4, 32)), ["twice", "q_proj"]),
+        (replaced(f"{Q}.lora_embedding_A", (4, 32)), ["none that PEFT loads", "q_proj"]),
         (replaced(f"{Q}.lora_B.bias", (7,)), ["lora_B.bias", "(7,)"]),
-        (lambda tensors: tensors.update({A: tensors[A].int()}), ["integers", "q_proj"]),
+        (lambda tensors: tensors.update({A: tensors[A].int()}), ["none that PEFT loads", "q_proj"]),
     ],
 )
 def test_tensors_that_are_no_adapter(folder, change, parts):

@@ -326,30 +326,6 @@ def test_nothing_written_is_no_adapter(tmp_path):
         pass
 
 
-def test_an_input_is_not_written_to(tmp_path):
-    made = trained("linear", tmp_path / "in")
-    adapter = read_adapter(str(made.folder))
-    (tmp_path / "link").symlink_to(made.folder)
-    with pytest.raises(ValueError, match="choose another"):
-        AdapterWriter(tmp_path / "link", [adapter], "base", torch.float32)
-    assert read_adapter(str(made.folder)).changes == adapter.changes
-
-
-def test_tensors_go_to_the_disk_as_they_come(tmp_path):
-    made = trained("linear", tmp_path / "in")
-    adapter = read_adapter(str(made.folder))
-    partial = tmp_path / "out" / "adapter_model.safetensors.partial"
-    written = 0
-    with AdapterWriter(tmp_path / "out", [adapter], "base", torch.float32) as writer:
-        for change in adapter.changes.values():
-            left, right = torch.ones(change.shape[0], 512), torch.ones(512, change.shape[1])
-            writer.add_low_rank(change, LowRank(left, right, change.shape))
-            written += 4 * (left.numel() + right.numel())
-            assert partial.stat().st_size > written
-            assert not (tmp_path / "out" / "adapter_config.json").exists()
-    assert {c.rank for c in read_adapter(str(tmp_path / "out")).changes.values()} == {512}
-
-
 @pytest.mark.parametrize("case", ["linear", "experts", "transposed"])
 @torch.no_grad()
 def test_transformers_loads_it_by_itself(case, tmp_path):

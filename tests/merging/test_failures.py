@@ -214,8 +214,6 @@ def test_a_result_beyond_float16(tmp_path, method, key):
         (("--out-shard-size", "-5"), "such as 5B"),
         (("--out-shard-size", "1.5GB"), "such as 5B"),
         (("--out-shard-size", "B"), "such as 5B"),
-        (("--gpus-per-worker", "nan"), "give 1, less to share one, or 0"),
-        (("--gpus-per-worker", "inf"), "give 1, less to share one, or 0"),
         (("--gpus-per-worker", "-1"), "--gpus-per-worker"),
         (("--workers", "0"), "--workers"),
         (("--resume", "--overwrite"), "--resume keeps what --overwrite drops"),

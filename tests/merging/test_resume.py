@@ -118,6 +118,8 @@ def test_overwrite_begins_anew(begun, tmp_path):
     config, out = begun
     before = finished(out)
     (out / SCRATCH_FOLDER / "shard-00001-left").mkdir()
+    for name in ("tokenizer.json", "generation_config.json"):  # of a result that had them
+        (out / name).write_text("{}")
     text = command(config, out, "--overwrite")
     assert "kept" not in text
     assert not [name for name in before if (out / name).exists()]

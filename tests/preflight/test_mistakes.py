@@ -186,7 +186,7 @@ ERRORS: list[tuple[str, Change, str]] = [
         "the key 'model' stands in line 4 and again in line 5",
     ),
     # Names of models.
-    ("a name with spaces", first(model="no such model"), "no model of the Hub can be called so"),
+    ("a name with spaces", first(model="no such model"), "no model of the Hub that can be read"),
     (
         "rows to a multiple of a negative number",
         top(tokenizer={"source": "base", "pad_to_multiple_of": -8}),

@@ -148,7 +148,7 @@ def test_a_file_that_is_no_text(tmp_path):
     path.write_bytes(b"\x88\xff")
     result = CliRunner().invoke(main, ["train", str(path), str(tmp_path / "out")])
     assert isinstance(result.exception, SystemExit)
-    assert f"{path} is no text in UTF-8" in result.output
+    assert f"{path} cannot be read" in result.output
 
 
 def test_errors_of_a_run_are_one_line(tmp_path):

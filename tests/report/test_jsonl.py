@@ -13,8 +13,13 @@ from click.testing import CliRunner
 from lines import layers, made_line
 
 from mergekit_ace.cli import main
-from mergekit_ace.report.jsonl import ReportError, read_lines
-from mergekit_ace.report.line_fields import OF_MATRICES, OF_TENSORS, wrong_field
+from mergekit_ace.report.jsonl import (
+    OF_MATRICES,
+    OF_TENSORS,
+    ReportError,
+    read_lines,
+    wrong_field,
+)
 
 
 def write(path: Path, lines: list[dict]) -> Path:
