@@ -6,6 +6,7 @@ import torch
 from matrices import with_values
 from torch import Tensor
 
+from mergekit_ace.algebra import polar
 from mergekit_ace.algebra.polar import nearest_orthonormal, polar_factor
 from mergekit_ace.algebra.spectrum import SMALL_SIDE
 
@@ -57,6 +58,18 @@ def test_directions_that_are_rounding_are_left_out(rng, shape):
     assert distance(polar_factor(matrix, floor=1e-3), expected) <= 1e-9
     singular = with_values(rng, shape, torch.ones(40, dtype=torch.float64))
     assert distance(polar_factor(singular), naive_polar(singular, 1e-3)) <= 1e-9
+
+
+def test_a_step_maps_singular_values_near_to_one():
+    for ratio in (1e-6, 1e-3, 0.1, 0.9):
+        a, b, c = polar.step_weights(ratio)
+        points = torch.logspace(0, -1, 200, dtype=torch.float64) ** 2
+        points = torch.cat([points, torch.linspace(ratio, 1, 2000, dtype=torch.float64)])
+        points = points[points >= ratio]
+        mapped = points * (a + b * points**2) / (1 + c * points**2)
+        assert float(mapped.max()) <= 1 + 1e-9
+        least = ratio * (a + b * ratio**2) / (1 + c * ratio**2)
+        assert float(mapped.min()) >= least * (1 - 1e-9) > ratio
 
 
 def test_nearest_orthonormal(rng):

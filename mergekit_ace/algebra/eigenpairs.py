@@ -15,10 +15,6 @@ from torch import Tensor
 
 from mergekit_ace.algebra.linalg import add_gram, blocks, mirror
 
-# Up to this share of the eigenpairs of a tridiagonal matrix, each is found by itself: all of them
-# by divide and conquer take as long, and the memory of two matrices.
-FEW_PAIRS = 1 / 6
-
 
 def on_shorter_side(matrix: Tensor) -> Tensor:
     """Return a matrix, or its transpose if that has fewer rows."""
@@ -38,9 +34,9 @@ def smaller_gram(matrix: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 def leading_eigenpairs(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the largest eigenvalues, the largest first, and their eigenvectors.
 
-    On a CPU the matrix is reduced to a tridiagonal one, which is decomposed in float64, and as many
-    eigenvectors as are wanted are brought back. LAPACK's own drivers take twice as long: they bring
-    back all of them, or orthogonalise a share of them one by one.
+    On a CPU the matrix is reduced to a tridiagonal one, which is decomposed by divide and conquer,
+    and only the eigenvectors that are wanted are brought back. LAPACK's own drivers take up to
+    twice as long: they bring back all, or orthogonalise a share one by one.
 
     Args:
         gram: (m, m), symmetric and contiguous; its lower triangle is read; overwritten.
@@ -64,18 +60,12 @@ def leading_eigenpairs(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
         mirror(gram).numpy().T, lower=1, lwork=room, overwrite_a=1
     )
     assert reflectors.ctypes.data == gram.data_ptr()
-    few = {"select": "i", "select_range": (size - count, size - 1)}
     try:
-        values, vectors = eigh_tridiagonal(
-            diagonal.astype("float64"),
-            beside.astype("float64"),
-            check_finite=False,
-            **(few if count < FEW_PAIRS * size else {}),
-        )
+        values, vectors = eigh_tridiagonal(diagonal, beside, check_finite=False)
     except LinAlgError as error:  # as torch calls it
         raise torch.linalg.LinAlgError(str(error)) from error
-    values = torch.from_numpy(values[-count:]).flip(0)
-    rows = torch.from_numpy(vectors[:, -count:].T).flip(0).to(gram)
+    values = torch.from_numpy(values[-count:]).flip(0).double()
+    rows = torch.from_numpy(vectors[:, -count:].T).flip(0)
     del vectors  # its memory is needed
     if size > 1:
         # Reflectors begin one place below the diagonal, and leave the first entry as it is.
