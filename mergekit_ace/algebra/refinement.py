@@ -149,6 +149,11 @@ class Leading:
         return IsotropicComponent(self.matrix, strength)
 
 
+def decomposition_memory(rows: int, columns: int) -> int:
+    """Return the bytes of F, (o, i), in float32, and of three (m, m) in float64 to decompose it."""
+    return 4 * rows * columns + 24 * min(rows, columns) ** 2
+
+
 def decompose(matrix: Tensor, rank: int, shape: tuple[int, int] | None = None) -> Leading:
     """Return the k leading directions of F, (o, i), in float64.
 
