@@ -129,9 +129,10 @@ def _directions_by_gram(
         floor, tolerance: see `singular_directions`.
     """
     rows = on_shorter_side(matrix)
-    side, most = len(rows), 2 * count > len(rows)
-    if matrix.dtype == torch.float32 and most:
-        return None  # weak directions need more digits
+    side, length = rows.shape
+    most = 2 * count > side
+    if matrix.dtype == torch.float32 and most and length < 2 * side:
+        return None  # the weak directions of a nearly square matrix need more digits
     gram = smaller_gram(matrix, matrix.dtype)
     squares, short = leading_eigenpairs(gram, side if most else count + 1)
     sigma = squares.clamp(min=0).sqrt()
