@@ -136,8 +136,8 @@ def test_bound(run):
 def test_estimates(run):
     shown = run("benchmark", "estimates", "--divide", 4)
     lines = [line.split() for line in shown.splitlines()[2:]]
-    assert len(lines) == 23
-    assert {line[0] for line in lines} == {"primal", "tall", "dual", "refined"}
+    assert len(lines) == 15
+    assert {line[0] for line in lines} == {"primal", "tall", "dual"}
 
 
 def test_measured_covariances(run, tmp_path):

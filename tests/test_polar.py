@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from matrices import with_values
 from torch import Tensor
 
 from mergekit_ace.algebra import polar
@@ -18,13 +19,6 @@ def naive_polar(matrix: Tensor, least: float = 0.0) -> Tensor:
 
 def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
-
-
-def with_values(rng, shape: tuple[int, int], sigma: Tensor) -> Tensor:
-    """A matrix with these singular values, in float64."""
-    factors = [torch.randn(n, len(sigma), generator=rng, dtype=torch.float64) for n in shape]
-    left, right = (torch.linalg.qr(factor).Q for factor in factors)
-    return left * sigma @ right.T
 
 
 SIDE = SMALL_SIDE + 20

@@ -4,10 +4,9 @@
     python examples/benchmark/estimates.py
 
 solves families of five kinds, over sizes and condition numbers, in float32 and in float64 and holds
-the error that a form estimates against the one that it has; then the same for the refinement's
-directions, over spectra and sizes. The constants of these estimates, in `mergekit_ace/algebra/`
-(`primal.py`, `dual.py`, `refinement.py`), were chosen by this table: an estimate should not be
-below the error, and not far above it, or float64 is taken without need.
+the error that a form estimates against the one that it has. The constants of these estimates, in
+`mergekit_ace/algebra/` (`primal.py`, `dual.py`), were chosen by this table: an estimate should not
+be below the error, and not far above it, or float64 is taken without need.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from mergekit_ace import AceOptions, IllConditionedError
 from mergekit_ace.algebra.closed_form import solve
 from mergekit_ace.algebra.covariance import estimate_covariances
 from mergekit_ace.algebra.linalg import full_precision
-from mergekit_ace.algebra.refinement import decompose_narrowly, isotropic_component, smaller_gram
 from mergekit_ace.algebra.task_vectors import select_active
 
 KINDS = ("noise", "low rank", "low rank and noise", "spiked", "near-duplicates")
@@ -32,7 +30,6 @@ SHAPES = {
     "tall": [(300, 80), (1024, 256), (1024, 512)],
     "dual": [(32, 120), (96, 400), (256, 1024)],
 }
-SIDES = [(256, 256), (512, 512), (512, 1024), (1024, 1024), (2048, 2048)]  # of F
 # Errors below this are the rounding of X itself.
 SMALLEST = 1e-7
 
@@ -88,41 +85,6 @@ def ratios(form: str, kind: str, divide: int) -> Iterator[tuple[float, float, fl
                 yield error, coarse.error, exact.condition
 
 
-def spectra(side: int) -> dict[str, Tensor]:
-    """Return singular values of several kinds, the largest first."""
-    place = torch.arange(1, side + 1, dtype=torch.float64)
-    spread = 1 + torch.rand(side, generator=torch.Generator().manual_seed(0)).double()
-    spikes, high = ((share * spread).where(place > 16, 1.0) for share in (0.05, 0.005))
-    return {
-        "1/√j": place**-0.5,
-        "j^-¾": place**-0.75,
-        "1/j": 1 / place,
-        "j^-5/4": place**-1.25,
-        "flat": spread.sort(descending=True).values,
-        "spikes": spikes.sort(descending=True).values,
-        "high spikes": high.sort(descending=True).values,
-        "a step": (0.01 * torch.ones(side).double()).where(place > int(0.3 * side), 1.0),
-    }
-
-
-def directions(kind: str, divide: int) -> Iterator[tuple[float, float, float]]:
-    """Return the error of σ_iso U_k V_kᵀ in float32, its estimate, and σ_1/σ_k."""
-    rng = torch.Generator().manual_seed(0)
-    for shape in SIDES:
-        rows, columns = shape[0] // divide, shape[1] // divide
-        left = torch.linalg.qr(torch.randn(rows, rows, generator=rng).double()).Q
-        right = torch.linalg.qr(torch.randn(columns, rows, generator=rng).double()).Q
-        matrix = (left * spectra(rows)[kind] @ right.mT).float()
-        rank = int(0.3 * rows)
-        exact = isotropic_component(matrix.double(), rank)
-        leading = decompose_narrowly(matrix, smaller_gram(matrix), rank)
-        if leading is not None:
-            estimate = leading.component_error()
-            error = float((leading.component_().matrix - exact.matrix).norm())
-            size = float(exact.matrix.norm())
-            yield error / size, estimate / size, float(leading.sigma[-1] / leading.sigma[0])
-
-
 @full_precision()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[2])
@@ -133,8 +95,6 @@ def main() -> None:
     for form in SHAPES:
         for kind in KINDS:
             show(form, kind, ratios(form, kind, arguments.divide))
-    for kind in spectra(1):
-        show("refined", kind, directions(kind, arguments.divide))
 
 
 def show(form: str, kind: str, cases: Iterator[tuple[float, float, float]]) -> None:

@@ -149,9 +149,10 @@ def merge_matrix(
             together with `space`.
 
     Working memory, beside the inputs and the result: at most four float32 matrices of max(i², o·i)
-    entries, or in the dual form of max(N², o·i) with N = T·o, whatever T is, and six blocks of
-    4 MiB, or of an eighth of a matrix up to 16 MiB. Twice that for the few matrices that have to be
-    solved in float64, and for float64 weights.
+    entries, or in the dual form of max(N², o·i) with N = T·o, whatever T is (with a refinement, F
+    and six of min(o, i)², if that is more), and six blocks of 4 MiB, or of an eighth of a matrix up
+    to 16 MiB. Twice that for the few matrices that have to be solved in float64, and for float64
+    weights.
 
     A prior or a refinement that would turn the merge against the experts is left out: see `_solve`
     and `choose_component`.

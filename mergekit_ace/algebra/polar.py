@@ -16,9 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mergekit_ace.algebra.eigenpairs import smaller_gram
 from mergekit_ace.algebra.linalg import (
-    add_gram,
-    blocks,
     cholesky_,
     inverse_norm,
     largest_eigenvalue,
@@ -29,12 +28,10 @@ from mergekit_ace.algebra.linalg import (
     solve_,
     squared_norm,
 )
-from mergekit_ace.algebra.spectrum import SMALL_SIDE, singular_directions
+from mergekit_ace.algebra.spectrum import DEFAULT_TOLERANCE, SMALL_SIDE, singular_directions
 
 # From so many times as long as wide on, eigenpairs of the Gram matrix take fewer operations.
 LONG = 2
-# Relative errors that are allowed by default: decompositions by Gram matrices leave as much.
-DEFAULT_TOLERANCE = 1e-9
 # The smallest σ / σ_1 that a Gram matrix in float64 tells from zero.
 LEAST_RATIO = 1e-7
 
@@ -82,20 +79,20 @@ def nearest_orthonormal(columns: Sequence[Tensor], tolerance: float = DEFAULT_TO
 
 def _by_steps(tall: Tensor, floor: float, tolerance: float) -> Tensor | None:
     """Return the orthonormal factor of a matrix (n, m), n ≥ m; None if it is nearly singular."""
-    gram = mirror(_gram(tall, torch.float64))
+    gram = mirror(smaller_gram(tall.mT, torch.float64))
     smallest, largest = _bounds(gram)
     if not (smallest > LEAST_RATIO * largest and smallest > floor):
         return None
     ratio, step = smallest / largest, tall / largest
     gram.div_(largest**2)
-    while 1 - ratio > 0.75 * tolerance:
+    while 1 - ratio > 1.5 * tolerance:
         a, b, c = step_weights(ratio)
         moved = _through_inverse(step, gram, c, tolerance)
         if moved is None:
             return None
         step, gram = moved.mul_(a - b / c).add_(step, alpha=b / c), None
         ratio *= (a + b * ratio**2) / (1 + c * ratio**2)
-    return step.to(tall.dtype)
+    return step.mul_(2 / (1 + ratio)).to(tall.dtype)  # from [ratio, 1] to both sides of 1
 
 
 def _bounds(gram: Tensor) -> tuple[float, float]:
@@ -137,7 +134,7 @@ def _through_inverse(
     narrow = weight * rounding(torch.float32) <= tolerance / 8
     for dtype in (torch.float32, torch.float64) if narrow else (torch.float64,):
         known = gram is not None and gram.dtype == dtype
-        system = gram if known else mirror(_gram(step, dtype))
+        system = gram if known else mirror(smaller_gram(step.mT, dtype))
         system.mul_(weight).diagonal().add_(1)
         size = squared_norm(system) ** 0.5
         if not cholesky_(system):
@@ -148,12 +145,3 @@ def _through_inverse(
             rows = step.to(dtype, copy=True, memory_format=torch.contiguous_format)
             return solve_(rows, system)
     return None
-
-
-def _gram(tall: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return XᵀX, (m, m), its lower triangle."""
-    side = tall.shape[1]
-    gram = torch.zeros(side, side, dtype=dtype, device=tall.device)
-    for rows in blocks(*tall.shape):
-        add_gram(gram, tall[rows].to(dtype).mT)
-    return gram

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leading singular directions of a matrix: all of them exactly, some of the Gram matrix, or a few.
+"""Leading singular directions of a matrix: as exact as is wanted, or a few of a large one.
 
-* `singular_directions` decomposes by a Gram matrix where all directions that are wanted can be told
-  from its rounding, else in float64 by a full decomposition.
-* `leading_eigenpairs` takes a share of the eigenpairs of a Gram matrix (for the refinement).
+* `singular_directions` decomposes by a Gram matrix where that leaves the digits that are wanted,
+  else in float64 by a full decomposition.
 * `leading_directions` finds a few without decomposing a large matrix, in the span of a random block
   and of its products with the Gram matrix (block Krylov; Musco & Musco 2015).
   `torch.svd_lowrank` keeps the last product only, and needs three times as many.
@@ -16,22 +15,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from scipy.linalg import LinAlgError, eigh
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import add_gram, product, rounding
+from mergekit_ace.algebra.eigenpairs import (
+    estimate_blur,
+    leading_eigenpairs,
+    on_shorter_side,
+    smaller_gram,
+)
+from mergekit_ace.algebra.linalg import product
 
 EPS64 = torch.finfo(torch.float64).eps
 # Up to this side a decomposition in float64 takes milliseconds.
 SMALL_SIDE = 256
-# Eigenvalues of a Gram matrix in float64 above this share of the largest one have directions that
-# are right to 1e-8.
-RESOLVED = 1e-8
-# From this share of the eigenpairs on, all of them take no longer.
-MOST_PAIRS = 0.4
-# What the rounding of a Gram matrix and of its eigenvectors amounts to in an entry, in roundoffs of
-# ‖AAᵀ‖/m, for nearly all matrices; the refinement goes by residuals, which tell it for all.
-GRAM_NOISE = 40
+# Relative errors that are allowed by default: decompositions by Gram matrices leave as much.
+DEFAULT_TOLERANCE = 1e-9
+# How many eigenvectors are looked at to tell the error of all.
+SAMPLE = 32
+# Errors of steep spectra are up to twice the estimate, which is of first order.
+MARGIN = 4
 # Width of the random block, and after how many products with it convergence is looked at.
 BLOCK = 32
 CHECK_EVERY = 2
@@ -73,7 +75,10 @@ class Directions:
 
 
 def singular_directions(
-    matrix: Tensor, rank: int | None = None, floor: float = 0.0, tolerance: float = 0.0
+    matrix: Tensor,
+    rank: int | None = None,
+    floor: float = 0.0,
+    tolerance: float = DEFAULT_TOLERANCE,
 ) -> Directions:
     """Return the leading singular triplets of a matrix, as many as it has.
 
@@ -84,7 +89,7 @@ def singular_directions(
         matrix: (o, i), float64, or float32 where `tolerance` allows for it; finite.
         rank: how many at most; all of them by default.
         floor: what is no larger is left out as well, see `noise_edge`.
-        tolerance: relative error of U_k V_kᵀ up to which float32 is enough.
+        tolerance: the relative error of U_k V_kᵀ that is allowed, in the Frobenius norm.
 
     Returns:
         Them, σ in float64, U and V in the dtype of the matrix.
@@ -123,116 +128,46 @@ def _directions_by_gram(
     Args:
         matrix: (o, i), float32 or float64.
         count: how many, at least one.
-        floor: of the singular values.
-        tolerance: see `singular_directions`; in float64, directions are always right to 1e-8.
+        floor, tolerance: see `singular_directions`.
     """
-    wide = matrix.shape[0] <= matrix.shape[1]
-    rows = matrix if wide else matrix.mT
+    rows = on_shorter_side(matrix)
     side, length = rows.shape
-    if matrix.dtype == torch.float32 and count > MOST_PAIRS * side and length < 2 * side:
+    most = 2 * count > side
+    if matrix.dtype == torch.float32 and most and length < 2 * side:
         return None  # the weak directions of a nearly square matrix need more digits
-    gram = add_gram(matrix.new_zeros(len(rows), len(rows)), rows)
-    energy = float(gram.diagonal().sum(dtype=torch.float64))
-    squares, short, rest = _largest_pairs(gram, count)
-    if matrix.dtype == torch.float32:
-        if not _gram_blur(squares, count, energy, gram) <= tolerance:
-            return None
-    elif not max(float(squares[-count]), floor**2) > RESOLVED * float(squares[-1]):
-        return None
-    kept = int((squares[-count:] > floor**2).sum())
-    if kept < count:
-        rest = None
-    short = short[:, len(squares) - kept :].flip(1)
+    gram = smaller_gram(matrix, matrix.dtype)
+    squares, short = leading_eigenpairs(gram, side if most else count + 1)
+    sigma = squares.clamp(min=0).sqrt()
+    kept = int((sigma[:count] > floor).sum())
+    short, rest = short[:, :kept], short[:, kept:] if most else None
     long = product(rows.mT, short)
+    if kept and not MARGIN * _blur(rows, short, long, sigma) <= tolerance:  # nor is NaN an answer
+        return None
     values = torch.linalg.vector_norm(long, dim=0, dtype=torch.float64)
     long /= values.to(long)
-    return Directions(short, values, long, rest) if wide else Directions(long, values, short)
+    if rows is matrix:
+        return Directions(short, values, long, rest)
+    return Directions(long, values, short)
 
 
-def _largest_pairs(gram: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return at least the `count` largest eigenvalues, in float64, their vectors, and the others.
+def _blur(rows: Tensor, short: Tensor, long: Tensor, sigma: Tensor) -> float:
+    """Estimate the relative error of U_k V_kᵀ that eigenvectors p of A Aᵀ lead to.
 
-    Both are ascending. What is left of the vectors is None unless all were computed.
-    """
-    size = len(gram)
-    if count <= MOST_PAIRS * size:
-        values, vectors = leading_eigenpairs(gram, min(count + 1, size))
-        return values.double(), vectors, None
-    values, vectors = _all_eigenpairs(gram)
-    return values.double(), vectors, vectors[:, : size - count]
-
-
-def _all_eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return all eigenvalues, ascending, (m,), and eigenvectors, by divide and conquer.
-
-    Arguments as of `leading_eigenpairs`. On a CPU torch would leave it to MKL.
-    """
-    if matrix.device.type != "cpu":
-        return torch.linalg.eigh(matrix)
-    given = matrix.numpy().T
-    try:
-        values, vectors = eigh(
-            given, lower=False, overwrite_a=True, check_finite=False, driver="evd"
-        )
-    except LinAlgError as error:
-        raise torch.linalg.LinAlgError(str(error)) from error
-    return torch.from_numpy(values), torch.from_numpy(vectors)
-
-
-def _gram_blur(squares: Tensor, count: int, energy: float, gram: Tensor) -> float:
-    """Estimate the relative error of U_k V_kᵀ, to first order, from the rounding of A Aᵀ.
-
-    Weak directions turn, and the last one mixes with the first one that is left out.
+    A residual ‖AAᵀp − σ²p‖ is that of an error of A with random entries of a standard deviation of
+    ‖AAᵀp − σ²p‖ / (2σ√m). It is about the same for all p, so that some tell it.
 
     Args:
-        squares: the largest eigenvalues, ascending; at least k + 1 unless there are no more.
-        count: k.
-        energy: ‖A‖_F².
-        gram: A Aᵀ, (m, m).
+        rows: A, (m, n).
+        short: the p, (m, k), k ≥ 1.
+        long: the Aᵀp, (n, k).
+        sigma: the σ, k of them or more, the largest first.
     """
-    strong, side = squares[-count:], len(gram)
-    weakest = float(strong[0])
-    if not weakest > 0:
-        return math.inf
-    rest = max(0.0, energy - float(squares.clamp(min=0).sum()))
-    size = math.sqrt(float(squares.square().sum()) + max(float(squares[0]), 0.0) * rest)
-    entry = GRAM_NOISE * rounding(gram.dtype) * size / side
-    turned = entry**2 * side * float(strong.pow(-2).mean())
-    if len(squares) == count:
-        return turned**0.5
-    gap = weakest - float(squares[-count - 1])
-    return (turned + 2 / count * (min(1.0, entry / gap) ** 2 if gap > 0 else 1.0)) ** 0.5
-
-
-def leading_eigenpairs(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest eigenvalues, ascending, (count,), and their eigenvectors, (m, count).
-
-    On a CPU it takes the memory of the eigenvectors, not the three matrices of torch's
-    divide and conquer.
-
-    Args:
-        matrix: (m, m), symmetric and contiguous; its lower triangle is read; may be overwritten.
-        count: how many, 1 ≤ count ≤ m.
-
-    Raises:
-        torch.linalg.LinAlgError: no convergence.
-    """
-    if matrix.device.type != "cpu":
-        values, vectors = torch.linalg.eigh(matrix)
-        return values[-count:], vectors[:, -count:]
-    size = len(matrix)
-    try:
-        values, vectors = eigh(
-            matrix.numpy().T,  # in LAPACK's order of axes, so that no copy is made
-            lower=False,
-            overwrite_a=True,
-            check_finite=False,
-            driver="evr",
-            subset_by_index=[size - count, size - 1],
-        )
-    except LinAlgError as error:  # as torch calls it
-        raise torch.linalg.LinAlgError(str(error)) from error
-    return torch.from_numpy(values), torch.from_numpy(vectors)
+    count = short.shape[1]
+    some = slice(None, None, math.ceil(count / SAMPLE))
+    residuals = product(rows, long[:, some])
+    residuals -= short[:, some] * sigma[:count][some].square().to(short)
+    error = float(residuals.square().sum(dim=0).mean() * rows.shape[1]) ** 0.5 / 2
+    return estimate_blur(sigma, count, rows.shape, error / sigma)
 
 
 def leading_directions(matrix: Tensor, count: int, tolerance: float = 1e-3) -> Directions:

@@ -21,6 +21,7 @@ from mergekit_ace.algebra.records import (
     Observer,
     TensorRecord,
 )
+from mergekit_ace.algebra.refinement import decomposition_memory
 from mergekit_ace.algebra.ridge_floor import is_near_threshold, rows_per_column
 from mergekit_ace.methods.base import (
     Citation,
@@ -142,11 +143,12 @@ class RidgeMethod(TaskVectorMethod):
         ]
         costs = [COSTS[f](*matrix, experts, r) for f, r in zip(forms, cases, strict=True)]
         extra = [self.extra_operations(*matrix, experts, refined) for refined in cases]
+        decomposed = self.refines * decomposition_memory(*matrix)
         low, high = (c.operations + e for c, e in zip(costs, extra, strict=True))
         return Work(
             operations=(count * low, count * high),
             moved=(count * costs[0].bytes, count * costs[1].bytes),
-            working=int(max(cost.memory for cost in costs)) + BLOCKS,
+            working=int(max(decomposed, *(cost.memory for cost in costs))) + BLOCKS,
             form=(forms[0], forms[1]),
             rows_per_column=rows_per_column(*matrix, experts),
         )

@@ -25,9 +25,8 @@ from mergekit_ace.algebra.covariance import choose_unit
 from mergekit_ace.algebra.layouts import by_layout
 from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.polar import DEFAULT_TOLERANCE
 from mergekit_ace.algebra.records import MatrixRecord, Observer, is_noisy, show, tolerance
-from mergekit_ace.algebra.spectrum import SMALL_SIDE, noise_edge
+from mergekit_ace.algebra.spectrum import DEFAULT_TOLERANCE, SMALL_SIDE, noise_edge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     merge_mean,

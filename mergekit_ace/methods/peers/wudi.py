@@ -24,9 +24,8 @@ from mergekit_ace.algebra.linalg import (
     rounding,
     solve_,
 )
-from mergekit_ace.algebra.polar import DEFAULT_TOLERANCE
 from mergekit_ace.algebra.records import IllConditionedError, Number
-from mergekit_ace.algebra.spectrum import EPS64
+from mergekit_ace.algebra.spectrum import DEFAULT_TOLERANCE, EPS64
 from mergekit_ace.algebra.task_vectors import squared_norm
 from mergekit_ace.methods.base import Citation, method_spec
 from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
