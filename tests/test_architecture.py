@@ -7,7 +7,7 @@ import pytest
 import transformers as tf
 from mergekit.common import ModelReference
 
-from mergekit_ace.methods.architecture import is_table, is_transposed
+from mergekit_ace.methods.architecture import is_table, is_transposed, stored_layout
 
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 
@@ -110,3 +110,25 @@ def test_tables(tmp_path, config, architecture, tables, others):
     assert [name for name in (*tables, *others) if is_table(model, name)] == tables
     assert not is_table(0, tables[0])
     assert not is_table(model, None)
+
+
+@pytest.mark.parametrize(
+    ("tied", "tokens", "expected"),
+    [(False, 40, "table"), (True, 40, "matrix"), (True, 32, "matrix"), (True, 31, "table")],
+)
+def test_tied_embeddings_are_matrices_but_for_toys(tmp_path, tied, tokens, expected):
+    """A vocabulary smaller than the model's width is a toy's."""
+    config = tf.LlamaConfig(**SMALL | {"vocab_size": tokens, "tie_word_embeddings": tied})
+    model = reference(config, "LlamaForCausalLM", tmp_path)
+    name = "model.embed_tokens.weight"
+    assert is_table(model, name)
+    assert stored_layout("auto", model, name, 2, tables=True) == expected
+    assert stored_layout("auto", model, name, 2) == "matrix"
+    assert stored_layout("table", model, name, 2, tables=True) == "table"
+
+
+def test_embeddings_without_a_head_are_tables(tmp_path):
+    """A classifier's config says that embeddings are tied, but no head is there."""
+    config = tf.GPT2Config(vocab_size=40, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    model = reference(config, "GPT2ForSequenceClassification", tmp_path)
+    assert stored_layout("auto", model, "transformer.wte.weight", 2, tables=True) == "table"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -233,6 +234,12 @@ def test_differences_are_paired(llm):
     table = results.tables(family)
     assert "| ace | 1 | 0.550 ± 0.087 | +0.200 ± 0.000 | 0.55 | 1.450 | 2 |" in table
     assert "| base |  |  |  | 0.00 | 2.000 |  |" in table
+    other = replace(family, title="other", merges=merges[1:])
+    overview = results.overview([family, other])
+    assert "| ace | 0.550 ± 0.087 | 0.550 ± 0.087 | 0.550 |" in overview
+    assert "| task_arithmetic, best λ | 0.350 ± 0.087, λ 1 |  |  |" in overview
+    assert "## All families" in results.pages([family, other])
+    assert "All families" not in results.pages([family])
 
 
 def test_words_of_pages_and_manuals(llm):

@@ -105,6 +105,12 @@ def share_of_right(score: Mapping[str, Sequence[int]]) -> str:
     return f"{share:.3f} ± {(share * (1 - share) / len(answers)) ** 0.5:.3f}"
 
 
+def pages(families: Sequence[Family]) -> str:
+    """Return the tables of all families, and what they say together before them."""
+    together = ["## All families\n\n" + overview(families)] if len(families) > 1 else []
+    return "\n\n".join([*together, *map(tables, families)]) + "\n"
+
+
 def tables(family: Family) -> str:
     """Return the table of what is kept, and those of losses and of next tokens."""
     return f"## {family.title}\n\n" + "\n\n".join([
@@ -141,6 +147,31 @@ def kept_table(family: Family) -> str:
             f"{line['seconds']:.0f}",
         ])  # fmt: skip
     return markdown(header, rows)
+
+
+def overview(families: Sequence[Family]) -> str:
+    """Return the table of what each merge keeps in every family, and its λ where that is chosen."""
+    rows = list(dict.fromkeys(f.title_of(line) for f in families for line in f.merges))
+    return markdown(
+        ["merge", *(family.title.split(":")[0] for family in families), "mean"],
+        [overview_row(families, title) for title in rows],
+    )
+
+
+def overview_row(families: Sequence[Family], title: str) -> list[str]:
+    """Return a row of the overview; it has a mean only if every family has the merge."""
+    cells, shares = [title], []
+    for family in families:
+        line = next((line for line in family.merges if family.title_of(line) == title), None)
+        if line is None:
+            cells.append("")
+            continue
+        share, away = family.mean_share(line["scores"])
+        shares.append(share)
+        chosen = f", λ {line['scale']:g}" if line["kind"] == "best" else ""
+        cells.append(f"{share:.3f} ± {root_of_squares(away):.3f}{chosen}")
+    whole = len(shares) == len(families)
+    return [*cells, f"{sum(shares) / len(shares):.3f}" if whole else ""]
 
 
 def own_cells(family: Family, scores: Mapping[str, dict], is_base: bool) -> list[str]:

@@ -30,7 +30,7 @@ from experts import RATES, Recipe, digest, expert_folder, prepare_base, train_ex
 from measure import Examiner, Sizes, share_kept
 from merges import LEARNED, ROWS, SCALES, WITHOUT_SCALE, Merge, Row
 from picture import draw
-from results import Family, Known, answers_page, tables
+from results import Family, Known, answers_page, pages
 from sources import LENGTH, Data, Part, Texts, read_sources
 from transformers.utils.logging import disable_progress_bar
 
@@ -243,14 +243,14 @@ def main() -> None:
     base = prepare_base(settings.base, settings.output / "models")
     known = Known.read(settings.output / "results.jsonl")
     rows = choose_rows(settings.rows)
-    families, pages = [], []
+    families, answered = [], []
     for kind, steps, seed in product(settings.kinds, sorted(settings.steps), settings.seeds):
         study = Study(base, Recipe(kind, seed, steps), texts, untrained, known, settings, data)
         family, answers = study.run(rows)
         families.append(family)
-        pages.append(answers_page(family.title, data.prompts, answers))
-    (settings.output / "table.md").write_text("\n\n".join(map(tables, families)) + "\n")
-    (settings.output / "answers.md").write_text("\n".join(pages))
+        answered.append(answers_page(family.title, data.prompts, answers))
+    (settings.output / "table.md").write_text(pages(families))
+    (settings.output / "answers.md").write_text("\n".join(answered))
     draw(families, settings.output / "picture.png")
     print((settings.output / "table.md").read_text())
     print(f"{time.perf_counter() - start:.0f} s; everything is in {settings.output}")

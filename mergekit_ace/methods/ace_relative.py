@@ -45,7 +45,7 @@ class RelativeAceMerge(RidgeMethod):
     )
     summary = (
         "Merges every matrix as ACE-Merging does, but minimises the sum of the tasks' relative "
-        "errors, and tables of embeddings row by row; ours, not the paper's."
+        "errors, and embeddings row by row unless they are the head, too; ours, not the paper's."
     )
     citations = (ACE_CITATION,)
     own_rule = "merged by the closed form of relative errors"

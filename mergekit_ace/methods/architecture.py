@@ -37,10 +37,12 @@ class Kinds:
     Attributes:
         transposed: stored as (…, in, out).
         tables: stored as rows to be looked up.
+        heads: of the tables, those that multiply as well, being the head (tied).
     """
 
     transposed: frozenset[str] = frozenset()
     tables: frozenset[str] = frozenset()
+    heads: frozenset[str] = frozenset()
 
 
 def is_transposed(model: Hashable, tensor_name: str | None) -> bool:
@@ -82,15 +84,23 @@ def stored_layout(
         chosen: as configured.
         model, tensor_name: see `is_transposed`.
         ndim: of the tensor.
-        tables: whether the merge method has a rule for tables of rows.
+        tables: whether the merge method has a rule for tables of rows. Embeddings that are the
+            head as well are matrices, unless they have fewer rows than columns, as in toys only.
+            Read row by row, the merge of SmolLM2 loses five points (examples/llm/README.md), and
+            families with 113 tokens gain two to nine (examples/benchmark/README.md).
     """
+    rows = tables and is_table(model, tensor_name) and not _is_head(model, tensor_name)
     return resolve_layout(
         chosen,
         tensor_name,
         ndim,
         transposed=is_transposed(model, tensor_name),
-        table=tables and is_table(model, tensor_name),
+        table=rows,
     )
+
+
+def _is_head(model: Hashable, tensor_name: str | None) -> bool:
+    return tensor_name is not None and _is_among(_kinds(model).heads, tensor_name)
 
 
 def _is_among(templates: frozenset[str], tensor_name: str) -> bool:
@@ -138,12 +148,15 @@ def _read_kinds(model: ModelReference) -> Kinds:
     from transformers.pytorch_utils import Conv1D
 
     network = empty_network(model)
-    transposed, tables = set(), set()
+    transposed, tables, heads = set(), set(), set()
+    head = getattr(network.get_output_embeddings(), "weight", None)
     for path, module in network.named_modules():
         if isinstance(module, Conv1D):
             transposed.add(f"{path}.weight")
         elif isinstance(module, Embedding):
             tables.add(f"{path}.weight")
+            if module.weight is head and len(head) >= head.shape[1]:
+                heads.add(f"{path}.weight")
         elif getattr(module, "is_transposed", False) or type(module).__name__ in _PACKED_TRANSPOSED:
             packed = (name for name, p in module.named_parameters() if p.ndim == 3)
             transposed.update(f"{path}.{name}" for name in packed)
@@ -152,7 +165,7 @@ def _read_kinds(model: ModelReference) -> Kinds:
     def templates(names: set[str]) -> frozenset[str]:
         return frozenset(without_numbers(name.removeprefix(prefix)) for name in names)
 
-    return Kinds(templates(transposed), templates(tables))
+    return Kinds(templates(transposed), templates(tables), templates(heads))
 
 
 def _instantiate(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
