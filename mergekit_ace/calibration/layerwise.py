@@ -29,7 +29,7 @@ from mergekit_ace.calibration.decoder_steps import (
     runs_in_steps,
 )
 
-RIDGE = 1.0  # λ: in mean eigenvalues of the inputs' covariance
+RIDGE = 1.0
 Weights = Mapping[str, Tensor]
 
 
@@ -94,13 +94,15 @@ class Calibration:
         start: weights of the merge.
         teachers: experts, and whoever says what should stay.
         device: of the work.
+        ridge: λ > 0, in mean eigenvalues of the inputs' covariance.
     """
 
     def __init__(
         self, model: nn.Module, start: Weights, teachers: Sequence[SampleTeacher],
-        device: torch.device,
+        device: torch.device, ridge: float = RIDGE,
     ):  # fmt: skip
         self.model, self.start, self.teachers, self.device = model, start, teachers, device
+        self.ridge = ridge
         self.rotary = copy.deepcopy(model.model.rotary_emb).to(device)
 
     @torch.no_grad()
@@ -177,7 +179,7 @@ class Calibration:
             for name in group:
                 weight = experts[id(teacher)].get_submodule(name).weight
                 cross[name] = cross[name] + weight.double() @ both
-        factor = ridge_factor(gram, RIDGE)
+        factor = ridge_factor(gram, self.ridge)
         for name in group:
             weight = merge.get_submodule(name).weight
             weight.copy_(solve_from(weight, gram, cross[name], factor))
