@@ -10,10 +10,10 @@ as calibrated so far.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -185,8 +185,13 @@ class Calibration:
             weight.copy_(solve_from(weight, gram, cross[name], factor))
 
 
-def half_precision(device: torch.device) -> contextlib.AbstractContextManager:
-    """Return autocast to bfloat16 on a GPU, and nothing on a processor."""
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    return torch.autocast("cuda", torch.bfloat16)
+def half_precision(device: torch.device) -> torch.autocast:
+    """Return autocast to bfloat16, where processors multiply in it: several times as fast there."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=_multiplies_bfloat16(device.type))
+
+
+@cache
+def _multiplies_bfloat16(kind: str) -> bool:
+    known = getattr(torch.cpu, "get_capabilities", dict)()  # which older versions of torch lack
+    fast = known.get("avx512_bf16", False) or known.get("amx_bf16", False)
+    return kind == "cuda" or (kind == "cpu" and fast)
