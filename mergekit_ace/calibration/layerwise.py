@@ -163,7 +163,7 @@ class Calibration:
     ) -> None:  # fmt: skip
         """Replace the weights of a group in the merge's layer."""
         gram = torch.zeros((), dtype=torch.float64, device=self.device)
-        cross = dict.fromkeys(group, gram)
+        cross, both = dict.fromkeys(group, gram), dict.fromkeys(experts, gram)
         tokens = {id(t): sum(int(used.sum()) for _, used in t.batches) for t in self.teachers}
         for stream in streams:
             teacher, used = stream.teacher, stream.used
@@ -177,13 +177,13 @@ class Calibration:
                 wanted = wanted if bias is None else wanted - bias
                 cross[group[0]] = cross[group[0]] + share * mean_product(wanted, inputs)
                 continue
-            # Y = X_t W_tᵀ, so that W_t comes out of the sum; biases stay those of the merge.
-            both = share * mean_product(own.inputs[used], inputs)
-            for name in group:
-                weight = experts[id(teacher)].get_submodule(name).weight
-                cross[name] = cross[name] + weight.double() @ both
+            both[id(teacher)] = both[id(teacher)] + share * mean_product(own.inputs[used], inputs)
         factor = ridge_factor(gram, self.ridge)
         for name in group:
+            if name not in WRITERS:
+                # Y = X_t W_tᵀ, so that W_t comes out of the sum; biases stay those of the merge.
+                weights = {t: expert.get_submodule(name).weight for t, expert in experts.items()}
+                cross[name] = sum(weights[t].double() @ both[t] for t in weights)
             weight = merge.get_submodule(name).weight
             weight.copy_(solve_from(weight, gram, cross[name], factor))
 
