@@ -4,9 +4,8 @@
     python examples/llm/calibration.py --scale 0.7
     python examples/llm/calibration.py --scale 0.5 --kinds lora --experts spanish indonesian python
 
-The experts, texts and results are those of run.py, in the same output folder. What is calibrated
-is the whole of `mergekit-ace calibrate` but for how sequences are drawn: they are those that the
-experts were trained on.
+The experts, texts and results are those of run.py, in the same output folder. Merges are calibrated
+as by `mergekit-ace calibrate`, on sequences from all over the training texts.
 """
 
 from __future__ import annotations
