@@ -117,30 +117,28 @@ def test_the_program_from_end_to_end(study, capsys):
 
 
 def test_calibration_from_end_to_end(llm, base, data, tmp_path, monkeypatch, capsys):
-    """A calibrated merge is measured beside the merge that it comes from, and kept as a result."""
+    """Both calibrated merges are measured beside the merge that they come from, then deleted."""
     flags = ["--base", base, "--data", data, "--output", tmp_path / "out", "--steps", 2,
-             "--sizes", 1, 2, 1]  # fmt: skip
+             "--sizes", 1, 2, 1, "--samples", 2, "--scale", 0.7]  # fmt: skip
     program = llm("calibration")
-    settings = program.Settings(ridge=0.1)
-    monkeypatch.setattr(program, "NEUTRAL", "others")
-    variants = {
-        "ace": program.Variant(samples=0),
-        "kept": program.Variant(samples=2, settings=settings, keep={"start": 0.5, "base": 0.1}),
-        "halfway": program.Variant(samples=2, settings=settings, mixture=0.5),
-    }
-    monkeypatch.setattr(program, "VARIANTS", variants)
+    monkeypatch.setattr(program, "KEEP", "others")
 
-    def tables(*more: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["calibration.py", *map(str, flags), *more])
+    def tables(*more: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["calibration.py", *map(str, [*flags, *more])])
         program.main()
         return capsys.readouterr().out
 
     first = tables()
-    for title in ("| ace |", "| kept |", "| halfway |"):
-        assert title in first
-    assert "## full, 2 steps, seed 0, validation" in first
+    assert "## full, 2 steps, seed 0: animals, colours, ways" in first
+    rows = [line.split(" | ") for line in first.splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows[2:]] == [
+        "| ace, λ 0.7", "| calibrated, all of the way", "| calibrated, half of the way",
+    ]  # fmt: skip
+    assert len({row[1] for row in rows[2:]}) == 3, "three models"
+    assert not any(path.is_dir() for path in (tmp_path / "out" / "merges").iterdir())
     assert first[first.index("##") :] == tables("--only-print")
-    assert "| kept |" in tables("--part", "test", "--variants", "ace", "kept")
+    others = tables("--nothing-kept", "--ridge", 0.1)
+    assert not {row for row in others.splitlines() if "calibrated," in row} & {*first.splitlines()}
 
 
 def test_training_goes_on_where_it_was(llm, base, data, tmp_path, monkeypatch):

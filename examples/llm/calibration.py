@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibrate merges of a real language model on a few samples, and measure what that gains.
+"""Calibrate `ace` merges of a real language model on a few texts, and measure what that gains.
 
-    python examples/llm/calibration.py                  # every variant, on the validation part
-    python examples/llm/calibration.py --part test --variants "ace 0.7" "stream 1, 64"
+    python examples/llm/calibration.py --scale 0.7
+    python examples/llm/calibration.py --scale 0.5 --kinds lora --experts spanish indonesian python
 
-The experts, texts and results are those of run.py, in the same output folder.
+The experts, texts and results are those of run.py, in the same output folder. Merges are calibrated
+as by `mergekit-ace calibrate`, on sequences from all over the training texts.
 """
 
 from __future__ import annotations
@@ -15,76 +16,30 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch starts its threads
 
 import torch
 from experts import DEVICE, Recipe, digest, prepare_base
-from layerwise import Calibration, Settings, Teacher
-from measure import Examiner, State, read_tensors
+from measure import State, read_tensors
 from merges import ROWS, Merge
 from results import Family, Known, markdown, own_cells, root_of_squares, share_of_right
 from run import NotMeasured, Study, choose_texts, family_parser, parse
 from safetensors.torch import save_file
-from sources import Part, Texts, end_token, read_sources
+from sources import Texts, end_token, read_sources
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-NEUTRAL = "english"  # the text that says what should stay; nobody learned it
+from mergekit_ace.calibration.layerwise import RIDGE, Calibration, SampleTeacher
 
-
-@dataclass(frozen=True)
-class Variant:
-    """A merge without data, and how it is calibrated.
-
-    Attributes:
-        start: row of the merge.
-        scale: λ of the merge.
-        samples: sequences per expert; 0 leaves the merge as it is.
-        settings: of the calibration.
-        keep: weights of further teachers on the neutral text, `base` or `start`.
-        mixture: share of the way from the merge to the calibrated model.
-        every: only every so many-th token of a sequence counts, which saves time.
-    """
-
-    start: str = "ace"
-    scale: float = 1.0
-    samples: int = 16
-    settings: Settings = field(default_factory=Settings)
-    keep: dict[str, float] = field(default_factory=dict)
-    mixture: float = 1.0
-    every: int = 1
-
-
-def variants() -> dict[str, Variant]:
-    """Return what is tried, by the name in the table."""
-    halved = {"scale": 0.7, "every": 2, "keep": {"start": 0.5}}
-    best = {"samples": 64, "every": 4, "keep": {"start": 1.0}}
-    loose, no_ridge = Settings(ridge=0.1), Settings(1e-4, "weights", off_diagonal=0.9)
-    return {
-        "ace, λ 0.7": Variant(scale=0.7, samples=0),
-        "ace, λ 0.85": Variant(scale=0.85, samples=0),
-        "16 samples, nothing kept": Variant(scale=0.7),
-        "16 samples": Variant(**halved),
-        "16 samples, ridge 0.1": Variant(**halved, settings=loose),
-        "16 samples, targets not corrected": Variant(
-            **halved, settings=Settings(targets="outputs")
-        ),
-        "16 samples, RegMean++": Variant(scale=0.7, every=2, settings=no_ridge),
-        "64 samples": Variant(scale=0.7, **best),
-        "64 samples, λ 0.85": Variant(scale=0.85, **best),
-        "64 samples, half of the way": Variant(scale=0.7, **best, mixture=0.5),
-        "64 samples, λ 0.85, half of the way": Variant(scale=0.85, **best, mixture=0.5),
-    }
-
-
-VARIANTS = variants()
+KEEP = "english"  # the text on which the merge should stay as it is; nobody learned it
+EVERY = 4  # tokens of which one counts in the sums, which saves time
+GROUP = 16  # sequences that go through a layer together
 
 
 @dataclass(frozen=True)
@@ -92,12 +47,16 @@ class Calibrated(Merge):
     """A merge that was calibrated: a checkpoint that is made when it is asked for.
 
     Attributes:
-        variant: of the calibration.
-        neutral: text of which the variant's further teachers say what should stay.
+        way: share of the way from the merge to what its layers were solved to.
+        samples: sequences per teacher.
+        ridge: λ of the closed form.
+        keep: text on which the merge should stay as it is, if any.
     """
 
-    variant: Variant = field(default_factory=Variant)
-    neutral: Texts | None = None
+    way: float
+    samples: int
+    ridge: float
+    keep: Texts | None
 
     @property
     def start(self) -> Merge:
@@ -107,21 +66,25 @@ class Calibrated(Merge):
     @cached_property
     def target(self) -> Path:
         """Folder of the checkpoint; its name says what it depends on."""
-        return self.folder / f"calibrated-{digest(self.start.target.name, asdict(self.variant))}"
+        kept = self.keep and self.keep.fingerprint
+        settings = (self.samples, self.ridge, EVERY, kept, self.way)
+        return self.folder / f"calibrated-{digest(self.start.target.name, *settings)}"
 
     def make(self) -> Path:
         """Return the folder of the checkpoint; calibrate unless it is there."""
         if self.target.exists():
             return self.target
         start = self.start.make()
-        began = time.perf_counter()
-        if self.variant.mixture != 1.0:
-            whole = replace(self, variant=replace(self.variant, mixture=1.0))
-            tensors = self._mix(start, whole.make())
+        if self.way != 1.0:
+            whole = replace(self, way=1.0)
+            solved, merged = read_tensors(whole.make()), read_tensors(start)
+            tensors = {n: merged[n].float().lerp(solved[n].float(), self.way) for n in solved}
             seconds = whole.seconds
         else:
-            tensors = self._calibrate(start)
+            began = time.perf_counter()
+            tensors = self._solve(start)
             seconds = time.perf_counter() - began
+            print(f"calibrated {self.target.name}: {seconds:.0f} s", flush=True)
         partial = self.target.with_name(self.target.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(self.base, partial, ignore=shutil.ignore_patterns("*.safetensors*"))
@@ -129,35 +92,30 @@ class Calibrated(Merge):
         save_file(stored, partial / "model.safetensors", {"format": "pt"})
         (partial / "seconds.json").write_text(json.dumps(round(seconds, 1)))
         os.replace(partial, self.target)
-        print(f"calibrated {self.variant}: {seconds:.0f} s", flush=True)
         return self.target
 
-    def _mix(self, start: Path, whole: Path) -> State:
-        merged, calibrated = read_tensors(start), read_tensors(whole)
-        return {
-            name: torch.lerp(tensor.float(), calibrated[name].float(), self.variant.mixture)
-            for name, tensor in merged.items()
-        }
-
-    def _calibrate(self, start: Path) -> State:
+    def _solve(self, start: Path) -> State:
         tokenizer = AutoTokenizer.from_pretrained(self.base)
-        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32).eval()
-        merged, base = read_tensors(start), read_tensors(self.base)
+        merged = read_tensors(start)
 
-        def teacher(weights: State, texts: Texts, weight: float) -> Teacher:
-            ids, _ = texts.sequences("train", tokenizer, self.variant.samples)
+        def teacher(weights: State, texts: Texts, weight: float) -> SampleTeacher:
+            ids, _ = texts.sequences("train", tokenizer, self.samples)
             used = tokens_before_padding(ids, end_token(tokenizer))
-            used &= torch.arange(ids.shape[1]) % self.variant.every == 0
-            on_device = {name: tensor.to(DEVICE) for name, tensor in weights.items()}
-            return Teacher(on_device, ids.to(DEVICE), used.to(DEVICE), weight)
+            used &= torch.arange(ids.shape[1]) % EVERY == 0
+            batches = list(zip(ids.split(GROUP), used.split(GROUP), strict=True))
+            return SampleTeacher(weights, batches, weight)
 
         teachers = [
             teacher(read_tensors(folder), self.texts[name], 1 / len(self.experts))
             for name, folder in self.experts.items()
         ]
-        for name, weight in self.variant.keep.items():
-            teachers.append(teacher({"base": base, "start": merged}[name], self.neutral, weight))
-        return Calibration(model.to(DEVICE), merged, teachers, self.variant.settings).run()
+        if self.keep is not None:
+            teachers.append(teacher(merged, self.keep, 1.0))
+        model = AutoModelForCausalLM.from_pretrained(self.base)
+        result = dict(merged)
+        for layer in Calibration(model, merged, teachers, DEVICE, self.ridge).layers():
+            result |= layer
+        return result
 
 
 def tokens_before_padding(ids: Tensor, end: int) -> Tensor:
@@ -165,66 +123,46 @@ def tokens_before_padding(ids: Tensor, end: int) -> Tensor:
     return (ids != end).flip(1).cummax(1).values.flip(1)
 
 
-class CalibrationStudy(Study):
-    """A family whose validation part also has the texts that nobody learned."""
-
-    def __init__(self, *given: Any):
-        super().__init__(*given)
-        count = self.settings.sizes.untrained
-        self.exams["validation"] = digest(self.exams["validation"], count, "untrained")
-
-    @cached_property
-    def examiner(self) -> Examiner:
-        """The base model in memory, and all exams."""
-        examiner = super().examiner
-        examiner.exams["validation"] |= {
-            name: texts.sequences("validation", examiner.tokenizer, self.settings.sizes.untrained)
-            for name, texts in self.untrained.items()
-        }
-        return examiner
-
-    def calibrated(self, variant: Variant) -> Merge:
-        """Return a merge of the family, calibrated unless the variant has no samples."""
-        (row,) = (row for row in ROWS if row.name == variant.start)
-        merge = self.merge(row, variant.scale)
-        if not variant.samples:
-            return merge
-        neutral = self.untrained.get(NEUTRAL)
-        own = {name: getattr(merge, name) for name in Merge.__dataclass_fields__}
-        return Calibrated(**own, variant=variant, neutral=neutral)
-
-    def table(self, names: Sequence[str], part: Part) -> str:
-        """Measure variants, and return the table that compares them with the best without data."""
-        base, experts = self.scores(part)
-        family = Family("", base, experts, [], list(self.untrained))
-        lines = {}
-        for name in names:
-            with suppress(NotMeasured):
-                lines[name] = self.measure(self.calibrated(VARIANTS[name]), part)
-        plain = [name for name in lines if not VARIANTS[name].samples]
-        best = max(plain, key=lambda name: family.mean_share(lines[name]["scores"])[0])
-        return comparison(family, lines, best)
+def calibrated_table(study: Study) -> str:
+    """Measure a merge before and after it is calibrated; return the table that compares them."""
+    settings = study.settings
+    (row,) = (row for row in ROWS if row.name == "ace")
+    start = study.merge(row, settings.scale)
+    own = {name: getattr(start, name) for name in Merge.__dataclass_fields__}
+    keep = None if settings.nothing_kept else study.untrained[KEEP]
+    ways = {"calibrated, all of the way": 1.0, "calibrated, half of the way": 0.5}
+    merges: dict[str, Merge] = {f"ace, λ {settings.scale:g}": start} | {
+        name: Calibrated(**own, way=way, samples=settings.samples, ridge=settings.ridge, keep=keep)
+        for name, way in ways.items()
+    }
+    base, experts = study.scores("test")
+    lines = {}
+    for name, merge in merges.items():
+        with suppress(NotMeasured):
+            lines[name] = study.measure(merge)
+    if not settings.only_print:
+        for merge in merges.values():
+            merge.remove()
+    return comparison(Family("", base, experts, [], list(study.untrained)), lines)
 
 
-def comparison(family: Family, lines: Mapping[str, dict], best: str) -> str:
-    """Return a table of variants.
+def comparison(family: Family, lines: Mapping[str, dict]) -> str:
+    """Return a table that compares merges with the first of them.
 
     Args:
         family: with the scores of base and experts.
-        lines: results by name of the variant.
-        best: name of the one that others are compared with.
+        lines: results by name.
     """
+    first = next(iter(lines.values()))
     asked = [name for name in family.experts if "answers" in family.base[name]]
-    header = ["merge", "kept", f"against {best}", *family.experts,
-              *(f"{name}, right answers" for name in asked),
-              *(f"{name}, loss against {best}" for name in family.untrained),
-              "seconds"]  # fmt: skip
+    header = ["merge", "kept", "against the start", *family.experts,
+              *(f"{name}, right" for name in asked), *family.untrained, "seconds"]  # fmt: skip
     rows = []
     for name, line in lines.items():
-        scores, reference = line["scores"], lines[best]["scores"]
+        scores, reference = line["scores"], first["scores"]
         share, away = family.mean_share(scores)
         cells = [name, f"{share:.3f} ± {root_of_squares(away):.3f}",
-                 with_error(*family.difference_from(line, lines[best])),
+                 with_error(*family.difference_from(line, first)),
                  *own_cells(family, scores, False),
                  *(share_of_right(scores[text]) for text in asked),
                  *(with_error(*loss_difference(scores[text], reference[text]))
@@ -256,8 +194,10 @@ def loss_difference(
 
 def main() -> None:
     parser = family_parser(__doc__)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--part", choices=["validation", "test"], default="validation")
+    parser.add_argument("--scale", type=float, default=1.0, help="λ of ace")
+    parser.add_argument("--samples", type=int, default=64, help="sequences of each text")
+    parser.add_argument("--ridge", type=float, default=RIDGE, help="λ of the calibration")
+    parser.add_argument("--nothing-kept", action="store_true", help=f"without {KEEP} to keep")
     settings = parse(parser)
     disable_progress_bar()
     data = read_sources(settings.data)
@@ -268,9 +208,9 @@ def main() -> None:
     known = Known.read(settings.output / "results.jsonl")
     for kind, steps, seed in product(settings.kinds, sorted(settings.steps), settings.seeds):
         recipe = Recipe(kind, seed, steps)
-        study = CalibrationStudy(base, recipe, texts, untrained, known, settings, data)
-        table = study.table(settings.variants, settings.part)
-        print(f"## {kind}, {steps} steps, seed {seed}, {settings.part}\n\n{table}\n", flush=True)
+        study = Study(base, recipe, texts, untrained, known, settings, data)
+        table = calibrated_table(study)
+        print(f"## {kind}, {steps} steps, seed {seed}: {', '.join(texts)}\n\n{table}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -207,12 +207,25 @@ def _is_adapter(model: ModelReference) -> bool:
     return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
 
 
+def with_base(model: ModelReference) -> ModelReference:
+    """Return `BASE+ADAPTER` for an adapter that stands alone, and any other model as it is.
+
+    Raises:
+        ConfigError: the adapter does not say which model it belongs to.
+        DamagedFileError: there is no such folder, or its config is damaged.
+    """
+    check_name(model)
+    if model.lora is not None or not _is_adapter(model):
+        return model
+    return ModelReference(model=_told_base(model).model, lora=model.model)
+
+
 def _told_base(model: ModelReference) -> ModelReference:
     """Return the base that an adapter's own config names."""
     told = read_lora_config(adapter_folder(model.model))
     if not told.base_model_name_or_path:
         raise ConfigError(
-            f"{model} does not say which model it belongs to; add `base_model:` to the config"
+            f"{model} does not say which model it belongs to; write BASE+{model}, with that model"
         )
     return ModelReference.model_validate(
         {"model": {"path": told.base_model_name_or_path, "revision": told.revision}}

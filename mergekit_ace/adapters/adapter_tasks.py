@@ -10,9 +10,9 @@ versions of the experts are formed, those of one tensor at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -100,6 +100,36 @@ class AdaptedTensor:
         if change.kind == "bias":
             return (base + adapter.full(change.name).to(base.device)).to(base.dtype)
         return adapter.low_rank(change.name).added_to(base)
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedWeights(Mapping[str, Tensor]):
+    """The tensors of a base with an adapter, each formed in float32 when it is read.
+
+    Attributes:
+        model: `BASE+ADAPTER`.
+        base: tensors of the base, by the names in its files.
+    """
+
+    model: ModelReference
+    base: Mapping[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.base[name]
+        change = find_stored_change(self.adapter, WeightInfo(name=name))
+        adapted = AdaptedTensor({self.model: (self.adapter, change)})
+        return adapted.version(self.model, tensor.float()) if change else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.base)
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    @cached_property
+    def adapter(self) -> Adapter:
+        """The adapter, whose own tensors are read as they are needed."""
+        return read_adapters([self.model])[self.model]
 
 
 class GatherAdapted(GatherTensors):

@@ -10,13 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from mergekit.common import ModelReference
 from torch import Tensor
 from tqdm import tqdm
 
+from mergekit_ace.adapters.adapter_plan import base_of, with_base
+from mergekit_ace.adapters.adapter_tasks import AdaptedWeights
+from mergekit_ace.adapters.peft_adapter import adapter_folder
 from mergekit_ace.calibration.calibrate_config import CalibrateConfig
-from mergekit_ace.calibration.layerwise import Calibration, SampleTeacher
+from mergekit_ace.calibration.calibration_card import card_section
+from mergekit_ace.calibration.layerwise import STEP, Calibration, SampleTeacher
 from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import save_tensors
+from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.data import read_rows
 from mergekit_ace.training.language import CausalLanguageModel, pad, padding_mask
@@ -31,9 +37,6 @@ if TYPE_CHECKING:
 SAMPLES = 64  # of each teacher, unless its data says otherwise
 TOKENS = 4096  # of the samples that go through a layer together, or more of a longer one
 SEED = 0  # of the draw of samples
-# Of the way from the merge to what the layers were solved to: half of it gains as much on held-out
-# texts and costs less elsewhere (examples/llm/README.md).
-STEP = 0.5
 
 
 def run_calibration(
@@ -60,6 +63,9 @@ def run_calibration(
             save_tensors(path, tensors)
             new |= dict.fromkeys(tensors, path)
         _write(start, new, work / "result")
+        with open(work / "result" / "README.md", "a", encoding="utf-8") as card:
+            names = [expert.task for expert in config.models]
+            card.write(f"\n\n{card_section(names, calibration.teachers)}\n")
         shutil.rmtree(out, ignore_errors=True)
         os.replace(work / "result", out)
     finally:
@@ -69,25 +75,46 @@ def run_calibration(
 
 def _prepare(config: CalibrateConfig, out: Path, adapters: Path) -> tuple[Path, Calibration]:
     """Find and check the models, and read the texts; return the folder of the merge, too."""
-    references = [config.merged_model, *(expert.model for expert in config.models)]
-    folders = [local_folder(one, adapters, config.trust_remote_code) for one in references]
-    if any(os.path.realpath(out) == os.path.realpath(folder) for folder in folders):
+    trust = config.trust_remote_code
+    found = [_find_expert(one.model, adapters, trust) for one in config.models]
+    experts = [expert for expert, _ in found]
+    folders = [local_folder(config.merged_model, adapters, trust), *(place for _, place in found)]
+    read = [*folders, *(adapter_folder(one.lora) for one in experts if one.lora)]
+    if any(os.path.realpath(out) == os.path.realpath(folder) for folder in read):
         raise TrainingError(f"{out} is one of the models that are read; give another folder")
     model = load_skeleton(folders[0], CausalLanguageModel(), config)
-    start, *experts = (map_tensors(stored_tensors(folder)) for folder in folders)
-    for reference, weights in zip(references, (start, *experts), strict=True):
-        _check_weights(reference, weights, start, model)
+    start, *weights = (map_tensors(stored_tensors(folder)) for folder in folders)
+    references = [config.merged_model, *(str(base_of(one)) for one in experts)]
+    for reference, tensors in zip(references, (start, *weights), strict=True):
+        _check_weights(reference, tensors, start, model)
+    for place, expert in enumerate(experts):
+        if expert.lora:
+            weights[place] = AdaptedWeights(expert, weights[place])
     tokenizer = load_processor(folders, CausalLanguageModel(), config)
     shares = [1 / len(experts)] * len(experts)
     teachers = [
-        SampleTeacher(weights, _batches(fit_to_model(data, model), tokenizer), share)
-        for weights, (_, data), share in zip(
-            (*experts, start), config.sources, (*shares, 1.0), strict=True
+        SampleTeacher(tensors, _batches(fit_to_model(data, model), tokenizer), share)
+        for tensors, (_, data), share in zip(
+            (*weights, start), config.sources, (*shares, 1.0), strict=True
         )
     ]
     _check_window(model, max(ids.shape[1] for t in teachers for ids, _ in t.batches))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return Path(folders[0]), Calibration(model, start, teachers, device)
+
+
+def _find_expert(reference: str, adapters: Path, trust: bool) -> tuple[ModelReference, str]:
+    """Return an expert and the folder of its weights; `BASE+ADAPTER`, and the base's folder."""
+    expert = with_base(ModelReference.model_validate(reference))
+    try:
+        return expert, local_folder(str(base_of(expert)), adapters, trust)
+    except (TrainingError, DamagedFileError) as error:
+        if "+" in reference or not expert.lora:
+            raise
+        raise TrainingError(
+            f"the base that the adapter {reference} names is not here: {error}; write "
+            f"BASE+{reference}, with the folder of the base"
+        ) from error
 
 
 def _check_weights(

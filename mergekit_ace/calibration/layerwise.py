@@ -10,10 +10,10 @@ as calibrated so far.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,10 @@ from mergekit_ace.calibration.decoder_steps import (
     runs_in_steps,
 )
 
-RIDGE = 1.0  # λ: in mean eigenvalues of the inputs' covariance
+RIDGE = 1.0
+# Of the way from the merge to what the layers are solved to: half of it gains nearly as much on
+# held-out texts and costs less elsewhere (examples/llm/README.md).
+STEP = 0.5
 Weights = Mapping[str, Tensor]
 
 
@@ -94,13 +97,15 @@ class Calibration:
         start: weights of the merge.
         teachers: experts, and whoever says what should stay.
         device: of the work.
+        ridge: λ > 0, in mean eigenvalues of the inputs' covariance.
     """
 
     def __init__(
         self, model: nn.Module, start: Weights, teachers: Sequence[SampleTeacher],
-        device: torch.device,
+        device: torch.device, ridge: float = RIDGE,
     ):  # fmt: skip
         self.model, self.start, self.teachers, self.device = model, start, teachers, device
+        self.ridge = ridge
         self.rotary = copy.deepcopy(model.model.rotary_emb).to(device)
 
     @torch.no_grad()
@@ -158,7 +163,7 @@ class Calibration:
     ) -> None:  # fmt: skip
         """Replace the weights of a group in the merge's layer."""
         gram = torch.zeros((), dtype=torch.float64, device=self.device)
-        cross = dict.fromkeys(group, gram)
+        cross, both = dict.fromkeys(group, gram), dict.fromkeys(experts, gram)
         tokens = {id(t): sum(int(used.sum()) for _, used in t.batches) for t in self.teachers}
         for stream in streams:
             teacher, used = stream.teacher, stream.used
@@ -172,19 +177,24 @@ class Calibration:
                 wanted = wanted if bias is None else wanted - bias
                 cross[group[0]] = cross[group[0]] + share * mean_product(wanted, inputs)
                 continue
-            # Y = X_t W_tᵀ, so that W_t comes out of the sum; biases stay those of the merge.
-            both = share * mean_product(own.inputs[used], inputs)
-            for name in group:
-                weight = experts[id(teacher)].get_submodule(name).weight
-                cross[name] = cross[name] + weight.double() @ both
-        factor = ridge_factor(gram, RIDGE)
+            both[id(teacher)] = both[id(teacher)] + share * mean_product(own.inputs[used], inputs)
+        factor = ridge_factor(gram, self.ridge)
         for name in group:
+            if name not in WRITERS:
+                # Y = X_t W_tᵀ, so that W_t comes out of the sum; biases stay those of the merge.
+                weights = {t: expert.get_submodule(name).weight for t, expert in experts.items()}
+                cross[name] = sum(weights[t].double() @ both[t] for t in weights)
             weight = merge.get_submodule(name).weight
             weight.copy_(solve_from(weight, gram, cross[name], factor))
 
 
-def half_precision(device: torch.device) -> contextlib.AbstractContextManager:
-    """Return autocast to bfloat16 on a GPU, and nothing on a processor."""
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    return torch.autocast("cuda", torch.bfloat16)
+def half_precision(device: torch.device) -> torch.autocast:
+    """Return autocast to bfloat16, where processors multiply in it: several times as fast there."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=_multiplies_bfloat16(device.type))
+
+
+@cache
+def _multiplies_bfloat16(kind: str) -> bool:
+    known = getattr(torch.cpu, "get_capabilities", dict)()  # which older versions of torch lack
+    fast = known.get("avx512_bf16", False) or known.get("amx_bf16", False)
+    return kind == "cuda" or (kind == "cpu" and fast)

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from checkpoints import fine_tuned, state, tiny_llama
+from checkpoints import ace_config, fine_tuned, save_family, state, tiny_llama
 from click.testing import CliRunner, Result
 from families import sentence, tokenizer, write_rows
+from peft_models import train_by_chance
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from mergekit_ace.calibration import layerwise
 from mergekit_ace.calibration.layerwise import Calibration, SampleTeacher
 from mergekit_ace.cli import main
 
@@ -53,7 +56,8 @@ def test_a_checkpoint_comes_out(config, tmp_path):
     result = calibrate(config, out)
     assert result.exit_code == 0, result.output
     merged = Path(config["merged_model"])
-    assert {path.name for path in out.iterdir()} == {path.name for path in merged.iterdir()}
+    files = {path.name for path in merged.iterdir()} | {"README.md"}
+    assert {path.name for path in out.iterdir()} == files
     assert len(list(out.glob("*.safetensors"))) > 1
     before, after = (state(LlamaForCausalLM, folder)[1] for folder in (merged, out))
     for name, tensor in before.items():
@@ -65,8 +69,9 @@ def test_a_checkpoint_comes_out(config, tmp_path):
     assert calibrate(config, out, "--overwrite").exit_code == 0
 
 
-def test_experts_weigh_as_much_as_what_should_stay(config, tmp_path):
+def test_experts_weigh_as_much_as_what_should_stay(config, tmp_path, monkeypatch):
     """The result is half of the way to the mathematics on all texts, in one batch each."""
+    monkeypatch.setattr(layerwise, "half_precision", lambda device: nullcontext())
     assert calibrate(config, tmp_path / "out").exit_code == 0
     words = tokenizer()
 
@@ -85,6 +90,85 @@ def test_experts_weigh_as_much_as_what_should_stay(config, tmp_path):
         for name, tensor in tensors.items():
             halfway = (start[name] + tensor) / 2
             assert torch.allclose(found[name], halfway.bfloat16().float(), rtol=0.01, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
+@pytest.mark.parametrize("named", ["alone", "with its base"])
+def test_an_adapter_is_an_expert(config, tmp_path, named):
+    """It does what the model does that PEFT makes of it, also where it changes the embeddings."""
+    lora = {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "r": 4, "lora_alpha": 7}
+    made = train_by_chance(tiny_llama, tmp_path / "adapter", **lora)
+    made.base.save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    whole = tiny_llama()
+    whole.load_state_dict(made.merged)
+    whole.save_pretrained(tmp_path / "whole")
+    settings = tmp_path / "adapter" / "adapter_config.json"
+    told = json.loads(settings.read_text()) | {"base_model_name_or_path": str(tmp_path / "base")}
+    settings.write_text(json.dumps(told))
+    adapter = str(tmp_path / "adapter")
+    name = adapter if named == "alone" else f"{tmp_path / 'base'}+{adapter}"
+    first, *others = config["models"]
+    found = []
+    for expert in (str(tmp_path / "whole"), name):
+        out = tmp_path / f"out{len(found)}"
+        result = calibrate({**config, "models": [{**first, "model": expert}, *others]}, out)
+        assert result.exit_code == 0, result.output
+        found.append(state(LlamaForCausalLM, out)[1])
+    start = state(LlamaForCausalLM, config["merged_model"])[1]
+    for key, tensor in found[0].items():
+        moved = (tensor - start[key]).norm()
+        assert (found[1][key] - tensor).norm() <= 0.02 * moved, key
+    assert "| adapter | 20 |" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
+def test_an_adapter_whose_base_is_elsewhere(config, tmp_path):
+    train_by_chance(tiny_llama, tmp_path / "adapter", target_modules=["q_proj"], r=2)
+    settings = tmp_path / "adapter" / "adapter_config.json"
+    plain = json.loads(settings.read_text())
+    model = {**config["models"][0], "model": str(tmp_path / "adapter")}
+    for base, message in (
+        (None, "does not say which model it belongs to"),
+        ("/gone/base", "there is no folder /gone/base"),
+    ):
+        settings.write_text(json.dumps({**plain, "base_model_name_or_path": base}))
+        result = calibrate({**config, "models": [model]}, tmp_path / "out")
+        assert result.exit_code == 1
+        assert message in result.output
+        assert f"write BASE+{tmp_path / 'adapter'}, with" in result.output
+
+
+def test_the_card_says_that_a_merge_was_calibrated(tmp_path, mergekit_yaml):
+    """And `mergekit-ace card` keeps it."""
+    paths = save_family(tiny_llama(), tmp_path, scales=[0.02, 0.05])
+    for path in paths:
+        tokenizer().save_pretrained(path)
+    report = tmp_path / "ace.jsonl"
+    merged = mergekit_yaml(ace_config(paths, parameters={"report": str(report)}))
+    rng = random.Random(0)
+    for name in ("law", "medicine", "keep"):
+        write_rows(tmp_path / f"{name}.jsonl", [{"text": sentence(rng, 10)}] * 5)
+    data = {name: {"path": str(tmp_path / f"{name}.jsonl"), "text": "text"}
+            for name in ("law", "medicine", "keep")}  # fmt: skip
+    experts = [{"model": paths[1], "data": data["law"]},
+               {"model": paths[2], "task": "medicine", "data": data["medicine"]}]  # fmt: skip
+    out = tmp_path / "out"
+    config = {"merged_model": str(merged), "models": experts, "keep": data["keep"]}
+    assert calibrate(config, out).exit_code == 0
+    text = (out / "README.md").read_text()
+    assert text.startswith((merged / "README.md").read_text())
+    section = text[text.index("## Calibration") :]
+    assert "The ridge was 1, " in section
+    assert "went 0.5 of the way" in section
+    for name in (Path(paths[1]).name, "medicine", "what should stay"):
+        assert f"| {name} | 5 | {5 * 10} |" in section
+    assert str(tmp_path) not in section
+    result = CliRunner().invoke(main, ["card", str(out), "--report", str(report), "--quiet"])
+    assert result.exit_code == 0, result.output
+    again = (out / "README.md").read_text()
+    assert section.rstrip() in again
+    assert again.count("## How this merge was made") == 1
 
 
 @pytest.mark.parametrize("config", [False], indirect=True)

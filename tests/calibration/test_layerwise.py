@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from checkpoints import fine_tuned, tiny_llama
@@ -11,6 +13,7 @@ from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 from watched import watch
 
+from mergekit_ace.calibration import layerwise
 from mergekit_ace.calibration.decoder_steps import WRITERS
 from mergekit_ace.calibration.layerwise import (
     RIDGE,
@@ -20,6 +23,12 @@ from mergekit_ace.calibration.layerwise import (
 )
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def whole_precision(monkeypatch) -> None:
+    """Float32 on processors that multiply in bfloat16, too."""
+    monkeypatch.setattr(layerwise, "half_precision", lambda device: nullcontext())
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "biased"])
