@@ -11,6 +11,7 @@ with p the models' distributions of the next token, averaged over supervised tok
 
 from __future__ import annotations
 
+import math
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mergekit_ace.calibration.layerwise import Weights, half_precision
-from mergekit_ace.training.data import Batch, to_device
+from mergekit_ace.calibration.layerwise import Weights
+from mergekit_ace.training.data import Batch, Example, to_device
 from mergekit_ace.training.language import CausalLanguageModel
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 # λ of what is already merged: finer where merges are usually best.
 SCALES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0)
 HEAD = "lm_head.weight"
+# Of each expert: tokens that are read, and those of them before which distributions are compared.
+# A batch has fewer, since it gets a whole vocabulary of numbers for every token.
+TOKENS, COMPARED, BATCH = 2048, 512, 1024
 
 
 class WeightsBetween(Mapping[str, Tensor]):
@@ -76,6 +80,31 @@ class _WithHead(UserDict[str, Tensor]):
         return self.data["model.embed_tokens.weight" if name == HEAD else name]
 
 
+def comparison_batches(samples: Sequence[Example]) -> list[Batch]:
+    """Return some of the samples of an expert, supervised at some of their tokens.
+
+    Args:
+        samples: at least one, as `CausalLanguageModel.encode` makes them. Where nothing is
+            supervised, as in prompts without a completion, all tokens are.
+    """
+    mean = sum(len(sample["input_ids"]) for sample in samples) / len(samples)
+    chosen = samples[:: max(1, math.ceil(len(samples) * mean / TOKENS))]
+    places = []
+    for number, sample in enumerate(chosen):
+        marks = sample["supervised"] if sample["supervised"].any() else sample["input_ids"] > -1
+        places += [(number, place) for place in marks.nonzero()[:, 0].tolist() if place]
+    kept = places[:: max(1, math.ceil(len(places) / COMPARED))]
+    groups: list[list[Example]] = []
+    for number, sample in enumerate(chosen):
+        marks = torch.zeros_like(sample["input_ids"], dtype=torch.bool)
+        marks[[place for one, place in kept if one == number]] = True
+        longest = max(len(one["input_ids"]) for one in (*(groups[-1] if groups else ()), sample))
+        if not groups or (len(groups[-1]) + 1) * longest > BATCH:
+            groups.append([])
+        groups[-1].append({"input_ids": sample["input_ids"], "supervised": marks})
+    return [CausalLanguageModel().collate(group) for group in groups]
+
+
 @dataclass(frozen=True)
 class ChosenScale:
     """The λ that was chosen, and how far the merge has gone with it and as it was, at most 1."""
@@ -84,9 +113,16 @@ class ChosenScale:
     share: float
     share_before: float
 
+    def __str__(self) -> str:
+        return (
+            f"The merge's change of the base was first multiplied by {self.scale:g}: that goes "
+            f"{self.share:.2f} of the way from the base to the experts on their texts, the merge "
+            f"as it was {self.share_before:.2f}."
+        )
+
 
 class ScaleSearch:
-    """The choice of λ, with one layer of a model in memory at a time.
+    """The choice of λ, in float32, with one layer of a model in memory at a time.
 
     Args:
         model: the architecture; its weights are not looked at.
@@ -149,7 +185,6 @@ class ScaleSearch:
         attach_align_device_hook(self.model, self.device, offload=True, weights_map=weights)
         try:
             for batch in batches:
-                with half_precision(self.device):
-                    yield CausalLanguageModel().logits(self.model, to_device(batch, self.device))
+                yield CausalLanguageModel().logits(self.model, to_device(batch, self.device))
         finally:
             remove_hook_from_submodules(self.model)

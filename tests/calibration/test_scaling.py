@@ -55,7 +55,7 @@ def naive_share(base, merged, experts, batches, scale: float) -> float:
 @torch.no_grad()
 def test_shares_are_those_of_whole_models(rng, tied):
     base = tiny_llama(tie_word_embeddings=tied)
-    experts = [fine_tuned(base, seed, 0.1) for seed in (1, 2)]
+    experts = [fine_tuned(base, seed, 0.3) for seed in (1, 2)]
     merged = copy.deepcopy(base)
     for name, tensor in merged.state_dict().items():
         tensor += sum(expert.state_dict()[name] - base.state_dict()[name] for expert in experts)
@@ -74,7 +74,7 @@ def test_shares_are_those_of_whole_models(rng, tied):
         scale: naive_share(base, merged, experts, batches, scale) for scale in (0.5, 1.0, 1.4)
     }
     for scale, share in expected.items():
-        assert search.share(scale) == pytest.approx(share, abs=2e-3)
+        assert search.share(scale) == pytest.approx(share, abs=5e-3)
     chosen = search.choose()
     curve = [naive_share(base, merged, experts, batches, scale) for scale in SCALES]
     assert chosen.scale == SCALES[curve.index(max(curve))]
