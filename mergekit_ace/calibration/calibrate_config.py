@@ -15,6 +15,8 @@ class CalibrateConfig(Strict):
 
     Attributes:
         merged_model: the merge to start from: a folder or a name on the Hub.
+        base_model: what the experts were fine-tuned from. With it, λ of the merge is chosen first;
+            without, the merge is taken as it is.
         models: the experts that were merged, each with texts of what it is for; `samples` rows of
             them are read, 64 by default, without any label.
         keep: texts of any kind on which the merge should stay as it is.
@@ -23,6 +25,7 @@ class CalibrateConfig(Strict):
     """
 
     merged_model: str
+    base_model: str | None = None
     models: Annotated[tuple[ExpertConfig, ...], Field(min_length=1)]
     keep: DataConfig
     task: Literal["causal-lm"] = "causal-lm"

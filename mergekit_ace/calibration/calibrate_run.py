@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,17 @@ from mergekit_ace.adapters.peft_adapter import adapter_folder
 from mergekit_ace.calibration.calibrate_config import CalibrateConfig
 from mergekit_ace.calibration.calibration_card import card_section
 from mergekit_ace.calibration.layerwise import STEP, Calibration, SampleTeacher
+from mergekit_ace.calibration.scaling import (
+    ChosenScale,
+    ScaleSearch,
+    WeightsBetween,
+    comparison_batches,
+)
 from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import save_tensors
 from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.data import read_rows
+from mergekit_ace.training.data import Example, read_rows
 from mergekit_ace.training.language import CausalLanguageModel, pad, padding_mask
 from mergekit_ace.training.limits import fit_to_model
 from mergekit_ace.training.mapped_weights import map_tensors, stored_tensors
@@ -54,7 +60,9 @@ def run_calibration(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        start, calibration = _prepare(config, out, work / "adapters")
+        start, calibration, chosen = _prepare(config, out, work)
+        if chosen is not None and not quiet:
+            print(chosen)
         depth = len(calibration.model.model.layers)
         new: dict[str, Path] = {}
         bar = tqdm(calibration.layers(), "calibrating layers", depth, disable=quiet)
@@ -62,10 +70,10 @@ def run_calibration(
             path = work / f"layer-{place}.safetensors"
             save_tensors(path, tensors)
             new |= dict.fromkeys(tensors, path)
-        _write(start, new, work / "result")
+        write_checkpoint(start, work / "result", _part_of_the_way(new))
         with open(work / "result" / "README.md", "a", encoding="utf-8") as card:
             names = [expert.task for expert in config.models]
-            card.write(f"\n\n{card_section(names, calibration.teachers)}\n")
+            card.write(f"\n\n{card_section(names, calibration.teachers, chosen)}\n")
         shutil.rmtree(out, ignore_errors=True)
         os.replace(work / "result", out)
     finally:
@@ -73,13 +81,20 @@ def run_calibration(
     return out
 
 
-def _prepare(config: CalibrateConfig, out: Path, adapters: Path) -> tuple[Path, Calibration]:
-    """Find and check the models, and read the texts; return the folder of the merge, too."""
-    trust = config.trust_remote_code
+def _prepare(
+    config: CalibrateConfig, out: Path, work: Path
+) -> tuple[Path, Calibration, ChosenScale | None]:
+    """Find and check the models, read the texts, choose λ; return the folder to start from, too."""
+    trust, adapters = config.trust_remote_code, work / "adapters"
     found = [_find_expert(one.model, adapters, trust) for one in config.models]
     experts = [expert for expert, _ in found]
     folders = [local_folder(config.merged_model, adapters, trust), *(place for _, place in found)]
-    read = [*folders, *(adapter_folder(one.lora) for one in experts if one.lora)]
+    base = config.base_model and local_folder(config.base_model, adapters, trust)
+    read = [
+        *folders,
+        *filter(None, [base]),
+        *(adapter_folder(one.lora) for one in experts if one.lora),
+    ]
     if any(os.path.realpath(out) == os.path.realpath(folder) for folder in read):
         raise TrainingError(f"{out} is one of the models that are read; give another folder")
     model = load_skeleton(folders[0], CausalLanguageModel(), config)
@@ -91,16 +106,25 @@ def _prepare(config: CalibrateConfig, out: Path, adapters: Path) -> tuple[Path, 
         if expert.lora:
             weights[place] = AdaptedWeights(expert, weights[place])
     tokenizer = load_processor(folders, CausalLanguageModel(), config)
-    shares = [1 / len(experts)] * len(experts)
-    teachers = [
-        SampleTeacher(tensors, _batches(fit_to_model(data, model), tokenizer), share)
-        for tensors, (_, data), share in zip(
-            (*weights, start), config.sources, (*shares, 1.0), strict=True
-        )
-    ]
-    _check_window(model, max(ids.shape[1] for t in teachers for ids, _ in t.batches))
+    samples = [_samples(fit_to_model(data, model), tokenizer) for _, data in config.sources]
+    _check_window(model, max(len(own[0]["input_ids"]) for own in samples))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Path(folders[0]), Calibration(model, start, teachers, device)
+    folder, chosen = Path(folders[0]), None
+    if base:
+        origin = map_tensors(stored_tensors(base))
+        _check_weights(str(config.base_model), origin, start, model)
+        texts = [comparison_batches(own) for own in samples[:-1]]
+        pairs = list(zip(weights, texts, strict=True))
+        chosen = ScaleSearch(model, origin, start, pairs, device).choose()
+        scaled = WeightsBetween(origin, start, chosen.scale)
+        write_checkpoint(folder, work / "scaled", lambda name, _: scaled[name])
+        folder, start = work / "scaled", map_tensors(stored_tensors(work / "scaled"))
+    shares = (*[1 / len(experts)] * len(experts), 1.0)
+    teachers = [
+        SampleTeacher(tensors, _batches(own), share)
+        for tensors, own, share in zip((*weights, start), samples, shares, strict=True)
+    ]
+    return folder, Calibration(model, start, teachers, device), chosen
 
 
 def _find_expert(reference: str, adapters: Path, trust: bool) -> tuple[ModelReference, str]:
@@ -149,35 +173,45 @@ def _check_window(model: PreTrainedModel, longest: int) -> None:
         )
 
 
-def _batches(data: DataConfig, tokenizer: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return tokens and which of them count, (n, length) each, longest samples first."""
+def _samples(data: DataConfig, tokenizer: Any) -> list[Example]:
+    """Return the samples of a teacher as they are read, longest first."""
     data = data.model_copy(update={"samples": data.samples or SAMPLES})
     kind = CausalLanguageModel()
     encoded = (kind.encode(row, data, tokenizer) for row in read_rows(data, SEED))
-    rows = sorted((sample["input_ids"] for sample in encoded if sample), key=len, reverse=True)
+    rows = sorted(filter(None, encoded), key=lambda one: len(one["input_ids"]), reverse=True)
     if not rows:
         raise TrainingError(f"data {data.path} has no text of two tokens or more")
+    return rows
+
+
+def _batches(samples: Sequence[Example]) -> list[tuple[Tensor, Tensor]]:
+    """Return tokens and which of them count, (n, length) each, longest samples first."""
     groups: list[list[Tensor]] = []
-    for row in rows:  # the first one of a group is its longest
+    for row in (sample["input_ids"] for sample in samples):  # a group's first is its longest
         if not groups or (len(groups[-1]) + 1) * len(groups[-1][0]) > TOKENS:
             groups.append([])
         groups[-1].append(row)
     return [(pad(group), padding_mask(group).bool()) for group in groups]
 
 
-def _write(start: Path, new: Mapping[str, Path], folder: Path) -> None:
-    """Write the files of the merge, going `STEP` of the way to the new tensors, in its dtypes."""
+def write_checkpoint(start: Path, folder: Path, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Write all files of a checkpoint into a folder, with tensors that a function returns."""
     weights = {path.name for path in weight_files(start)}
     shutil.copytree(start, folder, ignore=lambda _, names: weights & set(names))
     for name in sorted(weights):
-        tensors = {}
         with open_tensors(start / name) as file:
-            for key in file.keys():  # noqa: SIM118
-                tensors[key] = file.get_tensor(key)
-                if key in new:
-                    with open_tensors(new[key]) as calibrated:
-                        solved = calibrated.get_tensor(key)
-                    merged = tensors[key]
-                    tensors[key] = torch.lerp(merged.float(), solved, STEP).to(merged.dtype)
-            metadata = file.metadata()
+            names, metadata = list(file.keys()), file.metadata()
+            tensors = {key: change(key, file.get_tensor(key)) for key in names}
         save_tensors(folder / name, tensors, metadata)
+
+
+def _part_of_the_way(new: Mapping[str, Path]) -> Callable[[str, Tensor], Tensor]:
+    """Return what goes `STEP` of the way from a tensor to that in a file, in its dtype."""
+
+    def change(name: str, merged: Tensor) -> Tensor:
+        if name not in new:
+            return merged
+        with open_tensors(new[name]) as file:
+            return torch.lerp(merged.float(), file.get_tensor(name), STEP).to(merged.dtype)
+
+    return change

@@ -69,6 +69,36 @@ def test_a_checkpoint_comes_out(config, tmp_path):
     assert calibrate(config, out, "--overwrite").exit_code == 0
 
 
+@pytest.mark.parametrize("config", [False], indirect=True)
+def test_lambda_is_chosen_where_the_base_is_known(config, tmp_path):
+    """A merge that goes five times too far comes back; what is not solved shows by how much."""
+    base = tiny_llama()
+    base.save_pretrained(tmp_path / "base")
+    before = base.state_dict()
+    experts = [fine_tuned(base, seed, 0.003) for seed in (1, 2)]
+    for place, expert in enumerate(experts, 1):
+        expert.save_pretrained(tmp_path / f"expert{place}")
+    far = fine_tuned(base, 1, 0.0)
+    for name, tensor in far.state_dict().items():
+        moved = sum(expert.state_dict()[name] - before[name] for expert in experts)
+        tensor += 2.5 * moved
+    far.save_pretrained(tmp_path / "far")
+    tokenizer().save_pretrained(tmp_path / "far")
+    config = {**config, "merged_model": str(tmp_path / "far")}
+    found = calibrate({**config, "base_model": str(tmp_path / "base")}, tmp_path / "out")
+    assert found.exit_code == 0, found.output
+    out = state(LlamaForCausalLM, tmp_path / "out")[1]
+    name = "model.norm.weight"
+    went = (out[name] - before[name]) / (far.state_dict()[name] - before[name])
+    scale = float(went.mean())
+    assert any(scale == pytest.approx(one, abs=1e-3) for one in (0.1, 0.15, 0.2, 0.3))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"was first multiplied by {scale:.2g}: that goes " in card
+    wrong = calibrate({**config, "base_model": str(tmp_path / "none")}, tmp_path / "out2")
+    assert wrong.exit_code == 1
+    assert "none" in wrong.output
+
+
 def test_experts_weigh_as_much_as_what_should_stay(config, tmp_path, monkeypatch):
     """The result is half of the way to the mathematics on all texts, in one batch each."""
     monkeypatch.setattr(layerwise, "half_precision", lambda device: nullcontext())

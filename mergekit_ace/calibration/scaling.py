@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The λ of a merge at which it is closest to its experts on their texts.
+
+How far W0 + λ (M − W0) has gone from the base W0 towards expert t on the texts of t is
+
+    1 − KL(p_t ‖ p_λ) / KL(p_t ‖ p_0),
+
+with p the models' distributions of the next token, averaged over supervised tokens: 0 is the base,
+1 the expert. λ is the value of a grid with the largest mean over experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mergekit_ace.calibration.layerwise import Weights
+from mergekit_ace.training.data import Batch, Example, to_device
+from mergekit_ace.training.language import CausalLanguageModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# λ of what is already merged: finer where merges are usually best.
+SCALES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0)
+HEAD = "lm_head.weight"
+# Of each expert: tokens that are read, and those of them before which distributions are compared.
+# A batch has fewer, since it gets a whole vocabulary of numbers for every token.
+TOKENS, COMPARED, BATCH = 2048, 512, 1024
+
+
+class WeightsBetween(Mapping[str, Tensor]):
+    """The weights W0 + λ (M − W0) of a model, computed when they are asked for.
+
+    Args:
+        base: W0, by name.
+        merged: M, by name. Tensors and rows of embeddings that the base lacks are as in M.
+        scale: λ.
+    """
+
+    def __init__(self, base: Mapping[str, Tensor], merged: Mapping[str, Tensor], scale: float):
+        self.base, self.merged, self.scale = base, merged, scale
+
+    def __getitem__(self, name: str) -> Tensor:
+        return interpolate(self.base.get(name), self.merged[name], self.scale)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.merged
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.merged)
+
+    def __len__(self) -> int:
+        return len(self.merged)
+
+
+def interpolate(base: Tensor | None, merged: Tensor, scale: float) -> Tensor:
+    """Return W0 + λ (M − W0) in the dtype of M; M where the base has no such tensor or row."""
+    if base is None or not merged.is_floating_point() or scale == 1.0:
+        return merged
+    scaled = merged.float().clone()
+    rows = slice(0, min(len(base), len(merged))) if merged.ndim else ...
+    scaled[rows] = torch.lerp(base[rows].float(), scaled[rows], scale)
+    return scaled.to(merged.dtype)
+
+
+class _WithHead(UserDict[str, Tensor]):
+    """Weights whose embeddings are the head, too."""
+
+    def __init__(self, weights: Weights):
+        self.data = weights
+
+    def __missing__(self, name: str) -> Tensor:
+        return self.data["model.embed_tokens.weight" if name == HEAD else name]
+
+
+def comparison_batches(samples: Sequence[Example]) -> list[Batch]:
+    """Return some of the samples of an expert, supervised at some of their tokens.
+
+    Args:
+        samples: at least one, as `CausalLanguageModel.encode` makes them. Where nothing is
+            supervised, as in prompts without a completion, all tokens are.
+    """
+    mean = sum(len(sample["input_ids"]) for sample in samples) / len(samples)
+    chosen = samples[:: max(1, math.ceil(len(samples) * mean / TOKENS))]
+    places = []
+    for number, sample in enumerate(chosen):
+        marks = sample["supervised"] if sample["supervised"].any() else sample["input_ids"] > -1
+        places += [(number, place) for place in marks.nonzero()[:, 0].tolist() if place]
+    kept = places[:: max(1, math.ceil(len(places) / COMPARED))]
+    groups: list[list[Example]] = []
+    for number, sample in enumerate(chosen):
+        marks = torch.zeros_like(sample["input_ids"], dtype=torch.bool)
+        marks[[place for one, place in kept if one == number]] = True
+        longest = max(len(one["input_ids"]) for one in (*(groups[-1] if groups else ()), sample))
+        if not groups or (len(groups[-1]) + 1) * longest > BATCH:
+            groups.append([])
+        groups[-1].append({"input_ids": sample["input_ids"], "supervised": marks})
+    return [CausalLanguageModel().collate(group) for group in groups]
+
+
+@dataclass(frozen=True)
+class ChosenScale:
+    """The λ that was chosen, and how far the merge has gone with it and as it was, at most 1."""
+
+    scale: float
+    share: float
+    share_before: float
+
+    def __str__(self) -> str:
+        return (
+            f"The merge's change of the base was first multiplied by {self.scale:g}: that goes "
+            f"{self.share:.2f} of the way from the base to the experts on their texts, the merge "
+            f"as it was {self.share_before:.2f}."
+        )
+
+
+class ScaleSearch:
+    """The choice of λ, in float32, with one layer of a model in memory at a time.
+
+    Args:
+        model: the architecture; its weights are not looked at.
+        base, merged: weights by name.
+        experts: weights of each, and its texts in batches as `CausalLanguageModel.collate` makes
+            them.
+        device: of the work.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, base: Weights, merged: Weights,
+        experts: Sequence[tuple[Weights, Sequence[Batch]]], device: torch.device,
+    ):  # fmt: skip
+        self.model, self.base, self.merged, self.device = model, base, merged, device
+        self.batches = [batches for _, batches in experts]
+        self.wanted = [
+            [logits.log_softmax(dim=-1).half() for logits in self._logits(weights, batches)]
+            for weights, batches in experts
+        ]
+        self.from_base = self._divergences(base)
+
+    def choose(self) -> ChosenScale:
+        """Return the best λ: from 1 on, neighbours are tried as long as they are better."""
+        as_merged = best = SCALES.index(1.0)
+        shares = {best: self.share(1.0)}
+        for direction in (-1, 1):
+            while 0 <= (place := best + direction) < len(SCALES):
+                if place not in shares:
+                    shares[place] = self.share(SCALES[place])
+                if shares[place] <= shares[best]:
+                    break
+                best = place
+        return ChosenScale(SCALES[best], shares[best], shares[as_merged])
+
+    def share(self, scale: float) -> float:
+        """Return how far the merge with a λ has gone, as a mean over experts."""
+        found = self._divergences(WeightsBetween(self.base, self.merged, scale))
+        pairs = zip(found, self.from_base, strict=True)
+        return sum(1.0 - now / max(whole, 1e-9) for now, whole in pairs) / len(found)
+
+    def _divergences(self, weights: Weights) -> list[float]:
+        """Return KL(expert ‖ model) per token on the texts of each expert, in nats."""
+        found = []
+        for batches, wanted in zip(self.batches, self.wanted, strict=True):
+            total = count = 0.0
+            for logits, expert in zip(self._logits(weights, batches), wanted, strict=True):
+                expert = expert.float()
+                total += float((expert.exp() * (expert - logits.log_softmax(dim=-1))).sum())
+                count += len(expert)
+            found.append(total / count)
+        return found
+
+    @torch.no_grad()
+    def _logits(self, weights: Weights, batches: Sequence[Batch]) -> Iterator[Tensor]:
+        """Yield a model's logits before the supervised tokens of each batch, (P, vocabulary)."""
+        from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
+
+        if HEAD not in weights:  # the embeddings are the head, and are stored once
+            weights = _WithHead(weights)
+        attach_align_device_hook(self.model, self.device, offload=True, weights_map=weights)
+        try:
+            for batch in batches:
+                yield CausalLanguageModel().logits(self.model, to_device(batch, self.device))
+        finally:
+            remove_hook_from_submodules(self.model)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of λ, against whole models in float64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from checkpoints import fine_tuned, tiny_llama
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from mergekit_ace.calibration.scaling import SCALES, ScaleSearch, WeightsBetween, interpolate
+
+CPU = torch.device("cpu")
+
+
+def draw(vocabulary: int, rng: torch.Generator, rows: int) -> dict[str, Tensor]:
+    ids = torch.randint(vocabulary, (rows, 12), generator=rng)
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = 0
+    supervised = mask.bool()
+    supervised[:, :4] = False
+    return {"input_ids": ids, "attention_mask": mask, "supervised": supervised}
+
+
+def naive_share(base, merged, experts, batches, scale: float) -> float:
+    """Copies of whole models, in float64, one sequence at a time."""
+
+    def log_probabilities(model, ids: Tensor) -> Tensor:
+        return model.double()(ids[None]).logits[0].log_softmax(dim=-1)
+
+    between = copy.deepcopy(merged).double()
+    origin = copy.deepcopy(base).double().state_dict()
+    between.load_state_dict({
+        name: origin[name] + scale * (tensor - origin[name])
+        for name, tensor in between.state_dict().items()
+    })  # fmt: skip
+    shares = []
+    for expert, own in zip(experts, batches, strict=True):
+        found = {"base": [], "between": []}
+        for batch in own:
+            for ids, mask, wanted in zip(*batch.values(), strict=True):
+                ids, wanted = ids[: int(mask.sum())], wanted[: int(mask.sum())]
+                target = log_probabilities(copy.deepcopy(expert), ids)[:-1][wanted[1:]]
+                for name, model in (("base", copy.deepcopy(base)), ("between", between)):
+                    other = log_probabilities(model, ids)[:-1][wanted[1:]]
+                    found[name] += (target.exp() * (target - other)).sum(dim=1).tolist()
+        shares.append(1 - sum(found["between"]) / sum(found["base"]))
+    return sum(shares) / len(shares)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_shares_are_those_of_whole_models(rng, tied):
+    base = tiny_llama(tie_word_embeddings=tied)
+    experts = [fine_tuned(base, seed, 0.3) for seed in (1, 2)]
+    merged = copy.deepcopy(base)
+    for name, tensor in merged.state_dict().items():
+        tensor += sum(expert.state_dict()[name] - base.state_dict()[name] for expert in experts)
+    vocabulary = base.config.vocab_size
+    batches = [[draw(vocabulary, rng, 3), draw(vocabulary, rng, 2)], [draw(vocabulary, rng, 4)]]
+    stored = [dict(model.state_dict()) for model in (base, merged, *experts)]
+    if tied:  # as on disk
+        for weights in stored:
+            del weights["lm_head.weight"]
+    pairs = list(zip(stored[2:], batches, strict=True))
+    with torch.device("meta"):
+        model = LlamaForCausalLM(base.config)
+    model.model.rotary_emb = copy.deepcopy(base.model.rotary_emb)
+    search = ScaleSearch(model, stored[0], stored[1], pairs, CPU)
+    expected = {
+        scale: naive_share(base, merged, experts, batches, scale) for scale in (0.5, 1.0, 1.4)
+    }
+    for scale, share in expected.items():
+        assert search.share(scale) == pytest.approx(share, abs=5e-3)
+    chosen = search.choose()
+    curve = [naive_share(base, merged, experts, batches, scale) for scale in SCALES]
+    assert chosen.scale == SCALES[curve.index(max(curve))]
+    assert chosen.share == pytest.approx(max(curve), abs=2e-3)
+    assert chosen.share_before == pytest.approx(expected[1.0], abs=2e-3)
+
+
+def test_what_the_base_lacks_stays_as_merged():
+    base, merged = torch.zeros(2, 3), torch.ones(4, 3).bfloat16()
+    scaled = interpolate(base, merged, 0.25)
+    assert scaled.dtype == torch.bfloat16
+    assert scaled[:, 0].tolist() == [0.25, 0.25, 1.0, 1.0]
+    between = WeightsBetween({"a": base}, {"a": merged, "b": merged}, 0.25)
+    assert torch.equal(between["b"], merged)
+    assert list(between) == ["a", "b"]
+    assert interpolate(base, torch.ones(1, 3), 0.5).tolist() == [[0.5] * 3]
