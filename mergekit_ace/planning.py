@@ -12,7 +12,17 @@ from typing import Any
 
 import yaml
 from mergekit import merge_methods
-from mergekit.architecture import ModelArchitecture, get_architecture_info
+from mergekit.architecture import (
+    ModelArchitecture,
+    ModuleDefinition,
+    WeightInfo,
+    get_architecture_info,
+)
+from mergekit.architecture.json_definitions import (
+    JsonLayerTemplates,
+    JsonModuleArchDef,
+    JsonModuleArchitecture,
+)
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import GatherTensors, LoaderCache, SaveTensor
@@ -27,7 +37,7 @@ from mergekit_ace.checkpoint_files import check_reference, find_on_hub
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.inputs import TensorSettings
-from mergekit_ace.unplanned import UnplannedTensor, plan_unplanned
+from mergekit_ace.unplanned import UnplannedTensor, keep_counters, plan_unplanned
 
 
 class ConfigError(ValueError):
@@ -205,12 +215,19 @@ def find_models(config: MergeConfiguration) -> None:
 
 
 def find_architecture(config: MergeConfiguration, options: MergeOptions) -> ModelArchitecture:
-    """Return what mergekit knows, or infers, of the models' architecture.
+    """Return what mergekit knows, or infers, of the models' architecture; else what they store.
 
     Raises:
-        ConfigError: the models have no embeddings, without which mergekit infers nothing.
         RuntimeError, ValueError, OSError: whatever mergekit says to the models.
     """
+    known = mergekit_architecture(config, options)
+    return known or _stored_architecture(config.referenced_models())
+
+
+def mergekit_architecture(
+    config: MergeConfiguration, options: MergeOptions
+) -> ModelArchitecture | None:
+    """Do what `find_architecture` does; None for models without embeddings, such as ResNets."""
     models = config.referenced_models()
     if any(model.lora for model in models):  # mergekit infers none of them
         bases = {model.model_copy(update={"lora": None}): None for model in models}
@@ -220,11 +237,28 @@ def find_architecture(config: MergeConfiguration, options: MergeOptions) -> Mode
         )
     try:
         return get_architecture_info(config, options)
-    except NotImplementedError as error:
-        raise ConfigError(
-            f"mergekit cannot merge models without embeddings, such as {config.base_model} "
-            f"({error}); merge their files with mergekit-pytorch"
-        ) from error
+    except NotImplementedError:
+        return None
+
+
+def _stored_architecture(models: Sequence[ModelReference]) -> ModelArchitecture:
+    """Return one without layers, of all tensors in the files of models."""
+    stored = [LoaderCache().get(model).index.tensor_paths.keys() for model in models]
+    weights = [
+        WeightInfo(name=name, optional=any(name not in names for names in stored))
+        for name in sorted(set().union(*stored))
+    ]
+    definition = JsonModuleArchDef(
+        model_type="",
+        architectures=[],
+        pre_weights=weights,
+        layer_templates=JsonLayerTemplates(weights=[]),
+        post_weights=[],
+        num_layers_config_key=None,
+        override_num_layers=0,
+    )
+    module = ModuleDefinition(architecture=JsonModuleArchitecture(definition=definition))
+    return ModelArchitecture(modules={"default": module}, architectures=[], model_type="")
 
 
 def layer_lists(config: MergeConfiguration, trust_remote_code: bool) -> dict[str, list[Any]]:
@@ -308,7 +342,7 @@ def plan_tensors(
         targets = planner.plan_to_disk("")  # only a plan: nothing is written
     except RuntimeError as error:
         raise RuntimeError(f"{error}{_layers(config, options, str(error))}") from error
-    saved = [target for target in targets if isinstance(target, SaveTensor)]
+    saved = keep_counters(planner, [t for t in targets if isinstance(t, SaveTensor)])
     saved += plan_unplanned(planner, unplanned, saved[0].writer_task)
     tensors = tuple(PlannedTensor(target.tensor_task) for target in saved)
     return PlannedMerge(config, source, options, tensors)

@@ -12,7 +12,7 @@ from mergekit.config import ConfigReader, MergeConfiguration
 from mergekit.io.tasks import SaveTensor, TensorWriterTask
 from mergekit.plan import MergePlanner
 
-from mergekit_ace.naming import layer_of, stack_size
+from mergekit_ace.naming import is_counter, layer_of, stack_size
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,25 @@ def plan_unplanned(
             clone=one.options.clone_tensors,
             dtype=dtype,
         )
+
+
+def keep_counters(planner: MergePlanner, saves: Sequence[SaveTensor]) -> list[SaveTensor]:
+    """Return tasks that take counters of batches from one model, the base where there is one.
+
+    They are whole numbers, which mergekit merges only where all models have the same.
+
+    Args:
+        planner: has planned the tasks.
+        saves: of all tensors.
+    """
+    kept = []
+    for save in saves:
+        if is_counter(save.tensor_name):
+            model = planner.config.base_model or save.tensor_task.model_order[0]
+            counter = UnplannedTensor(save.tensor_name, (model,), merged=False, floating=False)
+            (save,) = plan_unplanned(planner, [counter], save.writer_task)
+        kept.append(save)
+    return kept
 
 
 def _copier(planner: MergePlanner, tensor: UnplannedTensor) -> MergePlanner:

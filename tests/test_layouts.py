@@ -50,7 +50,12 @@ def test_each_stacked_matrix_takes_its_own_branch(rng):
 
 
 def test_the_default_layout_goes_by_the_axes(rng):
-    for shape, layout in [((6,), "mean"), ((6, 5), "matrix"), ((2, 6, 5), "mean")]:
+    for shape, layout in [
+        ((6,), "mean"),
+        ((6, 5), "matrix"),
+        ((2, 6, 5), "mean"),
+        ((6, 3, 2, 2), "flattened"),
+    ]:
         base = torch.randn(shape, generator=rng)
         experts = [base + torch.randn(shape, generator=rng) for _ in range(2)]
         merged, record = merge_tensor(base, experts, options=EXACT)
@@ -84,7 +89,8 @@ def test_unchanged_tensors_come_back_as_they_are(layout):
         ("auto", "model.layers.0.mlp.experts.gate_up_proj_bias", 2, False, "mean"),
         ("auto", "model.layers.0.mlp.experts.3.w1.weight", 2, False, "matrix"),
         ("auto", "conv.weight", 3, False, "mean"),
-        ("auto", "patch.weight", 4, False, "mean"),
+        ("auto", "patch.weight", 4, False, "flattened"),
+        ("auto", "video.patch.weight", 5, False, "flattened"),
         ("auto", "norm.weight", 1, False, "mean"),
         ("auto", None, 2, False, "matrix"),
         ("matrix", "transformer.h.0.mlp.c_fc.weight", 2, True, "matrix"),

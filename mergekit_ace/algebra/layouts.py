@@ -40,7 +40,7 @@ def resolve_layout(
             return "table"
         if ndim == 2 and not (packed and components[-1].endswith("bias")):
             return "transposed" if transposed else "matrix"
-        return "mean"
+        return "flattened" if ndim > 3 else "mean"  # kernels of images: (o, i, k, k)
     fits = {"matrix": ndim == 2, "table": ndim == 2, "mean": True}.get(layout, ndim >= 2)
     return layout if fits else "mean"
 

@@ -35,7 +35,7 @@ from mergekit_ace.pickled import read_pickle
 from mergekit_ace.planning import PlannedMerge, PlannedTensor, find_architecture, layer_lists
 from mergekit_ace.preflight.checkpoints import DTYPE_NAMES, DTYPES, Checkpoint
 from mergekit_ace.preflight.estimate import NOMINAL, Estimate, estimate_merge
-from mergekit_ace.unplanned import UnplannedTensor, plan_unplanned
+from mergekit_ace.unplanned import UnplannedTensor, keep_counters, plan_unplanned
 
 # On whose versions a result depends.
 MERGE_PACKAGES = ("mergekit", "mergekit-ace", "torch", "transformers", "safetensors")
@@ -158,7 +158,7 @@ def plan_job(job: MergeJob) -> MergePlan:
     targets = planner.plan_to_disk("")  # only a plan: nothing is written
     order = (handle.task() for handle in Executor(targets).schedule.tasks)
     builders = [target for target in targets if isinstance(target, BuildTokenizer)]
-    saves = [task for task in order if isinstance(task, SaveTensor)]
+    saves = keep_counters(planner, [task for task in order if isinstance(task, SaveTensor)])
     saves += plan_unplanned(planner, job.unplanned, saves[0].writer_task)
     if adapters:
         saves = [_with_adapters(save, adapters) for save in saves]

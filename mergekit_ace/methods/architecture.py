@@ -125,10 +125,13 @@ def _known_kinds(model: ModelReference) -> Kinds:
 def empty_network(model: ModelReference) -> PreTrainedModel:
     """Instantiate the architecture of a model on the meta device: names and types, no memory."""
     from accelerate import init_empty_weights
+    from mergekit.common import ModelReference
     from mergekit.io.tasks import LoaderCache
 
     trust = LoaderCache().trust_remote_code
     config = model.config(trust_remote_code=trust)
+    if config.architectures == ["Inferred"]:  # what it is called where mergekit goes by the files
+        config = ModelReference(model=model.model).config(trust_remote_code=trust)
     with init_empty_weights(include_buffers=True):
         return _instantiate(config, trust)
 

@@ -22,7 +22,7 @@ from mergekit_ace.naming import block_of, relative_depths, within_block
 from mergekit_ace.preflight.dtype_rules import DEQUANTISE
 from mergekit_ace.training.basis import write_components
 from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.limits import check_classes, check_mergeable
+from mergekit_ace.training.limits import check_classes
 from mergekit_ace.training.loop import Objective
 from mergekit_ace.training.mapped_weights import check_stored_dtypes, map_weights, stored_names
 from mergekit_ace.training.merged import MergedModel
@@ -240,7 +240,6 @@ def _find_parameters(
     Raises:
         TrainingError: the base lacks one on disk, or an expert has another one.
     """
-    check_mergeable(base, config.base_model)
     names = merged_parameters(base, folders.kind, config.exclude)
     stored = stored_names(base, names, folders.base)
     missing = [name for name, known in stored.items() if not known]

@@ -258,6 +258,15 @@ def check_expert(
             )
 
 
+def lacks_embeddings(model: PreTrainedModel) -> bool:
+    """Return whether a model is one that mergekit does not infer: a ResNet has no embeddings."""
+    try:
+        model.base_model.get_input_embeddings()
+    except NotImplementedError:
+        return True
+    return False
+
+
 def save_backbone(model: PreTrainedModel, folder: Path) -> None:
     """Save a classifier without its head, under the names it has in memory; once.
 
