@@ -3,11 +3,14 @@
 
     python examples/training/generalisation.py vit
     python examples/training/generalisation.py resnet    # and by whose statistics of BatchNorm
+    python examples/training/generalisation.py vit --teachers resnet     # and the other way round
 
 Families of `images.py`, one seed. A merge is scored with the experts' heads on their test images:
 clean ones, with noise, blurred, and with little contrast. Then a task is left out of the merge in
 turn, and its images are told by the class means of the merge's features; and coefficients are
-learned from answers of which a part is wrong. Models and results lie in `generalisation/`.
+learned from answers of which a part is wrong. With `--teachers`, the digits' expert is distilled
+from that of the other family, and coefficients are carried over from there by depth. Models lie in
+`generalisation/`.
 """
 
 from __future__ import annotations
@@ -21,16 +24,17 @@ from pathlib import Path
 import torch
 import yaml
 from click.testing import CliRunner
-from datasets import DatasetDict, load_from_disk
-from images import TASKS, expert_configs, splits, train_family
+from datasets import DatasetDict, disable_progress_bars, load_from_disk
+from images import ARCHITECTURES, TASKS, expert_configs, splits, train_family
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, pad
-from transformers import AutoModel, AutoModelForImageClassification
+from transformers import AutoModel, AutoModelForImageClassification, PreTrainedModel
 
 from mergekit_ace.cli import main as mergekit_ace
 from mergekit_ace.naming import is_running_statistic
-from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.normalisation import measure_statistics, normalising_layers
+from mergekit_ace.training.config import DistillConfig, TrainConfig
+from mergekit_ace.training.distill import run_distillation
+from mergekit_ace.training.normalisation import measure_batch_statistics, normalising_layers
 from mergekit_ace.training.run import run_training
 
 SAMPLES = 64  # of each expert's unlabelled images, for statistics
@@ -77,16 +81,20 @@ class Images:
     """
 
     def __init__(self, architecture: str, folder: Path, steps: int | None = None):
-        self.own, self.steps = folder / architecture, steps
+        self.own, self.kind, self.steps = folder / architecture, architecture, steps
         train_family(self.own, architecture=architecture, teacher=False, steps=steps)
         self.experts = {
             task: AutoModelForImageClassification.from_pretrained(self.own / task).eval()
             for task in TASKS
         }
         for task, expert in self.experts.items():
-            expert.base_model.save_pretrained(self.backbone(task), save_original_format=False)
+            self.keep_backbone(task, expert)
         base = AutoModelForImageClassification.from_pretrained(self.own / "base")
-        base.base_model.save_pretrained(self.backbone("base"), save_original_format=False)
+        self.keep_backbone("base", base)
+
+    def keep_backbone(self, name: str, model: PreTrainedModel) -> None:
+        """Save a model without its head."""
+        model.base_model.save_pretrained(self.backbone(name), save_original_format=False)
 
     def backbone(self, name: str) -> Path:
         """Return the folder of a model without its head."""
@@ -125,6 +133,36 @@ class Images:
         run_training(TrainConfig.model_validate(config), out, quiet=True)
         return self._merged(yaml.safe_load((out / "merge.yml").read_text()))
 
+    def distilled(self, teacher: Path, task: str) -> Path:
+        """Teach the base what an expert of another architecture knows; return the student."""
+        (expert,) = expert_configs(self.own, (task,))
+        training = {"epochs": 60, "batch_size": 16, "learning_rate": ARCHITECTURES[self.kind][3]}
+        if self.steps is not None:
+            training["max_steps"] = self.steps
+        config = {
+            "teacher": str(teacher),
+            "student": str(self.own / "base"),
+            "task": "image-classification",
+            "data": {name: text for name, text in expert["data"].items() if name != "label"},
+            "training": training,
+        }
+        out = self.own / f"{task}-student"
+        run_distillation(DistillConfig.model_validate(config), out, quiet=True)
+        return out
+
+    def carried_over(self, coefficients: Path) -> nn.Module:
+        """Return the merge of all experts with coefficients of another architecture, by depth."""
+        config = {
+            "merge_method": "statsmerging",
+            "base_model": str(self.backbone("base")),
+            "models": [
+                {"model": str(self.backbone(task)), "parameters": {"task": task}} for task in TASKS
+            ],
+            "parameters": {"coefficients": str(coefficients), "match": "depth"},
+            "dtype": "float32",
+        }
+        return self._merged(config)
+
     def _merged(self, config: dict) -> nn.Module:
         path, out = self.own / "merge.yml", self.own / "merged"
         path.write_text(yaml.safe_dump(config))
@@ -152,7 +190,9 @@ class Images:
         return out
 
     @torch.no_grad()
-    def accuracy(self, backbone: nn.Module, task: str, corrupt: Callable, split="test") -> float:
+    def accuracy(
+        self, backbone: nn.Module, task: str, corrupt: Callable, split: str = "test"
+    ) -> float:
         """Return the share of right answers of a backbone with an expert's head."""
         expert = self.experts[task]
         own = expert.base_model
@@ -161,6 +201,12 @@ class Images:
         answers = expert(pixel_values=corrupt(pixels)).logits.argmax(-1)
         setattr(expert, expert.base_model_prefix, own)
         return float((answers == classes).float().mean())
+
+    def mean_accuracy(
+        self, backbone: nn.Module, corrupt: Callable = CORRUPTIONS["clean"], split: str = "test"
+    ) -> float:
+        """Return the mean over all tasks."""
+        return mean([self.accuracy(backbone, task, corrupt, split) for task in TASKS])
 
     @torch.no_grad()
     def told_by_means(self, backbone: nn.Module, task: str) -> float:
@@ -175,7 +221,9 @@ class Images:
     def measured(self, backbone: nn.Module, tasks: tuple[str, ...]) -> nn.Module:
         """Return a backbone with statistics of BatchNorm from a few images of all tasks."""
         pixels = torch.cat([splits(task)["train"][0][:SAMPLES] for task in tasks])
-        measure_statistics(normalising_layers(backbone), [lambda: backbone(pixel_values=pixels)])
+        measure_batch_statistics(
+            normalising_layers(backbone), [lambda: backbone(pixel_values=pixels)]
+        )
         return backbone
 
     def of_base(self, backbone: nn.Module) -> nn.Module:
@@ -191,7 +239,7 @@ class Images:
 
         def score(weight: float) -> float:
             merged = self.merge("statsmerging", TASKS, weight=weight)
-            return mean([self.accuracy(merged, t, CORRUPTIONS["clean"], "train") for t in TASKS])
+            return self.mean_accuracy(merged, split="train")
 
         return max(WEIGHTS, key=score)
 
@@ -206,7 +254,7 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def makers(family: Images, architecture: str) -> dict[str, Callable[[tuple[str, ...]], nn.Module]]:
+def makers(family: Images) -> dict[str, Callable[[tuple[str, ...]], nn.Module]]:
     """Return what makes each merge of some tasks, by the name of its row."""
     simple = {
         "base": lambda tasks: AutoModel.from_pretrained(family.backbone("base")).eval(),
@@ -216,7 +264,7 @@ def makers(family: Images, architecture: str) -> dict[str, Callable[[tuple[str, 
         "`ace`": lambda tasks: family.merge("ace", tasks),
     }
     rows = dict(simple)
-    if architecture == "resnet":
+    if family.kind == "resnet":
         for name, make in simple.items():
             rows[f"{name}, the base's statistics"] = lambda t, make=make: family.of_base(make(t))
             rows[f"{name}, measured ones"] = lambda t, make=make: family.measured(make(t), t)
@@ -225,30 +273,69 @@ def makers(family: Images, architecture: str) -> dict[str, Callable[[tuple[str, 
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("architecture", choices=("vit", "resnet"))
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "generalisation")
-    parser.add_argument("--steps", type=int, help="at most so many per training, to see it run")
-    arguments = parser.parse_args()
-    family = Images(arguments.architecture, arguments.folder.resolve(), arguments.steps)
+def print_shifts(family: Images) -> None:
+    """Print a merge per row, on clean and on corrupted images, and on a task left out of it."""
     print(f"| merge | {' | '.join(CORRUPTIONS)} | a task left out |", flush=True)
     print("|---" * (len(CORRUPTIONS) + 2) + "|")
-    for name, make in makers(family, arguments.architecture).items():
+    for name, make in makers(family).items():
         merged = make(TASKS)
-        scores = [
-            mean([family.accuracy(merged, task, corrupt) for task in TASKS])
-            for corrupt in CORRUPTIONS.values()
-        ]
+        scores = [family.mean_accuracy(merged, corrupt) for corrupt in CORRUPTIONS.values()]
         others = {task: tuple(other for other in TASKS if other != task) for task in TASKS}
         scores.append(mean([family.told_by_means(make(o), t) for t, o in others.items()]))
         print(f"| {name} | {' | '.join(f'{score:.3f}' for score in scores)} |", flush=True)
+
+
+def print_mistakes(family: Images) -> None:
+    """Print the accuracy of coefficients that were learned from answers some of which are wrong."""
     print("\n| share of wrong answers | clean |\n|---|---|")
     for name, change in LEARNED.items():
         for wrong in (0.2, 0.4, 0.6):
-            merged = family.learned(TASKS, change, wrong)
-            score = mean([family.accuracy(merged, t, CORRUPTIONS["clean"]) for t in TASKS])
+            score = family.mean_accuracy(family.learned(TASKS, change, wrong))
             print(f"| {name}, {wrong:.0%} | {score:.3f} |", flush=True)
+
+
+def print_teachers(family: Images, other: Images, task: str = "digits") -> None:
+    """Print what a student of another architecture knows, and what its merges do."""
+    accuracy, tasks = CORRUPTIONS["clean"], {"own expert": family, "teacher": other}
+    print(f"| {task} | accuracy |\n|---|---|")
+    for name, one in tasks.items():
+        score = one.accuracy(one.experts[task].base_model, task, accuracy)
+        print(f"| {name} | {score:.3f} |", flush=True)
+    other.learned(TASKS, LEARNED["learned coefficients of task vectors"])
+    rows = {
+        "task arithmetic": family.merge("statsmerging", TASKS, weight=family.weight),
+        "coefficients of the other architecture, by depth": family.carried_over(
+            other.own / "learned" / "coefficients.safetensors"
+        ),
+    }
+    student = AutoModelForImageClassification.from_pretrained(
+        family.distilled(other.own / task, task)
+    ).eval()
+    scores = {name: family.mean_accuracy(merged) for name, merged in rows.items()}
+    family.experts[task] = student
+    family.keep_backbone(task, student)
+    print(f"| student | {family.accuracy(student.base_model, task, accuracy):.3f} |", flush=True)
+    scores["`ace` with the student"] = family.mean_accuracy(family.merge("ace", TASKS))
+    print("\n| merge of all tasks | mean accuracy |\n|---|---|")
+    for name, score in scores.items():
+        print(f"| {name} | {score:.3f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("architecture", choices=tuple(ARCHITECTURES))
+    parser.add_argument("--teachers", choices=tuple(ARCHITECTURES), help="only: distil from these")
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "generalisation")
+    parser.add_argument("--steps", type=int, help="at most so many per training, to see it run")
+    arguments = parser.parse_args()
+    disable_progress_bars()
+    folder = arguments.folder.resolve()
+    family = Images(arguments.architecture, folder, arguments.steps)
+    if arguments.teachers:
+        print_teachers(family, Images(arguments.teachers, folder, arguments.steps))
+        return
+    print_shifts(family)
+    print_mistakes(family)
 
 
 if __name__ == "__main__":

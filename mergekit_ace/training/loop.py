@@ -25,7 +25,7 @@ from mergekit_ace.training.agreement import Agreement
 from mergekit_ace.training.config import Labels, TrainConfig, TrainingConfig
 from mergekit_ace.training.data import Example, Examples, step_indices, to_device
 from mergekit_ace.training.merged import MergedModel
-from mergekit_ace.training.normalisation import measure_statistics, normalising_layers
+from mergekit_ace.training.normalisation import measure_batch_statistics, normalising_layers
 from mergekit_ace.training.state import (
     Diverged,
     TrainingProgress,
@@ -228,7 +228,7 @@ class Objective:
         """Put the merge for λ per group, (K, G), into the model, with statistics of its own."""
         self.merged.write(coefficients.detach()[:, self.groups])
         if self._normalising:
-            measure_statistics(self._normalising, self._mixed_passes())
+            measure_batch_statistics(self._normalising, self._mixed_passes())
 
     def _mixed_passes(self) -> Iterator[Callable[[], Tensor]]:
         """Yield passes of samples of all teachers together, the same ones every time."""

@@ -23,7 +23,7 @@ def normalising_layers(model: nn.Module) -> list[_BatchNorm]:
 
 
 @torch.no_grad()
-def measure_statistics(
+def measure_batch_statistics(
     layers: Sequence[_BatchNorm], passes: Iterable[Callable[[], object]]
 ) -> None:
     """Set the means and variances of layers to those of what reaches them now.
@@ -44,7 +44,7 @@ def measure_statistics(
         layer.eval()
 
 
-def write_statistics(model: nn.Module, folders: Iterable[Path]) -> None:
+def write_batch_statistics(model: nn.Module, folders: Iterable[Path]) -> None:
     """Give checkpoints the statistics and counters of a model in memory.
 
     What all of them have in common is in every merge of them, by whatever method.

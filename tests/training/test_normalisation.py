@@ -18,9 +18,9 @@ from mergekit_ace.naming import is_running_statistic
 from mergekit_ace.training import loop
 from mergekit_ace.training.data import load_examples
 from mergekit_ace.training.normalisation import (
-    measure_statistics,
+    measure_batch_statistics,
     normalising_layers,
-    write_statistics,
+    write_batch_statistics,
 )
 from mergekit_ace.training.run import run_training
 
@@ -66,7 +66,7 @@ def test_statistics_beside_a_naive_computation():
     expected = normalised_by_hand(model, batches)
     layers = normalising_layers(model)
     assert len(layers) > 4
-    measure_statistics(layers, [lambda b=b: model(pixel_values=b) for b in batches])
+    measure_batch_statistics(layers, [lambda b=b: model(pixel_values=b) for b in batches])
     got = dict(model.named_buffers())
     assert expected.keys() == {name for name in got if is_running_statistic(name)}
     for name, value in expected.items():
@@ -86,7 +86,7 @@ def test_statistics_go_to_checkpoints_and_nothing_else_does(tmp_path):
     folders = [tmp_path / "1", tmp_path / "2"]
     for other, folder in zip(others, folders, strict=True):
         other.save_pretrained(folder)
-    write_statistics(model, folders)
+    write_batch_statistics(model, folders)
     buffers = dict(model.named_buffers())
     for other, folder in zip(others, folders, strict=True):
         stored = load_file(folder / "model.safetensors")
