@@ -43,6 +43,7 @@ from mergekit_ace.training.teachers import (
     read_unlabelled_rows,
     write_labels,
 )
+from mergekit_ace.training.zero_shot import attach_zero_shot_head
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -314,6 +315,11 @@ def _label(
 ) -> Teacher:
     """Let a teacher answer its data, unless it has; `row` is its number, that of the base last."""
     path = labels_path(run, row)
+    name, data = config.sources[row]
+    if data.prompts is None:
+        head = head_modules(model, folders.kind)
+    else:
+        head = attach_zero_shot_head(model, folders.base, data.prompts)
 
     def write() -> None:
         if config.device_map is None:
@@ -326,8 +332,7 @@ def _label(
         model.cpu()
 
     run.make_once(path, write)
-    name, _ = config.sources[row]
-    return Teacher.load(name, path, head_modules(model, folders.kind))
+    return Teacher.load(name, path, head)
 
 
 def _on_device(base: PreTrainedModel, config: TrainConfig, run: TrainingRun) -> PreTrainedModel:
