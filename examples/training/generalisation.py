@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -100,7 +101,7 @@ class Images:
         """Return the folder of a model without its head."""
         return self.own / "backbones" / name
 
-    def merge(self, method: str, tasks: tuple[str, ...], **parameters: float) -> nn.Module:
+    def merge(self, method: str, tasks: tuple[str, ...], **parameters: Any) -> nn.Module:
         """Return the backbone that `mergekit-ace merge` makes of some experts."""
         config = {
             "merge_method": method,
@@ -265,6 +266,11 @@ def makers(family: Images) -> dict[str, Callable[[tuple[str, ...]], nn.Module]]:
     }
     rows = dict(simple)
     if family.kind == "resnet":
+        averaged = [{"filter": "convolution", "value": "mean"}, {"value": "auto"}]
+        rows["`ace`, kernels averaged"] = lambda tasks: family.merge("ace", tasks, layout=averaged)
+        rows["mergekit's task arithmetic, weight 0.4"] = lambda tasks: family.merge(
+            "task_arithmetic", tasks, weight=0.4
+        )
         for name, make in simple.items():
             rows[f"{name}, the base's statistics"] = lambda t, make=make: family.of_base(make(t))
             rows[f"{name}, measured ones"] = lambda t, make=make: family.measured(make(t), t)
@@ -277,6 +283,13 @@ def print_shifts(family: Images) -> None:
     """Print a merge per row, on clean and on corrupted images, and on a task left out of it."""
     print(f"| merge | {' | '.join(CORRUPTIONS)} | a task left out |", flush=True)
     print("|---" * (len(CORRUPTIONS) + 2) + "|")
+    own = {task: expert.base_model for task, expert in family.experts.items()}
+    scores = [
+        mean([family.accuracy(own[task], task, corrupt) for task in TASKS])
+        for corrupt in CORRUPTIONS.values()
+    ]
+    scores.append(mean([family.told_by_means(own[task], task) for task in TASKS]))
+    print(f"| each expert on its own task | {' | '.join(f'{s:.3f}' for s in scores)} |")
     for name, make in makers(family).items():
         merged = make(TASKS)
         scores = [family.mean_accuracy(merged, corrupt) for corrupt in CORRUPTIONS.values()]
