@@ -258,13 +258,13 @@ def mean(values: list[float]) -> float:
 def makers(family: Images) -> dict[str, Callable[[tuple[str, ...]], nn.Module]]:
     """Return what makes each merge of some tasks, by the name of its row."""
     simple = {
-        "base": lambda tasks: AutoModel.from_pretrained(family.backbone("base")).eval(),
         "task arithmetic, best weight": lambda tasks: family.merge(
             "statsmerging", tasks, weight=family.weight
         ),
         "`ace`": lambda tasks: family.merge("ace", tasks),
     }
-    rows = dict(simple)
+    base = {"base": lambda tasks: AutoModel.from_pretrained(family.backbone("base")).eval()}
+    rows = base | simple
     if family.kind == "resnet":
         averaged = [{"filter": "convolution", "value": "mean"}, {"value": "auto"}]
         rows["`ace`, kernels averaged"] = lambda tasks: family.merge("ace", tasks, layout=averaged)
