@@ -18,7 +18,8 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Callable
-from functools import cached_property
+from copy import deepcopy
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from mergekit_ace.cli import main as mergekit_ace
 from mergekit_ace.naming import is_running_statistic
 from mergekit_ace.training.config import DistillConfig, TrainConfig
 from mergekit_ace.training.distill import run_distillation
-from mergekit_ace.training.normalisation import measure_batch_statistics, normalising_layers
 from mergekit_ace.training.run import run_training
 
 SAMPLES = 64  # of each expert's unlabelled images, for statistics
@@ -219,18 +219,24 @@ class Images:
         nearest = torch.cdist(_features(backbone, asked), means).argmin(-1)
         return float((nearest == right).float().mean())
 
+    @torch.no_grad()
     def measured(self, backbone: nn.Module, tasks: tuple[str, ...]) -> nn.Module:
         """Return a backbone with statistics of BatchNorm from a few images of all tasks."""
         pixels = torch.cat([splits(task)["train"][0][:SAMPLES] for task in tasks])
-        measure_batch_statistics(
-            normalising_layers(backbone), [lambda: backbone(pixel_values=pixels)]
-        )
-        return backbone
+        backbone = deepcopy(backbone)
+        for layer in backbone.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.reset_running_stats()
+                layer.momentum = None  # the mean over all batches, of which there is one
+                layer.train()
+        backbone(pixel_values=pixels)
+        return backbone.eval()
 
     def of_base(self, backbone: nn.Module) -> nn.Module:
         """Return a backbone with the base's statistics of BatchNorm."""
         base = AutoModel.from_pretrained(self.backbone("base")).state_dict()
         own = {name: tensor for name, tensor in base.items() if is_running_statistic(name)}
+        backbone = deepcopy(backbone)
         backbone.load_state_dict(own, strict=False)
         return backbone
 
@@ -257,25 +263,26 @@ def mean(values: list[float]) -> float:
 
 def makers(family: Images) -> dict[str, Callable[[tuple[str, ...]], nn.Module]]:
     """Return what makes each merge of some tasks, by the name of its row."""
-    simple = {
+    merges = {
         "task arithmetic, best weight": lambda tasks: family.merge(
             "statsmerging", tasks, weight=family.weight
         ),
         "`ace`": lambda tasks: family.merge("ace", tasks),
     }
-    base = {"base": lambda tasks: AutoModel.from_pretrained(family.backbone("base")).eval()}
-    rows = base | simple
+    for name, change in LEARNED.items():
+        merges[name] = lambda tasks, change=change: family.learned(tasks, change)
+    rows = {"base": lambda tasks: AutoModel.from_pretrained(family.backbone("base")).eval()}
+    rows |= {name: cache(make) for name, make in merges.items()}
     if family.kind == "resnet":
+        for name in merges:
+            make = rows[name]
+            rows[f"{name}, the base's statistics"] = lambda t, make=make: family.of_base(make(t))
+            rows[f"{name}, measured ones"] = lambda t, make=make: family.measured(make(t), t)
         averaged = [{"filter": "convolution", "value": "mean"}, {"value": "auto"}]
         rows["`ace`, kernels averaged"] = lambda tasks: family.merge("ace", tasks, layout=averaged)
         rows["mergekit's task arithmetic, weight 0.4"] = lambda tasks: family.merge(
             "task_arithmetic", tasks, weight=0.4
         )
-        for name, make in simple.items():
-            rows[f"{name}, the base's statistics"] = lambda t, make=make: family.of_base(make(t))
-            rows[f"{name}, measured ones"] = lambda t, make=make: family.measured(make(t), t)
-    for name, change in LEARNED.items():
-        rows[name] = lambda tasks, change=change: family.learned(tasks, change)
     return rows
 
 

@@ -35,6 +35,7 @@ from mergekit_ace.training.models import (
     merged_parameters,
     save_backbone,
 )
+from mergekit_ace.training.normalisation import average_statistics, running_statistics
 from mergekit_ace.training.state import TrainingError, TrainingRun, load_checkpoint, save_checkpoint
 from mergekit_ace.training.tasks import ModelKind, head_modules, model_kind
 from mergekit_ace.training.teachers import (
@@ -133,11 +134,12 @@ class Family:
         stored = _find_parameters(config, folders, base)
         rows = read_unlabelled_rows(config, run)  # mistakes in them show before the first answer
         base_weights = _map_model(base, stored, folders, run, None)
-        experts, teachers = [], []
+        experts, statistics, teachers = [], [], []
         for row, path in enumerate(folders.experts):
             expert = load_model(path, folders.kind, config, whole=True)
             experts.append(_map_model(expert, stored, folders, run, row))
             _check_difference(config, base_weights, experts)
+            statistics.append(running_statistics(expert))
             teachers.append(_label(expert, config, folders, run, row, rows))
             del expert
         if config.rehearsal is not None:
@@ -149,6 +151,7 @@ class Family:
             base = load_model(
                 folders.base, folders.kind, config, dtype, device_map=config.device_map
             )
+        average_statistics(base, statistics)
         components = None
         if config.basis != "task_vector":
             with run.accelerator.main_process_first():

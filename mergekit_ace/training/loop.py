@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +23,8 @@ from mergekit_ace.coefficients.learner import Learner, LearnerConfig, LearnerInp
 from mergekit_ace.files import write_text
 from mergekit_ace.training.agreement import Agreement
 from mergekit_ace.training.config import Labels, TrainConfig, TrainingConfig
-from mergekit_ace.training.data import Example, Examples, step_indices, to_device
+from mergekit_ace.training.data import Examples, step_indices, to_device
 from mergekit_ace.training.merged import MergedModel
-from mergekit_ace.training.normalisation import measure_batch_statistics, normalising_layers
 from mergekit_ace.training.state import (
     Diverged,
     TrainingProgress,
@@ -36,8 +35,6 @@ from mergekit_ace.training.state import (
 from mergekit_ace.training.tasks import ModelKind, attach_head
 from mergekit_ace.training.teachers import Teacher
 
-# Of each expert, from which a merge's statistics of BatchNorm are measured.
-NORMALISING = 64
 # Under float16 small gradients vanish; they are scaled by this and the products scaled back.
 FLOAT16_SCALE = 1024.0
 
@@ -217,7 +214,6 @@ class Objective:
         if self.config.rehearsal is not None:
             weights[-1] = settings.rehearsal_weight * (len(weights) - 1)
         self._weights = weights / weights.sum()  # of each teacher's mean loss
-        self._normalising = normalising_layers(self.merged.module)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -225,20 +221,8 @@ class Objective:
         return -(-max(len(teacher.splits["train"]) for teacher in self.teachers) // self._batch)
 
     def write(self, coefficients: Tensor) -> None:
-        """Put the merge for λ per group, (K, G), into the model, with statistics of its own."""
+        """Put the merge for λ per group, (K, G), into the model."""
         self.merged.write(coefficients.detach()[:, self.groups])
-        if self._normalising:
-            measure_batch_statistics(self._normalising, self._mixed_passes())
-
-    def _mixed_passes(self) -> Iterator[Callable[[], Tensor]]:
-        """Yield passes of samples of all teachers together, the same ones every time."""
-        size = self.config.training.batch_size
-        splits = [teacher.splits["train"] for teacher in self.teachers]
-        count = min(NORMALISING, *map(len, splits))
-        for start in range(0, count, size):
-            indices = range(start, min(start + size, count))
-            samples = [split[index] for split in splits for index in indices]
-            yield lambda samples=samples: self._logits(samples)
 
     def gradient(self, coefficients: Tensor, step: int) -> tuple[Tensor, float]:
         """Return ∂L/∂λ, (K, G), and the loss of one step.
@@ -309,16 +293,14 @@ class Objective:
         self, teacher: Teacher, examples: Examples, indices: list[int]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return logits (P, C) of the merge on some samples, and their labels."""
+        module = self.merged.module
         if teacher.head:
-            attach_head(self.merged.module, teacher.head)
-        logits = self._logits([examples[index] for index in indices])
+            attach_head(module, teacher.head)
+        batch = self.kind.collate([examples[index] for index in indices])
+        with self.run.accelerator.autocast():
+            logits = self.kind.logits(module, to_device(batch, self.run.accelerator.device))
         labels = collate_labels(examples, indices, self.config.labels)
         return logits, to_device(labels, logits.device)
-
-    def _logits(self, samples: Sequence[Example]) -> Tensor:
-        batch = to_device(self.kind.collate(samples), self.run.accelerator.device)
-        with self.run.accelerator.autocast():
-            return self.kind.logits(self.merged.module, batch)
 
 
 def collate_labels(examples: Examples, indices: list[int], labels: Labels) -> dict[str, Tensor]:

@@ -1,50 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of BatchNorm layers: a merge has inputs of its own, which no expert has seen."""
+"""Statistics of BatchNorm layers, which are no parameters: a merge has the mean of the experts'."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 
 from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import save_tensors
 from mergekit_ace.naming import is_counter, is_running_statistic
 
 
-def normalising_layers(model: nn.Module) -> list[_BatchNorm]:
-    """Return the layers that normalise by means and variances of what they have seen."""
-    layers = (module for module in model.modules() if isinstance(module, _BatchNorm))
-    return [layer for layer in layers if layer.track_running_stats]
+def running_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """Return the means and variances that BatchNorm layers have seen, by name; copies."""
+    buffers = model.named_buffers()
+    return {name: buffer.clone() for name, buffer in buffers if is_running_statistic(name)}
 
 
-@torch.no_grad()
-def measure_batch_statistics(
-    layers: Sequence[_BatchNorm], passes: Iterable[Callable[[], object]]
-) -> None:
-    """Set the means and variances of layers to those of what reaches them now.
+def average_statistics(model: nn.Module, experts: Sequence[Mapping[str, Tensor]]) -> None:
+    """Give a model the mean of the experts' statistics, as `ace` merges them.
+
+    They do not depend on coefficients. Measured anew for every merge, they cost a pass and learned
+    five points less (examples/training/README.md).
 
     Args:
-        layers: of a model in evaluation mode; their counters of batches stay as they are.
-        passes: each sends a batch through the model. All count alike.
+        model: in which merges are written.
+        experts: `running_statistics` of each.
     """
-    kept = [(layer.num_batches_tracked, layer.momentum) for layer in layers]
-    for layer, (counter, _) in zip(layers, kept, strict=True):
-        layer.num_batches_tracked = torch.zeros_like(counter)
-        layer.momentum = None  # the mean over all batches
-        layer.train()
-    for forward in passes:
-        forward()
-    for layer, (counter, momentum) in zip(layers, kept, strict=True):
-        layer.num_batches_tracked, layer.momentum = counter, momentum
-        layer.eval()
+    buffers = dict(model.named_buffers())
+    for name in experts[0].keys() & buffers.keys():
+        buffers[name].copy_(torch.stack([expert[name].float() for expert in experts]).mean(0))
 
 
-def write_batch_statistics(model: nn.Module, folders: Iterable[Path]) -> None:
+def write_statistics_of_batches(model: nn.Module, folders: Iterable[Path]) -> None:
     """Give checkpoints the statistics and counters of a model in memory.
 
     What all of them have in common is in every merge of them, by whatever method.

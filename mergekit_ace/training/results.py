@@ -27,7 +27,7 @@ from mergekit_ace.training.family import Family
 from mergekit_ace.training.loop import Objective, Score, TrainedLearner, train_learner, write_log
 from mergekit_ace.training.mapped_weights import stored_tensors
 from mergekit_ace.training.models import lacks_embeddings
-from mergekit_ace.training.normalisation import write_batch_statistics
+from mergekit_ace.training.normalisation import write_statistics_of_batches
 from mergekit_ace.training.state import Diverged, TrainingRun
 
 
@@ -207,7 +207,7 @@ def write_results(
     options: dict[str, Any] = {"task": config.task, "out_dtype": _stored_dtype(family)}
     if family.folders.kind.has_heads:
         backbones = [run.backbone(row) for row in (None, *range(len(config.models)))]
-        write_batch_statistics(family.module.base_model, backbones)
+        write_statistics_of_batches(family.module.base_model, backbones)
         options["folders"] = [str(folder.resolve()) for folder in backbones]
         options["infer"] = lacks_embeddings(family.module)
     else:

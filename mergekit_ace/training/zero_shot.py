@@ -53,13 +53,10 @@ def zero_shot_head(folder: str, prompts: Sequence[str | Sequence[str]]) -> ZeroS
             folder, local_files_only=True, output_loading_info=True
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise TrainingError(f"{folder} has no text tower that reads prompts: {error}") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise TrainingError(f"{_no_texts(folder)} ({error})") from error
     if info["missing_keys"]:
-        raise TrainingError(
-            f"{folder} lacks {sorted(info['missing_keys'])[0]}, and heads are made by the text "
-            "tower of the base model: give a whole CLIPModel as base_model"
-        )
+        raise TrainingError(f"{_no_texts(folder)}; it lacks {min(info['missing_keys'])}")
     rows = []
     for prompt in prompts:
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -68,6 +65,13 @@ def zero_shot_head(folder: str, prompts: Sequence[str | Sequence[str]]) -> ZeroS
         rows.append(normalize(model.text_projection(pooled), dim=-1).mean(0))
     texts = model.logit_scale.exp() * normalize(torch.stack(rows), dim=-1)
     return ZeroShotHead(model.visual_projection, texts).requires_grad_(False)
+
+
+def _no_texts(folder: str) -> str:
+    return (
+        f"{folder} cannot make heads of prompts: give a whole CLIPModel with its tokenizer as "
+        "base_model"
+    )
 
 
 def attach_zero_shot_head(

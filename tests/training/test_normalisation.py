@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of BatchNorm layers, beside a naive computation."""
+"""Statistics of BatchNorm layers: the merge that is trained has those of the merge on disk."""
 
 from __future__ import annotations
-
-import copy
 
 import pytest
 import torch
@@ -15,12 +13,11 @@ from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification, ResNetModel
 
 from mergekit_ace.naming import is_running_statistic
-from mergekit_ace.training import loop
 from mergekit_ace.training.data import load_examples
 from mergekit_ace.training.normalisation import (
-    measure_batch_statistics,
-    normalising_layers,
-    write_batch_statistics,
+    average_statistics,
+    running_statistics,
+    write_statistics_of_batches,
 )
 from mergekit_ace.training.run import run_training
 
@@ -30,55 +27,23 @@ def resnet(seed: int = 0) -> ResNetModel:
     return seen_batches(ResNetModel(ResNetConfig(**RESNET)), seed=seed + 1).eval()
 
 
-def normalised_by_hand(model: nn.Module, batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The mean over batches of the means and variances of every layer's inputs, in float64.
-
-    Every layer normalises each batch by the batch's own statistics.
-    """
-    sums: dict[str, torch.Tensor] = {}
-
-    def hook(name: str, layer: nn.BatchNorm2d):
-        def forward(_, inputs):
-            (x,) = inputs
-            rows = x.transpose(0, 1).flatten(1)
-            mean, variance = rows.mean(1), rows.var(1)
-            for key, value in (("running_mean", mean), ("running_var", variance)):
-                sums[f"{name}.{key}"] = sums.get(f"{name}.{key}", 0) + value / len(batches)
-            biased = variance * (rows.shape[1] - 1) / rows.shape[1]
-            layer.running_mean, layer.running_var = mean, biased
-
-        return forward
-
-    model = copy.deepcopy(model).double()
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.register_forward_pre_hook(hook(name, layer))
-    with torch.no_grad():
-        for batch in batches:
-            model(pixel_values=batch.double())
-    return sums
+def test_a_model_gets_the_mean_of_the_experts_and_nothing_else():
+    model, one, other = resnet(), resnet(1), resnet(2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    average_statistics(model, [running_statistics(one), running_statistics(other)])
+    pairs = dict(one.named_buffers()), dict(other.named_buffers())
+    for name, tensor in model.state_dict().items():
+        expected = before[name]
+        if is_running_statistic(name):
+            expected = (pairs[0][name] + pairs[1][name]) / 2
+            assert not torch.equal(expected, before[name])
+        torch.testing.assert_close(tensor, expected)
 
 
-def test_statistics_beside_a_naive_computation():
-    model = resnet()
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    batches = [torch.rand(6, 1, 8, 8), 2 * torch.rand(6, 1, 8, 8)]
-    expected = normalised_by_hand(model, batches)
-    layers = normalising_layers(model)
-    assert len(layers) > 4
-    measure_batch_statistics(layers, [lambda b=b: model(pixel_values=b) for b in batches])
-    got = dict(model.named_buffers())
-    assert expected.keys() == {name for name in got if is_running_statistic(name)}
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name].double(), value, rtol=1e-4, atol=1e-6)
-    assert all(torch.equal(got[name], before[name]) for name in got.keys() - expected.keys())
-    assert not any(layer.training for layer in layers)
-    assert {layer.momentum for layer in layers} == {0.1}
-
-
-def test_models_without_batchnorm_have_no_such_layers():
-    assert normalising_layers(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))) == []
-    assert normalising_layers(nn.BatchNorm1d(2, track_running_stats=False)) == []
+def test_models_without_batchnorm_stay_as_they_are():
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    assert running_statistics(model) == {}
+    average_statistics(model, [{}, {}])
 
 
 def test_statistics_go_to_checkpoints_and_nothing_else_does(tmp_path):
@@ -86,7 +51,7 @@ def test_statistics_go_to_checkpoints_and_nothing_else_does(tmp_path):
     folders = [tmp_path / "1", tmp_path / "2"]
     for other, folder in zip(others, folders, strict=True):
         other.save_pretrained(folder)
-    write_batch_statistics(model, folders)
+    write_statistics_of_batches(model, folders)
     buffers = dict(model.named_buffers())
     for other, folder in zip(others, folders, strict=True):
         stored = load_file(folder / "model.safetensors")
@@ -102,26 +67,19 @@ def trained(tmp_path_factory):
     return run_training(config, folder / "out", quiet=True), folder / "out"
 
 
-def test_a_merge_has_statistics_of_its_own(trained, mergekit_yaml):
-    """mergekit-yaml writes the model that was scored: its statistics are those of its inputs."""
-    _, out = trained
+def test_a_merge_has_the_mean_of_the_experts(trained, mergekit_yaml):
+    """By mergekit-yaml, which refuses counters that differ."""
+    file, out = trained
     merged = mergekit_yaml(yaml.safe_load((out / "merge.yml").read_text()))
-    model = ResNetModel.from_pretrained(merged).eval()
-    images = [
-        load_examples(out / "state" / f"labels-{row}.safetensors")[0]["train"] for row in (0, 1)
+    got = dict(ResNetModel.from_pretrained(merged).named_buffers())
+    experts = [
+        dict(ResNetForImageClassification.from_pretrained(e.model).resnet.named_buffers())
+        for e in file.contents.experts
     ]
-    count = min(map(len, images))
-    assert count < loop.NORMALISING
-    samples = [split.field("pixel_values", n) for split in images for n in range(count)]
-    halves = torch.cat(samples).view(2, count, 1, 8, 8)
-    batches = [part.flatten(0, 1) for part in halves.split(4, dim=1)]  # see `resnet_family`
-    expected = normalised_by_hand(model, batches)
-    for name, buffer in model.named_buffers():
-        if is_running_statistic(name):
-            torch.testing.assert_close(buffer.double(), expected[name], rtol=1e-3, atol=1e-5)
-        else:
-            base = load_file(out / "backbones" / "base" / "model.safetensors")
-            assert torch.equal(buffer, base[name])
+    base = ResNetModel.from_pretrained(file.contents.base_model)
+    for name, buffer in base.named_buffers():
+        mean = sum(expert[name] for expert in experts) / len(experts)
+        torch.testing.assert_close(got[name], mean if is_running_statistic(name) else buffer)
 
 
 def test_a_merge_of_backbones_answers_as_the_scores_say(trained, mergekit_yaml):

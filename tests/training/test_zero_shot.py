@@ -26,6 +26,7 @@ SMALL = {
     "intermediate_size": 24,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
+    "projection_dim": 12,
 }
 PROMPTS = (["w1 w2", "w3 w4", ["w5", "w6 w7"]], ["w8", "w9 w1"])
 
@@ -110,7 +111,7 @@ def test_a_head_needs_a_whole_clip(trained, tmp_path):
     folder = trained[0]["models"][1]["model"]
     tokenizer().save_pretrained(tmp_path)
     CLIPVisionModel.from_pretrained(folder).save_pretrained(tmp_path)
-    with pytest.raises(TrainingError, match="give a whole CLIPModel as base_model"):
+    with pytest.raises(TrainingError, match="give a whole CLIPModel with its tokenizer"):
         zero_shot_head(str(tmp_path), PROMPTS[0])
 
 
