@@ -43,6 +43,16 @@ def module_of(name: str) -> str:
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
+def is_running_statistic(name: str) -> bool:
+    """Return whether a tensor is a mean or variance of inputs that a BatchNorm has seen."""
+    return name.endswith((".running_mean", ".running_var"))
+
+
+def is_counter(name: str) -> bool:
+    """Return whether a tensor is the number of batches that a BatchNorm has seen."""
+    return name.endswith(".num_batches_tracked")
+
+
 def natural_order(name: str) -> list[tuple[bool, int, str]]:
     """A key that sorts layer 10 behind layer 9."""
     parts = re.split(r"(\d+)", name)

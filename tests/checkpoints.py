@@ -49,6 +49,18 @@ def fine_tuned(model: PreTrainedModel, seed: int, scale: float = 0.02) -> PreTra
     return expert
 
 
+@torch.no_grad()
+def seen_batches(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """The same model with other statistics in its BatchNorm layers, if it has some."""
+    rng = torch.Generator().manual_seed(seed)
+    for name, buffer in model.named_buffers():
+        if name.endswith("num_batches_tracked"):
+            buffer += seed
+        elif name.endswith(("running_mean", "running_var")):
+            buffer += torch.rand(buffer.shape, generator=rng)
+    return model
+
+
 def save_family(
     model: PreTrainedModel,
     folder: Path,
@@ -62,7 +74,8 @@ def save_family(
     for t in range(experts):
         paths.append(str(folder / f"expert{t}"))
         scale = scales[t] if scales else 0.02
-        fine_tuned(model, seed=10 + t, scale=scale).save_pretrained(paths[-1], **save)
+        expert = seen_batches(fine_tuned(model, seed=10 + t, scale=scale), seed=10 + t)
+        expert.save_pretrained(paths[-1], **save)
     return paths
 
 
@@ -100,6 +113,8 @@ def expected_layout(model: PreTrainedModel, name: str, tensor: Tensor) -> str:
         return "transposed"
     if tensor.ndim == 3 and "experts" in name.split("."):
         return "stacked"
+    if tensor.ndim > 3 and any(isinstance(m, torch.nn.BatchNorm2d) for m in model.modules()):
+        return "flattened"
     return "matrix" if tensor.ndim == 2 and tensor.shape[0] > 1 else "mean"
 
 

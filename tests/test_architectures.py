@@ -8,7 +8,11 @@ import shutil
 import pytest
 import torch
 import transformers as tf
+import yaml
 from checkpoints import LLAMA, ace_config, check_merge, save_family
+from click.testing import CliRunner
+
+from mergekit_ace.cli import main
 
 TEXT = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4}
@@ -86,6 +90,12 @@ MODELS = {
     ),
 }
 HAS = {"gpt2": "transposed", "mixtral": "stacked", "qwen3_moe": "stacked"}
+RESNET = {
+    "embedding_size": 8,
+    "hidden_sizes": [8, 16],
+    "depths": [1, 2],
+    "layer_type": "basic",
+}
 
 
 # mergekit does not know that transformers 5 saves ViT under other names than it has in memory, and
@@ -122,6 +132,45 @@ def _whole_clip() -> tf.CLIPModel:
 
 def _vit() -> tf.ViTForImageClassification:
     return MODELS["vit"][0]()
+
+
+def _resnet() -> tf.ResNetForImageClassification:
+    return tf.ResNetForImageClassification(tf.ResNetConfig(**RESNET, num_labels=3))
+
+
+def _mobilenet() -> tf.MobileNetV2ForImageClassification:
+    """Depthwise convolutions, kernels (o, 1, 3, 3)."""
+    config = tf.MobileNetV2Config(depth_multiplier=0.25, min_depth=4, num_labels=3)
+    return tf.MobileNetV2ForImageClassification(config)
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs"),
+    [
+        (_whole_clip, lambda: {**_tokens(), **_pixels()}),
+        (_resnet, _pixels),
+        (_mobilenet, _pixels),
+    ],
+    ids=["clip", "resnet", "mobilenet"],
+)
+def test_models_without_embeddings_go_by_the_names_of_their_tensors(build, inputs, tmp_path):
+    """BatchNorm keeps the base's counters, and gets the mean of the experts' statistics."""
+    torch.manual_seed(0)
+    model = build()
+    paths = save_family(model, tmp_path)
+    config = tmp_path / "merge.yml"
+    config.write_text(yaml.safe_dump(ace_config(paths)))
+    answer = CliRunner().invoke(main, ["merge", str(config), str(tmp_path / "out")])
+    assert answer.exit_code == 0, answer.output
+    merged, layouts = check_merge(type(model), paths, tmp_path / "out")
+    assert (layouts["flattened"] >= 1) == (build is not _whole_clip)
+    assert _finite(merged, inputs())
+    answer = CliRunner().invoke(main, ["check", str(config)])
+    assert answer.exit_code == 1
+    assert "has no embeddings, and mergekit-yaml plans no merge of such models" in answer.output
+    assert "merge by `mergekit-ace merge`" in answer.output
+    answer = CliRunner().invoke(main, ["inspect", str(config), str(tmp_path / "inspected")])
+    assert answer.exit_code == 0, answer.output
 
 
 @pytest.mark.parametrize(

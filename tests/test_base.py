@@ -14,7 +14,7 @@ from checkpoints import ace_config, save_family, tiny_llama
 from click.testing import CliRunner
 from matrices import family
 from measured_files import write_statistics
-from mergekit.merge_methods import MergeMethod, merge_tensors, registry
+from mergekit.merge_methods import MergeMethod, merge_state_dicts, merge_tensors, registry
 from mergekit.merge_methods.base import TensorGroup
 from safetensors.torch import load_file
 from torch import Tensor
@@ -164,3 +164,26 @@ def test_no_memory_anywhere(rng):
     base, experts = family(rng, 6, 5, 2)
     with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
         merge_with(FullDevice(3), [base, *experts])
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("statsmerging", {"weight": 0.9}),
+        ("ace", {"lambda": 3.0}),
+        ("ace_relative", {"lambda": 3.0}),
+        ("consensus_ta", {"lambda": 3.0}),
+    ],
+)
+def test_statistics_stay_between_those_of_the_models(rng, method, parameters):
+    """The sum of changes would make the variances negative."""
+    names = ("norm.running_mean", "norm.running_var", "norm.weight")
+    states = {
+        model: {name: torch.rand(6, generator=rng) + size for name in names}
+        for model, size in (("base", 5.0), ("a", 0.0), ("b", 0.1), ("c", 0.2))
+    }
+    merged = merge_state_dicts(states, method, base="base", parameters=parameters)
+    for name, tensor in merged.items():
+        versions = torch.stack([state[name] for state in states.values()])
+        inside = (tensor >= versions.amin(0)) & (tensor <= versions.amax(0))
+        assert bool(inside.all()) == (name != "norm.weight"), name

@@ -138,6 +138,43 @@ def test_a_learner_on_new_experts(training, in_process, tmp_path, monkeypatch, c
     assert "\n| the learner of the first two | 0." in shown
 
 
+def test_corrupted_images(training):
+    program = training("generalisation")
+    images, _ = training("images").digits()
+    images = images[:50]
+    assert torch.equal(program.CORRUPTIONS["clean"](images), images)
+    noise = program.noisy(images) - images
+    assert float(noise.std()) == pytest.approx(0.2, rel=0.05)
+    assert abs(float(noise.mean())) < 0.02
+    line = torch.tensor([-0.5, 0, -0.5]).exp()
+    weights = (line[:, None] * line / line.sum() ** 2)[None, None]
+    inside = (images.unfold(2, 3, 1).unfold(3, 3, 1) * weights).sum((-1, -2))
+    torch.testing.assert_close(program.blurred(images)[..., 1:-1, 1:-1], inside)
+    faint = program.faint(images)
+    torch.testing.assert_close(faint.std((1, 2, 3)), images.std((1, 2, 3)) / 3)
+    torch.testing.assert_close(faint.mean((1, 2, 3)), images.mean((1, 2, 3)))
+
+
+def test_what_generalises_at_its_smallest(training, tmp_path):
+    program = training("generalisation")
+    family = program.Images("resnet", tmp_path, steps=1)
+    tasks = program.TASKS[:2]
+    change = program.LEARNED["learned coefficients of `ace`"]
+    for backbone in (
+        family.merge("ace", tasks),
+        family.of_base(family.merge("ace", tasks)),
+        family.learned(tasks, change, wrong=0.5),
+    ):
+        assert 0 <= family.accuracy(backbone, "digits", program.noisy) <= 1
+        assert 0 <= family.told_by_means(backbone, "tumours") <= 1
+    known, given = (
+        program.load_from_disk(family.own / name / "digits") for name in ("data", "mislabelled")
+    )
+    assert given["test"]["class"] == known["test"]["class"]
+    right = [a == b for a, b in zip(known["train"]["class"], given["train"]["class"], strict=True)]
+    assert 0.35 < sum(right) / len(right) < 0.65
+
+
 def test_adapters_merged_both_ways(example, in_process, tmp_path, monkeypatch, capsys):
     """Trained for a few steps: adapters and full merge are one model, and say so."""
     program = example("adapters", "run")

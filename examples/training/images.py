@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family of small vision transformers on the real data that scikit-learn brings along.
+"""Families of small vision transformers and ResNets on the data that scikit-learn brings along.
 
 Four tasks that look nothing like each other, as grey images of 8 × 8 pixels: handwritten digits,
 how a digit is turned, patches of two photographs, and the thirty measurements of a breast tumour.
@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import (
+    AutoModel,
     ResNetConfig,
     ResNetForImageClassification,
     ViTConfig,
     ViTForImageClassification,
-    ViTModel,
 )
 
 Task = tuple[Tensor, Tensor]  # images (n, 1, 8, 8) from 0 to 1, classes (n,)
@@ -131,6 +131,25 @@ def vit_config(**settings) -> ViTConfig:
     )
 
 
+def resnet_config(**settings) -> ResNetConfig:
+    """Return the config of a convolutional network of about 200,000 parameters, with BatchNorm."""
+    return ResNetConfig(
+        num_channels=1,
+        embedding_size=32,
+        hidden_sizes=[32, 64],
+        depths=[2, 2],
+        layer_type="basic",
+        **settings,
+    )
+
+
+# Per architecture: its classifier, its config, the peak rates of the base's and experts' training.
+ARCHITECTURES = {
+    "vit": (ViTForImageClassification, vit_config, 1e-3, 5e-4),
+    "resnet": (ResNetForImageClassification, resnet_config, 3e-3, 2e-3),
+}
+
+
 def pretext() -> Task:
     """Return all images in eight turns and reflections; the class is which, and what kind."""
     images, classes = [], []
@@ -163,13 +182,19 @@ def train(model, task: Task, steps: int, peak: float, seed: int, name: str, batc
 
 
 def train_family(
-    folder: Path, seed: int = 0, *, teacher: bool = True, steps: int | None = None
+    folder: Path,
+    seed: int = 0,
+    *,
+    architecture: str = "vit",
+    teacher: bool = True,
+    steps: int | None = None,
 ) -> None:
     """Train what is not in `folder` yet; each model appears there only when it is complete.
 
     Args:
         folder: for data and models.
         seed: of initialisation and order; the data and its splits stay the same.
+        architecture: one of `ARCHITECTURES`.
         teacher: whether the convolutional network is wanted.
         steps: at most so many per model, to see that everything runs.
     """
@@ -178,21 +203,22 @@ def train_family(
         return count if steps is None else min(count, steps)
 
     seed *= 100
+    classifier, make_config, base_rate, rate = ARCHITECTURES[architecture]
     write_data(folder / "data")
     if not (folder / "base").exists():
         torch.manual_seed(seed)
-        model = ViTForImageClassification(vit_config(num_labels=24))
-        train(model, pretext(), at_most(1500), 1e-3, seed, "base")
-        _save(model.vit, folder / "base")
+        model = classifier(make_config(num_labels=24))
+        train(model, pretext(), at_most(1500), base_rate, seed, "base")
+        _save(model.base_model, folder / "base")
     for number, name in enumerate(TASKS):
         if not (folder / name).exists():
             task = splits(name)["experts"]
             torch.manual_seed(seed + number)
             labels = int(task[1].max()) + 1
-            model = ViTForImageClassification(vit_config(num_labels=labels))
-            base = ViTModel.from_pretrained(folder / "base", add_pooling_layer=False)
-            model.vit.load_state_dict(base.state_dict())
-            train(model, task, at_most(400), 5e-4, seed + 1 + number, name)
+            model = classifier(make_config(num_labels=labels))
+            base = AutoModel.from_pretrained(folder / "base")
+            model.base_model.load_state_dict(base.state_dict(), strict=False)  # a ViT adds a pooler
+            train(model, task, at_most(400), rate, seed + 1 + number, name)
             _save(model, folder / name)
     if teacher and not (folder / "wines-cnn").exists():
         torch.manual_seed(9)

@@ -20,6 +20,7 @@ def resolve_layout(
     *,
     transposed: bool = False,
     table: bool = False,
+    kernel: bool = False,
 ) -> FixedLayout:
     """Return the layout that a tensor of `ndim` axes gets.
 
@@ -30,6 +31,7 @@ def resolve_layout(
             biases, (E, n), which are vectors.
         transposed: whether the architecture stores this weight as (…, in, out).
         table: whether the architecture looks up its rows, and the method has a rule for that.
+        kernel: whether the architecture is a network of convolutions.
     """
     if layout == "auto":
         components = (name or "").split(".")
@@ -40,7 +42,7 @@ def resolve_layout(
             return "table"
         if ndim == 2 and not (packed and components[-1].endswith("bias")):
             return "transposed" if transposed else "matrix"
-        return "mean"
+        return "flattened" if ndim > 3 and kernel else "mean"
     fits = {"matrix": ndim == 2, "table": ndim == 2, "mean": True}.get(layout, ndim >= 2)
     return layout if fits else "mean"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypeVar
 
 import torch
@@ -235,6 +236,17 @@ def record_of_entries(rule: str, base: Tensor, experts: Sequence[Tensor]) -> Ten
     tau = tuple(m.tau for m in moments)
     record = MatrixRecord(rule, (1.0,) * len(tau), tau, changed)
     return TensorRecord(tuple(base.shape), "mean", (record,))
+
+
+def clamp_to_versions(merged: Tensor, versions: Sequence[Tensor]) -> Tensor:
+    """Return a merge whose entries lie between the smallest and the largest of all models.
+
+    Args:
+        merged: of any rule.
+        versions: what it was merged from, the base's among them.
+    """
+    low, high = (reduce(f, versions) for f in (torch.minimum, torch.maximum))
+    return torch.clamp(merged, low.to(merged.dtype), high.to(merged.dtype))
 
 
 def merge_linear(base: Tensor, experts: Sequence[Tensor], coefficients: Sequence[float]) -> Tensor:

@@ -28,9 +28,10 @@ from transformers import PreTrainedTokenizerFast
 
 from mergekit_ace.adapters.adapter_tasks import read_adapters, show_bases, use_adapters
 from mergekit_ace.headers import DTYPES
-from mergekit_ace.planning import PlannedMerge, PlannedTensor, UnplannedTensor, plan_tensors
+from mergekit_ace.planning import PlannedMerge, PlannedTensor, plan_tensors
 from mergekit_ace.preflight.checkpoints import Checkpoint, checkpoint_of
 from mergekit_ace.preflight.estimate import NOMINAL, Estimate, estimate_merge
+from mergekit_ace.unplanned import UnplannedTensor
 
 # On whose versions a result depends.
 MERGE_PACKAGES = ("mergekit", "mergekit-ace", "torch", "transformers", "safetensors")

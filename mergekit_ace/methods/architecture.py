@@ -38,11 +38,13 @@ class Kinds:
         transposed: stored as (…, in, out).
         tables: stored as rows to be looked up.
         heads: of the tables, those that multiply as well, being the head (tied).
+        convolutional: whether the network has no embeddings of any kind, as a ResNet.
     """
 
     transposed: frozenset[str] = frozenset()
     tables: frozenset[str] = frozenset()
     heads: frozenset[str] = frozenset()
+    convolutional: bool = False
 
 
 def is_transposed(model: Hashable, tensor_name: str | None) -> bool:
@@ -80,6 +82,9 @@ def stored_layout(
 ) -> FixedLayout:
     """Return how a tensor of a checkpoint is read.
 
+    Kernels (o, i, k, k) are matrices (o, i·k·k) in networks of convolutions, where that is worth 13
+    points (examples/training/README.md), and means elsewhere, as that of a ViT's patches.
+
     Args:
         chosen: as configured.
         model, tensor_name: see `is_transposed`.
@@ -96,6 +101,7 @@ def stored_layout(
         ndim,
         transposed=is_transposed(model, tensor_name),
         table=rows,
+        kernel=_kinds(model).convolutional,
     )
 
 
@@ -135,10 +141,13 @@ def _known_kinds(model: ModelReference) -> Kinds:
 def empty_network(model: ModelReference) -> PreTrainedModel:
     """Instantiate the architecture of a model on the meta device: names and types, no memory."""
     from accelerate import init_empty_weights
+    from mergekit.common import ModelReference
     from mergekit.io.tasks import LoaderCache
 
     trust = LoaderCache().trust_remote_code
     config = model.config(trust_remote_code=trust)
+    if config.architectures == ["Inferred"]:  # what it is called where mergekit goes by the files
+        config = ModelReference(model=model.model).config(trust_remote_code=trust)
     with init_empty_weights(include_buffers=True):
         return _instantiate(config, trust)
 
@@ -165,7 +174,21 @@ def _read_kinds(model: ModelReference) -> Kinds:
     def templates(names: set[str]) -> frozenset[str]:
         return frozenset(without_numbers(name.removeprefix(prefix)) for name in names)
 
-    return Kinds(templates(transposed), templates(tables), templates(heads))
+    return Kinds(
+        templates(transposed),
+        templates(tables),
+        templates(heads),
+        not tables and lacks_embeddings(network),
+    )
+
+
+def lacks_embeddings(network: PreTrainedModel) -> bool:
+    """Return whether a model is one that mergekit does not infer: a ResNet has no embeddings."""
+    try:
+        network.base_model.get_input_embeddings()
+    except NotImplementedError:
+        return True
+    return False
 
 
 def _instantiate(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:

@@ -34,6 +34,7 @@ from mergekit_ace.algebra.records import (
     Observer,
     TensorRecord,
 )
+from mergekit_ace.algebra.task_vectors import clamp_to_versions
 from mergekit_ace.methods.architecture import is_transposed, stored_layout
 from mergekit_ace.methods.devices import first_that_fits
 from mergekit_ace.methods.inputs import (
@@ -48,6 +49,7 @@ from mergekit_ace.methods.notices import notice
 from mergekit_ace.methods.parameters import FILE_PARAMETERS, LAYOUT, REPORT, NamedParameter
 from mergekit_ace.methods.report_lines import append_report
 from mergekit_ace.methods.shapes import check_shapes
+from mergekit_ace.naming import is_running_statistic
 
 Merged = tuple[Tensor, TensorRecord]
 
@@ -371,6 +373,8 @@ class TaskVectorMethod(GroupMergeMethod):
     ) -> Merged:
         moved = [tensor.to(device) for tensor in tensors]
         merged, record = self.merge(moved, settings, least_memory=least_memory)
+        if is_running_statistic(settings.name or ""):  # sums of changes may be negative variances
+            merged = clamp_to_versions(merged, moved)
         return merged.to(tensors[0].dtype), record
 
 

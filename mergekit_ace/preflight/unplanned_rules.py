@@ -24,13 +24,14 @@ from mergekit_ace.headers import TensorHeader
 from mergekit_ace.model_files import GENERATION, config_donor, lost_model_files
 from mergekit_ace.planning import (
     PlannedTensor,
-    UnplannedTensor,
     find_architecture,
     layer_lists,
+    mergekit_architecture,
 )
 from mergekit_ace.preflight.checkpoints import Checkpoint
 from mergekit_ace.preflight.findings import Finding, listed
 from mergekit_ace.preflight.loading import UnknownArchitectureError, skeleton, wanted_names
+from mergekit_ace.unplanned import UnplannedTensor
 
 Treatment = Literal["base", "merge", "error"]
 Checkpoints = Mapping[ModelReference, Checkpoint]
@@ -266,8 +267,16 @@ def _complaints(
 
 
 def check_model_files(config: MergeConfiguration, options: MergeOptions) -> Iterator[Finding]:
-    """Find files beside the weights that `mergekit-yaml` leaves out of the result."""
-    architecture = find_architecture(config.model_copy(deep=True), options)
+    """Find what `mergekit-yaml` cannot plan, and files that it leaves out of the result."""
+    architecture = mergekit_architecture(config.model_copy(deep=True), options)
+    if architecture is None:
+        yield Finding.error(
+            "models",
+            f"{config_donor(config)} has no embeddings, and mergekit-yaml plans no merge of such "
+            "models",
+            "merge by `mergekit-ace merge`, which goes by the names of the tensors",
+        )
+        return
     trust = options.trust_remote_code
     settings = config_donor(config).config(trust_remote_code=trust).get_text_config()
     for name, entries in layer_lists(config, trust).items():

@@ -13,7 +13,12 @@ from mergekit_ace.coefficients.file import Basis, Granularity
 from mergekit_ace.coefficients.learner import LearnerConfig
 
 Task = Literal[
-    "causal-lm", "seq2seq-lm", "masked-lm", "sequence-classification", "image-classification"
+    "causal-lm",
+    "seq2seq-lm",
+    "masked-lm",
+    "sequence-classification",
+    "image-classification",
+    "zero-shot-image-classification",
 ]
 LanguageTask = ("causal-lm", "seq2seq-lm", "masked-lm")
 Labels = Literal["hard", "soft", "true"]
@@ -50,6 +55,8 @@ class DataConfig(Strict):
             the last one. Where the last message is not the assistant's, the expert writes that
             answer, and it alone is supervised.
         image: column of images, or of pixel values (channels, height, width).
+        prompts: of each class, one or several, in the order of their numbers; the text tower of a
+            CLIP makes a head of them.
         label: column of the true class, 0, 1, …; only evaluation sees it, unless ``labels: true``.
         masking_rate: share of the tokens of a text without masks that are masked.
         max_length: in tokens; longer texts are cut.
@@ -69,6 +76,7 @@ class DataConfig(Strict):
     completion: str | None = None
     messages: str | None = None
     image: str | None = None
+    prompts: Annotated[tuple[str | tuple[str, ...], ...], Field(min_length=2)] | None = None
     label: str | None = None
     masking_rate: Annotated[Number, Field(gt=0, le=1)] = 0.15
     max_length: Count = 1024
@@ -103,10 +111,16 @@ def _check_input(task: Task, data: DataConfig, whose: str) -> None:
         "masked-lm": {"text"},
         "sequence-classification": {"text"},
         "image-classification": {"image"},
+        "zero-shot-image-classification": {"image"},
     }[task]
     if not allowed & data.columns.keys():
         columns = " or ".join(sorted(allowed))
         raise ValueError(f"{whose} needs the column {columns} for task: {task}")
+    if (data.prompts is not None) != (task == "zero-shot-image-classification"):
+        raise ValueError(
+            f"{whose}: `prompts` of the classes are what task: zero-shot-image-classification "
+            "needs, and no other task takes them"
+        )
 
 
 class ExpertConfig(Strict):
@@ -393,10 +407,10 @@ class DistillConfig(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> DistillConfig:
-        if self.task in ("seq2seq-lm", "masked-lm"):
+        if self.task not in ("causal-lm", "sequence-classification", "image-classification"):
             raise ValueError(
-                f"task: {self.task} cannot be distilled; causal-lm and both kinds of "
-                "classification can"
+                f"task: {self.task} cannot be distilled; causal-lm, sequence-classification and "
+                "image-classification can"
             )
         _check_input(self.task, self.data, "the data")
         if self.signal == "text" and self.data.prompt is None:

@@ -22,7 +22,7 @@ from mergekit_ace.naming import block_of, relative_depths, within_block
 from mergekit_ace.preflight.dtype_rules import DEQUANTISE
 from mergekit_ace.training.basis import write_components
 from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.limits import check_classes, check_mergeable
+from mergekit_ace.training.limits import check_classes
 from mergekit_ace.training.loop import Objective
 from mergekit_ace.training.mapped_weights import check_stored_dtypes, map_weights, stored_names
 from mergekit_ace.training.merged import MergedModel
@@ -35,6 +35,7 @@ from mergekit_ace.training.models import (
     merged_parameters,
     save_backbone,
 )
+from mergekit_ace.training.normalisation import average_statistics, running_statistics
 from mergekit_ace.training.state import TrainingError, TrainingRun, load_checkpoint, save_checkpoint
 from mergekit_ace.training.tasks import ModelKind, head_modules, model_kind
 from mergekit_ace.training.teachers import (
@@ -43,6 +44,7 @@ from mergekit_ace.training.teachers import (
     read_unlabelled_rows,
     write_labels,
 )
+from mergekit_ace.training.zero_shot import attach_zero_shot_head
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -132,11 +134,12 @@ class Family:
         stored = _find_parameters(config, folders, base)
         rows = read_unlabelled_rows(config, run)  # mistakes in them show before the first answer
         base_weights = _map_model(base, stored, folders, run, None)
-        experts, teachers = [], []
+        experts, statistics, teachers = [], [], []
         for row, path in enumerate(folders.experts):
             expert = load_model(path, folders.kind, config, whole=True)
             experts.append(_map_model(expert, stored, folders, run, row))
             _check_difference(config, base_weights, experts)
+            statistics.append(running_statistics(expert))
             teachers.append(_label(expert, config, folders, run, row, rows))
             del expert
         if config.rehearsal is not None:
@@ -148,6 +151,7 @@ class Family:
             base = load_model(
                 folders.base, folders.kind, config, dtype, device_map=config.device_map
             )
+        average_statistics(base, statistics)
         components = None
         if config.basis != "task_vector":
             with run.accelerator.main_process_first():
@@ -240,7 +244,6 @@ def _find_parameters(
     Raises:
         TrainingError: the base lacks one on disk, or an expert has another one.
     """
-    check_mergeable(base, config.base_model)
     names = merged_parameters(base, folders.kind, config.exclude)
     stored = stored_names(base, names, folders.base)
     missing = [name for name, known in stored.items() if not known]
@@ -315,6 +318,11 @@ def _label(
 ) -> Teacher:
     """Let a teacher answer its data, unless it has; `row` is its number, that of the base last."""
     path = labels_path(run, row)
+    name, data = config.sources[row]
+    if data.prompts is None:
+        head = head_modules(model, folders.kind)
+    else:
+        head = attach_zero_shot_head(model, folders.base, data.prompts)
 
     def write() -> None:
         if config.device_map is None:
@@ -327,8 +335,7 @@ def _label(
         model.cpu()
 
     run.make_once(path, write)
-    name, _ = config.sources[row]
-    return Teacher.load(name, path, head_modules(model, folders.kind))
+    return Teacher.load(name, path, head)
 
 
 def _on_device(base: PreTrainedModel, config: TrainConfig, run: TrainingRun) -> PreTrainedModel:

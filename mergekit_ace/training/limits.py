@@ -109,23 +109,6 @@ def check_classes(config: PreTrainedConfig, reference: str, *, regression: bool 
     )
 
 
-def check_mergeable(model: PreTrainedModel, reference: str) -> None:
-    """Raise a `TrainingError` for a model without embeddings, which mergekit cannot merge.
-
-    Args:
-        model: the base.
-        reference: its name, for the message.
-    """
-    try:
-        model.base_model.get_input_embeddings()
-    except NotImplementedError as error:
-        raise TrainingError(
-            f"{reference} is a {type(model).__name__}, which has no embeddings, and mergekit "
-            "merges no such models: the coefficients would be of no use; distil it into a "
-            "transformer by mergekit-ace distill"
-        ) from error
-
-
 @contextmanager
 def explained_failures(data: DataConfig, model: PreTrainedModel) -> Iterator[None]:
     """Raise what a model says to its inputs as a `TrainingError` that names the data."""

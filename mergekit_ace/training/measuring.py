@@ -48,6 +48,7 @@ from mergekit_ace.training.mapped_weights import stored_names
 from mergekit_ace.training.models import check_expert, load_model, load_skeleton, merged_parameters
 from mergekit_ace.training.state import TrainingError, TrainingRun, open_tensors
 from mergekit_ace.training.teachers import encode_rows
+from mergekit_ace.training.zero_shot import attach_zero_shot_head
 
 # Sums of so many bytes are held at once beside a model, or as many as the model itself takes.
 LEAST_ROOM = 2**30
@@ -127,6 +128,9 @@ class Measuring:
         options = {} if self.config.device_map is None else {"device_map": self.config.device_map}
         folder = self.folders.experts[row]
         model = load_model(folder, self.folders.kind, self.config, whole=True, **options)
+        prompts = self.config.models[row].data.prompts
+        if prompts is not None:
+            attach_zero_shot_head(model, self.folders.base, prompts)
         return model if options else model.to(self.run.accelerator.device)
 
     @cached_property

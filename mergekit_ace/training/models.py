@@ -25,7 +25,12 @@ from mergekit_ace.checkpoint_files import (
 from mergekit_ace.files import file_states
 from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.training.state import TrainingError
-from mergekit_ace.training.tasks import ModelKind, head_names
+from mergekit_ace.training.tasks import (
+    ImageClassification,
+    ModelKind,
+    ZeroShotImageClassification,
+    head_names,
+)
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
@@ -137,7 +142,9 @@ def load_model(
             f"tensor {name} of model {folder} has shape {tuple(found)}, but its config.json asks "
             f"for {tuple(expected)}; get the model again, or correct the config"
         )
-    lost = sorted(info["missing_keys"]) if whole else []
+    lent = head_names(model, kind) if isinstance(kind, ZeroShotImageClassification) else []
+    heads = tuple(f"{name}." for name in lent)  # the base has them
+    lost = [n for n in sorted(info["missing_keys"]) if whole and not n.startswith(heads)]
     if lost:
         raise TrainingError(
             f"model {folder} lacks {len(lost)} parameters that task: {config.task} needs, such as "
@@ -151,6 +158,11 @@ def load_skeleton(folder: str, kind: ModelKind, config: Settings) -> PreTrainedM
     from accelerate import init_empty_weights
 
     with _without_warnings():
+        if isinstance(kind, ZeroShotImageClassification):  # a tower, of which a CLIP may be stored
+            tower = getattr(transformers, kind.auto_class)
+            settings = tower.config_class.from_pretrained(folder)
+            with init_empty_weights():
+                return tower(settings)
         settings = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=config.trust_remote_code
         )
@@ -168,7 +180,7 @@ def load_processor(folders: list[str], kind: ModelKind, config: Settings) -> Any
     Raises:
         TrainingError: there is no tokenizer, or there are different ones.
     """
-    if config.task == "image-classification":
+    if isinstance(kind, ImageClassification):
         for folder in folders:
             if os.path.isfile(os.path.join(folder, "preprocessor_config.json")):
                 return transformers.AutoImageProcessor.from_pretrained(folder)

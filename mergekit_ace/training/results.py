@@ -20,12 +20,14 @@ import mergekit_ace
 from mergekit_ace.coefficients.file import CoefficientFile, Contents, Expert, MergedTensor
 from mergekit_ace.coefficients.learner import LearnerInputs
 from mergekit_ace.files import write_text
+from mergekit_ace.methods.architecture import lacks_embeddings
 from mergekit_ace.methods.lookup import METHODS_OF_BASES
 from mergekit_ace.preflight.checkpoints import read_checkpoint
 from mergekit_ace.training.config import LanguageTask, TrainConfig
 from mergekit_ace.training.family import Family
 from mergekit_ace.training.loop import Objective, Score, TrainedLearner, train_learner, write_log
 from mergekit_ace.training.mapped_weights import stored_tensors
+from mergekit_ace.training.normalisation import write_statistics_of_batches
 from mergekit_ace.training.state import Diverged, TrainingRun
 
 
@@ -211,8 +213,10 @@ def write_results(
     path = run.path / "coefficients.safetensors"
     options: dict[str, Any] = {"task": config.task, "out_dtype": _stored_dtype(family)}
     if family.folders.kind.has_heads:
-        rows = range(len(config.models))
-        options["folders"] = [str(run.backbone(row).resolve()) for row in (None, *rows)]
+        backbones = [run.backbone(row) for row in (None, *range(len(config.models)))]
+        write_statistics_of_batches(family.module.base_model, backbones)
+        options["folders"] = [str(folder.resolve()) for folder in backbones]
+        options["infer"] = lacks_embeddings(family.module)
     else:
         remote = config.trust_remote_code
         options["infer"] = is_misread(family.folders.base, trust_remote_code=remote)
@@ -251,7 +255,8 @@ def merge_config(
         task: what the models do.
         out_dtype: of the merge, float32 by default.
         folders: what is merged instead of the models named in the file, the base first.
-        infer: let mergekit find out which tensors there are, see `is_misread`.
+        infer: let mergekit find out which tensors there are, see `is_misread`; of `folders` those
+            of the base, too, which has no embeddings.
     """
     base, *experts = _models(file, folders, infer)
     pairs = zip(experts, file.contents.experts, strict=True)
@@ -335,7 +340,8 @@ def _models(file: CoefficientFile, folders: Sequence[str], infer: bool) -> list[
     base, *experts = folders or map(_reference, named)
     if not folders and not infer:
         return [base, *experts]
-    return [base, *(_to_be_inferred(expert) for expert in experts)]
+    inferred = [_to_be_inferred(expert) for expert in experts]
+    return [_to_be_inferred(base) if folders and infer else base, *inferred]
 
 
 def _to_be_inferred(reference: str) -> dict[str, Any]:

@@ -119,12 +119,23 @@ class ImageClassification(_Classification):
         return model(**batch).logits
 
 
+class ZeroShotImageClassification(ImageClassification):
+    """Image tower of a CLIP, whose heads are prompts that its text tower has read."""
+
+    auto_class = "CLIPVisionModelWithProjection"
+
+    def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """Return the logits, (B, classes), of a `zero_shot.ZeroShotHead` for a projection."""
+        return model(**batch).image_embeds
+
+
 ModelKind = (
     CausalLanguageModel
     | Seq2SeqLanguageModel
     | MaskedLanguageModel
     | SequenceClassification
     | ImageClassification
+    | ZeroShotImageClassification
 )
 
 
@@ -136,6 +147,7 @@ def model_kind(task: Task) -> ModelKind:
         "masked-lm": MaskedLanguageModel,
         "sequence-classification": SequenceClassification,
         "image-classification": ImageClassification,
+        "zero-shot-image-classification": ZeroShotImageClassification,
     }[task]()
 
 

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 import torch
-from checkpoints import fine_tuned, tiny_llama
+from checkpoints import fine_tuned, seen_batches, tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     BertConfig,
@@ -245,7 +245,7 @@ RESNET = {
 
 
 def resnet_family(folder: Path, **settings) -> dict:
-    """Convolutional image classifiers, which have no embeddings."""
+    """Convolutional image classifiers, with BatchNorm and without embeddings."""
     torch.manual_seed(0)
     base = ResNetModel(ResNetConfig(**RESNET))
     base.save_pretrained(folder / "base")
@@ -254,7 +254,7 @@ def resnet_family(folder: Path, **settings) -> dict:
         expert = ResNetForImageClassification(ResNetConfig(**RESNET, num_labels=classes))
         expert.resnet.load_state_dict(base.state_dict())
         path = folder / f"expert{k}"
-        fine_tuned(expert, seed=80 + k, scale=0.05).save_pretrained(path)
+        seen_batches(fine_tuned(expert, seed=80 + k, scale=0.05), seed=80 + k).save_pretrained(path)
         generator = torch.Generator().manual_seed(k)
         rows = [{"pixels": torch.rand(1, 8, 8, generator=generator).tolist()} for _ in range(20)]
         data = write_rows(folder / f"data{k}.jsonl", rows)

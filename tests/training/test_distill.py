@@ -77,6 +77,32 @@ def test_a_convolutional_network_becomes_an_expert(images, tmp_path):
     assert len(run_training(parsed(mixed), tmp_path / "merge", quiet=True).coefficients) == 3
 
 
+def test_a_transformer_becomes_a_convolutional_expert(tmp_path):
+    from families import parsed, resnet_family, vit_family
+
+    from mergekit_ace.training.run import run_training
+
+    teacher = vit_family(tmp_path / "transformers")["models"][1]
+    family = resnet_family(tmp_path / "convolutional")
+    data = family["models"][0]["data"]
+    config = {
+        "teacher": teacher["model"],
+        "student": family["base_model"],
+        "task": "image-classification",
+        "data": data,
+        "training": FAST,
+    }
+    out = distil(config, tmp_path / "student")
+    assert losses(out)[-1] < losses(out)[0]
+    student, info = AutoModelForImageClassification.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert student.config.model_type == "resnet"
+    counters = {int(b) for n, b in student.named_buffers() if n.endswith("num_batches_tracked")}
+    assert min(counters) > 0
+    family["models"].append({"model": str(out), "task": "vit", "data": data})
+    assert len(run_training(parsed(family), tmp_path / "merge", quiet=True).coefficients) == 3
+
+
 def test_a_finished_run_is_not_repeated(images, tmp_path, monkeypatch):
     _, config = images
     out = distil(config, tmp_path / "out")

@@ -13,14 +13,13 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
-from checkpoints import default_config, fine_tuned, tiny_llama
+from checkpoints import fine_tuned, tiny_llama
 from click.testing import CliRunner
 from families import (
     bert_family,
     image_distillation,
     llama_family,
     masked_family,
-    resnet_family,
     t5_family,
     tokenizer,
     vit_family,
@@ -386,18 +385,3 @@ def test_tokens_without_an_embedding(tmp_path, train, llama):
 def test_texts_without_tokens_are_left_out(tmp_path, train, bert):
     rows = [{"t": "w1 w2" if n % 2 else "", "l": 0} for n in range(20)]
     train(with_rows(bert, tmp_path, rows, text="t", label="l"))
-
-
-def test_models_that_mergekit_cannot_merge(tmp_path, train):
-    config = short(resnet_family(tmp_path / "family"))
-    text = train(config, fails=True)
-    assert "is a ResNetForImageClassification, which has no embeddings" in text
-    assert "distil it into a transformer by mergekit-ace distill" in text
-    paths = [config["base_model"], *(expert["model"] for expert in config["models"])]
-    (tmp_path / "merge.yml").write_text(yaml.safe_dump(default_config(paths)))
-    for command in (["check"], ["inspect", str(tmp_path / "in")], ["merge", str(tmp_path / "me")]):
-        name, *out = command
-        result = CliRunner().invoke(main, [name, str(tmp_path / "merge.yml"), *out])
-        assert isinstance(result.exception, SystemExit), result.exception
-        assert "mergekit cannot merge models without embeddings" in result.output
-        assert "merge their files with mergekit-pytorch" in result.output
