@@ -163,7 +163,7 @@ def test_models_without_embeddings_go_by_the_names_of_their_tensors(build, input
     answer = CliRunner().invoke(main, ["merge", str(config), str(tmp_path / "out")])
     assert answer.exit_code == 0, answer.output
     merged, layouts = check_merge(type(model), paths, tmp_path / "out")
-    assert (layouts["flattened"] >= 1) == (build is not _whole_clip)
+    assert ("flattened" in layouts) == (build is not _whole_clip)
     assert _finite(merged, inputs())
     answer = CliRunner().invoke(main, ["check", str(config)])
     assert answer.exit_code == 1
