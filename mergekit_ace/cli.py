@@ -161,6 +161,8 @@ def calibrate_merge(config: Path, out: Path, overwrite: bool, quiet: bool) -> No
     settings = read_config(config, CalibrateConfig)
     with failures():
         run_calibration(settings, out, overwrite=overwrite, quiet=quiet)
+    if not quiet:
+        click.echo(f"{out} holds the calibrated merge.")
 
 
 @main.command(cls=CommandWithFlags)

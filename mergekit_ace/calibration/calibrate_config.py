@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -30,6 +30,16 @@ class CalibrateConfig(Strict):
     keep: DataConfig
     task: Literal["causal-lm"] = "causal-lm"
     trust_remote_code: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ask_for_keep(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "keep" not in given:
+            raise ValueError(
+                "keep is missing: add texts on which the merge should stay as it is, such as "
+                "keep: {path: other.jsonl, text: text}"
+            )
+        return given
 
     @model_validator(mode="after")
     def _check(self) -> CalibrateConfig:

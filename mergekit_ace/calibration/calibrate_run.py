@@ -19,7 +19,7 @@ from mergekit_ace.adapters.adapter_tasks import AdaptedWeights
 from mergekit_ace.adapters.peft_adapter import adapter_folder
 from mergekit_ace.calibration.calibrate_config import CalibrateConfig
 from mergekit_ace.calibration.calibration_card import card_section
-from mergekit_ace.calibration.layerwise import STEP, Calibration, SampleTeacher
+from mergekit_ace.calibration.layerwise import STEP, Calibration, SampleTeacher, Weights
 from mergekit_ace.calibration.scaling import (
     ChosenScale,
     ScaleSearch,
@@ -60,7 +60,7 @@ def run_calibration(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        start, calibration, chosen = _prepare(config, out, work)
+        start, calibration, chosen = _prepare(config, out, work, quiet)
         if chosen is not None and not quiet:
             print(chosen)
         depth = len(calibration.model.model.layers)
@@ -82,7 +82,7 @@ def run_calibration(
 
 
 def _prepare(
-    config: CalibrateConfig, out: Path, work: Path
+    config: CalibrateConfig, out: Path, work: Path, quiet: bool
 ) -> tuple[Path, Calibration, ChosenScale | None]:
     """Find and check the models, read the texts, choose λ; return the folder to start from, too."""
     trust, adapters = config.trust_remote_code, work / "adapters"
@@ -115,16 +115,24 @@ def _prepare(
         _check_weights(str(config.base_model), origin, start, model)
         texts = [comparison_batches(own) for own in samples[:-1]]
         pairs = list(zip(weights, texts, strict=True))
-        chosen = ScaleSearch(model, origin, start, pairs, device).choose()
-        scaled = WeightsBetween(origin, start, chosen.scale)
-        write_checkpoint(folder, work / "scaled", lambda name, _: scaled[name])
-        folder, start = work / "scaled", map_tensors(stored_tensors(work / "scaled"))
+        with tqdm(desc="choosing λ", unit=" readings", disable=quiet) as bar:
+            chosen = ScaleSearch(model, origin, start, pairs, device, bar.update).choose()
+        folder, start = _scale(folder, origin, start, chosen.scale, work / "scaled")
     shares = (*[1 / len(experts)] * len(experts), 1.0)
     teachers = [
         SampleTeacher(tensors, _batches(own), share)
         for tensors, own, share in zip((*weights, start), samples, shares, strict=True)
     ]
     return folder, Calibration(model, start, teachers, device), chosen
+
+
+def _scale(
+    folder: Path, base: Weights, merged: Weights, scale: float, target: Path
+) -> tuple[Path, Weights]:
+    """Write the merge with another λ; return its folder and weights."""
+    scaled = WeightsBetween(base, merged, scale)
+    write_checkpoint(folder, target, lambda name, _: scaled[name])
+    return target, map_tensors(stored_tensors(target))
 
 
 def _find_expert(reference: str, adapters: Path, trust: bool) -> tuple[ModelReference, str]:

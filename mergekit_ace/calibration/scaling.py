@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -130,13 +130,16 @@ class ScaleSearch:
         experts: weights of each, and its texts in batches as `CausalLanguageModel.collate` makes
             them.
         device: of the work.
+        progress: called whenever a model has read the texts of an expert.
     """
 
     def __init__(
         self, model: PreTrainedModel, base: Weights, merged: Weights,
         experts: Sequence[tuple[Weights, Sequence[Batch]]], device: torch.device,
+        progress: Callable[[], object] = lambda: None,
     ):  # fmt: skip
         self.model, self.base, self.merged, self.device = model, base, merged, device
+        self.progress = progress
         self.batches = [batches for _, batches in experts]
         self.wanted = [
             [logits.log_softmax(dim=-1).half() for logits in self._logits(weights, batches)]
@@ -188,3 +191,4 @@ class ScaleSearch:
                 yield CausalLanguageModel().logits(self.model, to_device(batch, self.device))
         finally:
             remove_hook_from_submodules(self.model)
+            self.progress()

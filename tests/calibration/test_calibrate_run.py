@@ -216,6 +216,9 @@ def test_mistakes_are_told(config, tmp_path):
     first = {**config["models"][0], "model": str(tmp_path / "wide")}
     told = message(models=[first])
     assert "give the experts that were merged" in told
+    without = {name: value for name, value in config.items() if name != "keep"}
+    told = calibrate(without, tmp_path / "wrong").output
+    assert "keep is missing: add texts on which the merge should stay as it is" in told
     images = {"path": str(tmp_path / "keep.jsonl"), "image": "text"}
     assert "keep needs a column text, prompt or messages" in message(keep=images)
     result = calibrate(config, tmp_path / "expert1", "--overwrite")
