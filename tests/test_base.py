@@ -108,7 +108,7 @@ def test_a_new_method_is_one_class_and_one_entry(tmp_path, mergekit_yaml, mean_o
     command("card", out, "--report", lines, "--quiet")
     card = (out / "README.md").read_text()
     assert "By [Mean of two](https://example.org/mean)" in card
-    assert "Goes from one expert towards the other." in card
+    assert "goes from one expert towards the other." in card
     assert "| seed | none needed: the method draws no random numbers |" in card
     assert "@article{doe2026mean," in card
 

@@ -94,7 +94,8 @@ def estimate_blur(sigma: Tensor, rank: int, shape: tuple[int, ...], error: float
         error: of A; or of A as it shows in every one of the directions, shaped as `sigma`.
     """
     rows, columns = shape
-    noise = torch.as_tensor(error, device=sigma.device).expand_as(sigma) / (rows * columns) ** 0.5
+    sigma = sigma.cpu()  # numbers are wanted in any case
+    noise = torch.as_tensor(error).cpu().expand_as(sigma) / (rows * columns) ** 0.5
     turned = (rows + columns) * float((noise / sigma)[:rank].square().mean())
     gap = float(sigma[rank - 1] - sigma[rank]) if rank < len(sigma) else math.inf
     exchanged = min(1.0, float(noise[rank - 1]) / gap) if gap > 0 else 1.0

@@ -29,6 +29,7 @@ from mergekit_ace.calibration.scaling import (
 from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import save_tensors
 from mergekit_ace.headers import DamagedFileError
+from mergekit_ace.merging.manifest import MANIFEST_FILE
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.data import Example, read_rows
 from mergekit_ace.training.language import CausalLanguageModel, pad, padding_mask
@@ -205,7 +206,8 @@ def _batches(samples: Sequence[Example]) -> list[tuple[Tensor, Tensor]]:
 def write_checkpoint(start: Path, folder: Path, change: Callable[[str, Tensor], Tensor]) -> None:
     """Write all files of a checkpoint into a folder, with tensors that a function returns."""
     weights = {path.name for path in weight_files(start)}
-    shutil.copytree(start, folder, ignore=lambda _, names: weights & set(names))
+    left = weights | {MANIFEST_FILE}  # of `mergekit-ace merge`, which could not resume this
+    shutil.copytree(start, folder, ignore=lambda _, names: left & set(names))
     for name in sorted(weights):
         with open_tensors(start / name) as file:
             names, metadata = list(file.keys()), file.metadata()
