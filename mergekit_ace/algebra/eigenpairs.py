@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
-from scipy.linalg import LinAlgError, eigh_tridiagonal, get_lapack_funcs
+from scipy.linalg import LinAlgError, eigh_tridiagonal, get_lapack_funcs, lapack
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import add_gram, blocks, mirror
@@ -48,7 +48,7 @@ def leading_eigenpairs(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Raises:
         torch.linalg.LinAlgError: no convergence.
     """
-    if gram.device.type != "cpu":
+    if gram.device.type != "cpu" or not hasattr(lapack, "dstevd"):  # which SciPy has from 1.16 on
         values, vectors = torch.linalg.eigh(gram)
         return values[-count:].flip(0).double(), vectors[:, -count:].flip(1)
     size = len(gram)
@@ -61,7 +61,9 @@ def leading_eigenpairs(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
     )
     assert reflectors.ctypes.data == gram.data_ptr()
     try:
-        values, vectors = eigh_tridiagonal(diagonal, beside, check_finite=False)
+        values, vectors = eigh_tridiagonal(
+            diagonal, beside, check_finite=False, lapack_driver="stevd"
+        )
     except LinAlgError as error:  # as torch calls it
         raise torch.linalg.LinAlgError(str(error)) from error
     values = torch.from_numpy(values[-count:]).flip(0).double()
