@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from mergekit.common import ModelReference
@@ -20,19 +20,21 @@ from mergekit_ace.adapters.peft_adapter import adapter_folder
 from mergekit_ace.calibration.calibrate_config import CalibrateConfig
 from mergekit_ace.calibration.calibration_card import card_section
 from mergekit_ace.calibration.layerwise import STEP, Calibration, SampleTeacher, Weights
+from mergekit_ace.calibration.samples import (
+    calibration_batches,
+    comparison_batches,
+    read_samples,
+)
 from mergekit_ace.calibration.scaling import (
     ChosenScale,
     ScaleSearch,
     WeightsBetween,
-    comparison_batches,
 )
 from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import save_tensors
 from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.merging.manifest import MANIFEST_FILE
-from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.data import Example, read_rows
-from mergekit_ace.training.language import CausalLanguageModel, pad, padding_mask
+from mergekit_ace.training.language import CausalLanguageModel
 from mergekit_ace.training.limits import fit_to_model
 from mergekit_ace.training.mapped_weights import map_tensors, stored_tensors
 from mergekit_ace.training.models import load_processor, load_skeleton, local_folder
@@ -40,10 +42,6 @@ from mergekit_ace.training.state import TrainingError, open_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-SAMPLES = 64  # of each teacher, unless its data says otherwise
-TOKENS = 4096  # of the samples that go through a layer together, or more of a longer one
-SEED = 0  # of the draw of samples
 
 
 def run_calibration(
@@ -107,7 +105,7 @@ def _prepare(
         if expert.lora:
             weights[place] = AdaptedWeights(expert, weights[place])
     tokenizer = load_processor(folders, CausalLanguageModel(), config)
-    samples = [_samples(fit_to_model(data, model), tokenizer) for _, data in config.sources]
+    samples = [read_samples(fit_to_model(data, model), tokenizer) for _, data in config.sources]
     _check_window(model, max(len(own[0]["input_ids"]) for own in samples))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder, chosen = Path(folders[0]), None
@@ -121,7 +119,7 @@ def _prepare(
         folder, start = _scale(folder, origin, start, chosen.scale, work / "scaled")
     shares = (*[1 / len(experts)] * len(experts), 1.0)
     teachers = [
-        SampleTeacher(tensors, _batches(own), share)
+        SampleTeacher(tensors, calibration_batches(own), share)
         for tensors, own, share in zip((*weights, start), samples, shares, strict=True)
     ]
     return folder, Calibration(model, start, teachers, device), chosen
@@ -132,7 +130,7 @@ def _scale(
 ) -> tuple[Path, Weights]:
     """Write the merge with another λ; return its folder and weights."""
     scaled = WeightsBetween(base, merged, scale)
-    write_checkpoint(folder, target, lambda name, _: scaled[name])
+    write_checkpoint(folder, target, lambda name, tensor: scaled[name].to(tensor.dtype))
     return target, map_tensors(stored_tensors(target))
 
 
@@ -180,27 +178,6 @@ def _check_window(model: PreTrainedModel, longest: int) -> None:
             f"a sample has {longest} tokens, but the attention of {type(model).__name__} reaches "
             f"back {window}; add max_length: {window} to all data"
         )
-
-
-def _samples(data: DataConfig, tokenizer: Any) -> list[Example]:
-    """Return the samples of a teacher as they are read, longest first."""
-    data = data.model_copy(update={"samples": data.samples or SAMPLES})
-    kind = CausalLanguageModel()
-    encoded = (kind.encode(row, data, tokenizer) for row in read_rows(data, SEED))
-    rows = sorted(filter(None, encoded), key=lambda one: len(one["input_ids"]), reverse=True)
-    if not rows:
-        raise TrainingError(f"data {data.path} has no text of two tokens or more")
-    return rows
-
-
-def _batches(samples: Sequence[Example]) -> list[tuple[Tensor, Tensor]]:
-    """Return tokens and which of them count, (n, length) each, longest samples first."""
-    groups: list[list[Tensor]] = []
-    for row in (sample["input_ids"] for sample in samples):  # a group's first is its longest
-        if not groups or (len(groups[-1]) + 1) * len(groups[-1][0]) > TOKENS:
-            groups.append([])
-        groups[-1].append(row)
-    return [(pad(group), padding_mask(group).bool()) for group in groups]
 
 
 def write_checkpoint(start: Path, folder: Path, change: Callable[[str, Tensor], Tensor]) -> None:

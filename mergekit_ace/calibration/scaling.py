@@ -11,7 +11,7 @@ with p the models' distributions of the next token, averaged over supervised tok
 
 from __future__ import annotations
 
-import math
+import copy
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.calibration.layerwise import Weights
-from mergekit_ace.training.data import Batch, Example, to_device
+from mergekit_ace.training.data import Batch, to_device
 from mergekit_ace.training.language import CausalLanguageModel
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 # λ of what is already merged: finer where merges are usually best.
 SCALES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0)
 HEAD = "lm_head.weight"
-# Of each expert: tokens that are read, and those of them before which distributions are compared.
-# A batch has fewer, since it gets a whole vocabulary of numbers for every token.
-TOKENS, COMPARED, BATCH = 2048, 512, 1024
 
 
 class WeightsBetween(Mapping[str, Tensor]):
@@ -61,13 +58,13 @@ class WeightsBetween(Mapping[str, Tensor]):
 
 
 def interpolate(base: Tensor | None, merged: Tensor, scale: float) -> Tensor:
-    """Return W0 + λ (M − W0) in the dtype of M; M where the base has no such tensor or row."""
+    """Return W0 + λ (M − W0) in float32; M where the base has no such tensor or row."""
     if base is None or not merged.is_floating_point() or scale == 1.0:
         return merged
-    scaled = merged.float().clone()
+    scaled = merged.to(torch.float32, copy=True)
     rows = slice(0, min(len(base), len(merged))) if merged.ndim else ...
     scaled[rows] = torch.lerp(base[rows].float(), scaled[rows], scale)
-    return scaled.to(merged.dtype)
+    return scaled
 
 
 class _WithHead(UserDict[str, Tensor]):
@@ -78,31 +75,6 @@ class _WithHead(UserDict[str, Tensor]):
 
     def __missing__(self, name: str) -> Tensor:
         return self.data["model.embed_tokens.weight" if name == HEAD else name]
-
-
-def comparison_batches(samples: Sequence[Example]) -> list[Batch]:
-    """Return some of the samples of an expert, supervised at some of their tokens.
-
-    Args:
-        samples: at least one, as `CausalLanguageModel.encode` makes them. Where nothing is
-            supervised, as in prompts without a completion, all tokens are.
-    """
-    mean = sum(len(sample["input_ids"]) for sample in samples) / len(samples)
-    chosen = samples[:: max(1, math.ceil(len(samples) * mean / TOKENS))]
-    places = []
-    for number, sample in enumerate(chosen):
-        marks = sample["supervised"] if sample["supervised"].any() else sample["input_ids"] > -1
-        places += [(number, place) for place in marks.nonzero()[:, 0].tolist() if place]
-    kept = places[:: max(1, math.ceil(len(places) / COMPARED))]
-    groups: list[list[Example]] = []
-    for number, sample in enumerate(chosen):
-        marks = torch.zeros_like(sample["input_ids"], dtype=torch.bool)
-        marks[[place for one, place in kept if one == number]] = True
-        longest = max(len(one["input_ids"]) for one in (*(groups[-1] if groups else ()), sample))
-        if not groups or (len(groups[-1]) + 1) * longest > BATCH:
-            groups.append([])
-        groups[-1].append({"input_ids": sample["input_ids"], "supervised": marks})
-    return [CausalLanguageModel().collate(group) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -138,14 +110,15 @@ class ScaleSearch:
         experts: Sequence[tuple[Weights, Sequence[Batch]]], device: torch.device,
         progress: Callable[[], object] = lambda: None,
     ):  # fmt: skip
-        self.model, self.base, self.merged, self.device = model, base, merged, device
-        self.progress = progress
+        self.model = copy.deepcopy(model).float().eval()
+        self.base, self.merged, self.device, self.progress = base, merged, device, progress
         self.batches = [batches for _, batches in experts]
-        self.wanted = [
-            [logits.log_softmax(dim=-1).half() for logits in self._logits(weights, batches)]
-            for weights, batches in experts
-        ]
-        self.from_base = self._divergences(base)
+        self.wanted = []
+        for weights, batches in experts:
+            shaped = WeightsBetween(weights, merged, 0.0)  # with as many rows of embeddings
+            logits = self._logits(shaped, batches)
+            self.wanted.append([one.log_softmax(dim=-1).half() for one in logits])
+        self.from_base = self._divergences(0.0)
 
     def choose(self) -> ChosenScale:
         """Return the best λ: from 1 on, neighbours are tried as long as they are better."""
@@ -162,12 +135,13 @@ class ScaleSearch:
 
     def share(self, scale: float) -> float:
         """Return how far the merge with a λ has gone, as a mean over experts."""
-        found = self._divergences(WeightsBetween(self.base, self.merged, scale))
+        found = self._divergences(scale)
         pairs = zip(found, self.from_base, strict=True)
         return sum(1.0 - now / max(whole, 1e-9) for now, whole in pairs) / len(found)
 
-    def _divergences(self, weights: Weights) -> list[float]:
-        """Return KL(expert ‖ model) per token on the texts of each expert, in nats."""
+    def _divergences(self, scale: float) -> list[float]:
+        """Return KL(expert ‖ merge with a λ) per token on the texts of each expert, in nats."""
+        weights = WeightsBetween(self.base, self.merged, scale)
         found = []
         for batches, wanted in zip(self.batches, self.wanted, strict=True):
             total = count = 0.0

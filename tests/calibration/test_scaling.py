@@ -11,6 +11,7 @@ from checkpoints import fine_tuned, tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from mergekit_ace.calibration.samples import comparison_batches
 from mergekit_ace.calibration.scaling import SCALES, ScaleSearch, WeightsBetween, interpolate
 
 CPU = torch.device("cpu")
@@ -66,15 +67,21 @@ def test_shares_are_those_of_whole_models(rng, tied):
         for weights in stored:
             del weights["lm_head.weight"]
     pairs = list(zip(stored[2:], batches, strict=True))
+    config = copy.deepcopy(base.config)
+    config.attention_dropout = 0.5  # of training, which this is not
     with torch.device("meta"):
-        model = LlamaForCausalLM(base.config)
+        model = LlamaForCausalLM(config).bfloat16()
     model.model.rotary_emb = copy.deepcopy(base.model.rotary_emb)
+    more = torch.cat(
+        (stored[2]["model.embed_tokens.weight"], torch.ones(3, base.config.hidden_size))
+    )
+    stored[2]["model.embed_tokens.weight"] = more  # tokens that the merge has not
     search = ScaleSearch(model, stored[0], stored[1], pairs, CPU)
     expected = {
         scale: naive_share(base, merged, experts, batches, scale) for scale in (0.5, 1.0, 1.4)
     }
     for scale, share in expected.items():
-        assert search.share(scale) == pytest.approx(share, abs=5e-3)
+        assert search.share(scale) == pytest.approx(share, abs=2e-3)
     chosen = search.choose()
     curve = [naive_share(base, merged, experts, batches, scale) for scale in SCALES]
     assert chosen.scale == SCALES[curve.index(max(curve))]
@@ -85,9 +92,25 @@ def test_shares_are_those_of_whole_models(rng, tied):
 def test_what_the_base_lacks_stays_as_merged():
     base, merged = torch.zeros(2, 3), torch.ones(4, 3).bfloat16()
     scaled = interpolate(base, merged, 0.25)
-    assert scaled.dtype == torch.bfloat16
+    assert scaled.dtype == torch.float32
     assert scaled[:, 0].tolist() == [0.25, 0.25, 1.0, 1.0]
     between = WeightsBetween({"a": base}, {"a": merged, "b": merged}, 0.25)
     assert torch.equal(between["b"], merged)
     assert list(between) == ["a", "b"]
     assert interpolate(base, torch.ones(1, 3), 0.5).tolist() == [[0.5] * 3]
+
+
+def test_texts_are_compared_at_some_tokens():
+    def sample(length: int, first: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.arange(length), "supervised": torch.arange(length) >= first}
+
+    (long,) = comparison_batches([sample(400, 0)] * 64)
+    assert long["input_ids"].shape == (5, 400), "2,048 tokens at most"
+    assert 256 < int(long["supervised"].sum()) <= 512
+    assert not bool(long["supervised"][:, 0].any())
+    assert len(comparison_batches([sample(1500, 0)] * 2)) == 1, "every second one"
+    (answers,) = comparison_batches([sample(9, 6), sample(7, 5), sample(4, 4)])
+    assert answers["supervised"].sum(dim=1).tolist() == [3, 2, 3], "a prompt counts as a whole"
+    assert answers["attention_mask"].sum(dim=1).tolist() == [9, 7, 4]
+    (alone,) = comparison_batches([sample(3000, 0)])
+    assert alone["input_ids"].shape == (1, 3000)
