@@ -100,6 +100,9 @@ ROWS = [
     Row("ace, embeddings averaged", "ace", layout("mean")),
     Row("ace_relative, embeddings averaged", "ace_relative", layout("mean")),
 ]
+ON_DEMAND = [  # by --rows alone: of the wheel's model, whose embeddings are tied, it is the default
+    Row("ace_relative, embeddings as matrix", "ace_relative", layout("matrix")),
+]
 LEARNED = [
     Row(f"{method}, {samples} samples", method, scaled=False, learn=learn, samples=samples)
     for samples in (16, 64)

@@ -28,7 +28,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from experts import RATES, Recipe, digest, expert_folder, prepare_base, train_expert
 from measure import Examiner, Sizes, share_kept
-from merges import LEARNED, ROWS, SCALES, WITHOUT_SCALE, Merge, Row
+from merges import LEARNED, ON_DEMAND, ROWS, SCALES, WITHOUT_SCALE, Merge, Row
 from picture import draw
 from results import Family, Known, answers_page, pages
 from sources import LENGTH, Data, Part, Texts, read_sources
@@ -182,6 +182,8 @@ def family_parser(description: str) -> argparse.ArgumentParser:
     """Return a parser of what says which families are made, and how they are measured."""
     parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
     parser.add_argument("--base", help="folder, or name on the Hub, instead of the wheel's model")
+    parser.add_argument("--untied", action="store_true",
+                        help="a head of its own instead of the embeddings")  # fmt: skip
     parser.add_argument("--data", type=Path, default=SOURCES, help="texts and prompts")
     parser.add_argument("--output", type=Path, default=HERE / "output", help="for everything made")
     parser.add_argument("--experts", nargs="+", help="which of the data's, instead of all")
@@ -220,9 +222,9 @@ def choose_texts(settings: argparse.Namespace, data: Data) -> dict[str, Texts]:
 
 def choose_rows(wanted: Sequence[str] | None) -> list[Row]:
     """Return the rows of these names, or whose names start so where no row has such a name."""
-    rows = [*ROWS, *LEARNED]
     if wanted is None:
-        return rows
+        return [*ROWS, *LEARNED]
+    rows = [*ROWS, *ON_DEMAND, *LEARNED]
     names = {row.name for row in rows}
     starts = tuple(one for one in wanted if one not in names)
     return [row for row in rows if row.name in wanted or row.name.startswith(starts)]
@@ -240,7 +242,7 @@ def main() -> None:
     untrained = {
         name: Texts(source, settings.output / "texts") for name, source in data.untrained.items()
     }
-    base = prepare_base(settings.base, settings.output / "models")
+    base = prepare_base(settings.base, settings.output / "models", settings.untied)
     known = Known.read(settings.output / "results.jsonl")
     rows = choose_rows(settings.rows)
     families, answered = [], []
