@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mergekit_ace.coefficients.learner import Learner, LearnerConfig
-from mergekit_ace.files import save_tensors
+from mergekit_ace.files import read_once, save_tensors
 from mergekit_ace.headers import DamagedFileError, check_content
 
 FORMAT = "mergekit-ace coefficients"
@@ -179,7 +179,7 @@ class CoefficientFile:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> CoefficientFile:
-        """Read and check a file.
+        """Read and check a file; see `load_coefficients`, which keeps it.
 
         Raises:
             CoefficientFileError: it is missing, damaged, of another format version or inconsistent.
@@ -197,17 +197,24 @@ class CoefficientFile:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                _check_format(path, metadata)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if metadata.get("format") != FORMAT:
+                raise CoefficientFileError(
+                    f"{path} is a safetensors file, but not one of coefficients; give the "
+                    "coefficients.safetensors that `mergekit-ace train` wrote"
+                )
+            if metadata.get("version") != str(VERSION):
+                raise CoefficientFileError(
+                    f"{path} has format version {metadata.get('version')}, this release of "
+                    f"mergekit-ace reads version {VERSION}; install the release that wrote it, or "
+                    "train again"
+                )
             contents = Contents.model_validate_json(metadata["contents"])
-            return cls(
-                contents,
-                tensors.pop("coefficients"),
-                tensors.pop("statistics"),
-                tensors.pop("depths"),
-                {n.removeprefix(_LEARNER): t for n, t in tensors.items() if n.startswith(_LEARNER)},
-                tensors["groups"],
-            )
+            own = ("coefficients", "statistics", "depths")
+            learner = {
+                n.removeprefix(_LEARNER): t for n, t in tensors.items() if n.startswith(_LEARNER)
+            }
+            return cls(contents, *(tensors[name] for name in own), learner, tensors["groups"])
         except CoefficientFileError:
             raise
         except (SafetensorError, ValidationError, KeyError, ValueError) as error:
@@ -247,36 +254,8 @@ def find_expert(experts: Sequence[Expert], model: str, task: str | None = None) 
     return None
 
 
-def load_coefficients(path: str) -> CoefficientFile:
-    """Read a coefficient file, once until it changes.
-
-    Raises:
-        CoefficientFileError: see `CoefficientFile.load`.
-    """
-    path = os.path.abspath(os.path.expanduser(path))
-    return _load_coefficients(path, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
-
-
-@lru_cache(maxsize=8)
-def _load_coefficients(path: str, changed: int) -> CoefficientFile:
-    return CoefficientFile.load(path)
-
-
-def _check_format(path: str, metadata: Mapping[str, str]) -> None:
-    if metadata.get("format") != FORMAT:
-        raise CoefficientFileError(
-            f"{path} is a safetensors file, but not one of coefficients; give the "
-            "coefficients.safetensors that `mergekit-ace train` wrote"
-        )
-    version = metadata.get("version")
-    if version != str(VERSION):
-        raise CoefficientFileError(
-            f"{path} has format version {version}, this release of mergekit-ace reads version "
-            f"{VERSION}; install the release that wrote it, or train again"
-        )
+load_coefficients = read_once(CoefficientFile.load)
 
 
 def _same_folder(one: str, other: str) -> bool:
-    if not (os.path.isdir(one) and os.path.isdir(other)):
-        return False
-    return os.path.samefile(one, other)
+    return os.path.isdir(one) and os.path.isdir(other) and os.path.samefile(one, other)

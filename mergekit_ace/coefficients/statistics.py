@@ -104,8 +104,7 @@ def features(moments: WeightMoments, statistics: Sequence[Statistic], rank: int)
     values: list[float] = []
     for statistic in statistics:
         if statistic == "singular_values":
-            known = moments.singular[:rank]
-            values += [*known, *[0.0] * (rank - len(known))]
+            values += [*moments.singular, *[0.0] * rank][:rank]
         else:
             values.append(getattr(moments, statistic))
     return values
