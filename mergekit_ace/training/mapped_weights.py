@@ -9,7 +9,7 @@ equal to the one in memory; else a converted copy is written once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import save_tensors
-from mergekit_ace.headers import FLOATING, read_file_header
+from mergekit_ace.headers import FLOATING, TensorHeader, read_file_header
 from mergekit_ace.preflight.dtype_rules import AS_NUMBERS
 from mergekit_ace.training.state import TrainingError, open_tensors
 
@@ -32,9 +32,6 @@ def map_tensors(sources: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     """Map tensors of safetensors files under names of our own; they are read when used.
 
     What is mapped is the system's cache of the file, not memory of this process.
-
-    Args:
-        sources: file, and name there, by our name.
     """
     files = {path: open_tensors(path) for path in {path for path, _ in sources.values()}}
     # All views at once, before anything large: what little memory they take would otherwise pin
@@ -42,35 +39,28 @@ def map_tensors(sources: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     return {name: files[path].get_tensor(stored) for name, (path, stored) in sources.items()}
 
 
+def stored_headers(folder: str | os.PathLike) -> dict[str, TensorHeader]:
+    """Return the headers of the tensors in the files of a checkpoint, by name."""
+    files = weight_files(Path(folder))
+    return {name: header for path in files for name, header in read_file_header(path).items()}
+
+
 def stored_tensors(folder: str | os.PathLike) -> dict[str, StoredTensor]:
     """List the tensors in the safetensors files of a checkpoint: file and name, by name."""
-    return {
-        name: (str(path), name)
-        for path in weight_files(Path(folder))
-        for name in read_file_header(path)
-    }
+    return {name: (header.file, name) for name, header in stored_headers(folder).items()}
 
 
-def check_stored_dtypes(
-    reference: str, folder: str | os.PathLike, stored: Mapping[str, Iterable[str]]
-) -> None:
-    """Raise a `TrainingError` for a checkpoint that holds merged tensors as no floating numbers.
+def check_stored_dtypes(reference: str, folder: str | os.PathLike, names: Container[str]) -> None:
+    """Raise a `TrainingError` unless a checkpoint holds what is merged as floating numbers.
 
     Args:
-        reference: of the model, for the message.
         folder: of the checkpoint.
-        stored: names on disk, by names in memory; those that it lacks are not looked at.
     """
-    headers = {
-        name: header
-        for path in weight_files(Path(folder))
-        for name, header in read_file_header(path).items()
-    }
-    for name in (name for names in stored.values() for name in names):
-        if name in headers and headers[name].dtype not in FLOATING:
+    for name, header in stored_headers(folder).items():
+        if name in names and header.dtype not in FLOATING:
             raise TrainingError(
-                f"tensor {name} of model {reference} is stored as {headers[name].dtype}, which "
-                f"cannot be merged; {AS_NUMBERS}"
+                f"tensor {name} of model {reference} is stored as {header.dtype}, which cannot be "
+                f"merged; {AS_NUMBERS}"
             )
 
 
@@ -85,8 +75,7 @@ def map_weights(
         folder: of the checkpoint.
         copy: file that a converted copy goes to where the stored tensors are not the parameters.
     """
-    parameters = dict(model.named_parameters())
-    parameters = {name: parameters[name].detach() for name in names}
+    parameters = {name: model.get_parameter(name).detach() for name in names}
     sources = stored_tensors(folder)
     direct = {name: _same_name(name, model, sources) for name in parameters}
     if all(stored is not None for stored in direct.values()):
@@ -94,7 +83,6 @@ def map_weights(
         if all(_equal(mapped[name], parameter) for name, parameter in parameters.items()):
             return mapped
     if not copy.exists():
-        copy.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(copy, {name: p.cpu().contiguous() for name, p in parameters.items()})
     return map_tensors({name: (str(copy), name) for name in parameters})
 
@@ -119,7 +107,6 @@ def stored_names(
     where a number ends up, that parameter is stored.
 
     Args:
-        model: as transformers loaded it from `folder`.
         names: of parameters in memory.
         folder: of the checkpoint.
 
