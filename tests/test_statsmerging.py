@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 
 from mergekit_ace.cli import main
 from mergekit_ace.coefficients.file import CoefficientFileError
-from mergekit_ace.coefficients.learner import LearnerConfig
-from mergekit_ace.coefficients.statistics import features, measure_moments
+from mergekit_ace.coefficients.learner import LearnerConfig, features, measure_moments
 from mergekit_ace.naming import relative_depths
 from mergekit_ace.training.run import merge_config
 

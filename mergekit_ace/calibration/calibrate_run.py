@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mergekit-ace calibrate`: a `calibrate.yml`, the command, and what the model card says of it."""
+"""`mergekit-ace calibrate`: a `calibrate.yml`, its samples, the command, and what the card says."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from mergekit.common import ModelReference
@@ -19,7 +20,6 @@ from mergekit_ace.adapters.adapter_plan import base_of, with_base
 from mergekit_ace.adapters.adapter_tasks import AdaptedWeights
 from mergekit_ace.adapters.peft_adapter import adapter_folder
 from mergekit_ace.calibration.layerwise import RIDGE, STEP, Calibration, SampleTeacher
-from mergekit_ace.calibration.samples import calibration_batches, comparison_batches, read_samples
 from mergekit_ace.calibration.scaling import ChosenScale, ScaleSearch, WeightsBetween
 from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import package_versions, save_tensors
@@ -27,7 +27,8 @@ from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.merging.manifest import MANIFEST_FILE
 from mergekit_ace.report.markdown import markdown_text
 from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict
-from mergekit_ace.training.language import CausalLanguageModel, fit_to_model
+from mergekit_ace.training.data import Batch, Example, read_rows
+from mergekit_ace.training.language import CausalLanguageModel, fit_to_model, pad, padding_mask
 from mergekit_ace.training.mapped_weights import map_tensors, stored_tensors
 from mergekit_ace.training.models import load_processor, load_skeleton, local_folder
 from mergekit_ace.training.state import TrainingError, open_tensors
@@ -36,8 +37,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+SAMPLES = 64  # of each teacher, unless its data says otherwise
+SEED = 0  # of the draw of samples
+TOKENS = 4096  # of the samples that go through a layer together, or more of a longer one
+# For the choice of λ, of each expert: tokens that are read, and those of them before which
+# distributions are compared.
+READ, COMPARED = 2048, 512
+
+
 class CalibrateConfig(Strict):
-    """Settings of a `calibrate.yml`.
+    """Settings of a `calibrate.yml`, for language models of Llama's kind.
 
     Attributes:
         merged_model: the merge to start from: a folder or a name on the Hub.
@@ -46,29 +55,22 @@ class CalibrateConfig(Strict):
         models: the experts that were merged, each with texts of what it is for; `samples` rows of
             them are read, 64 by default, without any label.
         keep: texts of any kind on which the merge should stay as it is.
-        task: what the models do; only language models of Llama's kind can be calibrated.
         trust_remote_code: as in transformers.
     """
 
     merged_model: str
     base_model: str | None = None
     models: Annotated[tuple[ExpertConfig, ...], Field(min_length=1)]
-    keep: DataConfig
-    task: Literal["causal-lm"] = "causal-lm"
+    keep: DataConfig | None = None
     trust_remote_code: bool = False
 
-    @model_validator(mode="before")
-    @classmethod
-    def _ask_for_keep(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "keep" not in given:
+    @model_validator(mode="after")
+    def _check(self) -> CalibrateConfig:
+        if self.keep is None:
             raise ValueError(
                 "keep is missing: add texts on which the merge should stay as it is, such as "
                 "keep: {path: other.jsonl, text: text}"
             )
-        return given
-
-    @model_validator(mode="after")
-    def _check(self) -> CalibrateConfig:
         for name, data in self.sources:
             if data.image is not None:
                 raise ValueError(f"the data of {name} needs a column text, prompt or messages")
@@ -142,7 +144,13 @@ def _prepare(
     ]
     tokenizer = load_processor(folders[: len(found) + 1], CausalLanguageModel(), config)
     samples = [read_samples(fit_to_model(data, model), tokenizer) for _, data in config.sources]
-    _check_window(model, max(len(own[0]["input_ids"]) for own in samples))
+    longest = max(len(own[0]["input_ids"]) for own in samples)
+    window = getattr(model.config, "sliding_window", None)
+    if window is not None and longest > window:
+        raise TrainingError(
+            f"a sample has {longest} tokens, but the attention of {type(model).__name__} reaches "
+            f"back {window}; add max_length: {window} to all data"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder, chosen = Path(folders[0]), None
     if config.base_model is not None:
@@ -198,14 +206,65 @@ def _check_weights(
             )
 
 
-def _check_window(model: PreTrainedModel, longest: int) -> None:
-    """Raise where a sample is longer than the attention of a layer reaches back."""
-    window = getattr(model.config, "sliding_window", None)
-    if window is not None and longest > window:
-        raise TrainingError(
-            f"a sample has {longest} tokens, but the attention of {type(model).__name__} reaches "
-            f"back {window}; add max_length: {window} to all data"
-        )
+def read_samples(data: DataConfig, tokenizer: Any) -> list[Example]:
+    """Return the samples of a teacher, as `CausalLanguageModel.encode` makes them, longest first.
+
+    Raises:
+        TrainingError: there are none.
+    """
+    data = data.model_copy(update={"samples": data.samples or SAMPLES})
+    kind = CausalLanguageModel()
+    encoded = (kind.encode(row, data, tokenizer) for row in read_rows(data, SEED))
+    rows = sorted(filter(None, encoded), key=lambda one: len(one["input_ids"]), reverse=True)
+    if not rows:
+        raise TrainingError(f"data {data.path} has no text of two tokens or more")
+    return rows
+
+
+def calibration_batches(samples: Sequence[Example]) -> list[tuple[Tensor, Tensor]]:
+    """Return tokens and which of them count, (n, length) each, longest samples first."""
+    groups = [[one["input_ids"] for one in group] for group in _group(samples, TOKENS)]
+    return [(pad(group), padding_mask(group).bool()) for group in groups]
+
+
+def comparison_batches(samples: Sequence[Example]) -> list[Batch]:
+    """Return some of the samples of an expert, supervised at some of their tokens.
+
+    Args:
+        samples: at least one, longest first. Where nothing is supervised, as in prompts without a
+            completion, all tokens are.
+    """
+    tokens = sum(len(sample["input_ids"]) for sample in samples)
+    chosen = samples[:: max(1, math.ceil(tokens / READ))]
+    marks = [_predicted(sample) for sample in chosen]
+    every = max(1, math.ceil(sum(int(own.sum()) for own in marks) / COMPARED))
+    seen, compared = 0, []
+    for sample, own in zip(chosen, marks, strict=True):
+        numbers = own.cumsum(dim=0) - 1 + seen  # of the supervised tokens of all samples
+        compared.append({**sample, "supervised": own & (numbers % every == 0)})
+        seen += int(own.sum())
+    return [CausalLanguageModel().collate(group) for group in _group(compared, READ)]
+
+
+def _predicted(sample: Example) -> Tensor:
+    """Mark the supervised tokens, or all, but for the first one, before which there is nothing."""
+    own = sample["supervised"]
+    marks = own.clone() if bool(own.any()) else torch.ones_like(own)
+    marks[0] = False
+    return marks
+
+
+def _group(samples: Sequence[Example], tokens: int) -> list[list[Example]]:
+    """Group samples, longest first, so that padded ones of a group have so many tokens at most.
+
+    A single longer one is a group of its own.
+    """
+    groups: list[list[Example]] = []
+    for sample in samples:
+        if not groups or (len(groups[-1]) + 1) * len(groups[-1][0]["input_ids"]) > tokens:
+            groups.append([])
+        groups[-1].append(sample)
+    return groups
 
 
 def write_checkpoint(start: Path, folder: Path, changed: Callable[[str], Tensor | None]) -> None:

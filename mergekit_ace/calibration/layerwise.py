@@ -149,6 +149,7 @@ class _StepsOfBoth(NamedTuple):
     behind: Tensor
 
 
+@dataclass
 class Calibration:
     """A merge on its way to what its teachers do.
 
@@ -159,13 +160,14 @@ class Calibration:
         ridge: λ > 0, in mean eigenvalues of the inputs' covariance.
     """
 
-    def __init__(
-        self, model: nn.Module, start: Weights, teachers: Sequence[SampleTeacher],
-        device: torch.device, ridge: float = RIDGE,
-    ):  # fmt: skip
-        self.model, self.start, self.teachers, self.device = model, start, teachers, device
-        self.ridge = ridge
-        self.rotary = copy.deepcopy(model.model.rotary_emb).to(device)
+    model: nn.Module
+    start: Weights
+    teachers: Sequence[SampleTeacher]
+    device: torch.device
+    ridge: float = RIDGE
+
+    def __post_init__(self) -> None:
+        self.rotary = copy.deepcopy(self.model.model.rotary_emb).to(self.device)
 
     @torch.no_grad()
     def layers(self) -> Iterator[dict[str, Tensor]]:

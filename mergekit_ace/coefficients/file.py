@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -104,6 +105,7 @@ class Contents(BaseModel):
         return len(self.experts) + (self.basis == "ace")
 
 
+@dataclass(eq=False)
 class CoefficientFile:
     """Coefficients with everything needed to apply them.
 
@@ -117,21 +119,15 @@ class CoefficientFile:
             has its own.
     """
 
-    def __init__(
-        self,
-        contents: Contents,
-        coefficients: Tensor,
-        statistics: Tensor,
-        depths: Tensor,
-        learner_state: Mapping[str, Tensor],
-        groups: Tensor | None = None,
-    ):
-        self.contents = contents
-        self.coefficients = coefficients
-        self.statistics = statistics
-        self.depths = depths
-        self.learner_state = dict(learner_state)
-        self.groups = torch.arange(len(depths)) if groups is None else groups
+    contents: Contents
+    coefficients: Tensor
+    statistics: Tensor
+    depths: Tensor
+    learner_state: Mapping[str, Tensor]
+    groups: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.groups = torch.arange(len(self.depths)) if self.groups is None else self.groups
         self._check()
 
     @cached_property

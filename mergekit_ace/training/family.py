@@ -15,16 +15,25 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mergekit_ace.coefficients.learner import LearnerInputs
-from mergekit_ace.coefficients.statistics import WeightMoments, combine, features, measure_moments
+from mergekit_ace.coefficients.learner import (
+    LearnerInputs,
+    WeightMoments,
+    combine,
+    features,
+    measure_moments,
+)
 from mergekit_ace.headers import read_json
 from mergekit_ace.methods.inputs import is_finite
 from mergekit_ace.naming import block_of, relative_depths, within_block
 from mergekit_ace.preflight.dtype_rules import DEQUANTISE
-from mergekit_ace.training.basis import write_components
 from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.data import load_examples
-from mergekit_ace.training.mapped_weights import check_stored_dtypes, map_weights, stored_names
+from mergekit_ace.training.data import load_examples, load_rows
+from mergekit_ace.training.mapped_weights import (
+    check_stored_dtypes,
+    map_weights,
+    stored_names,
+    write_components,
+)
 from mergekit_ace.training.models import (
     average_statistics,
     check_classes,
@@ -39,13 +48,7 @@ from mergekit_ace.training.models import (
 )
 from mergekit_ace.training.state import TrainingError, TrainingRun, load_checkpoint, save_checkpoint
 from mergekit_ace.training.tasks import ModelKind, head_modules, model_kind
-from mergekit_ace.training.teachers import (
-    SampleReader,
-    Teacher,
-    labels_path,
-    read_unlabelled_rows,
-    write_labels,
-)
+from mergekit_ace.training.teachers import SampleReader, Teacher, write_labels
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -122,7 +125,12 @@ class Family:
         self.teachers: list[Teacher] = []
         base = load_model(folders.base, folders.kind, config)
         self.stored = self._find_parameters(base)
-        rows = read_unlabelled_rows(config, run)  # mistakes in them show before the first answer
+        # All of them now: mistakes in them show before the first answer.
+        rows = {
+            row: load_rows(data, config.training.seed)
+            for row, (_, data) in enumerate(config.sources)
+            if run.is_main and not run.labels(row).exists()
+        }
         self.base = self._map_weights(base, None)
         statistics = []
         for row, path in enumerate(folders.experts):
@@ -145,7 +153,12 @@ class Family:
         if config.basis != "task_vector":
             with run.accelerator.main_process_first():
                 self.components = write_components(self)
-        self.module = self._on_device(base)
+        if any(parameter.is_meta for parameter in base.parameters()):
+            raise TrainingError(
+                f"the base model {config.base_model} does not fit into the memory of all GPUs "
+                "together; try dtype: bfloat16"
+            )
+        self.module = base.to(run.accelerator.device) if config.device_map is None else base
 
     def _find_parameters(self, base: PreTrainedModel) -> dict[str, tuple[str, ...]]:
         """Return the merged parameters with their names on disk, once all models have them."""
@@ -208,7 +221,7 @@ class Family:
     ) -> Teacher:
         """Let a teacher answer its data, unless it has; the base has the last number."""
         config, folders, run = self.config, self.folders, self.run
-        path = labels_path(run, row)
+        path = run.labels(row)
         name, data = config.sources[row]
         head = head_modules(model, folders.kind, data, folders.base)
 
@@ -225,17 +238,6 @@ class Family:
         run.make_once(path, write)
         splits, metadata = load_examples(path)  # memory-mapped
         return Teacher(name, splits, json.loads(metadata["accuracy"]), head)
-
-    def _on_device(self, base: PreTrainedModel) -> PreTrainedModel:
-        """Return the base on its device; under a device map it is there already."""
-        if self.config.device_map is None:
-            return base.to(self.run.accelerator.device)
-        if any(parameter.is_meta for parameter in base.parameters()):
-            raise TrainingError(
-                f"the base model {self.config.base_model} does not fit into the memory of all GPUs "
-                "together; try dtype: bfloat16"
-            )
-        return base
 
     @property
     def names(self) -> list[str]:

@@ -70,23 +70,18 @@ class MeasuringPlan(BaseModel):
 
     Attributes:
         tensors: all that a merge may ask for.
-        covariances: per pass the linear layers whose inputs are summed up, with their columns.
-        tables: rows of the tables of embeddings, by name; counted in the first of these passes.
-        fisher: per pass the parameters, with their numbers of entries.
+        passes: per kind of statistics and pass, the linear layers whose inputs are summed up, with
+            their columns; or the parameters, with their numbers of entries.
+        tables: rows of the tables of embeddings, by name; counted with the first covariances.
     """
 
     tensors: tuple[MeasuredTensor, ...]
-    covariances: tuple[dict[str, int], ...]
+    passes: dict[Measure, tuple[dict[str, int], ...]]
     tables: dict[str, int]
-    fisher: tuple[dict[str, int], ...]
-
-    def passes(self, kind: Measure) -> tuple[dict[str, int], ...]:
-        """Return the passes for one kind of statistics."""
-        return self.covariances if kind == "covariances" else self.fisher
 
     def size(self, kind: Measure) -> int:
         """Return the bytes that one kind takes on disk, per expert."""
-        sizes = [number for part in self.passes(kind) for number in part.values()]
+        sizes = [number for part in self.passes[kind] for number in part.values()]
         if kind == "fisher":
             return 4 * sum(sizes)
         return 4 * sum(map(packed_size, sizes)) + 8 * sum(self.tables.values())
@@ -149,14 +144,16 @@ class Measuring:
         entries = {t.name: parameters[t.name].numel() for t in tensors if t.fisher}
         return MeasuringPlan(
             tensors=tuple(tensors),
-            covariances=in_passes(leaders, room, lambda columns: 4 * columns**2),
+            passes={
+                "covariances": in_passes(leaders, room, lambda columns: 4 * columns**2),
+                "fisher": in_passes(entries, room, lambda count: 8 * count),
+            },
             tables={name: len(parameters[name]) for name in tables},
-            fisher=in_passes(entries, room, lambda count: 8 * count),
         )
 
     def files(self, row: int, kind: Measure) -> list[Path]:
         """Return where what each pass over the samples of an expert measures goes."""
-        numbers = range(len(self.plan.passes(kind)))
+        numbers = range(len(self.plan.passes[kind]))
         return [self.run.experts / f"{row}-{kind}-{number}.safetensors" for number in numbers]
 
     def missing(self, row: int) -> list[tuple[Measure, int, Path]]:
@@ -176,7 +173,7 @@ class Measuring:
         """
         plan, count = self.plan, len(self.config.models)
         for kind in self.config.measure:
-            passes = len(plan.passes(kind))
+            passes = len(plan.passes[kind])
             if not passes:
                 raise TrainingError(
                     f"{self.config.base_model} has nothing of which {kind} could be measured"
@@ -188,7 +185,7 @@ class Measuring:
                     f"pass{'es' * (passes > 1)} over the samples of each"
                 )
         missing = [kind for row in range(count) for kind, _, _ in self.missing(row)]
-        needed = sum(plan.size(kind) / len(plan.passes(kind)) for kind in missing)
+        needed = sum(plan.size(kind) / len(plan.passes[kind]) for kind in missing)
         free = shutil.disk_usage(self.run.path).free
         if needed > free:
             raise TrainingError(
@@ -237,8 +234,8 @@ class Measuring:
             "tokens": sum(len(s.get(n, ())) for s in samples for n in ("input_ids", "target_ids")),
         }
         for kind, number, file in missing:
-            names = list(self.plan.passes(kind)[number])
-            what = f"{kind} of {expert.task}, {number + 1} of {len(self.plan.passes(kind))}"
+            names = list(self.plan.passes[kind][number])
+            what = f"{kind} of {expert.task}, {number + 1} of {len(self.plan.passes[kind])}"
             if kind == "covariances":
                 tables = list(self.plan.tables) if number == 0 else []
                 read = partial(self.read, reader, samples, what)
@@ -264,7 +261,7 @@ class Measuring:
         whole = [
             kind
             for kind in kinds
-            if self.plan.passes(kind)
+            if self.plan.passes[kind]
             and all(file.exists() for row in rows for file in self.files(row, kind))
         ]
         experts = []

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,6 +27,7 @@ from mergekit_ace.checkpoint_files import (
 )
 from mergekit_ace.files import file_states, save_tensors
 from mergekit_ace.naming import is_counter, is_running_statistic
+from mergekit_ace.preflight.loading import quiet_transformers
 from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import (
     ImageClassification,
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from mergekit_ace.training.config import DistillConfig, TrainConfig
 
     Settings = TrainConfig | DistillConfig  # both have what is used of them here
-
 
 # Files that are downloaded of a model on the Hub.
 _NEEDED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.py", "*.jinja"]
@@ -111,7 +110,7 @@ def load_model(
             another shape than its config asks for.
     """
     auto_class = getattr(transformers, kind.auto_class)
-    with _without_warnings():
+    with quiet_transformers():
         try:
             model, info = auto_class.from_pretrained(
                 folder,
@@ -147,7 +146,7 @@ def load_model(
 def load_skeleton(folder: str, kind: ModelKind, config: Settings) -> PreTrainedModel:
     """Build the architecture of a model without its weights: names and shapes, no memory."""
     model_class = getattr(transformers, kind.auto_class)
-    with _without_warnings(), init_empty_weights():
+    with quiet_transformers(), init_empty_weights():
         # Of a tower, a whole CLIP may be stored, whose config has that of the tower in it.
         config_class = getattr(model_class, "config_class", transformers.AutoConfig)
         trust = config.trust_remote_code
@@ -320,14 +319,3 @@ def write_statistics_of_batches(model: nn.Module, folders: Iterable[Path]) -> No
         tensors = load_file(path)
         own = {name: known[name].to("cpu", tensors[name].dtype) for name in known.keys() & tensors}
         save_tensors(path, tensors | own, {"format": "pt"})
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence transformers' warnings about heads that the base model does not have."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(before)

@@ -69,16 +69,11 @@ def compare_merges(objective: Objective, trained: TrainedLearner) -> dict[str, S
             scores["coefficients learned directly"] = objective.score(other.coefficients, "test")
         except Diverged:  # a row less, no reason to lose the others
             pass
-    scores[_result_name(config)] = objective.score(trained.coefficients, "test")
-    return scores
-
-
-def _result_name(config: TrainConfig) -> str:
-    """Return what the learned coefficients are called in the comparison."""
-    if config.options is not None:
-        return f"{config.basis}, coefficients"
     name = "AdaMerging" if config.loss == "entropy" else "StatsMerging"
-    return name if config.basis == "task_vector" else f"{name} of what TIES keeps"
+    name += " of what TIES keeps" if config.basis == "ties" else ""
+    name = name if config.options is None else f"{config.basis}, coefficients"
+    scores[name] = objective.score(trained.coefficients, "test")
+    return scores
 
 
 def _teachers_scores(objective: Objective) -> dict[str, Score]:
@@ -153,7 +148,7 @@ def coefficient_file(
 ) -> CoefficientFile:
     """Return the result, expanded from groups to tensors."""
     config, groups = family.config, family.groups
-    stored = _stored_names(family)
+    stored, frozen = _names_on_disk(family)
     contents = Contents(
         base_model=config.base_model,
         experts=tuple(
@@ -166,7 +161,7 @@ def coefficient_file(
             for one, p in zip(config.models, map(Path, family.folders.experts), strict=True)
         ),
         tensors=tuple(MergedTensor(name=name, stored=names) for name, names in stored.items()),
-        frozen=_frozen_names(family, stored),
+        frozen=frozen,
         granularity=config.granularity,
         basis=config.basis,
         parameters={} if config.options is None else config.options.model_dump(exclude={"scale"}),
@@ -185,25 +180,24 @@ def coefficient_file(
     )
 
 
-def _stored_names(family: Family) -> dict[str, tuple[str, ...]]:
-    """Return the names of every merged parameter on disk, and in backbones of classifiers."""
-    if not family.folders.kind.has_heads:
-        return family.stored
-    prefix = f"{family.module.base_model_prefix}."
-    both = {name: {*names, name.removeprefix(prefix)} for name, names in family.stored.items()}
-    return {name: tuple(sorted(names)) for name, names in both.items()}
+def _names_on_disk(family: Family) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """Return the names of every merged parameter on disk, and those that keep the base's values.
 
-
-def _frozen_names(family: Family, stored: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the names of tensors that keep the base's values, on disk and in memory."""
+    Of classifiers, those of backbones are among them. Of other models mergekit may know what keeps
+    the base's values by its name in memory.
+    """
+    module, stored = family.module, family.stored
     frozen = set(stored_tensors(family.folders.base))
     if family.folders.kind.has_heads:
-        frozen |= set(family.module.base_model.state_dict())
-    else:  # mergekit may know them by their names in memory
-        merged = {id(family.module.get_parameter(name)) for name in family.stored}
-        everything = family.module.named_parameters(remove_duplicate=False)
+        prefix = f"{module.base_model_prefix}."
+        both = {name: {*names, name.removeprefix(prefix)} for name, names in stored.items()}
+        stored = {name: tuple(sorted(names)) for name, names in both.items()}
+        frozen |= set(module.base_model.state_dict())
+    else:
+        merged = {id(module.get_parameter(name)) for name in stored}
+        everything = module.named_parameters(remove_duplicate=False)
         frozen |= {name for name, parameter in everything if id(parameter) not in merged}
-    return tuple(sorted(frozen.difference(*stored.values())))
+    return stored, tuple(sorted(frozen.difference(*stored.values())))
 
 
 def write_results(

@@ -57,14 +57,7 @@ class TrainingRun:
     ):
         # While one process lets the experts answer, the others wait: for hours, if need be.
         patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
-        try:
-            self.accelerator = Accelerator(
-                mixed_precision=mixed_precision, kwargs_handlers=[patience]
-            )
-        except ValueError as error:
-            raise TrainingError(
-                f"mixed_precision: {mixed_precision} cannot be used here ({error}); take bf16 or no"
-            ) from error
+        self.accelerator = Accelerator(mixed_precision=mixed_precision, kwargs_handlers=[patience])
         if mixed_precision == "fp16" and self.accelerator.device.type == "cpu":
             raise TrainingError(  # accelerate would train without it, and say nothing
                 "mixed_precision: fp16 cannot be used on a CPU; take bf16 or no"
@@ -104,6 +97,10 @@ class TrainingRun:
             return numbers
         total = self.accelerator.reduce(numbers.to(self.accelerator.device), reduction="sum")
         return total.to(numbers.device)
+
+    def labels(self, teacher: int) -> Path:
+        """Return the file for the samples and labels of a teacher."""
+        return self.state / f"labels-{teacher}.safetensors"
 
     @property
     def experts(self) -> Path:

@@ -126,14 +126,7 @@ class ZeroShotImageClassification(ImageClassification):
         return model(**batch).image_embeds
 
 
-ModelKind = (
-    CausalLanguageModel
-    | Seq2SeqLanguageModel
-    | MaskedLanguageModel
-    | SequenceClassification
-    | ImageClassification
-    | ZeroShotImageClassification
-)
+ModelKind = TextModel | ImageClassification
 
 
 def model_kind(task: Task) -> ModelKind:

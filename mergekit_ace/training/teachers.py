@@ -19,13 +19,7 @@ from tqdm import tqdm
 
 from mergekit_ace.methods.inputs import is_finite
 from mergekit_ace.training.config import DataConfig, TrainConfig
-from mergekit_ace.training.data import (
-    Example,
-    Examples,
-    load_rows,
-    save_examples,
-    to_device,
-)
+from mergekit_ace.training.data import Example, Examples, save_examples, to_device
 from mergekit_ace.training.language import fit_to_model
 from mergekit_ace.training.state import TrainingError, TrainingRun
 from mergekit_ace.training.tasks import ModelKind
@@ -58,22 +52,6 @@ class Teacher:
     def answers_with_numbers(self) -> bool:
         """Whether its answers are numbers instead of classes."""
         return self.splits["test"][0]["hard"].is_floating_point()
-
-
-def labels_path(run: TrainingRun, row: int) -> Path:
-    """Return where the samples and labels of a teacher are kept."""
-    return run.state / f"labels-{row}.safetensors"
-
-
-def read_unlabelled_rows(config: TrainConfig, run: TrainingRun) -> dict[int, dict[str, Dataset]]:
-    """Read the data of the teachers that have not answered yet, before the first one does."""
-    if not run.is_main:
-        return {}
-    return {
-        row: load_rows(data, config.training.seed)
-        for row, (_, data) in enumerate(config.sources)
-        if not labels_path(run, row).exists()
-    }
 
 
 @dataclass(frozen=True)

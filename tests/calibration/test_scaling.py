@@ -11,7 +11,7 @@ from checkpoints import fine_tuned, tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from mergekit_ace.calibration.samples import comparison_batches
+from mergekit_ace.calibration.calibrate_run import comparison_batches
 from mergekit_ace.calibration.scaling import SCALES, ScaleSearch, WeightsBetween, interpolate
 
 CPU = torch.device("cpu")
