@@ -236,7 +236,11 @@ def comparison_batches(samples: Sequence[Example]) -> list[Batch]:
     """
     tokens = sum(len(sample["input_ids"]) for sample in samples)
     chosen = samples[:: max(1, math.ceil(tokens / READ))]
-    marks = [_predicted(sample) for sample in chosen]
+    marks = []
+    for sample in chosen:
+        own = sample["supervised"]
+        marks.append(own.clone() if bool(own.any()) else torch.ones_like(own))
+        marks[-1][0] = False  # nothing comes before it
     every = max(1, math.ceil(sum(int(own.sum()) for own in marks) / COMPARED))
     seen, compared = 0, []
     for sample, own in zip(chosen, marks, strict=True):
@@ -244,14 +248,6 @@ def comparison_batches(samples: Sequence[Example]) -> list[Batch]:
         compared.append({**sample, "supervised": own & (numbers % every == 0)})
         seen += int(own.sum())
     return [CausalLanguageModel().collate(group) for group in _group(compared, READ)]
-
-
-def _predicted(sample: Example) -> Tensor:
-    """Mark the supervised tokens, or all, but for the first one, before which there is nothing."""
-    own = sample["supervised"]
-    marks = own.clone() if bool(own.any()) else torch.ones_like(own)
-    marks[0] = False
-    return marks
 
 
 def _group(samples: Sequence[Example], tokens: int) -> list[list[Example]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -244,11 +243,7 @@ class Calibration:
 
 def half_precision(device: torch.device) -> torch.autocast:
     """Return autocast to bfloat16, where processors multiply in it: several times as fast there."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=_multiplies_bfloat16(device.type))
-
-
-@cache
-def _multiplies_bfloat16(kind: str) -> bool:
     known = getattr(torch.cpu, "get_capabilities", dict)()  # which older versions of torch lack
     fast = known.get("avx512_bf16", False) or known.get("amx_bf16", False)
-    return kind == "cuda" or (kind == "cpu" and fast)
+    enabled = device.type == "cuda" or (device.type == "cpu" and fast)
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)

@@ -243,15 +243,11 @@ def find_expert(experts: Sequence[Expert], model: str, task: str | None = None) 
     A folder is the same under a relative and an absolute path.
     """
     for number, expert in enumerate(experts):
-        if task is not None and task == expert.task:
-            return number
-        if task is None and (model == expert.model or _same_folder(model, expert.model)):
+        folders = os.path.isdir(model) and os.path.isdir(expert.model)
+        same = model == expert.model or (folders and os.path.samefile(model, expert.model))
+        if same if task is None else task == expert.task:
             return number
     return None
 
 
 load_coefficients = read_once(CoefficientFile.load)
-
-
-def _same_folder(one: str, other: str) -> bool:
-    return os.path.isdir(one) and os.path.isdir(other) and os.path.samefile(one, other)

@@ -244,12 +244,8 @@ class Learner(nn.Module):
         super().__init__()
         self.config = config
         self.standardizer = Standardizer(len(config.features))
-        if config.input == "direct":
-            self.network: nn.Module = _Table(experts, tensors)
-        elif config.input == "shared":
-            self.network = _Shared(config)
-        else:
-            self.network = _Concatenated(config, tensors)
+        direct = config.input == "direct"
+        self.network = _Table(experts, tensors) if direct else _Predictor(config, tensors)
 
     def forward(self, statistics: Tensor, depths: Tensor) -> Tensor:
         """Return the coefficients λ, (K, L) in float32.
@@ -305,35 +301,24 @@ class _Table(nn.Module):
         return self.values
 
 
-class _Shared(nn.Module):
-    """Network for one pair of expert and tensor, the same for all."""
-
-    def __init__(self, config: LearnerConfig):
-        super().__init__()
-        inputs = len(config.features) + 1
-        self.attends = config.network == "transformer"
-        self.body = _transformer(inputs, config) if self.attends else _mlp(inputs, config, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:  # (K, L, F + 1) -> (K, L)
-        if self.attends:  # over the experts of one tensor
-            return self.body(inputs.transpose(0, 1)).squeeze(-1).T
-        return self.body(inputs).squeeze(-1)
-
-
-class _Concatenated(nn.Module):
-    """Network for all statistics of one expert at once."""
+class _Predictor(nn.Module):
+    """Network for one pair of expert and tensor (`shared`), or for all statistics of one expert."""
 
     def __init__(self, config: LearnerConfig, tensors: int):
         super().__init__()
         inputs = len(config.features) + 1
-        self.attends = config.network == "transformer"
-        if self.attends:
+        self.shared, self.attends = config.input == "shared", config.network == "transformer"
+        if self.attends and not self.shared:
             self.place = nn.Parameter(0.02 * torch.randn(tensors, inputs))
+        if self.attends:
             self.body = _transformer(inputs, config)
         else:
-            self.body = _mlp(tensors * inputs, config, tensors)
+            sizes = (inputs, 1) if self.shared else (tensors * inputs, tensors)
+            self.body = _mlp(sizes[0], config, sizes[1])
 
     def forward(self, inputs: Tensor) -> Tensor:  # (K, L, F + 1) -> (K, L)
+        if self.shared and self.attends:  # over the experts of one tensor
+            return self.body(inputs.transpose(0, 1)).squeeze(-1).T
         if self.attends:  # over the tensors of one expert
             return self.body(inputs + self.place).squeeze(-1)
-        return self.body(inputs.flatten(start_dim=1))
+        return self.body(inputs).squeeze(-1) if self.shared else self.body(inputs.flatten(1))

@@ -22,7 +22,6 @@ Task = Literal[
 ]
 LanguageTask = ("causal-lm", "seq2seq-lm", "masked-lm")
 Labels = Literal["hard", "soft", "true"]
-Loss = Literal["answers", "entropy"]
 Storage = Literal["disk", "cpu", "device"]
 Count = Annotated[Integer, Field(ge=1)]
 Positive = Annotated[Number, Field(gt=0)]
@@ -133,14 +132,7 @@ class ExpertConfig(Strict):
 
     model: str
     data: DataConfig
-    task: str = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name(cls, values: Any) -> Any:
-        if isinstance(values, dict) and not values.get("task") and values.get("model"):
-            return {**values, "task": str(values["model"])}
-        return values
+    task: str = Field(default_factory=lambda given: given.get("model", ""))
 
 
 class SchedulerConfig(Strict):
@@ -251,7 +243,7 @@ class TrainConfig(Strict):
     component_dtype: Literal["float32", "bfloat16"] = "float32"
     granularity: Granularity = "tensor"
     learner: LearnerConfig = LearnerConfig()
-    loss: Loss = "answers"
+    loss: Literal["answers", "entropy"] = "answers"
     labels: Labels = "hard"
     top_k: Count = 32
     training: TrainingConfig = TrainingConfig()
@@ -297,7 +289,18 @@ class TrainConfig(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        self._check_basis()
+        for name in ("ace", "ace_relative"):
+            if name != self.basis and name in self.model_fields_set:
+                raise ValueError(f"there are parameters of {name}, but basis: {self.basis}")
+        if self.options is not None and "scale" in self.options.model_fields_set:
+            raise ValueError(
+                f"{self.basis}: scale cannot be chosen; a `lambda` goes into merge.yml"
+            )
+        if self.options is not None and self.learner.activation == "softmax":
+            raise ValueError(
+                f"activation: softmax makes coefficients sum to 1; with basis: {self.basis} they "
+                "start at 1 each"
+            )
         if self.device_map is not None and self.task not in LanguageTask:
             raise ValueError("device_map is for language models; classifiers' heads change place")
         tasks = [expert.task for expert in self.models]
@@ -316,22 +319,6 @@ class TrainConfig(Strict):
         for name, data in self.sources:
             self._check_columns(name, data)
         return self
-
-    def _check_basis(self) -> None:
-        for name in ("ace", "ace_relative"):
-            if name != self.basis and name in self.model_fields_set:
-                raise ValueError(f"there are parameters of {name}, but basis: {self.basis}")
-        if self.options is None:
-            return
-        if "scale" in self.options.model_fields_set:
-            raise ValueError(
-                f"{self.basis}: scale cannot be chosen; a `lambda` goes into merge.yml"
-            )
-        if self.learner.activation == "softmax":
-            raise ValueError(
-                f"activation: softmax makes coefficients sum to 1; with basis: {self.basis} they "
-                "start at 1 each"
-            )
 
     def _check_columns(self, name: str, data: DataConfig) -> None:
         _check_input(self.task, data, f"the data of {name}")

@@ -21,13 +21,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-_READERS = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".txt": "text",
-}
+_READERS = dict.fromkeys((".jsonl", ".json"), "json")
+_READERS |= {".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
 def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:

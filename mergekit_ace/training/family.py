@@ -204,17 +204,18 @@ class Family:
         models = [expert.model for expert in self.config.models]
         *others, last = self.experts
         name = models[len(others)]
-        if _is_same(last, self.base):
-            raise TrainingError(
-                f"expert {name} does not differ from the base model in anything that is merged; "
-                "leave it out, or get the fine-tuned model"
-            )
-        for other, known in zip(models, others, strict=False):
-            if _is_same(last, known):
+        for other, known in zip((None, *models), (self.base, *others), strict=False):
+            if not all(torch.equal(tensor, known[key]) for key, tensor in last.items()):
+                continue
+            if other is None:
                 raise TrainingError(
-                    f"the experts {other} and {name} are the same model; list it once, with all of "
-                    "its data"
+                    f"expert {name} does not differ from the base model in anything that is "
+                    "merged; leave it out, or get the fine-tuned model"
                 )
+            raise TrainingError(
+                f"the experts {other} and {name} are the same model; list it once, with all of its "
+                "data"
+            )
 
     def _label(
         self, model: PreTrainedModel, row: int, rows: Mapping[int, Mapping[str, Dataset]]
@@ -288,7 +289,3 @@ class Family:
             rows.append([features(group, learner.statistics, learner.rank) for group in groups])
         bar.close()
         return torch.tensor(rows, dtype=torch.float64)
-
-
-def _is_same(one: Weights, other: Weights) -> bool:
-    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())

@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from mergekit_ace.files import write_text
 from mergekit_ace.training.config import LoopConfig
 from mergekit_ace.training.state import (
     Diverged,
@@ -42,10 +39,6 @@ class TrainingProgress:
     waited: int = 0
     finished: bool = False
     log: list[dict[str, Any]] = field(default_factory=list)
-
-    def write_log(self, path: Path) -> None:
-        """Write the log as JSON lines."""
-        write_text(path, "".join(json.dumps(line) + "\n" for line in self.log))
 
 
 class ModuleTraining:

@@ -59,11 +59,7 @@ def stored_tensors(folder: str | os.PathLike) -> dict[str, StoredTensor]:
 
 
 def check_stored_dtypes(reference: str, folder: str | os.PathLike, names: Container[str]) -> None:
-    """Raise a `TrainingError` unless a checkpoint holds what is merged as floating numbers.
-
-    Args:
-        folder: of the checkpoint.
-    """
+    """Raise a `TrainingError` unless a checkpoint holds what is merged as floating numbers."""
     for name, header in stored_headers(folder).items():
         if name in names and header.dtype not in FLOATING:
             raise TrainingError(
@@ -79,8 +75,6 @@ def map_weights(
 
     Args:
         model: loaded from `folder`, in the dtype it is stored in.
-        names: of parameters in memory.
-        folder: of the checkpoint.
         copy: file that a converted copy goes to where the stored tensors are not the parameters.
     """
     parameters = {name: model.get_parameter(name).detach() for name in names}
@@ -88,7 +82,8 @@ def map_weights(
     direct = {name: _same_name(name, model, sources) for name in parameters}
     if all(stored is not None for stored in direct.values()):
         mapped = map_tensors({name: sources[stored] for name, stored in direct.items() if stored})
-        if all(_equal(mapped[name], parameter) for name, parameter in parameters.items()):
+        pairs = ((mapped[name], parameter.cpu()) for name, parameter in parameters.items())
+        if all(one.shape == p.shape and torch.equal(one, p.to(one.dtype)) for one, p in pairs):
             return mapped
     if not copy.exists():
         save_tensors(copy, {name: p.cpu().contiguous() for name, p in parameters.items()})
@@ -102,10 +97,6 @@ def _same_name(name: str, model: PreTrainedModel, sources: Mapping[str, object])
     return next((candidate for candidate in candidates if candidate in sources), None)
 
 
-def _equal(stored: Tensor, parameter: Tensor) -> bool:
-    return stored.shape == parameter.shape and torch.equal(stored, parameter.to(stored.dtype).cpu())
-
-
 def stored_names(
     model: PreTrainedModel, names: Iterable[str], folder: str | os.PathLike
 ) -> dict[str, tuple[str, ...]]:
@@ -113,10 +104,6 @@ def stored_names(
 
     Every parameter is replaced by one number, and transformers' own way of saving is followed;
     where a number ends up, that parameter is stored.
-
-    Args:
-        names: of parameters in memory.
-        folder: of the checkpoint.
 
     Returns:
         Stored names per parameter; empty for one that the checkpoint does not have.

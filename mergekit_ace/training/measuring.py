@@ -265,16 +265,13 @@ class Measuring:
             and all(file.exists() for row in rows for file in self.files(row, kind))
         ]
         experts = []
-        for row, expert in enumerate(self.config.models):
+        for row in rows:
             files = [file for kind in whole for file in self.files(row, kind)]
             with open_tensors(files[0]) as opened:
                 facts = json.loads(opened.metadata()["facts"])
             experts.append(
                 MeasuredExpert(
-                    task=expert.task,
-                    model=expert.model,
-                    samples=facts["samples"],
-                    tokens=facts["tokens"],
+                    **{name: facts[name] for name in ("task", "model", "samples", "tokens")},
                     files=tuple(file.relative_to(self.run.path).as_posix() for file in files),
                 )
             )

@@ -149,15 +149,15 @@ class MergedModel:
         experts = [expert[name].reshape(-1) for expert in self._experts]
         used = [(c, e) for c, e in zip(coefficients, experts, strict=True) if c != 0]
         length = self._block or (BLOCK if device.type == "cpu" else DEVICE_BLOCK)
+
+        def delta(stored: Tensor, origin: Tensor) -> Tensor:  # in float32
+            stored = stored.to(device, torch.float32)
+            return stored if self._components else stored - origin.to(torch.float32)
+
         for start in range(0, len(base), length):
             part = slice(start, min(start + length, len(base)))
             origin = base[part].to(device)
-            yield part, origin, ((c, self._delta(e[part], origin)) for c, e in used)
-
-    def _delta(self, stored: Tensor, origin: Tensor) -> Tensor:
-        """Return Δ_k in float32 from what is stored of it, where θ_0 is `origin`."""
-        stored = stored.to(origin.device, torch.float32)
-        return stored if self._components else stored - origin.to(torch.float32)
+            yield part, origin, ((c, delta(e[part], origin)) for c, e in used)
 
     def _store(self, weights: Mapping[str, Tensor], storage: Storage) -> Mapping[str, Tensor]:
         if storage == "disk":

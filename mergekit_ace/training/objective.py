@@ -163,14 +163,13 @@ class Objective:
         self.merged.write(coefficients[:, self.groups])
         self.merged.clear()
         half = self.config.mixed_precision == "fp16" or self.config.dtype == "float16"
-        scale = FLOAT16_SCALE if half else 1.0
-        seed = self.config.training.seed
+        scale, settings = FLOAT16_SCALE if half else 1.0, self.config.training
         losses = torch.zeros(len(self.teachers), dtype=torch.float64)
         for row, (weight, teacher) in enumerate(zip(self._weights, self.teachers, strict=True)):
             examples = teacher.splits["train"]
-            indices = step_indices(seed, row, step, self._batch, len(examples))
+            indices = step_indices(settings.seed, row, step, self._batch, len(examples))
             positions = sum(len(examples[index]["hard"]) for index in indices)
-            for part in self._share(indices):
+            for part in self.run.share(indices, settings.batch_size):
                 samples = [examples[index] for index in part]
                 loss = self._loss(*self._answers(teacher, samples)) / positions
                 (scale * float(weight) * loss).backward()
@@ -199,7 +198,8 @@ class Objective:
         totals = torch.zeros(len(self.teachers), 8, dtype=torch.float64)  # loss, and an agreement
         for row, teacher in enumerate(self.teachers):
             examples = teacher.splits[split]
-            for part in self._share(list(range(len(examples)))):
+            indices = list(range(len(examples)))
+            for part in self.run.share(indices, self.config.training.batch_size):
                 logits, labels = self._answers(teacher, [examples[index] for index in part])
                 given = logits.squeeze(-1) if "numbers" in labels else logits.argmax(-1)
                 totals[row, 0] += float(self._loss(logits, labels))
@@ -219,9 +219,6 @@ class Objective:
         if self.config.loss == "entropy":
             return summed_entropy(logits)
         return summed_loss(logits, labels)
-
-    def _share(self, indices: list[int]) -> list[list[int]]:
-        return self.run.share(indices, self.config.training.batch_size)
 
     def _answers(
         self, teacher: Teacher, samples: Sequence[Example]

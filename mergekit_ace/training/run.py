@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -61,7 +62,12 @@ def compare_merges(objective: Objective, trained: TrainedLearner) -> dict[str, S
         Scores by name, in the order of the final table.
     """
     config, inputs = objective.config, trained.inputs
-    scores = _teachers_scores(objective) | _simple_merges(objective, trained.coefficients.shape)
+    scores = {}
+    accuracies = [t.accuracy for t in objective.teachers if t.accuracy is not None]
+    if len(accuracies) == len(objective.teachers):  # all true labels are known
+        rehearsal = None if config.rehearsal is None else accuracies.pop()
+        scores["each expert on its own"] = Score(None, tuple(accuracies), rehearsal)
+    scores |= _simple_merges(objective, trained.coefficients.shape)
     if config.compare.direct and config.learner.input != "direct":
         direct = config.learner.model_copy(update={"input": "direct"})
         try:
@@ -74,15 +80,6 @@ def compare_merges(objective: Objective, trained: TrainedLearner) -> dict[str, S
     name = name if config.options is None else f"{config.basis}, coefficients"
     scores[name] = objective.score(trained.coefficients, "test")
     return scores
-
-
-def _teachers_scores(objective: Objective) -> dict[str, Score]:
-    """Return the accuracy of each expert on its own, where all true labels are known."""
-    accuracies = [t.accuracy for t in objective.teachers if t.accuracy is not None]
-    if len(accuracies) < len(objective.teachers):
-        return {}
-    rehearsal = None if objective.config.rehearsal is None else accuracies.pop()
-    return {"each expert on its own": Score(None, tuple(accuracies), rehearsal)}
 
 
 def _simple_merges(objective: Objective, shape: torch.Size) -> dict[str, Score]:
@@ -208,7 +205,8 @@ def write_results(
     tasks = [expert.task for expert in config.models]
     table = scores_table(scores, tasks, [len(t.splits["test"]) for t in family.teachers])
     write_text(run.path / "scores.md", table + "\n")
-    trained.progress.write_log(run.path / "training.jsonl")
+    log = (json.dumps(line) + "\n" for line in trained.progress.log)
+    write_text(run.path / "training.jsonl", "".join(log))
     stored = str(next(iter(family.base.values())).dtype).removeprefix("torch.")
     options: dict[str, Any] = {
         "task": config.task,
@@ -326,16 +324,14 @@ def _models(file: CoefficientFile, folders: Sequence[str], infer: bool) -> list[
     is wrong.
     """
     named = (file.contents.base_model, *(expert.model for expert in file.contents.experts))
-    base, *experts = folders or [_absolute(model) for model in named]
+    base, *experts = folders or [
+        "+".join(os.path.abspath(part) if os.path.isdir(part) else part for part in one.split("+"))
+        for one in named
+    ]
     if not folders and not infer:
         return [base, *experts]
     inferred = [_to_be_inferred(expert) for expert in experts]
     return [_to_be_inferred(base) if folders and infer else base, *inferred]
-
-
-def _absolute(model: str) -> str:
-    """Return a model with absolute paths for folders."""
-    return "+".join(os.path.abspath(p) if os.path.isdir(p) else p for p in model.split("+"))
 
 
 def _to_be_inferred(reference: str) -> dict[str, Any]:

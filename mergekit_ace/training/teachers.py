@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,7 @@ class Teacher:
     name: str
     splits: dict[str, Examples]
     accuracy: float | None
-    head: dict[str, nn.Module] = field(default_factory=dict)
+    head: dict[str, nn.Module]
 
     @property
     def answers_with_numbers(self) -> bool:
@@ -203,7 +203,11 @@ def write_labels(
                 "truth"
             )
         splits[split] = labelled
-    save_examples(splits, path, {"accuracy": json.dumps(_accuracy(splits["test"]))})
+    accuracy, test = None, splits["test"]
+    if all("true" in sample for sample in test):
+        given, true = (torch.cat([sample[name] for sample in test]) for name in ("hard", "true"))
+        accuracy = agreement(count_agreement(given, true), numbers=given.is_floating_point())
+    save_examples(splits, path, {"accuracy": json.dumps(accuracy)})
 
 
 @torch.no_grad()
@@ -261,14 +265,6 @@ def _checked_truth(sample: Example, classes: int, data: DataConfig) -> Example:
 def count_positions(sample: Example) -> int:
     """Return P, the number of supervised positions of a sample."""
     return int(sample["supervised"].sum()) if "supervised" in sample else 1
-
-
-def _accuracy(samples: Sequence[Example]) -> float | None:
-    """Return how right the teacher's own answers are; None unless the truth of all is known."""
-    if not all("true" in sample for sample in samples):
-        return None
-    given, true = (torch.cat([sample[name] for sample in samples]) for name in ("hard", "true"))
-    return agreement(count_agreement(given, true), numbers=given.is_floating_point())
 
 
 def count_agreement(given: Tensor, wanted: Tensor) -> Tensor:
