@@ -259,7 +259,7 @@ class Family:
         """Measure statistics and depth of each group, or read what was measured before."""
         path = self.run.state / "statistics.safetensors"
         self.run.make_once(path, lambda: save_checkpoint(path, {"statistics": self._measure()}, {}))
-        (known, _) = load_checkpoint(path)
+        known, _ = load_checkpoint(path)
         by_name = relative_depths(name for name, _ in self.module.named_parameters())
         depths = torch.tensor([by_name[name] for name in self.stored])
         counts = self.groups.bincount()

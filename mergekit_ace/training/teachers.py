@@ -60,6 +60,8 @@ class SampleReader:
 
     Attributes:
         model: on its device.
+        kind, processor: how rows become its inputs, and these logits.
+        given: the data as the config has it.
     """
 
     model: PreTrainedModel
@@ -121,8 +123,8 @@ class SampleReader:
         Raises:
             TrainingError: the model answers NaN or Inf, or cannot read the samples.
         """
-        batch = to_device(self.kind.collate(samples), self.model.device)
         with self._explained_failures():
+            batch = to_device(self.kind.collate(samples), self.model.device)
             logits = self.kind.logits(self.model, batch)
         if not is_finite(logits.detach()):
             raise TrainingError(

@@ -405,6 +405,13 @@ def test_the_kept_network_is_that_of_the_best_evaluation(llama, tmp_path, monkey
     assert torch.equal(longer.coefficients, short.coefficients)
 
 
+def test_a_training_that_was_never_evaluated_to_a_number(llama, tmp_path, monkeypatch):
+    nothing = objective_module.Score(float("nan"), (0.5, 0.5))
+    monkeypatch.setattr(objective_module.Objective, "evaluate", lambda *_: nothing)
+    with pytest.raises(Diverged, match="NaN or Inf in every evaluation; lower training.learning"):
+        run(changed(llama, max_steps=1), tmp_path / "out")
+
+
 def test_patience_ends_a_training(llama, tmp_path):
     run(changed(llama, epochs=50, learning_rate=0.5, patience=2), tmp_path / "out")
     log = log_of(tmp_path / "out")
