@@ -408,7 +408,7 @@ def test_the_kept_network_is_that_of_the_best_evaluation(llama, tmp_path, monkey
 def test_a_training_that_was_never_evaluated_to_a_number(llama, tmp_path, monkeypatch):
     nothing = objective_module.Score(float("nan"), (0.5, 0.5))
     monkeypatch.setattr(objective_module.Objective, "evaluate", lambda *_: nothing)
-    with pytest.raises(Diverged, match="NaN or Inf in every evaluation; lower training.learning"):
+    with pytest.raises(Diverged, match="NaN or Inf in every evaluation; lower"):
         run(changed(llama, max_steps=1), tmp_path / "out")
 
 
