@@ -155,8 +155,7 @@ def calibrate_merge(config: Path, out: Path, overwrite: bool, quiet: bool) -> No
     OUT gets the calibrated model. No gradient is needed: every linear is solved for, one decoder
     layer in memory at a time.
     """
-    from mergekit_ace.calibration.calibrate_config import CalibrateConfig
-    from mergekit_ace.calibration.calibrate_run import run_calibration
+    from mergekit_ace.calibration.calibrate_run import CalibrateConfig, run_calibration
 
     settings = read_config(config, CalibrateConfig)
     with failures():

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Set
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Set
+from functools import lru_cache, wraps
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+T = TypeVar("T")
 _BLOCK = 2**22
 
 
@@ -79,6 +80,21 @@ def _partial(path: str | os.PathLike) -> Path:
     partial = Path(f"{os.fspath(path)}.partial")
     partial.unlink(missing_ok=True)
     return partial
+
+
+def read_once(read: Callable[[str], T], count: int = 8) -> Callable[[str], T]:
+    """Return a reader of files that reads each of the last few again only once it has changed."""
+
+    @lru_cache(maxsize=count)
+    def cached(path: str, changed: int) -> T:
+        return read(path)
+
+    @wraps(read)
+    def read_if_changed(path: str) -> T:
+        path = os.path.abspath(os.path.expanduser(path))
+        return cached(path, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
+
+    return read_if_changed
 
 
 Key = tuple[str, ...]

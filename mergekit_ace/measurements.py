@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from mergekit_ace.coefficients.file import Expert, find_expert
-from mergekit_ace.files import write_text
+from mergekit_ace.files import read_once, write_text
 from mergekit_ace.headers import DamagedFileError, TensorHeader, read_file_header
 
 INDEX_FILE = "statistics.json"
@@ -108,7 +108,7 @@ class Statistics:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Statistics:
-        """Read the index, and the headers of all files.
+        """Read the index, and the headers of all files; see `load_statistics`, which keeps them.
 
         Args:
             path: of the index, or its folder.
@@ -154,16 +154,8 @@ class Statistics:
         return header.shape if header else None
 
     def read(self, expert: int, name: str) -> Tensor:
-        """Return what was measured, on the CPU, mapped from its file.
-
-        Raises:
-            StatisticsFileError: the file is damaged.
-        """
-        file = self._headers[expert][name].file
-        try:
-            return _open(file, os.stat(file).st_mtime_ns).get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise StatisticsFileError(f"{file} is damaged: {error}; {_AGAIN}") from error
+        """Return what was measured, on the CPU, mapped from its file."""
+        return _open(self._headers[expert][name].file).get_tensor(name)
 
 
 def save_index(folder: Path, index: StatisticsIndex) -> None:
@@ -173,18 +165,5 @@ def save_index(folder: Path, index: StatisticsIndex) -> None:
         write_text(path, text)
 
 
-def load_statistics(path: str) -> Statistics:
-    """Read statistics, once until their index changes; see `Statistics.load`."""
-    place = os.path.abspath(os.path.expanduser(path))
-    place = os.path.join(place, INDEX_FILE) if os.path.isdir(place) else place
-    return _load(place, os.stat(place).st_mtime_ns if os.path.exists(place) else 0)
-
-
-@lru_cache(maxsize=8)
-def _load(path: str, changed: int) -> Statistics:
-    return Statistics.load(path)
-
-
-@lru_cache(maxsize=64)
-def _open(path: str, changed: int) -> safe_open:
-    return safe_open(path, framework="pt")
+load_statistics = read_once(Statistics.load)
+_open = read_once(partial(safe_open, framework="pt"), 64)

@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 
 from mergekit_ace.cli import main
 from mergekit_ace.coefficients.file import CoefficientFileError
-from mergekit_ace.coefficients.learner import LearnerConfig
-from mergekit_ace.coefficients.statistics import features, measure_moments
+from mergekit_ace.coefficients.learner import LearnerConfig, features, measure_moments
 from mergekit_ace.naming import relative_depths
-from mergekit_ace.training.results import inline_config
+from mergekit_ace.training.run import merge_config
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +115,7 @@ def test_inline_weights_are_the_same_merge(family, names, tmp_path, mergekit_yam
     file.contents.base_model = family[0]
     file.save(path)
     looked_up = mergekit_yaml(config(family, {"coefficients": str(path)}), out="looked-up")
-    inline = inline_config(file, task="causal-lm", out_dtype=None)
+    inline = merge_config(file, task="causal-lm", out_dtype=None)
     del inline["tokenizer"]  # the tiny family has none
     merged = mergekit_yaml(inline, out="inline")
     assert all(torch.equal(t, tensors(looked_up)[n]) for n, t in tensors(merged).items())

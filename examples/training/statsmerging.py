@@ -217,6 +217,7 @@ def score_merge(
 ) -> dict[str, Any]:
     """Merge the models of the training in `out` by stock mergekit, and score the result."""
     from mergekit_ace.training.family import Family, ModelFolders
+    from mergekit_ace.training.objective import Objective
     from mergekit_ace.training.state import TrainingRun
 
     merge = yaml.safe_load((out / "merge.yml").read_text())
@@ -228,8 +229,8 @@ def score_merge(
     subprocess.run([command, out / "other.yml", out / "other", "--quiet"], check=True)
     run = TrainingRun(out, config.mixed_precision, quiet=True)
     models = ModelFolders.find(config, run)
-    family_ = Family.prepare(config, models, run)
-    objective = family_.objective(run)
+    family_ = Family(config, models, run)
+    objective = Objective(family_)
     heads = {"num_labels": 2, "ignore_mismatched_sizes": True} if models.kind.has_heads else {}
     merged = type(objective.merged.module).from_pretrained(out / "other", **heads)
     with torch.no_grad():

@@ -1,47 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mergekit-ace calibrate`: samples are read, layers calibrated, and a checkpoint is written."""
+"""`mergekit-ace calibrate`: a `calibrate.yml`, its samples, the command, and what the card says."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from mergekit.common import ModelReference
+from pydantic import Field, model_validator
 from torch import Tensor
 from tqdm import tqdm
 
 from mergekit_ace.adapters.adapter_plan import base_of, with_base
 from mergekit_ace.adapters.adapter_tasks import AdaptedWeights
 from mergekit_ace.adapters.peft_adapter import adapter_folder
-from mergekit_ace.calibration.calibrate_config import CalibrateConfig
-from mergekit_ace.calibration.calibration_card import card_section
-from mergekit_ace.calibration.layerwise import STEP, Calibration, SampleTeacher, Weights
-from mergekit_ace.calibration.samples import (
-    calibration_batches,
-    comparison_batches,
-    read_samples,
-)
-from mergekit_ace.calibration.scaling import (
-    ChosenScale,
-    ScaleSearch,
-    WeightsBetween,
-)
+from mergekit_ace.calibration.layerwise import RIDGE, STEP, Calibration, SampleTeacher
+from mergekit_ace.calibration.scaling import ChosenScale, ScaleSearch, WeightsBetween
 from mergekit_ace.checkpoint_files import weight_files
-from mergekit_ace.files import save_tensors
+from mergekit_ace.files import package_versions, save_tensors
 from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.merging.manifest import MANIFEST_FILE
-from mergekit_ace.training.language import CausalLanguageModel
-from mergekit_ace.training.limits import fit_to_model
+from mergekit_ace.report.markdown import markdown_text
+from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict
+from mergekit_ace.training.data import Batch, Example, read_rows
+from mergekit_ace.training.language import CausalLanguageModel, fit_to_model, pad, padding_mask
 from mergekit_ace.training.mapped_weights import map_tensors, stored_tensors
 from mergekit_ace.training.models import load_processor, load_skeleton, local_folder
 from mergekit_ace.training.state import TrainingError, open_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+SAMPLES = 64  # of each teacher, unless its data says otherwise
+SEED = 0  # of the draw of samples
+TOKENS = 4096  # of the samples that go through a layer together, or more of a longer one
+# For the choice of λ, of each expert: tokens that are read, and those of them before which
+# distributions are compared.
+READ, COMPARED = 2048, 512
+
+
+class CalibrateConfig(Strict):
+    """Settings of a `calibrate.yml`, for language models of Llama's kind.
+
+    Attributes:
+        merged_model: the merge to start from: a folder or a name on the Hub.
+        base_model: what the experts were fine-tuned from. With it, λ of the merge is chosen first;
+            without, the merge is taken as it is.
+        models: the experts that were merged, each with texts of what it is for; `samples` rows of
+            them are read, 64 by default, without any label.
+        keep: texts of any kind on which the merge should stay as it is.
+        trust_remote_code: as in transformers.
+    """
+
+    merged_model: str
+    base_model: str | None = None
+    models: Annotated[tuple[ExpertConfig, ...], Field(min_length=1)]
+    keep: DataConfig | None = None
+    trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> CalibrateConfig:
+        if self.keep is None:
+            raise ValueError(
+                "keep is missing: add texts on which the merge should stay as it is, such as "
+                "keep: {path: other.jsonl, text: text}"
+            )
+        for name, data in self.sources:
+            if data.image is not None:
+                raise ValueError(f"the data of {name} needs a column text, prompt or messages")
+        return self
+
+    @property
+    def sources(self) -> tuple[tuple[str, DataConfig], ...]:
+        """All data by the name of its teacher; last what should stay."""
+        return (*((expert.task, expert.data) for expert in self.models), ("keep", self.keep))
 
 
 def run_calibration(
@@ -59,17 +97,18 @@ def run_calibration(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        start, calibration, chosen = _prepare(config, out, work, quiet)
+        folder, calibration, chosen = _prepare(config, out, work, quiet)
         if chosen is not None and not quiet:
             print(chosen)
+        start, new = calibration.start, {}
         depth = len(calibration.model.model.layers)
-        new: dict[str, Path] = {}
         bar = tqdm(calibration.layers(), "calibrating layers", depth, disable=quiet)
-        for place, tensors in enumerate(bar):
-            path = work / f"layer-{place}.safetensors"
-            save_tensors(path, tensors)
-            new |= dict.fromkeys(tensors, path)
-        write_checkpoint(start, work / "result", _part_of_the_way(new))
+        for place, solved in enumerate(bar):
+            path = str(work / f"layer-{place}.safetensors")
+            parts = {n: torch.lerp(start[n].float(), solved[n], STEP) for n in solved}
+            save_tensors(path, {name: part.to(start[name].dtype) for name, part in parts.items()})
+            new |= map_tensors({name: (path, name) for name in parts})
+        write_checkpoint(folder, work / "result", new.get)
         with open(work / "result" / "README.md", "a", encoding="utf-8") as card:
             names = [expert.task for expert in config.models]
             card.write(f"\n\n{card_section(names, calibration.teachers, chosen)}\n")
@@ -88,50 +127,47 @@ def _prepare(
     found = [_find_expert(one.model, adapters, trust) for one in config.models]
     experts = [expert for expert, _ in found]
     folders = [local_folder(config.merged_model, adapters, trust), *(place for _, place in found)]
-    base = config.base_model and local_folder(config.base_model, adapters, trust)
-    read = [
-        *folders,
-        *filter(None, [base]),
-        *(adapter_folder(one.lora) for one in experts if one.lora),
-    ]
+    references = [config.merged_model, *(str(base_of(one)) for one in experts)]
+    if config.base_model is not None:
+        folders.append(local_folder(config.base_model, adapters, trust))
+        references.append(config.base_model)
+    read = [*folders, *(adapter_folder(one.lora) for one in experts if one.lora)]
     if any(os.path.realpath(out) == os.path.realpath(folder) for folder in read):
         raise TrainingError(f"{out} is one of the models that are read; give another folder")
     model = load_skeleton(folders[0], CausalLanguageModel(), config)
-    start, *weights = (map_tensors(stored_tensors(folder)) for folder in folders)
-    references = [config.merged_model, *(str(base_of(one)) for one in experts)]
-    for reference, tensors in zip(references, (start, *weights), strict=True):
+    start, *others = (map_tensors(stored_tensors(folder)) for folder in folders)
+    for reference, tensors in zip(references, (start, *others), strict=True):
         _check_weights(reference, tensors, start, model)
-    for place, expert in enumerate(experts):
-        if expert.lora:
-            weights[place] = AdaptedWeights(expert, weights[place])
-    tokenizer = load_processor(folders, CausalLanguageModel(), config)
+    weights = [
+        AdaptedWeights(expert, tensors) if expert.lora else tensors
+        for expert, tensors in zip(experts, others, strict=False)
+    ]
+    tokenizer = load_processor(folders[: len(found) + 1], CausalLanguageModel(), config)
     samples = [read_samples(fit_to_model(data, model), tokenizer) for _, data in config.sources]
-    _check_window(model, max(len(own[0]["input_ids"]) for own in samples))
+    longest = max(len(own[0]["input_ids"]) for own in samples)
+    window = getattr(model.config, "sliding_window", None)
+    if window is not None and longest > window:
+        raise TrainingError(
+            f"a sample has {longest} tokens, but the attention of {type(model).__name__} reaches "
+            f"back {window}; add max_length: {window} to all data"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder, chosen = Path(folders[0]), None
-    if base:
-        origin = map_tensors(stored_tensors(base))
-        _check_weights(str(config.base_model), origin, start, model)
-        texts = [comparison_batches(own) for own in samples[:-1]]
+    if config.base_model is not None:
+        base, texts = others[-1], [comparison_batches(own) for own in samples[:-1]]
         pairs = list(zip(weights, texts, strict=True))
         with tqdm(desc="choosing λ", unit=" readings", disable=quiet) as bar:
-            chosen = ScaleSearch(model, origin, start, pairs, device, bar.update).choose()
-        folder, start = _scale(folder, origin, start, chosen.scale, work / "scaled")
+            chosen = ScaleSearch(model, base, start, pairs, device, bar.update).choose()
+        scaled = WeightsBetween(base, start, chosen.scale)
+        write_checkpoint(folder, work / "scaled", scaled.__getitem__)
+        folder = work / "scaled"
+        start = map_tensors(stored_tensors(folder))
     shares = (*[1 / len(experts)] * len(experts), 1.0)
     teachers = [
         SampleTeacher(tensors, calibration_batches(own), share)
         for tensors, own, share in zip((*weights, start), samples, shares, strict=True)
     ]
     return folder, Calibration(model, start, teachers, device), chosen
-
-
-def _scale(
-    folder: Path, base: Weights, merged: Weights, scale: float, target: Path
-) -> tuple[Path, Weights]:
-    """Write the merge with another λ; return its folder and weights."""
-    scaled = WeightsBetween(base, merged, scale)
-    write_checkpoint(folder, target, lambda name, tensor: scaled[name].to(tensor.dtype))
-    return target, map_tensors(stored_tensors(target))
 
 
 def _find_expert(reference: str, adapters: Path, trust: bool) -> tuple[ModelReference, str]:
@@ -170,35 +206,105 @@ def _check_weights(
             )
 
 
-def _check_window(model: PreTrainedModel, longest: int) -> None:
-    """Raise where a sample is longer than the attention of a layer reaches back."""
-    window = getattr(model.config, "sliding_window", None)
-    if window is not None and longest > window:
-        raise TrainingError(
-            f"a sample has {longest} tokens, but the attention of {type(model).__name__} reaches "
-            f"back {window}; add max_length: {window} to all data"
-        )
+def read_samples(data: DataConfig, tokenizer: Any) -> list[Example]:
+    """Return the samples of a teacher, as `CausalLanguageModel.encode` makes them, longest first.
+
+    Raises:
+        TrainingError: there are none.
+    """
+    data = data.model_copy(update={"samples": data.samples or SAMPLES})
+    kind = CausalLanguageModel()
+    encoded = (kind.encode(row, data, tokenizer) for row in read_rows(data, SEED))
+    rows = sorted(filter(None, encoded), key=lambda one: len(one["input_ids"]), reverse=True)
+    if not rows:
+        raise TrainingError(f"data {data.path} has no text of two tokens or more")
+    return rows
 
 
-def write_checkpoint(start: Path, folder: Path, change: Callable[[str, Tensor], Tensor]) -> None:
-    """Write all files of a checkpoint into a folder, with tensors that a function returns."""
+def calibration_batches(samples: Sequence[Example]) -> list[tuple[Tensor, Tensor]]:
+    """Return tokens and which of them count, (n, length) each, longest samples first."""
+    groups = [[one["input_ids"] for one in group] for group in _group(samples, TOKENS)]
+    return [(pad(group), padding_mask(group).bool()) for group in groups]
+
+
+def comparison_batches(samples: Sequence[Example]) -> list[Batch]:
+    """Return some of the samples of an expert, supervised at some of their tokens.
+
+    Args:
+        samples: at least one, longest first. Where nothing is supervised, as in prompts without a
+            completion, all tokens are.
+    """
+    tokens = sum(len(sample["input_ids"]) for sample in samples)
+    chosen = samples[:: max(1, math.ceil(tokens / READ))]
+    marks = []
+    for sample in chosen:
+        own = sample["supervised"]
+        marks.append(own.clone() if bool(own.any()) else torch.ones_like(own))
+        marks[-1][0] = False  # nothing comes before it
+    every = max(1, math.ceil(sum(int(own.sum()) for own in marks) / COMPARED))
+    seen, compared = 0, []
+    for sample, own in zip(chosen, marks, strict=True):
+        numbers = own.cumsum(dim=0) - 1 + seen  # of the supervised tokens of all samples
+        compared.append({**sample, "supervised": own & (numbers % every == 0)})
+        seen += int(own.sum())
+    return [CausalLanguageModel().collate(group) for group in _group(compared, READ)]
+
+
+def _group(samples: Sequence[Example], tokens: int) -> list[list[Example]]:
+    """Group samples, longest first, so that padded ones of a group have so many tokens at most.
+
+    A single longer one is a group of its own.
+    """
+    groups: list[list[Example]] = []
+    for sample in samples:
+        if not groups or (len(groups[-1]) + 1) * len(groups[-1][0]["input_ids"]) > tokens:
+            groups.append([])
+        groups[-1].append(sample)
+    return groups
+
+
+def write_checkpoint(start: Path, folder: Path, changed: Callable[[str], Tensor | None]) -> None:
+    """Write all files of a checkpoint into a folder, with some tensors changed.
+
+    Args:
+        folder: of the new one, which does not exist yet.
+        changed: returns a tensor by its name, which gets the dtype of the old one, or None.
+    """
     weights = {path.name for path in weight_files(start)}
     left = weights | {MANIFEST_FILE}  # of `mergekit-ace merge`, which could not resume this
     shutil.copytree(start, folder, ignore=lambda _, names: left & set(names))
     for name in sorted(weights):
         with open_tensors(start / name) as file:
-            names, metadata = list(file.keys()), file.metadata()
-            tensors = {key: change(key, file.get_tensor(key)) for key in names}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            metadata = file.metadata()
+        for key, tensor in tensors.items():
+            new = changed(key)
+            tensors[key] = tensor if new is None else new.to(tensor.dtype)
         save_tensors(folder / name, tensors, metadata)
 
 
-def _part_of_the_way(new: Mapping[str, Path]) -> Callable[[str, Tensor], Tensor]:
-    """Return what goes `STEP` of the way from a tensor to that in a file, in its dtype."""
+def card_section(
+    names: Sequence[str], teachers: Sequence[SampleTeacher], chosen: ChosenScale | None
+) -> str:
+    """Return the section; it names no folder of this machine.
 
-    def change(name: str, merged: Tensor) -> Tensor:
-        if name not in new:
-            return merged
-        with open_tensors(new[name]) as file:
-            return torch.lerp(merged.float(), file.get_tensor(name), STEP).to(merged.dtype)
-
-    return change
+    Args:
+        teachers: the experts, and last the merge itself on what should stay.
+    """
+    shown = [*(PurePath(name).name or name for name in names), "what should stay"]
+    rows = ["| texts of | sequences | tokens |", "|---|---|---|"]
+    for name, teacher in zip(shown, teachers, strict=True):
+        sequences = sum(len(ids) for ids, _ in teacher.batches)
+        tokens = sum(int(used.sum()) for _, used in teacher.batches)
+        rows.append(f"| {markdown_text(name)} | {sequences} | {tokens} |")
+    way = "" if chosen is None else f"{chosen} "
+    (version,) = package_versions("mergekit-ace").values()
+    return "\n\n".join([
+        "## Calibration",
+        f"The merge was then calibrated by `mergekit-ace calibrate` (version {version}): every "
+        "linear of attention and MLP was solved anew, so that it does on some texts of each expert "
+        "what the expert does, and on others what it did before. All other tensors are those of "
+        f"the merge. {way}The ridge was {RIDGE:g}, in mean eigenvalues of the inputs' covariance, "
+        f"and the weights went {STEP:g} of the way from the merge to the solution.",
+        "\n".join(rows),
+    ])  # fmt: skip

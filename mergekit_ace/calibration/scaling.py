@@ -12,8 +12,7 @@ with p the models' distributions of the next token, averaged over supervised tok
 from __future__ import annotations
 
 import copy
-from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,29 +31,23 @@ SCALES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.
 HEAD = "lm_head.weight"
 
 
-class WeightsBetween(Mapping[str, Tensor]):
+class WeightsBetween:
     """The weights W0 + λ (M − W0) of a model, computed when they are asked for.
 
     Args:
         base: W0, by name.
-        merged: M, by name. Tensors and rows of embeddings that the base lacks are as in M.
+        merged: M, by name. Tensors and rows of embeddings that the base lacks are as in M. Where
+            it has no head, the embeddings are that, too.
         scale: λ.
     """
 
-    def __init__(self, base: Mapping[str, Tensor], merged: Mapping[str, Tensor], scale: float):
-        self.base, self.merged, self.scale = base, merged, scale
+    def __init__(self, base: Weights, merged: Weights, scale: float):
+        self._base, self._merged, self._scale = base, merged, scale
 
     def __getitem__(self, name: str) -> Tensor:
-        return interpolate(self.base.get(name), self.merged[name], self.scale)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.merged
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.merged)
-
-    def __len__(self) -> int:
-        return len(self.merged)
+        if name == HEAD and HEAD not in self._merged:
+            name = "model.embed_tokens.weight"
+        return interpolate(self._base.get(name), self._merged[name], self._scale)
 
 
 def interpolate(base: Tensor | None, merged: Tensor, scale: float) -> Tensor:
@@ -65,16 +58,6 @@ def interpolate(base: Tensor | None, merged: Tensor, scale: float) -> Tensor:
     rows = slice(0, min(len(base), len(merged))) if merged.ndim else ...
     scaled[rows] = torch.lerp(base[rows].float(), scaled[rows], scale)
     return scaled
-
-
-class _WithHead(UserDict[str, Tensor]):
-    """Weights whose embeddings are the head, too."""
-
-    def __init__(self, weights: Weights):
-        self.data = weights
-
-    def __missing__(self, name: str) -> Tensor:
-        return self.data["model.embed_tokens.weight" if name == HEAD else name]
 
 
 @dataclass(frozen=True)
@@ -98,10 +81,8 @@ class ScaleSearch:
 
     Args:
         model: the architecture; its weights are not looked at.
-        base, merged: weights by name.
         experts: weights of each, and its texts in batches as `CausalLanguageModel.collate` makes
             them.
-        device: of the work.
         progress: called whenever a model has read the texts of an expert.
     """
 
@@ -153,12 +134,10 @@ class ScaleSearch:
         return found
 
     @torch.no_grad()
-    def _logits(self, weights: Weights, batches: Sequence[Batch]) -> Iterator[Tensor]:
+    def _logits(self, weights: WeightsBetween, batches: Sequence[Batch]) -> Iterator[Tensor]:
         """Yield a model's logits before the supervised tokens of each batch, (P, vocabulary)."""
         from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
 
-        if HEAD not in weights:  # the embeddings are the head, and are stored once
-            weights = _WithHead(weights)
         attach_align_device_hook(self.model, self.device, offload=True, weights_map=weights)
         try:
             for batch in batches:

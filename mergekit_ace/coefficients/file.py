@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mergekit_ace.coefficients.learner import Learner, LearnerConfig
-from mergekit_ace.files import save_tensors
+from mergekit_ace.files import read_once, save_tensors
 from mergekit_ace.headers import DamagedFileError, check_content
 
 FORMAT = "mergekit-ace coefficients"
@@ -104,6 +105,7 @@ class Contents(BaseModel):
         return len(self.experts) + (self.basis == "ace")
 
 
+@dataclass(eq=False)
 class CoefficientFile:
     """Coefficients with everything needed to apply them.
 
@@ -117,21 +119,15 @@ class CoefficientFile:
             has its own.
     """
 
-    def __init__(
-        self,
-        contents: Contents,
-        coefficients: Tensor,
-        statistics: Tensor,
-        depths: Tensor,
-        learner_state: Mapping[str, Tensor],
-        groups: Tensor | None = None,
-    ):
-        self.contents = contents
-        self.coefficients = coefficients
-        self.statistics = statistics
-        self.depths = depths
-        self.learner_state = dict(learner_state)
-        self.groups = torch.arange(len(depths)) if groups is None else groups
+    contents: Contents
+    coefficients: Tensor
+    statistics: Tensor
+    depths: Tensor
+    learner_state: Mapping[str, Tensor]
+    groups: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.groups = torch.arange(len(self.depths)) if self.groups is None else self.groups
         self._check()
 
     @cached_property
@@ -179,7 +175,7 @@ class CoefficientFile:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> CoefficientFile:
-        """Read and check a file.
+        """Read and check a file; see `load_coefficients`, which keeps it.
 
         Raises:
             CoefficientFileError: it is missing, damaged, of another format version or inconsistent.
@@ -197,17 +193,24 @@ class CoefficientFile:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                _check_format(path, metadata)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if metadata.get("format") != FORMAT:
+                raise CoefficientFileError(
+                    f"{path} is a safetensors file, but not one of coefficients; give the "
+                    "coefficients.safetensors that `mergekit-ace train` wrote"
+                )
+            if metadata.get("version") != str(VERSION):
+                raise CoefficientFileError(
+                    f"{path} has format version {metadata.get('version')}, this release of "
+                    f"mergekit-ace reads version {VERSION}; install the release that wrote it, or "
+                    "train again"
+                )
             contents = Contents.model_validate_json(metadata["contents"])
-            return cls(
-                contents,
-                tensors.pop("coefficients"),
-                tensors.pop("statistics"),
-                tensors.pop("depths"),
-                {n.removeprefix(_LEARNER): t for n, t in tensors.items() if n.startswith(_LEARNER)},
-                tensors["groups"],
-            )
+            own = ("coefficients", "statistics", "depths")
+            learner = {
+                n.removeprefix(_LEARNER): t for n, t in tensors.items() if n.startswith(_LEARNER)
+            }
+            return cls(contents, *(tensors[name] for name in own), learner, tensors["groups"])
         except CoefficientFileError:
             raise
         except (SafetensorError, ValidationError, KeyError, ValueError) as error:
@@ -240,43 +243,11 @@ def find_expert(experts: Sequence[Expert], model: str, task: str | None = None) 
     A folder is the same under a relative and an absolute path.
     """
     for number, expert in enumerate(experts):
-        if task is not None and task == expert.task:
-            return number
-        if task is None and (model == expert.model or _same_folder(model, expert.model)):
+        folders = os.path.isdir(model) and os.path.isdir(expert.model)
+        same = model == expert.model or (folders and os.path.samefile(model, expert.model))
+        if same if task is None else task == expert.task:
             return number
     return None
 
 
-def load_coefficients(path: str) -> CoefficientFile:
-    """Read a coefficient file, once until it changes.
-
-    Raises:
-        CoefficientFileError: see `CoefficientFile.load`.
-    """
-    path = os.path.abspath(os.path.expanduser(path))
-    return _load_coefficients(path, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
-
-
-@lru_cache(maxsize=8)
-def _load_coefficients(path: str, changed: int) -> CoefficientFile:
-    return CoefficientFile.load(path)
-
-
-def _check_format(path: str, metadata: Mapping[str, str]) -> None:
-    if metadata.get("format") != FORMAT:
-        raise CoefficientFileError(
-            f"{path} is a safetensors file, but not one of coefficients; give the "
-            "coefficients.safetensors that `mergekit-ace train` wrote"
-        )
-    version = metadata.get("version")
-    if version != str(VERSION):
-        raise CoefficientFileError(
-            f"{path} has format version {version}, this release of mergekit-ace reads version "
-            f"{VERSION}; install the release that wrote it, or train again"
-        )
-
-
-def _same_folder(one: str, other: str) -> bool:
-    if not (os.path.isdir(one) and os.path.isdir(other)):
-        return False
-    return os.path.samefile(one, other)
+load_coefficients = read_once(CoefficientFile.load)

@@ -1,8 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StatsMergeLearner: the small network from statistics of weights to merging coefficients."""
+"""StatsMergeLearner: from statistics of weights to merging coefficients (Eqs. 1-3, A.3.1).
+
+The statistics are mean, variance, magnitude (Frobenius norm) and the largest singular values of a
+tensor: linear weights (o, i) as they are, kernels (o, …) as (o, rest), vectors as one row. What
+several tensors have in common (a block, a whole model) is described by the statistics of all their
+entries together and by the largest singular values that any of them has, which are those of the
+block-diagonal matrix of them all.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -10,9 +20,113 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from mergekit_ace.algebra.records import Integer, Number
-from mergekit_ace.coefficients.statistics import STATISTICS, Statistic, feature_names
+from mergekit_ace.algebra.spectrum import leading_directions
 
 HEADS = 4
+Statistic = Literal["mean", "variance", "magnitude", "singular_values"]
+# Relative error of the sum of squares of the leading singular values.
+TOLERANCE = 1e-5
+STATISTICS: tuple[Statistic, ...] = ("mean", "variance", "magnitude", "singular_values")
+
+
+@dataclass(frozen=True)
+class WeightMoments:
+    """Moments of a tensor, from which those of several tensors together follow.
+
+    Attributes:
+        count: number of entries.
+        mean: of the entries; 0 without entries.
+        spread: Σ (x − mean)².
+        singular: the largest singular values, descending; missing ones are left out.
+    """
+
+    count: int
+    mean: float
+    spread: float
+    singular: tuple[float, ...]
+
+    @property
+    def variance(self) -> float:
+        """Population variance of the entries."""
+        return self.spread / self.count if self.count else 0.0
+
+    @property
+    def magnitude(self) -> float:
+        """Frobenius norm, from Σ x² = Σ (x − mean)² + n mean²."""
+        return math.sqrt(self.spread + self.count * self.mean**2)
+
+
+def measure_moments(tensor: Tensor, rank: int) -> WeightMoments:
+    """Measure the moments of one tensor.
+
+    Args:
+        tensor: any shape and floating dtype, finite.
+        rank: r ≥ 0, how many singular values are wanted.
+
+    Raises:
+        ValueError: the tensor holds NaN or Inf.
+    """
+    if tensor.numel() == 0:
+        return WeightMoments(0, 0.0, 0.0, ())
+    mean, spread = _centred_sums(tensor)
+    if not (math.isfinite(mean) and math.isfinite(spread)):
+        raise ValueError("the tensor contains NaN or Inf")
+    return WeightMoments(tensor.numel(), mean, spread, leading_singular_values(tensor, rank))
+
+
+def combine(parts: Iterable[WeightMoments], rank: int) -> WeightMoments:
+    """Combine moments of several tensors (Chan, Golub & LeVeque 1979, pairwise updating)."""
+    total = WeightMoments(0, 0.0, 0.0, ())
+    for part in parts:
+        count = total.count + part.count
+        if part.count == 0:
+            continue
+        step = part.mean - total.mean
+        total = WeightMoments(
+            count,
+            total.mean + step * part.count / count,
+            total.spread + part.spread + step**2 * total.count * part.count / count,
+            tuple(sorted((*total.singular, *part.singular), reverse=True)[:rank]),
+        )
+    return total
+
+
+def feature_names(statistics: Sequence[Statistic], rank: int) -> tuple[str, ...]:
+    """Return the names of `features`, in their order: `mean`, …, `singular_value_1`, …"""
+    singular = [f"singular_value_{n + 1}" for n in range(rank)]
+    parts = (singular if one == "singular_values" else [one] for one in statistics)
+    return tuple(name for part in parts for name in part)
+
+
+def features(moments: WeightMoments, statistics: Sequence[Statistic], rank: int) -> list[float]:
+    """Return the chosen statistics as F numbers; missing singular values are 0."""
+    known = {name: getattr(moments, name) for name in ("mean", "variance", "magnitude")}
+    known |= {f"singular_value_{n}": value for n, value in enumerate(moments.singular, start=1)}
+    return [known.get(name, 0.0) for name in feature_names(statistics, rank)]
+
+
+def leading_singular_values(tensor: Tensor, rank: int) -> tuple[float, ...]:
+    """Return the `rank` largest singular values of a tensor as a matrix, descending.
+
+    Args:
+        tensor: (o, i), or (o, …) read as (o, rest); a vector is one row. Finite.
+        rank: how many; there are fewer where a side is shorter than that.
+    """
+    matrix = tensor.detach()
+    matrix = matrix.reshape(1, -1) if matrix.ndim < 2 else matrix.flatten(start_dim=1)
+    rank = min(rank, *matrix.shape)
+    if rank == 0:
+        return ()
+    return tuple(leading_directions(matrix, rank, TOLERANCE).values.tolist())
+
+
+def _centred_sums(tensor: Tensor) -> tuple[float, float]:
+    """Mean and Σ (x − mean)², summed in float64 over blocks, so that no float64 copy exists."""
+    flat = tensor.detach().reshape(-1)
+    blocks = flat.split(2**20)
+    mean = sum(float(block.sum(dtype=torch.float64)) for block in blocks) / flat.numel()
+    spread = sum(float((block.double() - mean).square().sum()) for block in blocks)
+    return mean, spread
 
 
 class LearnerConfig(BaseModel):
@@ -29,7 +143,7 @@ class LearnerConfig(BaseModel):
             (``shared``) or over the tensors of one expert (``concatenated``).
         layers: of weights in the MLP, or of the transformer; ≥ 1.
         hidden: width; a multiple of 4 for the transformer.
-        statistics: at least one; `statistics.STATISTICS`.
+        statistics: at least one of `STATISTICS`.
         rank: r, how many singular values, 1 to 64.
         statistics_of: the expert's task vector Δ_k or its weights θ_k.
         activation: over the raw outputs: ``softmax`` over the experts, ``relu`` or ``identity``.
@@ -130,12 +244,8 @@ class Learner(nn.Module):
         super().__init__()
         self.config = config
         self.standardizer = Standardizer(len(config.features))
-        if config.input == "direct":
-            self.network: nn.Module = _Table(experts, tensors)
-        elif config.input == "shared":
-            self.network = _Shared(config)
-        else:
-            self.network = _Concatenated(config, tensors)
+        direct = config.input == "direct"
+        self.network = _Table(experts, tensors) if direct else _Predictor(config, tensors)
 
     def forward(self, statistics: Tensor, depths: Tensor) -> Tensor:
         """Return the coefficients λ, (K, L) in float32.
@@ -191,35 +301,24 @@ class _Table(nn.Module):
         return self.values
 
 
-class _Shared(nn.Module):
-    """Network for one pair of expert and tensor, the same for all."""
-
-    def __init__(self, config: LearnerConfig):
-        super().__init__()
-        inputs = len(config.features) + 1
-        self.attends = config.network == "transformer"
-        self.body = _transformer(inputs, config) if self.attends else _mlp(inputs, config, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:  # (K, L, F + 1) -> (K, L)
-        if self.attends:  # over the experts of one tensor
-            return self.body(inputs.transpose(0, 1)).squeeze(-1).T
-        return self.body(inputs).squeeze(-1)
-
-
-class _Concatenated(nn.Module):
-    """Network for all statistics of one expert at once."""
+class _Predictor(nn.Module):
+    """Network for one pair of expert and tensor (`shared`), or for all statistics of one expert."""
 
     def __init__(self, config: LearnerConfig, tensors: int):
         super().__init__()
         inputs = len(config.features) + 1
-        self.attends = config.network == "transformer"
-        if self.attends:
+        self.shared, self.attends = config.input == "shared", config.network == "transformer"
+        if self.attends and not self.shared:
             self.place = nn.Parameter(0.02 * torch.randn(tensors, inputs))
+        if self.attends:
             self.body = _transformer(inputs, config)
         else:
-            self.body = _mlp(tensors * inputs, config, tensors)
+            sizes = (inputs, 1) if self.shared else (tensors * inputs, tensors)
+            self.body = _mlp(sizes[0], config, sizes[1])
 
     def forward(self, inputs: Tensor) -> Tensor:  # (K, L, F + 1) -> (K, L)
+        if self.shared and self.attends:  # over the experts of one tensor
+            return self.body(inputs.transpose(0, 1)).squeeze(-1).T
         if self.attends:  # over the tensors of one expert
             return self.body(inputs + self.place).squeeze(-1)
-        return self.body(inputs.flatten(start_dim=1))
+        return self.body(inputs).squeeze(-1) if self.shared else self.body(inputs.flatten(1))

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from mergekit_ace.coefficients.file import CoefficientFile, CoefficientFileError, load_coefficients
-from mergekit_ace.coefficients.statistics import features, measure_moments
+from mergekit_ace.coefficients.learner import features, measure_moments
 from mergekit_ace.methods.inputs import TensorSettings, describe
 from mergekit_ace.methods.shapes import tensor_names
 from mergekit_ace.naming import relative_depths, within_block

@@ -22,7 +22,6 @@ Task = Literal[
 ]
 LanguageTask = ("causal-lm", "seq2seq-lm", "masked-lm")
 Labels = Literal["hard", "soft", "true"]
-Loss = Literal["answers", "entropy"]
 Storage = Literal["disk", "cpu", "device"]
 Count = Annotated[Integer, Field(ge=1)]
 Positive = Annotated[Number, Field(gt=0)]
@@ -84,14 +83,14 @@ class DataConfig(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        kinds = [n for n in ("text", "prompt", "messages", "image") if getattr(self, n) is not None]
+        kinds = [n for n in ("text", "prompt", "messages", "image") if n in self.columns]
         if len(kinds) != 1:
             raise ValueError(
                 f"data {self.path} names {' and '.join(kinds) or 'none'} of the columns text, "
                 "prompt, messages, image; give exactly one"
             )
         for inner, outer in (("completion", "prompt"), ("text_pair", "text")):
-            if getattr(self, inner) is not None and getattr(self, outer) is None:
+            if inner in self.columns and outer not in self.columns:
                 raise ValueError(f"data {self.path}: {inner} goes with {outer}, which is missing")
         return self
 
@@ -128,20 +127,12 @@ class ExpertConfig(Strict):
 
     Attributes:
         model: mergekit's reference: folder or Hub name, `@revision`, `+adapter`.
-        data: see `DataConfig`.
         task: name of the expert in the coefficient file; its model reference by default.
     """
 
     model: str
     data: DataConfig
-    task: str = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name(cls, values: Any) -> Any:
-        if isinstance(values, dict) and not values.get("task") and values.get("model"):
-            return {**values, "task": str(values["model"])}
-        return values
+    task: str = Field(default_factory=lambda given: given.get("model", ""))
 
 
 class SchedulerConfig(Strict):
@@ -158,23 +149,16 @@ class SchedulerConfig(Strict):
     gamma: Annotated[Number, Field(gt=0, le=1)] = 0.1
 
 
-class TrainingConfig(Strict):
-    """Settings of the training loop.
+class LoopConfig(Strict):
+    """Settings of a training loop.
 
     Attributes:
         epochs: passes over the data of the largest expert; smaller sets start over.
         batch_size: samples per expert, process and backward pass.
         gradient_accumulation: backward passes per expert and step.
-        learning_rate: of Adam.
-        penalty: ≥ 0, times the mean square of how far the coefficients are from where they start,
-            is added to the loss. By default see `TrainConfig.penalty`.
-        rehearsal_weight: how much the answers of the base to the rehearsal weigh in the loss, those
-            of all experts together being 1.
-        scheduler: see `SchedulerConfig`.
-        seed: of the learner's initialisation, the splits and the order of samples.
+        seed: of what is drawn at the start, the splits and the order of samples.
         max_steps: ends training earlier.
         evaluate_every: steps between evaluations on the held-out split; an epoch by default.
-        patience: evaluations without improvement after which training ends; 0: never.
         checkpoint_every: steps between checkpoints.
     """
 
@@ -182,14 +166,27 @@ class TrainingConfig(Strict):
     batch_size: Count = 8
     gradient_accumulation: Count = 1
     learning_rate: Positive = 1e-3
-    penalty: NonNegative | None = None
-    rehearsal_weight: Positive = 1.0
-    scheduler: SchedulerConfig = SchedulerConfig()
     seed: Annotated[Integer, Field(ge=0, lt=2**31)] = 0
     max_steps: Count | None = None
     evaluate_every: Count | None = None
-    patience: Annotated[Integer, Field(ge=0)] = 20
     checkpoint_every: Count = 100
+
+
+class TrainingConfig(LoopConfig):
+    """Settings of the training of coefficients, whose `learning_rate` is Adam's.
+
+    Attributes:
+        penalty: ≥ 0, times the mean square of how far the coefficients are from where they start,
+            is added to the loss. By default see `TrainConfig.penalty`.
+        rehearsal_weight: how much the answers of the base to the rehearsal weigh in the loss, those
+            of all experts together being 1.
+        patience: evaluations without improvement after which training ends; 0: never.
+    """
+
+    penalty: NonNegative | None = None
+    rehearsal_weight: Positive = 1.0
+    scheduler: SchedulerConfig = SchedulerConfig()
+    patience: Annotated[Integer, Field(ge=0)] = 20
 
 
 class ComparisonConfig(Strict):
@@ -223,12 +220,10 @@ class TrainConfig(Strict):
         granularity: one coefficient per expert and ``tensor`` (the paper's layer-wise), per
             transformer ``block``, per ``kind`` of tensor, alike in all blocks, or per expert
             (``task``).
-        learner: see `LearnerConfig`.
         loss: ``answers``: how far the merge is from the labels. ``entropy``: how undecided it is
             itself, whatever the experts answer (AdaMerging).
         labels: ``hard`` (the expert's arg max), ``soft`` (its distribution) or ``true``.
         top_k: how many log-probabilities of a language model's soft label are kept.
-        training, compare: see there.
         exclude: substrings of tensor names that keep the base's values.
         expert_storage: where the experts' weights lie during training: ``disk`` (memory-mapped),
             ``cpu`` or ``device``.
@@ -248,7 +243,7 @@ class TrainConfig(Strict):
     component_dtype: Literal["float32", "bfloat16"] = "float32"
     granularity: Granularity = "tensor"
     learner: LearnerConfig = LearnerConfig()
-    loss: Loss = "answers"
+    loss: Literal["answers", "entropy"] = "answers"
     labels: Labels = "hard"
     top_k: Count = 32
     training: TrainingConfig = TrainingConfig()
@@ -287,16 +282,25 @@ class TrainConfig(Strict):
     def _start(cls, values: Any) -> Any:
         """Let coefficients of components start at 1."""
         if isinstance(values, dict) and values.get("basis") in ("ace", "ace_relative"):
-            learner = values.get("learner") or {}
-            if isinstance(learner, LearnerConfig):
-                learner = learner.model_dump(exclude_unset=True)
+            learner = values.get("learner", {})
             if isinstance(learner, dict):
-                values = {**values, "learner": {"initial": 1.0, **learner}}
+                return {**values, "learner": {"initial": 1.0, **learner}}
         return values
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        self._check_basis()
+        for name in ("ace", "ace_relative"):
+            if name != self.basis and name in self.model_fields_set:
+                raise ValueError(f"there are parameters of {name}, but basis: {self.basis}")
+        if self.options is not None and "scale" in self.options.model_fields_set:
+            raise ValueError(
+                f"{self.basis}: scale cannot be chosen; a `lambda` goes into merge.yml"
+            )
+        if self.options is not None and self.learner.activation == "softmax":
+            raise ValueError(
+                f"activation: softmax makes coefficients sum to 1; with basis: {self.basis} they "
+                "start at 1 each"
+            )
         if self.device_map is not None and self.task not in LanguageTask:
             raise ValueError("device_map is for language models; classifiers' heads change place")
         tasks = [expert.task for expert in self.models]
@@ -316,61 +320,29 @@ class TrainConfig(Strict):
             self._check_columns(name, data)
         return self
 
-    def _check_basis(self) -> None:
-        for name in ("ace", "ace_relative"):
-            if name != self.basis and name in self.model_fields_set:
-                raise ValueError(f"there are parameters of {name}, but basis: {self.basis}")
-        if self.options is None:
-            return
-        fixed = {"scale"} & self.options.model_fields_set
-        if fixed:
-            raise ValueError(
-                f"{self.basis}: {sorted(fixed)[0]} cannot be chosen; a `lambda` goes into merge.yml"
-            )
-        if self.learner.activation == "softmax":
-            raise ValueError(
-                f"activation: softmax makes coefficients sum to 1; with basis: {self.basis} they "
-                "start at 1 each"
-            )
-
     def _check_columns(self, name: str, data: DataConfig) -> None:
         _check_input(self.task, data, f"the data of {name}")
-        language = self.task in LanguageTask
-        written = data.prompt is not None and data.completion is None
-        if self.labels == "true" and language and written:
+        if self.labels != "true":
+            return
+        if self.task not in LanguageTask and data.label is None:
+            raise ValueError(f"labels: true needs the `label` column of {name}")
+        if data.prompt is not None and data.completion is None:
             raise ValueError(
                 f"labels: true needs the `completion` column of {name}; without one the "
                 "expert writes the completions, which are not the truth"
             )
-        if self.labels == "true" and not language and data.label is None:
-            raise ValueError(f"labels: true needs the `label` column of {name}")
 
 
-class DistillTraining(Strict):
+class DistillTraining(LoopConfig):
     """Settings of the distillation loop.
 
-    Attributes:
-        epochs: passes over the data.
-        batch_size: samples per process and backward pass.
-        gradient_accumulation: backward passes per step.
-        learning_rate: peak of AdamW's, reached after `warmup`, then falling along a cosine to 0.
-        warmup: share of all steps, 0 to 1.
-        weight_decay: of AdamW.
-        seed: of a new head, the splits and the order of samples.
-        max_steps: ends training earlier.
-        evaluate_every: steps between evaluations on the held-out split; an epoch by default.
-        checkpoint_every: steps between checkpoints.
+    Its `learning_rate` is the peak of AdamW's, reached after a tenth of all steps, then falling
+    along a cosine to 0.
     """
 
     epochs: Count = 10
     batch_size: Count = 16
-    gradient_accumulation: Count = 1
     learning_rate: Positive = 5e-5
-    warmup: Fraction = 0.1
-    weight_decay: Annotated[Number, Field(ge=0)] = 0.01
-    seed: Annotated[Integer, Field(ge=0, lt=2**31)] = 0
-    max_steps: Count | None = None
-    evaluate_every: Count | None = None
     checkpoint_every: Count = 500
 
 
@@ -387,7 +359,6 @@ class DistillConfig(Strict):
             logits where the tokenizers agree.
         alpha: share of the hard labels in the loss, 0 to 1.
         temperature: T of the soft ones.
-        training: see `DistillTraining`.
         dtype: of the student during training.
         mixed_precision: of its forward pass, as accelerate has it.
         trust_remote_code: as in transformers.

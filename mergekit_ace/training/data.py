@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,13 +21,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-_READERS = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".txt": "text",
-}
+_READERS = dict.fromkeys((".jsonl", ".json"), "json")
+_READERS |= {".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
 def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
@@ -44,32 +39,40 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
     data = read_rows(config, seed)
     contents = _contents(data, config)
     held_out = {}
-    for split, name in (("test", config.test_split), ("validation", config.validation_split)):
+    for split, name, parts in (
+        ("test", config.test_split, 10),
+        ("validation", config.validation_split, 9),
+    ):
         if name is not None:
             held_out[split] = _draw(_read(config, name), config.held_out, seed)
             continue
-        chosen = _choose(contents, 10 if split == "test" else 9)
+        chosen = _choose(contents, parts)
         if len(chosen) == len(set(contents)):
             raise TrainingError(
                 f"data {config.path} has too few rows to hold some out for validation and test; "
                 "give more, or name its validation_split and test_split"
             )
-        places = range(len(data))
-        held_out[split] = data.select([n for n in places if contents[n] in chosen])
-        data = data.select([n for n in places if contents[n] not in chosen])
+        held_out[split] = data.select([n for n, own in enumerate(contents) if own in chosen])
+        data = data.select([n for n, own in enumerate(contents) if own not in chosen])
         contents = [content for content in contents if content not in chosen]
-    return {"train": data, **{split: held_out[split] for split in ("validation", "test")}}
+    return {"train": data, "validation": held_out["validation"], "test": held_out["test"]}
+
+
+def read_rows(config: DataConfig, seed: int) -> Dataset:
+    """Read the data and draw `samples` rows of it.
+
+    Raises:
+        TrainingError: naming the data and what is missing: the file, a column, rows.
+    """
+    return _draw(_read(config, config.split), config.samples, seed)
 
 
 def _contents(data: Dataset, config: DataConfig) -> list[Hashable]:
     """Return what each row asks; its number where images are asked, or the same nearly always."""
-    numbers: list[Hashable] = list(range(len(data)))
     purposes = [n for n in ("text", "text_pair", "prompt", "messages") if n in config.columns]
-    if not purposes:
-        return numbers
     columns = [data[config.columns[purpose]] for purpose in purposes]
     texts: list[Hashable] = [tuple(map(str, row)) for row in zip(*columns, strict=True)]
-    return texts if len(set(texts)) > 2 else numbers
+    return texts if len(set(texts)) > 2 else list(range(len(data)))
 
 
 def _choose(contents: Sequence[Hashable], parts: int) -> set[Hashable]:
@@ -87,16 +90,8 @@ def _choose(contents: Sequence[Hashable], parts: int) -> set[Hashable]:
     return chosen or {min(rows, key=rows.__getitem__)}
 
 
-def read_rows(config: DataConfig, seed: int) -> Dataset:
-    """Read the data and draw `samples` rows of it.
-
-    Raises:
-        TrainingError: naming the data and what is missing: the file, a column, rows.
-    """
-    return _draw(_read(config, config.split), config.samples, seed)
-
-
 def _read(config: DataConfig, split: str) -> Dataset:
+    whose = f"data {config.path}"
     try:
         data = _open(config, split)
     except TrainingError:
@@ -104,15 +99,14 @@ def _read(config: DataConfig, split: str) -> Dataset:
     except Exception as error:  # of many kinds, from readers, the file system and the Hub
         cause = error.__cause__ or error  # `datasets` often says no more than that it failed
         raise TrainingError(
-            f"data {config.path} (split {split}) cannot be read: {type(cause).__name__}: {cause}"
+            f"{whose} (split {split}) cannot be read: {type(cause).__name__}: {cause}"
         ) from error
     if len(data) == 0:
-        raise TrainingError(f"data {config.path} (split {split}) is empty")
+        raise TrainingError(f"{whose} (split {split}) is empty")
     missing = sorted(set(config.columns.values()) - set(data.column_names))
     if missing:
         raise TrainingError(
-            f"data {config.path} has no column {', '.join(missing)}; it has "
-            f"{', '.join(data.column_names)}"
+            f"{whose} has no column {', '.join(missing)}; it has {', '.join(data.column_names)}"
         )
     return data
 
@@ -122,16 +116,16 @@ def _open(config: DataConfig, split: str) -> Dataset:
 
     path = os.path.expanduser(config.path)
     reader = _READERS.get(os.path.splitext(path)[1].lower())
-    if reader and not os.path.isfile(path):
-        raise TrainingError(f"there is no data file {config.path}")
-    if os.path.isfile(path) and not reader:
-        raise TrainingError(
-            f"data {config.path} is of no kind that can be read: {', '.join(_READERS)}"
-        )
-    if reader and os.path.getsize(path) == 0:
-        raise TrainingError(f"data {config.path} is empty")
-    if reader:
+    if os.path.isfile(path):
+        if reader is None:
+            raise TrainingError(
+                f"data {config.path} is of no kind that can be read: {', '.join(_READERS)}"
+            )
+        if os.path.getsize(path) == 0:
+            raise TrainingError(f"data {config.path} is empty")
         data = load_dataset(reader, data_files=path, split="train")
+    elif reader is not None:
+        raise TrainingError(f"there is no data file {config.path}")
     elif any(os.path.isfile(os.path.join(path, n)) for n in ("state.json", "dataset_dict.json")):
         data = load_from_disk(path)
         if isinstance(data, DatasetDict):
@@ -159,60 +153,41 @@ Batch = dict[str, Tensor]  # inputs of several samples
 
 
 class Examples(Sequence[Example]):
-    """Samples whose tensors differ in length, laid end to end; memory-mapped when loaded.
+    """Samples whose tensors lie end to end, memory-mapped; each is a view.
 
-    Attributes:
+    Args:
         fields: name to (tensor of all samples along its first axis, ends of the samples).
     """
 
     def __init__(self, fields: Mapping[str, tuple[Tensor, Tensor]]):
-        self.fields = dict(fields)
-        self._ends = {name: ends.tolist() for name, (_, ends) in self.fields.items()}
-
-    @classmethod
-    def pack(cls, samples: Sequence[Example]) -> Examples:
-        """Lay samples end to end; names that not all of them have are dropped.
-
-        Args:
-            samples: tensors of one name may differ in the length of their first axis.
-        """
-        fields = {}
-        shared = set.intersection(*(set(sample) for sample in samples)) if samples else set()
-        for name in sorted(shared):
-            tensors = [sample[name] for sample in samples]
-            ends = torch.tensor([len(tensor) for tensor in tensors]).cumsum(0)
-            fields[name] = (torch.cat(tensors), ends)
-        return cls(fields)
+        self._fields = {name: (all_, [0, *ends.tolist()]) for name, (all_, ends) in fields.items()}
 
     def __len__(self) -> int:
-        return len(next(iter(self._ends.values()), ()))
+        return len(next(iter(self._fields.values()))[1]) - 1
 
     def __getitem__(self, index: int) -> Example:  # type: ignore[override]
-        return {name: self.field(name, index) for name in self.fields}
-
-    def __iter__(self) -> Iterator[Example]:
-        return (self[index] for index in range(len(self)))
-
-    def field(self, name: str, index: int) -> Tensor:
-        """Return one tensor of one sample, a view."""
-        tensor, _ = self.fields[name]
-        return tensor[self._start(name, index) : self._ends[name][index]]
-
-    def length(self, name: str, index: int) -> int:
-        """Return the length of one tensor of one sample."""
-        return self._ends[name][index] - self._start(name, index)
-
-    def _start(self, name: str, index: int) -> int:
-        return self._ends[name][index - 1] if index else 0
+        return {
+            name: all_[ends[index] : ends[index + 1]] for name, (all_, ends) in self._fields.items()
+        }
 
 
-def save_examples(splits: Mapping[str, Examples], path: Path, metadata: dict[str, str]) -> None:
-    """Write all splits into one safetensors file, whole or not at all."""
+def save_examples(
+    splits: Mapping[str, Sequence[Example]], path: Path, metadata: dict[str, str]
+) -> None:
+    """Write the samples of all splits into one safetensors file, whole or not at all.
+
+    Names that not all samples of a split have are dropped.
+
+    Args:
+        splits: at least one sample each; tensors of one name may differ in the length of their
+            first axis.
+    """
     tensors = {}
-    for split, examples in splits.items():
-        for name, (tensor, ends) in examples.fields.items():
-            tensors[f"{split}/{name}"] = tensor.contiguous()
-            tensors[f"{split}/{name}/ends"] = ends
+    for split, samples in splits.items():
+        for name in sorted(set.intersection(*(set(sample) for sample in samples))):
+            parts = [sample[name] for sample in samples]
+            tensors[f"{split}/{name}"] = torch.cat(parts)
+            tensors[f"{split}/{name}/ends"] = torch.tensor([len(part) for part in parts]).cumsum(0)
     save_tensors(path, tensors, metadata)
 
 
@@ -239,13 +214,6 @@ def step_indices(seed: int, teacher: int, step: int, batch: int, count: int) -> 
 
     They are gone through in a new random order each time around; a step may end one round and begin
     the next. It is a function of its arguments alone, so that there is no state to save.
-
-    Args:
-        seed: of the run.
-        teacher: its index.
-        step: from 0.
-        batch: samples per step.
-        count: samples that there are.
     """
     places = range(step * batch, (step + 1) * batch)
     return [_order(seed, teacher, place // count, count)[place % count] for place in places]

@@ -7,9 +7,8 @@ architecture arranges its inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,79 +19,67 @@ from transformers.pytorch_utils import Conv1D
 from mergekit_ace.algebra.linalg import add_gram, full_precision
 from mergekit_ace.algebra.measured import pack
 
+LINEAR, TABLE = (nn.Linear, Conv1D), (nn.Embedding,)
+Modules = dict[str, list[nn.Module]]  # of one kind, by the names of their weights in memory
 Hook = Callable[[str, Tensor], None]  # of a parameter's name, and of what its module was given
-Read = Callable[[PreTrainedModel], None]  # lets a model read samples
+Read = Callable[[], None]  # lets a model read samples
 
 
-@dataclass(frozen=True)
-class MeasuredModules:
-    """Modules of a model whose inputs are measured, by the names of their weights in memory.
+def modules_of(model: nn.Module, names: Iterable[str], types: tuple[type, ...]) -> Modules:
+    """Return the modules of some types whose weights are among the named parameters.
 
-    Attributes:
-        linear: those that multiply; a weight may have several modules, such as a tied head.
-        tables: those that look up rows.
+    A weight may have several of them, such as a tied head.
     """
+    known = {id(model.get_parameter(name)): name for name in names}
+    found: Modules = {}
+    for module in model.modules():
+        name = known.get(id(getattr(module, "weight", None)))
+        if name is not None and isinstance(module, types):
+            found.setdefault(name, []).append(module)
+    return found
 
-    linear: dict[str, list[nn.Module]] = field(default_factory=dict)
-    tables: dict[str, list[nn.Module]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, model: nn.Module, names: Sequence[str]) -> MeasuredModules:
-        """Return the modules whose weights are among the named parameters."""
-        wanted, parameters = set(names), dict(model.named_parameters())
-        known = {id(parameter): name for name, parameter in parameters.items() if name in wanted}
-        found = cls()
-        for module in model.modules():
-            name = known.get(id(getattr(module, "weight", None)))
-            kind = None
-            if isinstance(module, nn.Linear | Conv1D):
-                kind = found.linear
-            elif isinstance(module, nn.Embedding):
-                kind = found.tables
-            if name is not None and kind is not None:
-                kind.setdefault(name, []).append(module)
-        return found
+@contextmanager
+def watched(modules: Modules, hook: Hook) -> Iterator[None]:
+    """Call a hook with every input of some modules."""
+    handles = []
+    for name, members in modules.items():
 
-    @contextmanager
-    def watched(self, modules: Mapping[str, Sequence[nn.Module]], hook: Hook) -> Iterator[None]:
-        """Call a hook with every input of some modules."""
-        handles = []
-        for name, members in modules.items():
+        def call(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
+            hook(name, args[0] if args else next(iter(kwargs.values())))
 
-            def call(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
-                hook(name, args[0] if args else next(iter(kwargs.values())))
+        handles += [m.register_forward_pre_hook(call, with_kwargs=True) for m in members]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
-            handles += [m.register_forward_pre_hook(call, with_kwargs=True) for m in members]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def columns(self, name: str) -> int:
-        """Return i of a linear layer."""
-        module = self.linear[name][0]
-        return module.weight.shape[0 if isinstance(module, Conv1D) else 1]
+def input_size(linear: nn.Module) -> int:
+    """Return i of a linear layer."""
+    return linear.weight.shape[0 if isinstance(linear, Conv1D) else 1]
 
-    def shared_inputs(self, model: PreTrainedModel, read: Read) -> dict[str, str]:
-        """Return the first of the linear layers with the same inputs, by the name of each.
 
-        Layers share their inputs if in every call they are given the very tensor that the one
-        before was given, as queries, keys and values are. Layers that nothing came to share none.
-        """
-        calls: dict[str, list[int]] = {}
-        last: list[Any] = [None, 0]
+def shared_inputs(linear: Modules, read: Read) -> dict[str, str]:
+    """Return the first of the linear layers with the same inputs, by the name of each.
 
-        def note(name: str, given: Tensor) -> None:
-            if given is not last[0]:
-                last[:] = given, last[1] + 1
-            calls.setdefault(name, []).append(last[1])
+    Layers share their inputs if in every call they are given the very tensor that the one before
+    was given, as queries, keys and values are. Layers that nothing came to share none.
+    """
+    calls: dict[str, list[int]] = {}
+    last: list[Any] = [None, 0]
 
-        with self.watched(self.linear, note):
-            read(model)
-        first: dict[tuple[int, ...], str] = {}
-        alike = {name: first.setdefault(tuple(numbers), name) for name, numbers in calls.items()}
-        return alike | {name: name for name in self.linear if name not in alike}
+    def note(name: str, given: Tensor) -> None:
+        if given is not last[0]:
+            last[:] = given, last[1] + 1
+        calls.setdefault(name, []).append(last[1])
+
+    with watched(linear, note):
+        read()
+    first: dict[tuple[int, ...], str] = {}
+    alike = {name: first.setdefault(tuple(numbers), name) for name, numbers in calls.items()}
+    return alike | {name: name for name in linear if name not in alike}
 
 
 @torch.no_grad()
@@ -104,23 +91,17 @@ def sum_inputs(
 
     Args:
         model: on its device.
-        leaders: names of linear layers, see `shared_inputs`.
-        tables: names of tables.
-        read: lets the model read all samples, one by one.
 
     Returns:
         `covariance/NAME`, (i (i + 1)/2,) in float32, and `counts/NAME`, (n,) in int64, on the CPU;
         and n_t by NAME. A layer that nothing came to has zeros.
     """
-    modules, sums = MeasuredModules.of(model, [*leaders, *tables]), {}
-    rows = dict.fromkeys(leaders, 0)
-    for name in leaders:
-        columns = modules.columns(name)
-        sums[name] = torch.zeros(columns, columns, device=model.device)
-    counts = {
-        name: torch.zeros(len(modules.tables[name][0].weight), dtype=torch.int64).to(model.device)
-        for name in tables
-    }
+    linear, looked_up = modules_of(model, leaders, LINEAR), modules_of(model, tables, TABLE)
+    rows, sums, counts = dict.fromkeys(leaders, 0), {}, {}
+    for name, (module, *_) in linear.items():
+        sums[name] = torch.zeros(2 * [input_size(module)], device=model.device)
+    for name, (module, *_) in looked_up.items():
+        counts[name] = torch.zeros(len(module.weight), dtype=torch.int64, device=model.device)
 
     def add(name: str, given: Tensor) -> None:
         inputs = given.reshape(-1, given.shape[-1]).float()
@@ -132,10 +113,8 @@ def sum_inputs(
         total = counts[name]
         total += given.reshape(-1).to(total.device).bincount(minlength=len(total))
 
-    linear = {name: modules.linear[name] for name in leaders}
-    looked_up = {name: modules.tables[name] for name in tables}
-    with modules.watched(linear, add), modules.watched(looked_up, count):
-        read(model)
+    with watched(linear, add), watched(looked_up, count):
+        read()
     found = {f"counts/{name}": total.cpu() for name, total in counts.items()}
     for name in leaders:
         total = sums.pop(name).div_(max(1, rows[name]))
@@ -158,8 +137,6 @@ def sum_fisher(
 
     Args:
         model: on its device, without gradients.
-        names: of parameters in memory.
-        samples: at least one.
         logits: of a sample, (P, C) at its P supervised positions.
         seed: of the answers; with the same, they are the same.
 

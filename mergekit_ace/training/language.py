@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Language models: how texts become samples, which tokens are supervised, what is answered there.
 
-A kind of model has the class of transformers' that loads it, whether its experts have heads of
-their own, and says how a row becomes a sample (`encode`), samples become a batch (`collate`) and a
-batch becomes logits (`logits`). Where rows lack an answer, the teacher writes it (`complete`).
+A kind of model has the class of transformers' that loads it (`auto_class`), tells whether its
+experts have heads of their own (`has_heads`), and says how a row becomes a sample (`encode`),
+samples become a batch (`collate`) and a batch becomes logits (`logits`). Where rows lack an answer,
+teachers of kinds that write (`writes`) add it (`complete`).
 """
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.data import Batch, Example
-from mergekit_ace.training.limits import longest_input
 from mergekit_ace.training.state import TrainingError
 
 if TYPE_CHECKING:
@@ -28,18 +29,30 @@ if TYPE_CHECKING:
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_INPUTS = ("input_ids", "token_type_ids")
+_PADDED = (*_TEXT_INPUTS, "target_ids", "supervised")
 
 
-class NeverWrites:
-    """Base of the kinds of models that answer without writing anything first."""
+def longest_input(model: PreTrainedModel) -> int | None:
+    """Return how many tokens a model has positions for; None where any number will do."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    # RoBERTa and its kin count positions from behind the number of the padding token.
+    tables = (
+        module
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+    )
+    first = (t.padding_idx + 1 for t in tables if t.padding_idx is not None)
+    return positions - max(first, default=0)
 
-    def needs_completion(self, sample: Example) -> bool:
-        """Return False: the sample has all that the model reads."""
-        return False
 
-    def complete(self, model, samples, data, processor) -> list[Example]:
-        """Return the samples as they are."""
-        return list(samples)
+def fit_to_model(data: DataConfig, model: PreTrainedModel) -> DataConfig:
+    """Return the data with a `max_length` of at most the model's positions."""
+    longest = longest_input(model)
+    if data.image is not None or longest is None or data.max_length <= longest:
+        return data
+    return data.model_copy(update={"max_length": longest})
 
 
 def text_of(row: dict[str, Any], data: DataConfig, purpose: str) -> str:
@@ -70,13 +83,6 @@ def encode_texts(row: dict[str, Any], data: DataConfig, tokenizer: Any) -> Examp
     return {name: torch.tensor(encoded[name]) for name in _TEXT_INPUTS if name in encoded}
 
 
-def collate_texts(samples: Sequence[Example]) -> Batch:
-    """Put samples of `encode_texts` into one batch, (B, n), with its `attention_mask`."""
-    names = [name for name in _TEXT_INPUTS if name in samples[0]]
-    batch = {name: pad([sample[name] for sample in samples]) for name in names}
-    return batch | {"attention_mask": padding_mask([sample["input_ids"] for sample in samples])}
-
-
 def pad(tensors: list[Tensor]) -> Tensor:
     """Return vectors of different length as rows, (B, n), filled with 0."""
     return pad_sequence(tensors, batch_first=True)
@@ -87,16 +93,29 @@ def padding_mask(tensors: list[Tensor]) -> Tensor:
     return pad([torch.ones(len(tensor), dtype=torch.long) for tensor in tensors])
 
 
-class CausalLanguageModel:
+class TextModel:
+    """Base of the kinds of models that read texts."""
+
+    has_heads = False
+    writes = False
+
+    def collate(self, samples: Sequence[Example]) -> Batch:
+        """Pad what models read of samples at the end, (B, n), and mark that there it was padded."""
+        names = [name for name in _PADDED if name in samples[0]]
+        batch = {name: pad([sample[name] for sample in samples]) for name in names}
+        return batch | {"attention_mask": padding_mask([one["input_ids"] for one in samples])}
+
+
+class CausalLanguageModel(TextModel):
     """Decoder; supervised at the tokens of a text, of a completion, or of answers in a chat."""
 
     auto_class = "AutoModelForCausalLM"
-    has_heads = False
+    writes = True
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
         """Encode a row: `input_ids` (n,), and `supervised` (n,) at the tokens to be predicted.
 
-        A row without completion has no supervised token yet: see `complete`.
+        What is to be predicted is `true`; a row without a completion has none yet: see `complete`.
 
         Returns:
             None where nothing is left to predict within `max_length`.
@@ -115,38 +134,22 @@ class CausalLanguageModel:
         example = {"input_ids": torch.tensor(ids), "supervised": torch.tensor(supervised)}
         return example | {"true": example["input_ids"][example["supervised"]]}
 
-    def needs_completion(self, sample: Example) -> bool:
-        """Return whether the teacher has to write the completion."""
-        return not bool(sample["supervised"].any())
-
     @torch.no_grad()
     def complete(
         self, model: PreTrainedModel, samples: Sequence[Example], data: DataConfig, processor: Any
     ) -> list[Example]:
         """Let the teacher write what follows each prompt, greedily."""
-        width = max(len(sample["input_ids"]) for sample in samples)
-        filler = _filler(processor)
-        ids = torch.full((len(samples), width), filler)
-        mask = torch.zeros_like(ids)
-        for n, sample in enumerate(samples):  # flush right, so that writing starts at one column
-            ids[n, width - len(sample["input_ids"]) :] = sample["input_ids"]
-            mask[n, width - len(sample["input_ids"]) :] = 1
-        written = _generate(model, ids, mask, data, filler)[:, width:]
+        known = [sample["input_ids"] for sample in samples]
+        # Flush right, so that writing starts at one column.
+        ids, mask = (
+            pad_sequence(rows, batch_first=True, padding_side="left")
+            for rows in (known, [torch.ones_like(row) for row in known])
+        )
         completed = []
-        for sample, answer in zip(samples, written, strict=True):
-            answer = _until_end(answer, model)
-            known = sample["input_ids"]
-            supervised = torch.arange(len(known) + len(answer)) >= len(known)
-            completed.append({"input_ids": torch.cat((known, answer)), "supervised": supervised})
+        for prompt, answer in zip(known, _write(model, ids, mask, data, processor), strict=True):
+            supervised = torch.arange(len(prompt) + len(answer)) >= len(prompt)
+            completed.append({"input_ids": torch.cat((prompt, answer)), "supervised": supervised})
         return completed
-
-    def collate(self, samples: Sequence[Example]) -> Batch:
-        """Pad samples at the end, (B, n)."""
-        return {
-            "input_ids": pad([sample["input_ids"] for sample in samples]),
-            "attention_mask": padding_mask([sample["input_ids"] for sample in samples]),
-            "supervised": pad([sample["supervised"] for sample in samples]),
-        }
 
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Return the model's logits before each supervised token, (P, vocabulary)."""
@@ -155,58 +158,37 @@ class CausalLanguageModel:
         return logits[:, :-1][batch["supervised"][:, 1:]]
 
 
-class Seq2SeqLanguageModel:
+class Seq2SeqLanguageModel(TextModel):
     """Encoder with decoder; supervised at every token of the target."""
 
     auto_class = "AutoModelForSeq2SeqLM"
-    has_heads = False
+    writes = True
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
         """Encode a row: `input_ids` (n,) and, where there is a target, `target_ids` (m,)."""
-        source = processor(
-            text_of(row, data, "prompt"), truncation=True, max_length=data.max_length
-        )
+        cut = {"truncation": True, "max_length": data.max_length}
+        source = processor(text_of(row, data, "prompt"), **cut)
         example = {"input_ids": torch.tensor(source["input_ids"])}
         if data.completion is None:
             return example
-        target = processor(
-            text_target=text_of(row, data, "completion"),
-            truncation=True,
-            max_length=data.max_length,
-        )
-        example["target_ids"] = example["true"] = torch.tensor(target["input_ids"])
-        return example if len(example["true"]) else None
-
-    def needs_completion(self, sample: Example) -> bool:
-        """Return whether the teacher has to write the target."""
-        return "target_ids" not in sample
+        target = processor(text_target=text_of(row, data, "completion"), **cut)
+        true = torch.tensor(target["input_ids"])
+        return example | _target(true) | {"true": true} if len(true) else None
 
     @torch.no_grad()
     def complete(
         self, model: PreTrainedModel, samples: Sequence[Example], data: DataConfig, processor: Any
     ) -> list[Example]:
         """Let the teacher write the targets, greedily."""
-        batch = self.collate([{**s, "target_ids": s["input_ids"][:0]} for s in samples])
-        filler = _filler(processor)
-        ids, mask = batch["input_ids"], batch["attention_mask"]
-        written = _generate(model, ids, mask, data, filler)[:, 1:]  # after the start token
-        answers = [_until_end(answer, model) for answer in written]
-        pairs = zip(samples, answers, strict=True)
-        return [{**sample, "target_ids": answer} for sample, answer in pairs]
-
-    def collate(self, samples: Sequence[Example]) -> Batch:
-        """Pad sources and targets at the end, (B, n) and (B, m)."""
-        return {
-            "input_ids": pad([sample["input_ids"] for sample in samples]),
-            "attention_mask": padding_mask([sample["input_ids"] for sample in samples]),
-            "target_ids": pad([sample["target_ids"] for sample in samples]),
-            "supervised": padding_mask([sample["target_ids"] for sample in samples]).bool(),
-        }
+        batch = self.collate(samples)
+        answers = _write(model, batch["input_ids"], batch["attention_mask"], data, processor)
+        return [one | _target(answer) for one, answer in zip(samples, answers, strict=True)]
 
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Return the model's logits at each token of the target, (P, vocabulary)."""
-        targets = batch["target_ids"]
-        start = _start_token(model)
+        targets, config = batch["target_ids"], model.config
+        start = config.decoder_start_token_id
+        start = config.pad_token_id if start is None else start
         shifted = torch.cat((torch.full_like(targets[:, :1], start), targets[:, :-1]), dim=1)
         logits = model(
             input_ids=batch["input_ids"],
@@ -215,6 +197,11 @@ class Seq2SeqLanguageModel:
             use_cache=False,
         ).logits
         return logits[batch["supervised"]]
+
+
+def _target(ids: Tensor) -> Example:
+    """Return what a sample has of a target, (m,), which is supervised as a whole."""
+    return {"target_ids": ids, "supervised": torch.ones_like(ids, dtype=torch.bool)}
 
 
 def _token_ids(
@@ -298,48 +285,34 @@ def _chat_ids(
     return _supervised_after(prompt, answer)
 
 
-def _filler(tokenizer: Any) -> int:
-    """Return a token for padding; which does not matter, since it is masked."""
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return token
-    return 0
-
-
-def _generate(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, data: DataConfig, filler: int
-) -> Tensor:
-    read = 1 if model.config.is_encoder_decoder else ids.shape[1]
+def _write(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, data: DataConfig, tokenizer: Any
+) -> list[Tensor]:
+    """Return what a model writes to each row, greedily, up to and with its first end token."""
+    read = 1 if model.config.is_encoder_decoder else ids.shape[1]  # the start token, or the prompt
     longest = longest_input(model)
-    room = None if longest is None else longest - read
-    return model.generate(
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # padding is masked
+    written = model.generate(
         input_ids=ids.to(model.device),
         attention_mask=mask.to(model.device),
-        max_new_tokens=data.max_new_tokens if room is None else min(data.max_new_tokens, room),
+        max_new_tokens=min(data.max_new_tokens, (longest or math.inf) - read),
         do_sample=False,
         num_beams=1,
-        pad_token_id=filler,
+        pad_token_id=next(token for token in known if token is not None),
     ).cpu()
-
-
-def _until_end(answer: Tensor, model: PreTrainedModel) -> Tensor:
-    """Return what was written up to and with the first end token."""
     ends = model.generation_config.eos_token_id
-    ends = torch.tensor([ends] if isinstance(ends, int) else list(ends or ()), dtype=torch.long)
-    stops = torch.isin(answer, ends).nonzero()
-    return answer[: int(stops[0]) + 1] if len(stops) else answer
+    ends = torch.tensor([] if ends is None else ends, dtype=torch.long).flatten()
+    answers = []
+    for answer in written[:, read:]:
+        stops = torch.isin(answer, ends).nonzero()
+        answers.append(answer[: int(stops[0]) + 1] if len(stops) else answer)
+    return answers
 
 
-def _start_token(model: PreTrainedModel) -> int:
-    start = model.config.decoder_start_token_id
-    return start if start is not None else model.config.pad_token_id
-
-
-class MaskedLanguageModel(NeverWrites):
+class MaskedLanguageModel(TextModel):
     """Encoder; supervised at the masks of a text or, where it has none, at tokens masked here."""
 
     auto_class = "AutoModelForMaskedLM"
-    has_heads = False
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
         """Encode a text, with `supervised` (n,) where the masks are.
@@ -369,10 +342,6 @@ class MaskedLanguageModel(NeverWrites):
         masks[places[order[: max(round(data.masking_rate * len(places)), 1)]]] = True
         masked = ids.masked_fill(masks, processor.mask_token_id)
         return example | {"input_ids": masked, "supervised": masks, "true": ids[masks]}
-
-    def collate(self, samples: Sequence[Example]) -> Batch:
-        """Pad samples at the end, (B, n)."""
-        return collate_texts(samples) | {"supervised": pad([s["supervised"] for s in samples])}
 
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Return the model's logits at each mask, (P, vocabulary)."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of checkpoints by their names in memory, mapped from disk.
+"""Parameters of checkpoints, and their components in a merge, mapped from disk.
 
 transformers stores some models under other names, or packed otherwise, than it holds them in
 memory. So a checkpoint's own files are used only after every parameter has been found in them,
@@ -9,21 +9,29 @@ equal to the one in memory; else a converted copy is written once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from mergekit.common import ModelReference
 from torch import Tensor
+from tqdm import tqdm
 
+from mergekit_ace.algebra.components import split_tensor
+from mergekit_ace.algebra.election import elected_task_vectors
+from mergekit_ace.algebra.records import IllConditionedError
 from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import save_tensors
-from mergekit_ace.headers import FLOATING, read_file_header
+from mergekit_ace.headers import FLOATING, TensorHeader, read_file_header
+from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.preflight.dtype_rules import AS_NUMBERS
 from mergekit_ace.training.state import TrainingError, open_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from mergekit_ace.training.family import Family
 
 StoredTensor = tuple[str, str]  # file, and name in it
 
@@ -32,9 +40,6 @@ def map_tensors(sources: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     """Map tensors of safetensors files under names of our own; they are read when used.
 
     What is mapped is the system's cache of the file, not memory of this process.
-
-    Args:
-        sources: file, and name there, by our name.
     """
     files = {path: open_tensors(path) for path in {path for path, _ in sources.values()}}
     # All views at once, before anything large: what little memory they take would otherwise pin
@@ -42,35 +47,24 @@ def map_tensors(sources: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     return {name: files[path].get_tensor(stored) for name, (path, stored) in sources.items()}
 
 
+def stored_headers(folder: str | os.PathLike) -> dict[str, TensorHeader]:
+    """Return the headers of the tensors in the files of a checkpoint, by name."""
+    files = weight_files(Path(folder))
+    return {name: header for path in files for name, header in read_file_header(path).items()}
+
+
 def stored_tensors(folder: str | os.PathLike) -> dict[str, StoredTensor]:
     """List the tensors in the safetensors files of a checkpoint: file and name, by name."""
-    return {
-        name: (str(path), name)
-        for path in weight_files(Path(folder))
-        for name in read_file_header(path)
-    }
+    return {name: (header.file, name) for name, header in stored_headers(folder).items()}
 
 
-def check_stored_dtypes(
-    reference: str, folder: str | os.PathLike, stored: Mapping[str, Iterable[str]]
-) -> None:
-    """Raise a `TrainingError` for a checkpoint that holds merged tensors as no floating numbers.
-
-    Args:
-        reference: of the model, for the message.
-        folder: of the checkpoint.
-        stored: names on disk, by names in memory; those that it lacks are not looked at.
-    """
-    headers = {
-        name: header
-        for path in weight_files(Path(folder))
-        for name, header in read_file_header(path).items()
-    }
-    for name in (name for names in stored.values() for name in names):
-        if name in headers and headers[name].dtype not in FLOATING:
+def check_stored_dtypes(reference: str, folder: str | os.PathLike, names: Container[str]) -> None:
+    """Raise a `TrainingError` unless a checkpoint holds what is merged as floating numbers."""
+    for name, header in stored_headers(folder).items():
+        if name in names and header.dtype not in FLOATING:
             raise TrainingError(
-                f"tensor {name} of model {reference} is stored as {headers[name].dtype}, which "
-                f"cannot be merged; {AS_NUMBERS}"
+                f"tensor {name} of model {reference} is stored as {header.dtype}, which cannot be "
+                f"merged; {AS_NUMBERS}"
             )
 
 
@@ -81,20 +75,17 @@ def map_weights(
 
     Args:
         model: loaded from `folder`, in the dtype it is stored in.
-        names: of parameters in memory.
-        folder: of the checkpoint.
         copy: file that a converted copy goes to where the stored tensors are not the parameters.
     """
-    parameters = dict(model.named_parameters())
-    parameters = {name: parameters[name].detach() for name in names}
+    parameters = {name: model.get_parameter(name).detach() for name in names}
     sources = stored_tensors(folder)
     direct = {name: _same_name(name, model, sources) for name in parameters}
     if all(stored is not None for stored in direct.values()):
         mapped = map_tensors({name: sources[stored] for name, stored in direct.items() if stored})
-        if all(_equal(mapped[name], parameter) for name, parameter in parameters.items()):
+        pairs = ((mapped[name], parameter.cpu()) for name, parameter in parameters.items())
+        if all(one.shape == p.shape and torch.equal(one, p.to(one.dtype)) for one, p in pairs):
             return mapped
     if not copy.exists():
-        copy.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(copy, {name: p.cpu().contiguous() for name, p in parameters.items()})
     return map_tensors({name: (str(copy), name) for name in parameters})
 
@@ -106,10 +97,6 @@ def _same_name(name: str, model: PreTrainedModel, sources: Mapping[str, object])
     return next((candidate for candidate in candidates if candidate in sources), None)
 
 
-def _equal(stored: Tensor, parameter: Tensor) -> bool:
-    return stored.shape == parameter.shape and torch.equal(stored, parameter.to(stored.dtype).cpu())
-
-
 def stored_names(
     model: PreTrainedModel, names: Iterable[str], folder: str | os.PathLike
 ) -> dict[str, tuple[str, ...]]:
@@ -118,24 +105,18 @@ def stored_names(
     Every parameter is replaced by one number, and transformers' own way of saving is followed;
     where a number ends up, that parameter is stored.
 
-    Args:
-        model: as transformers loaded it from `folder`.
-        names: of parameters in memory.
-        folder: of the checkpoint.
-
     Returns:
         Stored names per parameter; empty for one that the checkpoint does not have.
     """
     names = list(names)
     known = stored_tensors(folder)
-    identities = {id(p): n for n, p in model.named_parameters() if n in set(names)}
-    tags: dict[str, Tensor] = {}
-    numbers = {name: number for number, name in enumerate(names)}
+    numbers = {id(model.get_parameter(name)): number for number, name in enumerate(names)}
     # Tied parameters have several names and are one: all of them lead to it.
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in identities:
-            tag = torch.tensor(float(numbers[identities[id(parameter)]]))
-            tags[name] = tag.expand(parameter.shape)
+    tags = {
+        name: torch.tensor(float(numbers[id(parameter)])).expand(parameter.shape)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in numbers
+    }
     found: dict[str, set[str]] = {name: set() for name in names}
     for renamed in (tags, _as_saved(model, tags)):
         for name, tag in renamed.items():
@@ -153,3 +134,60 @@ def _as_saved(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Ten
         return revert_weight_conversion(model, dict(state))
     except Exception:  # a conversion that needs real tensors: names in memory must do
         return state
+
+
+def write_components(family: Family) -> list[dict[str, Tensor]]:
+    """Split the merge that training starts at; what is on disk already is not computed again.
+
+    The files go to `components` in the state of the run, one per tensor.
+
+    Returns:
+        Per row of coefficients, the component of every parameter, mapped from disk.
+
+    Raises:
+        TrainingError: a matrix is too ill-conditioned.
+    """
+    config, base, quiet = family.config, family.base, family.run.quiet
+    rows = len(family.experts) + (config.basis == "ace")
+    target = family.run.state / "components"
+    target.mkdir(parents=True, exist_ok=True)
+    dtype = getattr(torch, config.component_dtype)
+    if not quiet:
+        size = sum(weight.numel() for weight in base.values()) * rows * dtype.itemsize
+        print(
+            f"components of {len(base)} tensors, {rows} each, in {config.component_dtype}: "
+            f"{size / 1e9:.2f} GB in {target}"
+        )
+    headers = stored_headers(family.folders.base)
+    files = {name: target / f"{number:05d}.safetensors" for number, name in enumerate(base)}
+    for name, path in tqdm(files.items(), "components", unit="tensor", disable=quiet):
+        if not path.exists():
+            parts = [part.to("cpu", dtype, copy=True) for part in _split(family, name, headers)]
+            save_tensors(path, {str(row): part.contiguous() for row, part in enumerate(parts)})
+    return [
+        map_tensors({name: (str(path), str(row)) for name, path in files.items()})
+        for row in range(rows)
+    ]
+
+
+def _split(family: Family, name: str, headers: Mapping[str, TensorHeader]) -> list[Tensor]:
+    """Return the components of one parameter, in the order of their rows.
+
+    mergekit merges what is packed from several tensors on disk as transformers packs it in memory;
+    so that is how the layout is found.
+    """
+    config, device = family.config, family.run.accelerator.device
+    base, *experts = (weights[name].to(device) for weights in (family.base, *family.experts))
+    if config.options is None:
+        return list(elected_task_vectors(base, experts))
+    shape, stored = tuple(base.shape), family.stored[name]
+    own = name if any(headers[n].shape != shape for n in stored) else stored[0]
+    model = ModelReference.model_validate(family.folders.base)
+    tables = config.basis == "ace_relative"
+    layout = stored_layout("auto", model, own, len(shape), tables=tables)
+    try:
+        return list(split_tensor(base, experts, config.options, layout))
+    except (IllConditionedError, OverflowError) as error:
+        raise TrainingError(
+            f"{name} cannot be merged by {config.basis}: {error}. Raise its epsilon"
+        ) from error

@@ -11,7 +11,8 @@ is one block in memory, however many experts there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +49,6 @@ class MergedModel:
         """
         Args:
             module: holds the parameters `names`; its other ones stay as they are.
-            base: θ_0 by name.
-            experts: θ_k by name.
-            names: of the parameters that are merged.
             storage: ``disk``: read the weights where they are mapped; ``cpu``, ``device``: keep
                 them, in their own dtype, in memory or where the parameter is.
             components: `experts` are the Δ_k themselves.
@@ -80,7 +78,7 @@ class MergedModel:
         module.requires_grad_(False)
         for column, parameter in enumerate(self.parameters):
             parameter.requires_grad_(True)
-            parameter.register_post_accumulate_grad_hook(self._collector(column))
+            parameter.register_post_accumulate_grad_hook(partial(self._reduce, column))
 
     @torch.no_grad()
     def write(self, coefficients: Tensor) -> None:
@@ -110,38 +108,29 @@ class MergedModel:
 
     def collect(self) -> None:
         """Add what the last backward pass left on the devices to `products`."""
-        for column, partial in enumerate(self._partial):
-            if partial is not None:
-                self.products[:, column] += partial.cpu().double() * self._changed[:, column]
+        for column, sums in enumerate(self._partial):
+            if sums is not None:
+                self.products[:, column] += sums.cpu().double() * self._changed[:, column]
         self._partial = [None] * len(self.names)
 
-    def _collector(self, column: int) -> Callable[[Tensor], None]:
-        @torch.no_grad()
-        def collect(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            assert gradient is not None
-            flat = gradient.reshape(-1)
-            if column in self._small:
-                sums = self._small[column][1] @ flat.float()
-                self._add(column, sums)
-                parameter.grad = None
-                return
-            # Apple's devices have no float64
+    @torch.no_grad()
+    def _reduce(self, column: int, parameter: nn.Parameter) -> None:
+        """Take the inner products of a gradient with all Δ_k, and free it."""
+        gradient = parameter.grad.reshape(-1)
+        if column in self._small:
+            sums = self._small[column][1] @ gradient.float()
+        else:
+            # Apple's devices have no float64.
             wide = torch.float32 if parameter.device.type == "mps" else torch.float64
             sums = torch.zeros(len(self._experts), dtype=wide, device=parameter.device)
             ones = [1.0] * len(self._experts)
             for part, _, deltas in self._blocks(column, parameter.device, ones):
-                piece = flat[part].float()
+                piece = gradient[part].float()
                 for expert, (_, delta) in enumerate(deltas):
                     sums[expert] += torch.dot(piece, delta)
-            self._add(column, sums)
-            parameter.grad = None
-
-        return collect
-
-    def _add(self, column: int, sums: Tensor) -> None:
         known = self._partial[column]
         self._partial[column] = sums if known is None else known + sums
+        parameter.grad = None
 
     def _read_small(self, column: int) -> tuple[Tensor, Tensor]:
         """Read θ_0, (n,), and all Δ_k, (K, n), of a small tensor, in float32."""
@@ -160,15 +149,15 @@ class MergedModel:
         experts = [expert[name].reshape(-1) for expert in self._experts]
         used = [(c, e) for c, e in zip(coefficients, experts, strict=True) if c != 0]
         length = self._block or (BLOCK if device.type == "cpu" else DEVICE_BLOCK)
+
+        def delta(stored: Tensor, origin: Tensor) -> Tensor:  # in float32
+            stored = stored.to(device, torch.float32)
+            return stored if self._components else stored - origin.to(torch.float32)
+
         for start in range(0, len(base), length):
             part = slice(start, min(start + length, len(base)))
             origin = base[part].to(device)
-            yield part, origin, ((c, self._delta(e[part], origin)) for c, e in used)
-
-    def _delta(self, stored: Tensor, origin: Tensor) -> Tensor:
-        """Return Δ_k in float32 from what is stored of it, where θ_0 is `origin`."""
-        stored = stored.to(origin.device, torch.float32)
-        return stored if self._components else stored - origin.to(torch.float32)
+            yield part, origin, ((c, delta(e[part], origin)) for c, e in used)
 
     def _store(self, weights: Mapping[str, Tensor], storage: Storage) -> Mapping[str, Tensor]:
         if storage == "disk":

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import transformers
+from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
+from mergekit.common import ModelReference
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from mergekit_ace.checkpoint_files import (
     check_model_folder,
@@ -22,8 +25,9 @@ from mergekit_ace.checkpoint_files import (
     find_on_hub,
     weight_files,
 )
-from mergekit_ace.files import file_states
-from mergekit_ace.headers import DamagedFileError
+from mergekit_ace.files import file_states, save_tensors
+from mergekit_ace.naming import is_counter, is_running_statistic
+from mergekit_ace.preflight.loading import quiet_transformers
 from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import (
     ImageClassification,
@@ -33,13 +37,11 @@ from mergekit_ace.training.tasks import (
 )
 
 if TYPE_CHECKING:
-    from mergekit.common import ModelReference
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from mergekit_ace.training.config import DistillConfig, TrainConfig
 
     Settings = TrainConfig | DistillConfig  # both have what is used of them here
-
 
 # Files that are downloaded of a model on the Hub.
 _NEEDED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.py", "*.jinja"]
@@ -51,31 +53,21 @@ def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str
     Args:
         reference: mergekit's: folder or Hub name, `@revision`, `+adapter`.
         adapters: where a model with its adapter is kept once merged.
-        trust_remote_code: as in transformers.
 
     Raises:
-        DamagedFileError: a file of it is damaged or missing.
-        TrainingError: there is no such model, or it has no safetensors files.
+        DamagedFileError: there is no such model, or a file of it is damaged or missing.
+        TrainingError: it has no safetensors files.
     """
-    from mergekit.common import ModelReference
-
-    try:
-        parsed = ModelReference.model_validate(reference)
-        check_reference(parsed)
-        find_on_hub(parsed)
-        folder = parsed.model.path
-        if parsed.lora:
-            folder = _with_adapter(parsed, adapters, trust_remote_code)
-        if not os.path.exists(folder):
-            folder = snapshot_download(
-                parsed.model.path, revision=parsed.model.revision, allow_patterns=_NEEDED
-            )
-    except DamagedFileError:
-        raise
-    except Exception as error:  # of many kinds, from pydantic, the Hub and the file system
-        raise TrainingError(
-            f"model {reference} can neither be found as a folder nor loaded from the Hub: {error}"
-        ) from error
+    parsed = ModelReference.model_validate(reference)
+    check_reference(parsed)
+    find_on_hub(parsed)
+    folder = parsed.model.path
+    if parsed.lora:
+        folder = _with_adapter(parsed, adapters, trust_remote_code)
+    if not os.path.exists(folder):
+        folder = snapshot_download(
+            parsed.model.path, revision=parsed.model.revision, allow_patterns=_NEEDED
+        )
     check_model_folder(Path(folder))  # what was downloaded, too
     if weight_files(Path(folder))[0].suffix != ".safetensors":
         raise TrainingError(
@@ -110,17 +102,15 @@ def load_model(
     """Load a model for inference.
 
     Args:
-        folder, kind, config: of the model.
         dtype: of its parameters; as they are stored by default.
         whole: refuse a checkpoint that lacks parameters, which transformers draws at random.
-        options: of transformers.
 
     Raises:
         TrainingError: transformers cannot load it for the task, or it is not whole, or a tensor has
             another shape than its config asks for.
     """
     auto_class = getattr(transformers, kind.auto_class)
-    with _without_warnings():
+    with quiet_transformers():
         try:
             model, info = auto_class.from_pretrained(
                 folder,
@@ -155,21 +145,15 @@ def load_model(
 
 def load_skeleton(folder: str, kind: ModelKind, config: Settings) -> PreTrainedModel:
     """Build the architecture of a model without its weights: names and shapes, no memory."""
-    from accelerate import init_empty_weights
-
-    with _without_warnings():
-        if isinstance(kind, ZeroShotImageClassification):  # a tower, of which a CLIP may be stored
-            tower = getattr(transformers, kind.auto_class)
-            settings = tower.config_class.from_pretrained(folder)
-            with init_empty_weights():
-                return tower(settings)
-        settings = transformers.AutoConfig.from_pretrained(
-            folder, trust_remote_code=config.trust_remote_code
-        )
-        with init_empty_weights():
-            return getattr(transformers, kind.auto_class).from_config(
-                settings, trust_remote_code=config.trust_remote_code
-            )
+    model_class = getattr(transformers, kind.auto_class)
+    with quiet_transformers(), init_empty_weights():
+        # Of a tower, a whole CLIP may be stored, whose config has that of the tower in it.
+        config_class = getattr(model_class, "config_class", transformers.AutoConfig)
+        trust = config.trust_remote_code
+        settings = config_class.from_pretrained(folder, trust_remote_code=trust)
+        if config_class is transformers.AutoConfig:
+            return model_class.from_config(settings, trust_remote_code=trust)
+        return model_class(settings)
 
 
 def load_processor(folders: list[str], kind: ModelKind, config: Settings) -> Any:
@@ -185,26 +169,22 @@ def load_processor(folders: list[str], kind: ModelKind, config: Settings) -> Any
             if os.path.isfile(os.path.join(folder, "preprocessor_config.json")):
                 return transformers.AutoImageProcessor.from_pretrained(folder)
         return None
-    tokenizers = {f: t for f in folders if (t := _tokenizer(f, config)) is not None}
-    if not tokenizers:
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt")
+    having = [f for f in folders if any(os.path.isfile(os.path.join(f, name)) for name in files)]
+    if not having:
         raise TrainingError(f"neither the base model {folders[0]} nor an expert has a tokenizer")
-    first, tokenizer = next(iter(tokenizers.items()))
-    for folder, other in tokenizers.items():
+    trust = config.trust_remote_code
+    tokenizer, *others = (
+        transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+        for folder in having
+    )
+    for folder, other in zip(having[1:], others, strict=True):
         if other.get_vocab() != tokenizer.get_vocab():
             raise TrainingError(
-                f"the tokenizer of {folder} is not that of {first}; experts of one merge need one "
-                "tokenizer (align them first, e.g. by mergekit's `tokenizer:` section)"
+                f"the tokenizer of {folder} is not that of {having[0]}; experts of one merge need "
+                "one tokenizer (align them first, e.g. by mergekit's `tokenizer:` section)"
             )
     return tokenizer
-
-
-def _tokenizer(folder: str, config: Settings) -> Any:
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt")
-    if not any(os.path.isfile(os.path.join(folder, name)) for name in names):
-        return None
-    return transformers.AutoTokenizer.from_pretrained(
-        folder, trust_remote_code=config.trust_remote_code
-    )
 
 
 def merged_parameters(
@@ -237,14 +217,20 @@ def check_expert(
     reference: str,
 ) -> None:
     """Raise unless the expert has the base's parameters but for its head, with their shapes."""
-    heads = tuple(f"{head}." for head in head_names(expert, kind))
-    others = {name for name, _ in base.named_parameters(remove_duplicate=False)}
-    more = [n for n, _ in expert.named_parameters() if n not in others and not n.startswith(heads)]
-    if more:
+
+    def refuse(what: str) -> NoReturn:
         raise TrainingError(
-            f"expert {reference} has {len(more)} parameters that the base model lacks, such as "
-            f"{more[0]}: it is deeper, or of another architecture; experts must be fine-tuned from "
-            "the base model"
+            f"expert {reference} {what}; experts must be fine-tuned from the base model"
+        )
+
+    heads = tuple(f"{head}." for head in head_names(expert, kind))
+    known = {name for name, _ in base.named_parameters(remove_duplicate=False)}
+    shapes = {name: tuple(parameter.shape) for name, parameter in expert.named_parameters()}
+    more = [name for name in shapes if name not in known and not name.startswith(heads)]
+    if more:
+        refuse(
+            f"has {len(more)} parameters that the base model lacks, such as {more[0]}: it is "
+            "deeper, or of another architecture"
         )
     configs = (model.config.get_text_config() for model in (base, expert))
     tied = [getattr(config, "tie_word_embeddings", False) for config in configs]
@@ -253,21 +239,35 @@ def check_expert(
             f"tie_word_embeddings is {tied[0]} in the base model's config and {tied[1]} in that of "
             f"{reference}; save both in the same way"
         )
-    shapes = {name: tuple(parameter.shape) for name, parameter in expert.named_parameters()}
-    expected = {name: tuple(base.get_parameter(name).shape) for name in names}
     missing = [name for name in names if name not in shapes]
     if missing:
-        raise TrainingError(
-            f"expert {reference} has no parameter {missing[0]}"
-            + (f" (nor {len(missing) - 1} others)" if len(missing) > 1 else "")
-            + "; experts must be fine-tuned from the base model"
-        )
+        refuse(f"has no parameter {missing[0]}")
     for name in names:
-        if shapes[name] != expected[name]:
+        expected = tuple(base.get_parameter(name).shape)
+        if shapes[name] != expected:
             raise TrainingError(
-                f"parameter {name} has shape {shapes[name]} in {reference}, but {expected[name]} "
-                "in the base model; experts must be fine-tuned from the base model"
+                f"parameter {name} has shape {shapes[name]} in {reference}, but {expected} in the "
+                "base model; experts must be fine-tuned from the base model"
             )
+
+
+def check_classes(config: PreTrainedConfig, reference: str, *, regression: bool = False) -> None:
+    """Raise a `TrainingError` unless a classifier answers with one class of several.
+
+    Args:
+        regression: one with a single number as its answer will do, too.
+    """
+    kind = getattr(config, "problem_type", None)
+    if config.num_labels > 1 and kind in (None, "single_label_classification"):
+        return
+    if regression and config.num_labels == 1 and kind in (None, "regression"):
+        return
+    what = f"problem_type: {kind}" if config.num_labels > 1 else "a single output (a regression)"
+    known = "a number, or one class of several" if regression else "one class of several"
+    raise TrainingError(
+        f"{reference} has {what}; the trainer knows only classifiers that give every sample "
+        f"{known}: leave it out, or merge it without data"
+    )
 
 
 def save_backbone(model: PreTrainedModel, folder: Path) -> None:
@@ -288,12 +288,34 @@ def save_backbone(model: PreTrainedModel, folder: Path) -> None:
     os.replace(partial, folder)
 
 
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence transformers' warnings about heads that the base model does not have."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(before)
+def running_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """Return the means and variances that BatchNorm layers have seen, by name; copies."""
+    buffers = model.named_buffers()
+    return {name: buffer.clone() for name, buffer in buffers if is_running_statistic(name)}
+
+
+def average_statistics(model: nn.Module, experts: Sequence[Mapping[str, Tensor]]) -> None:
+    """Give a model the mean of the experts' statistics, as `ace` merges them.
+
+    They do not depend on coefficients. Measured anew for every merge, they cost a pass and learned
+    five points less (examples/training/README.md).
+    """
+    buffers = dict(model.named_buffers())
+    for name in experts[0].keys() & buffers.keys():
+        buffers[name].copy_(torch.stack([expert[name].float() for expert in experts]).mean(0))
+
+
+def write_statistics_of_batches(model: nn.Module, folders: Iterable[Path]) -> None:
+    """Give checkpoints the statistics and counters of a model in memory.
+
+    What all of them have in common is in every merge of them, by whatever method.
+
+    Args:
+        model: whose tensors have the names in the checkpoints.
+    """
+    buffers = model.named_buffers()
+    known = {name: b for name, b in buffers if is_running_statistic(name) or is_counter(name)}
+    for path in (path for folder in folders if known for path in weight_files(folder)):
+        tensors = load_file(path)
+        own = {name: known[name].to("cpu", tensors[name].dtype) for name in known.keys() & tensors}
+        save_tensors(path, tensors | own, {"format": "pt"})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks: the kind of model for each, and classifiers of texts and images.
+"""Tasks: the kind of model for each; classifiers of texts and images, and their heads.
 
 Everything else in the training sees a model as a function from a batch to logits (P, C) at P
 supervised positions with C classes or tokens.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from mergekit_ace.training.config import DataConfig, Task
 from mergekit_ace.training.data import Example
@@ -19,9 +20,8 @@ from mergekit_ace.training.language import (
     Batch,
     CausalLanguageModel,
     MaskedLanguageModel,
-    NeverWrites,
     Seq2SeqLanguageModel,
-    collate_texts,
+    TextModel,
     encode_texts,
 )
 from mergekit_ace.training.state import TrainingError
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class _Classification(NeverWrites):
+class _Classification:
     """Base of classifiers: one answer per sample; each expert keeps its own head."""
 
     has_heads = True
+    writes = False
 
     @staticmethod
     def truth(row: dict[str, Any], data: DataConfig) -> Example:
@@ -49,7 +50,7 @@ class _Classification(NeverWrites):
         return {"true": torch.tensor([label])}
 
 
-class SequenceClassification(_Classification):
+class SequenceClassification(_Classification, TextModel):
     """Classifier of texts, or of pairs of them."""
 
     auto_class = "AutoModelForSequenceClassification"
@@ -62,10 +63,6 @@ class SequenceClassification(_Classification):
         """
         example = encode_texts(row, data, processor)
         return example | self.truth(row, data) if len(example["input_ids"]) else None
-
-    def collate(self, samples: Sequence[Example]) -> Batch:
-        """Pad samples at the end, (B, n)."""
-        return collate_texts(samples)
 
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Return the logits, (B, classes).
@@ -125,18 +122,11 @@ class ZeroShotImageClassification(ImageClassification):
     auto_class = "CLIPVisionModelWithProjection"
 
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """Return the logits, (B, classes), of a `zero_shot.ZeroShotHead` for a projection."""
+        """Return the logits, (B, classes), of a `ZeroShotHead` for a projection."""
         return model(**batch).image_embeds
 
 
-ModelKind = (
-    CausalLanguageModel
-    | Seq2SeqLanguageModel
-    | MaskedLanguageModel
-    | SequenceClassification
-    | ImageClassification
-    | ZeroShotImageClassification
-)
+ModelKind = TextModel | ImageClassification
 
 
 def model_kind(task: Task) -> ModelKind:
@@ -163,8 +153,18 @@ def head_names(model: PreTrainedModel, kind: ModelKind) -> list[str]:
     return [name for name, _ in model.named_children() if name != model.base_model_prefix]
 
 
-def head_modules(model: PreTrainedModel, kind: ModelKind) -> dict[str, nn.Module]:
-    """Return the modules of a classifier's head by name; none of other models."""
+def head_modules(
+    model: PreTrainedModel, kind: ModelKind, data: DataConfig, base: str
+) -> dict[str, nn.Module]:
+    """Return the modules of a classifier's head by name; none of other models.
+
+    For data with prompts, the model gets a head that is made of them.
+
+    Args:
+        base: folder of the base model, a CLIP where the data has prompts.
+    """
+    if data.prompts is not None:
+        attach_head(model, {"visual_projection": zero_shot_head(base, data.prompts)})
     return {name: model.get_submodule(name) for name in head_names(model, kind)}
 
 
@@ -173,3 +173,56 @@ def attach_head(model: PreTrainedModel, head: Mapping[str, nn.Module]) -> None:
     for name, module in head.items():
         module.to(model.device, model.dtype)
         setattr(model, name, module)
+
+
+class ZeroShotHead(nn.Module):
+    """What stands in the place of an image tower's projection: it answers with logits.
+
+    Args:
+        texts: embeddings of the classes' prompts, (C, d), as long as CLIP's scale of logits.
+    """
+
+    def __init__(self, projection: nn.Linear, texts: Tensor):
+        super().__init__()
+        self.projection = projection
+        self.register_buffer("texts", texts)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """Return logits, (B, C), of what the tower makes of images, (B, h)."""
+        return normalize(self.projection(pooled), dim=-1) @ self.texts.T
+
+
+@torch.no_grad()
+def zero_shot_head(folder: str, prompts: Sequence[str | Sequence[str]]) -> ZeroShotHead:
+    """Let the text tower of a CLIP make the head for some classes.
+
+    Args:
+        folder: of a whole CLIP with its tokenizer.
+        prompts: of each class, in the order of their numbers; the mean direction of several.
+
+    Raises:
+        TrainingError: there is no text tower, or no tokenizer.
+    """
+    from transformers import AutoTokenizer, CLIPModel
+
+    no_texts = (
+        f"{folder} cannot make heads of prompts: give a whole CLIPModel with its tokenizer as "
+        "base_model"
+    )
+    try:
+        model, info = CLIPModel.from_pretrained(
+            folder, local_files_only=True, output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise TrainingError(f"{no_texts} ({error})") from error
+    if info["missing_keys"]:
+        raise TrainingError(f"{no_texts}; it lacks {min(info['missing_keys'])}")
+    rows = []
+    for prompt in prompts:
+        texts = [prompt] if isinstance(prompt, str) else list(prompt)
+        tokens = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+        pooled = model.text_model(**tokens).pooler_output
+        rows.append(normalize(model.text_projection(pooled), dim=-1).mean(0))
+    texts = model.logit_scale.exp() * normalize(torch.stack(rows), dim=-1)
+    return ZeroShotHead(model.visual_projection, texts).requires_grad_(False)

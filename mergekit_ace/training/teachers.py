@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,22 +17,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mergekit_ace.training.agreement import Agreement
-from mergekit_ace.training.config import DataConfig, Labels, TrainConfig
-from mergekit_ace.training.data import (
-    Example,
-    Examples,
-    load_examples,
-    load_rows,
-    save_examples,
-    to_device,
-)
-from mergekit_ace.training.limits import (
-    check_samples,
-    explained_failures,
-    fit_to_model,
-    warn_of_cuts,
-)
+from mergekit_ace.methods.inputs import is_finite
+from mergekit_ace.training.config import DataConfig, TrainConfig
+from mergekit_ace.training.data import Example, Examples, save_examples, to_device
+from mergekit_ace.training.language import fit_to_model
 from mergekit_ace.training.state import TrainingError, TrainingRun
 from mergekit_ace.training.tasks import ModelKind
 
@@ -46,7 +37,6 @@ class Teacher:
     """Labelled data of an expert or, last of all, of the base that rehearses.
 
     Attributes:
-        name: of its data, for the user.
         splits: samples with inputs and labels, by split.
         accuracy: of the teacher itself on its test split, 0 to 1; of one that answers with a number
             its correlation, −1 to 1; None without true labels.
@@ -56,205 +46,255 @@ class Teacher:
     name: str
     splits: dict[str, Examples]
     accuracy: float | None
-    head: dict[str, nn.Module] = field(default_factory=dict)
+    head: dict[str, nn.Module]
 
-    @classmethod
-    def load(cls, name: str, path: Path, head: dict[str, nn.Module]) -> Teacher:
-        """Open the labels at `path`, memory-mapped."""
-        splits, metadata = load_examples(path)
-        return cls(name, splits, json.loads(metadata["accuracy"]), head)
-
-
-def labels_path(run: TrainingRun, row: int) -> Path:
-    """Return where the samples and labels of a teacher are kept."""
-    return run.state / f"labels-{row}.safetensors"
+    @property
+    def answers_with_numbers(self) -> bool:
+        """Whether its answers are numbers instead of classes."""
+        return self.splits["test"][0]["hard"].is_floating_point()
 
 
-def read_unlabelled_rows(config: TrainConfig, run: TrainingRun) -> dict[int, dict[str, Dataset]]:
-    """Read the data of the teachers that have not answered yet, before the first one does."""
-    if not run.is_main:
-        return {}
-    return {
-        row: load_rows(data, config.training.seed)
-        for row, (_, data) in enumerate(config.sources)
-        if not labels_path(run, row).exists()
-    }
+@dataclass(frozen=True)
+class SampleReader:
+    """A model with the data that it reads and answers.
+
+    Attributes:
+        model: on its device.
+        kind, processor: how rows become its inputs, and these logits.
+        given: the data as the config has it.
+    """
+
+    model: PreTrainedModel
+    kind: ModelKind
+    processor: Any
+    given: DataConfig
+
+    @cached_property
+    def data(self) -> DataConfig:
+        """The data, cut to the positions of the model."""
+        return fit_to_model(self.given, self.model)
+
+    def read(self, rows: Dataset, split: str, size: int, *, quiet: bool) -> list[Example]:
+        """Return rows as complete samples; warn of what is cut off.
+
+        Args:
+            size: how many answers are written at once, where rows have none. Their samples come
+                last.
+
+        Raises:
+            TrainingError: nothing is left, tokens have no embedding, or images differ in size.
+        """
+        data, kind = self.data, self.kind
+        encoded = [kind.encode(row, data, self.processor) for row in rows]
+        samples = [sample for sample in encoded if sample is not None]
+        if not samples:
+            raise TrainingError(
+                f"data {data.path}: no {split} sample has anything to predict within max_length: "
+                f"{data.max_length}"
+            )
+        cut = sum(map(self._is_cut, encoded, rows))
+        if cut:
+            LOG.warning(
+                "data %s: %d of %d %s samples are cut at max_length: %d, with some or all of what "
+                "is to be predicted",
+                data.path, cut, len(rows), split, data.max_length,
+            )  # fmt: skip
+        full = sum(len(sample.get("input_ids", ())) >= data.max_length for sample in samples)
+        if full and data.max_length < self.given.max_length:
+            LOG.warning(
+                "data %s: %d texts are cut to %d tokens instead of max_length: %d, as %s has no "
+                "more positions",
+                data.path, full, data.max_length, self.given.max_length, self.model.name_or_path,
+            )  # fmt: skip
+        self._check(samples)
+        lacking = [sample for sample in samples if kind.writes and "true" not in sample]
+        if not lacking:
+            return samples
+        complete = [sample for sample in samples if "true" in sample]
+        for start in tqdm(range(0, len(lacking), size), "answers", unit="batch", disable=quiet):
+            with self._explained_failures():
+                part = lacking[start : start + size]
+                complete += kind.complete(self.model, part, data, self.processor)
+        return complete
+
+    def logits(self, samples: Sequence[Example]) -> Tensor:
+        """Return the logits of complete samples, (P, C).
+
+        Raises:
+            TrainingError: the model answers NaN or Inf, or cannot read the samples.
+        """
+        with self._explained_failures():
+            batch = to_device(self.kind.collate(samples), self.model.device)
+            logits = self.kind.logits(self.model, batch)
+        if not is_finite(logits.detach()):
+            raise TrainingError(
+                f"expert {self.model.name_or_path} answers NaN or Inf to a sample of data "
+                f"{self.data.path}; its checkpoint is damaged, or overflows in its dtype: leave it "
+                "out"
+            )
+        return logits
+
+    def _is_cut(self, sample: Example | None, row: dict[str, Any]) -> bool:
+        """Return whether a sample has less to predict than it would have without `max_length`."""
+        if self.kind.has_heads:
+            return False
+        texts = [sample[name] for name in ("input_ids", "target_ids") if name in (sample or {})]
+        if texts and max(map(len, texts)) < self.data.max_length:
+            return False
+        endless = self.data.model_copy(update={"max_length": _NO_LIMIT})
+        whole = self.kind.encode(row, endless, self.processor)
+        if whole is None:
+            return False
+        return sample is None or count_positions(sample) < count_positions(whole)
+
+    def _check(self, samples: Sequence[Example]) -> None:
+        """Raise for tokens that the model has no embedding of, and for images of two sizes."""
+        sizes = {tuple(s["pixel_values"].shape) for s in samples if "pixel_values" in s}
+        if len(sizes) > 1:
+            one, other = sorted(sizes)[:2]
+            raise TrainingError(
+                f"data {self.data.path}: column {self.data.image} holds images of different sizes, "
+                f"{one[1:]} and {other[1:]}; bring all to the size that the model reads"
+            )
+        texts = [s[name] for name in ("input_ids", "target_ids") for s in samples if name in s]
+        largest = max((int(ids.max()) for ids in texts if len(ids)), default=-1)
+        if largest >= 0 and largest >= (known := len(self.model.get_input_embeddings().weight)):
+            raise TrainingError(
+                f"data {self.data.path}: the tokenizer has the token number {largest}, but "
+                f"{self.model.name_or_path} has only {known} embeddings; use the tokenizer that "
+                "belongs to the model"
+            )
+
+    @contextmanager
+    def _explained_failures(self) -> Iterator[None]:
+        """Raise what the model says to its inputs as a `TrainingError` that names the data."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, TrainingError):
+            raise
+        except (ValueError, RuntimeError, IndexError, NotImplementedError) as error:
+            raise TrainingError(
+                f"data {self.data.path}: {self.model.name_or_path} cannot read its samples: {error}"
+            ) from error
 
 
 def write_labels(
     path: Path,
-    teacher: PreTrainedModel,
+    teacher: SampleReader,
     rows: Mapping[str, Dataset],
-    kind: ModelKind,
-    processor: Any,
+    name: str,
     config: TrainConfig,
-    row: int,
-    *,
-    quiet: bool,
+    run: TrainingRun,
 ) -> None:
     """Let a teacher answer its data, and write the samples with its labels.
-
-    Args:
-        path: where to.
-        teacher: the model, on its device.
-        rows: its data, by split.
-        kind, processor: how rows become inputs.
-        config: of the training.
-        row: number of the teacher in `config.sources`.
-        quiet: no progress bar.
 
     Raises:
         TrainingError: nothing usable is left of a split, an answer is NaN or Inf, or a true label
             is outside of the head or missing where it is wanted.
     """
-    name, given = config.sources[row]
-    data = fit_to_model(given, teacher)
-    splits = {}
+    size, splits = config.training.batch_size, {}
     for split, unlabelled in rows.items():
-        samples = encode_rows(unlabelled, split, data, kind, processor)
-        check_samples(samples, data, teacher)
-        warn_of_cuts(samples, given, data, teacher)
-        size = config.training.batch_size
-        batches = [samples[start : start + size] for start in range(0, len(samples), size)]
+        samples = teacher.read(unlabelled, split, size, quiet=run.quiet)
+        starts = range(0, len(samples), size)
         labelled: list[Example] = []
-        for batch in tqdm(batches, f"labels of {name}, {split}", unit="batch", disable=quiet):
-            lacking = [sample for sample in batch if kind.needs_completion(sample)]
-            complete = [sample for sample in batch if not kind.needs_completion(sample)]
-            with explained_failures(data, teacher):
-                if lacking:
-                    complete += kind.complete(teacher, lacking, data, processor)
-                labelled += label_batch(teacher, complete, kind, data, config.labels, config.top_k)
-        splits[split] = Examples.pack(labelled)
-        if config.labels == "true" and "true" not in splits[split].fields:
+        for start in tqdm(starts, f"labels of {name}, {split}", unit="batch", disable=run.quiet):
+            labelled += label_batch(teacher, samples[start : start + size], config)
+        if config.labels == "true" and not all("true" in sample for sample in labelled):
             raise TrainingError(
-                f"labels: true, but not all {split} samples of data {data.path} have the truth"
+                f"labels: true, but not all {split} samples of data {teacher.given.path} have the "
+                "truth"
             )
-    save_examples(splits, path, {"accuracy": json.dumps(_accuracy(splits["test"]))})
-
-
-def encode_rows(
-    rows: Dataset, split: str, data: DataConfig, kind: ModelKind, processor: Any
-) -> list[Example]:
-    """Return rows as samples, and warn where `max_length` cuts off what is to be predicted.
-
-    Raises:
-        TrainingError: nothing is left.
-    """
-    samples, cut = [], 0
-    for row in rows:
-        sample = kind.encode(row, data, processor)
-        cut += _is_cut(sample, row, data, kind, processor)
-        if sample is not None:
-            samples.append(sample)
-    if cut and samples:
-        LOG.warning(
-            "data %s: %d of %d %s samples are cut at max_length: %d, with some or all of what is "
-            "to be predicted",
-            data.path, cut, len(rows), split, data.max_length,
-        )  # fmt: skip
-    if not samples:
-        raise TrainingError(
-            f"data {data.path}: no {split} sample has anything to predict within max_length: "
-            f"{data.max_length}"
-        )
-    return samples
-
-
-def _is_cut(
-    sample: Example | None, row: dict[str, Any], data: DataConfig, kind: ModelKind, processor: Any
-) -> bool:
-    """Return whether a sample has less to predict than it would have without `max_length`."""
-    if kind.has_heads:
-        return False
-    lengths = [len(sample[name]) for name in ("input_ids", "target_ids") if name in (sample or {})]
-    if lengths and max(lengths) < data.max_length:
-        return False
-    whole = kind.encode(row, data.model_copy(update={"max_length": _NO_LIMIT}), processor)
-    if whole is None:
-        return False
-    return sample is None or count_positions(sample) < count_positions(whole)
+        splits[split] = labelled
+    accuracy, test = None, splits["test"]
+    if all("true" in sample for sample in test):
+        given, true = (torch.cat([sample[name] for sample in test]) for name in ("hard", "true"))
+        accuracy = agreement(count_agreement(given, true), numbers=given.is_floating_point())
+    save_examples(splits, path, {"accuracy": json.dumps(accuracy)})
 
 
 @torch.no_grad()
 def label_batch(
-    teacher: PreTrainedModel,
-    samples: Sequence[Example],
-    kind: ModelKind,
-    data: DataConfig,
-    labels: Labels,
-    top_k: int,
+    teacher: SampleReader, samples: Sequence[Example], config: TrainConfig
 ) -> list[Example]:
-    """Add to samples what the teacher answers at their P supervised positions.
+    """Add to complete samples what the teacher answers at their P supervised positions.
 
-    Args:
-        teacher: the model, on its device.
-        samples: complete ones.
-        kind: how samples become logits.
-        data: theirs.
-        labels: ``soft`` adds `soft_values` and `soft_indices`, (P, k), log-probabilities and their
-            classes in descending order, to `hard`, (P,), the arg max. Of a teacher with a single
-            output, `hard` is that number.
-        top_k: k, unless there are fewer classes.
+    That is `hard`, (P,), the arg max or, of a teacher with a single output, that number. With soft
+    labels it is `soft_values` and `soft_indices`, (P, k), too: the `top_k` highest
+    log-probabilities and their classes, in descending order.
     """
-    batch = to_device(kind.collate(samples), teacher.device)
-    logits = kind.logits(teacher, batch).float()
-    if not logits.isfinite().all():
-        raise TrainingError(
-            f"the expert of data {data.path} answers NaN or Inf; its checkpoint is damaged"
-        )
+    logits = teacher.logits(samples).float()
     classes = logits.shape[-1]
-    if classes == 1:
-        return _label_with_numbers(samples, logits.squeeze(-1).cpu(), data)
-    answers: dict[str, Tensor] = {"hard": logits.argmax(-1)}
-    if labels == "soft":
-        best = logits.log_softmax(-1).topk(min(top_k, classes), dim=-1)
+    answers = {"hard": logits.argmax(-1) if classes > 1 else logits.squeeze(-1)}
+    if config.labels == "soft" and classes > 1:
+        best = logits.log_softmax(-1).topk(min(config.top_k, classes), dim=-1)
         answers |= {"soft_values": best.values, "soft_indices": best.indices}
     counts = [count_positions(sample) for sample in samples]
     parts = {name: answer.cpu().split(counts) for name, answer in answers.items()}
-    for sample in samples:
-        true = sample.get("true")
-        if true is not None and true.is_floating_point():
-            raise TrainingError(
-                f"data {data.path} has the label {float(true[0])}; the labels of its expert are "
-                "the numbers of its classes: 0, 1, …"
-            )
-        if true is not None and not bool(((true >= 0) & (true < classes)).all()):
-            raise TrainingError(
-                f"data {data.path} has the label {int(true.max())}, but its expert knows only the "
-                f"classes 0 to {classes - 1}"
-            )
     return [
-        sample | {name: part[n] for name, part in parts.items()} for n, sample in enumerate(samples)
+        sample
+        | _checked_truth(sample, classes, teacher.given)
+        | {name: part[n] for name, part in parts.items()}
+        for n, sample in enumerate(samples)
     ]
 
 
-def _label_with_numbers(
-    samples: Sequence[Example], numbers: Tensor, data: DataConfig
-) -> list[Example]:
-    """Add to samples the number, (B,), that the teacher says of each; the truth is one, too."""
-    labelled = []
-    for sample, number in zip(samples, numbers, strict=True):
-        true = {"true": sample["true"].float()} if "true" in sample else {}
-        if true and not true["true"].isfinite().all():
+def _checked_truth(sample: Example, classes: int, data: DataConfig) -> Example:
+    """Return `true` as the teacher's answers are: classes, or a number if it has one output.
+
+    Raises:
+        TrainingError: it is none of the teacher's classes, or no finite number.
+    """
+    true = sample.get("true")
+    if true is None:
+        return {}
+    if classes == 1:
+        if not true.isfinite().all():
             raise TrainingError(f"data {data.path} has a label that is NaN or Inf: leave it out")
-        labelled.append(sample | {"hard": number[None]} | true)
-    return labelled
+        return {"true": true.float()}
+    if true.is_floating_point():
+        raise TrainingError(
+            f"data {data.path} has the label {float(true[0])}; the labels of its expert are the "
+            "numbers of its classes: 0, 1, …"
+        )
+    if not bool(((true >= 0) & (true < classes)).all()):
+        raise TrainingError(
+            f"data {data.path} has the label {int(true.max())}, but its expert knows only the "
+            f"classes 0 to {classes - 1}"
+        )
+    return {"true": true}
 
 
 def count_positions(sample: Example) -> int:
     """Return P, the number of supervised positions of a sample."""
-    if "target_ids" in sample:
-        return len(sample["target_ids"])
-    if "supervised" in sample:
-        return int(sample["supervised"].sum())
-    return 1
+    return int(sample["supervised"].sum()) if "supervised" in sample else 1
 
 
-def _accuracy(examples: Examples) -> float | None:
-    """Return the share of right answers, or the correlation of numbers; None without the truth."""
-    if "true" not in examples.fields:
-        return None
-    true, given = examples.fields["true"][0], examples.fields["hard"][0]
-    if given.is_floating_point():
-        return Agreement.of(given, true).correlation
-    return float((true == given).float().mean())
+def count_agreement(given: Tensor, wanted: Tensor) -> Tensor:
+    """Return sums over answers that add up over batches and processes; see `agreement`.
+
+    Args:
+        given, wanted: (P,): classes, or numbers x and y in floating point.
+
+    Returns:
+        (7,), float64: the number of answers, of right ones, and the sums of x, y, x², y² and xy.
+    """
+    x, y = given.double().cpu(), wanted.double().cpu()
+    parts = (x == y, x, y, x * x, y * y, x * y)
+    sums = [float(len(x)), *(float(part.sum()) for part in parts)]
+    return torch.tensor(sums, dtype=torch.float64)
+
+
+def agreement(sums: Tensor, *, numbers: bool) -> float:
+    """Return how far answers agree with what was wanted, from the sums of `count_agreement`.
+
+    Returns:
+        The share of right answers, 0 to 1; of numbers, Pearson's correlation, −1 to 1, and 0 where
+        one side is constant.
+    """
+    count, right, x, y, xx, yy, xy = sums.tolist()
+    if not numbers:
+        return right / count
+    own, other = xx - x * x / count, yy - y * y / count
+    if own <= 1e-12 * xx or other <= 1e-12 * yy:  # what rounding leaves of a constant
+        return 0.0
+    return (xy - x * y / count) / math.sqrt(own * other)

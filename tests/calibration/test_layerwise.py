@@ -14,9 +14,9 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 from watched import watch
 
 from mergekit_ace.calibration import layerwise
-from mergekit_ace.calibration.decoder_steps import WRITERS
 from mergekit_ace.calibration.layerwise import (
     RIDGE,
+    WRITERS,
     Calibration,
     SampleTeacher,
     UnknownLayersError,

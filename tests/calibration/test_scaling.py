@@ -11,7 +11,7 @@ from checkpoints import fine_tuned, tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from mergekit_ace.calibration.samples import comparison_batches
+from mergekit_ace.calibration.calibrate_run import comparison_batches
 from mergekit_ace.calibration.scaling import SCALES, ScaleSearch, WeightsBetween, interpolate
 
 CPU = torch.device("cpu")
@@ -96,7 +96,6 @@ def test_what_the_base_lacks_stays_as_merged():
     assert scaled[:, 0].tolist() == [0.25, 0.25, 1.0, 1.0]
     between = WeightsBetween({"a": base}, {"a": merged, "b": merged}, 0.25)
     assert torch.equal(between["b"], merged)
-    assert list(between) == ["a", "b"]
     assert interpolate(base, torch.ones(1, 3), 0.5).tolist() == [[0.5] * 3]
 
 

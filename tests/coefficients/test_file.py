@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from coefficient_files import make_file
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from mergekit_ace.coefficients.file import CoefficientFile, CoefficientFileError
+from mergekit_ace.coefficients.file import (
+    CoefficientFile,
+    CoefficientFileError,
+    load_coefficients,
+)
 from mergekit_ace.coefficients.learner import LearnerConfig
 from mergekit_ace.methods.lookup import resample
 
@@ -97,6 +103,18 @@ def test_a_pickle_is_not_opened(tmp_path):
     torch.save({"coefficients": torch.ones(2, 4)}, path)
     with pytest.raises(CoefficientFileError, match="damaged"):
         CoefficientFile.load(path)
+
+
+def test_a_file_is_read_once_until_it_changes(tmp_path):
+    path = tmp_path / "c.safetensors"
+    file = make_file(NAMES, ["a", "b"])
+    file.save(path)
+    first = load_coefficients(str(path))
+    assert load_coefficients(str(path)) is first
+    file.coefficients = file.coefficients + 1
+    file.save(path)
+    os.utime(path, ns=(1, 1))  # clocks of file systems may be slower than this test
+    assert torch.equal(load_coefficients(str(path)).coefficients, file.coefficients)
 
 
 def test_inconsistent_contents_are_refused():

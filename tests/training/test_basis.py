@@ -29,7 +29,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralForCausalLM
 
 from mergekit_ace.coefficients.file import CoefficientFile, CoefficientFileError
 from mergekit_ace.preflight.check import check_merge
-from mergekit_ace.training import basis as components_module
+from mergekit_ace.training import mapped_weights as components_module
 from mergekit_ace.training.run import run_training
 
 REFINED = {"epsilon": 1e-3, "spectral_refinement": "always"}

@@ -110,7 +110,7 @@ def test_a_finished_run_is_not_repeated(images, tmp_path, monkeypatch):
     def forbidden(*_, **__):
         raise AssertionError("trained again")
 
-    monkeypatch.setattr(distill_module, "step_student", forbidden)
+    monkeypatch.setattr(distill_module.Distillation, "step", forbidden)
     assert distil(config, tmp_path / "out") == out
     with pytest.raises(TrainingError, match=r"another run; changed .*config\.alpha"):
         distil({**config, "alpha": 0.5}, tmp_path / "out")
@@ -125,7 +125,7 @@ def test_a_killed_distillation_goes_on_to_the_same_student(images, tmp_path, mon
     _, config = images
     config = {**config, "training": {**FAST, "checkpoint_every": 3}}
     whole = distil(config, tmp_path / "whole")
-    original, left = distill_module.step_student, [steps]
+    original, left = distill_module.Distillation.step, [steps]
 
     def dying(*arguments):
         if left[0] == 0:
@@ -134,7 +134,7 @@ def test_a_killed_distillation_goes_on_to_the_same_student(images, tmp_path, mon
         return original(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(distill_module, "step_student", dying)
+        patch.setattr(distill_module.Distillation, "step", dying)
         with pytest.raises(Killed):
             distil(config, tmp_path / "killed")
     resumed = distil(config, tmp_path / "killed")
@@ -237,10 +237,10 @@ def test_tokenizers_that_differ_are_explained(tmp_path, same, columns, signal, m
 
 def test_a_loss_that_is_no_number(images, tmp_path, monkeypatch):
     _, config = images
-    monkeypatch.setattr(distill_module, "step_student", lambda *_: float("nan"))
+    monkeypatch.setattr(distill_module.Distillation, "step", lambda *_: float("nan"))
     with pytest.raises(
         Diverged,
-        match=r"became nan in step 0; no student was evaluated.*Lower training\.learning_rate",
+        match=r"became nan in step 0; nothing was evaluated.*Lower training\.learning_rate",
     ):
         distil(config, tmp_path / "out")
 

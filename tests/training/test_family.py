@@ -68,6 +68,7 @@ def no_accelerator():
 def test_the_first_gradient_is_nearly_that_of_float32(llama, tmp_path, settings, bar):
     """After one step of plain descent the coefficients tell the gradient."""
     from mergekit_ace.training.family import Family, ModelFolders
+    from mergekit_ace.training.objective import Objective
     from mergekit_ace.training.state import TrainingRun
 
     gradients = []
@@ -76,8 +77,8 @@ def test_the_first_gradient_is_nearly_that_of_float32(llama, tmp_path, settings,
         AcceleratorState._reset_state(reset_partial_state=True)
         run = TrainingRun(tmp_path / str(number), config.mixed_precision, quiet=True)
         run.state.mkdir(parents=True)
-        family = Family.prepare(config, ModelFolders.find(config, run), run)
-        objective = family.objective(run)
+        family = Family(config, ModelFolders.find(config, run), run)
+        objective = Objective(family)
         start = torch.full((2, len(family.names)), 0.3)
         gradients.append(objective.gradient(start, 0)[0])
     exact, rough = gradients

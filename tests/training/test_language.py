@@ -48,7 +48,6 @@ def test_a_completion_and_its_end(words):
     open_one = encode(row, words, prompt="q")
     assert not open_one["supervised"].any()
     assert "true" not in open_one
-    assert model_kind("causal-lm").needs_completion(open_one)
 
 
 def test_the_last_answer_of_a_chat(words):
@@ -64,7 +63,7 @@ def test_the_last_answer_of_a_chat(words):
         supervised(example, words).split() == ["w4", "w5", "</s>"]
         or supervised(example, words) == "w4 w5</s>"
     )
-    assert model_kind("causal-lm").needs_completion(encode({"m": chat[:-1]}, words, messages="m"))
+    assert "true" not in encode({"m": chat[:-1]}, words, messages="m")
 
 
 MARKED = (
@@ -89,7 +88,7 @@ def test_all_answers_of_a_chat_whose_template_marks_them(words):
     cut = encode({"m": TALK}, words, messages="m", max_length=7)
     assert supervised(cut, words) == "w2 w3 </s>"
     # a last question is for the expert to answer, and its answer alone is supervised
-    assert model_kind("causal-lm").needs_completion(encode({"m": TALK[:3]}, words, messages="m"))
+    assert "true" not in encode({"m": TALK[:3]}, words, messages="m")
 
 
 def test_the_last_answer_where_the_marks_are_around_nothing(words):

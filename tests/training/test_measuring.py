@@ -214,10 +214,10 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
     out = tmp_path / "out"
     measured = measuring.Measuring.measure
 
-    def stop(self, plan, row):
+    def stop(self, row):
         if row == 1:
             raise KeyboardInterrupt
-        measured(self, plan, row)
+        measured(self, row)
 
     monkeypatch.setattr(measuring.Measuring, "measure", stop)
     with pytest.raises(KeyboardInterrupt):

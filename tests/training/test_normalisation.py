@@ -14,7 +14,7 @@ from transformers import ResNetConfig, ResNetForImageClassification, ResNetModel
 
 from mergekit_ace.naming import is_running_statistic
 from mergekit_ace.training.data import load_examples
-from mergekit_ace.training.normalisation import (
+from mergekit_ace.training.models import (
     average_statistics,
     running_statistics,
     write_statistics_of_batches,
@@ -91,8 +91,8 @@ def test_a_merge_of_backbones_answers_as_the_scores_say(trained, mergekit_yaml):
         model = ResNetForImageClassification.from_pretrained(expert.model).eval()
         model.resnet = backbone
         test = load_examples(out / "state" / f"labels-{row}.safetensors")[0]["test"]
-        pixels = torch.cat([test.field("pixel_values", n) for n in range(len(test))])
-        answers = torch.cat([test.field("hard", n) for n in range(len(test))])
+        pixels = torch.cat([sample["pixel_values"] for sample in test])
+        answers = torch.cat([sample["hard"] for sample in test])
         with torch.no_grad():
             given = model(pixel_values=pixels).logits.argmax(-1)
         shares.append(float((given == answers).float().mean()))

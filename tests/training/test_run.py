@@ -39,12 +39,11 @@ from transformers import (
 from mergekit_ace.coefficients.file import CoefficientFile
 from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.training import family as family_module
-from mergekit_ace.training import loop as loop_module
-from mergekit_ace.training import results as results_module
+from mergekit_ace.training import objective as objective_module
+from mergekit_ace.training import run as run_module
 from mergekit_ace.training import teachers as teachers_module
 from mergekit_ace.training.data import load_examples
-from mergekit_ace.training.results import inline_config
-from mergekit_ace.training.run import run_training
+from mergekit_ace.training.run import merge_config, run_training
 from mergekit_ace.training.state import Diverged, TrainingError
 from mergekit_ace.training.tasks import model_kind
 
@@ -124,7 +123,7 @@ def test_packed_experts(tmp_path, mergekit_yaml, exclude):
     generator = torch.Generator().manual_seed(0)  # whatever was learned in so few steps
     file.coefficients = torch.rand(file.coefficients.shape, generator=generator)
     file.save(out / "coefficients.safetensors")
-    inline = inline_config(file, task="causal-lm", out_dtype=None)
+    inline = merge_config(file, task="causal-lm", out_dtype=None)
     merge = yaml.safe_load((out / "merge.yml").read_text())
     paths = [config["base_model"], *(expert["model"] for expert in config["models"])]
     base, *experts = (dict(_load(path).named_parameters()) for path in paths)
@@ -208,10 +207,10 @@ def _killed_after(monkeypatch, owner, name: str, calls: int) -> None:
     [
         (teachers_module, "label_batch", 7),  # in the labels of the second expert
         (family_module, "measure_moments", 5),  # in the statistics
-        (loop_module.Objective, "gradient", 1),  # before the first checkpoint
-        (loop_module.Objective, "gradient", 5),  # after one
-        (loop_module.Objective, "evaluate", 2),  # in an evaluation
-        (results_module, "write_config", 1),  # while the results are written
+        (objective_module.Objective, "gradient", 1),  # before the first checkpoint
+        (objective_module.Objective, "gradient", 5),  # after one
+        (objective_module.Objective, "evaluate", 2),  # in an evaluation
+        (run_module, "write_config", 1),  # while the results are written
     ],
 )
 def test_a_killed_run_goes_on_to_the_same_coefficients(
@@ -233,7 +232,7 @@ def test_a_killed_run_goes_on_to_the_same_coefficients(
 
 def test_labels_that_are_known_are_not_asked_for_again(llama, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        _killed_after(patch, loop_module.Objective, "gradient", 0)
+        _killed_after(patch, objective_module.Objective, "gradient", 0)
         with pytest.raises(Killed):
             run(llama, tmp_path / "out")
 
@@ -268,7 +267,7 @@ def test_another_run_s_folder_is_refused_unless_overwritten(llama, tmp_path):
 def test_overwriting_leaves_nothing_that_looks_complete(llama, tmp_path, monkeypatch):
     out = tmp_path / "out"
     run(changed(llama, max_steps=1), out)
-    _killed_after(monkeypatch, loop_module.Objective, "gradient", 0)
+    _killed_after(monkeypatch, objective_module.Objective, "gradient", 0)
     with pytest.raises(Killed):
         run(changed(llama, max_steps=2), out, overwrite=True)
     assert not (out / "coefficients.safetensors").exists()
@@ -276,10 +275,14 @@ def test_overwriting_leaves_nothing_that_looks_complete(llama, tmp_path, monkeyp
 
 
 def test_a_comparison_that_diverges_loses_nothing(llama, tmp_path, monkeypatch):
-    def diverging(*_, **__):
-        raise Diverged("only the comparison")
+    original = run_module.train_learner
 
-    monkeypatch.setattr(results_module, "train_learner", diverging)
+    def diverging(objective, config, inputs, name):
+        if name == "direct":
+            raise Diverged("only the comparison")
+        return original(objective, config, inputs, name)
+
+    monkeypatch.setattr(run_module, "train_learner", diverging)
     file = run({**llama, "compare": {"direct": True}}, tmp_path / "out")
     assert "StatsMerging" in file.contents.scores
     assert "coefficients learned directly" not in file.contents.scores
@@ -363,12 +366,12 @@ def test_the_entropy_falls_whatever_the_experts_answer(llama, tmp_path, monkeypa
     assert one.contents.basis == basis
     assert (one.coefficients >= 0).all()
 
-    def other_answers(examples, indices, labels):
-        found = collate_labels(examples, indices, labels)
+    def other_answers(samples, labels):
+        found = collate_labels(samples, labels)
         return {name: torch.zeros_like(label) for name, label in found.items()}
 
-    collate_labels = loop_module.collate_labels
-    monkeypatch.setattr(loop_module, "collate_labels", other_answers)
+    collate_labels = objective_module.collate_labels
+    monkeypatch.setattr(objective_module, "collate_labels", other_answers)
     assert torch.equal(run(config, tmp_path / "other").coefficients, one.coefficients)
 
 
@@ -389,9 +392,9 @@ def test_the_kept_network_is_that_of_the_best_evaluation(llama, tmp_path, monkey
 
     def scripted(self, split):
         seen.append(split)
-        return loop_module.Score(losses[min(seen.count("validation"), 6) - 1], (0.5, 0.5))
+        return objective_module.Score(losses[min(seen.count("validation"), 6) - 1], (0.5, 0.5))
 
-    monkeypatch.setattr(loop_module.Objective, "evaluate", scripted)
+    monkeypatch.setattr(objective_module.Objective, "evaluate", scripted)
     file = run(changed(llama, evaluate_every=1, max_steps=5), tmp_path / "out")
     assert [e["validation_loss"] for e in log_of(tmp_path / "out") if "loss" not in e] == losses
     seen.clear()
@@ -400,6 +403,13 @@ def test_the_kept_network_is_that_of_the_best_evaluation(llama, tmp_path, monkey
     seen.clear()
     longer = run(changed(llama, evaluate_every=1, max_steps=3), tmp_path / "longer")
     assert torch.equal(longer.coefficients, short.coefficients)
+
+
+def test_a_training_that_was_never_evaluated_to_a_number(llama, tmp_path, monkeypatch):
+    nothing = objective_module.Score(float("nan"), (0.5, 0.5))
+    monkeypatch.setattr(objective_module.Objective, "evaluate", lambda *_: nothing)
+    with pytest.raises(Diverged, match="NaN or Inf in every evaluation; lower"):
+        run(changed(llama, max_steps=1), tmp_path / "out")
 
 
 def test_patience_ends_a_training(llama, tmp_path):
@@ -505,7 +515,7 @@ def test_encoders_with_decoders(tmp_path, completion):
 @pytest.mark.parametrize("family", [bert_family, vit_family])
 def test_heads_are_not_trained(tmp_path, family, monkeypatch):
     seen = []
-    original = loop_module.Objective.evaluate
+    original = objective_module.Objective.evaluate
 
     def watching(self, split):
         seen.append(
@@ -517,7 +527,7 @@ def test_heads_are_not_trained(tmp_path, family, monkeypatch):
         )
         return original(self, split)
 
-    monkeypatch.setattr(loop_module.Objective, "evaluate", watching)
+    monkeypatch.setattr(objective_module.Objective, "evaluate", watching)
     run(family(tmp_path / "family"), tmp_path / "out")
     for heads in seen[1:]:
         for head, first in zip(heads, seen[0], strict=True):
@@ -533,7 +543,7 @@ def test_true_labels_are_used_only_on_request(tmp_path):
 
 
 def test_a_loss_that_is_no_number_names_the_task_and_keeps_the_best(llama, tmp_path, monkeypatch):
-    original = loop_module.summed_loss
+    original = objective_module.summed_loss
     calls = [0]
 
     def breaking(logits, labels):
@@ -541,11 +551,11 @@ def test_a_loss_that_is_no_number_names_the_task_and_keeps_the_best(llama, tmp_p
         loss = original(logits, labels)
         return loss * float("nan") if calls[0] > 30 and logits.requires_grad else loss
 
-    monkeypatch.setattr(loop_module, "summed_loss", breaking)
-    with pytest.raises(Diverged, match=r"data of task\d became nan in step \d+; the best network"):
+    monkeypatch.setattr(objective_module, "summed_loss", breaking)
+    with pytest.raises(Diverged, match=r"data of task\d became nan in step \d+; the best so far"):
         run(changed(llama, epochs=20, checkpoint_every=1000), tmp_path / "out")
-    assert (tmp_path / "out" / "state" / "learner.safetensors").exists()
-    monkeypatch.setattr(loop_module, "summed_loss", original)
+    assert (tmp_path / "out" / "state" / "learner-best.safetensors").exists()
+    monkeypatch.setattr(objective_module, "summed_loss", original)
     run(changed(llama, epochs=20, checkpoint_every=1000), tmp_path / "out")  # it goes on
 
 

@@ -19,7 +19,7 @@ from mergekit_ace.training import measuring
 from mergekit_ace.training.data import load_examples
 from mergekit_ace.training.run import run_training
 from mergekit_ace.training.state import TrainingError
-from mergekit_ace.training.zero_shot import zero_shot_head
+from mergekit_ace.training.tasks import zero_shot_head
 
 SMALL = {
     "hidden_size": 16,
@@ -86,10 +86,10 @@ def test_answers_are_those_of_each_tower_with_its_prompts(trained):
     for row, expert in enumerate(config["models"]):
         tower = CLIPVisionModel.from_pretrained(expert["model"]).eval()
         for split in load_examples(out / "state" / f"labels-{row}.safetensors")[0].values():
-            for n in range(len(split)):
-                pixels = split.field("pixel_values", n)
+            for sample in split:
+                pixels = sample["pixel_values"]
                 logits = logits_by_hand(config["base_model"], tower, pixels, PROMPTS[row])
-                assert split.field("hard", n) == logits.argmax(-1)
+                assert sample["hard"] == logits.argmax(-1)
 
 
 def test_the_merge_is_the_model_that_was_scored(trained, mergekit_yaml):
@@ -100,8 +100,8 @@ def test_the_merge_is_the_model_that_was_scored(trained, mergekit_yaml):
     shares = []
     for row, prompts in enumerate(PROMPTS):
         test = load_examples(out / "state" / f"labels-{row}.safetensors")[0]["test"]
-        pixels = torch.cat([test.field("pixel_values", n) for n in range(len(test))])
-        answers = torch.cat([test.field("hard", n) for n in range(len(test))])
+        pixels = torch.cat([sample["pixel_values"] for sample in test])
+        answers = torch.cat([sample["hard"] for sample in test])
         given = logits_by_hand(config["base_model"], tower.eval(), pixels, prompts).argmax(-1)
         shares.append(float((given == answers).float().mean()))
     assert file.contents.scores["StatsMerging"]["accuracy"] == pytest.approx(shares)

@@ -7,7 +7,7 @@ import sys
 
 from coefficient_files import make_file
 
-from mergekit_ace.training.results import draw_training
+from mergekit_ace.training.run import draw_training
 
 
 def test_pictures(tmp_path):

@@ -14,8 +14,8 @@ from families import llama_family, parsed, sentence, write_rows
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mergekit_ace.training.data import Examples, load_examples
-from mergekit_ace.training.loop import collate_labels, summed_entropy, summed_loss
+from mergekit_ace.training.data import load_examples
+from mergekit_ace.training.objective import collate_labels, summed_entropy, summed_loss
 from mergekit_ace.training.run import run_training
 
 
@@ -60,7 +60,7 @@ def test_what_the_teacher_leaves_counts_as_one_class(rng):
 @pytest.mark.parametrize("labels", ["hard", "soft", "true"])
 def test_numbers_are_answered_by_numbers(labels):
     samples = [{"hard": torch.tensor([1.5]), "true": torch.tensor([2.0])}] * 2
-    found = collate_labels(Examples.pack(samples), [0, 1], labels)
+    found = collate_labels(samples, labels)
     wanted = 2.0 if labels == "true" else 1.5
     assert found["numbers"].tolist() == [wanted] * 2
     assert found["target"].tolist() == [2.0] * 2
@@ -70,10 +70,10 @@ def test_numbers_are_answered_by_numbers(labels):
 
 def test_the_truth_is_what_counts_as_right_where_it_is_known():
     samples = [{"hard": torch.tensor([1]), "true": torch.tensor([2])}] * 2
-    labels = collate_labels(Examples.pack(samples), [0, 1], "hard")
+    labels = collate_labels(samples, "hard")
     assert labels["classes"].tolist() == [1, 1]
     assert labels["target"].tolist() == [2, 2]
-    unknown = collate_labels(Examples.pack([{"hard": torch.tensor([1])}]), [0], "hard")
+    unknown = collate_labels([{"hard": torch.tensor([1])}], "hard")
     assert unknown["target"].tolist() == [1]
 
 
