@@ -8,9 +8,7 @@ others is refused.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -58,7 +56,6 @@ class FinishedShard:
     """What is in the file of a shard that was written.
 
     Attributes:
-        size: bytes of the file.
         sha256: of the file; empty where all of its tensors turned out to be absent: no file.
         tensors: bytes by tensor name, in the order of computation.
     """
@@ -73,9 +70,6 @@ class ManifestShard:
     """A shard in the manifest.
 
     Attributes:
-        file: its name.
-        tensors: names of those that were planned.
-        bytes: of all of them, as planned.
         finished: what is on the disk under its name; None while nothing is.
     """
 
@@ -94,7 +88,6 @@ class Manifest:
         models: their names, in the order of the run that began the merge.
         tokenizer: hash of the tokens' numbers in the result; None where no tokenizer is built.
         reports: bytes that the files under `report:` had before the run, by path.
-        shards: in the order of their files.
         files: hashes of all other files of the model, by name, once it is complete.
         complete: whether the directory holds a model.
     """
@@ -219,7 +212,7 @@ def named_paths(plan: PlannedMerge, *parameters: str) -> list[str]:
 def _model_files(
     model: ModelReference, adapters: Collection[ModelReference]
 ) -> dict[str, list[Any]]:
-    """Return size, time of change, and hash of the header, by file name.
+    """Return size and time of change by file name.
 
     Args:
         model: without an adapter, with one of `adapters`, or with one that was merged first.
@@ -233,24 +226,11 @@ def _model_files(
         parts = {"base/": Path(model.model.path), "adapter/": Path(model.lora.path)}
         folders |= {part: folder for part, folder in parts.items() if folder.is_dir()}
     return {
-        prefix + path.name: _file_state(path)
+        prefix + Path(path).name: state
         for prefix, folder in folders.items()
-        for path in sorted(folder.iterdir())
-        if path.is_file()
+        for path, state in file_states([str(folder)]).items()
+        if Path(path).parent == folder
     }
-
-
-def _file_state(path: Path) -> list[Any]:
-    status = path.stat()
-    state: list[Any] = [status.st_size, status.st_mtime_ns]
-    return [*state, _header_hash(path)] if path.suffix == ".safetensors" else state
-
-
-def _header_hash(path: Path) -> str:
-    with open(path, "rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        return hashlib.sha256(start + file.read(min(length, 2**27))).hexdigest()
 
 
 def _is_intact(folder: Path, shard: ManifestShard) -> bool:
