@@ -118,7 +118,6 @@ class AdapterMerge:
         device: torch.device,
         least_memory: bool,
     ) -> MergedChange:
-        """Merge products on a device."""
         deltas = [delta and delta.to(device) for delta in factors]
         if leaves_span(tensor.planned):
             return self._merge_dense(tensor, deltas, device)

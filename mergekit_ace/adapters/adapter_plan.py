@@ -244,7 +244,6 @@ def with_base(model: ModelReference) -> ModelReference:
 
 
 def _told_base(model: ModelReference) -> ModelReference:
-    """Return the base that an adapter's own config names."""
     told = read_lora_config(adapter_folder(model.model))
     if not told.base_model_name_or_path:
         raise ConfigError(
@@ -304,7 +303,6 @@ def _checkpoints(models: Sequence[ModelReference], network: nn.Module) -> list[C
 
 
 def _not_planned(plan: PlannedMerge, adapters: Mapping[ModelReference, Adapter]) -> list[str]:
-    """Return what adapters change and mergekit does not plan."""
     changed = dict.fromkeys(name for adapter in adapters.values() for name in adapter.changes)
     planned = {
         name for tensor in plan.tensors for name in names_in_memory(tensor.task.output_weight)

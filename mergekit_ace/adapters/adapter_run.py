@@ -197,14 +197,12 @@ def _merged(
 
 
 def _report(plan: AdapterPlan, merged: MergedChange, seconds: float) -> None:
-    """Append the line of a tensor to the file under `report:`."""
     if merged.settings is not None and merged.settings.recorded and merged.record is not None:
         method, path = plan.merge.method.spec.name, merged.settings.parameters["report"]
         append_report(path, method, merged.settings, merged.record, seconds)
 
 
 def _event(merged: MergedChange, seconds: float) -> dict[str, Any]:
-    """Return what programs are told of a tensor."""
     product = merged.delta
     return {
         "event": "tensor",
@@ -278,7 +276,6 @@ def _published_base(plan: AdapterPlan) -> tuple[str, str | None]:
 
 
 def _card_text(name: str, plan: AdapterPlan, summary: Summary) -> str:
-    """Return the model card of an adapter of this name."""
     base, _ = _published_base(plan)
     head = {
         "base_model": base,

@@ -65,7 +65,6 @@ def write_adapter(
 
 
 def _parts(change: Change, made: LowRank | Tensor, dtype: torch.dtype) -> Iterator[Part]:
-    """Yield the tensors of a change, as they are stored."""
     if isinstance(made, LowRank):
         first, second = to_peft(change.kind, _at_least_one(made), change.swapped)
         tensors = {"A": first, "B": second}

@@ -339,7 +339,6 @@ def _compute(
 
 
 def _enter(manifest: Manifest, shard: Shard, done: ShardDone, folder: OutputFolder) -> None:
-    """Give a shard its name, and enter it in the manifest."""
     try:
         append_lines(done.reports)
         if done.path is not None:
@@ -378,7 +377,6 @@ class ShardQueue:
         return shard
 
     def done(self, index: int) -> Shard:
-        """Forget a shard that is finished, and return it."""
         return self._taken.pop(index)
 
     def failed(self, event: ShardFailed) -> Shard:

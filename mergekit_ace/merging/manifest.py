@@ -8,7 +8,9 @@ others is refused.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import struct
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -212,7 +214,7 @@ def named_paths(plan: PlannedMerge, *parameters: str) -> list[str]:
 def _model_files(
     model: ModelReference, adapters: Collection[ModelReference]
 ) -> dict[str, list[Any]]:
-    """Return size and time of change by file name.
+    """Return size, time of change, and hash of the header, by file name.
 
     Args:
         model: without an adapter, with one of `adapters`, or with one that was merged first.
@@ -226,11 +228,24 @@ def _model_files(
         parts = {"base/": Path(model.model.path), "adapter/": Path(model.lora.path)}
         folders |= {part: folder for part, folder in parts.items() if folder.is_dir()}
     return {
-        prefix + Path(path).name: state
+        prefix + path.name: _file_state(path)
         for prefix, folder in folders.items()
-        for path, state in file_states([str(folder)]).items()
-        if Path(path).parent == folder
+        for path in sorted(folder.iterdir())
+        if path.is_file()
     }
+
+
+def _file_state(path: Path) -> list[Any]:
+    status = path.stat()
+    state: list[Any] = [status.st_size, status.st_mtime_ns]
+    return [*state, _header_hash(path)] if path.suffix == ".safetensors" else state
+
+
+def _header_hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        return hashlib.sha256(start + file.read(min(length, 2**27))).hexdigest()
 
 
 def _is_intact(folder: Path, shard: ManifestShard) -> bool:

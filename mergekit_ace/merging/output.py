@@ -161,7 +161,6 @@ class OutputFolder:
         self.scratch.mkdir(exist_ok=True)
 
     def remove_scratch(self) -> None:
-        """Remove what only an unfinished merge needs."""
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def remove_parts(self, shard: int) -> None:

@@ -209,7 +209,6 @@ def _checked(save: SaveTensor) -> CheckedSave:
 def _write(
     index: int, folder: Path, writer: TensorWriter, reports: Mapping[str, Path]
 ) -> ShardDone:
-    """Write what was computed, and flush it to the disk."""
     tensors = {name: tensor.nbytes for name, tensor in writer.current_shard.items()}
     with _disk_errors(folder):
         writer.finalize()
@@ -224,7 +223,6 @@ def _write(
 
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Raise errors of the disk as an `OutputError`."""
     try:
         yield
     except (OSError, SafetensorError) as error:

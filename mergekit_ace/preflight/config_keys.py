@@ -86,7 +86,6 @@ def _parts(
 
 
 def _alternatives(kind: Any) -> Iterator[Any]:
-    """Yield the members of a union of types, however it is nested."""
     if get_origin(kind) in (Union, UnionType):
         for part in get_args(kind):
             yield from _alternatives(part)

@@ -47,7 +47,6 @@ def _settings(
 
 
 def _parts(part: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a definition, and all that it holds, that may have parameters."""
     yield where, part
     for key in ("models", "slices", "sources"):
         for n, member in enumerate(getattr(part, key, None) or ()):

@@ -75,7 +75,6 @@ def _write_section(folder: Path, lines: Path, *, seed: int | None, quiet: bool) 
 
 
 def _check_same_merge(folder: Path, config: MergeConfiguration, lines: Sequence[Line]) -> None:
-    """Raise a `ReportError` unless a report is of the merge in a folder."""
     other = _another_merge(folder, config, lines)
     if other:
         raise ReportError(

@@ -58,7 +58,6 @@ def _lines(
 
 
 def _adapter_lines(todo: Sequence[PlannedTensor], plan: AdapterPlan) -> Iterator[Line]:
-    """Yield lines from the factors of adapters."""
     changed = {tensor.planned.name: tensor for tensor in plan.tensors}
     adapters = {model: adapter for model, adapter in plan.adapters_of.items() if adapter}
     headers = plan.checkpoints[0]
@@ -69,7 +68,6 @@ def _adapter_lines(todo: Sequence[PlannedTensor], plan: AdapterPlan) -> Iterator
 
 
 def _weight_files(plan: PlannedMerge) -> list[str]:
-    """Return the files that hold the weights of all models."""
     places = []
     for model in plan.config.referenced_models():
         index = LoaderCache().get(model).index
@@ -92,7 +90,6 @@ def _identity(
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Keep other inspections out of a folder, or raise a `ReportError`."""
     lock = FileLock(folder / LOCK_FILE, timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)

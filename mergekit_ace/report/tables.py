@@ -183,7 +183,6 @@ class Report:
         return [self._totals(line, "noise") for line in self.lines]
 
     def _totals(self, line: Line, key: str) -> list[float]:
-        """Return sums over the matrices of a line, per expert."""
         totals = [0.0] * len(line["models"])
         for matrix in matrices_of(line):
             if key in matrix:
