@@ -40,17 +40,16 @@ def existing_folder(path: str) -> Path | None:
     folder = Path(path)
     if folder.is_dir():
         return folder
-    if folder.is_file():
-        raise DamagedFileError(f"{path} is a file; give the folder of the model")
-    if folder.is_symlink():
-        raise DamagedFileError(
-            f"{path} is a link to {os.readlink(folder)}, where nothing is; correct the link"
-        )
-    if path.startswith("~"):
-        raise DamagedFileError(f"there is no folder {path}: write out what ~ stands for")
-    if folder.is_absolute() or path.startswith(".") or path.count("/") > 1:
+    if (
+        os.path.lexists(folder)
+        or folder.is_absolute()
+        or path.startswith((".", "~"))
+        or path.count("/") > 1
+    ):
         where = "" if folder.is_absolute() else f" in {Path.cwd()}"
-        raise DamagedFileError(f"there is no folder {path}{where}; correct the name")
+        raise DamagedFileError(
+            f"there is no folder {path}{where}; correct the name, or the link (~ is not expanded)"
+        )
     return None
 
 
@@ -235,8 +234,6 @@ def hub_file(part: ModelPath, name: str, *, cached: bool = False) -> str:
     """Return where a file of a model on the Hub is, once it is downloaded.
 
     Args:
-        part: the model, or an adapter.
-        name: of the file.
         cached: whether one in the cache will do, though the Hub may have a newer one.
 
     Raises:

@@ -41,11 +41,7 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 class CommandWithFlags(click.Command):
-    """A command that takes flags of `mergekit-yaml` beside its own.
-
-    Args:
-        flags: names of those; all by default.
-    """
+    """A command that takes flags of `mergekit-yaml` beside its own."""
 
     def __init__(self, *args: Any, flags: Collection[str] = (), **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -23,8 +23,6 @@ def write_text(path: str | os.PathLike, text: str, *, durable: bool = False) -> 
     """Write a text file.
 
     Args:
-        path: of it.
-        text: its content.
         durable: return only when the disk has it, so that it outlives the machine too.
     """
     partial = _partial(path)
@@ -122,9 +120,7 @@ def differences(one: Any, other: Any, free: Set[Key] = frozenset(), path: Key = 
     """Dotted names of what differs between two JSON values.
 
     Args:
-        one, other: the values.
         free: names, or pairs of names, that may differ.
-        path: where in the whole they stand.
     """
     if path[-1:] and (path[-1:] in free or path[-2:] in free):
         return []

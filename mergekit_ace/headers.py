@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +46,6 @@ class TensorHeader:
 
     Attributes:
         dtype: as safetensors calls it, `BF16`, `F32`, …
-        shape: of the tensor.
-        file: that holds it.
     """
 
     dtype: str
@@ -76,7 +73,6 @@ def read_headers(tensor_paths: Mapping[str, str], folder: str) -> dict[str, Tens
 
     Args:
         tensor_paths: file name by tensor name, as mergekit's index has them.
-        folder: where the files are.
 
     Raises:
         DamagedFileError: a file is missing, damaged, or lacks a tensor that the index expects
@@ -117,9 +113,7 @@ def read_file_header(path: Path) -> dict[str, TensorHeader]:
                 for name, part in parts.items()
             }
     except (SafetensorError, OSError) as error:
-        raise DamagedFileError(
-            f"{path} is damaged: {_wrong_length(path) or error}; download or save it again"
-        ) from error
+        raise DamagedFileError(f"{path} is damaged: {error}; download or save it again") from error
     for name, header in headers.items():
         if header.dtype not in DTYPES:
             raise DamagedFileError(
@@ -127,22 +121,6 @@ def read_file_header(path: Path) -> dict[str, TensorHeader]:
                 "read; get the model in bfloat16, float16 or float32"
             )
     return headers
-
-
-def _wrong_length(path: Path) -> str:
-    """Return how far a file is from the length that its header says; empty if it says none."""
-    size = path.stat().st_size
-    try:
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > size - 8:
-                return f"it has {size:,} bytes, but its header alone takes {8 + length:,}"
-            content = json.loads(file.read(length))
-        content.pop("__metadata__", None)
-        told = 8 + length + max(entry["data_offsets"][1] for entry in content.values())
-    except Exception:  # it is no safetensors file at all
-        return ""
-    return f"it has {size:,} bytes, but its header says {told:,}" if told != size else ""
 
 
 def read_pickle(path: str | os.PathLike, device: str = "meta") -> dict[str, Tensor]:

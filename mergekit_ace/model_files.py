@@ -60,8 +60,6 @@ def add_model_files(
     tokenizer. Nothing that is there is touched.
 
     Args:
-        config: of the merge.
-        folder: of the result.
         beside: where relative names of models are looked for as well.
         cache: of transformers, for models on the Hub.
 
@@ -135,7 +133,6 @@ def lost_model_files(
     """Return what `mergekit-yaml` would leave out: models by the names of their files.
 
     Args:
-        config: of the merge.
         kept: files that mergekit's architecture names.
     """
     base, speaker = config_donor(config), tokenizer_donor(config)

@@ -54,11 +54,7 @@ _LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor of the result.
-
-    Attributes:
-        task: mergekit's, with the models, their tensors' names and the resolved parameters.
-    """
+    """One tensor of the result."""
 
     task: ExecuteMergeMethodTask
 
@@ -110,10 +106,6 @@ class PlannedMerge:
     """A whole merge.
 
     Attributes:
-        config: mergekit's configuration, as it was read.
-        source: its YAML.
-        options: mergekit's flags.
-        architecture: of the result.
         saves: mergekit's tasks by tensor name; those of tensors that it does not plan come last.
         tokenizer_task: builds the tokenizer of the result; None where it is only copied.
     """
@@ -296,10 +288,6 @@ def layer_lists(config: MergeConfiguration, trust_remote_code: bool) -> dict[str
     mergekit changes the number of layers alone, and transformers saves no config whose number of
     layers is another one than that of these entries.
 
-    Args:
-        config: of the merge.
-        trust_remote_code: as in transformers.
-
     Returns:
         Entries by setting; empty for a merge without slices, or models without such settings.
     """
@@ -337,7 +325,6 @@ def plan_merge(
 
     Args:
         config, source: of the merge, see `read_merge_config`.
-        options: mergekit's flags.
         unplanned: what is to be merged beside what mergekit plans.
 
     Raises:
@@ -361,16 +348,13 @@ def plan_tensors(
     """Do what `plan_merge` does, by what mergekit's loaders know of the models already.
 
     Args:
-        config, source, options, unplanned: see there.
         architecture: of the models, where it is known.
         as_run: whether tensors come in the order in which mergekit would merge them, instead of
             that of the architecture.
     """
     copy = config.model_copy(deep=True)  # planning rewrites the configuration
     architecture = architecture or find_architecture(copy, options)
-    # only its layers count here; transformers would complain of the way in which its dtype is set
-    plain = copy.model_copy(update={"dtype": None, "out_dtype": None})
-    out = _result_config(plain, architecture, options)
+    out = _result_config(copy, architecture, options)
     planner = MergePlanner(copy, architecture, options=options, out_model_config=out)
     try:
         targets = planner.plan_to_disk("")  # only a plan: nothing is written
@@ -390,9 +374,13 @@ def _result_config(
 ) -> PretrainedConfig:
     """Return the config of a result as mergekit makes it, with lists of as many layers as it has.
 
-    mergekit's private function is used as it is: `test_identical.py` compares the results.
+    mergekit's private function is used as it is: `test_identical.py` compares the results. Only the
+    dtype is set here, under the name of which transformers does not complain.
     """
-    result = _model_out_config(config, architecture, options.trust_remote_code)
+    plain = config.model_copy(update={"dtype": None, "out_dtype": None})
+    result = _model_out_config(plain, architecture, options.trust_remote_code)
+    if config.out_dtype or config.dtype:
+        result.dtype = config.out_dtype or config.dtype
     for name, entries in layer_lists(config, options.trust_remote_code).items():
         setattr(result.get_text_config(), name, entries)
     return result

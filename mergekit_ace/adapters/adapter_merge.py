@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -40,7 +40,7 @@ class MergedChange:
         change: which tensor it is; its rank is that of an input.
         delta: what is added to it as a product; None for a tensor that is held whole, or where
             nothing is added.
-        full: the tensor, or what is added to a bias; None where there is a product.
+        full: the tensor; None where there is a product.
         lost: what of ‖X‖² was cut off.
         tau: ‖Δ_t‖² of every expert of the plan; of tensors held whole 0.
         settings, record: of a method of ours; None of one of mergekit's.
@@ -69,19 +69,17 @@ class AdapterMerge:
     """The merge of single tensors of a plan, while mergekit sees its checkpoints (`headers_only`).
 
     Args:
-        plan: of the merge.
         rank: of every product, at most; None for all that there is.
-        device: of the matrix work.
     """
 
     def __init__(self, plan: AdapterPlan, rank: int | None = None, device: str = "cpu"):
         self.plan, self.rank, self.device = plan, rank, device
-        self._tables: dict[str | None, Tensor | None] = {}  # of which tied heads are copies
+        self._tables: dict[str | None, Tensor] = {}  # of which tied heads are copies
 
     def check(self) -> None:
         """Raise a `ConfigError` where the merge is no adapter, before anything is merged."""
         for tensor in self.plan.tensors:
-            if tensor.change.kind in ("saved", "bias"):
+            if tensor.known[0].kind == "saved":
                 continue
             reason = leaves_span(tensor.planned)
             if reason and not (self.rank and _merges_task_vectors(tensor.planned.method)):
@@ -99,28 +97,19 @@ class AdapterMerge:
             ConfigError: the base's own weight is needed, and not there.
             ValueError: the tensor cannot be merged; the message names it, and says what to do.
         """
-        if tensor.change.kind == "saved":
+        if tensor.known[0].kind == "saved":
             return self._merge_saved(tensor)
-        if tensor.change.kind == "bias":
-            return self._merge_bias(tensor)
-        deltas = list(self._factors(tensor))
+        deltas = [tensor.product(model) for model in tensor.planned.experts]
         work = partial(self._merge_on, tensor, deltas)
         name = tensor.planned.method.spec.name
         merged = first_that_fits(torch.device(self.device), work, name, tensor.planned.name)
-        if merged.delta is not None and tensor.change.kind == "parameter":
+        if merged.delta is not None and tensor.known[0].kind == "parameter":
             # PEFT warns of ranks that differ between parameters, though it follows them
             most = sum(delta.rank for delta in deltas if delta)
             merged = replace(merged, delta=merged.delta.padded(min(self.rank or most, most)))
         found = dict(zip(tensor.planned.experts, deltas, strict=True))
         own = (found.get(model) for model in self.plan.adapters_of)
         return replace(merged, tau=tuple(delta.energy if delta else 0.0 for delta in own))
-
-    def _factors(self, tensor: ChangedTensor) -> Iterator[LowRank | None]:
-        """Yield what each expert of a tensor adds to it."""
-        for model, change in zip(tensor.planned.experts, tensor.changes, strict=True):
-            adapter = self.plan.adapters_of[model]
-            known = adapter is not None and change is not None
-            yield adapter.low_rank(change.name) if known else None
 
     def _merge_on(
         self,
@@ -129,22 +118,21 @@ class AdapterMerge:
         device: torch.device,
         least_memory: bool,
     ) -> MergedChange:
-        """Merge products on a device."""
         deltas = [delta and delta.to(device) for delta in factors]
         if leaves_span(tensor.planned):
             return self._merge_dense(tensor, deltas, device)
-        return merge_products(tensor.planned, tensor.change, deltas, self.rank)
+        return merge_products(tensor.planned, tensor.known[0], deltas, self.rank)
 
     def _merge_dense(
         self, tensor: ChangedTensor, deltas: Sequence[LowRank | None], device: torch.device
     ) -> MergedChange:
         """Merge full task vectors, one tensor's at a time, and cut the result to the rank."""
         assert self.rank is not None  # see `check`
-        shape = tensor.change.shape
+        shape = tensor.known[0].shape
         zero = torch.zeros(shape, device=device)
         full = [delta.dense().float() if delta else zero for delta in deltas]
         merged = _execute(tensor.planned, zero, full)
-        stacked = len(shape) == 3 and tensor.change.kind == "parameter"
+        stacked = len(shape) == 3 and tensor.known[0].kind == "parameter"
         matrices = merged if stacked else merged.flatten(1)[None]
         found = [_cut(matrix, self.rank) for matrix in matrices]
         left = torch.stack([one.left * one.values for one in found])
@@ -152,36 +140,24 @@ class AdapterMerge:
         kept = sum(float(one.values.square().sum()) for one in found)
         lost = max(0.0, float(matrices.double().square().sum()) - kept)
         delta = LowRank(left, right, shape) if stacked else LowRank(left[0], right[0], shape)
-        return MergedChange(tensor.change, delta if kept else None, lost=lost)
-
-    def _merge_bias(self, tensor: ChangedTensor) -> MergedChange:
-        """Merge what adapters add to a bias: all of them are task vectors."""
-        return self._execute_full(tensor, torch.zeros(tensor.change.shape, dtype=torch.float64))
+        return MergedChange(tensor.known[0], delta if kept else None, lost=lost)
 
     def _merge_saved(self, tensor: ChangedTensor) -> MergedChange:
         """Merge tensors that adapters hold whole, as the full merge does: that takes the base's."""
-        table = self.plan.tied.get(tensor.change.name)
+        change = tensor.known[0]
+        table = self.plan.tied.get(change.name)
         if table in self._tables:
-            return MergedChange(tensor.change, full=self._tables[table])
-        merged = self._execute_full(tensor, self._base_tensor(tensor))
-        if tensor.change.name in self.plan.tied.values():
-            self._tables[tensor.change.name] = merged.full
-        return merged
-
-    def _execute_full(self, tensor: ChangedTensor, base: Tensor) -> MergedChange:
-        experts = (self.plan.adapters_of[model] for model in tensor.planned.experts)
-        pairs = zip(experts, tensor.changes, strict=True)
-        versions = [
-            adapter.full(change.name).to(base.dtype)
-            if adapter is not None and change is not None
-            else base
-            for adapter, change in pairs
-        ]
-        return MergedChange(tensor.change, full=_execute(tensor.planned, base, versions))
+            return MergedChange(change, full=self._tables[table])
+        base = self._base_tensor(tensor)
+        versions = [tensor.version(model, base) for model in tensor.planned.experts]
+        merged = _execute(tensor.planned, base, versions)
+        if change.name in self.plan.tied.values():
+            self._tables[change.name] = merged
+        return MergedChange(change, full=merged)
 
     def _base_tensor(self, tensor: ChangedTensor) -> Tensor:
         weight = tensor.planned.task.output_weight
-        names = (tensor.change.name, *names_in_memory(weight), *(weight.tied_names or ()))
+        names = (tensor.known[0].name, *names_in_memory(weight), *(weight.tied_names or ()))
         for name in names:
             found = self._base_weights.get_tensor(name, raise_on_missing=False)
             if found is not None:
@@ -196,7 +172,7 @@ class AdapterMerge:
         try:
             return self.plan.base.lazy_loader()
         except Exception as error:  # of mergekit and the Hub: no such files
-            whole = next(t.planned.name for t in self.plan.tensors if t.change.kind == "saved")
+            whole = next(t.planned.name for t in self.plan.tensors if t.known[0].kind == "saved")
             raise ConfigError(
                 f"the adapters hold {whole} whole, which is merged as a difference from the base's "
                 f"own, and the weights of {self.plan.base} are not there; put them beside its "
@@ -214,7 +190,6 @@ def merge_products(
 
     Args:
         planned: a tensor whose merge does not leave the span, see `leaves_span`.
-        change: one of its changes.
         deltas: Δ_t of every expert in float64; None of one that left the tensor as it was. At least
             one is there.
         rank: of the result, at most; None for all that there is.

@@ -18,10 +18,11 @@ from mergekit.io import ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods import BasePolicy
 from mergekit.options import MergeOptions
-from torch import nn
+from torch import Tensor, nn
 
 from mergekit_ace.adapters.lora_config import read_lora_config
 from mergekit_ace.adapters.peft_adapter import Adapter, Change, adapter_folder, read_adapter
+from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.checkpoint_files import check_name, existing_folder
 from mergekit_ace.headers import DamagedFileError, TensorHeader
 from mergekit_ace.methods.architecture import empty_network
@@ -40,22 +41,49 @@ from mergekit_ace.preflight.findings import listed
 LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ChangedTensor:
-    """A tensor of the base that at least one adapter changes.
+@dataclass(frozen=True, eq=False)
+class AdaptedTensor:
+    """What adapters change of one tensor.
 
     Attributes:
-        planned: its merge, as mergekit plans it for the full models.
-        changes: what each expert does to it; None of one that leaves it as it is.
+        changes: by the adapter's model; None of one that leaves the tensor as it is.
     """
 
-    planned: PlannedTensor
-    changes: tuple[Change | None, ...]
+    changes: Mapping[ModelReference, tuple[Adapter, Change | None]]
 
     @property
-    def change(self) -> Change:
-        """The first change, which tells what kind of tensor it is."""
-        return next(change for change in self.changes if change is not None)
+    def known(self) -> list[Change]:
+        """All changes, the first of which tells what kind of tensor it is."""
+        return [change for _, change in self.changes.values() if change is not None]
+
+    def product(self, model: ModelReference) -> LowRank | None:
+        """Return the change of a model as factors in float64; None where it changes nothing.
+
+        Raises:
+            DamagedFileError: a factor holds NaN or infinite numbers.
+        """
+        adapter, change = self.changes.get(model, (None, None))
+        return adapter.low_rank(change.name) if adapter and change else None
+
+    def version(self, model: ModelReference, base: Tensor) -> Tensor:
+        """Return the tensor of a model, in the dtype of the base's; that itself where it is equal.
+
+        Raises:
+            DamagedFileError: the adapter holds NaN or infinite numbers.
+        """
+        adapter, change = self.changes.get(model, (None, None))
+        if adapter is None or change is None:
+            return base
+        if change.kind == "saved":
+            return adapter.full(change.name).to(base.device, base.dtype)
+        return adapter.low_rank(change.name).added_to(base)
+
+
+@dataclass(frozen=True)
+class ChangedTensor(AdaptedTensor):
+    """A tensor of the base that at least one of the merged adapters changes."""
+
+    planned: PlannedTensor
 
 
 @dataclass(frozen=True)
@@ -63,11 +91,9 @@ class AdapterPlan:
     """A merge of adapters.
 
     Attributes:
-        merge: of the full models.
         base: the model that all adapters belong to.
         adapters_of: by expert, in the order of the experts; None for the base itself, which
             `linear` may have among its models.
-        tensors: that are changed, in mergekit's order.
         checkpoints: of all models, as they would be.
     """
 
@@ -80,9 +106,7 @@ class AdapterPlan:
     @property
     def tied(self) -> dict[str, str]:
         """The head by the name of its table, where all adapters keep the two as one."""
-        if not all(
-            getattr(adapter.config, "ensure_weight_tying", False) for adapter in self.adapters
-        ):
+        if not all(adapter.config.ensure_weight_tying for adapter in self.adapters):
             return {}
         return dict(getattr(self.adapters[0].network, "all_tied_weights_keys", {}))
 
@@ -98,7 +122,6 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
     Args:
         config, source: of the merge, see `read_merge_config`; an expert is `BASE+ADAPTER`, or an
             adapter alone.
-        options: mergekit's flags.
 
     Raises:
         ConfigError: the config merges something other than adapters of one base, or puts layers
@@ -221,7 +244,6 @@ def with_base(model: ModelReference) -> ModelReference:
 
 
 def _told_base(model: ModelReference) -> ModelReference:
-    """Return the base that an adapter's own config names."""
     told = read_lora_config(adapter_folder(model.model))
     if not told.base_model_name_or_path:
         raise ConfigError(
@@ -281,7 +303,6 @@ def _checkpoints(models: Sequence[ModelReference], network: nn.Module) -> list[C
 
 
 def _not_planned(plan: PlannedMerge, adapters: Mapping[ModelReference, Adapter]) -> list[str]:
-    """Return what adapters change and mergekit does not plan."""
     changed = dict.fromkeys(name for adapter in adapters.values() for name in adapter.changes)
     planned = {
         name for tensor in plan.tensors for name in names_in_memory(tensor.task.output_weight)
@@ -303,11 +324,11 @@ def _changed(
         if any(inputs[model].name != tensor.name for model in tensor.experts if model in inputs):
             moved.append(tensor.name)
             continue
-        own = (adapters.get(model) for model in tensor.experts)
+        own = {model: adapters[model] for model in tensor.experts if model in adapters}
         weight = tensor.task.output_weight
-        changes = tuple(adapter and find_change(adapter, weight) for adapter in own)
-        if any(change is not None for change in changes):
-            yield ChangedTensor(tensor, changes)
+        found = ChangedTensor({m: (a, find_change(a, weight)) for m, a in own.items()}, tensor)
+        if found.known:
+            yield found
     if moved:
         raise _elsewhere(moved)
 

@@ -19,11 +19,14 @@ import torch
 import yaml
 from mergekit.common import dtype_from_name
 from mergekit.options import MergeOptions
+from torch import Tensor
 from tqdm import tqdm
 
 from mergekit_ace.adapters.adapter_merge import AdapterMerge, MergedChange
-from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor, plan_adapters
-from mergekit_ace.adapters.writing import AdapterWriter
+from mergekit_ace.adapters.adapter_plan import AdapterPlan, plan_adapters
+from mergekit_ace.adapters.peft_adapter import Change
+from mergekit_ace.adapters.writing import check_together, write_adapter
+from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.files import package_versions, write_text
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.notices import flush_notices
@@ -51,13 +54,10 @@ class Summary:
     """What came out.
 
     Attributes:
-        ranks: of all products.
         energy: ‖X‖² of what was kept.
         lost: that of what was cut off.
         worst: the largest share that a tensor has lost, and which.
         tau: ‖Δ_t‖² of every expert over all tensors.
-        whole: tensors that are held whole.
-        seconds: of the run.
     """
 
     ranks: list[int] = field(default_factory=list)
@@ -99,12 +99,7 @@ def merge_adapters(
     """Merge the adapters of a config into one.
 
     Args:
-        path: of the config.
-        out: folder of the result.
-        options: mergekit's flags.
         rank: of every module, at most.
-        overwrite: whether another adapter in `out` may be replaced.
-        as_json: whether progress is told in lines for programs.
 
     Raises:
         ConfigError: the config merges something other than adapters of one base, or by a method
@@ -113,34 +108,27 @@ def merge_adapters(
         ValueError, RuntimeError, OSError: a tensor cannot be merged or written; the message names
             it.
     """
-    start, programs = time.perf_counter(), sys.stdout
+    start, programs = time.perf_counter(), sys.stdout if as_json else None
     config, source = read_merge_config(path)
     _check([*check_method(config, source)[1], *check_values(config)], quiet=options.quiet)
     with redirect_stdout(sys.stderr):  # programs get nothing that libraries print
         plan = plan_adapters(config, source, options)
     _check_folder(out, plan, overwrite)
+    check_together(plan.adapters)
     merge, summary = AdapterMerge(plan, rank, options.device or "cpu"), Summary()
-    dtype = _dtype(plan)
     base, revision = _published_base(plan)
     with headers_only(plan.checkpoints), _few_threads(plan):
         merge.check()
         found = [*check_reach(plan.merge), *check_method_settings(plan.merge, {})]
         _check(found, quiet=options.quiet)
-        with AdapterWriter(out, plan.adapters, base, dtype, revision) as writer:
-            for tensor, merged, seconds in _merged(plan, merge, quiet=options.quiet or as_json):
-                _write(writer, merged)
-                _report(plan, merged, seconds)
-                summary.add(merged)
-                if as_json:
-                    click.echo(json.dumps(_event(tensor, merged, seconds)), file=programs)
-            if not (summary.ranks or summary.whole):
-                raise ConfigError("the adapters change nothing, so that there is nothing to write")
-            _add_files(out, plan)
-            write_text(out / "README.md", _card_text(out.name, plan, summary))
-            write_text(out / "mergekit_config.yml", source)
+        merged = _merged(plan, merge, summary, programs, quiet=options.quiet or as_json)
+        write_adapter(out, plan.adapters, merged, base, _dtype(plan), revision)
+    _add_files(out, plan)
+    write_text(out / "README.md", _card_text(out.name, plan, summary))
+    write_text(out / "mergekit_config.yml", source)
     flush_notices()
     summary.seconds = time.perf_counter() - start
-    _tell(out, summary, programs, as_json=as_json, quiet=options.quiet)
+    _tell(out, summary, programs, quiet=options.quiet)
 
 
 @contextmanager
@@ -151,7 +139,7 @@ def _few_threads(plan: AdapterPlan) -> Iterator[None]:
     gain a little from the second (`examples/benchmark/adapters.py`).
     """
     before = torch.get_num_threads()
-    ranks = [sum(c.rank or 0 for c in tensor.changes if c is not None) for tensor in plan.tensors]
+    ranks = [sum(change.rank or 0 for change in tensor.known) for tensor in plan.tensors]
     if max(ranks, default=0) <= SMALL_RANK:
         torch.set_num_threads(1)
     try:
@@ -192,35 +180,33 @@ def _dtype(plan: AdapterPlan) -> torch.dtype:
 
 
 def _merged(
-    plan: AdapterPlan, merge: AdapterMerge, *, quiet: bool
-) -> Iterator[tuple[ChangedTensor, MergedChange, float]]:
-    """Merge one tensor after the other, and measure how long each takes."""
-    for tensor in tqdm(plan.tensors, unit="tensor", disable=quiet, leave=False):
+    plan: AdapterPlan, merge: AdapterMerge, summary: Summary, programs: Any, *, quiet: bool
+) -> Iterator[tuple[Change, LowRank | Tensor]]:
+    """Merge one tensor after the other, tell of each, and yield what is to be written."""
+    for tensor in tqdm(plan.tensors, "merging", unit="tensor", disable=quiet, leave=False):
         start = time.perf_counter()
         merged = merge.merge(tensor)
-        yield tensor, merged, time.perf_counter() - start
-
-
-def _write(writer: AdapterWriter, merged: MergedChange) -> None:
-    if merged.delta is not None:
-        writer.add_low_rank(merged.change, merged.delta)
-    if merged.full is not None:
-        writer.add_full(merged.change, merged.full)
+        seconds = time.perf_counter() - start
+        _report(plan, merged, seconds)
+        summary.add(merged)
+        if programs is not None:
+            click.echo(json.dumps(_event(merged, seconds)), file=programs)
+        made = merged.full if merged.delta is None else merged.delta
+        if made is not None:
+            yield merged.change, made
 
 
 def _report(plan: AdapterPlan, merged: MergedChange, seconds: float) -> None:
-    """Append the line of a tensor to the file under `report:`."""
     if merged.settings is not None and merged.settings.recorded and merged.record is not None:
         method, path = plan.merge.method.spec.name, merged.settings.parameters["report"]
         append_report(path, method, merged.settings, merged.record, seconds)
 
 
-def _event(tensor: ChangedTensor, merged: MergedChange, seconds: float) -> dict[str, Any]:
-    """Return what programs are told of a tensor."""
+def _event(merged: MergedChange, seconds: float) -> dict[str, Any]:
     product = merged.delta
     return {
         "event": "tensor",
-        "tensor": tensor.change.name,
+        "tensor": merged.change.name,
         "rank": product.rank if product is not None else None,
         "energy": product.energy if product is not None else None,
         "lost": merged.lost_share if product is not None else None,
@@ -241,34 +227,37 @@ def _add_files(out: Path, plan: AdapterPlan) -> None:
             return
 
 
-def _tell(out: Path, summary: Summary, programs: Any, *, as_json: bool, quiet: bool) -> None:
+def _tell(out: Path, summary: Summary, programs: Any, *, quiet: bool) -> None:
     size = sum(file.stat().st_size for file in out.glob("adapter_model.*"))
-    low, high = min(summary.ranks, default=0), max(summary.ranks, default=0)
-    if as_json:
+    if programs is not None:
         event = {
             "event": "complete",
             "out": str(out),
             "modules": len(summary.ranks),
             "whole": summary.whole,
-            "ranks": [low, high],
+            "ranks": [min(summary.ranks, default=0), max(summary.ranks, default=0)],
             "lost": summary.lost_share,
             "bytes": size,
             "seconds": round(summary.seconds, 3),
         }
         click.echo(json.dumps(event), file=programs)
-    if as_json or quiet:
-        return
-    ranks = f"rank {low}" if low == high else f"ranks from {low} to {high}"
-    whole = f" and {summary.whole} whole tensors" if summary.whole else ""
-    click.echo(
-        f"{out}: {len(summary.ranks)} modules of {ranks}{whole}, {in_bytes(size)}, in "
-        f"{in_time(summary.seconds)}"
-    )
-    share, name = summary.worst
-    if share > 1e-9:
+    elif not quiet:
+        whole = f" and {summary.whole} whole tensors" if summary.whole else ""
         click.echo(
-            f"cut off: {summary.lost_share:.2%} of ‖X‖², at most {share:.2%} of a module ({name})"
+            f"{out}: {len(summary.ranks)} modules of rank {_span(summary.ranks)}{whole}, "
+            f"{in_bytes(size)}, in {in_time(summary.seconds)}"
         )
+        share, name = summary.worst
+        if share > 1e-9:
+            click.echo(
+                f"cut off: {summary.lost_share:.2%} of ‖X‖², at most {share:.2%} of a module "
+                f"({name})"
+            )
+
+
+def _span(ranks: Sequence[int]) -> str:
+    """Return ranks in words: `16`, or `8 to 16`."""
+    return " to ".join(map(str, sorted({min(ranks, default=0), max(ranks, default=0)})))
 
 
 def _published_base(plan: AdapterPlan) -> tuple[str, str | None]:
@@ -287,7 +276,6 @@ def _published_base(plan: AdapterPlan) -> tuple[str, str | None]:
 
 
 def _card_text(name: str, plan: AdapterPlan, summary: Summary) -> str:
-    """Return the model card of an adapter of this name."""
     base, _ = _published_base(plan)
     head = {
         "base_model": base,
@@ -316,9 +304,7 @@ def _card_text(name: str, plan: AdapterPlan, summary: Summary) -> str:
 def _result(summary: Summary) -> str:
     if not summary.ranks:
         return ""
-    low, high = min(summary.ranks), max(summary.ranks)
-    span = f"{low} to {high}" if high > low else str(low)
-    text = f"Its {len(summary.ranks)} modules have rank {span}."
+    text = f"Its {len(summary.ranks)} modules have rank {_span(summary.ranks)}."
     if summary.lost_share > 1e-9:
         share = f"{summary.lost_share:.2%}"
         text += f" That cuts off {share} of the merged change (of its squared norm)."
@@ -329,10 +315,9 @@ def _table(plan: AdapterPlan, tau: Sequence[float]) -> str:
     total = sum(tau) or 1.0
     rows = ["| adapter | rank | share of all change |", "|---|---|---|"]
     for t, adapter in enumerate(plan.adapters_of.values()):
-        if adapter is None:
-            continue
-        ranks = {change.rank for change in adapter.changes.values() if change.rank}
-        span = f"{min(ranks)} to {max(ranks)}" if len(ranks) > 1 else str(*ranks)
-        share = f"{tau[t] / total:.0%}" if tau else ""
-        rows.append(f"| {markdown_text(adapter.name)} | {span} | {share} |")
+        if adapter is not None:
+            ranks = [change.rank for change in adapter.changes.values() if change.rank]
+            share = f"{tau[t] / total:.0%}" if tau else ""
+            held = _span(ranks) if ranks else ""
+            rows.append(f"| {markdown_text(adapter.name)} | {held} | {share} |")
     return "\n".join(rows)

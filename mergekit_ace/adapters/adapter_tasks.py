@@ -31,9 +31,13 @@ from mergekit_ace.adapters.adapter_merge import (
     linear_coefficients,
     merge_products,
 )
-from mergekit_ace.adapters.adapter_plan import base_network, base_of, find_change
+from mergekit_ace.adapters.adapter_plan import (
+    AdaptedTensor,
+    base_network,
+    base_of,
+    find_change,
+)
 from mergekit_ace.adapters.peft_adapter import Adapter, Change, read_adapter
-from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.devices import first_that_fits
 from mergekit_ace.methods.inputs import check_finite
@@ -68,46 +72,10 @@ def show_bases(models: Iterable[ModelReference]) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class AdaptedTensor:
-    """What adapters change of one tensor.
-
-    Attributes:
-        changes: by the adapter's model; None of one that leaves the tensor as it is.
-    """
-
-    changes: Mapping[ModelReference, tuple[Adapter, Change | None]]
-
-    def product(self, model: ModelReference) -> LowRank | None:
-        """Return the change of a model as factors in float64; None where it changes nothing.
-
-        Raises:
-            DamagedFileError: a factor holds NaN or infinite numbers.
-        """
-        adapter, change = self.changes.get(model, (None, None))
-        return adapter.low_rank(change.name) if adapter and change else None
-
-    def version(self, model: ModelReference, base: Tensor) -> Tensor:
-        """Return the tensor of a model, in the dtype of the base's; that itself where it is equal.
-
-        Raises:
-            DamagedFileError: the adapter holds NaN or infinite numbers.
-        """
-        adapter, change = self.changes.get(model, (None, None))
-        if adapter is None or change is None:
-            return base
-        if change.kind == "saved":
-            return adapter.full(change.name).to(base.device, base.dtype)
-        if change.kind == "bias":
-            return (base + adapter.full(change.name).to(base.device)).to(base.dtype)
-        return adapter.low_rank(change.name).added_to(base)
-
-
-@dataclass(frozen=True, eq=False)
 class AdaptedWeights(Mapping[str, Tensor]):
     """The tensors of a base with an adapter, each formed in float32 when it is read.
 
     Attributes:
-        model: `BASE+ADAPTER`.
         base: tensors of the base, by the names in its files.
     """
 
@@ -133,11 +101,7 @@ class AdaptedWeights(Mapping[str, Tensor]):
 
 
 class GatherAdapted(GatherTensors):
-    """Gather the versions of a tensor, those of adapters from the base's.
-
-    Attributes:
-        adapted: what the adapters change of it.
-    """
+    """Gather the versions of a tensor, those of adapters from the base's."""
 
     adapted: InstanceOf[AdaptedTensor]
 
@@ -202,8 +166,7 @@ def _add_products(
     adapted, base = planned.gather.adapted, base.to(device)
     products = [adapted.product(model) for model in planned.experts]
     deltas = [product and product.to(device) for product in products]
-    change = next(change for _, change in adapted.changes.values() if change is not None)
-    merged = merge_products(planned, change, deltas)
+    merged = merge_products(planned, adapted.known[0], deltas)
     return merged.delta.added_to(base) if merged.delta is not None else base, merged
 
 
@@ -226,12 +189,7 @@ def find_stored_change(adapter: Adapter, weight: WeightInfo) -> Change | None:
 def use_adapters(
     task: ExecuteMergeMethodTask, adapters: Mapping[ModelReference, Adapter]
 ) -> ExecuteMergeMethodTask:
-    """Return the task of a tensor that takes adapters as they are.
-
-    Args:
-        task: as mergekit has planned it, see `show_bases`.
-        adapters: by model.
-    """
+    """Return the task of a tensor that takes adapters as they are."""
     planned = PlannedTensor(task)
     weights: dict[ModelReference, WeightInfo] = dict(planned.gather.weight_info.items())
     changes = {
@@ -257,10 +215,9 @@ def use_adapters(
 
 def _merges_products(planned: PlannedTensor) -> bool:
     """Tell whether all experts change a tensor of one base by products that merge in their span."""
-    changes: Mapping[ModelReference, tuple[Adapter, Change | None]] = planned.gather.adapted.changes
     bases = {base_of(model) for model in planned.task.model_order}
-    found = [change for _, change in changes.values() if change is not None]
-    if len(bases) > 1 or not found or any(change.kind in ("saved", "bias") for change in found):
+    found = planned.gather.adapted.known
+    if len(bases) > 1 or not found or any(change.kind == "saved" for change in found):
         return False
     if planned.base is not None and planned.base.lora is not None:
         return False

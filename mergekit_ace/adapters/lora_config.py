@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `adapter_config.json` of a LoRA adapter: whether it can be merged, and ranks and scales."""
+"""The `adapter_config.json` of a LoRA adapter, and whether it can be merged."""
 
 from __future__ import annotations
 
 import logging
-import math
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import peft
 from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils.other import get_pattern_key
 
 from mergekit_ace.headers import DamagedFileError, read_json
 
@@ -32,6 +29,7 @@ _REFUSED = {
         "aLoRA, which is off until certain tokens come and has no merged form",
         "train a plain LoRA adapter",
     ),
+    "lora_bias": ("changes of biases", MERGE_MODELS),
     "trainable_token_indices": ("new rows of an embedding for some tokens", MERGE_MODELS),
     "layer_replication": ("layers that the model has oftener than the base", MERGE_MODELS),
     "megatron_config": ("layers of Megatron", "convert it to the layers of transformers"),
@@ -42,14 +40,6 @@ _CHANGED_BASES = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 class OtherAdapterError(DamagedFileError):
     """An adapter whose changes are no products of two factors; PEFT may merge it into its base."""
-
-
-@dataclass(frozen=True)
-class Scale:
-    """The rank of an adapter's factors at one module, and what their product is multiplied by."""
-
-    rank: int
-    factor: float
 
 
 def read_lora_config(folder: Path) -> LoraConfig:
@@ -85,38 +75,9 @@ def read_lora_config(folder: Path) -> LoraConfig:
         ) from error
     config.rank_pattern = config.rank_pattern or {}
     config.alpha_pattern = config.alpha_pattern or {}
+    _check_numbers(path, config)
     _check_variant(path, config)
     return config
-
-
-def scale_at(path: Path, config: LoraConfig, key: str) -> Scale:
-    """Return rank and factor at a module, as PEFT finds them.
-
-    Args:
-        path: of the config, for messages.
-        config: of the adapter.
-        key: name of the module, or of the parameter of `target_parameters`.
-
-    Raises:
-        DamagedFileError: they are no positive rank and no number.
-    """
-    rank_key = get_pattern_key(config.rank_pattern.keys(), key)
-    alpha_key = get_pattern_key(config.alpha_pattern.keys(), key)
-    rank = config.rank_pattern.get(rank_key, config.r)
-    alpha = config.alpha_pattern.get(alpha_key, config.lora_alpha)
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
-        raise DamagedFileError(
-            f"{path} gives {key} the rank {rank!r} and the alpha {alpha!r}; correct `r`, "
-            "`lora_alpha`, `rank_pattern` or `alpha_pattern` to numbers above 0"
-        )
-    return Scale(rank, alpha / (math.sqrt(rank) if config.use_rslora else rank))
-
-
-def is_targeted(config: LoraConfig, module: str) -> bool:
-    """Tell whether PEFT gives a module factors; it leaves aside those of other modules."""
-    if config.target_modules is None or config.target_modules == "all-linear":
-        return True  # the architecture tells
-    return bool(check_target_module_exists(config, module))
 
 
 def _check_unknown_keys(path: Path, content: dict[str, Any]) -> None:
@@ -138,6 +99,18 @@ def _check_unknown_keys(path: Path, content: dict[str, Any]) -> None:
             "%s sets %s, which peft %s does not know and ignores; update peft if that matters",
             path, ", ".join(sorted(unknown)), peft.__version__,
         )  # fmt: skip
+
+
+def _check_numbers(path: Path, config: LoraConfig) -> None:
+    ranks = [config.r, *config.rank_pattern.values()]
+    alphas = [config.lora_alpha, *config.alpha_pattern.values()]
+    wrong = [f"rank {rank!r}" for rank in ranks if type(rank) is not int or rank < 1]
+    wrong += [f"alpha {alpha!r}" for alpha in alphas if type(alpha) not in (int, float)]
+    if wrong:
+        raise DamagedFileError(
+            f"{path} has the {wrong[0]}; correct `r`, `lora_alpha`, `rank_pattern` or "
+            "`alpha_pattern` to numbers above 0"
+        )
 
 
 def _check_variant(path: Path, config: LoraConfig) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of an adapter's tensors: what its names mean, and how factors lie in it.
+"""The file of an adapter's tensors, and how factors lie in it.
 
 PEFT's linear layers change a weight (o, i) by B · A with B (o, r) and A (r, i). Conv1D and
 embeddings store the transpose, convolutions have their window in A, and the matrices of a packed
@@ -8,9 +8,7 @@ parameter lie side by side: A (E · r, i) by matrix first, B (o, r · E) by rank
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -19,52 +17,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.checkpoint_files import PEFT_PREFIX
 from mergekit_ace.headers import DTYPES, DamagedFileError, read_file_header, read_pickle
 
-Kind = Literal["linear", "transposed", "embedding", "convolution", "parameter", "bias", "saved"]
-_FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.(weight|bias))?")
-
-_COPY = re.compile(r"\.(?:original_module|modules_to_save)\.")
-
-
-@dataclass
-class Factors:
-    """The names of the tensors that an adapter has for one module.
-
-    Attributes:
-        first: A.
-        second: B.
-        bias: of B, of `lora_bias`.
-        embedding: whether they are those of a table.
-    """
-
-    first: str | None = None
-    second: str | None = None
-    bias: str | None = None
-    embedding: bool = False
-
-
-@dataclass
-class Content:
-    """What the tensors of an adapter are, by the names that PEFT gives them.
-
-    Attributes:
-        factors: by module, with a `.base_layer` behind it for every other wrapper around this one.
-        full: name in the file by name in the model.
-    """
-
-    factors: dict[str, Factors] = field(default_factory=dict)
-    full: dict[str, str] = field(default_factory=dict)
+Kind = Literal["linear", "transposed", "embedding", "convolution", "parameter", "saved"]
 
 
 class TensorFile:
     """The file of an adapter, `adapter_model.safetensors` or an old `adapter_model.bin`.
 
     Attributes:
-        path: of it.
-        shapes: by name of a tensor.
-        dtypes: of all tensors.
+        dtypes: of all floating-point tensors.
+        odd: names of the other tensors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,8 +41,8 @@ class TensorFile:
         headers = read_file_header(path)
         self.shapes = {name: header.shape for name, header in headers.items()}
         dtypes = {name: DTYPES[header.dtype] for name, header in headers.items()}
-        self._odd = {name for name, dtype in dtypes.items() if not dtype.is_floating_point}
-        self.dtypes = {dtypes[name] for name in dtypes.keys() - self._odd}
+        self.dtypes = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
+        self.odd = {name for name, dtype in dtypes.items() if not dtype.is_floating_point}
         if not self.shapes:
             raise DamagedFileError(f"{path} holds no tensors; download or save the adapter again")
 
@@ -117,78 +80,6 @@ class TensorFile:
         self._held = by(dict(zip(names, self.read(*names), strict=True)))
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._held.items()}
 
-    def content(self) -> Content:
-        """Return what the tensors are.
-
-        Raises:
-            DamagedFileError: naming a tensor that PEFT would not load, or that has no second one.
-        """
-        found = Content()
-        for name in sorted(self.shapes):
-            if not name.startswith(PEFT_PREFIX):
-                raise DamagedFileError(
-                    f"tensor {name} of {self.path} lacks the prefix {PEFT_PREFIX}, without which "
-                    "PEFT does not load it; save the adapter again by peft's save_pretrained"
-                )
-            self._add(found, name, name.removeprefix(PEFT_PREFIX))
-        for module, factors in found.factors.items():
-            self._check_pair(module, factors)
-        return found
-
-    def _add(self, found: Content, name: str, place: str) -> None:
-        match = _FACTOR.fullmatch(place)
-        if match is None and not (".lora_" in place or ".token_adapter." in place):
-            self._add_full(found, name, place)
-            return
-        module, table, letter, leaf = match.groups() if match else ("", None, "", None)
-        factors = found.factors.get(module, Factors(embedding=table is not None))
-        part = "bias" if leaf == "bias" else "first" if letter == "A" else "second"
-        misnamed = (leaf is None) != (table is not None) or (letter == "A" and leaf == "bias")
-        twice = getattr(factors, part) is not None or factors.embedding != (table is not None)
-        if match is None or misnamed or twice or name in self._odd:
-            raise DamagedFileError(
-                f"tensor {name} of {self.path} is none that PEFT loads as part of a plain LoRA "
-                "adapter; save the adapter again by peft's save_pretrained, or merge full models "
-                "with mergekit-yaml"
-            )
-        found.factors[module] = factors
-        setattr(factors, part, name)
-
-    def _add_full(self, found: Content, name: str, place: str) -> None:
-        # with `bias: all`, PEFT writes the biases of modules that it keeps whole three times
-        copied = _COPY.sub(".", place)
-        if copied != place and PEFT_PREFIX + copied in self.shapes:
-            return
-        plain = place.replace(".base_layer.", ".")
-        if plain in found.full:
-            raise DamagedFileError(
-                f"{self.path} holds {plain} twice, as {found.full[plain]} and as {name}; save the "
-                "adapter again by peft's save_pretrained"
-            )
-        found.full[plain] = name
-
-    def _check_pair(self, module: str, factors: Factors) -> None:
-        """Raise unless A and B are there and can be multiplied."""
-        if factors.first is None or factors.second is None:
-            there, lacking = ("A", "B") if factors.second is None else ("B", "A")
-            raise DamagedFileError(
-                f"{self.path} has lora_{there} of {module} without lora_{lacking}; download or "
-                "save the adapter again"
-            )
-        first, second = self.shapes[factors.first], self.shapes[factors.second]
-        whole = len(first) == len(second) >= 2 and 0 not in first and 0 not in second
-        if not whole or first[0] != second[1] or set(second[2:]) - {1}:
-            raise DamagedFileError(
-                f"{self.path} has A {first} and B {second} of {module}, which cannot be "
-                "multiplied; save the adapter again, with all shards of the training gathered "
-                "(convolutions of several groups cannot be merged)"
-            )
-        if factors.bias is not None and self.shapes[factors.bias] != second[:1]:
-            raise DamagedFileError(
-                f"tensor {factors.bias} of {self.path} is {self.shapes[factors.bias]} instead of "
-                f"{second[:1]}; save the adapter again"
-            )
-
 
 def from_peft(
     kind: Kind,
@@ -200,10 +91,6 @@ def from_peft(
     """Return the change of a stored tensor from PEFT's factors.
 
     Args:
-        kind: of the change.
-        first: A, as PEFT stores it.
-        second: B, likewise.
-        shape: of the stored tensor.
         swapped: a packed parameter is stored (E, i, o).
     """
     if kind in ("transposed", "embedding"):
@@ -224,8 +111,6 @@ def to_peft(kind: Kind, factors: LowRank, swapped: bool = False) -> tuple[Tensor
     """Return A and B, as PEFT stores them, of the change of a stored tensor.
 
     Args:
-        kind: of the change.
-        factors: of it.
         swapped: a packed parameter is stored (E, i, o).
     """
     left, right, shape = factors.left, factors.right, factors.shape

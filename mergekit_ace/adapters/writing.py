@@ -3,180 +3,119 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import torch
-from torch import Tensor
+from peft import LoraConfig
+from torch import Tensor, nn
 
 from mergekit_ace.adapters.lora_config import MERGE_MODELS
 from mergekit_ace.adapters.peft_adapter import Adapter, Change
-from mergekit_ace.adapters.tensor_file import PEFT_PREFIX, to_peft
-from mergekit_ace.adapters.written_config import Written, config_text
+from mergekit_ace.adapters.tensor_file import to_peft
 from mergekit_ace.algebra.low_rank import LowRank
+from mergekit_ace.checkpoint_files import PEFT_PREFIX
 from mergekit_ace.files import flush_to_disk, save_tensors, write_text
 
+_NO_MODULES = "dummy-target-modules"  # PEFT's word for an adapter of saved modules alone
+Part = tuple[Change, str, Tensor]  # A, B, or nothing for a whole tensor
 
-class AdapterWriter:
-    """A folder that becomes an adapter, once all tensors are added.
+
+def write_adapter(
+    folder: Path,
+    adapters: Sequence[Adapter],
+    merged: Iterable[tuple[Change, LowRank | Tensor]],
+    base: str,
+    dtype: torch.dtype,
+    revision: str | None = None,
+) -> None:
+    """Write an adapter into a folder, once everything that belongs to it is known.
 
     An adapter that was in the folder before stays until then; without `adapter_config.json`, which
     comes last, the folder is none that anything loads.
 
     Args:
         folder: made if it is not there. What is no part of an adapter stays.
-        adapters: that are merged. Only what these change can be added.
+        merged: what is changed: factors in the orientation of the stored tensor, to be added as
+            they are, or a saved tensor. A rank of 0 is written as a
+            rank of 1 that is zero, as PEFT knows no other.
         base: the model that the result belongs to, as its config names it.
-        dtype: of all tensors.
-        revision: of the base.
 
     Raises:
-        ValueError: PEFT could not load what the adapters make.
+        ValueError: nothing is changed, or a tensor holds NaN, or more than the dtype can.
     """
+    parts = [part for change, made in merged for part in _parts(change, made, dtype)]
+    if not parts:
+        raise ValueError("the adapters change nothing that could be written")
+    tensors = _named(parts, adapters[0].network)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    staged = weights.with_suffix(".new")
+    save_tensors(staged, tensors, {"format": "pt"})
+    flush_to_disk(staged)
+    for path in (config, folder / "adapter_model.bin"):
+        path.unlink(missing_ok=True)  # of an earlier result, which is whole until here
+    os.replace(staged, weights)
+    write_text(config, _config_text(parts, adapters, base, revision), durable=True)
 
-    def __init__(
-        self,
-        folder: str | os.PathLike,
-        adapters: Sequence[Adapter],
-        base: str,
-        dtype: torch.dtype,
-        revision: str | None = None,
-    ) -> None:
-        self.folder = Path(folder)
-        self._adapters, self._base, self._dtype = adapters, base, dtype
-        self._revision = revision
-        self._changes = _united(adapters)
-        self._places: list[tuple[Change, str, Tensor]] = []
 
-    def __enter__(self) -> AdapterWriter:
-        """Take tensors."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Write the folder, or leave it as it was."""
-        if kind is None:
-            self._complete()
-
-    def add_low_rank(self, change: Change, factors: LowRank) -> None:
-        """Write the change of a tensor.
-
-        Args:
-            change: of one of the adapters.
-            factors: in the orientation of the stored tensor, to be added as they are. A rank of 0
-                is written as a rank of 1 that is zero, as PEFT knows no other.
-
-        Raises:
-            ValueError: they hold NaN, or more than the dtype can.
-        """
-        first, second = to_peft(change.kind, _at_least_one(factors), change.swapped)
-        self._add(change, "A", first)
-        self._add(change, "B", second)
-
-    def add_full(self, change: Change, tensor: Tensor) -> None:
-        """Write what is added to a bias, or a saved tensor.
-
-        Raises:
-            ValueError: it holds NaN, or more than the dtype can.
-        """
-        self._add(change, "", tensor)
-
-    def _add(self, change: Change, letter: str, tensor: Tensor) -> None:
-        stored = tensor.to("cpu", self._dtype).clone(memory_format=torch.contiguous_format)
+def _parts(change: Change, made: LowRank | Tensor, dtype: torch.dtype) -> Iterator[Part]:
+    if isinstance(made, LowRank):
+        first, second = to_peft(change.kind, _at_least_one(made), change.swapped)
+        tensors = {"A": first, "B": second}
+    else:
+        tensors = {"": made}
+    for letter, tensor in tensors.items():
+        stored = tensor.to("cpu", dtype).clone(memory_format=torch.contiguous_format)
         if not torch.isfinite(stored).all():
             raise ValueError(
-                f"the merged {change.name} holds NaN, or numbers that {self._dtype} cannot; write "
-                "the adapter in bfloat16 or float32"
+                f"the merged {change.name} holds NaN, or numbers that {dtype} cannot; write the "
+                "adapter in bfloat16 or float32"
             )
-        self._places.append((change, letter, stored))
-
-    def _complete(self) -> None:
-        """Write all tensors, and the config that belongs to them."""
-        if not self._places:
-            raise ValueError("the adapters change nothing that could be written")
-        self._add_missing_biases()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        weights = self.folder / "adapter_model.safetensors"
-        config = self.folder / "adapter_config.json"
-        staged = weights.with_suffix(".new")
-        save_tensors(staged, self._named(), {"format": "pt"})
-        flush_to_disk(staged)
-        for path in (config, self.folder / "adapter_model.bin"):
-            path.unlink(missing_ok=True)  # of an earlier result, which is whole until here
-        os.replace(staged, weights)
-        text = config_text(self._written(), self._adapters, self._base, self._revision)
-        write_text(config, text, durable=True)
-
-    def _add_missing_biases(self) -> None:
-        """Add zeros to the biases of other modules: with `lora_bias`, PEFT expects all of them."""
-        biased = {change.module for change, *_ in self._places if change.kind == "bias"}
-        for change, letter, tensor in list(self._places) if biased else ():
-            if letter == "B" and change.module not in biased:
-                name, shape = f"{change.module}.bias", (len(tensor),)
-                bias = Change(name, change.module, "bias", shape, None)
-                self._add(bias, "", torch.zeros(shape))
-
-    def _written(self) -> Written:
-        """Return what the file holds."""
-        written = Written()
-        whole = {
-            change.module
-            for change, *_ in self._places
-            if change.kind == "saved" and not change.name.endswith(".bias")
-        }
-        for change, letter, tensor in self._places:
-            if change.kind == "parameter" and letter == "A":
-                count = change.shape[0] if len(change.shape) == 3 else 1
-                written.parameters[change.name] = len(tensor) // count
-            elif letter == "A":
-                written.modules[change.module] = len(tensor)
-                written.transposed |= change.kind == "transposed"
-            elif change.kind == "saved":
-                (written.saved if change.module in whole else written.biases).add(change.module)
-            elif change.kind == "bias":
-                written.lora_bias = True
-        return written
-
-    def _named(self) -> dict[str, Tensor]:
-        """Return the tensors by their names in PEFT's file."""
-        wrappers = self._wrappers({change.name for change, *_ in self._places})
-        with_factors = {c.module for c, letter, _ in self._places if letter == "A"}
-        found = {}
-        for change, letter, tensor in self._places:
-            own = wrappers.get(change.name, "")
-            name = _peft_name(change, letter, change.module in with_factors, own)
-            found[PEFT_PREFIX + name] = tensor
-        assert len(found) == len(self._places), "a change was added twice"
-        return found
-
-    def _wrappers(self, names: set[str]) -> dict[str, str]:
-        """Return what PEFT puts behind the module of a parameter, by the parameter's name.
-
-        Of several parameters of one module, the last one has the outermost wrapper.
-        """
-        found = {}
-        network = next((a.network for a in self._adapters if a.network is not None), None)
-        modules = {c.module for c in self._changes.values() if c.kind == "parameter"}
-        for module in modules if network is not None else ():
-            holder = network.get_submodule(module)
-            own = [f"{module}.{name}" for name, _ in holder.named_parameters(recurse=False)]
-            targeted = [name for name in own if name in names]
-            for depth, name in enumerate(reversed(targeted)):
-                found[name] = ".base_layer" * depth
-        return found
+        yield change, letter, stored
 
 
-def _united(adapters: Sequence[Adapter]) -> dict[str, Change]:
-    """Return what several adapters change.
+def _named(parts: Sequence[Part], network: nn.Module) -> dict[str, Tensor]:
+    """Return tensors by their names in PEFT's file."""
+    names = {change.name for change, *_ in parts}
+    with_factors = {change.module for change, letter, _ in parts if letter == "A"}
+    found = {}
+    for change, letter, tensor in parts:
+        if letter and change.kind == "embedding":
+            name = f"{change.module}.lora_embedding_{letter}"
+        elif letter:
+            name = f"{change.module}{_wrappers(change, names, network)}.lora_{letter}.weight"
+        else:
+            wrapped = change.module in with_factors
+            name = f"{change.module}.base_layer.bias" if wrapped else change.name
+        found[PEFT_PREFIX + name] = tensor
+    assert len(found) == len(parts), "a change was added twice"
+    return found
+
+
+def _wrappers(change: Change, names: Container[str], network: nn.Module) -> str:
+    """Return what PEFT puts behind the module of a parameter, one for every later parameter.
+
+    Of several parameters of one module, the last one has the outermost wrapper.
+    """
+    if change.kind != "parameter":
+        return ""
+    holder = network.get_submodule(change.module)
+    own = [f"{change.module}.{name}" for name, _ in holder.named_parameters(recurse=False)]
+    later = own[own.index(change.name) + 1 :]
+    return ".base_layer" * sum(name in names for name in later)
+
+
+def check_together(adapters: Sequence[Adapter]) -> None:
+    """Raise for adapters that no single one can hold, before they are merged.
 
     Raises:
-        ValueError: they change a tensor in different ways, or in ways that PEFT does not combine.
+        ValueError: they change a tensor in different ways.
     """
     found: dict[str, tuple[Change, Adapter]] = {}
     for adapter in adapters:
@@ -188,15 +127,6 @@ def _united(adapters: Sequence[Adapter]) -> dict[str, Change]:
                     f"{change.kind} {change.shape} in {adapter.name}, which cannot be one adapter; "
                     f"{MERGE_MODELS}"
                 )
-    changes = {name: change for name, (change, _) in found.items()}
-    kinds = {change.kind: change for change in changes.values()}
-    without = kinds.get("embedding") or kinds.get("parameter")
-    if "bias" in kinds and without is not None:
-        raise ValueError(
-            f"{kinds['bias'].name} is trained with `lora_bias` in one adapter, and {without.name} "
-            f"is changed in another, which PEFT does not load as one; {MERGE_MODELS}"
-        )
-    return changes
 
 
 def _at_least_one(factors: LowRank) -> LowRank:
@@ -211,19 +141,97 @@ def _at_least_one(factors: LowRank) -> LowRank:
     )
 
 
-def _peft_name(change: Change, letter: str, wrapped: bool, wrappers: str) -> str:
-    """Return the name of a tensor in PEFT's file, without the prefix.
+def _config_text(
+    parts: Sequence[Part], adapters: Sequence[Adapter], base: str, revision: str | None
+) -> str:
+    """Return the config of an adapter whose every factor counts as it is stored.
 
-    Args:
-        change: that it belongs to.
-        letter: A, B, or nothing for a whole tensor.
-        wrapped: whether the module has factors.
-        wrappers: of a parameter, the wrappers around its own.
+    `r` is the largest rank, which vLLM takes for all, or that of most parameters: PEFT warns of a
+    `rank_pattern` for these, though it follows it. Modules have short names where these are exact.
     """
-    if letter and change.kind == "embedding":
-        return f"{change.module}.lora_embedding_{letter}"
-    if letter:
-        return f"{change.module}{wrappers}.lora_{letter}.weight"
-    if change.kind == "bias":
-        return f"{change.module}.lora_B.bias"
-    return f"{change.module}.base_layer.bias" if wrapped else change.name
+    network = adapters[0].network
+    first = [(change, len(tensor)) for change, letter, tensor in parts if letter == "A"]
+    modules = {change.module: rank for change, rank in first if change.kind != "parameter"}
+    parameters = {
+        change.name: rank // (change.shape[0] if len(change.shape) == 3 else 1)
+        for change, rank in first
+        if change.kind == "parameter"
+    }
+    whole = [change for change, *_ in parts if change.kind == "saved"]
+    saved = {change.module for change in whole if not change.name.endswith(".bias")}
+    biases = {change.module for change in whole} - saved
+    rank = max(modules.values(), default=1)
+    if parameters:
+        rank = Counter(parameters.values()).most_common(1)[0][0]
+    patterns = _rank_pattern({**modules, **parameters}, rank)
+    targets: list[str] | str | None = None if parameters else _NO_MODULES
+    if modules:
+        endings = shortest_endings(modules, [name for name, _ in network.named_modules()])
+        whole_names = "|".join(map(re.escape, modules))
+        targets = whole_names if endings is None else sorted(set(endings.values()))
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=rank,
+        rank_pattern=patterns,
+        alpha_pattern=dict(patterns),
+        target_modules=targets,
+        modules_to_save=sorted(saved) or None,
+        bias="none" if not biases else "lora_only" if biases <= modules.keys() else "all",
+        fan_in_fan_out=any(change.kind == "transposed" for change, _ in first),
+        task_type=_same(adapter.config.task_type for adapter in adapters),
+        auto_mapping=_same(adapter.config.auto_mapping for adapter in adapters),
+        base_model_name_or_path=base,
+        revision=revision,
+        inference_mode=True,
+    )
+    if saved and all(adapter.config.ensure_weight_tying for adapter in adapters):
+        config.ensure_weight_tying = True
+    if parameters:
+        endings = shortest_endings(parameters, [name for name, _ in network.named_parameters()])
+        config.target_parameters = sorted(set(endings.values()) if endings else parameters)
+    return json.dumps(config.to_dict(), indent=2, sort_keys=True, default=sorted) + "\n"
+
+
+def shortest_endings(chosen: Collection[str], everything: Iterable[str]) -> dict[str, str] | None:
+    """Return the shortest ending of every name that nothing but chosen names have.
+
+    Returns:
+        Ending by name; None if a chosen name is itself the ending of one that is not chosen.
+    """
+    ours, all_of_them = (
+        Counter(ending for name in names for ending in _endings(name))
+        for names in (chosen, everything)
+    )
+    found = {}
+    for name in chosen:
+        exact = [ending for ending in _endings(name) if ours[ending] == all_of_them[ending]]
+        if not exact:
+            return None
+        found[name] = exact[0]
+    return found
+
+
+def _endings(name: str) -> list[str]:
+    """Return a dotted name without its first parts, the shortest first."""
+    parts = name.split(".")
+    return [".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1)]
+
+
+def _rank_pattern(ranks: Mapping[str, int], common: int) -> dict[str, int]:
+    """Return the ranks that differ from `r`, by expressions that match no other module.
+
+    PEFT matches a key with the end of a name, in the order of the keys.
+    """
+    pattern = {}
+    for rank in sorted(set(ranks.values()) - {common}):
+        names = [name for name, own in ranks.items() if own == rank]
+        endings = shortest_endings(names, ranks)
+        keys = map(re.escape, endings.values()) if endings else (f"^{re.escape(n)}" for n in names)
+        pattern.update(dict.fromkeys(keys, rank))
+    return pattern
+
+
+def _same(values: Iterable[Any]) -> Any:
+    """Return what all adapters have, or None."""
+    first, *others = values
+    return first if all(other == first for other in others) else None

@@ -19,7 +19,7 @@ from mergekit_ace.model_files import config_donor
 from mergekit_ace.planning import PlannedMerge, read_merge_config
 from mergekit_ace.preflight.check import check_merge
 from mergekit_ace.preflight.findings import Finding, shown_errors
-from mergekit_ace.preflight.loading import UnknownArchitectureError, verify_model
+from mergekit_ace.preflight.loading import NotLoadedError, verify_model
 from mergekit_ace.preflight.unplanned_rules import Treatment, find_unplanned, treat_unplanned
 
 
@@ -41,11 +41,6 @@ class MergeChecks:
 
 def check_before(config: Path, options: MergeOptions, checks: MergeChecks) -> None:
     """Run the preflight, and show what it warns of, unless mergekit's flags say `--quiet`.
-
-    Args:
-        config: of mergekit.
-        options: mergekit's flags.
-        checks: what is asked for.
 
     Raises:
         MergeError: something is wrong; the message names all of it, with the remedies.
@@ -75,12 +70,6 @@ def add_unplanned(job: MergeJob, plan: PlannedMerge, checks: MergeChecks) -> Mer
 def check_after(folder: Path, job: MergeJob, checks: MergeChecks, progress: MergeProgress) -> None:
     """Check that a result is a whole model, and let it continue the prompt, where there is one.
 
-    Args:
-        folder: of the result.
-        job: the merge.
-        checks: what is asked for.
-        progress: shows what is found.
-
     Raises:
         MergeError: something is wrong with it.
     """
@@ -88,9 +77,9 @@ def check_after(folder: Path, job: MergeJob, checks: MergeChecks, progress: Merg
     try:
         weights = Path(LoaderCache().get(donor).index.base_path)
         problem = verify_model(folder, donor, weights, trust_remote_code=options.trust_remote_code)
-    except UnknownArchitectureError as error:
+    except NotLoadedError as error:
         reason = str(error).splitlines()[0]
-        progress.say(f"whether the result loads was not checked: transformers has no {reason}")
+        progress.say(f"whether the result loads was not checked: {reason}")
         problem = ""
     if problem:
         text = (

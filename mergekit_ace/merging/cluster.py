@@ -34,7 +34,6 @@ class RayPool:
 
     Args:
         job: the merge; its paths are the same on all nodes.
-        workers: how many, with how many GPUs, and the address of the cluster.
         memory: bytes that a worker takes.
         logs: show here what workers, and Ray, print.
 

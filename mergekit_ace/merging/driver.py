@@ -74,14 +74,9 @@ def run_shards(
     """Merge shard by shard, as `mergekit-ace merge` does.
 
     Args:
-        config: of mergekit.
-        out: the directory of the result.
-        options: mergekit's flags.
         workers: who computes; this process without.
         resume: go on with an unfinished merge, if there is one.
         overwrite: drop whatever merge or model is there.
-        as_json: show the progress as JSON lines.
-        checks: what is checked before and afterwards.
 
     Raises:
         MergeError: the directory holds something else, a check fails, or a shard cannot be
@@ -124,7 +119,7 @@ def run_shards(
         progress = MergeProgress(todo, kept=kept, quiet=quiet, as_json=as_json)
         libraries = redirect_stdout(sys.stderr) if as_json else nullcontext()
         with closing(progress), libraries:
-            _say_start(progress, resumed=known is not None, changed=[*changed, *missing])
+            progress.start(resumed=known is not None, changed=[*changed, *missing])
             _say_edited(progress, edited)
             if todo:
                 logs = not (quiet or as_json)
@@ -317,14 +312,6 @@ def _say_edited(progress: MergeProgress, edited: Sequence[str]) -> None:
         progress.say(f"{file} was edited after the merge, and stays; delete it to renew it")
 
 
-def _say_start(progress: MergeProgress, *, resumed: bool, changed: list[str]) -> None:
-    for file in changed:
-        progress.say(f"{file} is not what it was when it was finished: it is made again")
-    if resumed:
-        progress.say(f"{progress.kept} of {progress.count} shards are finished and kept")
-    progress.event("start", kept=progress.kept, shards=progress.count, changed=changed)
-
-
 def _compute(
     todo: Sequence[Shard],
     pool: WorkerPool,
@@ -352,7 +339,6 @@ def _compute(
 
 
 def _enter(manifest: Manifest, shard: Shard, done: ShardDone, folder: OutputFolder) -> None:
-    """Give a shard its name, and enter it in the manifest."""
     try:
         append_lines(done.reports)
         if done.path is not None:
@@ -368,7 +354,6 @@ class ShardQueue:
     """Which shard is computed next, and how often one may fail.
 
     Args:
-        shards: all that are to be computed.
         largest_first: by estimated work, so that none is left alone at the end; or in their order.
     """
 
@@ -392,7 +377,6 @@ class ShardQueue:
         return shard
 
     def done(self, index: int) -> Shard:
-        """Forget a shard that is finished, and return it."""
         return self._taken.pop(index)
 
     def failed(self, event: ShardFailed) -> Shard:

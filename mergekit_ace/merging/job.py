@@ -30,7 +30,7 @@ from mergekit_ace.adapters.adapter_tasks import read_adapters, show_bases, use_a
 from mergekit_ace.headers import DTYPES
 from mergekit_ace.planning import PlannedMerge, PlannedTensor, plan_tensors
 from mergekit_ace.preflight.checkpoints import Checkpoint, checkpoint_of
-from mergekit_ace.preflight.estimate import NOMINAL, Estimate, estimate_merge
+from mergekit_ace.preflight.estimate import NOMINAL, estimate_merge
 from mergekit_ace.unplanned import UnplannedTensor
 
 # On whose versions a result depends.
@@ -72,7 +72,6 @@ class MergeJob:
     """A merge as all its processes know it; it is sent to each of them.
 
     Attributes:
-        source: YAML of the configuration.
         options: fields of mergekit's `MergeOptions`.
         models: names of all models, in one order.
         tokenizer: of the result, and where its tokens come from; None where none is built.
@@ -136,8 +135,6 @@ class Shard:
     """One file of the result: the unit of work.
 
     Attributes:
-        index: from 0.
-        file: its name in the end.
         sizes: bytes by tensor name, in mergekit's order; 0 where no header tells.
         work: estimated seconds by tensor name, on a nominal machine.
     """
@@ -164,7 +161,6 @@ def plan_shards(
     """Divide a merge into files; reads the headers of all models.
 
     Args:
-        job, plan: the merge.
         groups: tensor names by file, where an earlier run has divided them; by the rule of
             mergekit's writer without.
 
@@ -178,7 +174,8 @@ def plan_shards(
     checkpoints = read_checkpoints(job)
     sizes = _output_sizes(job, plan, checkpoints)
     estimate = estimate_merge(plan, checkpoints, NOMINAL)
-    work = _work_by_tensor(sizes, estimate)
+    work = {name: size / NOMINAL.read for name, size in sizes.items()}
+    work |= {part.name: part.seconds(NOMINAL, refined=False) for part in estimate.tensors}
     groups = groups or group_tensors(sizes, options.out_shard_size)
     shards = [
         Shard(
@@ -259,18 +256,6 @@ def _output_size(
     named = save.dtype or weights[model].force_dtype or tensor.gather.dtype
     dtype = dtype_from_name(named) or DTYPES.get(found[model].dtype)
     return torch.empty(shape, dtype=dtype, device="meta").nbytes
-
-
-def _work_by_tensor(sizes: Mapping[str, int], estimate: Estimate) -> dict[str, float]:
-    """Return the estimated seconds of every tensor on a nominal machine."""
-    work = {name: size / NOMINAL.read for name, size in sizes.items()}
-    for part in estimate.tensors:
-        work[part.name] = (
-            part.operations[0] / NOMINAL.operations
-            + part.moved[0] / NOMINAL.memory
-            + (part.read + part.written) / NOMINAL.read
-        )
-    return work
 
 
 def build_in_order(task: BuildTokenizer) -> TokenizerInfo:

@@ -58,7 +58,6 @@ class FinishedShard:
     """What is in the file of a shard that was written.
 
     Attributes:
-        size: bytes of the file.
         sha256: of the file; empty where all of its tensors turned out to be absent: no file.
         tensors: bytes by tensor name, in the order of computation.
     """
@@ -73,9 +72,6 @@ class ManifestShard:
     """A shard in the manifest.
 
     Attributes:
-        file: its name.
-        tensors: names of those that were planned.
-        bytes: of all of them, as planned.
         finished: what is on the disk under its name; None while nothing is.
     """
 
@@ -94,7 +90,6 @@ class Manifest:
         models: their names, in the order of the run that began the merge.
         tokenizer: hash of the tokens' numbers in the result; None where no tokenizer is built.
         reports: bytes that the files under `report:` had before the run, by path.
-        shards: in the order of their files.
         files: hashes of all other files of the model, by name, once it is complete.
         complete: whether the directory holds a model.
     """

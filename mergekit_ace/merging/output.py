@@ -51,12 +51,8 @@ class OutputFolder:
 
     Unfinished files are below `.merging/` in it, which is gone at the end.
 
-    Args:
-        path: of the directory, as it was given.
-
     Attributes:
         name: of the directory, as mergekit puts it into the card.
-        path: absolute.
         scratch: subfolder for what is unfinished.
     """
 
@@ -103,7 +99,6 @@ class OutputFolder:
 
         Args:
             needed: files and folders that are read, with what they are.
-            reports: paths under `report:`.
 
         Raises:
             MergeError: naming the file.
@@ -166,7 +161,6 @@ class OutputFolder:
         self.scratch.mkdir(exist_ok=True)
 
     def remove_scratch(self) -> None:
-        """Remove what only an unfinished merge needs."""
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def remove_parts(self, shard: int) -> None:
@@ -205,9 +199,6 @@ def complete_model(
     place, `config.json` last.
 
     Args:
-        folder: the directory.
-        job, plan: the merge.
-        manifest: with all shards finished.
         kept: names of files that are there and stay as they are.
 
     Returns:
@@ -321,11 +312,7 @@ def report_sizes(paths: Iterable[str]) -> dict[str, int]:
 
 
 def append_lines(reports: Mapping[str, str]) -> None:
-    """Append the lines of a shard to the files under `report:`.
-
-    Args:
-        reports: lines by path.
-    """
+    """Append the lines of a shard to the files under `report:`."""
     for path, lines in reports.items():
         with open(path, "a", encoding="utf-8") as file:
             file.write(lines)
@@ -338,7 +325,6 @@ def drop_lines(path: str, start: int, unfinished: Set[str]) -> None:
     Args:
         path: of the report; it may be missing.
         start: bytes that it had before that run, which stay.
-        unfinished: names of the tensors.
     """
     if not os.path.exists(path):
         return

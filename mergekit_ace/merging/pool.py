@@ -66,9 +66,6 @@ def make_pool(
     """Make the pool that the command line asks for.
 
     Args:
-        workers: who computes.
-        job, plan: the merge.
-        memory: bytes that a worker takes.
         logs: show what workers on other machines print.
 
     Raises:
@@ -84,11 +81,7 @@ def make_pool(
 
 
 class SerialPool:
-    """Computes one shard after the other in this process.
-
-    Args:
-        job, plan: the merge.
-    """
+    """Computes one shard after the other in this process."""
 
     def __init__(self, job: MergeJob, plan: PlannedMerge):
         self._worker = ShardWorker(job)
@@ -116,8 +109,6 @@ class _Process:
     """A worker, as the driver sees it.
 
     Attributes:
-        process: of the system.
-        pipe: to it.
         gpu: name of its GPU; None without.
         shard: index of what it computes; None while it waits.
     """
@@ -133,10 +124,6 @@ class _Process:
 # lost each time, until the merge gave up with none finished; nor could it say which worker died.
 class ProcessPool:
     """A few processes on this machine, each with a plan of its own.
-
-    Args:
-        job: the merge.
-        workers: how many, with which GPUs.
 
     Raises:
         MergeError: there are not enough GPUs.

@@ -32,10 +32,6 @@ def prepare_adapters(
 ) -> Iterator[tuple[ModelReference, str]]:
     """Yield models with adapters, and why one has to be merged into its base first; it is then.
 
-    Args:
-        models: of the merge, with or without adapters.
-        options: mergekit's flags.
-
     Raises:
         MergeError: nobody has said where to merge such an adapter.
     """
@@ -49,7 +45,7 @@ def prepare_adapters(
                 "first, if it can"
             )
         if reason:
-            merge_adapter(model, options)
+            _merge_adapter(model, options)
         yield model, reason
 
 
@@ -66,7 +62,6 @@ def _why_first(model: ModelReference) -> str:
 
 def _homeless(adapter: Adapter, stored: set[str]) -> list[str]:
     """Return what an adapter changes and the files of its base do not hold."""
-    assert adapter.network is not None  # see `read_adapters`
     prefix, kind = f"{adapter.network.base_model_prefix}.", adapter.network.config.model_type
     names = {*stored, *(prefix + name for name in stored)}
     held = {find_stored_change(adapter, WeightInfo(name=name)) for name in names}
@@ -77,44 +72,31 @@ def _homeless(adapter: Adapter, stored: set[str]) -> list[str]:
     ]
 
 
-def merge_adapter(model: ModelReference, options: MergeOptions) -> None:
+def _merge_adapter(model: ModelReference, options: MergeOptions) -> None:
     """Merge an adapter into its model, in the folder where mergekit looks for the result.
 
     The folder appears when it is complete, and has the time of the newest file that went into it,
     so that it is the same one whenever it is made. mergekit merges into it directly, and takes
     whatever is there for the model: what a killed run has left, or what was made before the
     adapter was trained further. Both are replaced.
-
-    Args:
-        model: does nothing for one without an adapter.
-        options: the cache among them; mergekit says so itself where it is missing.
     """
-    if model.lora is None or not options.lora_merge_cache:
-        return
     cache = Path(options.lora_merge_cache)
     name = f"{model.model._unique_id()}_{model.lora._unique_id()}"
     newest = _newest_weights(model)
-    if _is_whole(cache / name, newest):
+    if _is_whole(cache / name, newest):  # such a cache may be one that nobody can write to
         return
     cache.mkdir(parents=True, exist_ok=True)
-    lock = cache / f".{name}.lock"
+    lock, partial = cache / f".{name}.lock", cache / f".{name}.partial"
     with FileLock(lock):  # another merge may be making it
         if not _is_whole(cache / name, newest):
-            _merge_into(cache, name, newest, model, options)
+            shutil.rmtree(partial, ignore_errors=True)
+            merged = model.merged(str(partial), options.trust_remote_code, options.lora_merge_dtype)
+            for path in Path(merged.model.path).iterdir() if newest else ():
+                os.utime(path, ns=(newest, newest))
+            shutil.rmtree(cache / name, ignore_errors=True)
+            os.replace(merged.model.path, cache / name)
+            partial.rmdir()
         lock.unlink(missing_ok=True)
-
-
-def _merge_into(
-    cache: Path, name: str, newest: int, model: ModelReference, options: MergeOptions
-) -> None:
-    partial = cache / f".{name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    merged = model.merged(str(partial), options.trust_remote_code, options.lora_merge_dtype)
-    for path in Path(merged.model.path).iterdir() if newest else ():
-        os.utime(path, ns=(newest, newest))
-    shutil.rmtree(cache / name, ignore_errors=True)
-    os.replace(merged.model.path, cache / name)
-    partial.rmdir()
 
 
 def _newest_weights(model: ModelReference) -> int:

@@ -11,10 +11,11 @@ import torch
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mergekit_ace.merging.job import MergeError
-from mergekit_ace.preflight.loading import merged_model, model_class, quiet_transformers
+from mergekit_ace.methods.architecture import model_class
+from mergekit_ace.preflight.loading import merged_model, quiet_transformers
 
 _TOKENS = 20  # that are generated
 
@@ -24,7 +25,6 @@ class Trial:
     """What a model made of a prompt.
 
     Attributes:
-        model: the folder, or the name, of the model.
         continuation: the most likely tokens behind the prompt, at most 20.
         loss: mean negative log-likelihood per token, in nats, of the prompt with the base's
             continuation; where an encoder reads the prompt, of the continuation alone (or of the
@@ -73,30 +73,22 @@ def try_prompt(
     """Let the base and the result continue a prompt; one of them is in memory at a time.
 
     Args:
-        prompt: any text.
-        result: folder of the merged model.
         donor: the base, or the model whose config the result has.
-        options: mergekit's flags.
-
-    Returns:
-        What the base made of it, and what the result did.
 
     Raises:
         MergeError: the result's loss is not a number, or it cannot be loaded.
     """
-    base_folder = Path(LoaderCache().get(donor).index.base_path)
+    base = Path(LoaderCache().get(donor).index.base_path)
     trust = options.trust_remote_code
-    base_tokenizer = _tokenizer(donor.model.path, donor.model.revision, trust)
+    tokenizers = (
+        _tokenizer(donor.model.path, donor.model.revision, trust),
+        _tokenizer(str(result), None, trust),
+    )
     try:
         with quiet_transformers(), torch.inference_mode():
-            base = _load(base_folder, donor, options)
-            expected = _continue(base, base_tokenizer, prompt)
-            base_loss = _loss(base, base_tokenizer, prompt, expected)
-            del base
-            model = _load(result, merged_model(result), options)
-            tokenizer = _tokenizer(str(result), None, trust)
-            said = _continue(model, tokenizer, prompt)
-            loss = _loss(model, tokenizer, prompt, expected)
+            expected, base_loss = _speak(base, donor, tokenizers[0], prompt, None, options)
+            model = merged_model(result)
+            said, loss = _speak(result, model, tokenizers[1], prompt, expected, options)
     except (ValueError, RuntimeError, OSError) as error:
         raise MergeError(f"--try: {error}") from error
     if not math.isfinite(loss) and math.isfinite(base_loss):
@@ -108,32 +100,30 @@ def _tokenizer(path: str, revision: str | None, trust: bool) -> PreTrainedTokeni
     return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust)
 
 
-def _load(folder: Path, model: ModelReference, options: MergeOptions) -> PreTrainedModel:
+def _speak(
+    folder: Path,
+    reference: ModelReference,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    expected: str | None,
+    options: MergeOptions,
+) -> tuple[str, float]:
+    """Return how a model continues a prompt, and its loss on that, or on what is expected."""
     trust = options.trust_remote_code
-    kind = model_class(model.config(trust_remote_code=trust), trust)
-    loaded = kind.from_pretrained(str(folder), dtype="auto", trust_remote_code=trust)
-    return loaded.eval().to(options.device or "cpu")
+    kind = model_class(reference.config(trust_remote_code=trust), trust)
+    model = kind.from_pretrained(str(folder), dtype="auto", trust_remote_code=trust)
+    model = model.eval().to(options.device or "cpu")
 
+    def ids(text: str) -> torch.Tensor:
+        return tokenizer(text, return_tensors="pt").input_ids.to(model.device)
 
-def _continue(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-    inputs = _ids(model, tokenizer, prompt)
+    inputs, reads = ids(prompt), model.config.is_encoder_decoder
     output = model.generate(
         inputs, max_new_tokens=_TOKENS, do_sample=False, num_beams=1,
         attention_mask=torch.ones_like(inputs),
     )  # fmt: skip
-    known = 0 if model.config.is_encoder_decoder else inputs.shape[1]
-    return tokenizer.decode(output[0, known:], skip_special_tokens=True)
-
-
-def _loss(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, expected: str
-) -> float:
-    if model.config.is_encoder_decoder:
-        labels = _ids(model, tokenizer, expected or prompt)
-        return float(model(_ids(model, tokenizer, prompt), labels=labels).loss)
-    ids = _ids(model, tokenizer, prompt + expected)
-    return float(model(ids, labels=ids).loss)
-
-
-def _ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
-    return tokenizer(text, return_tensors="pt").input_ids.to(model.device)
+    known = 0 if reads else inputs.shape[1]
+    said = tokenizer.decode(output[0, known:], skip_special_tokens=True)
+    wanted = said if expected is None else expected
+    labels = ids((wanted or prompt) if reads else prompt + wanted)
+    return said, float(model(inputs if reads else labels, labels=labels).loss)

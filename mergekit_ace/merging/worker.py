@@ -38,13 +38,7 @@ _LARGEST_SEED = 2**32  # that of numpy
 
 @dataclass(frozen=True)
 class TensorMerged:
-    """A tensor of a shard was computed.
-
-    Attributes:
-        shard: index of the shard.
-        name: of the tensor.
-        seconds: that it took.
-    """
+    """A tensor of a shard was computed."""
 
     shard: int
     name: str
@@ -56,9 +50,7 @@ class ShardDone:
     """A shard was computed; it is on the disk, but not yet under its name.
 
     Attributes:
-        shard: index of the shard.
         path: of its file, in a folder of its own; None where all of its tensors are absent.
-        finished: what is in the file.
         reports: lines to append, by path.
     """
 
@@ -73,8 +65,6 @@ class ShardFailed:
     """A shard was not computed.
 
     Attributes:
-        shard: index of the shard.
-        message: what happened.
         final: to try again would be of no use.
     """
 
@@ -87,11 +77,7 @@ Event = TensorMerged | ShardDone | ShardFailed
 
 
 class ShardWorker:
-    """Computes shards in this process; plans once, when the first one is asked for.
-
-    Args:
-        job: the merge.
-    """
+    """Computes shards in this process; plans once, when the first one is asked for."""
 
     def __init__(self, job: MergeJob):
         torch.set_num_threads(job.threads)
@@ -132,10 +118,6 @@ class ShardWorker:
 
     def merge(self, index: int, tensors: Sequence[str]) -> Iterator[Event]:
         """Compute a shard and flush it to the disk.
-
-        Args:
-            index: of the shard.
-            tensors: names of those in it.
 
         Yields:
             An event for every tensor, and one for the end.
@@ -227,7 +209,6 @@ def _checked(save: SaveTensor) -> CheckedSave:
 def _write(
     index: int, folder: Path, writer: TensorWriter, reports: Mapping[str, Path]
 ) -> ShardDone:
-    """Write what was computed, and flush it to the disk."""
     tensors = {name: tensor.nbytes for name, tensor in writer.current_shard.items()}
     with _disk_errors(folder):
         writer.finalize()
@@ -242,7 +223,6 @@ def _write(
 
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Raise errors of the disk as an `OutputError`."""
     try:
         yield
     except (OSError, SafetensorError) as error:

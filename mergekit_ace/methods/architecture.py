@@ -140,7 +140,6 @@ def _known_kinds(model: ModelReference) -> Kinds:
 
 def empty_network(model: ModelReference) -> PreTrainedModel:
     """Instantiate the architecture of a model on the meta device: names and types, no memory."""
-    from accelerate import init_empty_weights
     from mergekit.common import ModelReference
     from mergekit.io.tasks import LoaderCache
 
@@ -148,8 +147,38 @@ def empty_network(model: ModelReference) -> PreTrainedModel:
     config = model.config(trust_remote_code=trust)
     if config.architectures == ["Inferred"]:  # what it is called where mergekit goes by the files
         config = ModelReference(model=model.model).config(trust_remote_code=trust)
+    return build_empty(config, trust_remote_code=trust)
+
+
+def build_empty(config: PretrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
+    """Instantiate the model of a config on the meta device.
+
+    Raises:
+        Exception: of transformers, which cannot build it, or may not run the code for it.
+    """
+    from accelerate import init_empty_weights
+
     with init_empty_weights(include_buffers=True):
-        return _instantiate(config, trust)
+        return model_class(config, trust_remote_code)(config)
+
+
+def model_class(config: PretrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:
+    """Return the class that a config names, or what its remote code defines.
+
+    Raises:
+        Exception: there is none, or its code is not trusted.
+    """
+    import torch
+    import transformers
+    from mergekit.common import get_auto_cls
+
+    name = (config.architectures or [""])[0]
+    known = getattr(transformers, name, None)
+    if isinstance(known, type) and issubclass(known, transformers.PreTrainedModel):
+        return known
+    with torch.device("meta"):
+        built = get_auto_cls(name).from_config(config, trust_remote_code=trust_remote_code)
+    return type(built)
 
 
 def _read_kinds(model: ModelReference) -> Kinds:
@@ -189,15 +218,3 @@ def lacks_embeddings(network: PreTrainedModel) -> bool:
     except NotImplementedError:
         return True
     return False
-
-
-def _instantiate(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    """Build what the config names, or what mergekit takes for it when it is remote code."""
-    import transformers
-    from mergekit.common import get_auto_cls
-
-    name = (config.architectures or [""])[0]
-    known = getattr(transformers, name, None)
-    if known is not None:
-        return known(config)
-    return get_auto_cls(name).from_config(config, trust_remote_code=trust_remote_code)

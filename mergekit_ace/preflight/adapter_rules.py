@@ -28,8 +28,6 @@ def check_adapters(
     """Find what hinders adapters, or does not fit the models that they are put onto.
 
     Args:
-        checkpoints: of the models.
-        options: mergekit's flags.
         merged_first: whether each is merged into its base first, as `mergekit-yaml` does.
     """
     uncached: list[str] = []
@@ -44,13 +42,6 @@ def check_adapters(
                 f"mergekit has to infer the architecture of {model.model}, and infers none of "
                 "adapters",
                 "merge by mergekit-ace merge",
-            )
-        wanted = options.lora_merge_dtype
-        if wanted and (wanted.removeprefix("torch.") not in ("bfloat16", "float16", "float32")):
-            yield Finding.error(
-                "adapters",
-                f"--lora-merge-dtype {wanted} is no dtype in which adapters can be merged",
-                "write float32",
             )
         yield from _check_fit(model)
         made_for = json_or_empty(Path(model.lora.path, "adapter_config.json")).get(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,10 +17,8 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
-from mergekit_ace.algebra.ridge_floor import is_near_threshold
 from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.methods.base import TaskVectorMethod
-from mergekit_ace.naming import module_of
 from mergekit_ace.planning import (
     ConfigError,
     PlannedMerge,
@@ -49,7 +46,7 @@ from mergekit_ace.preflight.estimate import (
     in_bytes,
     in_time,
 )
-from mergekit_ace.preflight.findings import MOST_LISTED, Finding
+from mergekit_ace.preflight.findings import Finding
 from mergekit_ace.preflight.reach_rules import check_method_settings, check_reach
 from mergekit_ace.preflight.tokenizer_rules import check_tokenizers
 from mergekit_ace.preflight.unplanned_rules import (
@@ -70,7 +67,6 @@ class Preflight:
     Attributes:
         findings: errors first.
         method: what the merge method does, and where to read more; its name if it is mergekit's.
-        models: what is known of each.
         tensors: how many are merged; None where no plan was possible.
         estimate: what that takes; None where no plan was possible.
     """
@@ -100,8 +96,6 @@ def check_merge(
     """Check a config and its models by configs, tokenizers, headers and a few matrices of each.
 
     Args:
-        path: of the config.
-        options: mergekit's flags.
         out: where the result is to be written; the present folder's disk by default.
         unplanned: what the `mergekit-ace merge` that is about to start does with tensors that
             mergekit does not plan. It looks after the disk itself, and needs no estimate of time.
@@ -144,9 +138,7 @@ def check_merge(
     own = {t.name for t in plan.tensors if t.method is plan.method}
     merged = replace(plan, saves={name: s for name, s in plan.saves.items() if name in own})
     findings += check_reach(merged)
-    shards = [Path(h.file) for c in checkpoints.values() if c.folder for h in c.headers.values()]
-    largest = max(set(shards), key=lambda shard: shard.stat().st_size, default=None)
-    rates = calibrate(options.device or "cpu", largest) if unplanned is None else NOMINAL
+    rates = calibrate(options.device or "cpu") if unplanned is None else NOMINAL
     estimate = estimate_merge(plan, checkpoints, rates)
     rows = {tensor.name: tensor.rows_per_column for tensor in estimate.tensors}
     findings += check_method_settings(merged, rows)
@@ -289,6 +281,18 @@ def result_text(result: Preflight) -> str:
 
 
 def _text_lines(result: Preflight) -> Iterator[str]:
+    for finding in result.findings:
+        yield finding.text
+    errors = sum(finding.level == "error" for finding in result.findings)
+    warnings = len(result.findings) - errors
+    yield (
+        f"errors: {errors}, warnings: {warnings}"
+        if result.findings
+        else "nothing to complain about: the merge may start"
+    )
+    if result.estimate is not None:
+        yield from _estimate_lines(result.estimate)
+    yield ""
     if result.method:
         yield f"method  {result.method}"
     for model in result.models:
@@ -299,45 +303,9 @@ def _text_lines(result: Preflight) -> Iterator[str]:
             + (f" with {precision} values" if precision not in (None, *model["dtypes"]) else "")
             + (f", vocabulary {model['vocabulary']}" if model["vocabulary"] else "")
         )
-    if result.estimate is not None:
-        yield ""
-        yield from _estimate_lines(result.estimate, result.tensors or 0)
-    yield ""
-    for finding in result.findings:
-        yield finding.text
-    errors = sum(finding.level == "error" for finding in result.findings)
-    warnings = len(result.findings) - errors
-    yield (
-        f"errors: {errors}, warnings: {warnings}"
-        if result.findings
-        else "nothing to complain about: the merge may start"
-    )
 
 
-def _ratio_lines(estimate: Estimate) -> Iterator[str]:
-    """Yield T·o/i of the modules, those that are nearest to 1 first."""
-    modules: dict[float, set[str]] = {}
-    for tensor in estimate.tensors:
-        if tensor.rows_per_column is not None:
-            modules.setdefault(tensor.rows_per_column, set()).add(module_of(tensor.name))
-    ratios = sorted(modules, key=lambda ratio: abs(math.log(ratio)))[:MOST_LISTED]
-    if ratios:
-        yield " T·o/i  " + ", ".join(f"{r:.3g} ({', '.join(sorted(modules[r]))})" for r in ratios)
-    if any(map(is_near_threshold, ratios)):
-        yield "        where it is near 1, the rows of all experts just determine the merge"
-
-
-def _estimate_lines(estimate: Estimate, tensors: int) -> Iterator[str]:
-    rules = ", ".join(f"{count} {rule}" for rule, count in sorted(estimate.rules.items()))
-    yield f" rules  {tensors} tensors: {rules}"
-    if estimate.forms:
-        forms = ", ".join(f"{count} {form}" for form, count in sorted(estimate.forms.items()))
-        refinable = estimate.operations[0] != estimate.operations[1]
-        yield f" forms  {forms}" + (" (should no matrix be refined)" if refinable else "")
-    yield from _ratio_lines(estimate)
-    low, high = (operations / 1e12 for operations in estimate.operations)
-    work = f"{low:.3g} Tflop" if low == high else f"{low:.3g} to {high:.3g} Tflop"
-    yield f"  work  {work}"
+def _estimate_lines(estimate: Estimate) -> Iterator[str]:
     if estimate.seconds is not None:
         fast, slow = (in_time(seconds) for seconds in estimate.seconds)
         yield f"  time  about {fast}" + (f", {slow} if all is refined" if slow != fast else "")

@@ -185,22 +185,15 @@ def check_heads(checkpoints: Checkpoints, base: ModelReference | None) -> Iterat
                 "save it again with its head, or set tie_word_embeddings: true in its config.json "
                 "if it has none of its own",
             )
-        elif base is None or model == base:
-            continue
-        elif ties[base] and head and ties[model] is False:
-            yield Finding.error(
-                "heads",
-                f"the base model ties its head to the embedding, {model} has a head of its own, "
-                "which the result will lose",
-                "save the base untied (tie_word_embeddings: false, with its lm_head), or the "
-                "expert tied",
-            )
-        elif ties[base] is False and stored[base] and ties[model] and not head:
-            yield Finding.error(
-                "heads",
-                f"{model} ties its head to the embedding, the base model has one of its own",
-                "save both in the same way",
-            )
+        elif base is not None and {ties[base], ties[model]} == {True, False}:
+            tied, own = (base, model) if ties[base] else (model, base)
+            if stored[own] and (tied == base or not stored[tied]):
+                yield Finding.error(
+                    "heads",
+                    f"{tied} ties its head to the embedding, and {own} has a head of its own",
+                    "save both in the same way: tied, or with `tie_word_embeddings`: false and an "
+                    "lm_head",
+                )
 
 
 def _stored_head(checkpoint: Checkpoint) -> str:

@@ -44,8 +44,6 @@ class Checkpoint:
     Attributes:
         model: mergekit's reference; the headers of an adapter's are those of its base.
         folder: where its files are; None on the Hub.
-        index: which file holds which tensor.
-        headers: by tensor name.
     """
 
     model: ModelReference

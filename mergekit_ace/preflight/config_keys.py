@@ -24,7 +24,6 @@ def check_keys(source: str, spec: MergeMethodSpec | None) -> Iterator[Finding]:
     """Find keys and parameters that mergekit, or YAML, would ignore without a word.
 
     Args:
-        source: the YAML of the config.
         spec: of its merge method; None where that is not known.
     """
     yield from repeated_keys(source)
@@ -87,7 +86,6 @@ def _parts(
 
 
 def _alternatives(kind: Any) -> Iterator[Any]:
-    """Yield the members of a union of types, however it is nested."""
     if get_origin(kind) in (Union, UnionType):
         for part in get_args(kind):
             yield from _alternatives(part)
@@ -123,11 +121,8 @@ def _parameters(
     """Find parameters that are not read there.
 
     Args:
-        where: they stand, for people.
-        given: the parameters.
         part: the mapping that holds them; what belongs to the whole tensor is not read where it is
             that of a model.
-        content: of the whole config.
         spec: of the merge method.
     """
     scopes = {parameter.name: parameter.scope for parameter in spec.parameters}

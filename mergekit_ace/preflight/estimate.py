@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from mergekit.common import ModelReference
@@ -24,10 +22,8 @@ from mergekit_ace.preflight.checkpoints import Checkpoint
 PROCESS = 700_000_000  # bytes: python with torch, transformers and mergekit
 SIDE = 1536  # of the products: a few milliseconds on anything
 SWEEP = 2**23  # entries of the sum, too many for a cache
-READ_SAMPLE = 32 * 2**20  # bytes read
 # Merges reach this part of the rate of a single product: factors and solves, blocks, float64.
 EFFICIENCY = 0.6
-UNKNOWN_DISK = 1e9  # bytes per second
 
 
 @dataclass(frozen=True)
@@ -35,14 +31,10 @@ class TensorEstimate:
     """One tensor.
 
     Attributes:
-        name: of it.
-        shape: as stored.
         rule: `matrix`, `stacked`, … as it is read; the method's name if it reads entries.
         form: of the closed form, without and with the refinement; None for what needs none.
         operations: of the merge, without the refinement and with it.
         moved: bytes to and from memory, likewise.
-        read: bytes from disk.
-        written: bytes of the result.
         inputs: bytes of all versions in the dtype of the merge.
         working: bytes beside inputs and result, the larger of both branches.
         rows_per_column: T·o/i of its matrices, with T the experts whose weight is not 0; None where
@@ -61,6 +53,11 @@ class TensorEstimate:
     working: int
     rows_per_column: float | None = None
 
+    def seconds(self, rates: Rates, refined: bool) -> float:
+        """Return how long it takes on a machine."""
+        work = self.operations[refined] / rates.operations + self.moved[refined] / rates.memory
+        return work + (self.read + self.written) / rates.read
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -69,12 +66,9 @@ class Estimate:
     Attributes:
         rules: tensors by rule.
         forms: matrices by form.
-        operations: floating-point operations.
         seconds: from the rates of this machine; None for a method whose time they do not tell.
         memory: bytes of the process at its largest, about; without what the system caches of files.
         device_memory: bytes on the accelerator; None without one.
-        read, written: bytes of disk.
-        tensors: one by one.
     """
 
     rules: dict[str, int]
@@ -107,22 +101,13 @@ class Rates:
 NOMINAL = Rates(operations=1e11, memory=1e10, read=1e9)
 
 
-def calibrate(device: str, file: Path | None) -> Rates:
-    """Measure the rates of this machine.
-
-    Args:
-        device: of the matrix work.
-        file: on the disk that is read; a usual rate without one.
-    """
+def calibrate(device: str) -> Rates:
+    """Measure the rates of a device; the disk is taken for one of 1 GB/s."""
     matrix = torch.ones(SIDE, SIDE, device=device)
     seconds = _best(lambda: product(matrix, matrix), device)
     vector = torch.ones(SWEEP, device=device)
     sweep = _best(lambda: vector.add_(1.0), device)
-    return Rates(
-        operations=EFFICIENCY * 2 * SIDE**3 / seconds,
-        memory=2 * 4 * SWEEP / sweep,
-        read=_read_rate(file) if file is not None else UNKNOWN_DISK,
-    )
+    return Rates(EFFICIENCY * 2 * SIDE**3 / seconds, 2 * 4 * SWEEP / sweep, NOMINAL.read)
 
 
 def _best(work: Callable[[], object], device: str, rounds: int = 4) -> float:
@@ -135,26 +120,6 @@ def _best(work: Callable[[], object], device: str, rounds: int = 4) -> float:
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
     return max(min(times[1:]), 1e-9)
-
-
-def _read_rate(path: Path) -> float:
-    """Read from the disk itself where the system can be asked to forget the part first."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            size = min(READ_SAMPLE, path.stat().st_size)
-            if size < 2**20:
-                return UNKNOWN_DISK
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
-            start = time.perf_counter()
-            while size > 0:
-                part = len(file.read(min(size, 2**22)))
-                if not part:
-                    break
-                size -= part
-            return min(READ_SAMPLE, path.stat().st_size) / (time.perf_counter() - start)
-    except OSError:
-        return UNKNOWN_DISK
 
 
 def estimate_tensor(
@@ -200,31 +165,22 @@ def estimate_tensor(
 def estimate_merge(
     plan: PlannedMerge, checkpoints: Mapping[ModelReference, Checkpoint], rates: Rates
 ) -> Estimate:
-    """Return what all tensors take that can be estimated.
-
-    Args:
-        plan: the merge.
-        checkpoints: its models.
-        rates: of this machine.
-    """
+    """Return what all tensors take that can be estimated."""
     parts = [estimate_tensor(t, sources(t, checkpoints), plan) for t in plan.tensors]
     known = [part for part in parts if part is not None]
     operations = tuple(sum(part.operations[n] for part in known) for n in range(2))
-    moved = tuple(sum(part.moved[n] for part in known) for n in range(2))
-    read, written = sum(part.read for part in known), sum(part.written for part in known)
-    disk = read / rates.read + written / rates.read
+    seconds = tuple(sum(part.seconds(rates, bool(n)) for part in known) for n in range(2))
     timed = isinstance(plan.method, TaskVectorMethod) and plan.method.timed
-    seconds = tuple(operations[n] / rates.operations + moved[n] / rates.memory for n in range(2))
     on_device = plan.options.device not in (None, "cpu")
     return Estimate(
         rules=dict(Counter(part.rule for part in known)),
         forms=dict(Counter(part.form[0] for part in known if part.form)),
         operations=(operations[0], operations[1]),
-        seconds=(seconds[0] + disk, seconds[1] + disk) if timed else None,
+        seconds=(seconds[0], seconds[1]) if timed else None,
         memory=_peak(known, plan.options.out_shard_size, on_device),
         device_memory=max((p.inputs + p.working for p in known), default=0) if on_device else None,
-        read=read,
-        written=written,
+        read=sum(part.read for part in known),
+        written=sum(part.written for part in known),
         tensors=tuple(known),
     )
 

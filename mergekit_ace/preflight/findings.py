@@ -18,10 +18,7 @@ class Finding:
     """Something that is wrong, or may be.
 
     Attributes:
-        level: ``error`` or ``warning``.
         subject: what it is about: ``config``, ``tensors``, ``tokenizers``, …
-        message: what was found.
-        remedy: what to do.
     """
 
     level: Level

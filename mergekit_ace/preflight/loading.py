@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import transformers
-from mergekit.common import ModelPath, ModelReference, get_auto_cls
+from mergekit.common import ModelPath, ModelReference
 from mergekit.io import ShardedTensorIndex
 from transformers.utils import logging as transformers_logging
 
 from mergekit_ace.headers import DTYPES, TensorHeader, read_headers
+from mergekit_ace.methods.architecture import model_class
 from mergekit_ace.naming import without_numbers
 from mergekit_ace.preflight.findings import listed
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-class UnknownArchitectureError(RuntimeError):
-    """transformers cannot build the model of a config."""
+class NotLoadedError(RuntimeError):
+    """transformers does not load a model whose result is looked at."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LoadedHeaders:
         missing: what the model has and the checkpoint lacks.
         unexpected: what the checkpoint has and the model has no place for.
         mismatched: shapes in the checkpoint and in the model, by name.
-        failure: why stored tensors cannot be put together; empty where they can.
+        failure: why the model cannot be built, or stored tensors be put together; empty if so.
     """
 
     missing: frozenset[str] = frozenset()
@@ -53,13 +53,7 @@ def load_headers(
 
     Args:
         config: of the model; its first architecture is built.
-        headers: of the checkpoint, by name.
-        trust_remote_code: as in transformers.
-
-    Raises:
-        UnknownArchitectureError: transformers cannot build the architecture at all.
     """
-    skeleton(config, trust_remote_code=trust_remote_code)  # what fails from here is the checkpoint
     tensors = {
         name: torch.empty(
             header.shape, dtype=DTYPES.get(header.dtype, torch.float32), device="meta"
@@ -67,8 +61,16 @@ def load_headers(
         for name, header in headers.items()
     }
     try:
-        _, info = _from_tensors(config, tensors, trust_remote_code)
-    except Exception as error:  # of many kinds: from shapes that do not fit together
+        with quiet_transformers():
+            _, info = model_class(config, trust_remote_code).from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                device_map="meta",
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # of many kinds: no such class, shapes that do not fit together
         return LoadedHeaders(failure=str(error).strip() or type(error).__name__)
     return LoadedHeaders(
         missing=frozenset(info["missing_keys"]),
@@ -86,18 +88,18 @@ def verify_model(
     may as well: a backbone without the head that its config names, for example.
 
     Args:
-        folder: of the result.
         donor: the model whose config the result has.
         donor_folder: where its weights are.
-        trust_remote_code: whether the code that a model brings may run.
 
     Raises:
-        UnknownArchitectureError: transformers does not know the architecture.
+        NotLoadedError: transformers does not load the donor either.
     """
     result = _load_folder(merged_model(folder), folder, trust_remote_code)
     if result == LoadedHeaders():
         return ""
     origin = _load_folder(donor, donor_folder, trust_remote_code)
+    if origin.failure:
+        raise NotLoadedError(f"transformers does not load {donor} either: {origin.failure}")
     return "; ".join(_differences(result, origin))
 
 
@@ -114,7 +116,7 @@ def _load_folder(model: ModelReference, folder: Path, trust_remote_code: bool) -
 
 
 def _differences(result: LoadedHeaders, origin: LoadedHeaders) -> Iterator[str]:
-    if result.failure and not origin.failure:
+    if result.failure:
         yield f"its tensors cannot be put together: {result.failure}"
     missing = _only(result.missing, origin.missing)
     if missing:
@@ -141,25 +143,8 @@ def _other_shapes(result: Mapping, origin: Mapping) -> list[str]:
     ]
 
 
-def skeleton(config: PretrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
-    """Build the model of a config on the meta device.
-
-    Raises:
-        UnknownArchitectureError: transformers cannot build it, or may not run the code for it.
-    """
-    try:
-        return _from_tensors(config, {}, trust_remote_code)[0]
-    except Exception as error:  # whatever a model's constructor raises
-        name = (config.architectures or ["no architecture"])[0]
-        raise UnknownArchitectureError(f"{name}: {error}") from error
-
-
 def wanted_names(model: PreTrainedModel, names: Iterable[str]) -> tuple[set[str], set[str]]:
     """Return those names of a checkpoint from which transformers fills a model.
-
-    Args:
-        model: as `skeleton` builds it.
-        names: of tensors in the checkpoint.
 
     Returns:
         What the model needs; and what it ties to something else, so that it can do without.
@@ -179,35 +164,6 @@ def wanted_names(model: PreTrainedModel, names: Iterable[str]) -> tuple[set[str]
     targets = {name: in_memory(name) for name in names}
     tied = {name for name, target in targets.items() if target in model.all_tied_weights_keys}
     return {name for name, target in targets.items() if target in state} - tied, tied
-
-
-def _from_tensors(
-    config: PretrainedConfig, tensors: Mapping[str, torch.Tensor], trust_remote_code: bool
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    with quiet_transformers():
-        return model_class(config, trust_remote_code).from_pretrained(
-            None,
-            config=config,
-            state_dict=dict(tensors),
-            device_map="meta",
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-
-
-def model_class(config: PretrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:
-    """Return the class that a config names, or what its remote code defines.
-
-    Raises:
-        Exception: there is none, or its code is not trusted.
-    """
-    name = (config.architectures or [""])[0]
-    known = getattr(transformers, name, None)
-    if isinstance(known, type) and issubclass(known, transformers.PreTrainedModel):
-        return known
-    with torch.device("meta"):
-        built = get_auto_cls(name).from_config(config, trust_remote_code=trust_remote_code)
-    return type(built)
 
 
 @contextmanager

@@ -34,7 +34,6 @@ def check_reach(plan: PlannedMerge) -> Iterator[Finding]:
                 f"it has as many values as there are experts ({experts})",
                 f"for a {name} of each expert, write it under the `parameters:` of its entry",
             )
-    yield from _check_weights(plan)
     yield from _check_densities(plan)
 
 
@@ -48,7 +47,6 @@ def _settings(
 
 
 def _parts(part: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a definition, and all that it holds, that may have parameters."""
     yield where, part
     for key in ("models", "slices", "sources"):
         for n, member in enumerate(getattr(part, key, None) or ()):
@@ -126,35 +124,16 @@ def _is_gradient(setting: Any, length: int) -> bool:
     return plain and len({str(value) for value in setting}) > 1
 
 
-def _of_experts(plan: PlannedMerge, name: str) -> list[Any]:
-    """Return the values that a parameter of experts has in all tensors."""
-    own = [
-        dict(parameters.items())
-        for tensor in plan.tensors
-        for parameters in tensor.task.input_parameters.values()
-    ]
-    return [parameters[name] for parameters in own if name in parameters]
-
-
 def _check_densities(plan: PlannedMerge) -> Iterator[Finding]:
     """Find percentages in the place of shares; mergekit takes them for 1."""
-    above = [value for value in _of_experts(plan, "density") if not 0 <= value <= 1]
-    if above:
+    given = (own for tensor in plan.tensors for own in tensor.task.input_parameters.values())
+    densities = (dict(own.items()).get("density", 1) for own in given)
+    above = next((value for value in densities if not 0 <= value <= 1), None)
+    if above is not None:
         yield Finding.error(
             "config",
-            f"density: {above[0]:g} is no share of the entries, from 0 to 1",
-            f"write {above[0] / 100:g}, if it is a percentage" if above[0] > 1 else "raise it",
-        )
-
-
-def _check_weights(plan: PlannedMerge) -> Iterator[Finding]:
-    """Find a merge in which no expert counts in any tensor."""
-    weights = _of_experts(plan, "weight")
-    if weights and all(weight == 0 for weight in weights):
-        yield Finding.error(
-            "config",
-            "the weights of all experts are 0 in every tensor, so that nothing of them is merged",
-            "give at least one expert a `weight` above 0, or leave `weight` out",
+            f"density: {above:g} is no share of the entries, from 0 to 1",
+            f"write {above / 100:g}, if it is a percentage" if above > 1 else "raise it",
         )
 
 
@@ -166,7 +145,6 @@ def check_method_settings(
     Where they fit, say what is seldom meant; what a method knows of its own.
 
     Args:
-        plan: the merge.
         rows_per_column: T·o/i of tensors, by name, see `TensorEstimate`.
     """
     method = plan.method

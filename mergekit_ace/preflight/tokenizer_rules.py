@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
@@ -30,58 +28,22 @@ def check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> It
 
 
 def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
-    source: Any = config.tokenizer.source if config.tokenizer else config.tokenizer_source
-    if source:
-        yield from _check_source(source, checkpoints)
+    if config.tokenizer or config.tokenizer_source:
         yield from _check_built(checkpoints, config)
         for checkpoint in checkpoints.values():
             _tokens(checkpoint)  # mergekit takes the base's in the place of a damaged one
     elif config.base_model is not None:
         yield from _check_numbers(checkpoints, config.base_model)
-        if config.chat_template and not _has_tokenizer(checkpoints[config.base_model]):
-            yield Finding.warning(
-                "tokenizers",
-                f"chat_template: the base model {config.base_model} has no tokenizer to write it "
-                "to",
-                "take the files of the tokenizer into the folder of the base model",
-            )
-
-
-def _has_tokenizer(checkpoint: Checkpoint) -> bool:
-    return any(checkpoint.file(name) for name in VOCABULARY_FILES)
 
 
 def _has_vocabulary(checkpoint: Checkpoint) -> bool:
     return any(checkpoint.file(name) for name in ("tokenizer.json", "vocab.json", "vocab.txt"))
 
 
-def _check_source(source: Any, checkpoints: Checkpoints) -> Iterator[Finding]:
-    """Find a tokenizer's source that is no model, but a word with a slip."""
-    if not isinstance(source, ModelReference) or source in checkpoints:
-        return
-    name = str(source)
-    if "/" in name or Path(name).is_dir():
-        return
-    close = difflib.get_close_matches(name.lower(), ("base", "union"), n=1)
-    yield Finding.error(
-        "tokenizers",
-        f"tokenizer: the source {name!r} is no model of this merge, nor a folder",
-        f"did you mean {close[0]!r}?" if close else "write base, union, or one of the models",
-    )
-
-
 def _check_built(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find what keeps mergekit from building a tokenizer, which it does after the planning."""
-    multiple = config.tokenizer.pad_to_multiple_of if config.tokenizer else None
-    if multiple is not None and multiple < 1:
-        yield Finding.error(
-            "tokenizers",
-            f"tokenizer.pad_to_multiple_of is {multiple}",
-            "write a number of rows of 1 or more, such as 64, or leave it out",
-        )
     base = config.base_model or next(iter(checkpoints))
-    checkpoint = checkpoints[base]
-    if not _has_tokenizer(checkpoint):
+    if not any(checkpoints[base].file(name) for name in VOCABULARY_FILES):
         yield Finding.error(
             "tokenizers",
             f"tokenizer: the base model {base} has no tokenizer, from which mergekit builds that "
@@ -99,7 +61,6 @@ def _check_numbers(checkpoints: Checkpoints, base: ModelReference) -> Iterator[F
         if model == first:
             continue
         checkpoint = checkpoints[model]
-        yield from _check_pieces(model, checkpoint, checkpoints[base])
         different, new = _compare(origin, checkpoint)
         if different:
             yield Finding.error(
@@ -115,19 +76,6 @@ def _check_numbers(checkpoints: Checkpoints, base: ModelReference) -> Iterator[F
                 f"gets, lacks: {listed([repr(token) for token in new])}",
                 "add the lines `tokenizer: {source: union}`, if the result needs them",
             )
-
-
-def _check_pieces(
-    model: ModelReference, checkpoint: Checkpoint, origin: Checkpoint
-) -> Iterator[Finding]:
-    """Compare models of SentencePiece, where nothing else tells the tokens."""
-    pieces = [_digest(c.file("tokenizer.model")) for c in (origin, checkpoint)]
-    if all(pieces) and pieces[0] != pieces[1] and not checkpoint.file("tokenizer.json"):
-        yield Finding.warning(
-            "tokenizers",
-            f"the tokenizer.model of {model} differs from the base model's",
-            "if tokens have other numbers, add the line `tokenizer: {source: base}`",
-        )
 
 
 def _compare(origin: Checkpoint, other: Checkpoint) -> tuple[list[str], list[str]]:

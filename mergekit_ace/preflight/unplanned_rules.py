@@ -21,6 +21,7 @@ from mergekit.options import MergeOptions
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from mergekit_ace.headers import TensorHeader
+from mergekit_ace.methods.architecture import empty_network
 from mergekit_ace.model_files import GENERATION, config_donor, lost_model_files
 from mergekit_ace.planning import (
     PlannedTensor,
@@ -30,7 +31,7 @@ from mergekit_ace.planning import (
 )
 from mergekit_ace.preflight.checkpoints import Checkpoint
 from mergekit_ace.preflight.findings import Finding, listed
-from mergekit_ace.preflight.loading import UnknownArchitectureError, skeleton, wanted_names
+from mergekit_ace.preflight.loading import wanted_names
 from mergekit_ace.unplanned import UnplannedTensor
 
 Treatment = Literal["base", "merge", "error"]
@@ -49,14 +50,14 @@ class Unplanned:
     Attributes:
         donor: the model whose config the result has: the base, or the first one.
         left: names that are the donor's as well, by model.
-        renamed: names that the donor lacks, but transformers would load; by model.
-        foreign: names that the donor lacks, and its architecture has no place for; by model.
+        foreign: names that the donor lacks, by model.
+        needed: whether transformers would load one of these.
     """
 
     donor: ModelReference
     left: Mapping[ModelReference, tuple[str, ...]]
-    renamed: Mapping[ModelReference, tuple[str, ...]]
     foreign: Mapping[ModelReference, tuple[str, ...]]
+    needed: bool
 
 
 def find_unplanned(
@@ -65,13 +66,7 @@ def find_unplanned(
     tensors: Sequence[PlannedTensor],
     checkpoints: Checkpoints,
 ) -> Unplanned:
-    """Find the tensors that a merge leaves out, but for buffers that any program computes anew.
-
-    Args:
-        config, options: of the merge.
-        tensors: that mergekit plans.
-        checkpoints: all models, with their headers.
-    """
+    """Find the tensors that a merge leaves out, but for buffers that any program computes anew."""
     donor = config.base_model or config.referenced_models()[0]
     architecture = find_architecture(config.model_copy(deep=True), options)
     left = {}
@@ -79,7 +74,7 @@ def find_unplanned(
         known = _known(model, architecture, options)
         planned = [dict(tensor.gather.weight_info.items()).get(model) for tensor in tensors]
         left[model] = _unread(checkpoint, known, [weight for weight in planned if weight])
-    needed, tied = _wanted(donor, {name for names in left.values() for name in names}, options)
+    needed, tied = _wanted(donor, {name for names in left.values() for name in names})
     for model, names in left.items():
         headers = checkpoints[model].headers
         lost = (n for n in names if n in needed or not _is_buffer(n, headers.get(n)))
@@ -90,11 +85,12 @@ def find_unplanned(
         picked = {model: tuple(filter(condition, names)) for model, names in left.items()}
         return {model: names for model, names in picked.items() if names}
 
+    foreign = pick(lambda name: name not in own)
     return Unplanned(
         donor,
-        left=pick(lambda name: name in own),
-        renamed=pick(lambda name: name not in own and name in needed),
-        foreign=pick(lambda name: name not in own and name not in needed),
+        pick(lambda name: name in own),
+        foreign,
+        any(needed & set(names) for names in foreign.values()),
     )
 
 
@@ -140,18 +136,14 @@ def _conversions(name: str, transforms: Sequence[Any]) -> set[str]:
     return names
 
 
-def _wanted(
-    donor: ModelReference, names: set[str], options: MergeOptions
-) -> tuple[set[str], set[str]]:
+def _wanted(donor: ModelReference, names: set[str]) -> tuple[set[str], set[str]]:
     """Return what transformers needs, and what it ties; nothing of an unknown architecture."""
     if not names:
         return set(), set()
-    trust = options.trust_remote_code
     try:
-        model = skeleton(donor.config(trust_remote_code=trust), trust_remote_code=trust)
-    except UnknownArchitectureError:
+        return wanted_names(empty_network(donor), names)
+    except Exception:  # whatever a model's constructor raises
         return set(), set()
-    return wanted_names(model, names)
 
 
 def _is_buffer(name: str, header: TensorHeader | None) -> bool:
@@ -194,10 +186,7 @@ def treat_unplanned(
     """Return what is to be planned beside mergekit's plan, and what is to be said of it.
 
     Args:
-        unplanned: what would be left out.
         treatment: copy all of it from the donor; or merge what all models have.
-        tensors: that mergekit plans.
-        checkpoints: all models.
     """
     findings = [*_complaints(unplanned, treatment, checkpoints)]
     if treatment == "error" or not unplanned.left:
@@ -250,19 +239,13 @@ def _complaints(
             f"copies them from {donor}. Or save the models under the names that they have in "
             "memory (save_pretrained(…, save_original_format=False))",
         )
-    if unplanned.renamed:
-        yield Finding.error(
-            "tensors",
-            f"{donor} has no tensors of these names, so nobody merges "
-            f"{_explain(unplanned.renamed, checkpoints)}",
-            f"save all models in the same way as {donor}, with one version of transformers",
-        )
     if unplanned.foreign:
-        yield Finding.warning(
+        yield (Finding.error if unplanned.needed else Finding.warning)(
             "tensors",
             f"{donor} has no tensors of these names, so the result lacks "
             f"{_explain(unplanned.foreign, checkpoints)}",
-            "save the model without them, if they are of no use",
+            f"save all models in the same way as {donor}, with one version of transformers, or "
+            "without them if they are of no use",
         )
 
 

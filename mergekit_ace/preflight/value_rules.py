@@ -3,38 +3,30 @@
 
 from __future__ import annotations
 
-import importlib.resources
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import jinja2
-from mergekit._data import chat_templates
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import (
     InputModelDefinition,
     InputSliceDefinition,
     MergeConfiguration,
 )
+from mergekit.merge import _set_chat_template
 
 from mergekit_ace.preflight.findings import Finding
 
-# What people write for the dtypes that mergekit knows.
-DTYPE_ALIASES = {
-    "bf16": "bfloat16", "bfloat": "bfloat16",
-    "fp16": "float16", "f16": "float16", "half": "float16",
-    "fp32": "float32", "f32": "float32", "float": "float32", "single": "float32",
-    "fp64": "float64", "f64": "float64", "double": "float64",
-}  # fmt: skip
 KNOWN_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def check_values(config: MergeConfiguration) -> Iterator[Finding]:
     """Find values that can be judged without any file of weights."""
     yield from _check_dtype_names(config)
-    yield from _check_chat_template(config.chat_template)
+    yield from _check_chat_template(config)
     yield from _check_model_list(config)
-    yield from _check_layer_ranges(config)
 
 
 def _check_dtype_names(config: MergeConfiguration) -> Iterator[Finding]:
@@ -42,11 +34,8 @@ def _check_dtype_names(config: MergeConfiguration) -> Iterator[Finding]:
         try:
             dtype = dtype_from_name(name)
         except RuntimeError:
-            meant = DTYPE_ALIASES.get(str(name).lower(), str(name).lower())
-            remedy = f"there are: {', '.join(KNOWN_DTYPES)}"
-            if meant in KNOWN_DTYPES:
-                remedy = f"write `{key}: {meant}`"
-            yield Finding.error("dtypes", f"{key}: mergekit knows no dtype {name!r}", remedy)
+            message = f"{key}: mergekit knows no dtype {name!r}"
+            yield Finding.error("dtypes", message, f"write one of {', '.join(KNOWN_DTYPES)}")
             continue
         if name and name.startswith("torch."):
             yield Finding.error(
@@ -64,30 +53,20 @@ def _check_dtype_names(config: MergeConfiguration) -> Iterator[Finding]:
             )
 
 
-def _check_chat_template(template: str | None) -> Iterator[Finding]:
-    """Find a template that mergekit refuses once all weights are merged."""
-    known = sorted(
-        entry.name.removesuffix(".jinja")
-        for entry in importlib.resources.files(chat_templates).iterdir()
-        if entry.name.endswith(".jinja")
-    )
-    if not template or template == "auto" or template in known:
+def _check_chat_template(config: MergeConfiguration) -> Iterator[Finding]:
+    """Ask mergekit for the template, which it refuses only once all weights are merged."""
+    if config.chat_template in (None, "auto"):
         return
-    remedy = f"write auto, one of {', '.join(known)}, or the text of a Jinja template"
-    if len(template) < 20 or "{" not in template:
-        yield Finding.error(
-            "tokenizers",
-            f"chat_template: {template!r} is neither the name nor the text of a template; mergekit "
-            "reads no files",
-            remedy,
-        )
-        return
+    holder = SimpleNamespace(chat_template="")
     try:
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except jinja2.TemplateSyntaxError as error:
+        _set_chat_template(holder, config)
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(holder.chat_template)
+    except (RuntimeError, jinja2.TemplateSyntaxError) as error:
         if "unknown tag" not in str(error):  # transformers has tags of its own
             yield Finding.error(
-                "tokenizers", f"chat_template is no Jinja template: {error}", remedy
+                "tokenizers",
+                f"chat_template is neither the name of a template nor one in Jinja: {error}",
+                "write auto, a name that mergekit knows such as chatml, or the text of a template",
             )
 
 
@@ -113,19 +92,6 @@ def _check_model_list(config: MergeConfiguration) -> Iterator[Finding]:
                     "models",
                     f"{where}: {names[0]} is listed {len(names)} times{other}",
                     "list it once; `weight` under its parameters lets it count more",
-                )
-
-
-def _check_layer_ranges(config: MergeConfiguration) -> Iterator[Finding]:
-    """Find ranges without a layer, which mergekit leaves out of the result without a word."""
-    for where, inputs in _input_lists(config):
-        for n, source in enumerate(inputs):
-            first, end = getattr(source, "layer_range", (0, 1))
-            if not 0 <= first < end:
-                yield Finding.error(
-                    "config",
-                    f"{where}.{n}: the layer_range [{first}, {end}] holds no layer",
-                    "write the first layer, counted from 0, and the one after the last",
                 )
 
 

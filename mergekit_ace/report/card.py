@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import re
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -16,39 +16,41 @@ from mergekit.config import MergeConfiguration
 from tqdm import tqdm
 
 from mergekit_ace.checkpoint_files import adapter_files, weight_files
-from mergekit_ace.files import package_versions, write_text
+from mergekit_ace.files import package_versions, sha256, write_text
 from mergekit_ace.headers import DamagedFileError, TensorHeader, read_file_header
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
 from mergekit_ace.report.completion import complete_result, merged_config
-from mergekit_ace.report.figures import COLORS
+from mergekit_ace.report.figures import draw_pictures
 from mergekit_ace.report.jsonl import Line, ReportError, read_lines
 from mergekit_ace.report.markdown import markdown_text
 from mergekit_ace.report.summary import relative_sizes, summarize
 from mergekit_ace.report.tables import Report, title_of
 
 BEGIN, END = "<!-- mergekit-ace: begin -->", "<!-- mergekit-ace: end -->"
-PICTURES = {
-    "merge_task_vectors.png": "How far each expert moved, by depth",
-    "merge_experts.png": "How alike the experts are",
-}
 
 
-def write_card(folder: Path, lines: Path, *, seed: int | None = None, quiet: bool = False) -> Path:
-    """Add the section to a merge's model card, or renew it there.
+def update_card(
+    folder: Path, lines: Path | None, *, seed: int | None = None, quiet: bool = False
+) -> None:
+    """`mergekit-ace card`: complete the files, and write the card's section with its pictures.
 
     Args:
         folder: that mergekit wrote.
-        lines: the report of this merge, by itself or by `inspect`.
+        lines: the report of this merge, by itself or by `inspect`; None to leave the card as it is.
         seed: of `mergekit-yaml --random-seed`, which mergekit does not write down.
-        quiet: no progress bar while inputs are hashed.
-
-    Returns:
-        The card.
+        quiet: no progress bar.
 
     Raises:
-        ReportError: there is no card, no config, or the report is of another merge.
+        ReportError: there is no card, no config, the report is of another merge, or tensors are
+            missing.
     """
+    if lines is not None:
+        _write_section(folder, lines, seed=seed, quiet=quiet)
+    complete_result(folder)
+
+
+def _write_section(folder: Path, lines: Path, *, seed: int | None, quiet: bool) -> None:
     card = folder / "README.md"
     if not card.is_file():
         raise ReportError(f"there is no model card {card}; merge without --no-write-model-card")
@@ -64,19 +66,15 @@ def write_card(folder: Path, lines: Path, *, seed: int | None = None, quiet: boo
         pictures = save_pictures(report, folder)
     except ImportError:
         pictures = {}
+        click.echo("without pictures, which need: pip install matplotlib")
     hashes = hash_models(config, folder, quiet=quiet)
     section = _section(report, config, pictures, hashes, seed)
-    text = _without_section(known)
+    text = re.sub(f"\n*{BEGIN}.*?{END}\n*", "\n", known, flags=re.DOTALL)
     write_text(card, f"{text.rstrip()}\n\n{section}\n")
-    return card
-
-
-def _without_section(text: str) -> str:
-    return re.sub(f"\n*{re.escape(BEGIN)}.*?{re.escape(END)}\n*", "\n", text, flags=re.DOTALL)
+    click.echo(str(card))
 
 
 def _check_same_merge(folder: Path, config: MergeConfiguration, lines: Sequence[Line]) -> None:
-    """Raise a `ReportError` unless a report is of the merge in a folder."""
     other = _another_merge(folder, config, lines)
     if other:
         raise ReportError(
@@ -119,9 +117,7 @@ def hash_models(
     """Return SHA-256 of every input: of its weight files' digests in the order of their names.
 
     Args:
-        config: of the merge.
         folder: of the result; relative names are looked for beside it, too.
-        quiet: no progress bar.
 
     Returns:
         By model; None for what is not here.
@@ -139,12 +135,8 @@ def hash_models(
         for name, group in files.items():
             whole = hashlib.sha256()
             for file in group:
-                with open(file, "rb") as content:
-                    digest = hashlib.sha256()
-                    while block := content.read(2**22):
-                        digest.update(block)
-                        bar.update(len(block))
-                whole.update(digest.digest())
+                whole.update(bytes.fromhex(sha256(file)))
+                bar.update(file.stat().st_size)
             hashes[name] = whole.hexdigest() if group else None
     return hashes
 
@@ -246,97 +238,59 @@ def _seed(config: MergeConfiguration, seed: int | None) -> str:
     return "none given"
 
 
-def update_card(
-    folder: Path, lines: Path | None, *, seed: int | None = None, quiet: bool = False
-) -> None:
-    """`mergekit-ace card`: complete the files, and write the card's section with its pictures.
-
-    Args:
-        folder: that mergekit wrote.
-        lines: the report of the merge; None to leave the card as it is.
-        seed: of `mergekit-yaml --random-seed`.
-        quiet: no progress bar.
-    """
-    if lines is not None:
-        _update_section(folder, lines, seed=seed, quiet=quiet)
-    complete_result(folder)
-
-
-def _update_section(folder: Path, lines: Path, *, seed: int | None, quiet: bool) -> None:
-    card = write_card(folder, lines, seed=seed, quiet=quiet)
-    if find_spec("matplotlib") is None:
-        click.echo("without pictures, which need: pip install matplotlib")
-    click.echo(str(card))
-
-
 def save_pictures(report: Report, folder: Path) -> dict[str, str]:
-    """Write two pictures; return what they show by the names of their files.
+    """Write two pictures of the report; return what they show by the names of their files.
 
     Raises:
         ImportError: there is no matplotlib.
     """
     from matplotlib.figure import Figure
 
-    names = list(PICTURES)
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    _strength_picture(report, figure.add_subplot())
-    _save(figure, folder / names[0])
-    saved = {names[0]: PICTURES[names[0]]}
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    if report.looked_at and len(report.models) > 1:
-        _similarity_picture(report, figure)
-        saved[names[1]] = PICTURES[names[1]]
-    elif report.solved:
-        _heterogeneity_picture(report, figure.add_subplot())
-        saved[names[1]] = "How much the experts differ in scale, by depth"
-    else:
-        return saved
-    _save(figure, folder / names[1])
+    found = {picture.name: picture for picture in draw_pictures(report)}
+    chosen = {
+        "merge_task_vectors.png": found.get("tau"),
+        "merge_experts.png": found.get("similarity") or found.get("gamma"),
+    }
+    saved = {}
+    for file, picture in chosen.items():
+        if picture is not None:
+            figure = Figure(figsize=(8, 4), layout="constrained")
+            _redraw(picture.figure, figure)
+            figure.suptitle(picture.title)
+            (folder / file).unlink(missing_ok=True)  # from the Hub's cache it may be a link
+            figure.savefig(folder / file, dpi=120)
+            saved[file] = picture.title
     return saved
 
 
-def _save(figure, path: Path) -> None:
-    path.unlink(missing_ok=True)  # in a folder from the Hub's cache it may be a link
-    figure.savefig(path, dpi=120)
-
-
-def _labels(report: Report) -> list[str]:
-    """Return the experts as matplotlib shows them, which takes dollars for formulas."""
-    return [name.replace("$", r"\$") for name in report.experts]
-
-
-def _strength_picture(report: Report, axes) -> None:
-    rows = [row for row in report.rows if any(row.matrix["tau"])]
-    for t, name in enumerate(_labels(report)):
-        points = [(n, report.spread(row.line, row.matrix["tau"])[t]) for n, row in enumerate(rows)]
-        points = [(n, value) for n, value in points if value]
-        color = COLORS[t % len(COLORS)]
-        axes.scatter(*zip(*points, strict=True), s=9, color=color, label=name) if points else None
-    axes.set(yscale="log", xlabel="tensor, from input to output", ylabel="τ = ‖Δ‖²")
-    axes.set_title("How far each expert moved")
-    axes.legend()
-
-
-def _heterogeneity_picture(report: Report, axes) -> None:
-    for number, (key, name) in enumerate((("gamma", "γ"), ("log_variance", "variance of log τ"))):
-        values = [(n, row.matrix[key]) for n, row in enumerate(report.solved) if row.matrix[key]]
-        if values:
-            axes.scatter(*zip(*values, strict=True), s=9, color=COLORS[number], label=name)
-    axes.set(yscale="log", xlabel="matrix, from input to output", ylabel="no unit")
-    axes.set_title("How much the experts differ in scale")
-    axes.legend()
-
-
-def _similarity_picture(report: Report, figure) -> None:
-    views = (
-        ("cosine of task vectors", report.cosines, -1, "RdBu_r"),
-        ("overlap of leading inputs", report.mean_overlap("inputs"), 0, "Blues"),
-    )
-    places = range(len(report.experts))
-    for axes, (title, values, low, colors) in zip(figure.subplots(1, 2), views, strict=True):
-        numbers = [[float("nan") if v is None else v for v in row] for row in values]
-        image = axes.imshow(numbers, vmin=low, vmax=1, cmap=colors)
-        axes.set_xticks(places, _labels(report), rotation=45, ha="right")
-        axes.set_yticks(places, _labels(report))
+def _redraw(plot, figure) -> None:
+    """Draw plotly's points by depth, or the first two of its heatmaps, with matplotlib."""
+    maps = [trace for trace in plot.data if trace.type == "heatmap"][:2]
+    titles = [button.label for menu in plot.layout.updatemenus for button in menu.buttons]
+    for trace, title, axes in zip(
+        maps, titles, figure.subplots(1, 2) if maps else (), strict=False
+    ):
+        numbers = [[float("nan") if v is None else v for v in row] for row in trace.z]
+        colors = "RdBu_r" if trace.zmin < 0 else "Blues"
+        image = axes.imshow(numbers, vmin=trace.zmin, vmax=1, cmap=colors)
+        labels = [_plain(name) for name in trace.x]
+        axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
+        axes.set_yticks(range(len(labels)), labels)
         axes.set_title(title)
         figure.colorbar(image, ax=axes, shrink=0.8)
+    if maps:
+        return
+    axes, layout = figure.subplots(), plot.layout
+    for trace in plot.data:
+        points = [(x, y) for x, y in zip(trace.x, trace.y, strict=True) if y]
+        if points:
+            label = _plain(trace.name)
+            axes.scatter(*zip(*points, strict=True), s=9, color=trace.marker.color, label=label)
+    axes.set(yscale="log", xlabel=layout.xaxis.title.text, ylabel=layout.yaxis.title.text)
+    axes.set_xticks(layout.xaxis.tickvals, layout.xaxis.ticktext)
+    axes.legend()
+
+
+def _plain(name: str) -> str:
+    """Return a name as matplotlib shows it, which takes dollars for formulas."""
+    return html.unescape(name).replace("$", r"\$")

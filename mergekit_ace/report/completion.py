@@ -10,15 +10,12 @@ from mergekit.config import MergeConfiguration
 
 from mergekit_ace.model_files import add_model_files, config_donor
 from mergekit_ace.planning import read_merge_config
-from mergekit_ace.preflight.loading import UnknownArchitectureError, merged_model, verify_model
+from mergekit_ace.preflight.loading import NotLoadedError, merged_model, verify_model
 from mergekit_ace.report.jsonl import ReportError
 
 
 def complete_result(folder: Path) -> None:
     """Add the files that a result lacks, say which, and check that transformers loads it whole.
-
-    Args:
-        folder: that mergekit wrote.
 
     Raises:
         ReportError: there is no config, or tensors are missing.
@@ -56,5 +53,5 @@ def _problem(config: MergeConfiguration, folder: Path) -> str:
         return ""
     try:
         return verify_model(folder, merged_model(donor), donor, trust_remote_code=False)
-    except (UnknownArchitectureError, OSError, RuntimeError, ValueError):
+    except (NotLoadedError, OSError, RuntimeError, ValueError):
         return ""  # weights of the base that are gone, an architecture with code of its own

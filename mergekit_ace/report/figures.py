@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,7 @@ class Picture:
 
     Attributes:
         name: its anchor in the page.
-        title: what it shows.
         caption: how to read it, and what good looks like.
-        figure: plotly's.
     """
 
     name: str
@@ -55,19 +53,15 @@ def draw_pictures(report: Report) -> list[Picture]:
 
 def _strength(report: Report) -> Picture | None:
     rows = [row for row in report.rows if any(row.matrix["tau"])]
-    if not rows:
-        return None
-    figure = _by_depth(rows, "τ = ‖Δ‖² (squared units of the weights)", log=True)
-    for t, name in enumerate(_names(report)):
-        values = [report.spread(row.line, row.matrix["tau"])[t] or None for row in rows]
-        _points(figure, rows, values, name, t)
-    return Picture(
+    return _by_depth(
         "tau",
         "How far each expert moved, by depth",
         "τ of every expert in every tensor, from input to output (Figs. 1 and 4–7 of ACE-Merging). "
         "Good: the experts' points lie within a factor of ten of each other. An expert far below "
         "the others is easily drowned; gaps are tensors that it left alone.",
-        figure,
+        "τ = ‖Δ‖² (squared units of the weights)",
+        rows,
+        _per_expert(report, rows, lambda row: row.matrix["tau"]),
     )
 
 
@@ -77,40 +71,32 @@ def _relative(report: Report) -> Picture | None:
         for row in report.rows
         if any(row.line.get("relative_size", ())) and "matrices" not in row.line
     ]
-    if not rows:
-        return None
-    figure = _by_depth(rows, "‖Δ‖ / ‖W0‖ (share of the base's norm)", log=True)
-    for t, name in enumerate(_names(report)):
-        values = [report.spread(row.line, row.line["relative_size"])[t] or None for row in rows]
-        _points(figure, rows, values, name, t)
-    return Picture(
+    return _by_depth(
         "relative-size",
         "Size of the change against the base, by depth",
         "Good: below a few percent, as fine-tuning does. Near 1 the expert is another model, or "
         "was trained from another base.",
-        figure,
+        "‖Δ‖ / ‖W0‖ (share of the base's norm)",
+        rows,
+        _per_expert(report, rows, lambda row: row.line["relative_size"]),
     )
 
 
 def _heterogeneity(report: Report) -> Picture | None:
     rows = report.solved
-    if not rows:
-        return None
-    figure = _by_depth(rows, "variance of log τ, and γ (no unit)", log=True)
-    for number, (key, name) in enumerate((("gamma", "γ"), ("log_variance", "variance of log τ"))):
-        values = [row.matrix[key] or None for row in rows]
-        values = [value if value is None or math.isfinite(value) else None for value in values]
-        _points(figure, rows, values, name, number)
-    threshold = rows[0].matrix["threshold"]
-    if threshold > 0:
-        _level(figure, threshold, "threshold")
-    return Picture(
+    named = (("γ", "gamma"), ("variance of log τ", "log_variance"))
+    values = {name: [row.matrix[key] or None for row in rows] for name, key in named}
+    finite = {n: [v if v is None or math.isfinite(v) else None for v in values[n]] for n in values}
+    return _by_depth(
         "gamma",
         "How much the experts differ in scale, by depth",
         "Where the chosen statistic lies above the dashed line, a matrix counts as heterogeneous: "
         "it is normalised and refined. Good: γ and the variance of log τ agree on which side a "
         "matrix is. γ far above the other means that τ happens to be close to 1 there.",
-        figure,
+        "variance of log τ, and γ (no unit)",
+        rows,
+        finite,
+        level=(rows[0].matrix["threshold"], "threshold") if rows else None,
     )
 
 
@@ -143,11 +129,11 @@ def _similarity(report: Report) -> Picture | None:
 
 
 def _spectra(report: Report) -> Picture | None:
-    rows = [row for row in report.rows if "spectrum" in row.matrix]
+    rows = _rows_with(report, "spectrum")
     if not rows:
         return None
     refined = [row for row in rows if row.matrix["spectrum"]["alignment"] is not None]
-    rows = _choice(refined or rows)
+    rows = [(refined or rows)[n] for n in evenly_spaced(len(refined or rows), CHOICES)]
     figure = go.Figure()
     for number, row in enumerate(rows):
         spectrum = row.matrix["spectrum"]
@@ -183,81 +169,65 @@ def _spectra(report: Report) -> Picture | None:
 
 
 def _energy(report: Report) -> Picture | None:
-    rows = [row for row in report.rows if "spectrum" in row.matrix]
-    if not rows:
-        return None
-    figure = _by_depth(rows, "share of ‖X‖² (0 to 1)", log=False)
+    rows = _rows_with(report, "spectrum")
     refined = any(row.matrix["spectrum"]["alignment"] is not None for row in rows)
-    series = [("share_before", "before the refinement" if refined else "no refinement")]
-    series += [("share_after", "after it")] if refined else []
-    for number, (key, name) in enumerate(series):
-        _points(figure, rows, [row.matrix["spectrum"][key] for row in rows], name, number)
-    figure.update_yaxes(range=[0, 1.02])
-    return Picture(
+    named = [("before the refinement" if refined else "no refinement", "share_before")]
+    named += [("after it", "share_after")] if refined else []
+    return _by_depth(
         "energy",
         "Energy in the top 5 % of singular values, by depth",
         "How much of the merged task vector a few directions hold"
         + (", before and after the refinement" if refined else "")
         + ". Good: no matrix near 1; there one direction would speak for all experts.",
-        figure,
+        "share of ‖X‖² (0 to 1)",
+        rows,
+        {name: [row.matrix["spectrum"][key] for row in rows] for name, key in named},
+        share=True,
     )
 
 
 def _condition(report: Report) -> Picture | None:
-    rows = [row for row in report.rows if "condition" in row.matrix]
-    if not rows:
-        return None
-    figure = _by_depth(rows, "condition number of A (no unit)", log=True)
-    _points(figure, rows, [row.matrix["condition"] for row in rows], "condition", 0)
-    figure.update_layout(showlegend=False)
-    return Picture(
+    rows = _rows_with(report, "condition")
+    return _by_depth(
         "condition",
         "How well-posed the merge is, by depth",
         "Condition number of the summed covariances. The merge is exact whatever it is; but above "
         "1e5 or so it follows the noise in the task vectors. Good: below that. A larger `epsilon` "
         "lowers it.",
-        figure,
+        "condition number of A (no unit)",
+        rows,
+        {"condition": [row.matrix["condition"] for row in rows]},
     )
 
 
 def _amplification(report: Report) -> Picture | None:
-    rows = [row for row in report.rows if "amplification" in row.matrix]
-    if not rows:
-        return None
-    figure = _by_depth(rows, "‖X‖² / Σ ‖Δ‖² (no unit)", log=True)
-    for number, name in enumerate(("ridge as given", "ridge raised")):
-        members = [bool(row.matrix.get("raised")) == bool(number) for row in rows]
-        sizes = [row.matrix["amplification"] or None for row in rows]
-        values = [size if member else None for size, member in zip(sizes, members, strict=True)]
-        _points(figure, rows, values, name, number)
-    _level(figure, LIMIT, "limit")
-    return Picture(
+    rows = _rows_with(report, "amplification")
+    sizes = [(bool(row.matrix.get("raised")), row.matrix["amplification"] or None) for row in rows]
+    named = (("ridge as given", False), ("ridge raised", True))
+    return _by_depth(
         "amplification",
         "How much larger the merge is than what the experts hold, by depth",
         "1 is what experts orthogonal to each other give; experts that agree give less. Where "
         "their rows just determine the result (T·o/i near 1), a small ridge lets it grow far "
         "beyond that, and `ridge_floor` raises the ridge until it is about the dashed line. "
         "Good: nothing above that line.",
-        figure,
+        "‖X‖² / Σ ‖Δ‖² (no unit)",
+        rows,
+        {name: [size if up is raised else None for up, size in sizes] for name, raised in named},
+        level=(LIMIT, "limit"),
     )
 
 
 def _stable_rank(report: Report) -> Picture | None:
-    rows = [row for row in report.rows if "subspaces" in row.matrix]
-    if not rows:
-        return None
-    figure = _by_depth(rows, "‖Δ‖² / σ₁² (1 to the rank)", log=True)
-    for t, name in enumerate(_names(report)):
-        values = [
-            report.spread(row.line, row.matrix["subspaces"]["stable_rank"])[t] for row in rows
-        ]
-        _points(figure, rows, values, name, t)
-    return Picture(
+    rows = _rows_with(report, "subspaces")
+    return _by_depth(
         "stable-rank",
         "Stable rank of the task vectors, by depth",
         "How many directions an expert's change really uses. Good for merging: small against the "
         "width of the model, so that there is room for all. Adapters stay below their rank.",
-        figure,
+        "‖Δ‖² / σ₁² (1 to the rank)",
+        rows,
+        _per_expert(report, rows, lambda row: row.matrix["subspaces"]["stable_rank"]),
     )
 
 
@@ -322,28 +292,23 @@ def _coefficients(report: Report) -> Picture | None:
 
 
 def _agreement(report: Report) -> Picture | None:
-    rows = [row for row in report.rows if "agreement" in row.matrix]
-    if not rows:
-        return None
-    figure = _by_depth(rows, "cosine of ΔᵀΔ and XᵀX (0 to 1)", log=False)
-    for t, name in enumerate(_names(report)):
-        own = [
-            report.spread(row.line, [c[n] for n, c in enumerate(row.matrix["agreement"]["cosine"])])
-            for row in rows
-        ]
-        _points(figure, rows, [values[t] for values in own], name, t)
+    rows = _rows_with(report, "agreement")
+    own = _per_expert(
+        report, rows, lambda row: [c[n] for n, c in enumerate(row.matrix["agreement"]["cosine"])]
+    )
     others = [other_cosines(row) for row in rows]
     means = [math.fsum(values) / len(values) if values else None for values in others]
-    _points(figure, rows, means, "with other tasks", len(report.experts))
-    figure.update_yaxes(range=[0, 1.02])
-    return Picture(
+    return _by_depth(
         "agreement",
         "Estimated and measured covariances, by depth",
         "What ACE estimates from an expert's weights, beside what its samples have at the inputs "
         "of the same layers (Theorem 1 of ACE-Merging). Good: an expert's points near 1, and above "
         "the last series: the mean cosine with what other tasks have there. Where they are level, "
         "the estimate does not tell tasks apart.",
-        figure,
+        "cosine of ΔᵀΔ and XᵀX (0 to 1)",
+        rows,
+        {**own, "with other tasks": means},
+        share=True,
     )
 
 
@@ -363,47 +328,68 @@ MAKERS: tuple[Callable[[Report], Picture | None], ...] = (
 )
 
 
-def _by_depth(rows: Sequence[Row], unit: str, *, log: bool) -> go.Figure:
-    """Return an empty figure whose horizontal axis runs over tensors in depth order."""
+def _rows_with(report: Report, key: str) -> list[Row]:
+    return [row for row in report.rows if key in row.matrix]
+
+
+def _per_expert(
+    report: Report, rows: Sequence[Row], values: Callable[[Row], Sequence[Any]]
+) -> dict[str, list[float | None]]:
+    """Return a series for every expert, without zeros."""
+    columns = [report.spread(row.line, values(row)) for row in rows]
+    return {name: [c[t] or None for c in columns] for t, name in enumerate(_names(report))}
+
+
+def _by_depth(
+    name: str,
+    title: str,
+    caption: str,
+    unit: str,
+    rows: Sequence[Row],
+    series: Mapping[str, Sequence[float | None]],
+    *,
+    share: bool = False,
+    level: tuple[float, str] | None = None,
+) -> Picture | None:
+    """Return a picture of points over tensors in the order of their depth; None without any.
+
+    Args:
+        name, title, caption: see `Picture`.
+        series: a value for every row, by what the points are called.
+        share: whether values are shares, from 0 to 1; else the axis is logarithmic.
+        level: of a dashed line, with a word for it.
+    """
+    if not rows:
+        return None
     figure = go.Figure()
     starts = [n for n in range(len(rows)) if n == 0 or rows[n].layer != rows[n - 1].layer]
     starts = [n for n in starts if rows[n].layer is not None]
     shown = [starts[n] for n in evenly_spaced(len(starts), 12)]
-    figure.update_xaxes(
-        title="layer (tensors from input to output)",
-        tickvals=shown,
-        ticktext=[str(rows[n].layer) for n in shown],
-        range=[-1, len(rows)],
-        zeroline=False,
-    )
-    figure.update_yaxes(title=unit, type="log" if log else "linear")
-    if log:
-        figure.update_yaxes(exponentformat="e", dtick=1)
-    return figure
-
-
-def _points(
-    figure: go.Figure, rows: Sequence[Row], values: Iterable[Any], name: str, number: int
-) -> None:
-    figure.add_scatter(
-        x=list(range(len(rows))), y=list(values), name=name, mode="markers",
-        marker={"size": 6, "color": COLORS[number % len(COLORS)], "opacity": 0.8},
-        text=[shown_text(row.label) for row in rows],
-        hovertemplate="%{text}<br>%{y:.3g}<extra>%{fullData.name}</extra>",
+    figure.update_layout(
+        xaxis={
+            "title": "layer (tensors from input to output)", "tickvals": shown,
+            "ticktext": [str(rows[n].layer) for n in shown], "range": [-1, len(rows)],
+            "zeroline": False,
+        },
+        yaxis={"title": unit, "range": [0, 1.02]}
+        if share
+        else {"title": unit, "type": "log", "exponentformat": "e", "dtick": 1},
+        showlegend=len(series) > 1,
     )  # fmt: skip
-
-
-def _level(figure: go.Figure, value: float, text: str) -> None:
-    """Draw a dashed line across a picture with a logarithmic axis."""
-    figure.add_hline(y=value, line_dash="dash", line_color=COLORS[3], line_width=1)
-    figure.add_annotation(
-        x=1, xref="paper", y=math.log10(value), text=text, showarrow=False,
-        xanchor="right", yanchor="bottom", font_color=COLORS[3],
-    )  # fmt: skip
-
-
-def _choice(rows: Sequence[Row]) -> list[Row]:
-    return [rows[n] for n in evenly_spaced(len(rows), CHOICES)]
+    for number, (label, values) in enumerate(series.items()):
+        figure.add_scatter(
+            x=list(range(len(rows))), y=list(values), name=label, mode="markers",
+            marker={"size": 6, "color": COLORS[number % len(COLORS)], "opacity": 0.8},
+            text=[shown_text(row.label) for row in rows],
+            hovertemplate="%{text}<br>%{y:.3g}<extra>%{fullData.name}</extra>",
+        )  # fmt: skip
+    if level is not None and level[0] > 0:
+        figure.add_hline(y=level[0], line_dash="dash", line_color=COLORS[3], line_width=1)
+        figure.add_annotation(
+            x=1, xref="paper", y=math.log10(level[0]), text=level[1], showarrow=False,
+            xanchor="right", yanchor="bottom", font_color=COLORS[3],
+        )  # fmt: skip
+    return Picture(name, title, caption, figure)
 
 
 def _menu(figure: go.Figure, labels: Sequence[str], traces: Callable[[int], list[int]]) -> None:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,64 +47,6 @@ from mergekit_ace.report.tensor_lines import InspectTensor, adapter_line, why_in
 LOCK_FILE = ".inspection.lock"
 
 
-def inspect_merge(
-    plan: PlannedMerge,
-    folder: Path,
-    *,
-    filters: Sequence[str] = (),
-    sample: int | None = None,
-    overwrite: bool = False,
-    quiet: bool = False,
-    adapters: AdapterPlan | None = None,
-    covariances: str | None = None,
-) -> list[Line]:
-    """Write `report.jsonl` into a folder; a call that was interrupted goes on where it was.
-
-    Args:
-        plan: the merge.
-        folder: is created if need be.
-        filters: parts of names; a tensor that contains one of them is looked at. All by default.
-        sample: how many tensors at most, of every kind and depth.
-        overwrite: drop the state of another inspection in the folder.
-        quiet: no progress bar.
-        adapters: whose merge it is, where they are looked at through their factors.
-        covariances: path of statistics that the estimates are compared with.
-
-    Returns:
-        The lines of all selected tensors, in the order of the model.
-
-    Raises:
-        ReportError: no tensor matches, the folder holds another inspection, a tensor cannot be
-            merged.
-        DamagedFileError: a file of a checkpoint is damaged.
-        ValueError: a tensor holds NaN or Inf.
-    """
-    without = plan.config.base_model is None and all(t.base is None for t in plan.tensors)
-    if without and adapters is None:
-        raise ReportError(
-            "there is no base model to compare the experts with; add a line base_model: to the "
-            "config"
-        )
-    selected = select(plan.tensors, filters, sample)
-    path = folder / "report.jsonl"
-    places = [str(a.file.path) for a in adapters.adapters] if adapters else _weight_files(plan)
-    places += [covariances] if covariances else []
-    _claim(folder, _identity(plan, filters, sample, places), overwrite=overwrite)
-    complete_lines(path)
-    known = {line["tensor"] for line in read_lines(path)} if _has_lines(path) else set()
-    todo = [tensor for tensor in selected if tensor.name not in known]
-    done = len(selected) - len(todo)
-    with open(path, "a", encoding="utf-8") as file:
-        lines = _adapter_lines(todo, adapters) if adapters else _lines(todo, plan, covariances)
-        for line in tqdm(
-            lines, "inspecting", done + len(todo), initial=done, unit="tensor", disable=quiet
-        ):
-            file.write(json.dumps(line, allow_nan=False) + "\n")
-            file.flush()
-    found = {line["tensor"]: line for line in read_lines(path)}
-    return [found[tensor.name] for tensor in selected]
-
-
 def _lines(
     todo: Sequence[PlannedTensor], plan: PlannedMerge, covariances: str | None
 ) -> Iterator[Line]:
@@ -115,7 +58,6 @@ def _lines(
 
 
 def _adapter_lines(todo: Sequence[PlannedTensor], plan: AdapterPlan) -> Iterator[Line]:
-    """Yield lines from the factors of adapters."""
     changed = {tensor.planned.name: tensor for tensor in plan.tensors}
     adapters = {model: adapter for model, adapter in plan.adapters_of.items() if adapter}
     headers = plan.checkpoints[0]
@@ -126,7 +68,6 @@ def _adapter_lines(todo: Sequence[PlannedTensor], plan: AdapterPlan) -> Iterator
 
 
 def _weight_files(plan: PlannedMerge) -> list[str]:
-    """Return the files that hold the weights of all models."""
     places = []
     for model in plan.config.referenced_models():
         index = LoaderCache().get(model).index
@@ -149,7 +90,6 @@ def _identity(
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Keep other inspections out of a folder, or raise a `ReportError`."""
     lock = FileLock(folder / LOCK_FILE, timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -183,17 +123,12 @@ def _claim(folder: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
     write_text(record, json.dumps(identity, indent=1))
 
 
-def _has_lines(path: Path) -> bool:
-    return path.exists() and path.stat().st_size > 0
-
-
 def select(
     tensors: Sequence[PlannedTensor], filters: Sequence[str], sample: int | None
 ) -> list[PlannedTensor]:
     """Return the chosen tensors, in the order of the model.
 
     Args:
-        tensors: all that are merged.
         filters: parts of names; all tensors without any.
         sample: how many at most: as many of every kind, a kind being all tensors whose names differ
             by numbers only, evenly spaced over the depth of the model.
@@ -246,7 +181,17 @@ def run_inspection(
     Args:
         config, folder: of the merge, and for the report.
         options: mergekit's flags.
-        tensors, sample, overwrite, quiet, covariances: see `inspect_merge`.
+        tensors: parts of names; a tensor that contains one of them is looked at. All by default.
+        sample: how many tensors at most, of every kind and depth.
+        overwrite: drop the state of another inspection in the folder.
+        quiet: no progress bar.
+        covariances: path of statistics that the estimates are compared with.
+
+    Raises:
+        ReportError: no tensor matches, the folder holds another inspection, a tensor cannot be
+            merged.
+        DamagedFileError: a file of a checkpoint is damaged.
+        ValueError: a tensor holds NaN or Inf.
     """
     merge, source = read_merge_config(config)
     adapters = None
@@ -255,18 +200,29 @@ def run_inspection(
     if covariances is not None:
         load_statistics(covariances)  # says here, before a tensor is read, if it cannot be used
     if adapters is not None:
-        plan = adapters.merge
+        plan, base = adapters.merge, adapters.base
+        places = [str(adapter.file.path) for adapter in adapters.adapters]
     else:
         find_models(merge)
         plan = plan_merge(merge, source, options)
         _check_tensors(plan)
+        base, places = merge.base_model, _weight_files(plan)
+        if base is None and all(tensor.base is None for tensor in plan.tensors):
+            raise ReportError(
+                "there is no base model to compare the experts with; add a line base_model: to the "
+                "config"
+            )
+    selected = select(plan.tensors, tensors, sample)
+    places += [covariances] if covariances else []
     with _lock(folder):
-        lines = inspect_merge(
-            plan, folder, filters=tensors, sample=sample, overwrite=overwrite, quiet=quiet,
-            adapters=adapters, covariances=covariances,
-        )  # fmt: skip
+        _claim(folder, _identity(plan, tensors, sample, places), overwrite=overwrite)
+        make = (
+            partial(_adapter_lines, plan=adapters)
+            if adapters
+            else partial(_lines, plan=plan, covariances=covariances)
+        )
+        lines = _complete(folder / "report.jsonl", selected, make, quiet=quiet)
         summary = write_summary(lines, folder / "summary.json")
-        base = adapters.base if adapters else plan.config.base_model
         part = "" if len(lines) == len(plan.tensors) else f", {len(lines)} of them looked at"
         about = f"Base model {base}; {len(plan.tensors)} tensors{part}. Seen before the merge."
         write_page(lines, folder / "report.html", about)
@@ -275,6 +231,27 @@ def run_inspection(
     for sentence in summary["sentences"]:
         click.echo(f"* {sentence}")
     click.echo(f"\n{folder / 'report.html'}")
+
+
+def _complete(
+    path: Path,
+    selected: Sequence[PlannedTensor],
+    make: Callable[[Sequence[PlannedTensor]], Iterator[Line]],
+    *,
+    quiet: bool,
+) -> list[Line]:
+    """Add the lines that a report lacks, and return all in the order of the model."""
+    known = {line["tensor"] for line in read_lines(path)} if complete_lines(path) else set()
+    todo = [tensor for tensor in selected if tensor.name not in known]
+    done = len(selected) - len(todo)
+    with open(path, "a", encoding="utf-8") as file:
+        for line in tqdm(
+            make(todo), "inspecting", len(selected), initial=done, unit="tensor", disable=quiet
+        ):
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+            file.flush()
+    found = {line["tensor"]: line for line in read_lines(path)}
+    return [found[tensor.name] for tensor in selected]
 
 
 def _check_tensors(plan: PlannedMerge) -> None:

@@ -9,10 +9,22 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    with_config,
+)
+from typing_extensions import Required, TypedDict
 
 from mergekit_ace.algebra.inspection import MatrixInspection, TensorInspection
 from mergekit_ace.methods.inputs import TensorSettings
@@ -25,160 +37,123 @@ class ReportError(ValueError):
     """Something in the config, the models or the folder is wrong; the message says what to do."""
 
 
-@dataclass(frozen=True)
-class FieldKind:
-    """What a field holds.
-
-    Attributes:
-        words: the kind, in words; `{n}` stands for the number of experts.
-        fits: tells whether a value is of it, given that number.
-    """
-
-    words: str
-    fits: Callable[[Any, int], bool]
+def _one_each(values: list, info: ValidationInfo) -> list:
+    if len(values) != info.context:
+        raise ValueError(f"Input should have a value for each of {info.context} experts")
+    return values
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _at_least_one_each(values: list, info: ValidationInfo) -> list:
+    if len(values) < info.context:
+        raise ValueError(f"Input should have at least {info.context} numbers")
+    return values
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _from_text(value: Any) -> Any:
+    """Return a number for what `finite` has written as text."""
+    return float(value) if value in ("inf", "-inf") else value
 
 
-def _may_be_infinite(value: Any) -> bool:
-    return _is_number(value) or value in ("inf", "-inf", math.inf, -math.inf)
+def _no_nan(value: float) -> float:
+    if math.isnan(value):
+        raise ValueError("Input should be a number")
+    return value
 
 
-def _nullable(kind: FieldKind) -> FieldKind:
-    return FieldKind(
-        f"{kind.words}, or null", lambda value, n: value is None or kind.fits(value, n)
-    )
+Each = AfterValidator(_one_each)
+Count = Annotated[int, Field(ge=0)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+NumberOrInf = Annotated[float, BeforeValidator(_from_text), AfterValidator(_no_nan)]
+PerExpert = Annotated[list[Number], Each]
+PerExpertOrNone = Annotated[list[Number | None], Each]
+Pairs = Annotated[list[PerExpertOrNone], Each]
 
 
-def _list_of(kind: FieldKind) -> FieldKind:
-    return FieldKind(
-        f"a list, of which each is {kind.words}",
-        lambda value, n: isinstance(value, list) and all(kind.fits(one, n) for one in value),
-    )
+def _line_kind(fields: dict[str, Any]) -> Any:
+    """Return what checks an object: fields that it does not know are left alone."""
+    kind = TypedDict("kind", fields, total=False)  # type: ignore[misc]
+    return with_config(ConfigDict(extra="allow", strict=True))(kind)
 
 
-def _per_expert(kind: FieldKind) -> FieldKind:
-    fits = _list_of(kind).fits
-    return FieldKind(
-        f"{kind.words} for each of {{n}} experts",
-        lambda value, n: fits(value, n) and len(value) == n,
-    )
-
-
-TEXT = FieldKind("text", lambda value, n: isinstance(value, str))
-NAME = _nullable(TEXT)
-FLAG = FieldKind("true or false", lambda value, n: isinstance(value, bool))
-COUNT = FieldKind("a whole number", lambda value, n: _is_count(value))
-NUMBER = FieldKind("a number", lambda value, n: _is_number(value))
-NUMBER_OR_NONE = _nullable(NUMBER)
-NUMBER_OR_INF = FieldKind("a number", lambda value, n: _may_be_infinite(value))
-NUMBERS = _list_of(NUMBER)
-NUMBERS_OR_NONE = _nullable(NUMBERS)
-SHAPE = _list_of(COUNT)
-NAMES = _list_of(TEXT)
-PER_EXPERT = _per_expert(NUMBER)
-PER_EXPERT_OR_NONE = _per_expert(NUMBER_OR_NONE)
-PAIRS = _per_expert(PER_EXPERT_OR_NONE)
-HISTOGRAM = _per_expert(SHAPE)
-ANGLES = _per_expert(NUMBERS_OR_NONE)
-COEFFICIENTS = FieldKind(
-    "at least {n} numbers", lambda value, n: NUMBERS.fits(value, n) and len(value) >= n
-)
-STATISTIC = FieldKind("gamma or log_variance", lambda value, n: value in ("gamma", "log_variance"))
-OBJECT = FieldKind("an object", lambda value, n: isinstance(value, dict))
-OBJECTS = _list_of(OBJECT)
-
+SUBSPACES = {
+    "size": Required[Count], "stable_rank": Required[PerExpertOrNone], "inputs": Required[Pairs],
+    "outputs": Required[Pairs],
+}  # fmt: skip
+SPECTRUM = {
+    "before": Required[list[Number]], "after": Required[list[Number]],
+    "share_before": Required[Number], "share_after": Required[Number],
+    "alignment": Required[list[Number] | None],
+}  # fmt: skip
+AGREEMENT = {
+    "cosine": Required[Pairs], "size": Required[Count],
+    "angles": Required[Annotated[list[list[Number] | None], Each]],
+}  # fmt: skip
 # Of a tensor, and of each of its matrices; a line has both where there is one matrix.
+SHORT = {
+    "tensor": Required[str | None], "models": Required[list[str]], "skipped": str, "method": str,
+    "decisions_of": str,
+}  # fmt: skip
 OF_TENSORS = {
-    "tensor": NAME, "models": NAMES, "skipped": TEXT, "method": TEXT, "decisions_of": TEXT,
-    "shape": SHAPE, "layout": TEXT, "seconds": NUMBER, "versions": OBJECT, "matrices": OBJECTS,
-    "coefficients": COEFFICIENTS, "relative_size": PER_EXPERT_OR_NONE, "base_norm": NUMBER_OR_NONE,
-    "norm": PER_EXPERT, "unchanged": PER_EXPERT, "cosine": PAIRS, "unit": NUMBER,
-    "histogram": HISTOGRAM,
+    **SHORT, "shape": Required[list[Count]], "layout": Required[str], "seconds": Number,
+    "versions": dict, "coefficients": Annotated[list[Number], AfterValidator(_at_least_one_each)],
+    "relative_size": PerExpertOrNone, "base_norm": Number | None, "norm": PerExpert,
+    "unchanged": PerExpert, "cosine": Pairs, "unit": Number,
+    "histogram": Annotated[list[list[Count]], Each],
 }  # fmt: skip
 OF_MATRICES = {
-    "rule": TEXT, "weight": PER_EXPERT, "tau": PER_EXPERT, "changed": PER_EXPERT,
-    "noise": PER_EXPERT, "gamma": NUMBER_OR_INF, "log_variance": NUMBER_OR_INF,
-    "statistic": STATISTIC, "threshold": NUMBER_OR_INF, "heterogeneous": FLAG, "normalized": FLAG,
-    "prior": FLAG, "refined": FLAG, "epsilon": PER_EXPERT_OR_NONE, "share": PER_EXPERT_OR_NONE,
-    "ridge": NUMBER_OR_INF, "raised": FLAG, "amplification": NUMBER_OR_INF, "rank": COUNT,
-    "sigma_iso": NUMBER, "form": TEXT, "condition": NUMBER_OR_INF, "precision": TEXT,
-    "mix": NUMBER, "subspaces": OBJECT, "spectrum": OBJECT, "agreement": OBJECT,
+    "rule": Required[str], "weight": Required[PerExpert], "tau": Required[PerExpert],
+    "changed": PerExpert, "noise": PerExpert, "gamma": NumberOrInf, "log_variance": NumberOrInf,
+    "statistic": Literal["gamma", "log_variance"], "threshold": NumberOrInf,
+    "heterogeneous": bool, "normalized": bool, "prior": bool, "refined": bool,
+    "epsilon": PerExpertOrNone, "share": PerExpertOrNone, "ridge": NumberOrInf, "raised": bool,
+    "amplification": NumberOrInf, "rank": Count, "sigma_iso": Number, "form": str,
+    "condition": NumberOrInf, "precision": str, "mix": Number, "subspaces": _line_kind(SUBSPACES),
+    "spectrum": _line_kind(SPECTRUM), "agreement": _line_kind(AGREEMENT),
 }  # fmt: skip
-OF_PARTS = {
-    "subspaces": {
-        "size": COUNT, "stable_rank": PER_EXPERT_OR_NONE, "inputs": PAIRS, "outputs": PAIRS,
-    },
-    "spectrum": {
-        "before": NUMBERS, "after": NUMBERS, "share_before": NUMBER, "share_after": NUMBER,
-        "alignment": NUMBERS_OR_NONE,
-    },
-    "agreement": {"cosine": PAIRS, "size": COUNT, "angles": ANGLES},
-}  # fmt: skip
+_STACK = {**OF_TENSORS, "matrices": Required[list[_line_kind(OF_MATRICES)]]}
+_SHORT_LINE, _STACK_LINE, _SINGLE_LINE = (
+    TypeAdapter(_line_kind(fields)) for fields in (SHORT, _STACK, {**OF_TENSORS, **OF_MATRICES})
+)
 
 # Fields that come together: where one of the first is, all of the second are.
 INSPECTED = ("relative_size", "base_norm", "norm", "unchanged", "cosine", "unit", "histogram")
 DECIDED = (
-    "gamma", "log_variance", "threshold", "heterogeneous", "normalized", "refined", "epsilon",
-    "condition",
+    "statistic", "gamma", "log_variance", "threshold", "heterogeneous", "normalized", "refined",
+    "epsilon", "condition",
 )  # fmt: skip
 TOGETHER = (
     (INSPECTED, INSPECTED),
-    (("statistic", "heterogeneous", "refined"), ("statistic", *DECIDED)),
+    (("statistic", "heterogeneous", "refined"), DECIDED),
     (("refined",), ("rank",)),
     (("ridge", "amplification"), ("ridge", "amplification")),
 )
 
 
-def wrong_field(line: Any) -> str:
-    """Return what is wrong with a line of a report, naming the field; empty if nothing is."""
+def checked_line(line: Any) -> Line:
+    """Return a line of a report, with numbers for what `finite` has written as text.
+
+    Raises:
+        ValueError: naming the field that is missing, or holds something else.
+    """
     if not isinstance(line, dict):
-        return f"it holds {_shown(line)} instead of an object"
-    return next(_wrong_fields(line), "")
-
-
-def _wrong_fields(line: Mapping[str, Any]) -> Iterator[str]:
-    yield from _missing(line, ("tensor", "models"))
+        raise ValueError(f"it holds {_shown(line)} instead of an object")
+    kind = _STACK_LINE if "matrices" in line else _SINGLE_LINE
     models = line.get("models")
     count = len(models) if isinstance(models, list) else 0
-    yield from _misfits(line, OF_TENSORS, count)
-    if "skipped" in line:
-        return
-    yield from _missing(line, ("shape", "layout"))
-    for number, matrix in enumerate(line.get("matrices", [line])):
-        where = f"matrices.{number}." if "matrices" in line else ""
-        yield from _missing(matrix, ("rule", "weight", "tau"), where)
-        yield from _misfits(matrix, OF_MATRICES, count, where)
-        for part, kinds in OF_PARTS.items():
-            if part in matrix:
-                inner = f"{where}{part}."
-                yield from _missing(matrix[part], kinds, inner)
-                yield from _misfits(matrix[part], kinds, count, inner)
-    for some, all_ in TOGETHER:
-        for matrix in (line, *line.get("matrices", ())):
-            if any(name in matrix for name in some):
-                yield from _missing(matrix, all_)
-
-
-def _missing(content: Mapping[str, Any], names: Iterable[str], where: str = "") -> Iterator[str]:
-    for name in names:
-        if name not in content:
-            yield f"it lacks the field {where}{name}"
-
-
-def _misfits(
-    content: Mapping[str, Any], kinds: Mapping[str, FieldKind], count: int, where: str = ""
-) -> Iterator[str]:
-    for name, kind in kinds.items():
-        if name in content and not kind.fits(content[name], count):
-            words = kind.words.format(n=count)
-            yield f"its field {where}{name} holds {_shown(content[name])} instead of {words}"
+    try:
+        found = (_SHORT_LINE if "skipped" in line else kind).validate_python(line, context=count)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        if first["type"] == "missing":
+            raise ValueError(f"it lacks the field {place}") from error
+        raise ValueError(f"its field {place} holds {_shown(first['input'])}: {what}") from error
+    for some, needed in TOGETHER if "skipped" not in line else ():
+        for matrix in (found, *found.get("matrices", ())):
+            lacking = next((name for name in needed if name not in matrix), None)
+            if lacking and any(name in matrix for name in some):
+                raise ValueError(f"it lacks the field {lacking}")
+    return found
 
 
 def _shown(value: Any) -> str:
@@ -195,12 +170,6 @@ def inspection_line(
     those of `Comparison`, ``relative_size`` (‖Δ_t‖/‖W0‖, None where W0 is 0 or was not read), and
     for a matrix those of `Subspaces` and `MergedSpectrum` under ``subspaces`` and ``spectrum``. A
     stack of matrices has a list ``matrices``.
-
-    Args:
-        method: of the config.
-        settings: of the tensor.
-        inspection: of the tensor.
-        seconds: that it took.
     """
     comparison = inspection.comparison
     base = comparison.base_norm
@@ -240,17 +209,17 @@ def read_lines(path: Path) -> list[Line]:
         if not text.strip():
             continue
         try:
-            line = json.loads(text)
-            wrong = wrong_field(line)
+            line = checked_line(json.loads(text))
         except (ValueError, RecursionError) as error:
-            cut = number == len(texts)  # each line ends in a line break
-            wrong = "it was cut off" if cut else f"it is no JSON ({error})"
-        if wrong:
+            wrong = str(error)
+            if isinstance(error, json.JSONDecodeError | RecursionError):
+                cut = number == len(texts)  # each line ends in a line break
+                wrong = "it was cut off" if cut else f"it is no JSON ({error})"
             raise ReportError(
                 f"line {number} of {path} is not the line of a report: {wrong}; remove it, or give "
                 "the file that `report:` of a merge, or `mergekit-ace inspect`, wrote"
-            )
-        lines[line["tensor"]] = _with_infinities(line)
+            ) from error
+        lines[line["tensor"]] = line
     if not lines:
         raise ReportError(
             f"{path} has no lines: no tensor was merged; give the report of a finished merge"
@@ -261,15 +230,6 @@ def read_lines(path: Path) -> list[Line]:
             f"{path} holds lines of several merges, by {' and '.join(methods)}; keep those of one"
         )
     return list(lines.values())
-
-
-def _with_infinities(line: Line) -> Line:
-    """Return the line with numbers for what `finite` has written as text."""
-    for matrix in matrices_of(line):
-        for name, kind in OF_MATRICES.items():
-            if kind is NUMBER_OR_INF and name in matrix:
-                matrix[name] = float(matrix[name])  # type: ignore[index]
-    return line
 
 
 def matrices_of(line: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -46,7 +46,7 @@ def agreement_by_kind(report: Report) -> dict[str, dict[str, Any]]:
             "own": _mean([value for row in rows for value in own_cosines(row)]),
             "others": _mean([value for row in rows for value in other_cosines(row)]),
             "overlap": _mean([value for row in rows for value in overlaps(row)]),
-            "chance": rows[0].matrix["agreement"]["size"] / _columns(rows[0]),
+            "chance": rows[0].matrix["agreement"]["size"] / rows[0].columns,
         }
         for kind, rows in kinds.items()
     }
@@ -65,11 +65,6 @@ def agreement_sentences(report: Report) -> Iterator[str]:
         f"Estimates ΔᵀΔ have a cosine of {own:.2f} with the measured covariances of their own "
         f"tasks{beside}; {kinds[best]['own']:.2f} in {best}, {kinds[worst]['own']:.2f} in {worst}."
     )
-
-
-def _columns(row: Row) -> int:
-    rows, columns = row.line["shape"][-2:]
-    return rows if row.line["layout"] == "transposed" else columns
 
 
 def _mean(values: Sequence[float]) -> float | None:

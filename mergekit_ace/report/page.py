@@ -34,14 +34,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table.
-
-    Attributes:
-        title: its heading.
-        help: what the heading means.
-        cell: from a row.
-        textual: whether cells are words.
-    """
+    """A column of the table."""
 
     title: str
     help: str
@@ -53,8 +46,6 @@ def write_page(lines: Sequence[Line], path: Path, subtitle: str) -> None:
     """Write the page of a report, whole or not at all.
 
     Args:
-        lines: of the report.
-        path: of the page.
         subtitle: where the report comes from.
 
     Raises:
@@ -135,88 +126,79 @@ def _mean_agreement(row: Row) -> Cell:
     return _number(math.fsum(values) / len(values) if values else None)
 
 
+def _largest_cosine(row: Row) -> Cell:
+    rows = row.line.get("cosine", ())
+    pairs = [rows[a][b] for a in range(len(rows)) for b in range(a)]
+    return _number(max((value for value in pairs if value is not None), default=None))
+
+
+def _shape(row: Row) -> Cell:
+    lengths = row.line["shape"]
+    return Cell(" × ".join(map(str, lengths)) or "scalar", float(math.prod(lengths)))
+
+
+def _branch(row: Row) -> Cell:
+    words = {True: "heterogeneous", False: "homogeneous", None: ""}
+    return Cell(words[row.matrix.get("heterogeneous")])
+
+
 def _columns(report: Report) -> list[Column]:
-    def of(key: str) -> Callable[[Row], Cell]:
+    """Return the columns for which the report has the numbers."""
+
+    def has(key: str) -> bool:
+        return any(key in row.matrix for row in report.rows)
+
+    def number(key: str) -> Callable[[Row], Cell]:
         return lambda row: _number(row.matrix.get(key))
 
-    def expert(t: int) -> Callable[[Row], Cell]:
+    def tau(t: int) -> Callable[[Row], Cell]:
         return lambda row: _number(report.spread(row.line, row.matrix["tau"])[t])
 
-    def branch(row: Row) -> Cell:
-        heterogeneous = row.matrix.get("heterogeneous")
-        words = {True: "heterogeneous", False: "homogeneous", None: ""}
-        return Cell(words[heterogeneous])
-
-    def form(row: Row) -> Cell:
-        return Cell(row.matrix.get("form") or "")
-
-    def threshold(row: Row) -> Cell:
-        return _number(row.rows_per_column)
-
-    def shape(row: Row) -> Cell:
-        lengths = row.line["shape"]
-        return Cell(" × ".join(map(str, lengths)) or "scalar", float(math.prod(lengths)))
-
-    columns = [
-        Column("tensor", "Name, as it is written", lambda row: Cell(row.label)),
-        Column("shape", "As stored; sorted by entries", shape),
-        Column("rule", "How the tensor is merged", lambda row: Cell(row.matrix["rule"]), True),
-    ]
-    if report.solved:
-        columns.append(Column("branch", "What step 1 of ACE decides", branch, True))
-    if any("form" in row.matrix for row in report.rows):
-        columns.append(Column("form", "How it is computed", form, True))
-    if report.solved:
-        columns += [
-            Column("γ", "Heterogeneity, Eq. 7", of("gamma")),
-            Column("var log τ", "Variance of log τ, which has no unit", of("log_variance")),
-        ]
-    if any("condition" in row.matrix for row in report.rows):
-        columns.append(Column("condition", "Estimated condition number of A", of("condition")))
-    if any("ridge" in row.matrix for row in report.rows):
-        columns += [
-            Column("T·o/i", "Rows of all experts over columns", threshold),
-            Column("ridge", "ε̄ in mean eigenvalues of Σ S_t, as used", _ridge),
-            Column("amplification", "‖X‖² / Σ ‖Δ_t‖² of the closed form", of("amplification")),
-        ]
-    if any("noise" in row.matrix for row in report.rows):
-        help_ = "Largest share of τ that is the rounding of the checkpoints, over the experts"
-        columns.append(Column("rounding", help_, _rounding))
-    columns += [
-        Column(f"τ {name}", f"Squared norm of the task vector of {name}", expert(t))
-        for t, name in enumerate(report.experts)
-    ]
-    if any("agreement" in row.matrix for row in report.rows):
-        help_ = "Mean cosine of ΔᵀΔ and what was measured, over the experts"
-        columns.append(Column("agreement", help_, _mean_agreement))
-    if report.looked_at:
-        columns += _closer_columns()
-    return columns
-
-
-def _closer_columns() -> list[Column]:
-    """Return columns for what only `inspect` knows."""
-
     def largest(key: str) -> Callable[[Row], Cell]:
-        def cell(row: Row) -> Cell:
-            values = [value for value in row.line.get(key, ()) if value is not None]
-            return _share(max(values, default=None))
-
-        return cell
-
-    def cosine(row: Row) -> Cell:
-        rows = row.line.get("cosine", ())
-        pairs = [rows[a][b] for a in range(len(rows)) for b in range(a)]
-        known = [value for value in pairs if value is not None]
-        return _number(max(known, default=None))
+        return lambda row: _share(
+            max((value for value in row.line.get(key, ()) if value is not None), default=None)
+        )
 
     def energy(key: str) -> Callable[[Row], Cell]:
         return lambda row: _share((row.matrix.get("spectrum") or {}).get(key))
 
-    return [
-        Column("largest ‖Δ‖/‖W0‖", "Largest over the experts", largest("relative_size")),
-        Column("unchanged", "Largest share of entries that an expert left", largest("unchanged")),
-        Column("largest cosine", "Between two experts", cosine),
-        Column("top 5 % before", "Share of energy before the refinement", energy("share_before")),
-        Column("top 5 % after", "Share of energy after the refinement", energy("share_after")),
-    ]
+    solved, ridge, seen = bool(report.solved), has("ridge"), bool(report.looked_at)
+    # whether it is shown, its heading and what that means, its cells, whether they are words
+    table = (
+        (True, "tensor", "Name, as it is written", lambda row: Cell(row.label)),
+        (True, "shape", "As stored; sorted by entries", _shape),
+        (True, "rule", "How the tensor is merged", lambda row: Cell(row.matrix["rule"]), True),
+        (solved, "branch", "What step 1 of ACE decides", _branch, True),
+        (
+            has("form"), "form", "How it is computed",
+            lambda row: Cell(row.matrix.get("form") or ""), True,
+        ),
+        (solved, "γ", "Heterogeneity, Eq. 7", number("gamma")),
+        (solved, "var log τ", "Variance of log τ, which has no unit", number("log_variance")),
+        (has("condition"), "condition", "Estimated condition number of A", number("condition")),
+        (
+            ridge, "T·o/i", "Rows of all experts over columns",
+            lambda row: _number(row.rows_per_column),
+        ),
+        (ridge, "ridge", "ε̄ in mean eigenvalues of Σ S_t, as used", _ridge),
+        (ridge, "amplification", "‖X‖² / Σ ‖Δ_t‖² of the closed form", number("amplification")),
+        (
+            has("noise"), "rounding",
+            "Largest share of τ that is the rounding of the checkpoints, over the experts",
+            _rounding,
+        ),
+        *(
+            (True, f"τ {name}", f"Squared norm of the task vector of {name}", tau(t))
+            for t, name in enumerate(report.experts)
+        ),
+        (
+            has("agreement"), "agreement",
+            "Mean cosine of ΔᵀΔ and what was measured, over the experts", _mean_agreement,
+        ),
+        (seen, "largest ‖Δ‖/‖W0‖", "Largest over the experts", largest("relative_size")),
+        (seen, "unchanged", "Largest share of entries that an expert left", largest("unchanged")),
+        (seen, "largest cosine", "Between two experts", _largest_cosine),
+        (seen, "top 5 % before", "Share of energy before the refinement", energy("share_before")),
+        (seen, "top 5 % after", "Share of energy after the refinement", energy("share_after")),
+    )  # fmt: skip
+    return [Column(*column) for shown, *column in table if shown]

@@ -261,18 +261,13 @@ def _pairs(report: Report) -> Iterator[str]:
 
 def input_overlap(report: Report) -> tuple[float | None, float]:
     """Return the mean overlap of leading input directions over all pairs, and that of chance."""
-    values, chances = [], []
-    for row in report.rows:
-        subspaces = row.matrix.get("subspaces")
-        if subspaces is None:
-            continue
-        columns = row.line["shape"][-1 if row.line["layout"] != "transposed" else -2]
-        inputs = subspaces["inputs"]
-        found = [inputs[a][b] for a in range(len(inputs)) for b in range(a)]
-        values += [value for value in found if value is not None]
-        chances.append(min(1.0, subspaces["size"] / max(1, columns)))
+    means, rows = report.mean_overlap("inputs"), report.rows
+    pairs = [means[a][b] for a in range(len(means)) for b in range(a)]
+    values = [value for value in pairs if value is not None]
+    sizes = [(r.matrix["subspaces"]["size"], r.columns) for r in rows if "subspaces" in r.matrix]
     if not values:
         return None, 0.0
+    chances = [min(1.0, size / max(1, columns)) for size, columns in sizes]
     return math.fsum(values) / len(values), math.fsum(chances) / len(chances)
 
 

@@ -28,7 +28,6 @@ class Row:
     Attributes:
         label: the tensor's name; of a stack with the matrix' number.
         layer: number of the layer in its stack; None outside of layers.
-        line: of the tensor.
         matrix: what the line says of this matrix.
     """
 
@@ -41,6 +40,12 @@ class Row:
     def is_solved(self) -> bool:
         """Whether a statistic of heterogeneity decided how it is merged."""
         return "statistic" in self.matrix
+
+    @property
+    def columns(self) -> int:
+        """The number of a matrix' inputs."""
+        rows, columns = self.line["shape"][-2:]
+        return rows if self.line["layout"] == "transposed" else columns
 
     @property
     def rows_per_column(self) -> float | None:
@@ -178,7 +183,6 @@ class Report:
         return [self._totals(line, "noise") for line in self.lines]
 
     def _totals(self, line: Line, key: str) -> list[float]:
-        """Return sums over the matrices of a line, per expert."""
         totals = [0.0] * len(line["models"])
         for matrix in matrices_of(line):
             if key in matrix:

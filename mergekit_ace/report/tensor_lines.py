@@ -190,11 +190,7 @@ def adapter_line(
     It is a short one of a tensor that an adapter holds whole, which only W0 turns into a change.
 
     Args:
-        base: the model of the adapters.
         planned: the tensor, while mergekit sees headers of the adapters' base (`headers_only`).
-        header: of the tensor; None where the base has none.
-        changed: what the adapters change of it; None where that is nothing.
-        adapters: by model.
 
     Raises:
         DamagedFileError: a factor holds NaN or infinite numbers.
@@ -203,15 +199,15 @@ def adapter_line(
     start = time.perf_counter()
     if header is None or header.dtype not in FLOATING:
         return _short_line(planned, "it holds no floating-point numbers")
-    if changed is not None and any(c and c.kind == "saved" for c in changed.changes):
+    if changed is not None and any(change.kind == "saved" for change in changed.known):
         return _short_line(planned, "an adapter holds it whole, and the base is not read")
     method, parameters = deciding_method(planned)
     experts = tuple(model for model in planned.experts if model in adapters)
     settings = TensorSettings(planned.name, base, experts, parameters, recorded=True)
     settings = method.complete(settings, len(header.shape))
     layout = method.layout(settings, len(header.shape))
-    found = dict(zip(planned.experts, changed.changes, strict=True)) if changed else {}
-    changes = [(adapters[model], found.get(model)) for model in experts]
+    found = changed.changes if changed else {}
+    changes = [found.get(model, (adapters[model], None)) for model in experts]
     inspect = partial(_inspect_changes, changes, header.shape, layout, method, settings)
     return _line(planned, method, settings, inspect, start)
 
@@ -239,8 +235,7 @@ def _inspect_changes(
 
     if len(shape) < 2:
         zero = torch.zeros(shape, dtype=torch.float64)
-        vectors = [adapter.full(change.name) if change else zero for adapter, change in changes]
-        found = inspect_tensor(zero, vectors, layout, merge_vectors, torch.float64)
+        found = inspect_tensor(zero, [zero] * len(changes), layout, merge_vectors, torch.float64)
         return replace(found, comparison=replace(found.comparison, base_norm=None))
     deltas = [adapter.low_rank(change.name) if change else None for adapter, change in changes]
     zeros = next((delta for delta in deltas if delta is not None), None) or _zeros(shape, layout)
@@ -262,8 +257,8 @@ def why_in_full(plan: AdapterPlan) -> str:
     """Return why adapters cannot be looked at through their factors alone; empty if they can."""
     for tensor in plan.tensors:
         method, parameters = deciding_method(tensor.planned)
-        kind, ndim = tensor.change.kind, len(tensor.change.shape)
-        if kind in ("saved", "bias"):
+        kind, ndim = tensor.known[0].kind, len(tensor.known[0].shape)
+        if kind == "saved":
             continue
         name = tensor.planned.name
         reason = method.leaves_span(parameters)

@@ -134,7 +134,6 @@ CASES = {
     "transposed and linear": (gpt2, _lora(["c_proj", "lm_head"])),
     "table": (tiny_llama, _lora(["embed_tokens", "lm_head", "q_proj"], use_rslora=True)),
     "convolutions": (Convolutions, _lora(["wide", "point", "line", "head"])),
-    "convolutions with biases": (Convolutions, _lora(["wide", "line", "head"], lora_bias=True)),
     "experts": (mixtral, _lora(["q_proj"], target_parameters=EXPERTS)),
     "second of the experts": (mixtral, _lora(target_parameters=EXPERTS[1:], r=2)),
     "transposed experts": (gpt_oss, _lora(target_parameters=EXPERTS)),
@@ -151,7 +150,6 @@ CASES = {
     "biases of gpt2": (gpt2, _lora(["c_attn"], bias="all")),
     "all biases and saved": (gpt2, _lora(["c_attn"], bias="all", modules_to_save=["ln_f"])),
     "their biases": (qwen, _lora(["q_proj", "v_proj"], bias="lora_only")),
-    "change of biases": (qwen, _lora(["q_proj", "v_proj"], lora_bias=True, use_rslora=True)),
     "endings of names": (
         Nested,
         _lora(
@@ -220,8 +218,6 @@ def changed(adapter: Adapter, weights: dict) -> dict:
     for name, change in adapter.changes.items():
         if change.kind == "saved":
             after[name] = adapter.full(name).double()
-        elif change.kind == "bias":
-            after[name] = after[name] + adapter.full(name)
         else:
             delta = adapter.low_rank(name)
             assert delta.rank == change.rank

@@ -123,7 +123,6 @@ KINDS = {
     "transposed": (gpt2, {**CASES["transposed"][1], "r": 16}),
     "experts": (mixtral, {"target_parameters": EXPERTS, "target_modules": ["q_proj"], "r": 16}),
     "table": (tiny_llama, {"target_modules": ["embed_tokens", "lm_head"], "r": 16}),
-    "change of biases": (gpt2, {"target_modules": ["c_attn"], "lora_bias": True, "r": 16}),
 }
 
 

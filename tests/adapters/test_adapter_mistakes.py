@@ -87,7 +87,7 @@ def test_other_kinds_of_adapters(family, tmp_path, case):
 
 @pytest.mark.parametrize(
     ("change", "word"),
-    [(spoil, "NaN"), (narrow, "the base's is"), (forget, "without lora_B")],
+    [(spoil, "NaN"), (narrow, "ask for"), (forget, "without lora_B")],
 )
 def test_damaged_tensors(family, tmp_path, change, word):
     edit_tensors(family[2], change)
@@ -117,7 +117,7 @@ def test_an_adapter_of_another_base(family, tmp_path):
     tiny_llama(hidden_size=48).save_pretrained(other)
     save_adapter(str(other), tmp_path / "foreign", 4)
     paths = [*family, str(tmp_path / "foreign")]
-    words = ["foreign", "the base's is", "the base that the adapter was trained on"]
+    words = ["foreign", "ask for", "the base that the adapter was trained on"]
     refused(run(config_of(paths, "ace"), tmp_path), tmp_path / "out", *words)
 
 

@@ -24,7 +24,7 @@ def test_a_table_and_a_head_are_told_apart(tmp_path, build, module):
     paths = save_adapters(tmp_path, build, {"target_modules": [module]})
     (tensor,) = plan(config_of(paths, "ace")).tensors
     assert module in tensor.planned.name
-    assert module in tensor.change.name
+    assert module in tensor.known[0].name
 
 
 def test_every_layer_may_have_adapters_of_its_own(tmp_path):
@@ -41,7 +41,7 @@ def test_every_layer_may_have_adapters_of_its_own(tmp_path):
     assert len(planned.tensors) == 2
     with headers_only(planned.checkpoints):
         for tensor, adapter in zip(planned.tensors, planned.adapters, strict=True):
-            own = adapter.low_rank(tensor.change.name)
+            own = adapter.low_rank(tensor.known[0].name)
             merged = merge.merge(tensor)
             assert float((merged.delta.dense() - own.dense()).abs().max()) < 1e-12
             assert sum(map(bool, merged.tau)) == 1

@@ -138,7 +138,6 @@ KINDS = {
     "table": (tiny_llama, {"target_modules": ["embed_tokens"]}),
     "saved": (tiny_llama, CASES["saved"][1]),
     "biases": (qwen, CASES["all biases"][1]),
-    "change of biases": (qwen, CASES["change of biases"][1]),
     "transposed": (gpt2, CASES["transposed"][1]),
     "experts": (mixtral, {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
 }

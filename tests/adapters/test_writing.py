@@ -24,17 +24,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mergekit_ace.adapters.peft_adapter import Adapter, read_adapter
-from mergekit_ace.adapters.writing import AdapterWriter
+from mergekit_ace.adapters.writing import check_together, write_adapter
 from mergekit_ace.algebra.low_rank import LowRank
 
 
+def held(adapter: Adapter):
+    """What an adapter changes, as a merge of it alone would be."""
+    for name, change in adapter.changes.items():
+        yield change, adapter.full(name) if change.rank is None else adapter.low_rank(name)
+
+
 def write(adapter: Adapter, folder, dtype=torch.float32) -> None:
-    with AdapterWriter(folder, [adapter], "base", dtype) as writer:
-        for name, change in adapter.changes.items():
-            if change.rank is None:
-                writer.add_full(change, adapter.full(name))
-            else:
-                writer.add_low_rank(change, adapter.low_rank(name))
+    write_adapter(folder, [adapter], held(adapter), "base", dtype)
 
 
 def add_up(factors: list[LowRank]) -> LowRank:
@@ -48,13 +49,10 @@ def write_sum(adapters: list[Adapter], folder, dtype=torch.float32) -> dict[str,
     for adapter in adapters:
         for name in adapter.changes:
             parts[name].append(adapter)
-    deltas = {}
-    with AdapterWriter(folder, adapters, "base", dtype) as writer:
-        for name, those in parts.items():
-            total = add_up([adapter.low_rank(name) for adapter in those])
-            writer.add_low_rank(those[0].changes[name], total)
-            deltas[name] = total.dense()
-    return deltas
+    totals = {n: add_up([adapter.low_rank(n) for adapter in those]) for n, those in parts.items()}
+    merged = ((those[0].changes[name], totals[name]) for name, those in parts.items())
+    write_adapter(folder, adapters, merged, "base", dtype)
+    return {name: total.dense() for name, total in totals.items()}
 
 
 def added(base, folder) -> dict[str, Tensor]:
@@ -81,13 +79,6 @@ def test_peft_loads_what_was_read(case, tmp_path):
     assert largest_difference(changed(again, made.weights), made.merged) < 2e-6
     write(again, tmp_path / "once more")
     assert config_of(tmp_path / "once more") == config_of(tmp_path / "out")
-
-
-def test_without_the_base_full_names_are_written(tmp_path):
-    made = trained("patterns", tmp_path / "in")
-    write(read_adapter(str(made.folder)), tmp_path / "out")
-    assert largest_difference(merged_by_peft(made.base, tmp_path / "out"), made.merged) < 2e-6
-    assert "model.layers.0.self_attn.q_proj" in config_of(tmp_path / "out")["target_modules"]
 
 
 SUMS = {
@@ -162,9 +153,7 @@ def test_short_names_and_a_scale_of_1(tmp_path):
 def test_the_revision_of_the_base(tmp_path):
     made = trained("linear", tmp_path / "in")
     adapter = read_adapter(str(made.folder), made.network())
-    name, change = next(iter(adapter.changes.items()))
-    with AdapterWriter(tmp_path / "out", [adapter], "some/base", torch.float32, "v2") as writer:
-        writer.add_low_rank(change, adapter.low_rank(name))
+    write_adapter(tmp_path / "out", [adapter], held(adapter), "some/base", torch.float32, "v2")
     config = config_of(tmp_path / "out")
     assert (config["base_model_name_or_path"], config["revision"]) == ("some/base", "v2")
 
@@ -173,59 +162,20 @@ def test_the_revision_of_the_base(tmp_path):
 def test_a_rank_of_0_is_loaded_as_no_change(case, tmp_path):
     made = trained(case, tmp_path / "in")
     adapter = read_adapter(str(made.folder), made.network())
-    with AdapterWriter(tmp_path / "out", [adapter], "base", torch.float32) as writer:
-        for name, change in adapter.changes.items():
-            whole = adapter.low_rank(name)
-            empty = LowRank(whole.left[..., :0], whole.right[..., :0, :], whole.shape)
-            writer.add_low_rank(change, empty)
+    empty = [
+        (change, LowRank(whole.left[..., :0], whole.right[..., :0, :], whole.shape))
+        for change, whole in held(adapter)
+    ]
+    write_adapter(tmp_path / "out", [adapter], empty, "base", torch.float32)
     assert added(made.base, tmp_path / "out") == {}
     assert {
         c.rank for c in read_adapter(str(tmp_path / "out"), made.network()).changes.values()
     } == {1}
 
 
-def test_half_of_the_adapters_have_biases_of_factors(tmp_path):
-    """PEFT expects a bias of every module then: the others' are zero."""
-    adapters = []
-    for number, own in enumerate(({"lora_bias": True}, {"lora_bias": False})):
-        made = train_by_chance(
-            qwen,
-            tmp_path / str(number),
-            number,
-            target_modules=[("q_proj", "v_proj")[number]],
-            **own,
-        )
-        adapters.append(read_adapter(str(made.folder), made.network()))
-    with AdapterWriter(tmp_path / "out", adapters, "base", torch.float32) as writer:
-        for adapter in adapters:
-            for name, change in adapter.changes.items():
-                if change.kind == "bias":
-                    writer.add_full(change, adapter.full(name))
-                else:
-                    writer.add_low_rank(change, adapter.low_rank(name))
-    loaded = added(made.base, tmp_path / "out")
-    assert loaded.keys() == {name for adapter in adapters for name in adapter.changes}
-
-
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
-        (
-            qwen,
-            [
-                {"target_modules": ["q_proj"], "lora_bias": True},
-                {"target_modules": ["embed_tokens"]},
-            ],
-            r"q_proj.*lora_bias.*embed_tokens",
-        ),
-        (
-            qwen,
-            [
-                {"target_modules": ["q_proj"], "lora_bias": True},
-                {"target_modules": ["q_proj"], "bias": "all"},
-            ],
-            r"q_proj\.bias is bias \(16,\).*/0 and saved \(16,\)",
-        ),
         (
             qwen,
             [
@@ -250,8 +200,7 @@ def test_adapters_that_cannot_be_one_are_refused(build, options, message, tmp_pa
         made = train_by_chance(build, tmp_path / str(number), number, **own)
         adapters.append(read_adapter(str(made.folder), made.network()))
     with pytest.raises(ValueError, match=message):
-        AdapterWriter(tmp_path / "out", adapters, "base", torch.float32)
-    assert not (tmp_path / "out").exists()
+        check_together(adapters)
 
 
 def test_adapters_of_bases_of_different_widths_are_refused(tmp_path):
@@ -261,19 +210,17 @@ def test_adapters_of_bases_of_different_widths_are_refused(tmp_path):
             lambda width=width: tiny_llama(hidden_size=width), tmp_path / str(width),
             target_modules=["q_proj"],
         )  # fmt: skip
-        adapters.append(read_adapter(str(made.folder)))
+        adapters.append(read_adapter(str(made.folder), made.network()))
     with pytest.raises(ValueError, match=r"q_proj.*\(32, 32\).*\(48, 48\)"):
-        AdapterWriter(tmp_path / "out", adapters, "base", torch.float32)
+        check_together(adapters)
 
 
 def test_saved_tensors_alone(tmp_path):
     """PEFT loads an adapter without factors by a name that no module has."""
     made = trained("saved", tmp_path / "in")
     adapter = read_adapter(str(made.folder), made.network())
-    with AdapterWriter(tmp_path / "out", [adapter], "base", torch.float32) as writer:
-        for name, change in adapter.changes.items():
-            if change.kind == "saved":
-                writer.add_full(change, adapter.full(name))
+    saved = [(change, made) for change, made in held(adapter) if change.kind == "saved"]
+    write_adapter(tmp_path / "out", [adapter], saved, "base", torch.float32)
     after = merged_by_peft(made.base, tmp_path / "out")
     assert torch.equal(after["lm_head.weight"], made.merged["lm_head.weight"])
 
@@ -295,11 +242,8 @@ def test_numbers_beyond_the_dtype_are_refused_and_the_folder_is_no_adapter(tmp_p
     name, change = next(iter(adapter.changes.items()))
     factors = adapter.low_rank(name)
     huge = LowRank(factors.left * 1e9, factors.right, factors.shape)
-    with (
-        pytest.raises(ValueError, match=rf"{name}.*float16.*bfloat16"),
-        AdapterWriter(tmp_path / "out", [adapter], "base", torch.float16) as writer,
-    ):
-        writer.add_low_rank(change, huge)
+    with pytest.raises(ValueError, match=rf"{name}.*float16.*bfloat16"):
+        write_adapter(tmp_path / "out", [adapter], [(change, huge)], "base", torch.float16)
     assert not (tmp_path / "out").exists()
 
 
@@ -309,21 +253,21 @@ def test_a_failure_leaves_an_earlier_result_as_it_was(tmp_path):
     write(adapter, tmp_path / "out")
     (tmp_path / "out" / "notes.txt").write_text("mine")
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    name, change = next(iter(adapter.changes.items()))
-    writer = AdapterWriter(tmp_path / "out", [adapter], "b", torch.float32)
-    writer.__enter__().add_low_rank(change, adapter.low_rank(name))
-    writer.__exit__(KeyError, KeyError(), None)
+
+    def failing():
+        yield next(held(adapter))
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        write_adapter(tmp_path / "out", [adapter], failing(), "b", torch.float32)
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
 def test_nothing_written_is_no_adapter(tmp_path):
     made = trained("linear", tmp_path / "in")
-    adapter = read_adapter(str(made.folder))
-    with (
-        pytest.raises(ValueError, match="nothing"),
-        AdapterWriter(tmp_path / "out", [adapter], "base", torch.float32),
-    ):
-        pass
+    adapter = read_adapter(str(made.folder), made.network())
+    with pytest.raises(ValueError, match="nothing"):
+        write_adapter(tmp_path / "out", [adapter], [], "base", torch.float32)
 
 
 @pytest.mark.parametrize("case", ["linear", "experts", "transposed"])

@@ -6,21 +6,28 @@ from __future__ import annotations
 import re
 
 from mergekit_ace.merging.job import Shard
-from mergekit_ace.merging.progress import MergeProgress, Pace
+from mergekit_ace.merging.progress import MergeProgress
 
 
 def test_the_pace():
     now = [100.0]
-    pace = Pace({"a": 10, "b": 30}, {"a": 1.0, "b": 3.0}, clock=lambda: now[0])
-    assert pace.left is None
+    first, second = (
+        Shard(n, f"model-{n}.safetensors", {name: size}, {name: work})
+        for n, (name, size, work) in enumerate((("a", 10, 1.0), ("b", 30, 3.0)))
+    )
+    progress = MergeProgress(
+        [first, second], kept=0, quiet=True, as_json=False, clock=lambda: now[0]
+    )
+    assert progress.figures()["seconds_left"] is None
     now[0] = 102.0
-    pace.add("a", 2.0)
-    assert (pace.bytes, pace.rate, pace.left) == (10, 5.0, 6.0)
-    pace.add("b", 1.0)
-    assert pace.slowest() == [("a", 2.0), ("b", 1.0)]
-    assert pace.left == 0
-    pace.take_back(["b", "c"])
-    assert pace.left == 6.0
+    progress.merged("a", 2.0)
+    figures = progress.figures()
+    assert (figures["bytes"], figures["bytes_per_second"], figures["seconds_left"]) == (10, 5, 6)
+    progress.merged("b", 1.0)
+    assert progress.figures()["slowest"] == [["a", 2.0], ["b", 1.0]]
+    assert progress.figures()["seconds_left"] == 0
+    progress.failed(second, "no memory")
+    assert progress.figures()["seconds_left"] == 6
 
 
 def test_the_end_names_the_folder(capsys):

@@ -18,7 +18,7 @@ RATES = Rates(operations=1e11, memory=1e10, read=1e9)
 
 def do_not_calibrate(monkeypatch) -> None:
     """Spare the half second in which the rates of this machine are measured."""
-    monkeypatch.setattr(check_module, "calibrate", lambda device, file: RATES)
+    monkeypatch.setattr(check_module, "calibrate", lambda device: RATES)
 
 
 def findings(folder: Path, config: dict | str, *flags: str) -> dict[str, str]:

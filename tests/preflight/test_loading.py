@@ -14,12 +14,12 @@ from test_architectures import MODELS
 from transformers import AutoConfig
 
 from mergekit_ace.headers import TensorHeader, read_file_header
+from mergekit_ace.methods.architecture import build_empty
 from mergekit_ace.preflight.loading import (
     LoadedHeaders,
-    UnknownArchitectureError,
+    NotLoadedError,
     load_headers,
     merged_model,
-    skeleton,
     verify_model,
     wanted_names,
 )
@@ -37,7 +37,7 @@ def test_every_architecture_is_whole(tmp_path, name):
     """Renamed, packed and tied tensors are no false alarms; nor are buffers of old checkpoints."""
     config, headers = saved(tmp_path, name)
     assert load_headers(config, headers, trust_remote_code=False) == LoadedHeaders()
-    model = skeleton(config, trust_remote_code=False)
+    model = build_empty(config, trust_remote_code=False)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert wanted_names(model, [*headers, "mtp.layers.0.weight"]) == (set(headers), set())
 
@@ -60,10 +60,10 @@ def test_tied_weights_are_not_needed():
     names = ["model.embed_tokens.weight", "lm_head.weight"]
     config = tiny_llama(tie_word_embeddings=True).config
     config.architectures = ["LlamaForCausalLM"]
-    model = skeleton(config, trust_remote_code=False)
+    model = build_empty(config, trust_remote_code=False)
     assert wanted_names(model, names) == ({names[0]}, {names[1]})
     config.tie_word_embeddings = False
-    assert wanted_names(skeleton(config, trust_remote_code=False), names) == (set(names), set())
+    assert wanted_names(build_empty(config, trust_remote_code=False), names) == (set(names), set())
 
 
 def test_what_is_found(tmp_path):
@@ -84,12 +84,11 @@ def test_unknown_architectures(name):
     config = tiny_llama().config
     config.architectures = [name]
     if name != "NoSuchModel":  # mergekit takes it for a language model, as this one is
-        assert skeleton(config, trust_remote_code=False).config.model_type == "llama"
+        assert build_empty(config, trust_remote_code=False).config.model_type == "llama"
         return
     config.model_type = "unheard"
     config.__class__ = type("UnheardConfig", (config.__class__,), {"model_type": "unheard"})
-    with pytest.raises(UnknownArchitectureError, match="NoSuchModel: "):
-        skeleton(config, trust_remote_code=False)
+    assert load_headers(config, {}, trust_remote_code=False).failure
 
 
 def problem(result: Path, origin: Path) -> str:
@@ -149,6 +148,15 @@ def test_experts_that_do_not_fit_together(tmp_path):
     part = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
     rewrite(tmp_path / "result", lambda tensors: tensors.pop(part))
     assert "cannot be put together" in problem(tmp_path / "result", tmp_path / "origin")
+
+
+def test_a_model_that_transformers_does_not_load_either(folders):
+    for folder in folders:
+        rewrite(folder, lambda tensors: tensors.clear())
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "none such"}))
+    with pytest.raises(NotLoadedError, match="origin either"):
+        problem(*folders)
 
 
 def test_a_folder_of_any_name(tmp_path):

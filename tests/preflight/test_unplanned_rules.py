@@ -47,7 +47,6 @@ def test_nothing_is_left_out_of_what_mergekit_knows(tmp_path, name):
     paths = save_family(MODELS[name][0](), tmp_path, **SAVE.get(name, {}))
     found, extra, said = look(tmp_path, ace_config(paths))
     assert not (found.left)
-    assert not (found.renamed)
     assert not (found.foreign)
     assert not extra
     assert not said
@@ -111,7 +110,6 @@ def test_buffers_are_no_loss(tmp_path, name, buffers):
         add(path, **buffers)
     found, extra, said = look(tmp_path, ace_config(paths))
     assert not (found.left)
-    assert not (found.renamed)
     assert not (found.foreign)
     assert not extra
     assert not said
@@ -125,7 +123,6 @@ def test_tied_heads_that_some_files_hold_are_no_loss(tmp_path):
     add(paths[1], lm_head__weight=load_file(f"{paths[1]}/model.safetensors")[EMBEDDING])
     found, extra, said = look(tmp_path, ace_config(paths))
     assert not (found.left)
-    assert not (found.renamed)
     assert not (found.foreign)
     assert not extra
     assert not said
@@ -181,7 +178,6 @@ def test_layers_that_a_config_leaves_out_are_no_loss(tmp_path):
     config = {"merge_method": "passthrough", "slices": pieces, "dtype": "float32"}
     found, extra, said = look(tmp_path, config)
     assert not (found.left)
-    assert not (found.renamed)
     assert not (found.foreign)
     assert not extra
     assert not said

@@ -376,11 +376,9 @@ def test_nan_names_tensor_and_model(tmp_path, inspect):
 def test_damaged_files(tmp_path, inspect):
     paths = save_family(tiny_llama(), tmp_path)
     file = Path(paths[1]) / "model.safetensors"
-    content = file.read_bytes()
-    file.write_bytes(content[:-100])
+    file.write_bytes(file.read_bytes()[:-100])
     message = inspect(ace_config(paths), fails=True)
     assert "expert0/model.safetensors is damaged" in message
-    assert f"{len(content):,}" in message
     assert not (tmp_path / "report").exists()
 
 

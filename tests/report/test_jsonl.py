@@ -17,14 +17,22 @@ from mergekit_ace.report.jsonl import (
     OF_MATRICES,
     OF_TENSORS,
     ReportError,
+    checked_line,
     read_lines,
-    wrong_field,
 )
 
 
 def write(path: Path, lines: list[dict]) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def wrong_field(line: dict) -> str:
+    try:
+        checked_line(line)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def refused(path: Path) -> str:
@@ -71,16 +79,21 @@ def test_a_field_of_another_kind(tmp_path, name, value):
         return
     text = refused(path)
     assert f"line 3 of {path} is not the line of a report: its field {name} holds" in text
-    assert f"{value!r} instead of " in text
+    assert f"{value!r}: Input should " in text
 
 
 @pytest.mark.parametrize("name", LISTS)
 def test_lists_of_another_length_or_of_text(tmp_path, name):
-    for values in ([1.0], [1.0, 2.0, 3.0], [1.0, "two"], [1.0, math.nan]):
+    for values, place, words in (
+        ([1.0], name, "a value for each of 2 experts"),
+        ([1.0, 2.0, 3.0], name, "a value for each of 2 experts"),
+        ([1.0, "two"], f"{name}.1", "a valid number"),
+        ([1.0, math.nan], f"{name}.1", "a finite number"),
+    ):
         line = {**made_line("a.weight", [1.0, 2.0]), name: values}
         text = refused(write(tmp_path / "r.jsonl", [line]))
-        assert f"its field {name} holds" in text
-        assert "for each of 2 experts" in text
+        assert f"its field {place} holds" in text
+        assert words in text
 
 
 def test_parts_and_stacked_matrices():
@@ -90,12 +103,12 @@ def test_parts_and_stacked_matrices():
     assert wrong_field(broken) == "it lacks the field subspaces.inputs"
     broken = copy.deepcopy(line)
     broken["spectrum"]["before"] = "x"
-    assert wrong_field(broken).startswith("its field spectrum.before holds 'x' instead of a list")
+    assert wrong_field(broken).startswith("its field spectrum.before holds 'x': Input should")
     matrices = [{n: v for n, v in line.items() if n in OF_MATRICES} for _ in range(2)]
     stacked = {n: v for n, v in line.items() if n in OF_TENSORS} | {"matrices": matrices}
     assert wrong_field(stacked) == ""
     matrices[1]["tau"] = [1.0]
-    assert wrong_field(stacked).startswith("its field matrices.1.tau holds [1.0] instead of a num")
+    assert wrong_field(stacked).startswith("its field matrices.1.tau holds [1.0]: Input should")
     del matrices[1]["tau"]
     assert wrong_field(stacked) == "it lacks the field matrices.1.tau"
 
@@ -143,5 +156,5 @@ def test_the_command_shows_it_without_a_traceback(tmp_path):
     result = CliRunner().invoke(main, ["report", str(path), "-o", str(tmp_path / "page.html")])
     assert result.exit_code == 1
     assert result.output.startswith(f"Error: line 2 of {path} is not the line of a report")
-    assert "its field gamma holds 'large' instead of a number" in result.output
+    assert "its field gamma holds 'large': Input should be a valid number" in result.output
     assert not (tmp_path / "page.html").exists()
