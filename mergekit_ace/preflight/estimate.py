@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -114,15 +115,18 @@ def calibrate(device: str, file: Path | None) -> Rates:
         device: of the matrix work.
         file: on the disk that is read; a usual rate without one.
     """
+    read = _read_rate(file) if file is not None else UNKNOWN_DISK
+    return Rates(*_compute_rates(device), read)
+
+
+@lru_cache
+def _compute_rates(device: str) -> tuple[float, float]:
+    """Return operations and bytes per second; half a second is spent on them once."""
     matrix = torch.ones(SIDE, SIDE, device=device)
     seconds = _best(lambda: product(matrix, matrix), device)
     vector = torch.ones(SWEEP, device=device)
     sweep = _best(lambda: vector.add_(1.0), device)
-    return Rates(
-        operations=EFFICIENCY * 2 * SIDE**3 / seconds,
-        memory=2 * 4 * SWEEP / sweep,
-        read=_read_rate(file) if file is not None else UNKNOWN_DISK,
-    )
+    return EFFICIENCY * 2 * SIDE**3 / seconds, 2 * 4 * SWEEP / sweep
 
 
 def _best(work: Callable[[], object], device: str, rounds: int = 4) -> float:
