@@ -38,7 +38,7 @@ def test_the_program_at_its_smallest(benchmark, tmp_path, monkeypatch, capsys):
 
 def test_the_adapter_of_a_row_has_the_tensors_of_its_full_merge(benchmark, tmp_path):
     ranks, families = benchmark("ranks"), benchmark("evidence.families")
-    family = families.make_family("llama-lora", 0, experts=2, folder=tmp_path, steps=2)
+    family = families.make_family("llama-lora", 0, experts=2, folder=tmp_path, steps=6)
     family.train()
     examiner = benchmark("evidence.scoring").Examiner(family)
     for row in ranks.ROWS:
