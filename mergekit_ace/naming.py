@@ -19,9 +19,7 @@ def block_of(name: str) -> str:
         name: of a tensor, in memory or on disk, such as `model.layers.11.mlp.up_proj.weight`.
     """
     match = _BLOCK.match(name)
-    if match:
-        return name[: match.end() - 1]
-    return name.rpartition(".")[0] or name
+    return name[: match.end() - 1] if match else name.rpartition(".")[0] or name
 
 
 def within_block(name: str) -> str:
@@ -70,14 +68,12 @@ def relative_depths(names: Iterable[str]) -> dict[str, float]:
     Args:
         names: of all tensors of one checkpoint or one model in memory, in any order.
     """
-    names = list(names)
     positions = {name: _position(name) for name in names}
     sizes: dict[str, int] = {}
     for stack, number in filter(None, positions.values()):
         sizes[stack] = max(sizes.get(stack, 0), number + 1)
     depths = {}
-    for name in names:
-        position = positions[name]
+    for name, position in positions.items():
         if position is None:
             depths[name] = 0.0 if _INPUT.search(name) else 1.0
         else:

@@ -8,13 +8,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import importlib
+import runpy
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import click
 import pytest
@@ -36,6 +39,20 @@ NO_BROWSER = (
 @pytest.fixture
 def rng() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Hide matplotlib where tests train: its pictures take a third of a small training.
+
+    They have tests of their own, and test_examples.py has trainings that draw them.
+    """
+    path = request.path
+    trains = path.parent.name == "training" or path.stem == "test_checkpoint_files"
+    with pytest.MonkeyPatch.context() as patch:
+        if trains and path.stem not in ("test_results", "test_pictures"):
+            patch.setitem(sys.modules, "matplotlib.figure", None)
+        yield
 
 
 @pytest.fixture
@@ -97,18 +114,19 @@ def mergekit_multi(tmp_path: Path) -> Callable[[list[dict]], Path]:
     return run
 
 
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], ModuleType]]:
-    """Import a module of a folder of examples, as `example(folder, module)`.
+@contextmanager
+def examples() -> Iterator[Callable[[str, str], ModuleType]]:
+    """Import modules of a folder of examples, as `example(folder, module)`.
 
     All modules of the examples are forgotten afterwards: several folders use the same names.
     """
+    with pytest.MonkeyPatch.context() as patch:
 
-    def load(folder: str, name: str) -> ModuleType:
-        monkeypatch.syspath_prepend(EXAMPLES / folder)
-        return importlib.import_module(name)
+        def load(folder: str, name: str) -> ModuleType:
+            patch.syspath_prepend(EXAMPLES / folder)
+            return importlib.import_module(name)
 
-    yield load
+        yield load
     for name, module in list(sys.modules.items()):
         places = f"{vars(module).get('__file__')} {vars(module).get('__path__')}"
         if str(EXAMPLES) in places:
@@ -116,30 +134,57 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Mo
 
 
 @pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the mergekit commands that an example starts by `subprocess.run` in this process.
+def example() -> Iterator[Callable[[str, str], ModuleType]]:
+    with examples() as load:
+        yield load
 
-    Importing mergekit anew takes seconds per command. Other commands run as ever.
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run Python, and mergekit-yaml, in this process where an example calls `subprocess.run`.
+
+    Importing torch and mergekit anew takes seconds per command. Other commands run as ever.
     """
     start = subprocess.run
 
-    def run(command: list, cwd: Path | None = None, **options) -> Any:
-        from mergekit.scripts.run_yaml import main as mergekit_yaml
-
-        from mergekit_ace.cli import main as mergekit_ace
-
-        first, *arguments = [str(part) for part in command]
-        if first == sys.executable:  # python -m MODULE …
-            first, *arguments = arguments[1:]
-        if "mergekit" not in Path(first).name:
-            return start(command, cwd=cwd, **options)
-        main = mergekit_ace if first == "mergekit_ace.cli" else mergekit_yaml
-        with monkeypatch.context() as inside:
+    def run(command: list, cwd: Path | None = None, check: bool = False, **options):
+        first, *arguments = map(str, command)
+        if Path(first).name == "mergekit-yaml":
+            arguments = ["-m", "mergekit.scripts.run_yaml", *arguments]
+        elif first != sys.executable:
+            return start(command, cwd=cwd, check=check, **options)
+        with (
+            monkeypatch.context() as inside,
+            redirect_stdout(StringIO()) as output,
+            redirect_stderr(StringIO()) as errors,
+        ):
             inside.chdir(cwd or Path.cwd())
-            CliRunner().invoke(main, arguments, catch_exceptions=False)
-        return SimpleNamespace(returncode=0)
+            inside.setattr(sys, "argv", arguments)
+            code = run_python(*arguments)
+        done = subprocess.CompletedProcess(command, code, output.getvalue(), errors.getvalue())
+        if check:
+            done.check_returncode()
+        return done
 
     monkeypatch.setattr("subprocess.run", run)
+
+
+def run_python(flag: str, *arguments: str) -> int:
+    """Do what `python` does with `-m MODULE` of a click command, `-c` or a file; the status."""
+    try:
+        if flag == "-m":
+            importlib.import_module(arguments[0]).main(arguments[1:])
+        elif flag == "-c":
+            sys.argv = ["-c", *arguments[1:]]
+            exec(arguments[0], {"__name__": "__main__"})
+        else:
+            runpy.run_path(flag, run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ class MeanOfTwo(TaskVectorMethod):
     citations = (Citation("doe2026mean", "Doe, Jane", "The Mean of Two", 2026, "2601.00001"),)
     own_rule = "between two experts"
 
-    def merge(self, tensors, settings, *, least_memory=False, observe=None):
+    def merge(self, tensors, settings):
         _, first, second = tensors
         merged = first.lerp(second, settings.parameters["share"])
         return merged, record_of_entries(self.spec.name, tensors[0], tensors[1:])
@@ -54,11 +54,11 @@ class FullDevice(AceMerge):
         self.failures = failures
         self.seen: list[bool] = []
 
-    def merge(self, tensors, settings, *, least_memory=False, observe=None):
-        self.seen.append(least_memory)
+    def merge(self, tensors, settings):
+        self.seen.append(settings.least_memory)
         if len(self.seen) <= self.failures:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().merge(tensors, settings, least_memory=least_memory)
+        return super().merge(tensors, settings)
 
 
 def merge_with(method: MergeMethod, tensors: list[Tensor], name: str | None = None) -> Tensor:

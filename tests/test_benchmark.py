@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import json
+import resource
+import subprocess
 import sys
-from contextlib import redirect_stdout
-from io import StringIO
+from pathlib import Path
 
 import naive_peers
 import pytest
 import torch
 from matrices import HETEROGENEOUS, family
+from mergekit.io.tasks import FinalizeModel, LoadTensor, SaveTensor
 from reference import naive_ace
 
 
@@ -28,20 +30,44 @@ def run(example, monkeypatch, capsys):
     return run
 
 
-def test_checkpoints(run, tmp_path):
-    methods = ["ace", "inspect"]
-    flags = ["--size", "tiny", "--methods", *methods, "--json", tmp_path / "figures.json"]
-    shown = run("benchmark", "checkpoint", *flags, "--folder", tmp_path)
-    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
-    assert [row["method"] for row in rows] == methods
-    for row in rows:
-        assert f"\n{row['method']} " in shown
-        assert row["wall"] > 0
-        assert row["resident_bytes"] > 2**20
-    assert rows[0]["wall"] > rows[0]["compute"] > 0
+@pytest.fixture
+def measured_here(example, in_process, monkeypatch):
+    """Run in this process what `checkpoint.measure` starts in one of its own."""
+
+    def measure(command: list[str], folder: Path) -> dict[str, float]:
+        for task in (LoadTensor, SaveTensor, FinalizeModel):  # `stages` puts clocks there
+            monkeypatch.setattr(task, "execute", task.execute)
+        subprocess.run(command, cwd=folder, check=True)
+        resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {"wall": 1.0, "resident_bytes": resident}
+
+    for program in ("checkpoint", "adapters"):
+        monkeypatch.setattr(example("benchmark", program), "measure", measure)
 
 
-def test_adapters(run, tmp_path):
+def checkpoint_rows(run, folder: Path, *methods: str) -> list[dict]:
+    """What the program measures of some methods, once it has printed it."""
+    flags = ["--size", "tiny", "--methods", *methods, "--json", folder / "figures.json"]
+    shown = run("benchmark", "checkpoint", *flags, "--folder", folder)
+    rows = json.loads((folder / "figures.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == [*methods]
+    assert all(f"\n{method} " in shown for method in methods)
+    return rows
+
+
+def test_a_checkpoint_in_a_process_of_its_own(run, tmp_path):
+    (row,) = checkpoint_rows(run, tmp_path, "ace")
+    assert row["wall"] > row["compute"] > 0
+    assert row["resident_bytes"] > 2**20
+
+
+def test_checkpoints(run, measured_here, tmp_path):
+    first, second = checkpoint_rows(run, tmp_path, "task_arithmetic", "inspect")
+    assert first["write"] > 0
+    assert second["wall"] > 0
+
+
+def test_adapters(run, measured_here, tmp_path):
     """Every kind of row: a merge method, PEFT's way on all layers, and a full merge of one."""
     rows = ["tsv_m", "peft-cat", "full-ace"]
     small = ["--size", "tiny", "--adapters", 2, "--rank", 3, "--folder", tmp_path]
@@ -55,26 +81,15 @@ def test_adapters(run, tmp_path):
     assert not list(tmp_path.glob("*/merged")), "results are removed"
 
 
-def test_check_on_headers(run):
+def test_check_on_headers(run, in_process):
     shown = run("benchmark", "preflight", "--size", "tiny", "--rounds", 1)
     assert "nothing to complain about" in shown
     assert "whole command" in shown
 
 
 @pytest.mark.parametrize("basis", ["experts", "components"])
-def test_training_steps(example, run, monkeypatch, basis):
-    """The measuring processes of the program run one after the other in this one."""
-    trainer = example("benchmark", "trainer")
+def test_training_steps(run, in_process, basis):
     small = f"--layers 1 --experts 2 --batch 1 --tokens 4 --rounds 2 --basis {basis}".split()
-
-    def child(what: list, *flags: str) -> dict:
-        arguments = ["trainer.py", *small, *flags, "--child", json.dumps(what)]
-        with monkeypatch.context() as inside, redirect_stdout(StringIO()) as output:
-            inside.setattr(sys, "argv", arguments)
-            trainer.main()
-        return json.loads(output.getvalue())
-
-    monkeypatch.setattr(trainer, "child", child)
     shown = run("benchmark", "trainer", *small).splitlines()
     assert [line.partition(":")[0] for line in shown] == [
         "K = 2, disk", "K = 2, device", "K = 2, disk"
@@ -134,7 +149,7 @@ def test_bound(run):
 
 
 def test_estimates(run):
-    shown = run("benchmark", "estimates", "--divide", 4)
+    shown = run("benchmark", "estimates", "--divide", 8)
     lines = [line.split() for line in shown.splitlines()[2:]]
     assert len(lines) == 15
     assert {line[0] for line in lines} == {"primal", "tall", "dual"}
@@ -156,7 +171,7 @@ def test_measured_covariances(run, tmp_path):
     assert file.stat().st_mtime_ns == before
 
 
-def test_costs_of_methods(run, tmp_path):
+def test_costs_of_methods(run, in_process, tmp_path):
     """Ours, a peer with its plain transcription, and one of mergekit's own."""
     small = ["--model", "512x2048", "--divide", 16, "--json", tmp_path / "costs.json"]
     shown = run("benchmark", "method_costs", *small, "--plain", "--method", "ace", "iso_c", "ties")

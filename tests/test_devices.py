@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import yaml
 from checkpoints import default_config, save_family, tiny_llama
 from click.testing import CliRunner
 from coefficient_files import make_file
+from covering import covered
 from imitated_gpu import GPU, ImitatedGpu, imitated_gpu
 from matrices import HETEROGENEOUS, family
 from measured_files import Kind, needs_statistics, random_covariance, write_statistics
@@ -45,7 +45,6 @@ from mergekit_ace.report import tensor_lines
 
 FORMS = {"dual": (48, 200), "primal": (90, 80), "tall": (200, 60), "lean": (90, 80)}
 FLOAT = torch.float32
-SWITCHES = ("never", "always")
 PARAMETERS = {"statsmerging": {"weight": [0.2, 0.3, 0.4]}, "wudi": {"steps": 5}}
 
 
@@ -97,10 +96,14 @@ def test_golden_cases(gpu, case, dtype, bar):
     assert task_vector_error(merged.cpu(), TENSORS[f"{case}.merged"], base.cpu()) <= bar
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("switch", "floor"), [*product(SWITCHES, [True, False])])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("form", FORMS)
+@covered(
+    strength=3,
+    form=FORMS,
+    dtype=[torch.float32, torch.float64],
+    switch=["never", "always"],
+    floor=[True, False],
+    stored=[torch.float32, torch.bfloat16],
+)
 def test_every_form_agrees_with_the_cpu(gpu, form, dtype, switch, floor, stored):
     tensors = families(FORMS[form], stored)
     options = AceOptions(
@@ -116,22 +119,22 @@ def test_every_form_agrees_with_the_cpu(gpu, form, dtype, switch, floor, stored)
     assert task_vector_error(merged.cpu(), expected, tensors[0]) <= bar
 
 
-@pytest.mark.parametrize("context", [False, True], ids=["", "inside of a default device"])
 @pytest.mark.parametrize("shape", [(60, 50), (300, 290), (7,), (3, 8, 9), (), (0, 4)])
 @pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
-def test_every_method(gpu, tmp_path, method, shape, context):
-    """`--multi-gpu` merges inside of `with torch.device(…)`."""
+def test_every_method(gpu, tmp_path, method, shape):
+    """Also inside of `with torch.device(…)`, as `--multi-gpu` merges."""
     name, tensors = method.spec.name, families(shape)
     parameters = parameters_of(method, tensors, tmp_path)
     expected = merge_tensors(tensors, name, base_index=0, parameters=parameters, name="w")
     given = moved(tensors, gpu)
     parameters["report"] = str(tmp_path / "lines.jsonl")
-    with torch.device(gpu) if context else nullcontext():
-        merged = merge_tensors(given, name, base_index=0, parameters=parameters, name="w")
-    assert merged.device == gpu
-    torch.testing.assert_close(merged.cpu(), expected, atol=1e-4, rtol=1e-4)
-    (line,) = (tmp_path / "lines.jsonl").read_text().splitlines()
-    assert json.loads(line)["method"] == name
+    for context in (nullcontext(), torch.device(gpu)):
+        with context:
+            merged = merge_tensors(given, name, base_index=0, parameters=parameters, name="w")
+        assert merged.device == gpu
+        torch.testing.assert_close(merged.cpu(), expected, atol=1e-4, rtol=1e-4)
+    lines = (tmp_path / "lines.jsonl").read_text().splitlines()
+    assert [json.loads(line)["method"] for line in lines] == [name] * 2
 
 
 @pytest.mark.parametrize("options", [AceOptions(), RelativeOptions()], ids=["ace", "ace_relative"])
@@ -295,17 +298,19 @@ def small_gpu(monkeypatch) -> Iterator[ImitatedGpu]:
         yield device
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0, 2.5])
 @pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
-def test_full_devices(small_gpu, caplog, tmp_path, method, share):
+def test_full_devices(small_gpu, caplog, tmp_path, method):
     """Beside the inputs there is room for so many matrices in float32."""
     name, tensors = method.spec.name, families((300, 290))
     parameters = parameters_of(method, tensors, tmp_path)
     expected = merge_tensors(tensors, name, base_index=0, parameters=parameters, name="w")
     given = moved(tensors, GPU)
-    small_gpu.memory = small_gpu.used + share * 4 * tensors[0].numel() + 2048
+    inputs = small_gpu.used
     parameters["report"] = str(tmp_path / "lines.jsonl")
-    merged = merge_tensors(given, name, base_index=0, parameters=parameters, name="w")
-    torch.testing.assert_close(merged.cpu(), expected, atol=1e-4, rtol=1e-4)
-    if share == 0:
-        assert "on the CPU" in caplog.text
+    for room in (2.5, 1.0, 0.0):
+        small_gpu.memory = inputs + room * 4 * tensors[0].numel() + 2048
+        caplog.clear()
+        merged = merge_tensors(given, name, base_index=0, parameters=parameters, name="w")
+        torch.testing.assert_close(merged.cpu(), expected, atol=1e-4, rtol=1e-4)
+        del merged  # nor may it take room
+    assert "on the CPU" in caplog.text

@@ -20,6 +20,7 @@ import torch
 import yaml
 from checkpoints import fine_tuned, state
 from configs import check_config, read_config
+from conftest import examples
 from reference import naive_tensor, task_vector_error
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
@@ -127,6 +128,7 @@ def test_the_study_of_choices_at_its_smallest(training, tmp_path, monkeypatch, c
         assert f"\n| {row} | 0." in shown
     results = (tmp_path / f"results-{family}.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["name"] for line in results] == rows
+    assert (tmp_path / f"run-{family}" / "coefficients.png").exists()
 
 
 def test_a_learner_on_new_experts(training, in_process, tmp_path, monkeypatch, capsys):
@@ -243,12 +245,18 @@ def test_quickstart_dictionaries(quickstart):
         assert dictionary.answers[first[2]] == first[4]
 
 
-@pytest.fixture
-def tiny_family(quickstart, tmp_path) -> Path:
-    """The quickstart's own family, a few steps of training each, in a folder of its own."""
-    folder = tmp_path / "family"
-    quickstart("family").train_family(folder, steps=3)
+@pytest.fixture(scope="module")
+def trained_quickstart(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("quickstart") / "family"
+    with examples() as load:
+        load("quickstart", "family").train_family(folder, steps=3)
     return folder
+
+
+@pytest.fixture
+def tiny_family(trained_quickstart, tmp_path) -> Path:
+    """The quickstart's own family, a few steps of training each, in a folder of its own."""
+    return Path(shutil.copytree(trained_quickstart, tmp_path / "family"))
 
 
 def test_quickstart_training_saves_complete_models_only(quickstart, tiny_family):
@@ -278,7 +286,7 @@ def tiny_quickstart(quickstart, tiny_family, in_process, monkeypatch):
     return program
 
 
-def test_quickstart_from_end_to_end(tiny_quickstart, monkeypatch, capsys):
+def test_quickstart_from_end_to_end(quickstart, tiny_quickstart, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["quickstart.py"])
     tiny_quickstart.main()
     table = capsys.readouterr().out
@@ -290,15 +298,14 @@ def test_quickstart_from_end_to_end(tiny_quickstart, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["quickstart.py", "--ask", "ruby moon ="])
     tiny_quickstart.main()
     assert "ruby moon = " in capsys.readouterr().out
+    check_what_dtype_costs(quickstart("dtype"), tiny_quickstart, monkeypatch, capsys)
 
 
-def test_what_dtype_costs(quickstart, tiny_quickstart, monkeypatch, capsys):
-    dtype = quickstart("dtype")
-    tiny_quickstart.merge_all()
+def check_what_dtype_costs(dtype, tiny_quickstart, monkeypatch, capsys):
+    """A program that goes on with the merges of the quickstart."""
     for name in ("FAMILY", "MERGED"):
         monkeypatch.setattr(dtype, name, getattr(tiny_quickstart, name))
     monkeypatch.setattr(dtype, "ROUNDED", tiny_quickstart.HERE / "family-bfloat16")
-    capsys.readouterr()
     dtype.main()
     errors = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[1:]]
     assert len(errors) == 4
@@ -306,7 +313,7 @@ def test_what_dtype_costs(quickstart, tiny_quickstart, monkeypatch, capsys):
     assert errors[2] == errors[3]  # bfloat16 ones have none to lose
 
 
-def test_a_failed_merge_ends_the_quickstart(quickstart, tmp_path):
+def test_a_failed_merge_ends_the_quickstart(quickstart, in_process, tmp_path):
     program = quickstart("quickstart")
     config = tmp_path / "bad.yml"
     config.write_text("merge_method: ace\nmodels: [{model: ./nowhere/at/all}]\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import covered
 from matrices import HETEROGENEOUS, as_if_large, family
 from measured_files import random_covariance, write_statistics
 from mergekit.merge_methods import merge_tensors
@@ -48,18 +49,17 @@ def test_a_measured_covariance_has_no_dual_form():
     assert "dual" not in forms
 
 
-@pytest.mark.parametrize("mix", [0.25, 0.5, 1.0])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["even", "uneven"])
-@pytest.mark.parametrize(
-    "options",
-    [
+@covered(
+    strength=3,
+    mix=[0.25, 0.5, 1.0],
+    shape=SHAPES,
+    scales=[None, HETEROGENEOUS],
+    options=[
         {},
         {"epsilon": 1e-3, "epsilon_scale": "relative", "centred": False},
         {"adaptive_normalization": "always", "spectral_refinement": "always", "epsilon": 1e-3},
         {"structural_prior": False},
     ],
-    ids=["default", "relative ridge", "refined", "no prior"],
 )
 def test_ace(rng, mix, shape, scales, options):
     base, experts = family(rng, *SHAPES[shape], 3, scales=scales)

@@ -2,12 +2,13 @@
 """Working memory of a merge, as the operating system counts it.
 
 Beyond the inputs and the result at most four float32 matrices of max(i², o·i), or in the dual form
-of max(N², o·i), whatever T is, or with a refinement F and six of min(o, i)², and six blocks. Each
-case runs in a process of its own, in which memory that is freed goes back to the system at once.
+of max(N², o·i), whatever T is, or with a refinement F and six of min(o, i)², and six blocks. All
+cases run in a process of their own, in which memory that is freed goes back to the system at once.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
+import json
 import sys
 from pathlib import Path
 import torch
@@ -25,60 +27,60 @@ from mergekit_ace.algebra.refinement import decomposition_memory
 
 linalg.BLOCK_ENTRIES = 2**16  # on the scale of these small matrices
 linalg.LARGEST_BLOCK = 2**18
-rows, columns, experts, refined = (int(argument) for argument in sys.argv[1:])
 
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
-def family(rows, columns):
+def family(rows, columns, experts):
     rng = torch.Generator().manual_seed(0)
     base = torch.randn(rows, columns, generator=rng)
     return base, [base + 1e-3 * torch.randn(rows, columns, generator=rng) for _ in range(experts)]
 
-switch = "always" if refined else "never"
-options = AceOptions(adaptive_normalization=switch, spectral_refinement=switch)
-base, members = family(rows, columns)
-merge_matrix(base, members, options=options)  # the libraries allocate buffers of their own
-before = status("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-merged, record = merge_matrix(base, members, options=options)
-assert record.precision == "float32", record
-side = rows * experts if record.form == "dual" else columns
-result = merged.numel() * merged.element_size()
-few = 6 * 4 * linalg.block_entries(rows * columns)
-few += 2**21  # and what the BLAS packs matrices into
-used = status("VmHWM") - before - result - few
-allowed = 16 * max(side**2, rows * columns)
-if refined:
-    allowed = max(allowed, decomposition_memory(rows, columns))
-print(record.form, used / allowed)
+def measure(rows, columns, experts, refined):
+    switch = "always" if refined else "never"
+    options = AceOptions(adaptive_normalization=switch, spectral_refinement=switch)
+    base, members = family(rows, columns, experts)
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    merged, record = merge_matrix(base, members, options=options)
+    assert record.precision == "float32", record
+    side = rows * experts if record.form == "dual" else columns
+    result = merged.numel() * merged.element_size()
+    few = 6 * 4 * linalg.block_entries(rows * columns)
+    few += 2**21  # and what the BLAS packs matrices into
+    used = status("VmHWM") - before - result - few
+    allowed = 16 * max(side**2, rows * columns)
+    if refined:
+        allowed = max(allowed, decomposition_memory(rows, columns))
+    return record.form, used / allowed
+
+cases = json.loads(sys.argv[1])
+measure(*cases[-1])  # the libraries allocate buffers of their own
+print(json.dumps([measure(*case) for case in cases]))
 """
+CASES = [
+    ((1024, 1024), 3, {"primal", "tall"}),
+    ((1024, 1024), 8, {"primal", "lean"}),
+    ((4000, 800), 3, {"tall"}),
+    ((500, 2400), 3, {"dual"}),
+    ((300, 1400), 8, {"primal", "lean"}),
+]
 
 
 @pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's account of peak memory"
 )
-@pytest.mark.parametrize("refined", [0, 1], ids=["homogeneous", "heterogeneous"])
-@pytest.mark.parametrize(
-    ("shape", "experts", "forms"),
-    [
-        ((1024, 1024), 3, {"primal", "tall"}),
-        ((1024, 1024), 8, {"primal", "lean"}),
-        ((4000, 800), 3, {"tall"}),
-        ((500, 2400), 3, {"dual"}),
-        ((300, 1400), 8, {"primal", "lean"}),
-    ],
-)
-def test_four_matrices(shape, experts, forms, refined):
+def test_four_matrices():
+    cases = [(*shape, experts, refined) for shape, experts, _ in CASES for refined in (False, True)]
     environment = {
         **os.environ,
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_TRIM_THRESHOLD_": "0",
         "PYTHONPATH": str(Path(__file__).parents[1]),
     }
-    command = [sys.executable, "-c", PROGRAM, *map(str, (*shape, experts, refined))]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(cases)]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    form, share = output.stdout.split()
-    assert form in forms
-    assert float(share) <= 1
+    for case, (form, share) in zip(cases, json.loads(output.stdout), strict=True):
+        assert form in next(forms for *given, forms in CASES if (*given[0], given[1]) == case[:3])
+        assert share <= 1, case

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import covered
 from matrices import with_values
 from torch import Tensor
 
@@ -39,10 +40,12 @@ def test_the_error_is_below_the_tolerance(rng, shape, kind, tolerance):
     assert distance(found, naive_polar(matrix)) <= tolerance
 
 
-@pytest.mark.parametrize("shape", [(SIDE, SIDE), (SIDE, SIDE + 90), (700, SIDE)])
-@pytest.mark.parametrize("kind", SPECTRA)
-@pytest.mark.parametrize("tolerance", [2e-4, 2e-3])
-@pytest.mark.parametrize("size", [1e-6, 1e6])
+@covered(
+    shape=[(SIDE, SIDE), (SIDE, SIDE + 90), (700, SIDE)],
+    kind=SPECTRA,
+    tolerance=[2e-4, 2e-3],
+    size=[1e-6, 1e6],
+)
 def test_float32_where_that_is_enough(rng, shape, kind, tolerance, size):
     matrix = (size * with_values(rng, shape, SPECTRA[kind])).float()
     found = polar_factor(matrix, tolerance=tolerance)

@@ -419,10 +419,10 @@ def test_a_family_trains(benchmark, tmp_path, name):
     examiner = benchmark("evidence.scoring").Examiner(family)
     changed = [n for n, t in examiner.experts["4"].items() if not torch.equal(t, examiner.base[n])]
     matrices = [n for n in changed if examiner.base[n].ndim == 2]
-    assert len(matrices) >= 3 * 4
+    assert len(matrices) >= 4
     if name in ("llama-lora", "llama-linear"):  # nothing but the linear layers
         assert changed == matrices
-        assert len(matrices) == 3 * 7
+        assert len(matrices) == 7
     if name == "llama-lora":  # adapters of rank 8
         delta = examiner.experts["4"][matrices[0]] - examiner.base[matrices[0]]
         assert torch.linalg.matrix_rank(delta, rtol=1e-4) <= 8

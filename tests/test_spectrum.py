@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import covered
 from matrices import SPECTRA, spectrum, with_values
 
 from mergekit_ace.algebra import spectrum as spectrum_module
@@ -93,15 +94,21 @@ def test_directions_that_rounding_cannot_tell_from_zero_are_left_out(rng):
     assert len(found.leading(1).values) == len(singular_directions(matrix, 1).values) == 1
 
 
-@pytest.mark.parametrize("shape", [(300, 420), (420, 300), (300, 300)])
-@pytest.mark.parametrize("kind", SPECTRA)
-@pytest.mark.parametrize("rank", [None, 100, 20])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float64, 1e-9), (torch.float64, 2e-5), (torch.float32, 2e-4), (torch.float32, 2e-3)],
+@covered(
+    strength=3,
+    kind=SPECTRA,
+    rank=[None, 100, 20],
+    digits=[
+        (torch.float64, 1e-9),
+        (torch.float64, 2e-5),
+        (torch.float32, 2e-4),
+        (torch.float32, 2e-3),
+    ],
+    shape=[(300, 420), (420, 300), (300, 300)],
 )
-def test_large_matrices(rng, shape, kind, rank, dtype, tolerance):
+def test_large_matrices(rng, shape, kind, rank, digits):
     """By a Gram matrix where that has the digits, or a decomposition of the matrix itself."""
+    dtype, tolerance = digits
     assert min(shape) > SMALL_SIDE
     matrix = with_values(rng, shape, spectrum(kind, 300)).to(dtype)
     found = singular_directions(matrix, rank, tolerance=tolerance)

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from covering import covered
 
 PACKAGE = Path(__file__).parents[1] / "mergekit_ace"
 LOADED = "import site; site.addsitedir(sys.argv[1])"  # as Python does at its start, `.pth` and all
@@ -63,9 +64,11 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("module", ["__init__.py", "_autoload.py", "plugin.py"])
-@pytest.mark.parametrize("order", [(LOADED, MERGEKIT), (MERGEKIT, LOADED)], ids=["hook", "host"])
+@covered(
+    failure=FAILURES,
+    module=["__init__.py", "_autoload.py", "plugin.py"],
+    order=[(LOADED, MERGEKIT), (MERGEKIT, LOADED)],
+)
 def test_a_module_that_fails(packages, module, failure, order):
     (packages / "mergekit_ace" / module).write_text(FAILURES[failure])
     shown, errors = start(packages, *order)

@@ -143,8 +143,10 @@ def settings(study: Study, change: Settings, seed: int = 0) -> Settings:
         epochs = steps // -(-max(samples) // common["batch_size"]) + 1
         common = {**common, "epochs": epochs, "max_steps": steps, "evaluate_every": every}
         common["scheduler"] = {"step": epochs}
+    compare: Settings = {"direct": False}
     if study.steps is not None:
         common = {**common, "max_steps": study.steps}
+        compare["task_arithmetic"] = [0.3]
     rate = change.get("rate", common["learning_rate"])
     return {
         "base_model": base,
@@ -154,7 +156,7 @@ def settings(study: Study, change: Settings, seed: int = 0) -> Settings:
         "labels": change.get("labels", "hard"),
         "learner": DEFAULT | change.get("learner", {}),
         "training": common | {"learning_rate": rate, "seed": seed},
-        "compare": {"direct": False},
+        "compare": compare,
     }
 
 

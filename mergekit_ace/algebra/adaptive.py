@@ -32,6 +32,7 @@ from mergekit_ace.algebra.ridge_floor import amplification
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     Heterogeneity,
+    check_versions,
     measure_heterogeneity,
     merge_mean,
     merge_trivial,
@@ -91,10 +92,11 @@ def merge_tensor(
         expert changed anything it is `base` itself.
 
     Raises:
-        IllConditionedError, OverflowError: see `merge_matrix`.
+        TypeError, ValueError, IllConditionedError, OverflowError: see `merge_matrix`.
     """
     options = options or AceOptions()
     weights = weights if weights is not None else [1.0] * len(experts)
+    check_versions(base, experts, weights)
 
     matrix = partial(
         merge_matrix,
@@ -162,11 +164,16 @@ def merge_matrix(
         changed it), and the record of what was done.
 
     Raises:
+        TypeError, ValueError: the versions do not belong together, see `check_versions`, are no
+            matrices of floating-point numbers, or are not finite.
         IllConditionedError: A cannot be factored, even in float64; raise ``epsilon``.
         OverflowError: a task vector overflows the compute dtype.
     """
     options = options or AceOptions()
     weights = weights if weights is not None else [1.0] * len(experts)
+    check_versions(base, experts, weights)
+    if base.ndim != 2:
+        raise ValueError(f"the base has {base.ndim} axes, and a matrix two; see merge_tensor")
     *own, refinement = coefficients or [1.0] * (len(experts) + 1)
     active = select_active(base, experts, weights, options.dtype, own, space)
     trivial = merge_trivial(base, active, options.scale)
@@ -174,6 +181,9 @@ def merge_matrix(
         return trivial
     if active.shape[0] == 1:  # one row is its own column mean: a vector in the shape of a matrix
         return merge_mean(base, active, options.scale)
+    for version in (base, *active.experts):
+        if not version.is_floating_point():
+            raise TypeError(f"a matrix of {version.dtype} is no weight; convert it to float32")
     branch = decide_branch(active, active.shape, options)
     measured = measured and measured.of(active.positions)
     if attempts is None:

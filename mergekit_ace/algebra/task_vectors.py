@@ -138,6 +138,29 @@ class ActiveExperts:
         return tuple(spread)
 
 
+def check_versions(base: Tensor, experts: Sequence[Tensor], weights: Sequence[float]) -> None:
+    """Refuse what is no set of versions of one tensor.
+
+    Raises:
+        TypeError: something is no tensor.
+        ValueError: there is no expert, a shape or the number of weights differs, or a weight is
+            negative or NaN.
+    """
+    if len(experts) == 0:
+        raise ValueError("there is no expert; give at least one")
+    named = {"the base": base} | {f"expert {t}": expert for t, expert in enumerate(experts)}
+    for name, version in named.items():
+        if not isinstance(version, Tensor):
+            raise TypeError(f"{name} is a {type(version).__name__}; give a torch.Tensor")
+        if version.shape != base.shape:
+            shapes = f"{tuple(version.shape)}, but the base {tuple(base.shape)}"
+            raise ValueError(f"{name} has the shape {shapes}; merge versions of one tensor")
+    if len(weights) != len(experts):
+        raise ValueError(f"there are {len(weights)} weights for {len(experts)} experts")
+    if not all(weight >= 0 for weight in weights):
+        raise ValueError(f"weights are 0 or greater, but these are {list(weights)}")
+
+
 def select_active(
     base: Tensor,
     experts: Sequence[Tensor],
@@ -157,6 +180,7 @@ def select_active(
         space: of which the tensors are cores, if they are.
 
     Raises:
+        ValueError: an expert or the base contains NaN or Inf.
         OverflowError: the squared norm of a task vector does not fit `dtype`'s or float64's range.
     """
     dtype = torch.promote_types(dtype, base.dtype)
@@ -164,6 +188,8 @@ def select_active(
     tau = tuple(m.tau for m in moments)
     for position, value in enumerate(tau):
         if not value < float("inf"):
+            if not (experts[position].isfinite().all() and base.isfinite().all()):
+                raise ValueError(f"expert {position} or the base contains NaN or Inf")
             raise OverflowError(
                 f"the task vector of expert {position} overflows {dtype}"
                 + ("; compute_dtype: float64 has room for it" if dtype == torch.float32 else "")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
@@ -13,14 +12,7 @@ from torch import Tensor
 from mergekit_ace.algebra.adaptive import merge_tensor
 from mergekit_ace.algebra.closed_form import COSTS, choose_forms
 from mergekit_ace.algebra.linalg import LARGEST_BLOCK
-from mergekit_ace.algebra.measured import MeasuredInputs
-from mergekit_ace.algebra.records import (
-    LARGEST_MEAN_RIDGE,
-    AceOptions,
-    IllConditionedError,
-    Observer,
-    TensorRecord,
-)
+from mergekit_ace.algebra.records import LARGEST_MEAN_RIDGE, AceOptions, TensorRecord
 from mergekit_ace.algebra.refinement import decomposition_memory
 from mergekit_ace.algebra.ridge_floor import is_near_threshold, rows_per_column
 from mergekit_ace.methods.base import (
@@ -31,7 +23,7 @@ from mergekit_ace.methods.base import (
     matrices_in,
     method_spec,
 )
-from mergekit_ace.methods.inputs import TensorSettings, describe
+from mergekit_ace.methods.inputs import TensorSettings
 from mergekit_ace.methods.lookup import component_coefficients
 from mergekit_ace.methods.measured_lookup import MeasuredLookup
 from mergekit_ace.methods.notices import notice
@@ -42,6 +34,7 @@ from mergekit_ace.methods.parameters import (
     MIX,
     TASK,
     WEIGHT,
+    NamedParameter,
     option_parameters,
     options_from,
 )
@@ -58,32 +51,32 @@ ACE_CITATION = Citation(
 )
 
 
+def ridge_parameters(
+    options_class: type[BaseModel], layout: NamedParameter = LAYOUT
+) -> tuple[NamedParameter, ...]:
+    """Return the parameters of a `RidgeMethod`: the fields of its options, and the shared ones."""
+    own = option_parameters(options_class)
+    return (WEIGHT, *own, layout, COEFFICIENTS, COVARIANCES, MIX, TASK)
+
+
 class RidgeMethod(TaskVectorMethod):
     """A method that solves a ridge regression per matrix, of any number of experts.
 
     Attributes:
-        options_class: its options, whose fields are parameters beside ``weight``, ``layout``,
-            ``coefficients``, ``task``, ``covariances`` and ``mix``.
+        options_class: its options.
         merge_versions: the merge of one tensor, with the arguments of `merge_tensor`.
         refines: whether a refinement may follow.
-        ill_conditioned: what to do where a matrix cannot be solved.
     """
 
     options_class: ClassVar[type[BaseModel]]
     merge_versions: ClassVar[Callable[..., Merged]]
     refines: ClassVar[bool] = False
     remedy = ", a smaller lambda or a larger epsilon"
+    ill_conditioned = "Raise `epsilon` for this tensor (by a filter) or for all."
     whole = True
-    ill_conditioned: ClassVar[str] = "Raise `epsilon` for this tensor (by a filter) or for all."
 
-    def merge(
-        self,
-        tensors: Sequence[Tensor],
-        settings: TensorSettings,
-        *,
-        least_memory: bool = False,
-        observe: Observer | None = None,
-    ) -> Merged:
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+        lookup = self._lookup(settings)
         return self.merge_versions(
             tensors[0],
             tensors[1:],
@@ -91,15 +84,14 @@ class RidgeMethod(TaskVectorMethod):
             options_from(self.options_class, settings.parameters),
             settings.layout,
             settings.coefficients,
-            least_memory=least_memory,
-            observe=observe,
+            least_memory=settings.least_memory,
+            observe=settings.observe,
             space=settings.space,
-            measured=self._measured(settings, tensors[0].shape),
+            measured=lookup and lookup.inputs(tensors[0].shape, settings.parameters["mix"]),
         )
 
     def check_settings(self, settings: TensorSettings) -> None:
-        lookup = self._lookup(settings)
-        if lookup is not None and settings.parameters["coefficients"] is not None:
+        if self._lookup(settings) and settings.parameters["coefficients"] is not None:
             raise ValueError(
                 f"{self.spec.name}: the coefficients were learned for a merge with estimated "
                 "covariances; leave out `covariances`, or `coefficients`"
@@ -107,13 +99,7 @@ class RidgeMethod(TaskVectorMethod):
 
     def _lookup(self, settings: TensorSettings) -> MeasuredLookup | None:
         path = settings.parameters["covariances"]
-        if path is None:
-            return None
-        return MeasuredLookup(self.spec.name, settings, path, "covariances")
-
-    def _measured(self, settings: TensorSettings, shape: Sequence[int]) -> MeasuredInputs | None:
-        lookup = self._lookup(settings)
-        return None if lookup is None else lookup.inputs(shape, settings.parameters["mix"])
+        return path and MeasuredLookup(self.spec.name, settings, path, "covariances")
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
         if parameters.get("covariances") is None:
@@ -135,23 +121,19 @@ class RidgeMethod(TaskVectorMethod):
         if found is None or experts < 2:
             return super().work(settings, shape, experts)
         count, *matrix = found
-        cases = (False, self.refines)
         measured = settings.parameters.get("covariances") is not None
-        forms = [
-            choose_forms(*matrix, experts, refined=refined, measured=measured)[0]
-            for refined in cases
-        ]
-        costs = [COSTS[f](*matrix, experts, r) for f, r in zip(forms, cases, strict=True)]
-        extra = [self.extra_operations(*matrix, experts, refined) for refined in cases]
-        decomposed = self.refines * decomposition_memory(*matrix)
-        low, high = (c.operations + e for c, e in zip(costs, extra, strict=True))
-        return Work(
-            operations=(count * low, count * high),
-            moved=(count * costs[0].bytes, count * costs[1].bytes),
-            working=int(max(decomposed, *(cost.memory for cost in costs))) + BLOCKS,
-            form=(forms[0], forms[1]),
-            rows_per_column=rows_per_column(*matrix, experts),
-        )
+        memory = [self.refines * decomposition_memory(*matrix)]
+        forms, operations, moved = [], [], []
+        for refined in (False, self.refines):
+            form = choose_forms(*matrix, experts, refined=refined, measured=measured)[0]
+            cost = COSTS[form](*matrix, experts, refined)
+            extra = self.extra_operations(*matrix, experts, refined)
+            forms.append(form)
+            operations.append(count * (cost.operations + extra))
+            moved.append(count * cost.bytes)
+            memory.append(cost.memory)
+        working, ratio = int(max(memory)) + BLOCKS, rows_per_column(*matrix, experts)
+        return Work(tuple(operations), tuple(moved), working, tuple(forms), ratio)
 
     def doubts(
         self, settings: TensorSettings, rows_per_column: float | None
@@ -168,23 +150,12 @@ class RidgeMethod(TaskVectorMethod):
         """Return the operations beside the closed form for a matrix (o, i)."""
         return 0.0
 
-    def explain(self, error: Exception, settings: TensorSettings) -> str:
-        if not isinstance(error, IllConditionedError):
-            return super().explain(error, settings)
-        return (
-            f"{self.spec.name}: {describe(settings.name)} cannot be merged: {error}, too much to "
-            f"be solved even in float64. {self.ill_conditioned}"
-        )
-
 
 class AceMerge(RidgeMethod):
     """ACE-Merging (Xu et al., CVPR 2026) for one tensor at a time."""
 
     spec = method_spec(
-        "ace",
-        "ACE-Merging",
-        "https://arxiv.org/abs/2603.02945",
-        (WEIGHT, *option_parameters(AceOptions), LAYOUT, COEFFICIENTS, COVARIANCES, MIX, TASK),
+        "ace", "ACE-Merging", "https://arxiv.org/abs/2603.02945", ridge_parameters(AceOptions)
     )
     summary = (
         "Merges every matrix by one ridge regression in closed form, with covariances of the "
@@ -227,10 +198,17 @@ class AceMerge(RidgeMethod):
             "refinement": any(m.rank and not m.refined for m in record.matrices),
         }
         for step in (step for step, is_so in left_out.items() if is_so):
-            notice(self.spec.name, f"without {step}", partial(_left_out, step))
+            notice(
+                f"{self.spec.name}: in {{tensors}} the {step} would have turned the merge against "
+                "the experts, and was left out"
+            )
         ridged = options.refinement_mean == "ridged"
         if ridged and any(matrix.ridge_turns_refinement for matrix in record.matrices):
-            notice(self.spec.name, "ridged", _turned_by_ridges)
+            notice(
+                f"{self.spec.name}: refinement_mean: ridged has turned the refinement of "
+                f"{{tensors}} against the experts: Σ ε_t is above {LARGEST_MEAN_RIDGE:g} there. "
+                "Leave refinement_mean out, or lower epsilon"
+            )
 
     def extra_operations(self, rows: int, columns: int, experts: int, refined: bool) -> float:
         """Return those of the Gram matrix of F and its decomposition, about 9 m³ in all."""
@@ -252,19 +230,4 @@ def _doubt_of_ridges(options: AceOptions, experts: int) -> Iterator[tuple[str, s
         f"refinement_mean: ridged turns the refinement against the experts {where} "
         f"(Σ ε_t above {LARGEST_MEAN_RIDGE:g}); mergekit-ace inspect counts these matrices",
         "leave refinement_mean out, or lower epsilon",
-    )
-
-
-def _left_out(step: str, count: int) -> str:
-    return (
-        f"in {count} tensor{'s' if count > 1 else ''} the {step} would have turned the merge "
-        "against the experts, and was left out"
-    )
-
-
-def _turned_by_ridges(count: int) -> str:
-    return (
-        f"refinement_mean: ridged has turned the refinement of {count} "
-        f"tensor{'s' if count > 1 else ''} against the experts: Σ ε_t is above "
-        f"{LARGEST_MEAN_RIDGE:g} there. Leave refinement_mean out, or lower epsilon"
     )

@@ -7,17 +7,9 @@ from dataclasses import replace
 
 from mergekit_ace.algebra.records import RelativeLayout
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
-from mergekit_ace.methods.ace import ACE_CITATION, RidgeMethod
+from mergekit_ace.methods.ace import ACE_CITATION, RidgeMethod, ridge_parameters
 from mergekit_ace.methods.base import method_spec
-from mergekit_ace.methods.parameters import (
-    COEFFICIENTS,
-    COVARIANCES,
-    LAYOUT,
-    MIX,
-    TASK,
-    WEIGHT,
-    option_parameters,
-)
+from mergekit_ace.methods.parameters import LAYOUT
 
 RELATIVE_LAYOUT = replace(
     LAYOUT,
@@ -33,15 +25,7 @@ class RelativeAceMerge(RidgeMethod):
         "ace_relative",
         "ACE-Merging with relative errors",
         "https://arxiv.org/abs/2603.02945",
-        (
-            WEIGHT,
-            *option_parameters(RelativeOptions),
-            RELATIVE_LAYOUT,
-            COEFFICIENTS,
-            COVARIANCES,
-            MIX,
-            TASK,
-        ),
+        ridge_parameters(RelativeOptions, RELATIVE_LAYOUT),
     )
     summary = (
         "Merges every matrix as ACE-Merging does, but minimises the sum of the tasks' relative "

@@ -28,12 +28,7 @@ from mergekit.merge_methods.base import (
 from torch import Tensor
 
 from mergekit_ace.algebra.inspection import measure_noise
-from mergekit_ace.algebra.records import (
-    FixedLayout,
-    IllConditionedError,
-    Observer,
-    TensorRecord,
-)
+from mergekit_ace.algebra.records import FixedLayout, IllConditionedError, TensorRecord
 from mergekit_ace.algebra.task_vectors import clamp_to_versions
 from mergekit_ace.methods.architecture import is_transposed, stored_layout
 from mergekit_ace.methods.devices import first_that_fits
@@ -69,9 +64,7 @@ class Citation:
     """A paper.
 
     Attributes:
-        key: of the BibTeX entry.
-        authors, title: as BibTeX has them.
-        year: of the publication.
+        key, authors, title: as BibTeX has them.
         arxiv: its number there.
         booktitle: of the proceedings; empty for a preprint.
     """
@@ -85,14 +78,12 @@ class Citation:
 
     @property
     def bibtex(self) -> str:
-        """The entry."""
-        fields = {"title": self.title, "author": self.authors}
+        """The BibTeX entry."""
+        kind, source = "article", {"journal": f"arXiv:{self.arxiv}"}
         if self.booktitle:
-            fields |= {"booktitle": self.booktitle, "note": f"arXiv:{self.arxiv}"}
-        else:
-            fields["journal"] = f"arXiv:{self.arxiv}"
-        fields["year"] = str(self.year)
-        kind = "inproceedings" if self.booktitle else "article"
+            kind, source = "inproceedings", {"booktitle": self.booktitle}
+            source["note"] = f"arXiv:{self.arxiv}"
+        fields = {"title": self.title, "author": self.authors, **source, "year": self.year}
         lines = [f"  {name:9} = {{{text}}}" for name, text in fields.items()]
         return f"@{kind}{{{self.key},\n" + ",\n".join(lines) + "\n}"
 
@@ -150,6 +141,7 @@ class TaskVectorMethod(GroupMergeMethod):
         own_rule: what is done with a tensor by the method's own formula, after "12 tensors are …".
         remedy: what else helps against a result that is too large for its dtype.
         timed: whether the time that a merge takes can be told from its `work`.
+        ill_conditioned: what helps where a system cannot be solved.
         whole: whether experts that share few inputs all come back nearly whole where `lambda` is 1.
     """
 
@@ -158,24 +150,15 @@ class TaskVectorMethod(GroupMergeMethod):
     own_rule: ClassVar[str]
     remedy: ClassVar[str] = ""
     timed: ClassVar[bool] = True
+    ill_conditioned: ClassVar[str] = ""
     whole: ClassVar[bool] = False
 
     @abstractmethod
-    def merge(
-        self,
-        tensors: Sequence[Tensor],
-        settings: TensorSettings,
-        *,
-        least_memory: bool = False,
-        observe: Observer | None = None,
-    ) -> Merged:
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         """Merge the versions of one tensor.
 
         Args:
             tensors: the base's and the experts', finite, of one shape, on one device.
-            settings: of the tensor.
-            least_memory: take the least working memory instead of the shortest time.
-            observe: called with the merged task vector of a matrix, where the method can show it.
 
         Returns:
             The merged tensor in any dtype, and the record of what was done.
@@ -241,7 +224,7 @@ class TaskVectorMethod(GroupMergeMethod):
         Args:
             settings: of the tensor, as the config has them.
             ndim: its axes.
-            group: its versions; None where they are not at hand, see `leaves_span`.
+            group: its versions; None for those of low rank, which `leaves_span` lets pass.
         """
         self.check_settings(settings)
         if self.layouts:
@@ -249,11 +232,7 @@ class TaskVectorMethod(GroupMergeMethod):
         return replace(settings, coefficients=self.coefficients(settings, group))
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
-        """Return why task vectors of low rank have no merge of low rank; empty where they have one.
-
-        Args:
-            parameters: resolved, of a tensor.
-        """
+        """Return why task vectors of low rank have no merge of low rank; empty where they have."""
         return ""
 
     def doubts(
@@ -261,9 +240,7 @@ class TaskVectorMethod(GroupMergeMethod):
     ) -> Iterator[tuple[str, str]]:
         """Yield what is allowed, but seldom meant, in the settings of a tensor, and remedies.
 
-        Args:
-            settings: of the tensor.
-            rows_per_column: T·o/i of its matrices, see `Work`; None where that means nothing.
+        `rows_per_column` is T·o/i of its matrices, see `Work`; None where that means nothing.
         """
         if settings.parameters.get("lambda") == 0:
             yield "lambda: 0 leaves tensors as the base has them", "leave lambda out, or raise it"
@@ -289,23 +266,22 @@ class TaskVectorMethod(GroupMergeMethod):
         """
         for t, model in enumerate(settings.models):
             if any(matrix.tau[t] > 0 and matrix.changed[t] == 0 for matrix in record.matrices):
-                notice(self.spec.name, f"rounding of {model}", partial(_only_rounding, model))
+                notice(
+                    f"{self.spec.name}: {model} is left out of {{tensors}}, where it is the base "
+                    "but for the rounding of its checkpoint"
+                )
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        """Return what a merge takes, from shapes alone: here a sweep over the entries.
-
-        Args:
-            settings: of the tensor.
-            shape: as stored.
-            experts: how many have the tensor.
-        """
+        """Return what a merge takes, from the shape as stored: here a sweep over the entries."""
         return sweep(shape, experts)
 
     def explain(self, error: Exception, settings: TensorSettings) -> str:
         """Return the message for a tensor that cannot be merged."""
         listed = ", ".join(f"{number}: {model}" for number, model in enumerate(settings.models))
-        what = f"{self.spec.name}: {describe(settings.name)}"
-        return f"{what} cannot be merged: {error} (experts: {listed})."
+        what = f"{self.spec.name}: {describe(settings.name)} cannot be merged: {error}"
+        if isinstance(error, IllConditionedError) and self.ill_conditioned:
+            return f"{what}, too much to be solved even in float64. {self.ill_conditioned}"
+        return f"{what} (experts: {listed})."
 
     def validate_inputs(
         self,
@@ -362,7 +338,10 @@ class TaskVectorMethod(GroupMergeMethod):
                 f"{self.remedy}."
             )
         if merged.dtype != torch.float16 and size > torch.finfo(torch.float16).max:
-            notice(self.spec.name, "beyond float16", _beyond_float16)
+            notice(
+                f"{self.spec.name}: {{tensors}} came out with entries above 65504, which "
+                "out_dtype: float16 turns into Inf; write out_dtype: bfloat16"
+            )
 
     def _merge_on(
         self,
@@ -372,26 +351,10 @@ class TaskVectorMethod(GroupMergeMethod):
         least_memory: bool,
     ) -> Merged:
         moved = [tensor.to(device) for tensor in tensors]
-        merged, record = self.merge(moved, settings, least_memory=least_memory)
+        merged, record = self.merge(moved, replace(settings, least_memory=least_memory))
         if is_running_statistic(settings.name or ""):  # sums of changes may be negative variances
             merged = clamp_to_versions(merged, moved)
         return merged.to(tensors[0].dtype), record
-
-
-def _beyond_float16(count: int) -> str:
-    """Return the notice of tensors that a narrower dtype of the result would spoil."""
-    return (
-        f"{count} tensor{'s' if count > 1 else ''} came out with entries above 65504, which "
-        "out_dtype: float16 turns into Inf; write out_dtype: bfloat16"
-    )
-
-
-def _only_rounding(model: str, count: int) -> str:
-    """Return the notice of an expert that is left out of so many tensors."""
-    return (
-        f"{model} is left out of {count} tensor{'s' if count > 1 else ''}, where it is the base "
-        "but for the rounding of its checkpoint"
-    )
 
 
 def sweep(shape: Sequence[int], experts: int) -> Work:

@@ -13,7 +13,7 @@ from mergekit.merge_methods.base import TensorGroup
 from torch import Tensor
 
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.records import FixedLayout
+from mergekit_ace.algebra.records import FixedLayout, Observer
 from mergekit_ace.methods.shapes import shape_mismatch
 
 
@@ -29,6 +29,8 @@ class TensorSettings:
         coefficients: that its merge uses; None where it has none.
         recorded: whether somebody will read the record of the merge.
         space: of which the tensors are cores, where all task vectors are of low rank.
+        least_memory: whether the merge takes the least working memory instead of the shortest time.
+        observe: called with the merged task vector of a matrix, where the method can show it.
     """
 
     name: str | None
@@ -39,6 +41,8 @@ class TensorSettings:
     coefficients: Sequence[float] | None = None
     recorded: bool = False
     space: CoreSpace | None = None
+    least_memory: bool = False
+    observe: Observer | None = None
 
     @classmethod
     def of(cls, group: TensorGroup, parameters: Mapping[str, Any]) -> TensorSettings:

@@ -31,27 +31,24 @@ def resample(file: CoefficientFile, name: str, depth: float) -> Tensor:
         name: of the tensor.
         depth: see `naming.relative_depths`.
     """
-    with torch.device("cpu"):  # also inside of mergekit's own `with torch.device(…)`
-        return _interpolated(file, within_block(name), depth)
-
-
-def _interpolated(file: CoefficientFile, kind: str, depth: float) -> Tensor:
+    kind = within_block(name)
     alike = [
         column
         for column, tensor in enumerate(file.contents.tensors)
         if any(within_block(known) == kind for known in (tensor.name, *tensor.stored))
     ]
-    columns = torch.tensor(alike or range(len(file.contents.tensors)))
-    depths, places = file.depths[columns].unique(return_inverse=True)  # ascending
-    values = torch.zeros(len(file.coefficients), len(depths))
-    values.index_add_(1, places, file.coefficients[:, columns])
-    values /= places.bincount(minlength=len(depths))
-    above = int(torch.searchsorted(depths, torch.tensor(depth)).clamp(1, max(len(depths) - 1, 1)))
-    if len(depths) == 1:
-        return values[:, 0]
-    low, high = float(depths[above - 1]), float(depths[above])
-    share = min(max((depth - low) / (high - low), 0.0), 1.0)
-    return torch.lerp(values[:, above - 1], values[:, above], share)
+    with torch.device("cpu"):  # also inside of mergekit's own `with torch.device(…)`
+        columns = torch.tensor(alike or range(len(file.contents.tensors)))
+        depths, places = file.depths[columns].unique(return_inverse=True)  # ascending
+        values = torch.zeros(len(file.coefficients), len(depths))
+        values.index_add_(1, places, file.coefficients[:, columns])
+        values /= places.bincount(minlength=len(depths))
+        if len(depths) == 1:
+            return values[:, 0]
+        above = min(max(int(torch.searchsorted(depths, torch.tensor(depth))), 1), len(depths) - 1)
+        low, high = float(depths[above - 1]), float(depths[above])
+        share = min(max((depth - low) / (high - low), 0.0), 1.0)
+        return torch.lerp(values[:, above - 1], values[:, above], share)
 
 
 # Which method applies coefficients of a basis that is not named after it.
@@ -135,10 +132,7 @@ class FileCoefficients:
             )
 
     def find(
-        self,
-        tensor: TensorSettings,
-        *,
-        missing: Literal["error", "mean"] = "error",
+        self, tensor: TensorSettings, *, missing: Literal["error", "mean"] = "error"
     ) -> list[float]:
         """Return λ_k of the experts of a tensor, and of the refinement where it has one.
 
@@ -202,48 +196,42 @@ class FileCoefficients:
         )
 
 
-class LearnerCoefficients:
-    """Coefficients predicted from the statistics of the tensors themselves, for any experts.
-
-    Args:
-        path: of a file whose learner is ``shared``.
+def load_learner(path: str) -> CoefficientFile:
+    """Load a file whose network predicts coefficients for any experts.
 
     Raises:
         CoefficientFileError: the learner is tied to the experts or tensors of its training.
     """
+    file = load_coefficients(path)
+    contents, kind = file.contents, file.contents.learner.input
+    if contents.basis != "task_vector":
+        raise CoefficientFileError(
+            f"statsmerging: the learner in {path} predicts coefficients of what {contents.basis} "
+            "makes of task vectors, not of these"
+        )
+    if kind != "shared" or contents.granularity != "tensor":
+        raise CoefficientFileError(
+            f"statsmerging: the learner in {path} has input: {kind} and granularity: "
+            f"{contents.granularity}; only one with input: shared, trained per tensor, can predict "
+            "coefficients for other experts. Use `coefficients: PATH` for the experts it was "
+            "trained on."
+        )
+    return file
 
-    def __init__(self, path: str):
-        self.file = load_coefficients(path)
-        config = self.file.contents.learner
-        if self.file.contents.basis != "task_vector":
-            raise CoefficientFileError(
-                f"statsmerging: the learner in {path} predicts coefficients of what "
-                f"{self.file.contents.basis} makes of task vectors, not of these"
-            )
-        if config.input != "shared" or self.file.contents.granularity != "tensor":
-            raise CoefficientFileError(
-                f"statsmerging: the learner in {path} has input: {config.input} and granularity: "
-                f"{self.file.contents.granularity}; only one with input: shared, trained per "
-                "tensor, can predict coefficients for other experts. Use `coefficients: PATH` for "
-                "the experts it was trained on."
-            )
 
-    def predict(self, group: TensorGroup) -> list[float]:
-        """Return λ_k of the experts of `group`."""
-        assert group.base is not None
-        name = group.metadata.name
-        if name in self.file.frozen:
-            return [0.0] * len(group.non_base)
-        config = self.file.contents.learner
-        rows = []
-        for expert in group.non_base:
-            weights = _described(expert.tensor, group.base.tensor, config.statistics_of)
-            moments = measure_moments(weights, config.rank)
-            rows.append(features(moments, config.statistics, config.rank))
-        statistics = torch.tensor(rows, dtype=torch.float64, device="cpu")[:, None]
-        depth = torch.tensor([_depth(group.base.id, name)], device="cpu")
-        coefficients = self.file.learner(statistics, depth)
-        return coefficients[:, 0].tolist()
+def predict_coefficients(path: str, group: TensorGroup) -> list[float]:
+    """Return λ_k of the experts of a tensor, from the statistics of their weights."""
+    file, name = load_learner(path), group.metadata.name
+    assert group.base is not None
+    if name in file.frozen:
+        return [0.0] * len(group.non_base)
+    config, rows = file.contents.learner, []
+    for expert in group.non_base:
+        weights = _described(expert.tensor, group.base.tensor, config.statistics_of)
+        rows.append(features(measure_moments(weights, config.rank), config.statistics, config.rank))
+    statistics = torch.tensor(rows, dtype=torch.float64, device="cpu")[:, None]
+    depth = torch.tensor([_depth(group.base.id, name)], device="cpu")
+    return file.learner(statistics, depth)[:, 0].tolist()
 
 
 def _described(expert: Tensor, base: Tensor, what: str) -> Tensor:

@@ -16,6 +16,8 @@ from mergekit_ace.algebra.records import FixedLayout, TensorRecord
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.inputs import TensorSettings, describe
 
+Deltas = Sequence[LowRank | None]  # of every expert; None of one that left the tensor as it was
+
 
 @dataclass(frozen=True)
 class LowRankMerge:
@@ -33,17 +35,13 @@ class LowRankMerge:
 
 
 def merge_low_rank(
-    method: TaskVectorMethod,
-    deltas: Sequence[LowRank | None],
-    settings: TensorSettings,
-    rank: int | None = None,
+    method: TaskVectorMethod, deltas: Deltas, settings: TensorSettings, rank: int | None = None
 ) -> LowRankMerge:
     """Merge the task vectors of one tensor; W0 is not needed.
 
     Args:
         method: one whose merge stays in the span, see `TaskVectorMethod.leaves_span`.
-        deltas: Δ_t of every expert in float64; None of one that left the tensor as it was. At least
-            one is there.
+        deltas: Δ_t in float64; at least one is there.
         settings: of the tensor, with its layout.
         rank: of the result, at most; the sum of the ranks of the Δ_t by default, which no merge
             exceeds.
@@ -104,10 +102,7 @@ def has_low_rank(layout: FixedLayout, ndim: int, *, stack: bool) -> bool:
 
 
 def _merge_cores(
-    method: TaskVectorMethod,
-    deltas: Sequence[LowRank | None],
-    settings: TensorSettings,
-    rank: int | None,
+    method: TaskVectorMethod, deltas: Deltas, settings: TensorSettings, rank: int | None
 ) -> tuple[LowRank, float, TensorRecord]:
     """Merge the cores of one matrix, or of a stack entry by entry."""
     given = [delta for delta in deltas if delta is not None]
@@ -122,10 +117,7 @@ def _merge_cores(
 
 
 def _merge_stack(
-    method: TaskVectorMethod,
-    deltas: Sequence[LowRank | None],
-    settings: TensorSettings,
-    rank: int | None,
+    method: TaskVectorMethod, deltas: Deltas, settings: TensorSettings, rank: int | None
 ) -> tuple[LowRank, float, TensorRecord]:
     """Merge a stack matrix by matrix; all get as many columns as the one of the largest rank."""
     given = [delta for delta in deltas if delta is not None]
@@ -144,10 +136,7 @@ def _merge_stack(
 
 
 def _merge_table(
-    method: TaskVectorMethod,
-    deltas: Sequence[LowRank | None],
-    settings: TensorSettings,
-    rank: int | None,
+    method: TaskVectorMethod, deltas: Deltas, settings: TensorSettings, rank: int | None
 ) -> tuple[LowRank, float, TensorRecord]:
     """Merge tables row by row, in coordinates of the rows' span."""
     given = [delta for delta in deltas if delta is not None]
@@ -161,9 +150,7 @@ def _merge_table(
     return *compress(merged, min(rank or merged.rank, merged.rank)), record
 
 
-def _single(
-    deltas: Sequence[LowRank | None], record: TensorRecord, settings: TensorSettings
-) -> LowRank | None:
+def _single(deltas: Deltas, record: TensorRecord, settings: TensorSettings) -> LowRank | None:
     """Return the task vector of the only expert that changed a tensor, if it comes out as it is."""
     scale = settings.parameters.get("lambda", 1.0)
     if scale != 1 or any(matrix.rule not in ("single", "base") for matrix in record.matrices):

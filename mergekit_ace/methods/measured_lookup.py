@@ -18,6 +18,21 @@ from mergekit_ace.measurements import (
 from mergekit_ace.methods.inputs import TensorSettings, describe
 
 
+def required_lookup(method: str, settings: TensorSettings, kind: Measure) -> MeasuredLookup:
+    """Look up what a method cannot do without, under `statistics:` of the config.
+
+    Raises:
+        ValueError: the config names no statistics, or they lack something, see `MeasuredLookup`.
+    """
+    path = settings.parameters["statistics"]
+    if path is None:
+        raise ValueError(
+            f"{method}: there are no statistics; run `mergekit-ace statistics CONFIG OUT` on "
+            "samples of the experts, and add `statistics: OUT/statistics.json` to the parameters"
+        )
+    return MeasuredLookup(method, settings, path, kind)
+
+
 class MeasuredLookup:
     """The statistics of one tensor's experts, once they are known to be there.
 

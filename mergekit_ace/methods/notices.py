@@ -6,24 +6,21 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Callable
+from collections import Counter
 
 LOG = logging.getLogger(__name__)
-_COUNTS: dict[tuple[str, str], tuple[int, Callable[[int], str]]] = {}
+_COUNTS: Counter[str] = Counter()
 _LOCK = threading.Lock()  # --multi-gpu merges tensors side by side
 
 
-def notice(method: str, key: str, text_for_count: Callable[[int], str]) -> None:
+def notice(text: str) -> None:
     """Count a tensor of which something is to be said when the merge is done.
 
     Args:
-        method: whose merge it is.
-        key: what is to be said; each is said once.
-        text_for_count: from the number of tensors to the warning.
+        text: of the warning, with "{tensors}" where their number goes; each is said once.
     """
     with _LOCK:
-        count, _ = _COUNTS.get((method, key), (0, text_for_count))
-        _COUNTS[method, key] = count + 1, text_for_count
+        _COUNTS[text] += 1
 
 
 def flush_notices() -> None:
@@ -31,8 +28,8 @@ def flush_notices() -> None:
     with _LOCK:
         counts = dict(_COUNTS)
         _COUNTS.clear()
-    for (method, _), (count, text_for_count) in counts.items():
-        LOG.warning("%s: %s", method, text_for_count(count))
+    for text, count in counts.items():
+        LOG.warning("%s", text.replace("{tensors}", f"{count} tensor{'s' if count > 1 else ''}"))
 
 
 atexit.register(flush_notices)

@@ -7,7 +7,7 @@ mergekit validates every value while it plans a merge, before a tensor is read.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -156,31 +156,14 @@ def _is_report(path: str) -> bool:
         return _REPORT_START.startswith(file.read(len(_REPORT_START)))
 
 
-def _loadable(path: str) -> str:
-    """Check that a file can be used, before anything is merged."""
-    load_coefficients(path)
-    return path
+def _usable(load: Callable[[str], object]) -> AfterValidator:
+    """Check that a file can be loaded, before anything is merged."""
 
+    def check(path: str) -> str:
+        load(path)
+        return path
 
-def _measured(path: str) -> str:
-    """Check that statistics can be used, before anything is merged."""
-    load_statistics(path)
-    return path
-
-
-def require_statistics(method: str, parameters: Mapping[str, Any]) -> str:
-    """Return the path under `statistics:` among the resolved parameters of a tensor.
-
-    Raises:
-        ValueError: there is none.
-    """
-    path = parameters["statistics"]
-    if path is None:
-        raise ValueError(
-            f"{method}: there are no statistics; run `mergekit-ace statistics CONFIG OUT` on "
-            "samples of the experts, and add `statistics: OUT/statistics.json` to the parameters"
-        )
-    return path
+    return AfterValidator(check)
 
 
 ReportPath = Annotated[
@@ -190,12 +173,12 @@ ReportPath = Annotated[
 ]
 CoefficientPath = Annotated[
     str,
-    AfterValidator(_loadable),
+    _usable(load_coefficients),
     Meaning("the path of a coefficients.safetensors that `mergekit-ace train` wrote"),
 ]
 StatisticsPath = Annotated[
     str,
-    AfterValidator(_measured),
+    _usable(load_statistics),
     Meaning("the path of a statistics.json that `mergekit-ace statistics` wrote"),
 ]
 TaskName = Annotated[
@@ -217,10 +200,7 @@ LAYOUT = shared(
     "flattened to (out, rest), or no matrix at all (mean). auto asks the architecture.",
 )
 COEFFICIENTS = shared(
-    "coefficients",
-    CoefficientPath | None,
-    None,
-    "The file with learned coefficients.",
+    "coefficients", CoefficientPath | None, None, "The file with learned coefficients."
 )
 TASK = per_expert(
     "task",

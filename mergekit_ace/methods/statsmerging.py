@@ -11,12 +11,12 @@ from mergekit.merge_methods.base import TensorGroup
 from torch import Tensor
 
 from mergekit_ace.algebra.election import merge_elected
-from mergekit_ace.algebra.records import Factor, Observer
+from mergekit_ace.algebra.records import Factor
 from mergekit_ace.algebra.task_vectors import merge_entries, record_of_entries
 from mergekit_ace.coefficients.file import load_coefficients
 from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
 from mergekit_ace.methods.inputs import TensorSettings, describe
-from mergekit_ace.methods.lookup import FileCoefficients, LearnerCoefficients
+from mergekit_ace.methods.lookup import FileCoefficients, load_learner, predict_coefficients
 from mergekit_ace.methods.parameters import COEFFICIENTS, TASK, per_expert, shared
 
 LEARNER = replace(
@@ -75,14 +75,7 @@ class StatsMerge(TaskVectorMethod):
     )
     own_rule = "merged with learned coefficients"
 
-    def merge(
-        self,
-        tensors: Sequence[Tensor],
-        settings: TensorSettings,
-        *,
-        least_memory: bool = False,
-        observe: Observer | None = None,
-    ) -> Merged:
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         assert settings.coefficients is not None
         base, *experts = tensors
         if _elects(settings.parameters):
@@ -93,7 +86,7 @@ class StatsMerge(TaskVectorMethod):
     def learned_coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
         path, learner = (settings.parameters[name] for name in ("coefficients", "learner"))
         if learner is not None:
-            LearnerCoefficients(learner)  # says here, before a tensor is read, if it cannot predict
+            load_learner(learner)  # says here, before a tensor is read, if it cannot predict
         if path is None:
             return None
         source = FileCoefficients(path, by_depth=settings.parameters["match"] == "depth")
@@ -136,7 +129,7 @@ class StatsMerge(TaskVectorMethod):
         """Return λ_k from the one source that the config names."""
         if self._source(settings) == "learner":
             assert group is not None  # see `leaves_span`
-            return LearnerCoefficients(settings.parameters["learner"]).predict(group)
+            return predict_coefficients(settings.parameters["learner"], group)
         learned = self.learned_coefficients(settings)
         return settings.of_experts("weight", None) if learned is None else learned
 

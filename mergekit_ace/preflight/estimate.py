@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from mergekit.common import ModelReference
@@ -101,8 +102,9 @@ class Rates:
 NOMINAL = Rates(operations=1e11, memory=1e10, read=1e9)
 
 
+@lru_cache
 def calibrate(device: str) -> Rates:
-    """Measure the rates of a device; the disk is taken for one of 1 GB/s."""
+    """Measure the rates of a device, once; the disk is taken for one of 1 GB/s."""
     matrix = torch.ones(SIDE, SIDE, device=device)
     seconds = _best(lambda: product(matrix, matrix), device)
     vector = torch.ones(SWEEP, device=device)

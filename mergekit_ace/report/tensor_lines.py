@@ -153,8 +153,8 @@ def _merge(
     layout: FixedLayout,
     observe: Observer | None,
 ) -> Merged:
-    settings = replace(settings, layout=layout)
-    merged, record = method.merge(tensors, settings, least_memory=least_memory, observe=observe)
+    settings = replace(settings, layout=layout, least_memory=least_memory, observe=observe)
+    merged, record = method.merge(tensors, settings)
     return merged, measure_noise(record, tensors)
 
 
@@ -225,8 +225,8 @@ def _inspect_changes(
         space: CoreSpace | None,
         observe: Observer | None,
     ) -> Merged:
-        own = replace(settings, layout=layout, space=space)
-        return method.merge(tensors, own, observe=observe)
+        own = replace(settings, layout=layout, space=space, observe=observe)
+        return method.merge(tensors, own)
 
     def merge_vectors(
         tensors: Sequence[Tensor], layout: FixedLayout, observe: Observer | None

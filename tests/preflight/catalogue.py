@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tables of mistakes have in common: families that are built once, and the command."""
+"""What the tables of mistakes have in common: the command and its answer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,6 @@ import yaml
 from click.testing import CliRunner
 
 from mergekit_ace.cli import main
-from mergekit_ace.preflight import check as check_module
-from mergekit_ace.preflight.estimate import Rates
-
-RATES = Rates(operations=1e11, memory=1e10, read=1e9)
-
-
-def do_not_calibrate(monkeypatch) -> None:
-    """Spare the half second in which the rates of this machine are measured."""
-    monkeypatch.setattr(check_module, "calibrate", lambda device: RATES)
 
 
 def findings(folder: Path, config: dict | str, *flags: str) -> dict[str, str]:

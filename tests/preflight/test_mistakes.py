@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from catalogue import do_not_calibrate, findings
+from catalogue import findings
 from checkpoints import default_config, save_family, tiny_llama
 
 from mergekit_ace.planning import ConfigError, read_merge_config
@@ -378,8 +378,7 @@ WARNINGS: list[tuple[str, Change, str]] = [
     [pytest.param(change, "error", text, id=name) for name, change, text in ERRORS]
     + [pytest.param(change, "warning", text, id=name) for name, change, text in WARNINGS],
 )
-def test_mistakes_in_configs(family, monkeypatch, change, level, message):
-    do_not_calibrate(monkeypatch)
+def test_mistakes_in_configs(family, change, level, message):
     told = findings(family, change(default(family)))
     assert message in told[level]
     assert level == "error" or not told["error"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from catalogue import do_not_calibrate, findings
+from catalogue import findings
 from checkpoints import default_config, fine_tuned, save_family, tiny_llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -435,8 +435,7 @@ WARNINGS: list[tuple[str, str, Make, str]] = [
     [pytest.param(*row, "error", text, id=name) for name, *row, text in ERRORS]
     + [pytest.param(*row, "warning", text, id=name) for name, *row, text in WARNINGS],
 )
-def test_mistakes_in_checkpoints(families, tmp_path, monkeypatch, family, make, level, message):
-    do_not_calibrate(monkeypatch)
+def test_mistakes_in_checkpoints(families, tmp_path, family, make, level, message):
     shutil.copytree(families[family], tmp_path, dirs_exist_ok=True)
     paths = [str(tmp_path / name) for name in ("base", "expert0", "expert1")]
     config = default_config(paths)

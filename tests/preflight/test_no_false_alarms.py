@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from catalogue import do_not_calibrate, findings
+from catalogue import findings
 from checkpoints import LLAMA, default_config, save_family, tiny_llama
 from measured_files import measured_checkpoints, needs_statistics
 from safetensors.torch import load_file
@@ -69,14 +69,12 @@ def default(folder: Path) -> dict:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_configs(family, monkeypatch, name):
-    do_not_calibrate(monkeypatch)
+def test_configs(family, name):
     assert findings(family, CONFIGS[name](default(family))) == {"error": "", "warning": ""}
 
 
 @pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
-def test_every_method_at_its_defaults(family, monkeypatch, tmp_path, method):
-    do_not_calibrate(monkeypatch)
+def test_every_method_at_its_defaults(family, tmp_path, method):
     config = default(family) | {"merge_method": method.spec.name}
     if method.spec.name == "statsmerging":
         config = each(weight=0.3)(config)
@@ -86,8 +84,7 @@ def test_every_method_at_its_defaults(family, monkeypatch, tmp_path, method):
     assert findings(family, config) == {"error": "", "warning": ""}
 
 
-def test_passthrough_and_slerp(family, monkeypatch):
-    do_not_calibrate(monkeypatch)
+def test_passthrough_and_slerp(family):
     base, expert = (str(family / name) for name in ("base", "expert0"))
     pair = {"merge_method": "slerp", "base_model": base, "parameters": {"t": [0, 0.5, 1]}}
     pair |= {"models": [{"model": base}, {"model": expert}], "dtype": "float32"}
@@ -140,8 +137,7 @@ CHECKPOINTS: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_checkpoints(family, tmp_path, monkeypatch, name):
-    do_not_calibrate(monkeypatch)
+def test_checkpoints(family, tmp_path, name):
     shutil.copytree(family, tmp_path, dirs_exist_ok=True)
     paths = [str(tmp_path / name) for name in ("base", "expert0", "expert1")]
     config = default_config(paths)
@@ -150,8 +146,7 @@ def test_checkpoints(family, tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("stored", [(0,), (1,), (0, 1, 2)])
-def test_tied_heads_that_some_models_store(tmp_path, monkeypatch, stored):
-    do_not_calibrate(monkeypatch)
+def test_tied_heads_that_some_models_store(tmp_path, stored):
     paths = save_family(tiny_llama(tie_word_embeddings=True), tmp_path)
     config = default_config(paths)
     head_stored(*stored)(paths, config)
@@ -159,9 +154,8 @@ def test_tied_heads_that_some_models_store(tmp_path, monkeypatch, stored):
     assert findings(tmp_path, config) == {"error": "", "warning": ""}
 
 
-def test_counters_in_whole_numbers(family, tmp_path, monkeypatch):
+def test_counters_in_whole_numbers(family, tmp_path):
     """Such as the batches that a batch norm counts."""
-    do_not_calibrate(monkeypatch)
     shutil.copytree(family, tmp_path, dirs_exist_ok=True)
     for name in ("base", "expert0", "expert1"):
         counts = {"model.norm.weight": torch.ones(32, dtype=torch.int64)}
@@ -174,7 +168,6 @@ def test_counters_in_whole_numbers(family, tmp_path, monkeypatch):
 )
 def test_examples(tmp_path, monkeypatch, name):
     """The configs of the examples, on tiny models of the same architecture."""
-    do_not_calibrate(monkeypatch)
     monkeypatch.chdir(tmp_path)
     config = yaml.safe_load((EXAMPLES / "configs" / f"{name}.yml").read_text())
     torch.manual_seed(0)

@@ -64,22 +64,22 @@ LISTS = ["tau", "weight", "norm", "unchanged", "epsilon"]
 
 
 @pytest.mark.parametrize("name", [*NUMBERS, *LISTS, "shape", "models", "heterogeneous", "rank"])
-@pytest.mark.parametrize("value", ["many", math.nan, -math.inf, None, {}, True])
-def test_a_field_of_another_kind(tmp_path, name, value):
-    right = (
-        (name == "heterogeneous" and value is True)
-        or (name == "base_norm" and value is None)  # nobody has read it
-        or (value == -math.inf and name in ("gamma", "ridge", "condition", "threshold"))
-    )
+def test_a_field_of_another_kind(tmp_path, name):
     lines = layers(3, [1.0, 2.0])
-    lines[2][name] = value
-    path = write(tmp_path / "r.jsonl", lines)
-    if right:
-        assert len(read_lines(path)) == 3
-        return
-    text = refused(path)
-    assert f"line 3 of {path} is not the line of a report: its field {name} holds" in text
-    assert f"{value!r}: Input should " in text
+    for value in ("many", math.nan, -math.inf, None, {}, True):
+        right = (
+            (name == "heterogeneous" and value is True)
+            or (name == "base_norm" and value is None)  # nobody has read it
+            or (value == -math.inf and name in ("gamma", "ridge", "condition", "threshold"))
+        )
+        lines[2][name] = value
+        path = write(tmp_path / "r.jsonl", lines)
+        if right:
+            assert len(read_lines(path)) == 3
+            continue
+        text = refused(path)
+        assert f"line 3 of {path} is not the line of a report: its field {name} holds" in text
+        assert f"{value!r}: Input should " in text
 
 
 @pytest.mark.parametrize("name", LISTS)

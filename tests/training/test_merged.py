@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from checkpoints import fine_tuned, tiny_llama
+from covering import covered
 from matrices import hardly_changed
 from mergekit.merge_methods import merge_tensors
 from torch import Tensor, nn
@@ -94,9 +95,11 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("activation", ["softmax", "relu", "identity"])
-@pytest.mark.parametrize("granularity", ["tensor", "block", "task"])
-@pytest.mark.parametrize("kind", ["shared", "concatenated", "direct"])
+@covered(
+    activation=["softmax", "relu", "identity"],
+    granularity=["tensor", "block", "task"],
+    kind=["shared", "concatenated", "direct"],
+)
 def test_the_gradient_of_the_learner_is_that_of_autograd(granularity, activation, kind, sizes):
     family = Family(granularity)
     config = LearnerConfig(input=kind, hidden=16, activation=activation)

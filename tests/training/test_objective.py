@@ -164,7 +164,7 @@ def test_a_linear_schedule(rehearsed, tmp_path):
 def test_a_penalty_keeps_coefficients_where_they_start(tmp_path, activation):
     config = llama_family(tmp_path, rows=40)
     config["learner"] |= {"input": "direct", "activation": activation}
-    config["training"] |= {"epochs": 6, "learning_rate": 0.02}
+    config["training"] |= {"epochs": 3, "learning_rate": 0.02}
     start = 0.5 if activation == "softmax" else 0.3
     away = []
     for penalty in (0.0, 1e4):

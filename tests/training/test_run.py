@@ -115,12 +115,12 @@ def test_a_training_from_config_to_merged_model(llama, tmp_path, mergekit_yaml):
 @pytest.mark.parametrize("exclude", [[], ["gate_up_proj"]])
 def test_packed_experts(tmp_path, mergekit_yaml, exclude):
     """One parameter in memory, several tensors on disk: both configs merge what was trained."""
-    config, out = mixtral_family(tmp_path), tmp_path / "out"
+    config, out = changed(mixtral_family(tmp_path), max_steps=1), tmp_path / "out"
     config["exclude"] = exclude
     file = run(config, out)
     packed = [tensor for tensor in file.contents.tensors if len(tensor.stored) > 1]
     assert len(packed) == (2 if exclude else 4)
-    generator = torch.Generator().manual_seed(0)  # whatever was learned in so few steps
+    generator = torch.Generator().manual_seed(0)  # whatever was learned in one step
     file.coefficients = torch.rand(file.coefficients.shape, generator=generator)
     file.save(out / "coefficients.safetensors")
     inline = merge_config(file, task="causal-lm", out_dtype=None)
@@ -147,8 +147,6 @@ def _load(folder: str | Path) -> AutoModelForCausalLM:
 
 def _loss_on_test(config: dict, folder: Path, out: Path) -> float:
     """The score again, from the merged checkpoint alone and the labels, by hand."""
-    from mergekit_ace.training.data import load_examples
-
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     losses = []
     for row in range(len(config["models"])):
@@ -165,8 +163,6 @@ def _loss_on_test(config: dict, folder: Path, out: Path) -> float:
 
 
 def test_labels_are_the_experts_own_answers(llama, tmp_path):
-    from mergekit_ace.training.data import load_examples
-
     run(changed(llama, max_steps=1), tmp_path / "out")
     for row, expert in enumerate(llama["models"]):
         model = AutoModelForCausalLM.from_pretrained(expert["model"]).eval()
@@ -202,6 +198,14 @@ def _killed_after(monkeypatch, owner, name: str, calls: int) -> None:
     monkeypatch.setattr(owner, name, dying)
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(llama, tmp_path_factory) -> tuple[dict, Path, CoefficientFile]:
+    """A training, its folder, and what came out."""
+    config = changed(llama, checkpoint_every=3, epochs=3)
+    out = tmp_path_factory.mktemp("whole") / "out"
+    return config, out, run(config, out)
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "calls"),
     [
@@ -214,10 +218,9 @@ def _killed_after(monkeypatch, owner, name: str, calls: int) -> None:
     ],
 )
 def test_a_killed_run_goes_on_to_the_same_coefficients(
-    llama, tmp_path, monkeypatch, owner, name, calls
+    uninterrupted, tmp_path, monkeypatch, owner, name, calls
 ):
-    config = changed(llama, checkpoint_every=3, epochs=3)
-    whole = run(config, tmp_path / "whole")
+    config, out, whole = uninterrupted
     with monkeypatch.context() as patch:
         _killed_after(patch, owner, name, calls)
         with pytest.raises(Killed):
@@ -227,7 +230,7 @@ def test_a_killed_run_goes_on_to_the_same_coefficients(
     assert torch.equal(resumed.coefficients, whole.coefficients)
     assert resumed.contents.scores == whole.contents.scores
     for name in ("training.jsonl", "scores.md"):
-        assert (tmp_path / "killed" / name).read_text() == (tmp_path / "whole" / name).read_text()
+        assert (tmp_path / "killed" / name).read_text() == (out / name).read_text()
 
 
 def test_labels_that_are_known_are_not_asked_for_again(llama, tmp_path, monkeypatch):
@@ -326,8 +329,9 @@ def test_where_the_experts_lie_changes_nothing(llama, tmp_path):
     assert torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("granularity", ["block", "kind", "task"])
-@pytest.mark.parametrize("kind", ["shared", "concatenated", "direct"])
+@pytest.mark.parametrize(
+    ("granularity", "kind"), [("block", "shared"), ("kind", "concatenated"), ("task", "direct")]
+)
 def test_coefficients_per_block_and_task(llama, tmp_path, granularity, kind):
     learner = {"hidden": 8, "input": kind, "activation": "identity"}
     config = {**llama, "granularity": granularity, "learner": learner}
@@ -358,7 +362,7 @@ def test_the_entropy_falls_whatever_the_experts_answer(llama, tmp_path, monkeypa
     learner = {"input": "direct", "activation": "relu"}
     config = {k: v for k, v in llama.items() if k != "labels"}
     config |= {"loss": "entropy", "basis": basis, "learner": learner}
-    config = changed(config, learning_rate=0.01, epochs=10, patience=0)
+    config = changed(config, learning_rate=0.01, epochs=4, patience=0)
     one = run(config, tmp_path / "one")
     lines = log_of(tmp_path / "one")
     losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
@@ -375,14 +379,15 @@ def test_the_entropy_falls_whatever_the_experts_answer(llama, tmp_path, monkeypa
     assert torch.equal(run(config, tmp_path / "other").coefficients, one.coefficients)
 
 
-@pytest.mark.parametrize("labels", ["hard", "soft"])
-@pytest.mark.parametrize("activation", ["softmax", "relu", "identity"])
+@pytest.mark.parametrize(
+    ("labels", "activation"), [("hard", "softmax"), ("soft", "relu"), ("soft", "identity")]
+)
 def test_training_lowers_the_loss(llama, tmp_path, labels, activation):
     learner = {"hidden": 8, "activation": activation}
     config = {**llama, "learner": learner, "labels": labels, "top_k": 5}
-    run(changed(config, epochs=10), tmp_path / "out")
+    run(changed(config, epochs=6), tmp_path / "out")
     losses = [line["loss"] for line in log_of(tmp_path / "out") if "loss" in line]
-    epoch = len(losses) // 10
+    epoch = len(losses) // 6
     assert sum(losses[-epoch:]) < sum(losses[:epoch])
 
 
@@ -439,15 +444,18 @@ def test_text_classifiers_with_heads_of_their_own(tmp_path):
     assert stored == set(load_file(tmp_path / "family" / "base" / "model.safetensors"))
 
 
-@pytest.mark.parametrize("config", ["merge.yml", "inline.yml"])
 @pytest.mark.parametrize("family", [bert_family, vit_family])
-def test_merged_backbones_carry_every_head(tmp_path, mergekit_yaml, family, config):
+def test_merged_backbones_carry_every_head(tmp_path, mergekit_yaml, family):
     """Put each expert's head on the merged backbone: the scores are those of the training."""
-    from mergekit_ace.training.data import load_examples
+    settings, out = family(tmp_path / "family"), tmp_path / "out"
+    scores = run(settings, out).contents.scores["StatsMerging"]
+    for config in ("merge.yml", "inline.yml"):
+        merged = mergekit_yaml(yaml.safe_load((out / config).read_text()), out=f"of-{config}")
+        assert shares_of_right_answers(settings, out, merged) == tuple(scores["accuracy"])
 
-    settings = family(tmp_path / "family")
-    file = run(settings, tmp_path / "out")
-    merged = mergekit_yaml(yaml.safe_load((tmp_path / "out" / config).read_text()))
+
+def shares_of_right_answers(settings: dict, out: Path, merged: Path) -> tuple[float, ...]:
+    """By the backbone with the head of each expert."""
     kind = model_kind(settings["task"])
     right, total = [], []
     for row, expert in enumerate(settings["models"]):
@@ -457,15 +465,14 @@ def test_merged_backbones_carry_every_head(tmp_path, mergekit_yaml, family, conf
         )
         assert not info["missing_keys"]
         model.base_model.load_state_dict(backbone.state_dict())
-        splits, _ = load_examples(tmp_path / "out" / "state" / f"labels-{row}.safetensors")
+        splits, _ = load_examples(out / "state" / f"labels-{row}.safetensors")
         samples = list(splits["test"])
         with torch.no_grad():
             answers = kind.logits(model.eval(), kind.collate(samples)).argmax(-1)
         truth = torch.cat([s.get("true", s["hard"]) for s in samples])
         right.append(int((answers == truth).sum()))
         total.append(len(truth))
-    shares = tuple(r / t for r, t in zip(right, total, strict=True))
-    assert tuple(file.contents.scores["StatsMerging"]["accuracy"]) == shares
+    return tuple(r / t for r, t in zip(right, total, strict=True))
 
 
 def options_of(model) -> dict:
@@ -676,12 +683,19 @@ def test_experts_of_another_shape_are_refused(tmp_path):
         run(config, tmp_path / "out")
 
 
-@pytest.mark.parametrize("basis", ["task_vector", "ace_relative"])
-@pytest.mark.parametrize("model", [RobertaForMaskedLM, BertForMaskedLM, DistilBertForMaskedLM])
+@pytest.mark.parametrize(
+    ("model", "basis"),
+    [
+        (RobertaForMaskedLM, "task_vector"),
+        (RobertaForMaskedLM, "ace_relative"),
+        (BertForMaskedLM, "task_vector"),
+        (DistilBertForMaskedLM, "ace_relative"),
+    ],
+)
 def test_from_masks_to_a_merged_model(tmp_path, mergekit_yaml, model, basis):
     config = masked_family(tmp_path / "family", model, basis=basis)
     out = tmp_path / "out"
-    config["training"] |= {"epochs": 10, "patience": 0, "penalty": 0, "learning_rate": 0.003}
+    config["training"] |= {"epochs": 6, "patience": 0, "penalty": 0, "learning_rate": 0.003}
     file = run_training(parsed(config), out, quiet=True)
     log = map(json.loads, (out / "training.jsonl").read_text().splitlines())
     seen = [line["loss"] for line in log if "loss" in line]

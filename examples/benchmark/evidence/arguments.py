@@ -32,7 +32,7 @@ def family_parser(
     parser.add_argument("--results", type=Path, default=results, help="a line per result")
     parser.add_argument(
         "--small", type=Path, metavar="FOLDER",
-        help="see that it runs: two training steps a model, families and results in this folder",
+        help="see that it runs: one layer, two training steps a model, all in this folder",
     )  # fmt: skip
     return parser
 

@@ -125,14 +125,14 @@ def asked_words(tokens: Tensor, labels: Tensor) -> Tensor:
     return tokens[asked.roll(-2, dims=1)] - FIRST_KEY
 
 
-def new_model(architecture: str) -> PreTrainedModel:
-    """Return a model of about 1.4 million parameters."""
+def new_model(architecture: str, layers: int = LAYERS) -> PreTrainedModel:
+    """Return a model of about 1.4 million parameters, if it has as many layers as usual."""
     special = {"bos_token_id": BOS, "eos_token_id": END, "pad_token_id": PAD}
     size = {
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
         "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": layers,
     }
     if architecture in LLAMAS:
         heads, groups, head_size = LLAMAS[architecture]
@@ -151,7 +151,7 @@ def new_model(architecture: str) -> PreTrainedModel:
             vocab_size=VOCABULARY,
             n_embd=HIDDEN,
             n_inner=INNER,
-            n_layer=LAYERS,
+            n_layer=layers,
             n_head=HEADS,
             n_positions=64,
             resid_pdrop=0.0,

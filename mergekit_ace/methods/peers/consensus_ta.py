@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from mergekit_ace.algebra.layouts import merge_by_change
-from mergekit_ace.algebra.records import MatrixRecord, NonNegative, Observer, TensorRecord
+from mergekit_ace.algebra.layouts import by_layout
+from mergekit_ace.algebra.records import MatrixRecord, NonNegative
 from mergekit_ace.algebra.task_vectors import merge_trivial, select_active, task_vector
 from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
 from mergekit_ace.methods.inputs import TensorSettings, describe
@@ -120,36 +119,25 @@ class ConsensusMerge(TaskVectorMethod):
                 f"{count} experts, so that nothing of them would be merged; write at most {count}"
             )
 
-    def merge(
-        self,
-        tensors: Sequence[Tensor],
-        settings: TensorSettings,
-        *,
-        least_memory: bool = False,
-        observe: Observer | None = None,
-    ) -> Merged:
-        rule = partial(self._merge_entries, settings.parameters)
-        merged, record = merge_by_change(tensors[0], tensors[1:], rule)
-        return merged, TensorRecord(tuple(merged.shape), "mean", (record,))
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+        names = ("lambda", "mask_threshold", "consensus")
+        scale, threshold, least = (settings.parameters[name] for name in names)
 
-    def _merge_entries(
-        self, parameters: Mapping[str, Any], base: Tensor, experts: Sequence[Tensor]
-    ) -> tuple[Tensor, MatrixRecord]:
-        active = select_active(base, experts, [1.0] * len(experts), torch.float32)
-        scale, threshold, least = (
-            parameters[name] for name in ("lambda", "mask_threshold", "consensus")
-        )
-        trivial = merge_trivial(base, active, scale)
-        if trivial is not None:
-            return trivial
-        merged, selected = merge_by_consensus(
-            base, active.experts, scale, threshold, least, active.dtype
-        )
-        record = ConsensusRecord(
-            rule=self.spec.name,
-            weight=active.spread(active.weights, 0.0),
-            tau=active.all_tau,
-            changed=active.changed,
-            selected=selected,
-        )
-        return merged, record
+        def rule(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
+            active = select_active(base, experts, [1.0] * len(experts), torch.float32)
+            trivial = merge_trivial(base, active, scale)
+            if trivial is not None:
+                return trivial
+            merged, selected = merge_by_consensus(
+                base, active.experts, scale, threshold, least, active.dtype
+            )
+            record = ConsensusRecord(
+                rule=self.spec.name,
+                weight=active.spread(active.weights, 0.0),
+                tau=active.all_tau,
+                changed=active.changed,
+                selected=selected,
+            )
+            return merged, record
+
+        return by_layout(tensors[0], tensors[1:], "mean", rule, rule)

@@ -13,17 +13,16 @@ from torch import Tensor
 
 from mergekit_ace.algebra.layouts import by_layout
 from mergekit_ace.algebra.linalg import as_rows, blocks
-from mergekit_ace.algebra.records import MatrixRecord, Number, Observer
+from mergekit_ace.algebra.records import MatrixRecord, Number
 from mergekit_ace.algebra.task_vectors import merge_mean, merge_trivial, select_active
 from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
 from mergekit_ace.methods.inputs import TensorSettings
-from mergekit_ace.methods.measured_lookup import MeasuredLookup
+from mergekit_ace.methods.measured_lookup import required_lookup
 from mergekit_ace.methods.parameters import (
     LAMBDA,
     STATISTICS,
     TASK,
     WEIGHT,
-    require_statistics,
     shared,
 )
 
@@ -103,22 +102,11 @@ class FisherMerge(TaskVectorMethod):
         return "it weighs entries"
 
     def check_settings(self, settings: TensorSettings) -> None:
-        self._lookup(settings)
+        required_lookup(self.spec.name, settings, "fisher")
 
-    def _lookup(self, settings: TensorSettings) -> MeasuredLookup:
-        path = require_statistics(self.spec.name, settings.parameters)
-        return MeasuredLookup(self.spec.name, settings, path, "fisher")
-
-    def merge(
-        self,
-        tensors: Sequence[Tensor],
-        settings: TensorSettings,
-        *,
-        least_memory: bool = False,
-        observe: Observer | None = None,
-    ) -> Merged:
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         scale = settings.parameters["lambda"]
-        fisher = self._lookup(settings).fisher(tensors[0].shape)
+        fisher = required_lookup(self.spec.name, settings, "fisher").fisher(tensors[0].shape)
 
         def rule(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
             active = select_active(base, experts, settings.weights, torch.float32)

@@ -10,7 +10,7 @@ from mergekit.merge_methods.base import TensorGroup
 from pydantic import Field
 from torch import Tensor
 
-from mergekit_ace.algebra.records import Factor, Observer
+from mergekit_ace.algebra.records import Factor
 from mergekit_ace.algebra.task_vectors import merge_entries
 from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
 from mergekit_ace.methods.inputs import TensorSettings, describe
@@ -111,13 +111,6 @@ class LinesMerge(TaskVectorMethod):
         share = parameters["lambda"] * layer_coefficient(layer, layers, alpha, parameters["beta"])
         return [share] * count
 
-    def merge(
-        self,
-        tensors: Sequence[Tensor],
-        settings: TensorSettings,
-        *,
-        least_memory: bool = False,
-        observe: Observer | None = None,
-    ) -> Merged:
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         assert settings.coefficients is not None
         return merge_entries(tensors[0], tensors[1:], settings.coefficients, self.spec.name)

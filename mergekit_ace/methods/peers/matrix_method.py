@@ -25,7 +25,7 @@ from mergekit_ace.algebra.covariance import choose_unit
 from mergekit_ace.algebra.layouts import by_layout
 from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.records import MatrixRecord, Observer, is_noisy, show, tolerance
+from mergekit_ace.algebra.records import MatrixRecord, is_noisy, show, tolerance
 from mergekit_ace.algebra.spectrum import DEFAULT_TOLERANCE, SMALL_SIDE, noise_edge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
@@ -83,15 +83,8 @@ class MatrixMethod(TaskVectorMethod):
 
     timed = False  # decompositions do not run at the rate of products
 
-    def merge(
-        self,
-        tensors: Sequence[Tensor],
-        settings: TensorSettings,
-        *,
-        least_memory: bool = False,
-        observe: Observer | None = None,
-    ) -> Merged:
-        matrix = partial(self._merge_matrix, settings.parameters, observe, settings.space)
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+        matrix = partial(self._merge_matrix, settings)
         mean = partial(self._merge_mean, settings.parameters)
         return by_layout(tensors[0], tensors[1:], settings.layout, matrix, mean)
 
@@ -104,12 +97,11 @@ class MatrixMethod(TaskVectorMethod):
     @full_precision()
     def _merge_matrix(
         self,
-        parameters: Mapping[str, Any],
-        observe: Observer | None,
-        space: CoreSpace | None,
+        settings: TensorSettings,
         base: Tensor,
         experts: Sequence[Tensor],
     ) -> tuple[Tensor, MatrixRecord]:
+        parameters, space = settings.parameters, settings.space
         shape = space.shape if space else tuple(base.shape)
         if shape[0] == 1:  # a vector in the shape of a matrix
             return self._merge_mean(parameters, base, experts)
@@ -124,7 +116,7 @@ class MatrixMethod(TaskVectorMethod):
         noise = _rounding(base, active, unit)
         matrices = TaskMatrices(tuple(deltas), unit, shape, noise, allowed)
         merged = self.combine(matrices, parameters)
-        show(observe, "closed form", merged, unit)
+        show(settings.observe, "closed form", merged, unit)
         record = MatrixRecord(
             rule=self.spec.name,
             weight=active.spread(active.weights, 0.0),

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from mergekit_ace.algebra.closed_form import COSTS, choose_forms
-from mergekit_ace.algebra.records import IllConditionedError, Observer
 from mergekit_ace.algebra.regression import RegressionOptions, merge_tensor_by_regression
 from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import (
@@ -20,8 +19,8 @@ from mergekit_ace.methods.base import (
     matrices_in,
     method_spec,
 )
-from mergekit_ace.methods.inputs import TensorSettings, describe
-from mergekit_ace.methods.measured_lookup import MeasuredLookup
+from mergekit_ace.methods.inputs import TensorSettings
+from mergekit_ace.methods.measured_lookup import required_lookup
 from mergekit_ace.methods.parameters import (
     LAYOUT,
     STATISTICS,
@@ -29,7 +28,6 @@ from mergekit_ace.methods.parameters import (
     WEIGHT,
     option_parameters,
     options_from,
-    require_statistics,
 )
 
 
@@ -58,25 +56,15 @@ class RegMeanMerge(TaskVectorMethod):
         ),
     )
     own_rule = "merged by the regression on measured inputs"
+    ill_conditioned = "Raise `epsilon`, or lower `off_diagonal`."
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
         return "measured covariances of inputs are not of low rank"
 
     def check_settings(self, settings: TensorSettings) -> None:
-        self._lookup(settings)
+        required_lookup(self.spec.name, settings, "covariances")
 
-    def _lookup(self, settings: TensorSettings) -> MeasuredLookup:
-        path = require_statistics(self.spec.name, settings.parameters)
-        return MeasuredLookup(self.spec.name, settings, path, "covariances")
-
-    def merge(
-        self,
-        tensors: Sequence[Tensor],
-        settings: TensorSettings,
-        *,
-        least_memory: bool = False,
-        observe: Observer | None = None,
-    ) -> Merged:
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         averaged = is_table(settings.base, settings.name)  # also where it is the head as well
         return merge_tensor_by_regression(
             tensors[0],
@@ -84,9 +72,9 @@ class RegMeanMerge(TaskVectorMethod):
             settings.weights,
             options_from(RegressionOptions, settings.parameters),
             "mean" if averaged else settings.layout,
-            self._lookup(settings).inputs(tensors[0].shape),
-            least_memory=least_memory,
-            observe=observe,
+            required_lookup(self.spec.name, settings, "covariances").inputs(tensors[0].shape),
+            least_memory=settings.least_memory,
+            observe=settings.observe,
         )
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
@@ -98,11 +86,3 @@ class RegMeanMerge(TaskVectorMethod):
         cost = COSTS[form](*matrix, experts, False)
         operations, moved = count * cost.operations, count * cost.bytes
         return Work((operations,) * 2, (moved,) * 2, int(cost.memory), form=(form,) * 2)
-
-    def explain(self, error: Exception, settings: TensorSettings) -> str:
-        if not isinstance(error, IllConditionedError):
-            return super().explain(error, settings)
-        return (
-            f"{self.spec.name}: {describe(settings.name)} cannot be merged: {error}, too much to "
-            "be solved even in float64. Raise `epsilon`, or lower `off_diagonal`."
-        )
