@@ -56,7 +56,8 @@ class Row:
         published: λ of its defaults, or of those that papers take.
         scaled: whether it is examined at its best λ as well.
         learn: settings of a `train.yml`; None for a method that learns nothing.
-        samples: per expert, where it learns or reads what was measured on them.
+        samples: per expert, where it learns or reads what was measured on them; 0 where experts
+            write them themselves.
         measured: parameter that names what `mergekit-ace statistics` has measured; empty without.
     """
 
@@ -128,6 +129,10 @@ LEARNED += [
         ("ace_relative, mix 0.5", "ace_relative", "covariances", {"mix": 0.5}),
         ("ace_relative, mix 1", "ace_relative", "covariances", {"mix": 1.0}),
     )
+]
+LEARNED += [
+    Row(f"{method}, own texts", method, scaled=False, measured="covariances")
+    for method in ("ace", "ace_relative")
 ]
 
 
@@ -227,12 +232,16 @@ class Merge:
     def _data(self, folder: Path) -> dict[str, Any]:
         """Write samples into a folder; return what a `train.yml` says of models and data.
 
-        They come from the validation part: from files that no expert has seen.
+        They come from the validation part: from files that no expert has seen. For none there is no
+        data.
         """
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer = AutoTokenizer.from_pretrained(self.base)
         models = []
         for name, path in self.experts.items():
+            if not self.row.samples:
+                models.append({"model": str(path), "task": name})
+                continue
             file = folder / f"{name}.jsonl"
             if not file.exists():  # a run would find its files changed
                 ids, _ = self.texts[name].sequences("validation", tokenizer, self.row.samples)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from mergekit_ace.adapters.adapter_plan import base_of, with_base
 from mergekit_ace.adapters.adapter_tasks import AdaptedWeights
 from mergekit_ace.adapters.peft_adapter import adapter_folder
-from mergekit_ace.calibration.layerwise import RIDGE, STEP, Calibration, SampleTeacher
+from mergekit_ace.calibration.layerwise import RIDGE, STEP, Calibration, SampleTeacher, Weights
 from mergekit_ace.calibration.scaling import ChosenScale, ScaleSearch, WeightsBetween
 from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import package_versions, save_tensors
@@ -30,7 +30,8 @@ from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict
 from mergekit_ace.training.data import Batch, Example, read_rows
 from mergekit_ace.training.language import CausalLanguageModel, fit_to_model, pad, padding_mask
 from mergekit_ace.training.mapped_weights import map_tensors, stored_tensors
-from mergekit_ace.training.models import load_processor, load_skeleton, local_folder
+from mergekit_ace.training.models import load_model, load_processor, load_skeleton, local_folder
+from mergekit_ace.training.own_texts import own_texts
 from mergekit_ace.training.state import TrainingError, open_tensors
 
 if TYPE_CHECKING:
@@ -53,8 +54,10 @@ class CalibrateConfig(Strict):
         base_model: what the experts were fine-tuned from. With it, λ of the merge is chosen first;
             without, the merge is taken as it is.
         models: the experts that were merged, each with texts of what it is for; `samples` rows of
-            them are read, 64 by default, without any label.
-        keep: texts of any kind on which the merge should stay as it is.
+            them are read, 64 by default, without any label. An expert without data writes 64 texts
+            itself.
+        keep: texts of any kind on which the merge should stay as it is. Without them, the base
+            model writes some, or the merge where there is no `base_model`.
         trust_remote_code: as in transformers.
     """
 
@@ -66,19 +69,14 @@ class CalibrateConfig(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> CalibrateConfig:
-        if self.keep is None:
-            raise ValueError(
-                "keep is missing: add texts on which the merge should stay as it is, such as "
-                "keep: {path: other.jsonl, text: text}"
-            )
         for name, data in self.sources:
-            if data.image is not None:
+            if data is not None and data.image is not None:
                 raise ValueError(f"the data of {name} needs a column text, prompt or messages")
         return self
 
     @property
-    def sources(self) -> tuple[tuple[str, DataConfig], ...]:
-        """All data by the name of its teacher; last what should stay."""
+    def sources(self) -> tuple[tuple[str, DataConfig | None], ...]:
+        """All data by the name of its teacher; last what should stay. None is to be written."""
         return (*((expert.task, expert.data) for expert in self.models), ("keep", self.keep))
 
 
@@ -143,7 +141,16 @@ def _prepare(
         for expert, tensors in zip(experts, others, strict=False)
     ]
     tokenizer = load_processor(folders[: len(found) + 1], CausalLanguageModel(), config)
-    samples = [read_samples(fit_to_model(data, model), tokenizer) for _, data in config.sources]
+    keeper = folders[-1 if config.base_model is not None else 0]
+    writers = [*zip(folders[1:], weights, strict=False), (keeper, {})]
+    files = [work / "texts" / f"{place}.jsonl" for place in range(len(writers))]
+    samples = [
+        read_samples(
+            fit_to_model(data or _own_texts(*writer, config, tokenizer, file, quiet), model),
+            tokenizer,
+        )
+        for (_, data), writer, file in zip(config.sources, writers, files, strict=True)
+    ]
     longest = max(len(own[0]["input_ids"]) for own in samples)
     window = getattr(model.config, "sliding_window", None)
     if window is not None and longest > window:
@@ -182,6 +189,23 @@ def _find_expert(reference: str, adapters: Path, trust: bool) -> tuple[ModelRefe
             f"the base that the adapter {reference} names is not here: {error}; write "
             f"BASE+{reference}, with the folder of the base"
         ) from error
+
+
+def _own_texts(
+    folder: str, weights: Weights, config: CalibrateConfig, tokenizer: Any, file: Path, quiet: bool
+) -> DataConfig:
+    """Let a model write texts, the whole of it in memory.
+
+    Args:
+        folder: of the model, or of the base of an adapter.
+        weights: of the model with its adapter, if it has one.
+    """
+    options = {"device_map": "auto"} if torch.cuda.is_available() else {}
+    model = load_model(folder, CausalLanguageModel(), config, **options)
+    if isinstance(weights, AdaptedWeights):
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return own_texts(model, tokenizer, SAMPLES, file, quiet=quiet)
 
 
 def _check_weights(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -127,11 +127,13 @@ class ExpertConfig(Strict):
 
     Attributes:
         model: mergekit's reference: folder or Hub name, `@revision`, `+adapter`.
+        data: see `DataConfig`. Without it, language models write texts of their own for
+            `statistics` and `calibrate`.
         task: name of the expert in the coefficient file; its model reference by default.
     """
 
     model: str
-    data: DataConfig
+    data: DataConfig | None = None
     task: str = Field(default_factory=lambda given: given.get("model", ""))
 
 
@@ -233,6 +235,8 @@ class TrainConfig(Strict):
         trust_remote_code: as in transformers.
     """
 
+    needs_data: ClassVar[bool] = True
+
     base_model: str
     models: Annotated[tuple[ExpertConfig, ...], Field(min_length=1)]
     task: Task
@@ -258,7 +262,7 @@ class TrainConfig(Strict):
     @property
     def sources(self) -> tuple[tuple[str, DataConfig], ...]:
         """All data by the name of its teacher: the experts' tasks, and last the rehearsal."""
-        experts = tuple((expert.task, expert.data) for expert in self.models)
+        experts = tuple((one.task, one.data) for one in self.models if one.data is not None)
         return experts if self.rehearsal is None else (*experts, ("rehearsal", self.rehearsal))
 
     @property
@@ -316,6 +320,9 @@ class TrainConfig(Strict):
             raise ValueError(f"loss: entropy takes no answers: leave out labels: {self.labels}")
         if self.rehearsal is not None and self.task not in LanguageTask:
             raise ValueError("rehearsal is for language models: a base has no classifier's head")
+        for expert in self.models:
+            if expert.data is None and (self.needs_data or self.task != "causal-lm"):
+                raise ValueError(f"{expert.task} has no data: add samples of what it is for")
         for name, data in self.sources:
             self._check_columns(name, data)
         return self

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import click
 import torch
@@ -44,23 +44,29 @@ from mergekit_ace.training.input_sums import (
 )
 from mergekit_ace.training.mapped_weights import stored_headers, stored_names
 from mergekit_ace.training.models import check_expert, load_model, load_skeleton, merged_parameters
+from mergekit_ace.training.own_texts import own_texts
 from mergekit_ace.training.state import TrainingError, TrainingRun, open_tensors
 from mergekit_ace.training.tasks import head_modules
 from mergekit_ace.training.teachers import SampleReader
 
 # Sums of so many bytes are held at once beside a model, or as many as the model itself takes.
 LEAST_ROOM = 2**30
+OWN_TEXTS = 16  # that an expert without data writes
 _AT_ONCE = 8  # samples whose answers are written at once
 
 
 class StatisticsConfig(TrainConfig):
     """Settings of a `stats.yml`: those of a `train.yml`, of which models and data are used.
 
+    Language models without data write texts of their own.
+
     Attributes:
         measure: ``covariances`` of the inputs of linear layers, with counts of looked-up rows, for
             `regmean`, `ace` and `ace_relative`; ``fisher``, the diagonal of the Fisher information,
             for `fisher`. What was measured before in the same folder stays.
     """
+
+    needs_data: ClassVar[bool] = False
 
     measure: Annotated[tuple[Measure, ...], Field(min_length=1)] = ("covariances",)
 
@@ -198,19 +204,23 @@ class Measuring:
         options = {} if self.config.device_map is None else {"device_map": self.config.device_map}
         folders, data = self.folders, self.config.models[row].data
         model = load_model(folders.experts[row], folders.kind, self.config, whole=True, **options)
-        head_modules(model, folders.kind, data, folders.base)
+        if data is not None:
+            head_modules(model, folders.kind, data, folders.base)
         model = model if options else model.to(self.run.accelerator.device)
+        if data is None:
+            path = self.run.texts / f"{row}.jsonl"
+            data = own_texts(model, folders.processor, OWN_TEXTS, path, quiet=self.run.quiet)
         return SampleReader(model, folders.kind, folders.processor, data)
 
     @cached_property
     def rows(self) -> list[Any]:
         """The data of all experts: mistakes in it show before the first model is loaded."""
         seed = self.config.training.seed
-        return [read_rows(expert.data, seed) for expert in self.config.models]
+        return [one.data and read_rows(one.data, seed) for one in self.config.models]
 
     def samples(self, reader: SampleReader, row: int, most: int | None = None) -> list[Example]:
         """Return the samples of an expert, or the first few, with answers that it writes itself."""
-        rows = self.rows[row]
+        rows = self.rows[row] or read_rows(reader.given, self.config.training.seed)
         rows = rows if most is None else rows.select(range(min(most, len(rows))))
         return reader.read(rows, reader.given.split, _AT_ONCE, quiet=self.run.quiet)
 
@@ -250,7 +260,7 @@ class Measuring:
                 if not is_finite(tensor.float()):
                     raise TrainingError(
                         f"expert {expert.model}: {name} came out as NaN or Inf on data "
-                        f"{expert.data.path}; its inputs or gradients overflow: save it in float32"
+                        f"{reader.data.path}; its inputs or gradients overflow: save it in float32"
                     )
             save_tensors(file, found, {"measured": kind, "facts": json.dumps(facts)})
 
@@ -318,7 +328,7 @@ def measure_statistics(
     """
     run = TrainingRun(out, quiet=quiet)
     folders = ModelFolders.find(config, run)
-    inputs = [folders.base, *folders.experts, *(expert.data.path for expert in config.models)]
+    inputs = [folders.base, *folders.experts, *(data.path for _, data in config.sources)]
     run.claim(config, inputs, overwrite=overwrite)
     measuring = Measuring(config, folders, run)
     measuring.announce()

@@ -103,6 +103,11 @@ class TrainingRun:
         return self.state / f"labels-{teacher}.safetensors"
 
     @property
+    def texts(self) -> Path:
+        """Folder of the texts that experts write themselves."""
+        return self.path / "texts"
+
+    @property
     def experts(self) -> Path:
         """The folder for what is measured of each expert."""
         return self.path / "experts"
@@ -131,7 +136,7 @@ class TrainingRun:
             "processes": self.accelerator.num_processes,
             "files": file_states(inputs),
         }
-        made = (self.state, self.path / "backbones", self.experts)
+        made = (self.state, self.path / "backbones", self.texts, self.experts)
         if overwrite:
             _check_needed(inputs, made)
         record = self.state / "run.json"

@@ -21,6 +21,7 @@ from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from mergekit_ace.calibration import layerwise
 from mergekit_ace.calibration.layerwise import Calibration, SampleTeacher
 from mergekit_ace.cli import main
+from mergekit_ace.training.own_texts import own_texts
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "biased"])
@@ -124,6 +125,34 @@ def test_experts_weigh_as_much_as_what_should_stay(config, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("config", [False], indirect=True)
+@pytest.mark.parametrize("based", [False, True])
+def test_models_without_data_write_texts_of_their_own(config, tmp_path, based):
+    """The result is that of the same texts given as data; what stays, base or merge write."""
+    (tmp_path / "base").mkdir()
+    tiny_llama().save_pretrained(tmp_path / "base")
+    settings = {"merged_model": config["merged_model"]}
+    settings |= {"base_model": str(tmp_path / "base")} if based else {}
+    given = {"keep": settings["base_model" if based else "merged_model"]}
+    given |= {one["model"]: one["model"] for one in config["models"]}
+    data = {}
+    for place, (name, folder) in enumerate(given.items()):
+        model = LlamaForCausalLM.from_pretrained(folder, dtype="auto").eval()
+        path = tmp_path / "texts" / f"{place}.jsonl"
+        data[name] = own_texts(model, tokenizer(), 64, path, quiet=True).model_dump()
+    experts = [{"model": one["model"]} for one in config["models"]]
+    with_data = [{**one, "data": data[one["model"]]} for one in experts]
+    found = []
+    for number, more in enumerate(
+        ({"models": experts}, {"models": with_data, "keep": data["keep"]})
+    ):
+        result = calibrate({**settings, **more}, tmp_path / f"out{number}")
+        assert result.exit_code == 0, result.output
+        found.append(state(LlamaForCausalLM, tmp_path / f"out{number}")[1])
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+    assert "| what should stay | 64 |" in (tmp_path / "out0" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
 @pytest.mark.parametrize("named", ["alone", "with its base"])
 def test_an_adapter_is_an_expert(config, tmp_path, named):
     """It does what the model does that PEFT makes of it, also where it changes the embeddings."""
@@ -140,6 +169,8 @@ def test_an_adapter_is_an_expert(config, tmp_path, named):
     adapter = str(tmp_path / "adapter")
     name = adapter if named == "alone" else f"{tmp_path / 'base'}+{adapter}"
     first, *others = config["models"]
+    if named == "alone":  # and writes texts of its own
+        first = {}
     found = []
     for expert in (str(tmp_path / "whole"), name):
         out = tmp_path / f"out{len(found)}"
@@ -150,7 +181,7 @@ def test_an_adapter_is_an_expert(config, tmp_path, named):
     for key, tensor in found[0].items():
         moved = (tensor - start[key]).norm()
         assert (found[1][key] - tensor).norm() <= 0.02 * moved, key
-    assert "| adapter | 20 |" in (out / "README.md").read_text()
+    assert f"| adapter | {20 if first else 64} |" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize("config", [False], indirect=True)
@@ -217,9 +248,6 @@ def test_mistakes_are_told(config, tmp_path):
     first = {**config["models"][0], "model": str(tmp_path / "wide")}
     told = message(models=[first])
     assert "give the experts that were merged" in told
-    without = {name: value for name, value in config.items() if name != "keep"}
-    told = calibrate(without, tmp_path / "wrong").output
-    assert "keep is missing: add texts on which the merge should stay as it is" in told
     images = {"path": str(tmp_path / "keep.jsonl"), "image": "text"}
     assert "keep needs a column text, prompt or messages" in message(keep=images)
     result = calibrate(config, tmp_path / "expert1", "--overwrite")

@@ -37,6 +37,7 @@ from transformers.pytorch_utils import Conv1D
 from mergekit_ace.algebra.measured import MeasuredCovariance
 from mergekit_ace.measurements import Statistics, StatisticsFileError
 from mergekit_ace.training import measuring
+from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.input_sums import sum_fisher
 from mergekit_ace.training.measuring import StatisticsConfig, in_passes, measure_statistics
 from mergekit_ace.training.state import TrainingError
@@ -104,6 +105,41 @@ def test_covariances_and_counts(tmp_path, family):
             measured = MeasuredCovariance(packed, rows.shape[1]).matrix(rows)
             second_moment = rows.T @ rows / len(rows)
             torch.testing.assert_close(measured, second_moment, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_without_data_write_texts_of_their_own(tmp_path):
+    """What is measured is what the file of their texts holds; a later run reads it again."""
+    config = llama_family(tmp_path / "family")
+    own = {**config, "models": [{**one, "data": None} for one in config["models"]]}
+    found = measure(own, tmp_path / "own")
+    files = [tmp_path / "own" / "texts" / f"{n}.jsonl" for n in range(len(own["models"]))]
+    given = [{**one, "data": {"path": str(file), "text": "text"}}
+             for one, file in zip(config["models"], files, strict=True)]  # fmt: skip
+    again = measure({**config, "models": given}, tmp_path / "given")
+    for number, expert in enumerate(found.index.experts):
+        assert expert.samples == measuring.OWN_TEXTS
+        assert expert.tokens == again.index.experts[number].tokens > 0
+        for name, tensor in found.tensors.items():
+            if tensor.inputs is not None:
+                one, other = (s.read(number, f"covariance/{tensor.inputs}") for s in (found, again))
+                torch.testing.assert_close(one, other), name
+    assert files[0].read_bytes() != files[1].read_bytes()
+    files[0].write_text(json.dumps({"text": "w1 w2 w3"}) + "\n")
+    (tmp_path / "own" / "experts" / "0-covariances-0.safetensors").unlink()
+    changed = measure(own, tmp_path / "own")
+    assert changed.index.experts[0].tokens == 3, "a user may change the texts"
+
+
+def test_only_language_models_write_their_own_samples(tmp_path):
+    config = bert_family(tmp_path / "family")
+    config["models"][1].pop("data")
+    with pytest.raises(ValueError, match="task1 has no data: add samples of what it is for"):
+        StatisticsConfig.model_validate(config)
+    trained = llama_family(tmp_path / "llamas")
+    trained["models"][0].pop("data")
+    StatisticsConfig.model_validate(trained)
+    with pytest.raises(ValueError, match="task0 has no data: add samples of what it is for"):
+        TrainConfig.model_validate(trained)
 
 
 def test_layers_with_the_same_inputs_share_a_covariance(tmp_path):
