@@ -11,6 +11,7 @@ from reference import naive_ace, naive_mean, task_vector_error
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix
 from mergekit_ace.algebra import linalg
 from mergekit_ace.algebra.closed_form import Attempt
+from mergekit_ace.algebra.task_vectors import measure_heterogeneity
 
 SHAPES = [(24, 24), (16, 60), (60, 16), (2, 30), (30, 1), (7, 5)]
 
@@ -65,7 +66,7 @@ def test_every_switch(rng, normalization, refinement, prior, scale, mean, centre
         "refinement_mean": mean,
         "centred": centred,
     }
-    options = AceOptions(**switches, scale=0.7, compute_dtype="float64")
+    options = AceOptions(**switches, scale=0.7, compute_dtype="float64", ridge_floor=False)
     merged, record = merge_matrix(base, experts, [1.0, 3.0, 0.5], options)
     expected = naive_ace(base, experts, [1.0, 3.0, 0.5], lambda_=0.7, **switches)
     assert task_vector_error(merged, expected, base) <= 1e-9
@@ -84,7 +85,9 @@ def test_every_form(rng, form, precision, epsilon, centred, mean):
     base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS, noise=0.5)
     switches = {"epsilon": epsilon, "centred": centred, "refinement_mean": mean}
     dtype = str(precision).removeprefix("torch.")
-    options = AceOptions(heterogeneity="log_variance", compute_dtype=dtype, **switches)
+    options = AceOptions(
+        heterogeneity="log_variance", compute_dtype=dtype, ridge_floor=False, **switches
+    )
     attempts = [Attempt(form, precision), Attempt(form, torch.float64)]
     merged, record = merge_matrix(base, experts, [1, 2, 0.5], options, attempts=attempts)
     assert record.refined
@@ -105,7 +108,10 @@ def test_both_means_of_the_refinement_agree_where_the_ridge_is_small(rng):
         found = {}
         for mean in ("plain", "ridged"):
             options = AceOptions(
-                epsilon=epsilon, heterogeneity="log_variance", refinement_mean=mean
+                epsilon=epsilon,
+                heterogeneity="log_variance",
+                refinement_mean=mean,
+                ridge_floor=False,
             )
             merged, record = merge_matrix(base, experts, options=options)
             found[mean] = merged.double() - base.double()
@@ -139,7 +145,7 @@ def test_float32_path_of_large_matrices(rng, shape, scales):
     base, experts = family(rng, *shape, 3, noise=1.0, scales=scales)
     switches = {"epsilon": 0.3, "epsilon_scale": "relative", "heterogeneity": "log_variance"}
     attempts = as_if_large(shape, 3, refined=scales is not None)
-    given = AceOptions(**switches)
+    given = AceOptions(**switches, ridge_floor=False)
     merged, record = merge_matrix(base, experts, options=given, attempts=attempts)
     assert record.heterogeneous == (scales is not None)
     assert record.precision == "float32"
@@ -409,3 +415,17 @@ def test_directions_that_float32_blurs_are_found_in_float64(rng):
     with pytest.raises(IllConditionedError) as caught:
         merge_matrix(base, experts, options=options, attempts=attempts[:1])
     assert caught.value.error > 1e-3
+
+
+def test_gamma_is_what_it_was_before_experts_were_rounded(rng):
+    """τ_t of a weak expert, stored in bfloat16, of a float32 base is mostly rounding."""
+    base, experts = family(rng, 60, 80, 3, scales=[1.0, 0.5, 0.1])
+    base, experts = 0.02 * base, [0.02 * expert for expert in experts]
+    saved = [expert.bfloat16().float() for expert in experts]
+    (_, plain), (_, rounded) = (merge_matrix(base, given) for given in (experts, saved))
+    assert rounded.tau[2] > 1.5 * plain.tau[2]
+    assert rounded.gamma == pytest.approx(plain.gamma, rel=0.1)
+    assert rounded.log_variance == pytest.approx(plain.log_variance, rel=0.1)
+    _, common = merge_matrix(base.bfloat16().float(), saved)  # nothing is known of one precision
+    expected = measure_heterogeneity(common.tau)
+    assert (common.gamma, common.log_variance) == (expected.gamma, expected.log_variance)
