@@ -175,7 +175,9 @@ def test_few_rows_are_looked_at_one_by_one(rng, rows):
     _, record = ace(base, experts, 0.0, **PLAIN)
     limit = naive_limit(base, experts)
     assert record.amplification <= limit * 1.001 or record.ridge < 1.001 * FLOOR_RIDGE
-    assert record.amplification == pytest.approx(limit, rel=0.02) or record.ridge < 1.001 * FLOOR_RIDGE
+    assert (
+        record.amplification == pytest.approx(limit, rel=0.02) or record.ridge < 1.001 * FLOOR_RIDGE
+    )
 
 
 def test_no_ridge_and_rank_deficient_covariances(rng):
