@@ -157,7 +157,8 @@ def test_the_dual_form_keeps_its_digits(rng):
     """A float32 primal solve of this family is off by 8e-3."""
     base, experts = family(rng, 48, 200, 2, noise=1.0)
     attempts = as_if_large(base.shape, 2, refined=False)
-    merged, record = merge_matrix(base, experts, attempts=attempts)
+    options = AceOptions(ridge_floor=False)
+    merged, record = merge_matrix(base, experts, options=options, attempts=attempts)
     assert (record.form, record.precision) == ("dual", "float32")
     assert record.condition > 2e3
     assert task_vector_error(merged, naive_ace(base, experts), base) <= 2e-5
@@ -165,7 +166,7 @@ def test_the_dual_form_keeps_its_digits(rng):
 
 def test_ill_conditioned_large_matrices_turn_to_float64(rng):
     base, experts = family(rng, 60, 50, 2, scales=[3.0, 3.0], noise=0.01)
-    options = AceOptions(epsilon=1e-6)
+    options = AceOptions(epsilon=1e-6, ridge_floor=False)
     attempts = as_if_large(base.shape, 2, refined=False)
     merged, record = merge_matrix(base, experts, options=options, attempts=attempts)
     assert record.precision == "float64"
@@ -189,7 +190,7 @@ def test_the_threshold_decides_the_branch(rng, statistic):
 def test_float64_tensors_are_not_rounded(rng):
     base, experts = family(rng, 12, 10, 3)
     base, experts = base.double(), [e.double() + 1e-9 for e in experts]
-    merged, _ = merge_matrix(base, experts)
+    merged, _ = merge_matrix(base, experts, options=AceOptions(ridge_floor=False))
     assert task_vector_error(merged, naive_ace(base, experts), base) <= 1e-9
     tiny = base + 1e-12
     merged, record = merge_matrix(base, [tiny, base.clone()])
@@ -250,6 +251,7 @@ def test_what_the_prior_does_to_the_all_ones_vector(rng, tau, normalization):
             adaptive_normalization=normalization,
             spectral_refinement="never",
             epsilon_scale="relative",
+            ridge_floor=False,
         )
         merged, record = merge_matrix(base.double() * 0, [d / size for d in deltas], None, options)
         assert record.prior == prior
@@ -310,7 +312,8 @@ def test_singular_without_ridge_is_an_error(rng, shape):
 
 def test_no_ridge_is_fine_where_the_covariances_have_full_rank(rng):
     base, experts = family(rng, 60, 10, 3, noise=1.0)
-    merged, _ = merge_matrix(base, experts, options=AceOptions(epsilon=0))
+    options = AceOptions(epsilon=0, ridge_floor=False)
+    merged, _ = merge_matrix(base, experts, options=options)
     assert task_vector_error(merged, naive_ace(base, experts, epsilon=0), base) <= 5e-5
 
 
@@ -373,7 +376,7 @@ def test_overflow_names_the_way_out():
 def test_task_vectors_are_never_formed_in_bfloat16(rng):
     base, experts = family(rng, 24, 24, 3)
     base, experts = base.bfloat16(), [e.bfloat16() for e in experts]
-    merged, _ = merge_matrix(base, experts)
+    merged, _ = merge_matrix(base, experts, options=AceOptions(ridge_floor=False))
     assert task_vector_error(merged, naive_ace(base, experts), base) <= 5e-5
 
 

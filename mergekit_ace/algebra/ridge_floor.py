@@ -269,24 +269,25 @@ def _tridiagonalise(
     count, size = start.shape
     most = min(MOST_STEPS, size)
     basis = start.new_empty(count, 0, size)
-    matrix = torch.zeros(count, most, most, dtype=torch.float64, device="cpu")
-    vector, largest = start, 0.0
+    matrix = start.new_zeros(count, most, most)  # there, so that no step waits for a GPU
+    vector, largest = start, start.new_zeros(())
     for step in range(most):
         length = vector.norm(dim=1, keepdim=True)
         spent = (length <= SPENT * largest) | (length == 0)
         if step > 0:
-            beyond = length.masked_fill(spent, 0).squeeze(1).cpu()
+            beyond = length.masked_fill(spent, 0).squeeze(1)
             matrix[:, step, step - 1] = matrix[:, step - 1, step] = beyond
         new = (vector / length).masked_fill(spent, 0)
         basis = torch.cat([basis, new[:, None]], dim=1)
         if step > 0 and step % CHECK_EVERY == 0:
-            yield basis, _with_eigenvalue_zero(matrix[:, : step + 1, : step + 1])
+            yield basis, _with_eigenvalue_zero(matrix[:, : step + 1, : step + 1].double().cpu())
         vector = product(new, system) if roots is None else product(new * roots, system) * roots
-        largest = max(largest, float(vector.norm(dim=1).max()))
+        largest = torch.maximum(largest, vector.norm(dim=1).max())
         for _ in range(2):  # once is not enough in the presence of rounding
             along = basis @ vector[:, :, None]
             vector = vector - (along.mT @ basis).squeeze(1)
-            matrix[:, step, step] += along[:, step, 0].cpu()
+            matrix[:, step, step] += along[:, step, 0]
+    matrix = matrix.double().cpu()
     yield basis, matrix if most == size else _with_eigenvalue_zero(matrix)
 
 
