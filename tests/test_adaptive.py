@@ -12,6 +12,7 @@ from reference import naive_ace, naive_mean, task_vector_error
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix, merge_tensor
 from mergekit_ace.algebra import linalg
 from mergekit_ace.algebra.closed_form import Attempt
+from mergekit_ace.algebra.task_vectors import measure_heterogeneity
 
 SHAPES = [(24, 24), (16, 60), (60, 16), (2, 30), (30, 1), (7, 5)]
 
@@ -68,7 +69,7 @@ def test_every_switch(rng, normalization, refinement, prior, scale, mean, centre
         "refinement_mean": mean,
         "centred": centred,
     }
-    options = AceOptions(**switches, scale=0.7, compute_dtype="float64")
+    options = AceOptions(**switches, scale=0.7, compute_dtype="float64", ridge_floor=False)
     merged, record = merge_matrix(base, experts, [1.0, 3.0, 0.5], options)
     expected = naive_ace(base, experts, [1.0, 3.0, 0.5], lambda_=0.7, **switches)
     assert task_vector_error(merged, expected, base) <= 1e-9
@@ -90,7 +91,9 @@ def test_every_form(rng, form, precision, epsilon, centred, mean):
     base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS, noise=0.5)
     switches = {"epsilon": epsilon, "centred": centred, "refinement_mean": mean}
     dtype = str(precision).removeprefix("torch.")
-    options = AceOptions(heterogeneity="log_variance", compute_dtype=dtype, **switches)
+    options = AceOptions(
+        heterogeneity="log_variance", compute_dtype=dtype, ridge_floor=False, **switches
+    )
     attempts = [Attempt(form, precision), Attempt(form, torch.float64)]
     merged, record = merge_matrix(base, experts, [1, 2, 0.5], options, attempts=attempts)
     assert record.refined
@@ -111,7 +114,10 @@ def test_both_means_of_the_refinement_agree_where_the_ridge_is_small(rng):
         found = {}
         for mean in ("plain", "ridged"):
             options = AceOptions(
-                epsilon=epsilon, heterogeneity="log_variance", refinement_mean=mean
+                epsilon=epsilon,
+                heterogeneity="log_variance",
+                refinement_mean=mean,
+                ridge_floor=False,
             )
             merged, record = merge_matrix(base, experts, options=options)
             found[mean] = merged.double() - base.double()
@@ -145,7 +151,7 @@ def test_float32_path_of_large_matrices(rng, shape, scales):
     base, experts = family(rng, *shape, 3, noise=1.0, scales=scales)
     switches = {"epsilon": 0.3, "epsilon_scale": "relative", "heterogeneity": "log_variance"}
     attempts = as_if_large(shape, 3, refined=scales is not None)
-    given = AceOptions(**switches)
+    given = AceOptions(**switches, ridge_floor=False)
     merged, record = merge_matrix(base, experts, options=given, attempts=attempts)
     assert record.heterogeneous == (scales is not None)
     assert record.precision == "float32"
@@ -157,7 +163,8 @@ def test_the_dual_form_keeps_its_digits(rng):
     """A float32 primal solve of this family is off by 8e-3."""
     base, experts = family(rng, 48, 200, 2, noise=1.0)
     attempts = as_if_large(base.shape, 2, refined=False)
-    merged, record = merge_matrix(base, experts, attempts=attempts)
+    options = AceOptions(ridge_floor=False)
+    merged, record = merge_matrix(base, experts, options=options, attempts=attempts)
     assert (record.form, record.precision) == ("dual", "float32")
     assert record.condition > 2e3
     assert task_vector_error(merged, naive_ace(base, experts), base) <= 2e-5
@@ -165,7 +172,7 @@ def test_the_dual_form_keeps_its_digits(rng):
 
 def test_ill_conditioned_large_matrices_turn_to_float64(rng):
     base, experts = family(rng, 60, 50, 2, scales=[3.0, 3.0], noise=0.01)
-    options = AceOptions(epsilon=1e-6)
+    options = AceOptions(epsilon=1e-6, ridge_floor=False)
     attempts = as_if_large(base.shape, 2, refined=False)
     merged, record = merge_matrix(base, experts, options=options, attempts=attempts)
     assert record.precision == "float64"
@@ -189,7 +196,7 @@ def test_the_threshold_decides_the_branch(rng, statistic):
 def test_float64_tensors_are_not_rounded(rng):
     base, experts = family(rng, 12, 10, 3)
     base, experts = base.double(), [e.double() + 1e-9 for e in experts]
-    merged, _ = merge_matrix(base, experts)
+    merged, _ = merge_matrix(base, experts, options=AceOptions(ridge_floor=False))
     assert task_vector_error(merged, naive_ace(base, experts), base) <= 1e-9
     tiny = base + 1e-12
     merged, record = merge_matrix(base, [tiny, base.clone()])
@@ -250,6 +257,7 @@ def test_what_the_prior_does_to_the_all_ones_vector(rng, tau, normalization):
             adaptive_normalization=normalization,
             spectral_refinement="never",
             epsilon_scale="relative",
+            ridge_floor=False,
         )
         merged, record = merge_matrix(base.double() * 0, [d / size for d in deltas], None, options)
         assert record.prior == prior
@@ -310,7 +318,8 @@ def test_singular_without_ridge_is_an_error(rng, shape):
 
 def test_no_ridge_is_fine_where_the_covariances_have_full_rank(rng):
     base, experts = family(rng, 60, 10, 3, noise=1.0)
-    merged, _ = merge_matrix(base, experts, options=AceOptions(epsilon=0))
+    options = AceOptions(epsilon=0, ridge_floor=False)
+    merged, _ = merge_matrix(base, experts, options=options)
     assert task_vector_error(merged, naive_ace(base, experts, epsilon=0), base) <= 5e-5
 
 
@@ -403,7 +412,7 @@ def test_overflow_names_the_way_out():
 def test_task_vectors_are_never_formed_in_bfloat16(rng):
     base, experts = family(rng, 24, 24, 3)
     base, experts = base.bfloat16(), [e.bfloat16() for e in experts]
-    merged, _ = merge_matrix(base, experts)
+    merged, _ = merge_matrix(base, experts, options=AceOptions(ridge_floor=False))
     assert task_vector_error(merged, naive_ace(base, experts), base) <= 5e-5
 
 
@@ -445,3 +454,17 @@ def test_directions_that_float32_blurs_are_found_in_float64(rng):
     with pytest.raises(IllConditionedError) as caught:
         merge_matrix(base, experts, options=options, attempts=attempts[:1])
     assert caught.value.error > 1e-3
+
+
+def test_gamma_is_what_it_was_before_experts_were_rounded(rng):
+    """τ_t of a weak expert, stored in bfloat16, of a float32 base is mostly rounding."""
+    base, experts = family(rng, 60, 80, 3, scales=[1.0, 0.5, 0.1])
+    base, experts = 0.02 * base, [0.02 * expert for expert in experts]
+    saved = [expert.bfloat16().float() for expert in experts]
+    (_, plain), (_, rounded) = (merge_matrix(base, given) for given in (experts, saved))
+    assert rounded.tau[2] > 1.5 * plain.tau[2]
+    assert rounded.gamma == pytest.approx(plain.gamma, rel=0.1)
+    assert rounded.log_variance == pytest.approx(plain.log_variance, rel=0.1)
+    _, common = merge_matrix(base.bfloat16().float(), saved)  # nothing is known of one precision
+    expected = measure_heterogeneity(common.tau)
+    assert (common.gamma, common.log_variance) == (expected.gamma, expected.log_variance)

@@ -28,7 +28,9 @@ def test_ace(rng, switches, form, dtype, scales):
     shape = {"dual": (20, 90), "tall": (120, 24)}.get(form, (50, 60))
     base, experts = family(rng, *shape, 3, scales=scales, noise=0.3)
     epsilon = 1e-4 if scales is None else 1e-2
-    options = AceOptions(epsilon=epsilon, scale=0.8, compute_dtype=dtype, **switches)
+    options = AceOptions(
+        epsilon=epsilon, scale=0.8, compute_dtype=dtype, ridge_floor=False, **switches
+    )
     for weights in (None, [1.0, 0.2, 3.0]):
         for own in (OWN, [0.0, 0.0, 2.0], [1.0, 1.0, 1.0]):
             given = [*own, REFINEMENT]

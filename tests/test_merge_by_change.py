@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable
 from math import ceil
 
 import pytest
@@ -94,19 +95,19 @@ def test_an_expert_that_hardly_changed_enters_by_its_share(rng, name, layout, mo
     torch.testing.assert_close(merged, without.lerp(whole, s), rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["ace", "ace_relative", "iso_c", "cart", "statsmerging", "lines"])
-@pytest.mark.parametrize("ours", [torch.float32, torch.bfloat16])
-def test_growing_noise_enters_without_a_jump(rng, name, ours):
-    """Noise of up to 10 ν, stored in bfloat16, beside two experts."""
+def jumps_by_noise(rng, name: str, ours: torch.dtype, **parameters) -> Callable:
+    """Return how far merges lie apart, in ‖X‖, as noise grows from one size to the next, in ν.
+
+    It is stored in bfloat16, beside two experts.
+    """
     base, experts = members(rng, (96, 128), 2)
     base = base.to(ours).float()
     ulp = 2.0 ** (base.abs().log2().floor() - 7)
     noise = ulp / 12**0.5 * torch.randn(base.shape, generator=rng)
-    steady = {"adaptive_normalization": "always", "spectral_refinement": "never"}
 
     def at(size: float) -> Tensor:
         noisy = (base + size * noise).bfloat16().float()
-        return merge(name, "matrix", base, [*experts, noisy], **(steady if name == "ace" else {}))
+        return merge(name, "matrix", base, [*experts, noisy], **parameters)
 
     def jumps(sizes: Tensor) -> list[float]:
         found = [at(float(size)) - base for size in sizes]
@@ -114,10 +115,38 @@ def test_growing_noise_enters_without_a_jump(rng, name, ours):
         pairs = itertools.pairwise(found)
         return [float(torch.linalg.norm(b - a)) / largest for a, b in pairs]
 
+    return jumps
+
+
+CONTINUOUS = ["ace", "ace_relative", "iso_c", "cart", "statsmerging", "lines", "consensus_ta"]
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("ours", [torch.float32, torch.bfloat16])
+def test_growing_noise_enters_without_a_jump(rng, name, ours):
+    """Noise of up to 10 ν; of `ace` within a branch."""
+    steady = {"adaptive_normalization": "always", "spectral_refinement": "never"}
+    jumps = jumps_by_noise(rng, name, ours, **(steady if name == "ace" else {}))
     fine = torch.linspace(0, 0.8, 81)
     largest = max(jumps(fine))  # an entry in 12,288 moves at a time
     assert largest < 0.12 or largest < min(0.25, 0.85 * max(jumps(fine[::2])))
     assert max(jumps(torch.linspace(0.8, 10, 60))) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("tsv_m", {}), ("iso_cts", {}), ("wudi", {"solver": "exact"})]
+)
+def test_where_single_entries_of_noise_turn_a_merge(rng, name, parameters):
+    """What is left of ‖X‖ by 0.02 ν more: these methods have every expert count alike.
+
+    They divide an expert's directions, or all of it, by their size, so that those of noise, which
+    any entry that is rounded otherwise turns, count as much as what the others have learned.
+    """
+    jumps = jumps_by_noise(rng, name, torch.bfloat16, **parameters)
+    found = jumps(torch.linspace(0.6, 0.8, 11))
+    assert 0.2 < max(found) < 0.8
+    finer = jumps(torch.linspace(0.6, 0.8, 21))
+    assert max(finer) > 0.5 * max(found)  # the same at half the step
 
 
 def test_nested_sets():

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix
 from mergekit_ace.algebra.components import split_tensor
+from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
 
 settings.register_profile("ours", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("ours")
@@ -219,6 +220,34 @@ def test_no_merge_points_against_the_sum_of_experts_that_agree(deltas, options, 
         found.append(naive_ace(base, deltas, weights, **options))
     for merged in found:
         assert float((merged * total).sum()) >= -1e-6 * float(merged.norm() * total.norm())
+
+
+settings_of_relative = st.fixed_dictionaries(
+    {
+        "epsilon": st.just(0.0) | st.floats(-12, 6).map(lambda exponent: 10**exponent),
+        "structural_prior": st.booleans(),
+        "centred": st.booleans(),
+        "ridge_floor": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=500)
+@given(families(), settings_of_relative, st.lists(st.floats(-2, 1), min_size=3, max_size=3))
+def test_no_merge_by_relative_errors_points_against_the_sum_of_experts_that_agree(
+    deltas, options, exponents
+):
+    """In `ace_relative`, too, a prior that would do so is left out."""
+    assume(agree(deltas))
+    if options["centred"]:
+        assume(agree([delta - delta.mean(dim=0) for delta in deltas]))
+    weights = [10**exponent for exponent in exponents[: len(deltas)]]
+    base, total = torch.zeros_like(deltas[0]), sum(deltas)
+    try:
+        merged, _ = merge_tensor_relative(base, deltas, weights, RelativeOptions(**options))
+    except IllConditionedError:
+        assume(False)
+    assert float((merged * total).sum()) >= -1e-6 * float(merged.norm() * total.norm())
 
 
 @pytest.mark.parametrize(

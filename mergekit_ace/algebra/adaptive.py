@@ -12,7 +12,13 @@ from functools import partial
 
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import Attempt, choose_attempts, first_success, solve
+from mergekit_ace.algebra.closed_form import (
+    Attempt,
+    choose_attempts,
+    first_success,
+    solve,
+    solve_guarded,
+)
 from mergekit_ace.algebra.covariance import Covariances, Solution, estimate_covariances
 from mergekit_ace.algebra.layouts import by_layout, resolve_layout
 from mergekit_ace.algebra.linalg import full_precision
@@ -20,7 +26,6 @@ from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.measured import MeasuredInputs
 from mergekit_ace.algebra.records import (
     AceOptions,
-    Form,
     Layout,
     MatrixRecord,
     Observer,
@@ -29,6 +34,7 @@ from mergekit_ace.algebra.records import (
 )
 from mergekit_ace.algebra.refinement import IsotropicComponent, refine
 from mergekit_ace.algebra.ridge_floor import amplification
+from mergekit_ace.algebra.rounding_noise import genuine_share
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     Heterogeneity,
@@ -156,8 +162,8 @@ def merge_matrix(
     to 16 MiB. Twice that for the few matrices that have to be solved in float64, and for float64
     weights.
 
-    A prior or a refinement that would turn the merge against the experts is left out: see `_solve`
-    and `choose_component`.
+    A prior or a refinement that would turn the merge against the experts is left out: see
+    `solve_guarded` and `choose_component`.
 
     Returns:
         W0 + λ X, (o, i), in the compute dtype or wider (the base itself, uncast, where no expert
@@ -184,7 +190,7 @@ def merge_matrix(
     for version in (base, *active.experts):
         if not version.is_floating_point():
             raise TypeError(f"a matrix of {version.dtype} is no weight; convert it to float32")
-    branch = decide_branch(active, active.shape, options)
+    branch = decide_branch(base, active, options)
     measured = measured and measured.of(active.positions)
     if attempts is None:
         attempts = choose_attempts(
@@ -198,13 +204,20 @@ def merge_matrix(
     return first_success(attempts, merge)
 
 
-def decide_branch(active: ActiveExperts, shape: Sequence[int], options: AceOptions) -> Branch:
-    """Take step 1: how much do the experts differ in scale, and what follows from it (Eq. 7)?"""
-    statistics = measure_heterogeneity(active.tau)
+def decide_branch(base: Tensor, active: ActiveExperts, options: AceOptions) -> Branch:
+    """Take step 1: how much do the experts differ in scale, and what follows from it (Eq. 7)?
+
+    What counts of τ_t is what is not the rounding of the expert's checkpoint, τ_t − r_t². (In the
+    paper it is τ_t, which is the same unless an expert is stored in a coarser precision.)
+    """
+    given = zip(active.experts, active.tau, strict=True)
+    statistics = measure_heterogeneity(
+        [tau * genuine_share(expert, base, tau) for expert, tau in given]
+    )
     value = statistics.gamma if options.heterogeneity == "gamma" else statistics.log_variance
     heterogeneous = value > options.heterogeneity_threshold
     switch = {"auto": heterogeneous, "always": True, "never": False}
-    rank = int(options.rank_fraction * min(shape))
+    rank = int(options.rank_fraction * min(active.shape))
     return Branch(
         statistics=statistics,
         heterogeneous=heterogeneous,
@@ -233,6 +246,7 @@ def _merge(
         active,
         options,
         normalized=branch.normalized,
+        refined=branch.rank > 0,
         dtype=attempt.dtype,
         noise=attempt.noise,
         measured=measured,
@@ -243,7 +257,9 @@ def _merge(
     weighted = any(task.coefficient != 1 for task in covariances.tasks)
     component, floor = None, options.ridge_floor
     if prior or refined or not weighted:
-        solution, prior = _solve(covariances.unweighted(), attempt.form, prior, refined, floor)
+        solution, prior = solve_guarded(
+            covariances.unweighted(), attempt.form, prior=prior, refined=refined, floor=floor
+        )
         component = choose_component(covariances, solution, branch.rank) if refined else None
         covariances, floor = covariances.with_ridges_of(solution.covariances), False
     if weighted:
@@ -280,22 +296,6 @@ def _merge(
         mix=measured and measured.mix,
     )
     return merged.mul_(options.scale * covariances.unit).add_(base), record
-
-
-def _solve(
-    covariances: Covariances, form: Form, prior: bool, refined: bool, floor: bool
-) -> tuple[Solution, bool]:
-    """Solve the closed form, and tell whether the structural prior is in it.
-
-    The prior is left out where X would point against the sum of the experts with it (departure:
-    the paper's always enters, and so does ours with ``refinement_mean: ridged``). Where few
-    directions stand out of the ridge it takes out more than the component along the all-ones
-    vector, up to all that the experts have in common.
-    """
-    solution = solve(covariances, form, prior=prior, refined=refined, floor=floor)
-    if prior and not covariances.ridged_mean and covariances.points_against(solution.merged):
-        return solve(covariances, form, prior=False, refined=refined, floor=floor), False
-    return solution, prior
 
 
 def choose_component(

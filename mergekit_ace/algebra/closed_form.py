@@ -278,3 +278,24 @@ def solve(
             return solution
         del solution  # its memory is needed
     return solver(covariances, floor=True)
+
+
+def solve_guarded(
+    covariances: Covariances, form: Form, *, prior: bool, refined: bool, floor: bool = False
+) -> tuple[Solution, bool]:
+    """Solve as `solve` does, without a prior that would turn X against the sum of the experts.
+
+    Where few directions stand out of the ridge, the prior takes out more than the component along
+    the all-ones vector, up to all that the experts have in common. (Departure: the paper's always
+    enters, and so does ours with ``refinement_mean: ridged``.)
+
+    Args:
+        covariances, form, prior, refined, floor: see `solve`; all coefficients are 1.
+
+    Returns:
+        The solution, and whether the prior is in it.
+    """
+    solution = solve(covariances, form, prior=prior, refined=refined, floor=floor)
+    if prior and not covariances.ridged_mean and covariances.points_against(solution.merged):
+        return solve(covariances, form, prior=False, refined=refined, floor=floor), False
+    return solution, prior

@@ -134,10 +134,15 @@ def _split_matrix(
         return _split_sum(base, experts, options, weights)
     prior, rank = options.structural_prior, 0
     if isinstance(options, AceOptions):
-        branch = decide_branch(active, base.shape, options)
+        branch = decide_branch(base, active, options)
         rank = branch.rank
         covariances = estimate_covariances(
-            base, active, options, normalized=branch.normalized, dtype=torch.float64
+            base,
+            active,
+            options,
+            normalized=branch.normalized,
+            refined=rank > 0,
+            dtype=torch.float64,
         )
     else:
         covariances, _ = estimate_relative(base, active, options, dtype=torch.float64)
@@ -145,7 +150,7 @@ def _split_matrix(
         return _split_sum(base, experts, options, weights)
     split_up = partial(_components, covariances, floor=options.ridge_floor, dtype=active.dtype)
     raised, parts = split_up(prior=prior)
-    guarded = isinstance(options, AceOptions) and not covariances.ridged_mean
+    guarded = not covariances.ridged_mean
     if prior and guarded and covariances.points_against(sum(parts[1:], parts[0])):
         raised, parts = split_up(prior=False)
     covariances = raised

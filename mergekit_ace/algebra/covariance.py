@@ -23,9 +23,13 @@ from mergekit_ace.algebra.records import AceOptions, tolerance
 from mergekit_ace.algebra.task_vectors import ActiveExperts, Moments, squared_norm
 
 ALL = slice(None)
-# The least ridge ε̄ with `ridge_floor`, in mean eigenvalues of Σ S_t: products in float32 are noise
-# below it.
+# The least ridge ε̄, in mean eigenvalues of Σ S_t: products in float32 are noise below it.
 LEAST_RIDGE = 1e-6
+# The least one with `ridge_floor`. Weights of real models that are stored in float32 have weak
+# directions, all over, that no rounding noise hides; a language model that was tried keeps two
+# points more with 0.01 than with 1e-6, and dictionary families keep what they had
+# (examples/benchmark/epsilons.py).
+FLOOR_RIDGE = 1e-2
 # The largest, also without it: from there on X is the mean of the Δ_t with weights ε_t to ten
 # digits, while R, in which the ridges cancel, would be nothing but their rounding.
 LARGEST_RIDGE = 1e10
@@ -114,7 +118,8 @@ class Covariances:
             structural prior is divided (Eq. 13); otherwise 1.
         centred: whether the column means are taken out of the task vectors.
         ridged_mean: whether the S̄ of the refinement holds the ridges, as the paper's does.
-        energy: Σ_t ‖Δ_t‖² of the experts in use, in units of unit².
+        taus: ‖Δ_t‖² of the experts in use, in units of unit².
+        refined: whether the refinement of the spectrum follows.
         trace: Σ_t tr(S_t), in the unit of S_t.
         raised: whether the ε_t are larger than was asked for.
         noise: of the experts' rounding in X, see `rounding_in_merge`.
@@ -129,7 +134,8 @@ class Covariances:
     mean_tau: float
     centred: bool = True
     ridged_mean: bool = False
-    energy: float = 0.0
+    taus: tuple[float, ...] = ()
+    refined: bool = False
     trace: float = 0.0
     raised: bool = False
     noise: float = 0.0
@@ -223,6 +229,11 @@ class Covariances:
         return any(task.measured is not None for task in self.tasks)
 
     @property
+    def energy(self) -> float:
+        """Σ_t ‖Δ_t‖²."""
+        return math.fsum(self.taus)
+
+    @property
     def ridge(self) -> float:
         """ε̄ = Σ ε_t, so that A = Σ S_t + ε̄ I."""
         return math.fsum(task.ridge for task in self.tasks)
@@ -285,6 +296,7 @@ def estimate_covariances(
     options: AceOptions,
     *,
     normalized: bool,
+    refined: bool = False,
     dtype: torch.dtype,
     noise: float = 0.0,
     measured: MeasuredInputs | None = None,
@@ -296,6 +308,7 @@ def estimate_covariances(
         active: the experts W_t, each (o, i), with their weights, τ_t and μ_t.
         options: ε and its scale.
         normalized: divide S_t and ε_t by tr(G_t), Eqs. 8 and 10.
+        refined: whether the refinement follows.
         dtype: of the products to come; at least as wide as ``active.dtype``.
         noise: see `rounding_in_merge`.
         measured: what takes the place of a share of the estimates.
@@ -338,9 +351,10 @@ def estimate_covariances(
         total += scale * trace
     estimated = [task for task in tasks if task is not None]
     epsilon, unit_ridge = options.epsilon, _unit_ridge(estimated, total, columns)
+    plain = options.refinement_mean == "plain"  # the paper's to the letter otherwise
     if options.ridge_floor:
-        epsilon = max(epsilon, LEAST_RIDGE * unit_ridge)
-    if options.refinement_mean == "plain" and unit_ridge > 0:  # the paper's to the letter otherwise
+        epsilon = max(epsilon, (FLOOR_RIDGE if plain else LEAST_RIDGE) * unit_ridge)
+    if plain and unit_ridge > 0:
         epsilon = min(epsilon, LARGEST_RIDGE * unit_ridge)
     covariance_unit = 1.0 if normalized else unit**2
     return Covariances(
@@ -352,7 +366,8 @@ def estimate_covariances(
         mean_tau=math.fsum(active.tau) / len(active.tau) if normalized else 1.0,
         centred=options.centred,
         ridged_mean=options.refinement_mean == "ridged",
-        energy=math.fsum(active.tau) / unit**2,
+        taus=tuple(tau / unit**2 for tau in active.tau),
+        refined=refined,
         trace=total,
         raised=epsilon > options.epsilon,
         noise=noise,

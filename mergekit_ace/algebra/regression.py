@@ -176,7 +176,7 @@ def _covariances(
         epsilon=(),
         mean_tau=1.0,
         centred=False,
-        energy=math.fsum(active.tau) / unit**2,
+        taus=tuple(tau / unit**2 for tau in active.tau),
         trace=float(columns),
         noise=attempt.noise,
     )

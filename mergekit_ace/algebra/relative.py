@@ -33,9 +33,15 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import Attempt, choose_attempts, first_success, solve
+from mergekit_ace.algebra.closed_form import (
+    Attempt,
+    choose_attempts,
+    first_success,
+    solve,
+    solve_guarded,
+)
 from mergekit_ace.algebra.covariance import (
-    LEAST_RIDGE,
+    FLOOR_RIDGE,
     Covariances,
     Task,
     centred_trace,
@@ -190,13 +196,15 @@ def merge_relative(
         )
         if not covariances.tasks:  # centred, and every expert moved all its rows alike
             return merge_mean(base, active, options.scale)
-        solution = solve(
-            covariances,
-            attempt.form,
-            prior=options.structural_prior,
-            refined=False,
-            floor=options.ridge_floor,
-        )
+        prior, floor = options.structural_prior, options.ridge_floor
+        weighted = any(task.coefficient != 1 for task in covariances.tasks)
+        if prior or not weighted:
+            solution, prior = solve_guarded(
+                covariances.unweighted(), attempt.form, prior=prior, refined=False, floor=floor
+            )
+            covariances, floor = covariances.with_ridges_of(solution.covariances), False
+        if weighted:
+            solution = solve(covariances, attempt.form, prior=prior, refined=False, floor=floor)
         covariances = solution.covariances
         show(observe, "closed form", solution.merged, covariances.unit)
         record = MatrixRecord(
@@ -205,6 +213,7 @@ def merge_relative(
             tau=active.all_tau,
             changed=active.changed,
             share=active.spread(shares, None),
+            prior=prior,
             ridge=covariances.relative_ridge,
             raised=covariances.raised if options.ridge_floor else None,
             amplification=amplification(solution.merged, covariances),
@@ -246,7 +255,7 @@ def estimate_relative(
     columns = active.shape[1]
     # all G_t together take less memory than a Δ_t then
     remembered = len(base) >= len(active.experts) * base.shape[1]
-    epsilon = max(options.epsilon, LEAST_RIDGE) if options.ridge_floor else options.epsilon
+    epsilon = max(options.epsilon, FLOOR_RIDGE) if options.ridge_floor else options.epsilon
     measured, members = measured or MeasuredInputs(), []
     weights = genuine_weights(base, active)
     given = zip(
@@ -285,7 +294,7 @@ def estimate_relative(
         epsilon=(),
         mean_tau=1.0,
         centred=options.centred,
-        energy=math.fsum(active.tau) / unit**2,
+        taus=tuple(tau / unit**2 for tau in active.tau),
         trace=math.fsum(shares),
         raised=epsilon > options.epsilon,
         noise=noise,

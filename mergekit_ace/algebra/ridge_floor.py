@@ -7,7 +7,11 @@ eigenvalues of S = Σ S_t touch zero, and with a small ridge ‖X‖ peaks: the 
 Experts that are orthogonal to one another give ‖X‖² = Σ_t ‖Δ_t‖², experts that agree less. What is
 far above that fits noise; so the ridge ε̄ is raised until
 
-    ‖X‖² ≤ LIMIT · Σ_t ‖Δ_t‖².
+    ‖X‖² ≤ max(LIMIT · T (Π_t ‖Δ_t‖²)^(1/T), max_t ‖Δ_t‖²),
+
+LIMIT · Σ_t ‖Δ_t‖² for experts of one strength. With the sum in its place, experts weaker than the
+strongest would have no say, and its noise may be far larger than all that they have learned. A
+refinement adds up to ‖X‖ once more, so that where one follows a quarter of it is the bound.
 
 No factorisation is needed to find it. With D̄ = Σ_t ε_t C_t / ε̄, which stays as it is when all ε_t
 grow alike,
@@ -83,11 +87,27 @@ def amplification(merged: Tensor, covariances: Covariances) -> float:
 
 def is_amplified(merged: Tensor, covariances: Covariances) -> bool:
     """Tell whether X, (o, i), is so large that it is worth solving again with more ridge."""
-    return amplification(merged, covariances) > TOLERATED * LIMIT
+    return squared_norm(merged) > TOLERATED * largest_energy(covariances)
+
+
+def largest_energy(covariances: Covariances) -> float:
+    """Return what ‖X‖² may be, in units of unit².
+
+    With ``refinement_mean: ridged`` more ridge turns the refinement against the experts: the bound
+    is the loosest, LIMIT · Σ_t ‖Δ_t‖².
+    """
+    if covariances.ridged_mean:
+        return LIMIT * covariances.energy
+    taus = covariances.taus
+    typical = math.exp(math.fsum(map(math.log, taus)) / len(taus))
+    largest = max(*taus, LIMIT * len(taus) * typical)
+    return largest / 4 if covariances.refined else largest
 
 
 def apply_floor(covariances: Covariances, system: Tensor, *, dual: bool = False) -> Covariances:
-    """Return the estimates with the smallest ridge, from the given one up, that keeps to `LIMIT`.
+    """Return the estimates with the smallest ridge, from the given one up, that keeps to a bound.
+
+    The bound is that of `largest_energy`.
 
     Args:
         covariances: the estimates.
@@ -96,7 +116,7 @@ def apply_floor(covariances: Covariances, system: Tensor, *, dual: bool = False)
     """
     if covariances.ridge == 0:  # nothing to raise: no S_t has a trace
         return covariances
-    bound, before = LIMIT * covariances.energy, math.inf
+    bound, before = largest_energy(covariances), math.inf
     for probes in _probes(covariances.unweighted(), system, dual):
         ridge = _least_ridge(probes, covariances.ridge, bound)
         if ridge == covariances.ridge:
@@ -249,24 +269,25 @@ def _tridiagonalise(
     count, size = start.shape
     most = min(MOST_STEPS, size)
     basis = start.new_empty(count, 0, size)
-    matrix = torch.zeros(count, most, most, dtype=torch.float64, device="cpu")
-    vector, largest = start, 0.0
+    matrix = start.new_zeros(count, most, most)  # there, so that no step waits for a GPU
+    vector, largest = start, start.new_zeros(())
     for step in range(most):
         length = vector.norm(dim=1, keepdim=True)
         spent = (length <= SPENT * largest) | (length == 0)
         if step > 0:
-            beyond = length.masked_fill(spent, 0).squeeze(1).cpu()
+            beyond = length.masked_fill(spent, 0).squeeze(1)
             matrix[:, step, step - 1] = matrix[:, step - 1, step] = beyond
         new = (vector / length).masked_fill(spent, 0)
         basis = torch.cat([basis, new[:, None]], dim=1)
         if step > 0 and step % CHECK_EVERY == 0:
-            yield basis, _with_eigenvalue_zero(matrix[:, : step + 1, : step + 1])
+            yield basis, _with_eigenvalue_zero(matrix[:, : step + 1, : step + 1].double().cpu())
         vector = product(new, system) if roots is None else product(new * roots, system) * roots
-        largest = max(largest, float(vector.norm(dim=1).max()))
+        largest = torch.maximum(largest, vector.norm(dim=1).max())
         for _ in range(2):  # once is not enough in the presence of rounding
             along = basis @ vector[:, :, None]
             vector = vector - (along.mT @ basis).squeeze(1)
-            matrix[:, step, step] += along[:, step, 0].cpu()
+            matrix[:, step, step] += along[:, step, 0]
+    matrix = matrix.double().cpu()
     yield basis, matrix if most == size else _with_eigenvalue_zero(matrix)
 
 

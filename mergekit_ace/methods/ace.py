@@ -49,6 +49,10 @@ ACE_CITATION = Citation(
     arxiv="2603.02945",
     booktitle="Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition",
 )
+_LEFT_OUT = (
+    "{name}: in {{tensors}} the {step} would have turned the merge against the experts, and was "
+    "left out"
+)
 
 
 def ridge_parameters(
@@ -146,6 +150,12 @@ class RidgeMethod(TaskVectorMethod):
                 "leave ridge_floor out, or raise epsilon for these tensors by a filter",
             )
 
+    def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
+        super().mention(settings, record)
+        asked = settings.parameters.get("structural_prior")
+        if asked and any(matrix.prior is False for matrix in record.matrices):
+            notice(_LEFT_OUT.format(name=self.spec.name, step="structural prior"))
+
     def extra_operations(self, rows: int, columns: int, experts: int, refined: bool) -> float:
         """Return the operations beside the closed form for a matrix (o, i)."""
         return 0.0
@@ -192,16 +202,8 @@ class AceMerge(RidgeMethod):
     def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
         super().mention(settings, record)
         options = options_from(AceOptions, settings.parameters)
-        left_out = {
-            "structural prior": options.structural_prior
-            and any(matrix.prior is False for matrix in record.matrices),
-            "refinement": any(m.rank and not m.refined for m in record.matrices),
-        }
-        for step in (step for step, is_so in left_out.items() if is_so):
-            notice(
-                f"{self.spec.name}: in {{tensors}} the {step} would have turned the merge against "
-                "the experts, and was left out"
-            )
+        if any(matrix.rank and not matrix.refined for matrix in record.matrices):
+            notice(_LEFT_OUT.format(name=self.spec.name, step="refinement"))
         ridged = options.refinement_mean == "ridged"
         if ridged and any(matrix.ridge_turns_refinement for matrix in record.matrices):
             notice(

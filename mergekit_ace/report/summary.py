@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mergekit_ace.algebra.covariance import LEAST_RIDGE
+from mergekit_ace.algebra.covariance import FLOOR_RIDGE
 from mergekit_ace.algebra.records import (
     HIDDEN_SHARE,
     LARGEST_MEAN_RIDGE,
@@ -333,7 +333,7 @@ def _ridges(report: Report) -> Iterator[str]:
     """Tell where the ridge was raised, where it should have been, and where it nearly was."""
     ridges = [row for row in report.rows if "ridge" in row.matrix]
     up = [row for row in ridges if row.matrix.get("raised")]
-    floored = [row for row in up if row.matrix["ridge"] > 1.01 * LEAST_RIDGE]
+    floored = [row for row in up if row.matrix["ridge"] > 1.01 * FLOOR_RIDGE]
     large = [row for row in ridges if row.matrix["amplification"] > LIMIT]
     amplified = [row for row in large if "raised" not in row.matrix]  # the floor was off
     near = [row for row in ridges if is_near_threshold(row.rows_per_column)]
@@ -348,9 +348,9 @@ def _ridges(report: Report) -> Iterator[str]:
         )
     if len(up) > len(floored):
         yield (
-            f"ε was raised to {LEAST_RIDGE:.0e} mean eigenvalues in "
-            f"{_count(len(up) - len(floored), 'matrix', 'matrices')}: below that, products in "
-            "float32 are noise."
+            f"ε was raised to {FLOOR_RIDGE:g} mean eigenvalues in "
+            f"{_count(len(up) - len(floored), 'matrix', 'matrices')}: below that, a merge "
+            "follows the noise in its weakest directions."
         )
     if amplified:
         worst = sorted(amplified, key=lambda row: -row.matrix["amplification"])[:3]

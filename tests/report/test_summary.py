@@ -259,16 +259,16 @@ def test_where_the_ridge_was_raised():
     lines = grouped_heads(4)
     for n, line in enumerate(lines):
         if "k_proj" in line["tensor"] or "v_proj" in line["tensor"]:
-            line |= {"raised": True, "ridge": 0.01 * n, "amplification": 1.9}
+            line |= {"raised": True, "ridge": 0.02 + 0.01 * n, "amplification": 1.9}
         if "down_proj" in line["tensor"]:
-            line |= {"raised": True, "ridge": 1e-6}
+            line |= {"raised": True, "ridge": 0.01}
     summary = summarize(Report(lines))
     text = "\n".join(summary["sentences"])
     assert (
-        "The ridge was raised in 8 of 16 matrices, k_proj and v_proj (T·o/i = 1), up to 0.14 mean "
+        "The ridge was raised in 8 of 16 matrices, k_proj and v_proj (T·o/i = 1), up to 0.16 mean "
         "eigenvalues" in text
     )
-    assert "ε was raised to 1e-06 mean eigenvalues in 4 matrices" in text
+    assert "ε was raised to 0.01 mean eigenvalues in 4 matrices" in text
     assert "just determine the result in 4 of 16 matrices, down_proj (T·o/i = 0.8)" in text
     assert "larger than what the experts hold in" not in text
     assert summary["raised"] == 12
