@@ -99,7 +99,8 @@ def test_the_program_from_end_to_end(study, capsys):
     titles = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")]
     for title in ("| base", "| expert ways", "| mean (linear)", "| task_arithmetic, best λ",
                   "| ace, embeddings averaged, best λ", "| ace_relative, 16 samples",
-                  "| fisher, 16 samples", "| ace, mix 0.5, 16 samples", "| ace, own texts"):  # fmt: skip
+                  "| fisher, 16 samples", "| ace, mix 0.5, 16 samples",
+                  "| ace, own texts"):  # fmt: skip
         assert title in titles
     assert (out / "picture.png").stat().st_size > 5000
     answers = (out / "answers.md").read_text()
