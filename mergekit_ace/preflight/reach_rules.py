@@ -34,7 +34,7 @@ def check_reach(plan: PlannedMerge) -> Iterator[Finding]:
                 f"it has as many values as there are experts ({experts})",
                 f"for a {name} of each expert, write it under the `parameters:` of its entry",
             )
-    yield from _check_densities(plan)
+    yield from _check_shares(plan)
 
 
 def _settings(
@@ -124,10 +124,17 @@ def _is_gradient(setting: Any, length: int) -> bool:
     return plain and len({str(value) for value in setting}) > 1
 
 
-def _check_densities(plan: PlannedMerge) -> Iterator[Finding]:
-    """Find percentages in the place of shares; mergekit takes them for 1."""
-    given = (own for tensor in plan.tensors for own in tensor.task.input_parameters.values())
-    densities = (dict(own.items()).get("density", 1) for own in given)
+def _check_shares(plan: PlannedMerge) -> Iterator[Finding]:
+    """Find weights of 0 everywhere, and densities in per cent, which mergekit takes for 1."""
+    given = [dict(p.items()) for t in plan.tensors for p in t.task.input_parameters.values()]
+    weights = [own["weight"] for own in given if "weight" in own]
+    if weights and not any(weights):
+        yield Finding.error(
+            "config",
+            "the weights of all experts are 0 in every tensor, so that nothing of them is merged",
+            "give at least one expert a `weight` above 0, or leave `weight` out",
+        )
+    densities = (own.get("density", 1) for own in given)
     above = next((value for value in densities if not 0 <= value <= 1), None)
     if above is not None:
         yield Finding.error(

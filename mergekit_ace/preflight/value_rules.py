@@ -27,6 +27,7 @@ def check_values(config: MergeConfiguration) -> Iterator[Finding]:
     yield from _check_dtype_names(config)
     yield from _check_chat_template(config)
     yield from _check_model_list(config)
+    yield from _check_layer_ranges(config)
 
 
 def _check_dtype_names(config: MergeConfiguration) -> Iterator[Finding]:
@@ -92,6 +93,19 @@ def _check_model_list(config: MergeConfiguration) -> Iterator[Finding]:
                     "models",
                     f"{where}: {names[0]} is listed {len(names)} times{other}",
                     "list it once; `weight` under its parameters lets it count more",
+                )
+
+
+def _check_layer_ranges(config: MergeConfiguration) -> Iterator[Finding]:
+    """Find ranges without a layer, which mergekit leaves out of the result without a word."""
+    for where, inputs in _input_lists(config):
+        for n, source in enumerate(inputs):
+            first, end = getattr(source, "layer_range", (0, 1))
+            if not 0 <= first < end:
+                yield Finding.error(
+                    "config",
+                    f"{where}.{n}: the layer_range [{first}, {end}] holds no layer",
+                    "write the first layer, counted from 0, and the one after the last",
                 )
 
 

@@ -296,6 +296,9 @@ ERRORS: list[tuple[str, Change, str]] = [
     ("tokenizer: base", top(tokenizer="base"), "write `tokenizer: {source: base}`"),
     ("no tokenizer", top(tokenizer={"source": "base"}), "base has no tokenizer"),
     ("two tokenizers", top(tokenizer={}, tokenizer_source="base"), "both tokenizer_source and"),
+    ("weights of 0", each(weight=0), "the weights of all experts are 0 in every tensor"),
+    ("gradients of 0", each(weight=[0, 0]), "the weights of all experts are 0"),
+    ("linear of 0", method("linear", weight=0), "the weights of all experts are 0"),
     ("a density in percent", method("ties", weight=1, density=50), "write 0.5, if it is a perc"),
     # The method and the models.
     ("acee", top(merge_method="acee"), "there is no method 'acee' → did you mean 'ace'?"),
@@ -344,6 +347,8 @@ ERRORS: list[tuple[str, Change, str]] = [
         slices(lambda p, s: s[1].update(layer_range=[0, 1])),
         "the same number of layers",
     ),
+    ("no layers", slices(lambda p, s: [x.update(layer_range=[1, 1]) for x in s]), "holds no layer"),
+    ("reversed", slices(lambda p, s: [x.update(layer_range=[2, 0]) for x in s]), "holds no layer"),
     ("an unknown part", modules("text"), "the architecture has no part 'text'"),
     ("a tab", source("merge_method: ace\n\tbase_model: {base}\n"), "is not YAML"),
     ("two documents", source(PLAIN + "---\n" + PLAIN), "is not YAML: expected a single document"),
