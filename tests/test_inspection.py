@@ -24,7 +24,7 @@ from mergekit_ace.algebra.inspection import (
 )
 from mergekit_ace.algebra.records import AceOptions, MatrixRecord, TensorRecord
 
-OPTIONS = AceOptions()
+OPTIONS = AceOptions(ridge_floor=False)  # as in the references
 
 
 def look(base, experts, weights, options, layout) -> TensorInspection:
