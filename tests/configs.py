@@ -12,6 +12,7 @@ from mergekit.merge_methods.base import ParameterScope
 
 from mergekit_ace.calibration.calibrate_run import CalibrateConfig
 from mergekit_ace.training.config import DistillConfig, TrainConfig
+from mergekit_ace.training.measuring import StatisticsConfig
 
 
 def check_merge_config(source: dict[str, Any]) -> None:
@@ -39,13 +40,15 @@ def _check_values(parameter: Any, setting: Any) -> None:
 
 
 def check_config(source: dict[str, Any]) -> None:
-    """Raise unless this is a whole `merge`, `train.yml`, `distill.yml` or `calibrate.yml`."""
+    """Raise unless this is a whole merge, or a train, stats, distill or calibrate.yml."""
     if "merge_method" in source:
         check_merge_config(source)
     elif "teacher" in source:
         DistillConfig.model_validate(source)
     elif "merged_model" in source:
         CalibrateConfig.model_validate(source)
+    elif all("data" not in model for model in source["models"]):
+        StatisticsConfig.model_validate(source)
     else:
         TrainConfig.model_validate(source)
 

@@ -362,7 +362,7 @@ def test_damaged_and_foreign_files(tmp_path):
     whole = file.read_bytes()
     file.write_bytes(whole[:-10])
     with pytest.raises(
-        StatisticsFileError, match=r"the statistics of task1 cannot be used: .*bytes"
+        StatisticsFileError, match=r"the statistics of task1 cannot be used: .*is damaged"
     ):
         Statistics.load(tmp_path / "out")
     file.unlink()
