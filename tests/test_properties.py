@@ -196,6 +196,17 @@ def agree(deltas: list[Tensor]) -> bool:
     return all(float((a * b).sum()) > 0 for a, b in combinations(deltas, 2))
 
 
+def that_agree(
+    deltas: list[Tensor], centred: bool, exponents: list[float]
+) -> tuple[Tensor, list[float], Tensor]:
+    """The base, the weights and the sum of experts that agree, after centring as well."""
+    assume(agree(deltas))
+    if centred:
+        assume(agree([delta - delta.mean(dim=0) for delta in deltas]))
+    weights = [10**exponent for exponent in exponents[: len(deltas)]]
+    return torch.zeros_like(deltas[0]), weights, sum(deltas)
+
+
 @settings(max_examples=500)
 @given(families(), settings_of_ace, st.lists(st.floats(-2, 1), min_size=3, max_size=3))
 def test_no_merge_points_against_the_sum_of_experts_that_agree(deltas, options, exponents):
@@ -205,11 +216,7 @@ def test_no_merge_points_against_the_sum_of_experts_that_agree(deltas, options, 
     too: where all that they share is a mean row, what is left may be opposed, and so may be any
     merge of it.
     """
-    assume(agree(deltas))
-    if options["centred"]:
-        assume(agree([delta - delta.mean(dim=0) for delta in deltas]))
-    weights = [10**exponent for exponent in exponents[: len(deltas)]]
-    base, total = torch.zeros_like(deltas[0]), sum(deltas)
+    base, weights, total = that_agree(deltas, options["centred"], exponents)
     try:
         merged, record = merge_matrix(base, deltas, weights, AceOptions(**options))
     except IllConditionedError:
@@ -238,11 +245,7 @@ def test_no_merge_by_relative_errors_points_against_the_sum_of_experts_that_agre
     deltas, options, exponents
 ):
     """In `ace_relative`, too, a prior that would do so is left out."""
-    assume(agree(deltas))
-    if options["centred"]:
-        assume(agree([delta - delta.mean(dim=0) for delta in deltas]))
-    weights = [10**exponent for exponent in exponents[: len(deltas)]]
-    base, total = torch.zeros_like(deltas[0]), sum(deltas)
+    base, weights, total = that_agree(deltas, options["centred"], exponents)
     try:
         merged, _ = merge_tensor_relative(base, deltas, weights, RelativeOptions(**options))
     except IllConditionedError:

@@ -31,7 +31,7 @@ from mergekit_ace.training.data import Batch, Example, read_rows
 from mergekit_ace.training.language import CausalLanguageModel, fit_to_model, pad, padding_mask
 from mergekit_ace.training.mapped_weights import map_tensors, stored_tensors
 from mergekit_ace.training.models import load_model, load_processor, load_skeleton, local_folder
-from mergekit_ace.training.own_texts import own_texts
+from mergekit_ace.training.own_texts import write_own_texts
 from mergekit_ace.training.state import TrainingError, open_tensors
 
 if TYPE_CHECKING:
@@ -108,8 +108,7 @@ def run_calibration(
             new |= map_tensors({name: (path, name) for name in parts})
         write_checkpoint(folder, work / "result", new.get)
         with open(work / "result" / "README.md", "a", encoding="utf-8") as card:
-            names = [expert.task for expert in config.models]
-            card.write(f"\n\n{card_section(names, calibration.teachers, chosen)}\n")
+            card.write(f"\n\n{card_section(config, calibration.teachers, chosen)}\n")
         shutil.rmtree(out, ignore_errors=True)
         os.replace(work / "result", out)
     finally:
@@ -146,7 +145,7 @@ def _prepare(
     files = [work / "texts" / f"{place}.jsonl" for place in range(len(writers))]
     samples = [
         read_samples(
-            fit_to_model(data or _own_texts(*writer, config, tokenizer, file, quiet), model),
+            fit_to_model(data or _let_write(*writer, config, tokenizer, file, quiet), model),
             tokenizer,
         )
         for (_, data), writer, file in zip(config.sources, writers, files, strict=True)
@@ -191,7 +190,7 @@ def _find_expert(reference: str, adapters: Path, trust: bool) -> tuple[ModelRefe
         ) from error
 
 
-def _own_texts(
+def _let_write(
     folder: str, weights: Weights, config: CalibrateConfig, tokenizer: Any, file: Path, quiet: bool
 ) -> DataConfig:
     """Let a model write texts, the whole of it in memory.
@@ -205,7 +204,7 @@ def _own_texts(
     if isinstance(weights, AdaptedWeights):
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-    return own_texts(model, tokenizer, SAMPLES, file, quiet=quiet)
+    return write_own_texts(model, tokenizer, SAMPLES, file, quiet=quiet)
 
 
 def _check_weights(
@@ -308,19 +307,21 @@ def write_checkpoint(start: Path, folder: Path, changed: Callable[[str], Tensor 
 
 
 def card_section(
-    names: Sequence[str], teachers: Sequence[SampleTeacher], chosen: ChosenScale | None
+    config: CalibrateConfig, teachers: Sequence[SampleTeacher], chosen: ChosenScale | None
 ) -> str:
     """Return the section; it names no folder of this machine.
 
     Args:
         teachers: the experts, and last the merge itself on what should stay.
     """
-    shown = [*(PurePath(name).name or name for name in names), "what should stay"]
-    rows = ["| texts of | sequences | tokens |", "|---|---|---|"]
-    for name, teacher in zip(shown, teachers, strict=True):
+    names = [PurePath(expert.task).name or expert.task for expert in config.models]
+    rows = ["| texts of | sequences | tokens | from |", "|---|---|---|---|"]
+    shown = zip([*names, "what should stay"], config.sources, teachers, strict=True)
+    for name, (_, data), teacher in shown:
         sequences = sum(len(ids) for ids, _ in teacher.batches)
         tokens = sum(int(used.sum()) for _, used in teacher.batches)
-        rows.append(f"| {markdown_text(name)} | {sequences} | {tokens} |")
+        writer = "data" if data is not None else "a model, which wrote them itself"
+        rows.append(f"| {markdown_text(name)} | {sequences} | {tokens} | {writer} |")
     way = "" if chosen is None else f"{chosen} "
     (version,) = package_versions("mergekit-ace").values()
     return "\n\n".join([

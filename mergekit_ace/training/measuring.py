@@ -44,7 +44,7 @@ from mergekit_ace.training.input_sums import (
 )
 from mergekit_ace.training.mapped_weights import stored_headers, stored_names
 from mergekit_ace.training.models import check_expert, load_model, load_skeleton, merged_parameters
-from mergekit_ace.training.own_texts import own_texts
+from mergekit_ace.training.own_texts import write_own_texts
 from mergekit_ace.training.state import TrainingError, TrainingRun, open_tensors
 from mergekit_ace.training.tasks import head_modules
 from mergekit_ace.training.teachers import SampleReader
@@ -209,7 +209,7 @@ class Measuring:
         model = model if options else model.to(self.run.accelerator.device)
         if data is None:
             path = self.run.texts / f"{row}.jsonl"
-            data = own_texts(model, folders.processor, OWN_TEXTS, path, quiet=self.run.quiet)
+            data = write_own_texts(model, folders.processor, OWN_TEXTS, path, quiet=self.run.quiet)
         return SampleReader(model, folders.kind, folders.processor, data)
 
     @cached_property

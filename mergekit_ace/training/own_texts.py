@@ -22,10 +22,10 @@ LENGTH = 256  # tokens of a text
 _AT_ONCE = 16  # texts that are written at once
 
 
-def own_texts(
+def write_own_texts(
     model: PreTrainedModel, tokenizer: Any, count: int, path: Path, *, quiet: bool = False
 ) -> DataConfig:
-    """Return texts that a language model writes itself, in a file of its own; once.
+    """Let a language model write texts, once; return their file as data.
 
     Args:
         count: of the texts. Each has `LENGTH` tokens, or as many as the model can read.

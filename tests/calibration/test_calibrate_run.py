@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from mergekit_ace.calibration import layerwise
 from mergekit_ace.calibration.layerwise import Calibration, SampleTeacher
 from mergekit_ace.cli import main
-from mergekit_ace.training.own_texts import own_texts
+from mergekit_ace.training.own_texts import write_own_texts
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "biased"])
@@ -138,7 +138,7 @@ def test_models_without_data_write_texts_of_their_own(config, tmp_path, based):
     for place, (name, folder) in enumerate(given.items()):
         model = LlamaForCausalLM.from_pretrained(folder, dtype="auto").eval()
         path = tmp_path / "texts" / f"{place}.jsonl"
-        data[name] = own_texts(model, tokenizer(), 64, path, quiet=True).model_dump()
+        data[name] = write_own_texts(model, tokenizer(), 64, path, quiet=True).model_dump()
     experts = [{"model": one["model"]} for one in config["models"]]
     with_data = [{**one, "data": data[one["model"]]} for one in experts]
     found = []
@@ -149,7 +149,9 @@ def test_models_without_data_write_texts_of_their_own(config, tmp_path, based):
         assert result.exit_code == 0, result.output
         found.append(state(LlamaForCausalLM, tmp_path / f"out{number}")[1])
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
-    assert "| what should stay | 64 |" in (tmp_path / "out0" / "README.md").read_text()
+    cards = [(tmp_path / f"out{number}" / "README.md").read_text() for number in (0, 1)]
+    assert [card.count("a model, which wrote them itself |") for card in cards] == [3, 0]
+    assert "| what should stay | 64 |" in cards[0]
 
 
 @pytest.mark.parametrize("config", [False], indirect=True)

@@ -100,6 +100,13 @@ def llama_family(folder: Path, experts: int = 2, rows: int = 20, **settings) -> 
     return _config(_save(model, folder / "base"), made, "causal-lm", **settings)
 
 
+def rehearsed_family(folder: Path) -> dict:
+    """The family of `llama_family`, and 20 texts that the merge should answer as the base does."""
+    rng = random.Random(9)
+    path = write_rows(folder / "general.jsonl", [{"text": sentence(rng)} for _ in range(20)])
+    return llama_family(folder) | {"rehearsal": {"path": path, "text": "text"}}
+
+
 def bert_family(folder: Path, **settings) -> dict:
     """Text classifiers with heads of different size, on a base without a head."""
     shape = {

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import copy
-import random
 
 import pytest
 from click.testing import CliRunner
-from families import llama_family, parsed, sentence, vit_family, write_rows
+from families import parsed, rehearsed_family, vit_family
 from pydantic import ValidationError
 
 from mergekit_ace.cli import main
@@ -160,11 +159,7 @@ def test_errors_of_a_run_are_one_line(tmp_path):
 
 @pytest.fixture
 def rehearsed(tmp_path) -> dict:
-    config = llama_family(tmp_path)
-    rng = random.Random(9)
-    rows = [{"text": sentence(rng)} for _ in range(20)]
-    path = write_rows(tmp_path / "general.jsonl", rows)
-    return config | {"rehearsal": {"path": path, "text": "text"}}
+    return rehearsed_family(tmp_path)
 
 
 def test_the_default_penalty(rehearsed, tmp_path):

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 from pathlib import Path
 
 import pytest
 import torch
-from families import llama_family, parsed, sentence, write_rows
+from families import llama_family, parsed, rehearsed_family
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -79,11 +78,7 @@ def test_the_truth_is_what_counts_as_right_where_it_is_known():
 
 @pytest.fixture
 def rehearsed(tmp_path) -> dict:
-    config = llama_family(tmp_path)
-    rng = random.Random(9)
-    rows = [{"text": sentence(rng)} for _ in range(20)]
-    path = write_rows(tmp_path / "general.jsonl", rows)
-    return config | {"rehearsal": {"path": path, "text": "text"}}
+    return rehearsed_family(tmp_path)
 
 
 def test_the_base_answers_the_rehearsal(rehearsed, tmp_path):

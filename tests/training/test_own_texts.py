@@ -11,7 +11,7 @@ from checkpoints import tiny_llama
 from families import tokenizer
 
 from mergekit_ace.training import own_texts as module
-from mergekit_ace.training.own_texts import first_token, own_texts
+from mergekit_ace.training.own_texts import first_token, write_own_texts
 from mergekit_ace.training.state import TrainingError
 
 
@@ -36,7 +36,9 @@ def read(data) -> list[list[int]]:
 
 
 def test_every_token_is_drawn_from_the_models_own_distribution(model, tmp_path):
-    texts = torch.tensor(read(own_texts(model, tokenizer(), 300, tmp_path / "t.jsonl", quiet=True)))
+    texts = torch.tensor(
+        read(write_own_texts(model, tokenizer(), 300, tmp_path / "t.jsonl", quiet=True))
+    )
     assert texts.shape == (300, 29), "as many tokens as the model has positions"
     first = torch.full((300, 1), tokenizer().bos_token_id)
     with torch.no_grad():
@@ -51,13 +53,13 @@ def test_every_token_is_drawn_from_the_models_own_distribution(model, tmp_path):
 def test_texts_are_written_once_and_leave_no_trace(model, tmp_path, monkeypatch):
     usual, state = model.generation_config, torch.get_rng_state()
     paths = [tmp_path / name / "t.jsonl" for name in ("a", "b")]
-    made = [own_texts(model, tokenizer(), 20, path, quiet=True) for path in paths]
+    made = [write_own_texts(model, tokenizer(), 20, path, quiet=True) for path in paths]
     assert paths[0].read_bytes() == paths[1].read_bytes()
     assert len(read(made[0])) == 20
     assert model.generation_config is usual
     assert torch.equal(torch.get_rng_state(), state)
     monkeypatch.setattr(module, "_write", None)
-    assert own_texts(model, tokenizer(), 20, paths[0], quiet=True) == made[0]
+    assert write_own_texts(model, tokenizer(), 20, paths[0], quiet=True) == made[0]
 
 
 def test_how_a_text_begins():
