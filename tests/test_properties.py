@@ -196,7 +196,7 @@ def agree(deltas: list[Tensor]) -> bool:
     return all(float((a * b).sum()) > 0 for a, b in combinations(deltas, 2))
 
 
-def that_agree(
+def experts_that_agree(
     deltas: list[Tensor], centred: bool, exponents: list[float]
 ) -> tuple[Tensor, list[float], Tensor]:
     """The base, the weights and the sum of experts that agree, after centring as well."""
@@ -216,7 +216,7 @@ def test_no_merge_points_against_the_sum_of_experts_that_agree(deltas, options, 
     too: where all that they share is a mean row, what is left may be opposed, and so may be any
     merge of it.
     """
-    base, weights, total = that_agree(deltas, options["centred"], exponents)
+    base, weights, total = experts_that_agree(deltas, options["centred"], exponents)
     try:
         merged, record = merge_matrix(base, deltas, weights, AceOptions(**options))
     except IllConditionedError:
@@ -245,7 +245,7 @@ def test_no_merge_by_relative_errors_points_against_the_sum_of_experts_that_agre
     deltas, options, exponents
 ):
     """In `ace_relative`, too, a prior that would do so is left out."""
-    base, weights, total = that_agree(deltas, options["centred"], exponents)
+    base, weights, total = experts_that_agree(deltas, options["centred"], exponents)
     try:
         merged, _ = merge_tensor_relative(base, deltas, weights, RelativeOptions(**options))
     except IllConditionedError:
