@@ -76,6 +76,12 @@ def digest(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
 
+def digest_of_files(*places: Path) -> str:
+    """Return eight digits that stand for the code in files, and in all files below folders."""
+    files = [file for place in places for file in sorted(place.rglob("*.py")) or [place]]
+    return digest(*(file.read_text(encoding="utf-8") for file in files))
+
+
 def save_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: Path, made_of: dict
 ) -> None:
@@ -90,16 +96,14 @@ def save_model(
     os.replace(partial, target)
 
 
-def prepare_base(base: str | None, folder: Path, untied: bool = False) -> Path:
+def prepare_base(base: str | None, folder: Path) -> Path:
     """Return the folder of the base model in bfloat16.
 
     Args:
         base: a folder or a name on the Hub; None for the one in the wheel.
         folder: for all models.
-        untied: give the head weights of its own, which begin as the embeddings.
     """
-    made_of = [base or WHEEL, *["untied"] * untied]
-    target = folder / f"base-{digest(*made_of)}"
+    target = folder / f"base-{digest(base or WHEEL)}"
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,17 +112,8 @@ def prepare_base(base: str | None, folder: Path, untied: bool = False) -> Path:
     else:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(base)
-    save_model(untie(model) if untied else model, tokenizer, target, {"base": made_of})
+    save_model(model, tokenizer, target, {"base": base or WHEEL})
     return target
-
-
-def untie(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of a model whose head no longer shares the weights of its embeddings."""
-    config = copy.deepcopy(model.config)
-    config.tie_word_embeddings = False
-    copied = type(model)(config)
-    copied.load_state_dict(model.state_dict())  # which names the weights of the head, too
-    return copied
 
 
 def read_wheel(packages: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
