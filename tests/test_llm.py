@@ -236,6 +236,17 @@ def test_training_goes_on_where_it_was(llm, base, data, tmp_path, monkeypatch):
         assert any(not torch.equal(start[n].bfloat16(), tensor) for n, tensor in whole.items())
 
 
+def test_an_untied_base_is_the_same_model_with_a_head_of_its_own(llm, base, tmp_path):
+    experts, read = llm("experts"), llm("measure").read_tensors
+    tied = experts.prepare_base(str(base), tmp_path / "models")
+    untied = experts.prepare_base(str(base), tmp_path / "models", untied=True)
+    tensors = read(untied)
+    assert torch.equal(tensors.pop("lm_head.weight"), tensors["model.embed_tokens.weight"])
+    assert {*tensors} == {*read(tied)}
+    assert all(torch.equal(tensor, read(tied)[name]) for name, tensor in tensors.items())
+    assert not json.loads((untied / "config.json").read_text())["tie_word_embeddings"]
+
+
 def test_held_out_groups_were_never_seen(llm, data, tmp_path, tokenizer):
     sources = llm("sources")
     read = sources.read_sources(data)

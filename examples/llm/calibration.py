@@ -205,7 +205,7 @@ def main() -> None:
     texts = choose_texts(settings, data)
     folder = settings.output / "texts"
     untrained = {name: Texts(source, folder) for name, source in data.untrained.items()}
-    base = prepare_base(settings.base, settings.output / "models")
+    base = prepare_base(settings.base, settings.output / "models", settings.untied)
     known = Known.read(settings.output / "results.jsonl")
     for kind, steps, seed in product(settings.kinds, sorted(settings.steps), settings.seeds):
         recipe = Recipe(kind, seed, steps)

@@ -96,14 +96,16 @@ def save_model(
     os.replace(partial, target)
 
 
-def prepare_base(base: str | None, folder: Path) -> Path:
+def prepare_base(base: str | None, folder: Path, untied: bool = False) -> Path:
     """Return the folder of the base model in bfloat16.
 
     Args:
         base: a folder or a name on the Hub; None for the one in the wheel.
         folder: for all models.
+        untied: give the head weights of its own, which begin as the embeddings.
     """
-    target = folder / f"base-{digest(base or WHEEL)}"
+    made_of = [base or WHEEL, *["untied"] * untied]
+    target = folder / f"base-{digest(*made_of)}"
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,8 +114,17 @@ def prepare_base(base: str | None, folder: Path) -> Path:
     else:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(base)
-    save_model(model, tokenizer, target, {"base": base or WHEEL})
+    save_model(untie(model) if untied else model, tokenizer, target, {"base": made_of})
     return target
+
+
+def untie(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model whose head no longer shares the weights of its embeddings."""
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = False
+    copied = type(model)(config)
+    copied.load_state_dict(model.state_dict())  # which names the weights of the head, too
+    return copied
 
 
 def read_wheel(packages: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -196,6 +196,8 @@ def family_parser(description: str) -> argparse.ArgumentParser:
     """Return a parser of what says which families are made, and how they are measured."""
     parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
     parser.add_argument("--base", help="folder, or name on the Hub, instead of the wheel's model")
+    parser.add_argument("--untied", action="store_true",
+                        help="a head of its own instead of the embeddings")  # fmt: skip
     parser.add_argument("--data", type=Path, default=SOURCES, help="texts and prompts")
     parser.add_argument("--output", type=Path, default=HERE / "output", help="for everything made")
     parser.add_argument("--experts", nargs="+", help="which of the data's, instead of all")
@@ -258,7 +260,7 @@ def main() -> None:
     untrained = {
         name: Texts(source, settings.output / "texts") for name, source in data.untrained.items()
     }
-    base = prepare_base(settings.base, settings.output / "models")
+    base = prepare_base(settings.base, settings.output / "models", settings.untied)
     known = Known.read(settings.output / "results.jsonl")
     families, answered = [], []
     for kind, steps, seed in product(settings.kinds, sorted(settings.steps), settings.seeds):
