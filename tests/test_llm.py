@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -13,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from checkpoints import tiny_llama
+from checkpoints import fine_tuned, tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 WORDS = {"colours": "red green blue black white".split(), "animals": "cat dog cow ant bee".split()}
 OPTIONS = ["left", "right", "up"]
@@ -95,7 +96,11 @@ def test_the_program_from_end_to_end(study, capsys):
     flags += ["fisher", "ace, mix 0.5", "ace, own"]
     out = study(*flags)
     table = (out / "table.md").read_text()
-    assert table in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert table in printed
+    spent = r"(\d+) s of training, (\d+) s of merging, (\d+) s of exams; (\d+) s in all"
+    *parts, total = map(int, re.search(spent, printed).groups())
+    assert sum(parts) <= total + 2, "each is rounded"
     titles = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")]
     for title in ("| base", "| expert ways", "| mean (linear)", "| task_arithmetic, best λ",
                   "| ace, embeddings averaged, best λ", "| ace_relative, 16 samples",
@@ -113,8 +118,11 @@ def test_the_program_from_end_to_end(study, capsys):
     assert (out / "table.md").read_text() == table
     assert (out / "results.jsonl").read_bytes().startswith(results)
     assert len((out / "results.jsonl").read_bytes().splitlines()) == len(results.splitlines()) + 1
-    study("--only-print")
+    study("--only-print", *flags)
     assert (out / "table.md").read_text() == table
+    capsys.readouterr()
+    study(*flags)
+    assert "0 s of training, 0 s of merging, 0 s of exams" in capsys.readouterr().out
 
 
 def test_calibration_from_end_to_end(llm, base, data, tmp_path, monkeypatch, capsys):
@@ -140,6 +148,72 @@ def test_calibration_from_end_to_end(llm, base, data, tmp_path, monkeypatch, cap
     assert first[first.index("##") :] == tables("--only-print")
     others = tables("--nothing-kept", "--ridge", 0.1)
     assert not {row for row in others.splitlines() if "calibrated," in row} & {*first.splitlines()}
+
+
+@pytest.fixture
+def family(llm, base, tmp_path):
+    """Two experts of a base; return what makes a merge of them by a row at a λ."""
+    merges = llm("merges")
+    model = LlamaForCausalLM.from_pretrained(base)
+    members = {name: tmp_path / name for name in ("law", "medicine")}
+    for seed, folder in enumerate(members.values()):
+        fine_tuned(model, seed).to(torch.bfloat16).save_pretrained(folder)
+
+    def merge(row, scale: float):
+        return merges.Merge(row, scale, base, members, {}, tmp_path / "merges")
+
+    return merge
+
+
+def test_a_scaled_merge_is_that_of_the_command(llm, family, base, data):
+    """λ is applied by the program: the weights are those that the method's own `lambda` gives."""
+    measure, sources, merges = llm("measure"), llm("sources"), llm("merges")
+    examiner = measure.Examiner(base, {}, {}, measure.Sizes(1, 1, 1), sources.read_sources(data))
+    start = measure.read_tensors(base)
+    for row in merges.ROWS:
+        if not row.scaled or row.method in ("sce", "karcher"):  # which have no λ
+            continue
+        examiner.put(family(row, row.published).make(), 0.7 / row.published)
+        scaled = examiner.model.state_dict()
+        wanted = measure.read_tensors(family(row, 0.7).make())
+        distance = {name: (scaled[name] - wanted[name]).norm() for name in wanted}
+        change = {name: (wanted[name] - start[name]).norm() for name in wanted}
+        assert sum(change.values()) > 0, row.name
+        for name, tensor in wanted.items():  # all are rounded to bfloat16
+            assert distance[name] <= 0.02 * change[name] + 2**-8 * tensor.norm(), (row.name, name)
+
+
+def test_results_are_those_of_the_code_as_it_is(llm, family, tmp_path, monkeypatch):
+    merges, experts = llm("merges"), llm("experts")
+    rows = {row.name: row for row in [*merges.ROWS, *merges.ON_DEMAND]}
+    package = tmp_path / "package"
+    for name in ("algebra", "methods", "training", "coefficients"):
+        (package / name).mkdir(parents=True)
+        (package / name / "one.py").write_text("ONE = 1\n")
+    monkeypatch.setattr(merges, "PACKAGE", package)
+
+    def names() -> list[str]:
+        return [family(rows[name], 1.0).target.name
+                for name in ("ties", "ace", "fisher, 16 samples")]  # fmt: skip
+
+    first = names()
+    (package / "training" / "one.py").write_text("ONE = 2\n")
+    assert [a == b for a, b in zip(first, names(), strict=True)] == [True, True, False]
+    (package / "methods" / "peers.py").write_text("TWO = 2\n")
+    assert [a == b for a, b in zip(first, names(), strict=True)] == [True, False, False]
+    one = tmp_path / "one.py"
+    one.write_text("ONE = 1\n")
+    before = experts.digest_of_files(one)
+    one.write_text("ONE = 2\n")
+    assert experts.digest_of_files(one) != before
+
+
+def test_rows_are_chosen_by_name_or_beginning(llm):
+    choose_rows = llm("run").choose_rows
+    assert [row.name for row in choose_rows(["ace", "fisher"])] == ["ace", "fisher, 16 samples"]
+    assert not any(row.samples or row.learn for row in choose_rows(None))
+    with pytest.raises(SystemExit, match=r"No row begins with 'tie_s'\. There are: mean"):
+        choose_rows(["ace", "tie_s"])
 
 
 def test_training_goes_on_where_it_was(llm, base, data, tmp_path, monkeypatch):

@@ -24,9 +24,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch starts its threads
 
 import torch
-from experts import DEVICE, Recipe, digest, prepare_base
+from experts import DEVICE, Recipe, digest, digest_of_files, prepare_base
 from measure import State, read_tensors
-from merges import ROWS, Merge
+from merges import PACKAGE, ROWS, Merge
 from results import Family, Known, markdown, own_cells, root_of_squares, share_of_right
 from run import NotMeasured, Study, choose_texts, family_parser, parse
 from safetensors.torch import save_file
@@ -67,7 +67,8 @@ class Calibrated(Merge):
     def target(self) -> Path:
         """Folder of the checkpoint; its name says what it depends on."""
         kept = self.keep and self.keep.fingerprint
-        settings = (self.samples, self.ridge, EVERY, kept, self.way)
+        code = digest_of_files(PACKAGE / "calibration", Path(__file__))
+        settings = (self.samples, self.ridge, EVERY, kept, self.way, code)
         return self.folder / f"calibrated-{digest(self.start.target.name, *settings)}"
 
     def make(self) -> Path:

@@ -76,6 +76,12 @@ def digest(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
 
+def digest_of_files(*places: Path) -> str:
+    """Return eight digits that stand for the code in files, and in all files below folders."""
+    files = [file for place in places for file in sorted(place.rglob("*.py")) or [place]]
+    return digest(*(file.read_text(encoding="utf-8") for file in files))
+
+
 def save_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: Path, made_of: dict
 ) -> None:

@@ -128,19 +128,20 @@ class Examiner:
         scores: dict[str, list] = {"loss": [], "tokens": [], "right": [], "answers": []}
         for batch, wanted in zip(ids.split(BATCH), labels.split(BATCH), strict=True):
             batch, wanted = batch.to(DEVICE), wanted.to(DEVICE)[:, 1:]
-            with half_precision():
-                logits = self.model(input_ids=batch).logits[:, :-1].float()
             asked = wanted != -100
-            losses = cross_entropy(logits.mT, wanted, ignore_index=-100, reduction="none")
-            right = (logits.argmax(-1) == wanted) & asked
+            with half_precision():
+                logits = self.model(input_ids=batch).logits[:, :-1][asked].float()
+            losses = torch.zeros_like(wanted, dtype=torch.float32)
+            losses[asked] = cross_entropy(logits, wanted[asked], reduction="none")
+            right = torch.zeros_like(asked)
+            right[asked] = logits.argmax(-1) == wanted[asked]
             scores["loss"] += [round(value, 3) for value in losses.sum(1).tolist()]
             scores["tokens"] += asked.sum(1).tolist()
             scores["right"] += right.sum(1).tolist()
             if bool(asked.all()):
                 continue
             if options is not None:
-                chosen = options[logits[..., options].argmax(-1)]
-                right = chosen == wanted
+                right[asked] = options[logits[:, options].argmax(-1)] == wanted[asked]
             scores["answers"] += right_answers(asked, right, only_first=options is not None)
         return {kind: values for kind, values in scores.items() if values}
 

@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from experts import digest
+from experts import digest, digest_of_files
 from sources import LENGTH, Texts
 from transformers import AutoTokenizer
 
+import mergekit_ace
+
 # W0 + λ (merged − W0): the same values for every method; of these the best is looked for.
 SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0)
-# Methods of mergekit that know no λ: the program scales what they merged.
-WITHOUT_SCALE = ("linear", "karcher", "sce")
 WITHOUT_BASE = ("linear", "karcher")
+MERGEKITS_OWN = (*WITHOUT_BASE, "task_arithmetic", "ties", "dare_ties", "sce")
 EMBEDDINGS = "embed"  # part of the names of tables of embeddings
 # What train.yml says beside models and data: steps are few, since each takes all experts' samples.
 TRAINING = {
@@ -45,6 +46,9 @@ LEARNERS: dict[str, dict[str, Any]] = {
 }
 
 
+PACKAGE = Path(mergekit_ace.__file__).parent
+
+
 @dataclass(frozen=True)
 class Row:
     """One method with its parameters.
@@ -54,7 +58,7 @@ class Row:
         method: `merge_method`.
         parameters: of it.
         published: λ of its defaults, or of those that papers take.
-        scaled: whether it is examined at its best λ as well.
+        scaled: whether it is measured at its best λ as well.
         learn: settings of a `train.yml`; None for a method that learns nothing.
         samples: per expert, where it learns or reads what was measured on them; 0 where experts
             write them themselves.
@@ -71,12 +75,19 @@ class Row:
     measured: str = ""
 
     @property
+    def code(self) -> list[str]:
+        """What stands for the code that makes the row: that of mergekit, and of this package."""
+        folders = [] if self.method in MERGEKITS_OWN else ["algebra", "methods"]
+        if self.learn is not None or self.measured:
+            folders += ["coefficients", "training"]
+        return [version("mergekit"), *(digest_of_files(PACKAGE / folder) for folder in folders)]
+
+    @property
     def made_of(self) -> str:
         """What results of the row depend on, beside the models and λ."""
-        by = [version("mergekit"), version("mergekit-ace")]
-        own = [self.measured] * bool(self.measured)
         learn = dict(self.learn or {})
-        return digest(self.method, dict(self.parameters), self.samples, learn, by, *own)
+        parameters = dict(self.parameters)
+        return digest(self.method, parameters, self.samples, learn, self.measured, self.code)
 
 
 def layout(value: str) -> dict[str, Any]:
@@ -93,46 +104,43 @@ ROWS = [
     Row("karcher", "karcher"),
     Row("tsv_m", "tsv_m"),
     Row("iso_c", "iso_c"),
-    # In closed form it needs (o, o) numbers, which is 19 GB for a table of 49,152 rows.
-    Row("wudi (exact), embeddings averaged", "wudi", {"solver": "exact", **layout("mean")}),
+    # The authors' descent would take 4.5e14 operations: longer than all other merges together.
+    Row("wudi (exact)", "wudi", {"solver": "exact"}),
     Row("ace", "ace"),
     Row("ace_relative", "ace_relative"),
-    Row("ace_relative, embeddings as table", "ace_relative", layout("table")),
+]
+# By `--rows` alone: how else embeddings may be read, and what samples or own texts are worth.
+ON_DEMAND = [
     Row("ace, embeddings averaged", "ace", layout("mean")),
-    Row("ace_relative, embeddings averaged", "ace_relative", layout("mean")),
-]
-ON_DEMAND = [  # by --rows alone: of the wheel's model, whose embeddings are tied, it is the default
-    Row("ace_relative, embeddings as matrix", "ace_relative", layout("matrix")),
-]
-LEARNED = [
-    Row(f"{method}, {samples} samples", method, scaled=False, learn=learn, samples=samples)
-    for samples in (16, 64)
-    for method, learn in LEARNERS.items()
-]
-LEARNED += [
-    Row(
-        f"{name}, {samples} samples",
-        method,
-        parameters,
-        scaled=False,
-        samples=samples,
-        measured=file,
-    )
-    for samples in (16,)
-    for name, method, file, parameters in (
-        ("regmean", "regmean", "statistics", {}),
-        ("fisher", "fisher", "statistics", {}),
-        ("ace, mix 0.25", "ace", "covariances", {"mix": 0.25}),
-        ("ace, mix 0.5", "ace", "covariances", {"mix": 0.5}),
-        ("ace, mix 1", "ace", "covariances", {"mix": 1.0}),
-        ("ace_relative, mix 0.25", "ace_relative", "covariances", {"mix": 0.25}),
-        ("ace_relative, mix 0.5", "ace_relative", "covariances", {"mix": 0.5}),
-        ("ace_relative, mix 1", "ace_relative", "covariances", {"mix": 1.0}),
-    )
-]
-LEARNED += [
-    Row(f"{method}, own texts", method, scaled=False, measured="covariances")
-    for method in ("ace", "ace_relative")
+    *(
+        Row(f"ace_relative, embeddings {reading}", "ace_relative", layout(value))
+        for reading, value in (("averaged", "mean"), ("as table", "table"), ("as matrix", "matrix"))
+    ),
+    *(
+        Row(f"{method}, {samples} samples", method, scaled=False, learn=learn, samples=samples)
+        for samples in (16, 64)
+        for method, learn in LEARNERS.items()
+    ),
+    *(
+        Row(f"{method}, 16 samples", method, scaled=False, samples=16, measured="statistics")
+        for method in ("regmean", "fisher")
+    ),
+    *(
+        Row(
+            f"{method}, mix {mix:g}, 16 samples",
+            method,
+            {"mix": mix},
+            scaled=False,
+            samples=16,
+            measured="covariances",
+        )
+        for method in ("ace", "ace_relative")
+        for mix in (0.25, 0.5, 1.0)
+    ),
+    *(
+        Row(f"{method}, own texts", method, scaled=False, measured="covariances")
+        for method in ("ace", "ace_relative")
+    ),
 ]
 
 
@@ -219,7 +227,7 @@ class Merge:
         They serve all rows, and stay when a merge is removed.
         """
         members = [path.name for path in self.experts.values()]
-        made_of = digest(self.base.name, members, self.row.samples)
+        made_of = digest(self.base.name, members, self.row.samples, self.row.code)
         folder = self.folder.with_name("statistics") / made_of
         kind = "fisher" if self.row.method == "fisher" else "covariances"
         config = folder / f"{kind}.yml"

@@ -16,8 +16,9 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -26,9 +27,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch starts its t
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-from experts import RATES, Recipe, digest, expert_folder, prepare_base, train_expert
+from experts import (
+    RATES,
+    Recipe,
+    digest,
+    digest_of_files,
+    expert_folder,
+    prepare_base,
+    train_expert,
+)
 from measure import Examiner, Sizes, share_kept
-from merges import LEARNED, ON_DEMAND, ROWS, SCALES, WITHOUT_SCALE, Merge, Row
+from merges import ON_DEMAND, ROWS, SCALES, Merge, Row
 from picture import draw
 from results import Family, Known, answers_page, pages
 from sources import LENGTH, Data, Part, Texts, read_sources
@@ -36,6 +45,7 @@ from transformers.utils.logging import disable_progress_bar
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "data" / "sources.yml"
+EXAM = (HERE / "measure.py", HERE / "sources.py")  # the code that results come from
 
 
 class NotMeasured(SystemExit):
@@ -70,17 +80,27 @@ class Study:
     ):
         self.base, self.recipe, self.texts, self.untrained = base, recipe, texts, untrained
         self.known, self.settings, self.data = known, settings, data
+        self.seconds: Counter[str] = Counter()
         make = expert_folder if settings.only_print else train_expert
-        self.experts = {
-            name: make(base, own, recipe, settings.output / "models") for name, own in texts.items()
-        }
+        with self.timed("training"):
+            self.experts = {
+                name: make(base, own, recipe, settings.output / "models")
+                for name, own in texts.items()
+            }
         learned = {name: own.fingerprint for name, own in texts.items()}
         others = {name: own.fingerprint for name, own in untrained.items()}
-        sizes = settings.sizes
+        sizes, code = settings.sizes, digest_of_files(*EXAM)
         self.exams: dict[Part, str] = {
-            "validation": digest(sizes.validation, learned),
-            "test": digest(sizes.test, learned, sizes.untrained, others, data.prompts),
+            "validation": digest(sizes.validation, learned, code),
+            "test": digest(sizes.test, learned, sizes.untrained, others, data.prompts, code),
         }
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Add the seconds that a block takes to what the program says at its end."""
+        start = time.perf_counter()
+        yield
+        self.seconds[what] += time.perf_counter() - start
 
     @cached_property
     def examiner(self) -> Examiner:
@@ -100,11 +120,15 @@ class Study:
         if key not in self.known.lines:
             if self.settings.only_print:
                 raise NotMeasured()
-            self.examiner.put(model.make() if isinstance(model, Merge) else model, factor)
-            line = {"key": key, "model": folder.name, "part": part, "factor": factor,
-                    "scores": self.examiner.examine(part)}  # fmt: skip
-            if part == "test":
-                line["answers"] = self.examiner.answer_prompts()
+            if isinstance(model, Merge):
+                with self.timed("merging"):
+                    model.make()
+            with self.timed("exams"):
+                self.examiner.put(folder, factor)
+                line = {"key": key, "model": folder.name, "part": part, "factor": factor,
+                        "scores": self.examiner.examine(part)}  # fmt: skip
+                if part == "test":
+                    line["answers"] = self.examiner.answer_prompts()
             if isinstance(model, Merge):
                 line |= {"row": model.row.name, "scale": model.scale * factor}
                 line["seconds"] = model.seconds
@@ -122,17 +146,15 @@ class Study:
         return Merge(row, scale, self.base, self.experts, self.texts,
                      self.settings.output / "merges")  # fmt: skip
 
-    def at_best_scale(self, row: Row) -> dict:
-        """Return the line of a row at its best λ, merged by the command if that takes one."""
-        own = self.merge(row, row.published)
-        best = self.best_scale(own)
-        if row.method in WITHOUT_SCALE:
-            return self.measure(own, factor=best / row.published)
-        merge = self.merge(row, best)
-        line = self.measure(merge)
+    def lines_of(self, row: Row) -> Iterator[dict]:
+        """Yield the line of a row as it is, and at its best λ: of one merge, which is scaled."""
+        merge = self.merge(row, row.published)
+        yield {**self.measure(merge), "kind": "published"}
+        if row.scaled:
+            factor = self.best_scale(merge) / merge.scale
+            yield {**self.measure(merge, factor=factor), "kind": "best"}
         if not self.settings.keep and not self.settings.only_print:
             merge.remove()
-        return line
 
     def best_scale(self, merge: Merge) -> float:
         """Return the λ that keeps most on the validation part.
@@ -157,19 +179,11 @@ class Study:
     def run(self, rows: Sequence[Row]) -> tuple[Family, dict[str, list[str]]]:
         """Return all results of the family, and all answers."""
         base, experts = self.scores("test")
-        merges = []
+        merges: list[dict] = []
         for row in rows:
             with suppress(NotMeasured):
-                line = self.measure(self.merge(row, row.published))
-                merges.append({**line, "kind": "published"})
-        for row in rows:
-            with suppress(NotMeasured):
-                if row.scaled:
-                    merges.append({**self.at_best_scale(row), "kind": "best"})
-                if not self.settings.keep and not self.settings.only_print:
-                    self.merge(row, row.published).remove()
-        places = [row.name for row in rows]
-        merges.sort(key=lambda line: places.index(line["row"]))  # the best λ beneath the own one
+                for line in self.lines_of(row):
+                    merges.append(line)
         said = self.recipe
         title = f"{said.kind}, {said.steps} steps, seed {said.seed}: {', '.join(self.texts)}"
         family = Family(title, base, experts, merges, list(self.untrained))
@@ -223,10 +237,13 @@ def choose_texts(settings: argparse.Namespace, data: Data) -> dict[str, Texts]:
 def choose_rows(wanted: Sequence[str] | None) -> list[Row]:
     """Return the rows of these names, or whose names start so where no row has such a name."""
     if wanted is None:
-        return [*ROWS, *LEARNED]
-    rows = [*ROWS, *ON_DEMAND, *LEARNED]
-    names = {row.name for row in rows}
+        return ROWS
+    rows = [*ROWS, *ON_DEMAND]
+    names = [row.name for row in rows]
     starts = tuple(one for one in wanted if one not in names)
+    for one in starts:
+        if not any(name.startswith(one) for name in names):
+            raise SystemExit(f"No row begins with {one!r}. There are: {'; '.join(names)}.")
     return [row for row in rows if row.name in wanted or row.name.startswith(starts)]
 
 
@@ -235,8 +252,9 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", help="only these, or those that start so")
     parser.add_argument("--keep", action="store_true", help="do not delete merges once measured")
     settings = parse(parser)
+    rows = choose_rows(settings.rows)
     disable_progress_bar()
-    start = time.perf_counter()
+    start, seconds = time.perf_counter(), Counter(training=0.0, merging=0.0, exams=0.0)
     data = read_sources(settings.data)
     texts = choose_texts(settings, data)
     untrained = {
@@ -244,18 +262,20 @@ def main() -> None:
     }
     base = prepare_base(settings.base, settings.output / "models", settings.untied)
     known = Known.read(settings.output / "results.jsonl")
-    rows = choose_rows(settings.rows)
     families, answered = [], []
     for kind, steps, seed in product(settings.kinds, sorted(settings.steps), settings.seeds):
         study = Study(base, Recipe(kind, seed, steps), texts, untrained, known, settings, data)
         family, answers = study.run(rows)
+        seconds.update(study.seconds)
         families.append(family)
         answered.append(answers_page(family.title, data.prompts, answers))
     (settings.output / "table.md").write_text(pages(families))
     (settings.output / "answers.md").write_text("\n".join(answered))
     draw(families, settings.output / "picture.png")
     print((settings.output / "table.md").read_text())
-    print(f"{time.perf_counter() - start:.0f} s; everything is in {settings.output}")
+    spent = ", ".join(f"{value:.0f} s of {what}" for what, value in seconds.items())
+    print(f"{spent}; {time.perf_counter() - start:.0f} s in all. Everything is in "
+          f"{settings.output}")  # fmt: skip
 
 
 if __name__ == "__main__":
