@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 from mergekit_ace.calibration.layerwise import Weights
-from mergekit_ace.training.data import Batch, to_device
+from mergekit_ace.training.data import Batch
 from mergekit_ace.training.language import CausalLanguageModel
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class ScaleSearch:
         attach_align_device_hook(self.model, self.device, offload=True, weights_map=weights)
         try:
             for batch in batches:
-                yield CausalLanguageModel().logits(self.model, to_device(batch, self.device))
+                yield CausalLanguageModel().logits(self.model, send_to_device(batch, self.device))
         finally:
             remove_hook_from_submodules(self.model)
             self.progress()

@@ -204,11 +204,6 @@ def load_examples(path: Path) -> tuple[dict[str, Examples], dict[str, str]]:
     return {split: Examples(named) for split, named in fields.items()}, metadata
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch on a device."""
-    return {name: tensor.to(device) for name, tensor in batch.items()}
-
-
 def step_indices(seed: int, teacher: int, step: int, batch: int, count: int) -> list[int]:
     """Return which samples of a teacher a step sees, all processes together.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 from tqdm import tqdm
@@ -26,7 +27,6 @@ from mergekit_ace.training.data import (
     load_rows,
     save_examples,
     step_indices,
-    to_device,
 )
 from mergekit_ace.training.language import fit_to_model
 from mergekit_ace.training.loop import ModuleTraining
@@ -283,7 +283,7 @@ class Distillation:
         return loss, int((answers.argmax(-1) == labels).sum()), len(labels)
 
     def _logits(self, model: PreTrainedModel, samples: list[Example]) -> Tensor:
-        batch = to_device(self.kind.collate(samples), self.run.accelerator.device)
+        batch = send_to_device(self.kind.collate(samples), self.run.accelerator.device)
         return self.kind.logits(model, batch)
 
 
