@@ -23,10 +23,10 @@ from mergekit_ace.files import write_text
 from mergekit_ace.training.config import DistillConfig, DistillTraining
 from mergekit_ace.training.data import (
     Example,
-    load_examples,
     load_rows,
-    save_examples,
+    pack_examples,
     step_indices,
+    unpack_examples,
 )
 from mergekit_ace.training.language import fit_to_model
 from mergekit_ace.training.loop import ModuleTraining
@@ -122,9 +122,7 @@ class Distillation:
         self.by_text = isinstance(self.kind, CausalLanguageModel) and self._needs_text()
         self.teacher = teacher.to(run.accelerator.device)
         del teacher
-        path = run.state / "data.safetensors"
-        run.make_once(path, lambda: self._write_data(path))
-        splits, _ = load_examples(path)
+        splits = unpack_examples(run.once("data", lambda: (self._read_data(), {}))[0])
         self.student_data = with_prefix(splits, "student-")
         self.teacher_data = with_prefix(splits, "teacher-")
         if self.by_text:
@@ -147,8 +145,8 @@ class Distillation:
             )
         return by_text
 
-    def _write_data(self, path: Path) -> None:
-        """Write `student-train`, `teacher-train`, …: the rows as both models read them."""
+    def _read_data(self) -> dict[str, Tensor]:
+        """Return `student-train`, `teacher-train`, …: the rows as both models read them, packed."""
         data = self.config.data
         splits = {}
         for split, rows in load_rows(data, self.config.training.seed).items():
@@ -158,7 +156,7 @@ class Distillation:
                 raise TrainingError(f"data {data.path}: nothing to learn in the {split} split")
             student, teacher = zip(*pairs, strict=True)
             splits |= {f"student-{split}": student, f"teacher-{split}": teacher}
-        save_examples(splits, path, {})
+        return pack_examples(splits)
 
     def _encode(self, row: dict[str, Any]) -> tuple[Example, Example] | None:
         """Return a row as the student and as the teacher read it; None if nothing is to learn."""

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +17,9 @@ from tqdm import tqdm
 
 from mergekit_ace.methods.inputs import is_finite
 from mergekit_ace.training.config import DataConfig, TrainConfig
-from mergekit_ace.training.data import Example, Examples, save_examples
+from mergekit_ace.training.data import Example, Examples, pack_examples
 from mergekit_ace.training.language import fit_to_model
-from mergekit_ace.training.state import TrainingError, TrainingRun
+from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import ModelKind
 
 if TYPE_CHECKING:
@@ -156,15 +154,17 @@ class SampleReader:
             ) from error
 
 
-def write_labels(
-    path: Path,
+def answer_data(
     teacher: SampleReader,
     rows: Mapping[str, Dataset],
     name: str,
     config: TrainConfig,
-    run: TrainingRun,
-) -> None:
-    """Let a teacher answer its data, and write the samples with its labels.
+    *,
+    quiet: bool,
+) -> tuple[dict[str, Tensor], float | None]:
+    """Let a teacher answer its data; return the samples with its labels, packed.
+
+    With them goes the accuracy of the teacher itself, see `Teacher`.
 
     Raises:
         TrainingError: nothing usable is left of a split, an answer is NaN or Inf, or a true label
@@ -172,10 +172,10 @@ def write_labels(
     """
     size, splits = config.training.batch_size, {}
     for split, unlabelled in rows.items():
-        samples = teacher.read(unlabelled, split, size, quiet=run.quiet)
+        samples = teacher.read(unlabelled, split, size, quiet=quiet)
         starts = range(0, len(samples), size)
         labelled: list[Example] = []
-        for start in tqdm(starts, f"labels of {name}, {split}", unit="batch", disable=run.quiet):
+        for start in tqdm(starts, f"labels of {name}, {split}", unit="batch", disable=quiet):
             labelled += label_batch(teacher, samples[start : start + size], config)
         if config.labels == "true" and not all("true" in sample for sample in labelled):
             raise TrainingError(
@@ -187,7 +187,7 @@ def write_labels(
     if all("true" in sample for sample in test):
         given, true = (torch.cat([sample[name] for sample in test]) for name in ("hard", "true"))
         accuracy = agreement(given, true)
-    save_examples(splits, path, {"accuracy": json.dumps(accuracy)})
+    return pack_examples(splits), accuracy
 
 
 @torch.no_grad()

@@ -29,7 +29,9 @@ from transformers import (
 )
 
 from mergekit_ace.training.config import DistillConfig, TrainConfig
+from mergekit_ace.training.data import Examples, unpack_examples
 from mergekit_ace.training.distill import run_distillation
+from mergekit_ace.training.state import load_checkpoint
 
 WORDS = [f"w{n}" for n in range(36)]
 MIXTRAL = {
@@ -291,6 +293,11 @@ def image_distillation(folder: Path) -> tuple[dict, dict]:
 
 def parsed(config: dict) -> TrainConfig:
     return TrainConfig.model_validate(config)
+
+
+def answered(out: Path, teacher: int) -> dict[str, Examples]:
+    """Samples of a teacher with its answers, by split."""
+    return unpack_examples(load_checkpoint(out / "state" / f"labels-{teacher}.safetensors")[0])
 
 
 def distil(config: dict, out: Path, **options) -> Path:

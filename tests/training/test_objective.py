@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import llama_family, parsed, rehearsed_family
+from families import answered, llama_family, parsed, rehearsed_family
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mergekit_ace.training.data import load_examples
 from mergekit_ace.training.objective import collate_labels, summed_entropy, summed_loss
 from mergekit_ace.training.run import run_training
 
@@ -101,7 +100,7 @@ def test_the_base_answers_the_rehearsal(rehearsed, tmp_path):
     lines = Path(rehearsed["rehearsal"]["path"]).read_text().splitlines()
     texts = [json.loads(line)["text"] for line in lines]
     known = {tuple(tokenizer(text)["input_ids"]) for text in texts}
-    splits, _ = load_examples(out / "state" / "labels-2.safetensors")
+    splits = answered(out, 2)
     for split in splits.values():
         for sample in split:
             ids = sample["input_ids"]
