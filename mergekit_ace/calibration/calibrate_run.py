@@ -29,10 +29,10 @@ from mergekit_ace.report.markdown import markdown_text
 from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict
 from mergekit_ace.training.data import Batch, Example, read_rows
 from mergekit_ace.training.language import CausalLanguageModel, fit_to_model, pad, padding_mask
-from mergekit_ace.training.mapped_weights import map_tensors, stored_tensors
+from mergekit_ace.training.mapped_weights import map_tensors, rewrite_tensors, stored_tensors
 from mergekit_ace.training.models import load_model, load_processor, load_skeleton, local_folder
 from mergekit_ace.training.own_texts import write_own_texts
-from mergekit_ace.training.state import TrainingError, open_tensors
+from mergekit_ace.training.state import TrainingError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,8 +86,8 @@ def run_calibration(
     """Calibrate a merge; the checkpoint in `out` has the files of the merge.
 
     Raises:
-        TrainingError: something about the config, the models or the data is wrong.
-        UnknownLayersError: the models are not of Llama's kind.
+        TrainingError: something about the config, the models or the data is wrong, or the models
+            are not of Llama's kind.
     """
     if out.exists() and any(out.iterdir()) and not overwrite:
         raise TrainingError(f"{out} is not empty; give another folder, or --overwrite")
@@ -291,19 +291,13 @@ def write_checkpoint(start: Path, folder: Path, changed: Callable[[str], Tensor 
 
     Args:
         folder: of the new one, which does not exist yet.
-        changed: returns a tensor by its name, which gets the dtype of the old one, or None.
+        changed: see `rewrite_tensors`.
     """
     weights = {path.name for path in weight_files(start)}
     left = weights | {MANIFEST_FILE}  # of `mergekit-ace merge`, which could not resume this
     shutil.copytree(start, folder, ignore=lambda _, names: left & set(names))
     for name in sorted(weights):
-        with open_tensors(start / name) as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            metadata = file.metadata()
-        for key, tensor in tensors.items():
-            new = changed(key)
-            tensors[key] = tensor if new is None else new.to(tensor.dtype)
-        save_tensors(folder / name, tensors, metadata)
+        rewrite_tensors(start / name, folder / name, changed)
 
 
 def card_section(

@@ -9,7 +9,7 @@ equal to the one in memory; else a converted copy is written once.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,22 @@ def map_tensors(sources: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     # All views at once, before anything large: what little memory they take would otherwise pin
     # that of the gradients between which it lies.
     return {name: files[path].get_tensor(stored) for name, (path, stored) in sources.items()}
+
+
+def rewrite_tensors(source: Path, target: Path, changed: Callable[[str], Tensor | None]) -> None:
+    """Write a safetensors file with some tensors changed.
+
+    Args:
+        target: may be the source.
+        changed: returns a tensor by its name, which gets the dtype of the old one, or None.
+    """
+    with open_tensors(source) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    for name, tensor in tensors.items():
+        new = changed(name)
+        tensors[name] = tensor if new is None else new.to("cpu", tensor.dtype)
+    save_tensors(target, tensors, metadata)
 
 
 def stored_headers(folder: str | os.PathLike) -> dict[str, TensorHeader]:

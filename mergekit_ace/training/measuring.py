@@ -244,19 +244,17 @@ class Measuring:
             "samples": len(samples),
             "tokens": sum(len(s.get(n, ())) for s in samples for n in ("input_ids", "target_ids")),
         }
+        seed = self.config.training.seed
         for kind, number, file in missing:
             names = list(self.plan.passes[kind][number])
             what = f"{kind} of {expert.task}, {number + 1} of {len(self.plan.passes[kind])}"
             if kind == "covariances":
                 tables = list(self.plan.tables) if number == 0 else []
                 read = partial(self.read, reader, samples, what)
-                found, facts["rows"] = sum_inputs(reader.model, names, tables, read)
+                found = sum_inputs(reader.model, names, tables, read)
             else:
                 shown = tqdm(samples, what, unit="sample", disable=self.run.quiet)
-                seed = self.config.training.seed
-                found = sum_fisher(
-                    reader.model, names, shown, lambda one: reader.logits([one]), seed
-                )
+                found = sum_fisher(reader.model, names, shown, lambda s: reader.logits([s]), seed)
             for name, tensor in found.items():
                 if not is_finite(tensor.float()):
                     raise TrainingError(

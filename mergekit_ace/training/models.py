@@ -16,7 +16,6 @@ import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from mergekit.common import ModelReference
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mergekit_ace.checkpoint_files import (
@@ -25,9 +24,10 @@ from mergekit_ace.checkpoint_files import (
     find_on_hub,
     weight_files,
 )
-from mergekit_ace.files import file_states, save_tensors
+from mergekit_ace.files import file_states
 from mergekit_ace.naming import is_counter, is_running_statistic
 from mergekit_ace.preflight.loading import quiet_transformers
+from mergekit_ace.training.mapped_weights import rewrite_tensors
 from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import (
     ImageClassification,
@@ -313,6 +313,4 @@ def write_statistics_of_batches(model: nn.Module, folders: Iterable[Path]) -> No
     buffers = model.named_buffers()
     known = {name: b for name, b in buffers if is_running_statistic(name) or is_counter(name)}
     for path in (path for folder in folders if known for path in weight_files(folder)):
-        tensors = load_file(path)
-        own = {name: known[name].to("cpu", tensors[name].dtype) for name in known.keys() & tensors}
-        save_tensors(path, tensors | own, {"format": "pt"})
+        rewrite_tensors(path, path, known.get)

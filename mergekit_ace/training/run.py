@@ -117,7 +117,7 @@ def scores_table(scores: Mapping[str, Score], tasks: Iterable[str], samples: Seq
         samples: how many each task is scored on, which says what the scores are worth; one number
             more if there is a rehearsal, which adds a column for it.
     """
-    names = [_short(task) for task in tasks]
+    names = [Path(task).name or task for task in tasks]
     own = samples[: len(names)]
     rehearsal = len(samples) > len(own)
     names += ["rehearsal"] * rehearsal
@@ -133,11 +133,6 @@ def scores_table(scores: Mapping[str, Score], tasks: Iterable[str], samples: Seq
         loss = "–" if score.loss is None else f"{score.loss:.4f}"
         lines.append([name, *shares, loss])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _short(task: str) -> str:
-    """Return the last part of a task that is called like a path."""
-    return task.rstrip("/").rpartition("/")[2] or task
 
 
 def coefficient_file(
@@ -336,9 +331,7 @@ def _models(file: CoefficientFile, folders: Sequence[str], infer: bool) -> list[
 
 def _to_be_inferred(reference: str) -> dict[str, Any]:
     parsed = ModelReference.model_validate(reference)
-    parts = {"model": parsed.model, "lora": parsed.lora}
-    given = {part: path.model_dump(exclude_none=True) for part, path in parts.items() if path}
-    return {**given, "override_architecture": "Inferred"}
+    return parsed.model_dump(exclude_none=True) | {"override_architecture": "Inferred"}
 
 
 def draw_training(file: CoefficientFile, log: list[dict[str, Any]], folder: Path) -> str:
@@ -356,7 +349,7 @@ def draw_training(file: CoefficientFile, log: list[dict[str, Any]], folder: Path
     axes = figure.subplots()
     values = file.coefficients[:, file.depths.argsort(stable=True)].numpy()  # input on the left
     image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis")
-    tasks = [_short(expert.task) for expert in file.contents.experts]
+    tasks = [Path(one.task).name or one.task for one in file.contents.experts]
     axes.set_yticks(range(rows), [*tasks, *["refinement"] * (rows - len(tasks))])
     axes.set(xlabel="tensors, from input to output", title="merging coefficients")
     figure.colorbar(image, ax=axes)
