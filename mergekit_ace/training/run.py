@@ -330,8 +330,9 @@ def _models(file: CoefficientFile, folders: Sequence[str], infer: bool) -> list[
 
 
 def _to_be_inferred(reference: str) -> dict[str, Any]:
-    parsed = ModelReference.model_validate(reference)
-    return parsed.model_dump(exclude_none=True) | {"override_architecture": "Inferred"}
+    inferred = {"override_architecture": "Inferred"}
+    parsed = ModelReference.model_validate(reference).model_copy(update=inferred)
+    return parsed.model_dump(exclude_none=True)
 
 
 def draw_training(file: CoefficientFile, log: list[dict[str, Any]], folder: Path) -> str:

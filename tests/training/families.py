@@ -84,7 +84,7 @@ def _config(base: str, experts: list[tuple[str, dict]], task: str, **settings) -
         ],
         "task": task,
         "learner": {"hidden": 8, "activation": "identity"},
-        "training": {"epochs": 2, "batch_size": 4, "learning_rate": 0.01},
+        "training": {"epochs": 1, "batch_size": 4, "learning_rate": 0.01},
         "compare": {"task_arithmetic": [0.3], "direct": False},
         **settings,
     }
