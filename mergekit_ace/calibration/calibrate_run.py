@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,8 +89,11 @@ def run_calibration(
         TrainingError: something about the config, the models or the data is wrong, or the models
             are not of Llama's kind.
     """
-    if out.exists() and any(out.iterdir()) and not overwrite:
-        raise TrainingError(f"{out} is not empty; give another folder, or --overwrite")
+    if out.exists() and any(out.iterdir()):
+        if not overwrite:
+            raise TrainingError(f"{out} is not empty; give another folder, or --overwrite")
+        if not (out / "config.json").is_file():
+            raise TrainingError(f"{out} holds something else than a model; give another folder")
     work = out.with_name(out.name + ".partial")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -134,7 +137,7 @@ def _prepare(
     model = load_skeleton(folders[0], CausalLanguageModel(), config)
     start, *others = (map_tensors(stored_tensors(folder)) for folder in folders)
     for reference, tensors in zip(references, (start, *others), strict=True):
-        _check_weights(reference, tensors, start, model)
+        _check_weights(reference, tensors, model)
     weights = [
         AdaptedWeights(expert, tensors) if expert.lora else tensors
         for expert, tensors in zip(experts, others, strict=False)
@@ -207,25 +210,18 @@ def _let_write(
     return write_own_texts(model, tokenizer, SAMPLES, file, quiet=quiet)
 
 
-def _check_weights(
-    reference: str, weights: Mapping[str, Tensor], start: Mapping[str, Tensor],
-    model: PreTrainedModel,
-) -> None:  # fmt: skip
+def _check_weights(reference: str, weights: Weights, model: PreTrainedModel) -> None:
     """Raise unless a model stores the decoder layers of the merge under the merge's names."""
     read = ("model.embed_tokens.", "model.layers.")
-    names = [name for name, _ in model.named_parameters() if name.startswith(read)]
-    for name in names or ["model.layers.0"]:
-        if name not in weights:
+    shapes = {n: p.shape for n, p in model.named_parameters() if n.startswith(read)}
+    for name, shape in shapes.items() or [("model.layers.0", ())]:
+        first = 1 if name.startswith(read[0]) else 0  # some have more rows of embeddings
+        if name not in weights or weights[name].shape[first:] != shape[first:]:
+            what = f"shape {tuple(weights[name].shape)}" if name in weights else "nothing"
             raise TrainingError(
-                f"model {reference} has no tensor {name}; only language models of Llama's kind "
-                "that are stored as transformers holds them can be calibrated"
-            )
-        embeddings = name.startswith("model.embed_tokens.")  # of which some have more rows
-        first = 1 if embeddings else 0
-        if name in start and weights[name].shape[first:] != start[name].shape[first:]:
-            raise TrainingError(
-                f"tensor {name} has shape {tuple(weights[name].shape)} in {reference}, but "
-                f"{tuple(start[name].shape)} in the merge; give the experts that were merged"
+                f"model {reference} has {what} for the tensor {name} of shape {tuple(shape)} in "
+                "the merge; give the experts that were merged, language models of Llama's kind "
+                "that are stored as transformers holds them"
             )
 
 

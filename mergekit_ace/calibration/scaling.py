@@ -48,17 +48,13 @@ class WeightsBetween:
     def __getitem__(self, name: str) -> Tensor:
         if name == HEAD and HEAD not in self._merged:
             name = "model.embed_tokens.weight"
-        return interpolate(self._base.get(name), self._merged[name], self._scale)
-
-
-def interpolate(base: Tensor | None, merged: Tensor, scale: float) -> Tensor:
-    """Return W0 + λ (M − W0) in float32; M where the base has no such tensor or row."""
-    if base is None or not merged.is_floating_point() or scale == 1.0:
-        return merged
-    scaled = merged.to(torch.float32, copy=True)
-    rows = slice(0, min(len(base), len(merged))) if merged.ndim else ...
-    scaled[rows] = torch.lerp(base[rows].float(), scaled[rows], scale)
-    return scaled
+        base, merged = self._base.get(name), self._merged[name]
+        if base is None or not merged.is_floating_point() or self._scale == 1.0:
+            return merged
+        scaled = merged.to(torch.float32, copy=True)
+        rows = slice(0, min(len(base), len(merged))) if merged.ndim else ...
+        scaled[rows] = torch.lerp(base[rows].float(), scaled[rows], self._scale)
+        return scaled
 
 
 @dataclass(frozen=True)

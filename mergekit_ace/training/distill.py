@@ -18,7 +18,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
-from mergekit_ace.files import write_text
+from mergekit_ace.files import with_prefix, write_text
 from mergekit_ace.training.config import DistillConfig, DistillTraining
 from mergekit_ace.training.data import (
     Example,
@@ -36,7 +36,7 @@ from mergekit_ace.training.models import (
     load_skeleton,
     local_folder,
 )
-from mergekit_ace.training.state import TrainingError, TrainingRun, with_prefix
+from mergekit_ace.training.state import TrainingError, TrainingRun
 from mergekit_ace.training.tasks import CausalLanguageModel, model_kind
 from mergekit_ace.training.teachers import SampleReader
 

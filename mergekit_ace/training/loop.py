@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from mergekit_ace.files import with_prefix
 from mergekit_ace.training.config import LoopConfig
 from mergekit_ace.training.state import (
     Diverged,
     TrainingRun,
     load_checkpoint,
     save_checkpoint,
-    with_prefix,
 )
 
 

@@ -205,8 +205,3 @@ def open_tensors(path: str | os.PathLike) -> safe_open:
         raise TrainingError(
             f"{path} is damaged ({error}); delete it to repeat what it was made for"
         ) from error
-
-
-def with_prefix(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the entries whose names start with `prefix`, without it."""
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

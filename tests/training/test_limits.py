@@ -13,10 +13,11 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
-from checkpoints import fine_tuned, tiny_llama
+from checkpoints import tiny_llama
 from click.testing import CliRunner
 from families import (
     bert_family,
+    gpt2_family,
     image_distillation,
     llama_family,
     masked_family,
@@ -30,8 +31,6 @@ from transformers import (
     AutoTokenizer,
     BertForMaskedLM,
     BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
     RobertaForMaskedLM,
     T5ForConditionalGeneration,
 )
@@ -98,17 +97,6 @@ def with_expert(config: dict, folder: Path, change) -> dict:
     return config
 
 
-def gpt2_family(folder: Path) -> dict:
-    config = short(llama_family(folder))
-    torch.manual_seed(0)
-    shape = {"vocab_size": 40, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    base = GPT2LMHeadModel(GPT2Config(**shape))
-    base.save_pretrained(config["base_model"])
-    for seed, expert in enumerate(config["models"]):
-        fine_tuned(base, seed=seed, scale=0.1).save_pretrained(expert["model"])
-    return config
-
-
 TEXT_ROWS = [{"text": LONG, "label": 1} for _ in range(20)]
 LONG_TEXTS = {
     "gpt2": (gpt2_family, {"text": "text"}, 32),
@@ -129,12 +117,12 @@ def test_texts_are_cut_to_the_positions_of_the_model(tmp_path, train, kind):
 
 def test_written_answers_end_where_the_positions_do(tmp_path, train):
     rows = [{"q": " ".join(["w1"] * (20 + n % 3))} for n in range(20)]
-    config = gpt2_family(tmp_path / "family")
+    config = short(gpt2_family(tmp_path / "family"))
     train(with_rows(config, tmp_path, rows, prompt="q", max_new_tokens=60))
 
 
 def test_prompts_that_fill_all_positions(tmp_path, train):
-    config = gpt2_family(tmp_path / "family")
+    config = short(gpt2_family(tmp_path / "family"))
     text = train(with_rows(config, tmp_path, [{"q": LONG}] * 20, prompt="q"), fails=True)
     assert "no train sample has anything to predict within max_length: 32" in text
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from families import (
     bert_family,
+    gpt2_family,
     llama_family,
     masked_family,
     mixtral_family,
@@ -21,7 +22,7 @@ from families import (
     vit_family,
     write_rows,
 )
-from measured_families import gpt2_family, measure
+from measured_families import measure
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
