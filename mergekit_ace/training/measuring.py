@@ -208,14 +208,14 @@ class Measuring:
         )
         if data is not None:
             head_modules(model, folders.kind, data, folders.base)
-        if data is None:
+        else:
             path = self.run.path / "texts" / f"{row}.jsonl"
             data = write_own_texts(model, folders.processor, OWN_TEXTS, path, quiet=self.run.quiet)
         return SampleReader(model, folders.kind, folders.processor, data)
 
     @cached_property
     def rows(self) -> list[Any]:
-        """The data of all experts: mistakes in it show before the first model is loaded."""
+        """The data of all experts: mistakes in it show before the first model reads."""
         seed = self.config.training.seed
         return [one.data and read_rows(one.data, seed) for one in self.config.models]
 
