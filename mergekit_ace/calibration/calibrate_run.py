@@ -29,7 +29,7 @@ from mergekit_ace.report.markdown import markdown_text
 from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict
 from mergekit_ace.training.data import Batch, Example, read_rows
 from mergekit_ace.training.language import CausalLanguageModel, fit_to_model, pad, padding_mask
-from mergekit_ace.training.mapped_weights import map_tensors, rewrite_tensors, stored_tensors
+from mergekit_ace.training.mapped_weights import map_folder, map_tensors, rewrite_tensors
 from mergekit_ace.training.models import load_model, load_processor, load_skeleton, local_folder
 from mergekit_ace.training.own_texts import write_own_texts
 from mergekit_ace.training.state import TrainingError
@@ -135,7 +135,7 @@ def _prepare(
     if any(os.path.realpath(out) == os.path.realpath(folder) for folder in read):
         raise TrainingError(f"{out} is one of the models that are read; give another folder")
     model = load_skeleton(folders[0], CausalLanguageModel(), config)
-    start, *others = (map_tensors(stored_tensors(folder)) for folder in folders)
+    start, *others = map(map_folder, folders)
     for reference, tensors in zip(references, (start, *others), strict=True):
         _check_weights(reference, tensors, model)
     weights = [
@@ -170,7 +170,7 @@ def _prepare(
         scaled = WeightsBetween(base, start, chosen.scale)
         write_checkpoint(folder, work / "scaled", scaled.__getitem__)
         folder = work / "scaled"
-        start = map_tensors(stored_tensors(folder))
+        start = map_folder(folder)
     shares = (*[1 / len(experts)] * len(experts), 1.0)
     teachers = [
         SampleTeacher(tensors, calibration_batches(own), share)

@@ -69,9 +69,9 @@ def stored_headers(folder: str | os.PathLike) -> dict[str, TensorHeader]:
     return {name: header for path in files for name, header in read_file_header(path).items()}
 
 
-def stored_tensors(folder: str | os.PathLike) -> dict[str, StoredTensor]:
-    """List the tensors in the safetensors files of a checkpoint: file and name, by name."""
-    return {name: (header.file, name) for name, header in stored_headers(folder).items()}
+def map_folder(folder: str | os.PathLike) -> dict[str, Tensor]:
+    """Map all tensors in the safetensors files of a checkpoint."""
+    return map_tensors({n: (header.file, n) for n, header in stored_headers(folder).items()})
 
 
 def check_stored_dtypes(reference: str, folder: str | os.PathLike, names: Container[str]) -> None:
@@ -94,10 +94,10 @@ def map_weights(
         copy: file that a converted copy goes to where the stored tensors are not the parameters.
     """
     parameters = {name: model.get_parameter(name).detach() for name in names}
-    sources = stored_tensors(folder)
+    sources = map_folder(folder)
     direct = {name: _same_name(name, model, sources) for name in parameters}
     if all(stored is not None for stored in direct.values()):
-        mapped = map_tensors({name: sources[stored] for name, stored in direct.items() if stored})
+        mapped = {name: sources[stored] for name, stored in direct.items() if stored}
         pairs = ((mapped[name], parameter.cpu()) for name, parameter in parameters.items())
         if all(one.shape == p.shape and torch.equal(one, p.to(one.dtype)) for one, p in pairs):
             return mapped
@@ -125,7 +125,7 @@ def stored_names(
         Stored names per parameter; empty for one that the checkpoint does not have.
     """
     names = list(names)
-    known = stored_tensors(folder)
+    known = stored_headers(folder)
     numbers = {id(model.get_parameter(name)): number for number, name in enumerate(names)}
     # Tied parameters have several names and are one: all of them lead to it.
     tags = {

@@ -24,7 +24,7 @@ from mergekit_ace.methods.lookup import METHODS_OF_BASES
 from mergekit_ace.preflight.checkpoints import read_checkpoint
 from mergekit_ace.training.config import LanguageTask, TrainConfig
 from mergekit_ace.training.family import Family, ModelFolders
-from mergekit_ace.training.mapped_weights import stored_tensors
+from mergekit_ace.training.mapped_weights import stored_headers
 from mergekit_ace.training.models import write_statistics_of_batches
 from mergekit_ace.training.objective import Objective, Score, TrainedLearner, train_learner
 from mergekit_ace.training.state import Diverged, TrainingError, TrainingRun
@@ -179,7 +179,7 @@ def _names_on_disk(family: Family) -> tuple[dict[str, tuple[str, ...]], tuple[st
     the base's values by its name in memory.
     """
     module, stored = family.module, family.stored
-    frozen = set(stored_tensors(family.folders.base))
+    frozen = set(stored_headers(family.folders.base))
     if family.folders.kind.has_heads:
         prefix = f"{module.base_model_prefix}."
         both = {name: {*names, name.removeprefix(prefix)} for name, names in stored.items()}
