@@ -131,3 +131,8 @@ def differences(one: Any, other: Any, free: Set[Key] = frozenset(), path: Key = 
         pairs = enumerate(zip(one, other, strict=True))
         return [d for n, (a, b) in pairs for d in differences(a, b, free, (*path, str(n)))]
     return [] if one == other else [".".join(path)]
+
+
+def with_prefix(tensors: Mapping[str, T], prefix: str) -> dict[str, T]:
+    """Return the entries whose names start with `prefix`, without it."""
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

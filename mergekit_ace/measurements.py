@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
-from mergekit_ace.coefficients.file import Expert, find_expert
+from mergekit_ace.coefficients.file import Expert, MergedTensor, find_expert
 from mergekit_ace.files import read_once, write_text
 from mergekit_ace.headers import DamagedFileError, TensorHeader, read_file_header
 
@@ -49,22 +49,15 @@ class MeasuredExpert(Expert):
     files: tuple[str, ...]
 
 
-class MeasuredTensor(BaseModel):
-    """Tensor of the models.
+class MeasuredTensor(MergedTensor):
+    """Tensor of the models; `stored` has further names in memory, too, where it is tied.
 
     Attributes:
-        name: of the parameter in memory.
-        stored: names of the tensors on disk that hold it, and further ones in memory where it is
-            tied.
         inputs: NAME of its covariance; None where nothing was measured.
         counted: whether there are counts.
         fisher: whether there is Fisher information, shaped as it is stored.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
-    name: str
-    stored: tuple[str, ...]
     inputs: str | None = None
     counted: bool = False
     fisher: bool = False

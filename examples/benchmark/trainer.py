@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mergekit_ace.files import write_text
-from mergekit_ace.training.mapped_weights import map_tensors, stored_tensors
+from mergekit_ace.training.mapped_weights import map_folder
 from mergekit_ace.training.merged import MergedModel
 
 EXPERTS = (2, 4, 8)
@@ -61,7 +61,7 @@ def write_family(folder: Path, experts: int, options: argparse.Namespace) -> Non
 
 
 def weights(folder: Path, k: int) -> dict[str, torch.Tensor]:
-    return map_tensors(stored_tensors(folder / str(k)))
+    return map_folder(folder / str(k))
 
 
 class PeakMemory:

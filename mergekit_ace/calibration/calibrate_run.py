@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,10 +29,10 @@ from mergekit_ace.report.markdown import markdown_text
 from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict
 from mergekit_ace.training.data import Batch, Example, read_rows
 from mergekit_ace.training.language import CausalLanguageModel, fit_to_model, pad, padding_mask
-from mergekit_ace.training.mapped_weights import map_tensors, stored_tensors
+from mergekit_ace.training.mapped_weights import map_folder, map_tensors, rewrite_tensors
 from mergekit_ace.training.models import load_model, load_processor, load_skeleton, local_folder
 from mergekit_ace.training.own_texts import write_own_texts
-from mergekit_ace.training.state import TrainingError, open_tensors
+from mergekit_ace.training.state import TrainingError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,11 +86,14 @@ def run_calibration(
     """Calibrate a merge; the checkpoint in `out` has the files of the merge.
 
     Raises:
-        TrainingError: something about the config, the models or the data is wrong.
-        UnknownLayersError: the models are not of Llama's kind.
+        TrainingError: something about the config, the models or the data is wrong, or the models
+            are not of Llama's kind.
     """
-    if out.exists() and any(out.iterdir()) and not overwrite:
-        raise TrainingError(f"{out} is not empty; give another folder, or --overwrite")
+    if out.exists() and any(out.iterdir()):
+        if not overwrite:
+            raise TrainingError(f"{out} is not empty; give another folder, or --overwrite")
+        if not (out / "config.json").is_file():
+            raise TrainingError(f"{out} holds something else than a model; give another folder")
     work = out.with_name(out.name + ".partial")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -132,9 +135,9 @@ def _prepare(
     if any(os.path.realpath(out) == os.path.realpath(folder) for folder in read):
         raise TrainingError(f"{out} is one of the models that are read; give another folder")
     model = load_skeleton(folders[0], CausalLanguageModel(), config)
-    start, *others = (map_tensors(stored_tensors(folder)) for folder in folders)
+    start, *others = map(map_folder, folders)
     for reference, tensors in zip(references, (start, *others), strict=True):
-        _check_weights(reference, tensors, start, model)
+        _check_weights(reference, tensors, model)
     weights = [
         AdaptedWeights(expert, tensors) if expert.lora else tensors
         for expert, tensors in zip(experts, others, strict=False)
@@ -167,7 +170,7 @@ def _prepare(
         scaled = WeightsBetween(base, start, chosen.scale)
         write_checkpoint(folder, work / "scaled", scaled.__getitem__)
         folder = work / "scaled"
-        start = map_tensors(stored_tensors(folder))
+        start = map_folder(folder)
     shares = (*[1 / len(experts)] * len(experts), 1.0)
     teachers = [
         SampleTeacher(tensors, calibration_batches(own), share)
@@ -207,25 +210,18 @@ def _let_write(
     return write_own_texts(model, tokenizer, SAMPLES, file, quiet=quiet)
 
 
-def _check_weights(
-    reference: str, weights: Mapping[str, Tensor], start: Mapping[str, Tensor],
-    model: PreTrainedModel,
-) -> None:  # fmt: skip
+def _check_weights(reference: str, weights: Weights, model: PreTrainedModel) -> None:
     """Raise unless a model stores the decoder layers of the merge under the merge's names."""
     read = ("model.embed_tokens.", "model.layers.")
-    names = [name for name, _ in model.named_parameters() if name.startswith(read)]
-    for name in names or ["model.layers.0"]:
-        if name not in weights:
+    shapes = {n: p.shape for n, p in model.named_parameters() if n.startswith(read)}
+    for name, shape in shapes.items() or [("model.layers.0", ())]:
+        first = 1 if name.startswith(read[0]) else 0  # some have more rows of embeddings
+        if name not in weights or weights[name].shape[first:] != shape[first:]:
+            what = f"shape {tuple(weights[name].shape)}" if name in weights else "nothing"
             raise TrainingError(
-                f"model {reference} has no tensor {name}; only language models of Llama's kind "
-                "that are stored as transformers holds them can be calibrated"
-            )
-        embeddings = name.startswith("model.embed_tokens.")  # of which some have more rows
-        first = 1 if embeddings else 0
-        if name in start and weights[name].shape[first:] != start[name].shape[first:]:
-            raise TrainingError(
-                f"tensor {name} has shape {tuple(weights[name].shape)} in {reference}, but "
-                f"{tuple(start[name].shape)} in the merge; give the experts that were merged"
+                f"model {reference} has {what} for the tensor {name} of shape {tuple(shape)} in "
+                "the merge; give the experts that were merged, language models of Llama's kind "
+                "that are stored as transformers holds them"
             )
 
 
@@ -291,19 +287,13 @@ def write_checkpoint(start: Path, folder: Path, changed: Callable[[str], Tensor 
 
     Args:
         folder: of the new one, which does not exist yet.
-        changed: returns a tensor by its name, which gets the dtype of the old one, or None.
+        changed: see `rewrite_tensors`.
     """
     weights = {path.name for path in weight_files(start)}
     left = weights | {MANIFEST_FILE}  # of `mergekit-ace merge`, which could not resume this
     shutil.copytree(start, folder, ignore=lambda _, names: left & set(names))
     for name in sorted(weights):
-        with open_tensors(start / name) as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            metadata = file.metadata()
-        for key, tensor in tensors.items():
-            new = changed(key)
-            tensors[key] = tensor if new is None else new.to(tensor.dtype)
-        save_tensors(folder / name, tensors, metadata)
+        rewrite_tensors(start / name, folder / name, changed)
 
 
 def card_section(

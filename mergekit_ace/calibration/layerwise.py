@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from mergekit_ace.algebra.least_squares import mean_product, ridge_factor, solve_from
+from mergekit_ace.training.state import TrainingError
 
 RIDGE = 1.0
 # Of the way from the merge to what the layers are solved to: half of it gains nearly as much on
@@ -36,10 +37,6 @@ GROUPS = (
 WRITERS = ("self_attn.o_proj", "mlp.down_proj")
 Weights = Mapping[str, Tensor]
 Rotary: TypeAlias = tuple[Tensor, Tensor]
-
-
-class UnknownLayersError(ValueError):
-    """The decoder layers of a model are not built as Llama's are."""
 
 
 class DecoderStep(NamedTuple):
@@ -173,14 +170,14 @@ class Calibration:
         """Calibrate one decoder layer after the other; yield the new weights of each, in float32.
 
         Raises:
-            UnknownLayersError: the layers are not built as Llama's are.
+            TrainingError: the layers are not built as Llama's are.
         """
         streams = [self._open(t, *batch) for t in self.teachers for batch in t.batches]
         for place, skeleton in enumerate(self.model.model.layers):
             prefix = f"model.layers.{place}."
             merge = self._load(skeleton, self.start, prefix)
             if not runs_in_steps(merge, streams[0].merged[:1], streams[0].rotary):
-                raise UnknownLayersError(
+                raise TrainingError(
                     f"{prefix[:-1]} of {type(self.model).__name__} does not work as a decoder "
                     "layer of Llama does, so it cannot be calibrated; Llama, Mistral and Qwen can"
                 )

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 from mergekit_ace.calibration.layerwise import Weights
-from mergekit_ace.training.data import Batch, to_device
+from mergekit_ace.training.data import Batch
 from mergekit_ace.training.language import CausalLanguageModel
 
 if TYPE_CHECKING:
@@ -47,17 +48,13 @@ class WeightsBetween:
     def __getitem__(self, name: str) -> Tensor:
         if name == HEAD and HEAD not in self._merged:
             name = "model.embed_tokens.weight"
-        return interpolate(self._base.get(name), self._merged[name], self._scale)
-
-
-def interpolate(base: Tensor | None, merged: Tensor, scale: float) -> Tensor:
-    """Return W0 + λ (M − W0) in float32; M where the base has no such tensor or row."""
-    if base is None or not merged.is_floating_point() or scale == 1.0:
-        return merged
-    scaled = merged.to(torch.float32, copy=True)
-    rows = slice(0, min(len(base), len(merged))) if merged.ndim else ...
-    scaled[rows] = torch.lerp(base[rows].float(), scaled[rows], scale)
-    return scaled
+        base, merged = self._base.get(name), self._merged[name]
+        if base is None or not merged.is_floating_point() or self._scale == 1.0:
+            return merged
+        scaled = merged.to(torch.float32, copy=True)
+        rows = slice(0, min(len(base), len(merged))) if merged.ndim else ...
+        scaled[rows] = torch.lerp(base[rows].float(), scaled[rows], self._scale)
+        return scaled
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,7 @@ class ScaleSearch:
         attach_align_device_hook(self.model, self.device, offload=True, weights_map=weights)
         try:
             for batch in batches:
-                yield CausalLanguageModel().logits(self.model, to_device(batch, self.device))
+                yield CausalLanguageModel().logits(self.model, send_to_device(batch, self.device))
         finally:
             remove_hook_from_submodules(self.model)
             self.progress()

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mergekit_ace.coefficients.learner import Learner, LearnerConfig
-from mergekit_ace.files import read_once, save_tensors
+from mergekit_ace.files import read_once, save_tensors, with_prefix
 from mergekit_ace.headers import DamagedFileError, check_content
 
 FORMAT = "mergekit-ace coefficients"
@@ -194,22 +194,17 @@ class CoefficientFile:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if metadata.get("format") != FORMAT:
+            found = metadata.get("format"), metadata.get("version")
+            if found != (FORMAT, str(VERSION)):
+                what = f"format version {found[1]}" if found[0] == FORMAT else "something else"
                 raise CoefficientFileError(
-                    f"{path} is a safetensors file, but not one of coefficients; give the "
-                    "coefficients.safetensors that `mergekit-ace train` wrote"
-                )
-            if metadata.get("version") != str(VERSION):
-                raise CoefficientFileError(
-                    f"{path} has format version {metadata.get('version')}, this release of "
-                    f"mergekit-ace reads version {VERSION}; install the release that wrote it, or "
-                    "train again"
+                    f"{path} is not one of coefficients of format version {VERSION}, but {what}; "
+                    "give the coefficients.safetensors that `mergekit-ace train` wrote, or train "
+                    "again"
                 )
             contents = Contents.model_validate_json(metadata["contents"])
+            learner = with_prefix(tensors, _LEARNER)
             own = ("coefficients", "statistics", "depths")
-            learner = {
-                n.removeprefix(_LEARNER): t for n, t in tensors.items() if n.startswith(_LEARNER)
-            }
             return cls(contents, *(tensors[name] for name in own), learner, tensors["groups"])
         except CoefficientFileError:
             raise

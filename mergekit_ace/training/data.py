@@ -7,15 +7,13 @@ import os
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mergekit_ace.files import save_tensors
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.state import TrainingError, open_tensors
+from mergekit_ace.training.state import TrainingError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -171,10 +169,8 @@ class Examples(Sequence[Example]):
         }
 
 
-def save_examples(
-    splits: Mapping[str, Sequence[Example]], path: Path, metadata: dict[str, str]
-) -> None:
-    """Write the samples of all splits into one safetensors file, whole or not at all.
+def pack_examples(splits: Mapping[str, Sequence[Example]]) -> dict[str, Tensor]:
+    """Lay the samples of all splits end to end, for `Examples`.
 
     Names that not all samples of a split have are dropped.
 
@@ -188,25 +184,17 @@ def save_examples(
             parts = [sample[name] for sample in samples]
             tensors[f"{split}/{name}"] = torch.cat(parts)
             tensors[f"{split}/{name}/ends"] = torch.tensor([len(part) for part in parts]).cumsum(0)
-    save_tensors(path, tensors, metadata)
+    return tensors
 
 
-def load_examples(path: Path) -> tuple[dict[str, Examples], dict[str, str]]:
-    """Open what `save_examples` wrote: the splits, memory-mapped, and the metadata."""
+def unpack_examples(tensors: Mapping[str, Tensor]) -> dict[str, Examples]:
+    """Return the splits that `pack_examples` has packed."""
     fields: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
-    with open_tensors(path) as file:
-        for key in file.keys():  # noqa: SIM118
-            if not key.endswith("/ends"):
-                split, name = key.split("/")
-                pair = (file.get_tensor(key), file.get_tensor(f"{key}/ends"))
-                fields.setdefault(split, {})[name] = pair
-        metadata = file.metadata() or {}
-    return {split: Examples(named) for split, named in fields.items()}, metadata
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch on a device."""
-    return {name: tensor.to(device) for name, tensor in batch.items()}
+    for key in tensors:
+        if not key.endswith("/ends"):
+            split, name = key.split("/")
+            fields.setdefault(split, {})[name] = tensors[key], tensors[f"{key}/ends"]
+    return {split: Examples(named) for split, named in fields.items()}
 
 
 def step_indices(seed: int, teacher: int, step: int, batch: int, count: int) -> list[int]:

@@ -14,19 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
-from tqdm import tqdm
 
-from mergekit_ace.files import write_text
+from mergekit_ace.files import with_prefix, write_text
 from mergekit_ace.training.config import DistillConfig, DistillTraining
 from mergekit_ace.training.data import (
     Example,
-    load_examples,
     load_rows,
-    save_examples,
+    pack_examples,
     step_indices,
-    to_device,
+    unpack_examples,
 )
 from mergekit_ace.training.language import fit_to_model
 from mergekit_ace.training.loop import ModuleTraining
@@ -37,8 +36,9 @@ from mergekit_ace.training.models import (
     load_skeleton,
     local_folder,
 )
-from mergekit_ace.training.state import TrainingError, TrainingRun, with_prefix
+from mergekit_ace.training.state import TrainingError, TrainingRun
 from mergekit_ace.training.tasks import CausalLanguageModel, model_kind
+from mergekit_ace.training.teachers import SampleReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -122,9 +122,7 @@ class Distillation:
         self.by_text = isinstance(self.kind, CausalLanguageModel) and self._needs_text()
         self.teacher = teacher.to(run.accelerator.device)
         del teacher
-        path = run.state / "data.safetensors"
-        run.make_once(path, lambda: self._write_data(path))
-        splits, _ = load_examples(path)
+        splits = unpack_examples(run.once("data", lambda: (self._read_data(), {}))[0])
         self.student_data = with_prefix(splits, "student-")
         self.teacher_data = with_prefix(splits, "teacher-")
         if self.by_text:
@@ -147,46 +145,31 @@ class Distillation:
             )
         return by_text
 
-    def _write_data(self, path: Path) -> None:
-        """Write `student-train`, `teacher-train`, …: the rows as both models read them."""
-        data = self.config.data
-        splits = {}
-        for split, rows in load_rows(data, self.config.training.seed).items():
-            bar = tqdm(rows, desc=f"encoding {split}", disable=self.run.quiet)
-            pairs = [pair for row in bar if (pair := self._encode(row)) is not None]
-            if not pairs:
-                raise TrainingError(f"data {data.path}: nothing to learn in the {split} split")
-            student, teacher = zip(*pairs, strict=True)
-            splits |= {f"student-{split}": student, f"teacher-{split}": teacher}
-        save_examples(splits, path, {})
-
-    def _encode(self, row: dict[str, Any]) -> tuple[Example, Example] | None:
-        """Return a row as the student and as the teacher read it; None if nothing is to learn."""
-        data = self.config.data
+    def _read_data(self) -> dict[str, Tensor]:
+        """Return `student-train`, `teacher-train`, …: the rows as both models read them, packed."""
+        data, kind, settings = self.config.data, self.kind, self.config.training
         if self.by_text:
-            row = {**row, "completion": self._written_answer(row)}
-            data = data.model_copy(update={"completion": "completion"})
-        student = self.kind.encode(row, data, self.student_processor)
-        teacher = self.kind.encode(row, data, self.teacher_processor)
-        if student is None or teacher is None:
-            return None
-        if self.kind.writes and "true" not in student:  # one tokenizer: the same tokens for both
-            student = teacher = self._complete(teacher)
-        return student, teacher
+            data = data.model_copy(update={"completion": None})
+        reader = SampleReader(self.teacher, kind, self.teacher_processor, data)
+        splits = {}
+        for split, rows in load_rows(data, settings.seed).items():
+            rows = [row for row in rows if kind.encode(row, data, self.teacher_processor)]
+            teacher = student = reader.read(rows, split, settings.batch_size, quiet=self.run.quiet)
+            if self.by_text:
+                student = [*filter(None, map(self._encode_answer, rows, teacher))]
+            elif kind.has_heads:
+                student = [kind.encode(row, data, self.student_processor) for row in rows]
+            if not student:
+                raise TrainingError(f"data {data.path}: nothing to learn in the {split} split")
+            splits |= {f"student-{split}": student, f"teacher-{split}": teacher}
+        return pack_examples(splits)
 
-    def _written_answer(self, row: dict[str, Any]) -> str:
-        """Let the teacher write to a prompt; return that as text."""
-        data = self.config.data.model_copy(update={"completion": None})
-        prompt = self.kind.encode(row, data, self.teacher_processor)
-        if prompt is None:
-            return ""
-        sample = self._complete(prompt)
+    def _encode_answer(self, row: dict[str, Any], sample: Example) -> Example | None:
+        """Return a prompt with what the teacher has written to it, as the student reads it."""
         words = sample["input_ids"][sample["supervised"]]
-        return self.teacher_processor.decode(words, skip_special_tokens=True)
-
-    def _complete(self, sample: Example) -> Example:
-        data, processor = self.config.data, self.teacher_processor
-        return self.kind.complete(self.teacher, [sample], data, processor)[0]
+        text = self.teacher_processor.decode(words, skip_special_tokens=True)
+        data = self.config.data.model_copy(update={"completion": "completion"})
+        return self.kind.encode({**row, "completion": text}, data, self.student_processor)
 
     def _load_student(self, folder: str) -> PreTrainedModel:
         """Load the student for training; a classifier gets a new head for the teacher's classes."""
@@ -283,7 +266,7 @@ class Distillation:
         return loss, int((answers.argmax(-1) == labels).sum()), len(labels)
 
     def _logits(self, model: PreTrainedModel, samples: list[Example]) -> Tensor:
-        batch = to_device(self.kind.collate(samples), self.run.accelerator.device)
+        batch = send_to_device(self.kind.collate(samples), self.run.accelerator.device)
         return self.kind.logits(model, batch)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from mergekit_ace.methods.inputs import is_finite
 from mergekit_ace.naming import block_of, relative_depths, within_block
 from mergekit_ace.preflight.dtype_rules import DEQUANTISE
 from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.data import load_examples, load_rows
+from mergekit_ace.training.data import load_rows, unpack_examples
 from mergekit_ace.training.mapped_weights import (
     check_stored_dtypes,
     map_weights,
@@ -46,15 +45,19 @@ from mergekit_ace.training.models import (
     running_statistics,
     save_backbone,
 )
-from mergekit_ace.training.state import TrainingError, TrainingRun, load_checkpoint, save_checkpoint
+from mergekit_ace.training.state import TrainingError, TrainingRun
 from mergekit_ace.training.tasks import ModelKind, head_modules, model_kind
-from mergekit_ace.training.teachers import SampleReader, Teacher, write_labels
+from mergekit_ace.training.teachers import SampleReader, Teacher, answer_data
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel
 
 Weights = Mapping[str, Tensor]  # mapped from disk, by names in memory
+_SAME = (
+    "%s and %s are the same model as far as it is merged; list the base and every expert once, "
+    "with all of its data"
+)
 
 
 @dataclass(frozen=True)
@@ -81,26 +84,20 @@ class ModelFolders:
         references = (config.base_model, *(expert.model for expert in config.models))
         # The first process downloads, and merges adapters.
         with run.accelerator.main_process_first():
-            base, *experts = (
+            folders = [
                 local_folder(reference, run.path / "adapters", config.trust_remote_code)
                 for reference in references
-            )
-        for reference, folder in zip(references, (base, *experts), strict=True):
-            if read_json(Path(folder) / "config.json").get("quantization_config"):
+            ]
+        places = [os.path.realpath(folder) for folder in folders]
+        for number, (reference, place) in enumerate(zip(references, places, strict=True)):
+            if read_json(Path(place) / "config.json").get("quantization_config"):
                 raise TrainingError(
                     f"model {reference} is quantised, so it cannot be merged; {DEQUANTISE}"
                 )
-        origin, *places = (os.path.realpath(folder) for folder in (base, *experts))
-        for place, expert in zip(places, config.models, strict=True):
-            if place == origin:
-                raise TrainingError(
-                    f"expert {expert.model} is the base model; list what was fine-tuned from it"
-                )
-            if places.count(place) > 1:
-                raise TrainingError(
-                    f"expert {expert.model} is listed twice; list it once, with all of its data"
-                )
-        return cls(base, tuple(experts), load_processor([base, *experts], kind, config), kind)
+            if place in places[:number]:
+                raise TrainingError(_SAME % (reference, references[places.index(place)]))
+        processor = load_processor(folders, kind, config)
+        return cls(folders[0], tuple(folders[1:]), processor, kind)
 
 
 class Family:
@@ -129,7 +126,7 @@ class Family:
         rows = {
             row: load_rows(data, config.training.seed)
             for row, (_, data) in enumerate(config.sources)
-            if run.is_main and not run.labels(row).exists()
+            if run.is_main and not run.file(f"labels-{row}").exists()
         }
         self.base = self._map_weights(base, None)
         statistics = []
@@ -201,44 +198,33 @@ class Family:
 
     def _check_difference(self) -> None:
         """Raise unless the last expert differs from the base, and from all experts before it."""
-        models = [expert.model for expert in self.config.models]
-        *others, last = self.experts
-        name = models[len(others)]
-        for other, known in zip((None, *models), (self.base, *others), strict=False):
-            if not all(torch.equal(tensor, known[key]) for key, tensor in last.items()):
-                continue
-            if other is None:
-                raise TrainingError(
-                    f"expert {name} does not differ from the base model in anything that is "
-                    "merged; leave it out, or get the fine-tuned model"
-                )
-            raise TrainingError(
-                f"the experts {other} and {name} are the same model; list it once, with all of its "
-                "data"
-            )
+        models = [self.config.base_model, *(expert.model for expert in self.config.models)]
+        *others, last = self.base, *self.experts
+        for other, known in zip(models, others, strict=False):
+            if all(torch.equal(tensor, known[key]) for key, tensor in last.items()):
+                raise TrainingError(_SAME % (models[len(others)], other))
 
     def _label(
         self, model: PreTrainedModel, row: int, rows: Mapping[int, Mapping[str, Dataset]]
     ) -> Teacher:
         """Let a teacher answer its data, unless it has; the base has the last number."""
         config, folders, run = self.config, self.folders, self.run
-        path = run.labels(row)
         name, data = config.sources[row]
         head = head_modules(model, folders.kind, data, folders.base)
 
-        def write() -> None:
+        def answer() -> tuple[dict[str, Tensor], float | None]:
             if config.device_map is None:
                 teacher = model.to(run.accelerator.device)
             else:
                 folder = (*folders.experts, folders.base)[row]
                 teacher = load_model(folder, folders.kind, config, device_map=config.device_map)
             reader = SampleReader(teacher, folders.kind, folders.processor, data)
-            write_labels(path, reader, rows[row], name, config, run)
+            answers = answer_data(reader, rows[row], name, config, quiet=run.quiet)
             model.cpu()
+            return answers
 
-        run.make_once(path, write)
-        splits, metadata = load_examples(path)  # memory-mapped
-        return Teacher(name, splits, json.loads(metadata["accuracy"]), head)
+        samples, accuracy = run.once(f"labels-{row}", answer)
+        return Teacher(name, unpack_examples(samples), accuracy, head)
 
     @property
     def names(self) -> list[str]:
@@ -257,9 +243,7 @@ class Family:
 
     def learner_inputs(self) -> LearnerInputs:
         """Measure statistics and depth of each group, or read what was measured before."""
-        path = self.run.state / "statistics.safetensors"
-        self.run.make_once(path, lambda: save_checkpoint(path, {"statistics": self._measure()}, {}))
-        known, _ = load_checkpoint(path)
+        known, _ = self.run.once("statistics", lambda: ({"statistics": self._measure()}, {}))
         by_name = relative_depths(name for name, _ in self.module.named_parameters())
         depths = torch.tensor([by_name[name] for name in self.stored])
         counts = self.groups.bincount()

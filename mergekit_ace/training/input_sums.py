@@ -86,15 +86,15 @@ def shared_inputs(linear: Modules, read: Read) -> dict[str, str]:
 @full_precision()
 def sum_inputs(
     model: PreTrainedModel, leaders: Sequence[str], tables: Sequence[str], read: Read
-) -> tuple[dict[str, Tensor], dict[str, int]]:
+) -> dict[str, Tensor]:
     """Return X_tᵀX_t/n_t of linear layers, packed, and counts of tables, while a model reads.
 
     Args:
         model: on its device.
 
     Returns:
-        `covariance/NAME`, (i (i + 1)/2,) in float32, and `counts/NAME`, (n,) in int64, on the CPU;
-        and n_t by NAME. A layer that nothing came to has zeros.
+        `covariance/NAME`, (i (i + 1)/2,) in float32, and `counts/NAME`, (n,) in int64, on the CPU.
+        A layer that nothing came to has zeros.
     """
     linear, looked_up = modules_of(model, leaders, LINEAR), modules_of(model, tables, TABLE)
     rows, sums, counts = dict.fromkeys(leaders, 0), {}, {}
@@ -119,7 +119,7 @@ def sum_inputs(
     for name in leaders:
         total = sums.pop(name).div_(max(1, rows[name]))
         found[f"covariance/{name}"] = pack(total.cpu())
-    return found, rows
+    return found
 
 
 def sum_fisher(

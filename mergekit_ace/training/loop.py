@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from mergekit_ace.files import with_prefix
 from mergekit_ace.training.config import LoopConfig
 from mergekit_ace.training.state import (
     Diverged,
     TrainingRun,
     load_checkpoint,
     save_checkpoint,
-    with_prefix,
 )
 
 
@@ -62,8 +62,7 @@ class ModuleTraining:
     ):
         self._name, self._run, self._module, self._optimizer = name, run, module, optimizer
         self._evaluate = evaluate
-        self._checkpoint = run.state / f"{name}.safetensors"
-        self.best = run.state / f"{name}-best.safetensors"
+        self._checkpoint, self.best = run.file(name), run.file(f"{name}-best")
         self.progress = TrainingProgress()
         known = load_checkpoint(self._checkpoint)
         if known is None:
@@ -75,7 +74,7 @@ class ModuleTraining:
         state: dict[int, dict[str, Any]] = {}
         for key, tensor in with_prefix(tensors, "optimizer.").items():
             parameter, entry = key.split(".")
-            state.setdefault(int(parameter), {})[entry] = tensor
+            state.setdefault(int(parameter), {})[entry] = tensor.clone()
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
         torch.set_rng_state(tensors["random_state"])
 

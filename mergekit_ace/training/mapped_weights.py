@@ -9,7 +9,7 @@ equal to the one in memory; else a converted copy is written once.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,15 +47,31 @@ def map_tensors(sources: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     return {name: files[path].get_tensor(stored) for name, (path, stored) in sources.items()}
 
 
+def rewrite_tensors(source: Path, target: Path, changed: Callable[[str], Tensor | None]) -> None:
+    """Write a safetensors file with some tensors changed.
+
+    Args:
+        target: may be the source.
+        changed: returns a tensor by its name, which gets the dtype of the old one, or None.
+    """
+    with open_tensors(source) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    for name, tensor in tensors.items():
+        new = changed(name)
+        tensors[name] = tensor if new is None else new.to("cpu", tensor.dtype)
+    save_tensors(target, tensors, metadata)
+
+
 def stored_headers(folder: str | os.PathLike) -> dict[str, TensorHeader]:
     """Return the headers of the tensors in the files of a checkpoint, by name."""
     files = weight_files(Path(folder))
     return {name: header for path in files for name, header in read_file_header(path).items()}
 
 
-def stored_tensors(folder: str | os.PathLike) -> dict[str, StoredTensor]:
-    """List the tensors in the safetensors files of a checkpoint: file and name, by name."""
-    return {name: (header.file, name) for name, header in stored_headers(folder).items()}
+def map_folder(folder: str | os.PathLike) -> dict[str, Tensor]:
+    """Map all tensors in the safetensors files of a checkpoint."""
+    return map_tensors({n: (header.file, n) for n, header in stored_headers(folder).items()})
 
 
 def check_stored_dtypes(reference: str, folder: str | os.PathLike, names: Container[str]) -> None:
@@ -78,10 +94,10 @@ def map_weights(
         copy: file that a converted copy goes to where the stored tensors are not the parameters.
     """
     parameters = {name: model.get_parameter(name).detach() for name in names}
-    sources = stored_tensors(folder)
+    sources = map_folder(folder)
     direct = {name: _same_name(name, model, sources) for name in parameters}
     if all(stored is not None for stored in direct.values()):
-        mapped = map_tensors({name: sources[stored] for name, stored in direct.items() if stored})
+        mapped = {name: sources[stored] for name, stored in direct.items() if stored}
         pairs = ((mapped[name], parameter.cpu()) for name, parameter in parameters.items())
         if all(one.shape == p.shape and torch.equal(one, p.to(one.dtype)) for one, p in pairs):
             return mapped
@@ -109,7 +125,7 @@ def stored_names(
         Stored names per parameter; empty for one that the checkpoint does not have.
     """
     names = list(names)
-    known = stored_tensors(folder)
+    known = stored_headers(folder)
     numbers = {id(model.get_parameter(name)): number for number, name in enumerate(names)}
     # Tied parameters have several names and are one: all of them lead to it.
     tags = {

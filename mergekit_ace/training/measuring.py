@@ -159,8 +159,8 @@ class Measuring:
 
     def files(self, row: int, kind: Measure) -> list[Path]:
         """Return where what each pass over the samples of an expert measures goes."""
-        numbers = range(len(self.plan.passes[kind]))
-        return [self.run.experts / f"{row}-{kind}-{number}.safetensors" for number in numbers]
+        folder, numbers = self.run.path / "experts", range(len(self.plan.passes[kind]))
+        return [folder / f"{row}-{kind}-{number}.safetensors" for number in numbers]
 
     def missing(self, row: int) -> list[tuple[Measure, int, Path]]:
         """Return the passes of an expert whose files are not there yet."""
@@ -201,20 +201,21 @@ class Measuring:
 
     def load(self, row: int) -> SampleReader:
         """Load an expert, on its device, with its data."""
-        options = {} if self.config.device_map is None else {"device_map": self.config.device_map}
         folders, data = self.folders, self.config.models[row].data
-        model = load_model(folders.experts[row], folders.kind, self.config, whole=True, **options)
+        device_map = self.config.device_map or self.run.accelerator.device
+        model = load_model(
+            folders.experts[row], folders.kind, self.config, whole=True, device_map=device_map
+        )
         if data is not None:
             head_modules(model, folders.kind, data, folders.base)
-        model = model if options else model.to(self.run.accelerator.device)
-        if data is None:
-            path = self.run.texts / f"{row}.jsonl"
+        else:
+            path = self.run.path / "texts" / f"{row}.jsonl"
             data = write_own_texts(model, folders.processor, OWN_TEXTS, path, quiet=self.run.quiet)
         return SampleReader(model, folders.kind, folders.processor, data)
 
     @cached_property
     def rows(self) -> list[Any]:
-        """The data of all experts: mistakes in it show before the first model is loaded."""
+        """The data of all experts: mistakes in it show before the first model reads."""
         seed = self.config.training.seed
         return [one.data and read_rows(one.data, seed) for one in self.config.models]
 
@@ -234,7 +235,7 @@ class Measuring:
         missing = self.missing(row)
         if not missing:
             return
-        self.run.experts.mkdir(exist_ok=True)
+        missing[0][-1].parent.mkdir(exist_ok=True)
         reader, expert = self.load(row), self.config.models[row]
         samples = self.samples(reader, row)
         facts: dict[str, Any] = {
@@ -243,19 +244,17 @@ class Measuring:
             "samples": len(samples),
             "tokens": sum(len(s.get(n, ())) for s in samples for n in ("input_ids", "target_ids")),
         }
+        seed = self.config.training.seed
         for kind, number, file in missing:
             names = list(self.plan.passes[kind][number])
             what = f"{kind} of {expert.task}, {number + 1} of {len(self.plan.passes[kind])}"
             if kind == "covariances":
                 tables = list(self.plan.tables) if number == 0 else []
                 read = partial(self.read, reader, samples, what)
-                found, facts["rows"] = sum_inputs(reader.model, names, tables, read)
+                found = sum_inputs(reader.model, names, tables, read)
             else:
                 shown = tqdm(samples, what, unit="sample", disable=self.run.quiet)
-                seed = self.config.training.seed
-                found = sum_fisher(
-                    reader.model, names, shown, lambda one: reader.logits([one]), seed
-                )
+                found = sum_fisher(reader.model, names, shown, lambda s: reader.logits([s]), seed)
             for name, tensor in found.items():
                 if not is_finite(tensor.float()):
                     raise TrainingError(

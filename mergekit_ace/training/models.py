@@ -9,14 +9,13 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from mergekit.common import ModelReference
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mergekit_ace.checkpoint_files import (
@@ -25,9 +24,10 @@ from mergekit_ace.checkpoint_files import (
     find_on_hub,
     weight_files,
 )
-from mergekit_ace.files import file_states, save_tensors
+from mergekit_ace.files import file_states
 from mergekit_ace.naming import is_counter, is_running_statistic
 from mergekit_ace.preflight.loading import quiet_transformers
+from mergekit_ace.training.mapped_weights import rewrite_tensors
 from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import (
     ImageClassification,
@@ -217,38 +217,35 @@ def check_expert(
     reference: str,
 ) -> None:
     """Raise unless the expert has the base's parameters but for its head, with their shapes."""
-
-    def refuse(what: str) -> NoReturn:
-        raise TrainingError(
-            f"expert {reference} {what}; experts must be fine-tuned from the base model"
-        )
-
     heads = tuple(f"{head}." for head in head_names(expert, kind))
-    known = {name for name, _ in base.named_parameters(remove_duplicate=False)}
-    shapes = {name: tuple(parameter.shape) for name, parameter in expert.named_parameters()}
-    more = [name for name in shapes if name not in known and not name.startswith(heads)]
-    if more:
-        refuse(
-            f"has {len(more)} parameters that the base model lacks, such as {more[0]}: it is "
-            "deeper, or of another architecture"
-        )
-    configs = (model.config.get_text_config() for model in (base, expert))
-    tied = [getattr(config, "tie_word_embeddings", False) for config in configs]
-    if not kind.has_heads and tied[0] != tied[1]:
-        raise TrainingError(
-            f"tie_word_embeddings is {tied[0]} in the base model's config and {tied[1]} in that of "
-            f"{reference}; save both in the same way"
-        )
-    missing = [name for name in names if name not in shapes]
-    if missing:
-        refuse(f"has no parameter {missing[0]}")
-    for name in names:
-        expected = tuple(base.get_parameter(name).shape)
-        if shapes[name] != expected:
-            raise TrainingError(
-                f"parameter {name} has shape {shapes[name]} in {reference}, but {expected} in the "
-                "base model; experts must be fine-tuned from the base model"
-            )
+    known = base.named_parameters(remove_duplicate=False)
+    expected = {name: tuple(parameter.shape) for name, parameter in known}
+    tied, own = (
+        getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+        for model in (base, expert)
+    )
+    shapes = {
+        name: tuple(parameter.shape)
+        for name, parameter in expert.named_parameters()
+        if not name.startswith(heads)
+    }
+    more = [name for name in shapes if name not in expected]
+    wrong = [name for name in names if shapes.get(name) != expected[name]]
+    if tied != own and not kind.has_heads:
+        what = f"has tie_word_embeddings: {own} in its config, and the base model {tied}"
+    elif more:
+        what = f"has {len(more)} parameters that the base model lacks, such as {more[0]}"
+    elif wrong and wrong[0] not in shapes:
+        what = f"has no parameter {wrong[0]}"
+    elif wrong:
+        name = wrong[0]
+        what = f"has {name} of shape {shapes[name]}, which is {expected[name]} in the base model"
+    else:
+        return
+    raise TrainingError(
+        f"expert {reference} {what}; experts must be fine-tuned from the base model, and saved as "
+        "it is"
+    )
 
 
 def check_classes(config: PreTrainedConfig, reference: str, *, regression: bool = False) -> None:
@@ -316,6 +313,4 @@ def write_statistics_of_batches(model: nn.Module, folders: Iterable[Path]) -> No
     buffers = model.named_buffers()
     known = {name: b for name, b in buffers if is_running_statistic(name) or is_counter(name)}
     for path in (path for folder in folders if known for path in weight_files(folder)):
-        tensors = load_file(path)
-        own = {name: known[name].to("cpu", tensors[name].dtype) for name in known.keys() & tensors}
-        save_tensors(path, tensors | own, {"format": "pt"})
+        rewrite_tensors(path, path, known.get)

@@ -14,17 +14,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from accelerate.utils import gather_object, send_to_device
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from mergekit_ace.coefficients.learner import Learner, LearnerConfig, LearnerInputs
 from mergekit_ace.training.config import Labels, TrainingConfig
-from mergekit_ace.training.data import Example, step_indices, to_device
+from mergekit_ace.training.data import Example, step_indices
 from mergekit_ace.training.loop import ModuleTraining, TrainingProgress
 from mergekit_ace.training.merged import MergedModel
 from mergekit_ace.training.state import Diverged
 from mergekit_ace.training.tasks import attach_head
-from mergekit_ace.training.teachers import Teacher, agreement, count_agreement
+from mergekit_ace.training.teachers import Teacher, agreement
 
 if TYPE_CHECKING:
     from mergekit_ace.training.family import Family
@@ -195,22 +196,20 @@ class Objective:
     @torch.no_grad()
     def evaluate(self, split: str) -> Score:
         """Return the score of the written merge on a split of every teacher's data."""
-        totals = torch.zeros(len(self.teachers), 8, dtype=torch.float64)  # loss, and an agreement
+        losses, shares = torch.zeros(len(self.teachers), dtype=torch.float64), []
         for row, teacher in enumerate(self.teachers):
-            examples = teacher.splits[split]
+            examples, answers = teacher.splits[split], []
             indices = list(range(len(examples)))
             for part in self.run.share(indices, self.config.training.batch_size):
                 logits, labels = self._answers(teacher, [examples[index] for index in part])
-                given = logits.squeeze(-1) if "numbers" in labels else logits.argmax(-1)
-                totals[row, 0] += float(self._loss(logits, labels))
-                totals[row, 1:] += count_agreement(given, labels["target"])
+                losses[row] += float(self._loss(logits, labels))
+                given = logits.float().squeeze(-1) if "numbers" in labels else logits.argmax(-1)
+                answers.append(torch.stack((given, labels["target"])).cpu())  # numbers, or classes
                 del logits  # large: gone before the next ones are computed
-        totals = self.run.sum(totals)
-        mean = float((totals[:, 0] / totals[:, 1]) @ self._weights)
-        shares = [
-            agreement(sums, numbers=teacher.answers_with_numbers)
-            for teacher, sums in zip(self.teachers, totals[:, 1:], strict=True)
-        ]
+            given, wanted = torch.cat(gather_object(answers), dim=1)
+            losses[row] /= len(given)
+            shares.append(agreement(given, wanted))
+        mean = float(self.run.sum(losses) @ self._weights)
         rehearsal = None if self.config.rehearsal is None else shares.pop()
         return Score(mean, tuple(shares), rehearsal)
 
@@ -229,9 +228,9 @@ class Objective:
             attach_head(module, teacher.head)
         batch = self._kind.collate(samples)
         with self.run.accelerator.autocast():
-            logits = self._kind.logits(module, to_device(batch, self.run.accelerator.device))
+            logits = self._kind.logits(module, send_to_device(batch, self.run.accelerator.device))
         labels = collate_labels(samples, self.config.labels)
-        return logits, to_device(labels, logits.device)
+        return logits, send_to_device(labels, logits.device)
 
 
 def collate_labels(samples: Sequence[Example], labels: Labels) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from mergekit_ace.methods.lookup import METHODS_OF_BASES
 from mergekit_ace.preflight.checkpoints import read_checkpoint
 from mergekit_ace.training.config import LanguageTask, TrainConfig
 from mergekit_ace.training.family import Family, ModelFolders
-from mergekit_ace.training.mapped_weights import stored_tensors
+from mergekit_ace.training.mapped_weights import stored_headers
 from mergekit_ace.training.models import write_statistics_of_batches
 from mergekit_ace.training.objective import Objective, Score, TrainedLearner, train_learner
 from mergekit_ace.training.state import Diverged, TrainingError, TrainingRun
@@ -117,7 +117,7 @@ def scores_table(scores: Mapping[str, Score], tasks: Iterable[str], samples: Seq
         samples: how many each task is scored on, which says what the scores are worth; one number
             more if there is a rehearsal, which adds a column for it.
     """
-    names = [_short(task) for task in tasks]
+    names = [Path(task).name or task for task in tasks]
     own = samples[: len(names)]
     rehearsal = len(samples) > len(own)
     names += ["rehearsal"] * rehearsal
@@ -133,11 +133,6 @@ def scores_table(scores: Mapping[str, Score], tasks: Iterable[str], samples: Seq
         loss = "–" if score.loss is None else f"{score.loss:.4f}"
         lines.append([name, *shares, loss])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _short(task: str) -> str:
-    """Return the last part of a task that is called like a path."""
-    return task.rstrip("/").rpartition("/")[2] or task
 
 
 def coefficient_file(
@@ -184,7 +179,7 @@ def _names_on_disk(family: Family) -> tuple[dict[str, tuple[str, ...]], tuple[st
     the base's values by its name in memory.
     """
     module, stored = family.module, family.stored
-    frozen = set(stored_tensors(family.folders.base))
+    frozen = set(stored_headers(family.folders.base))
     if family.folders.kind.has_heads:
         prefix = f"{module.base_model_prefix}."
         both = {name: {*names, name.removeprefix(prefix)} for name, names in stored.items()}
@@ -335,10 +330,9 @@ def _models(file: CoefficientFile, folders: Sequence[str], infer: bool) -> list[
 
 
 def _to_be_inferred(reference: str) -> dict[str, Any]:
-    parsed = ModelReference.model_validate(reference)
-    parts = {"model": parsed.model, "lora": parsed.lora}
-    given = {part: path.model_dump(exclude_none=True) for part, path in parts.items() if path}
-    return {**given, "override_architecture": "Inferred"}
+    inferred = {"override_architecture": "Inferred"}
+    parsed = ModelReference.model_validate(reference).model_copy(update=inferred)
+    return parsed.model_dump(exclude_none=True)
 
 
 def draw_training(file: CoefficientFile, log: list[dict[str, Any]], folder: Path) -> str:
@@ -356,7 +350,7 @@ def draw_training(file: CoefficientFile, log: list[dict[str, Any]], folder: Path
     axes = figure.subplots()
     values = file.coefficients[:, file.depths.argsort(stable=True)].numpy()  # input on the left
     image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis")
-    tasks = [_short(expert.task) for expert in file.contents.experts]
+    tasks = [Path(one.task).name or one.task for one in file.contents.experts]
     axes.set_yticks(range(rows), [*tasks, *["refinement"] * (rows - len(tasks))])
     axes.set(xlabel="tensors, from input to output", title="merging coefficients")
     figure.colorbar(image, ax=axes)

@@ -29,10 +29,11 @@ from mergekit_ace.training.config import LoopConfig
 _FREE = frozenset(
     {("expert_storage",), ("training", "checkpoint_every"), ("device_map",), ("measure",)}
 )
-# What makes a folder look as if a run were complete.
+# What makes a folder look as if a run were complete; and the folders that a run makes in it.
 _RESULTS = (
     "coefficients.safetensors", "distillation.json", "merge.yml", "inline.yml", "statistics.json",
 )  # fmt: skip
+_FOLDERS = ("state", "backbones", "texts", "experts")
 
 
 class TrainingError(ValueError):
@@ -75,11 +76,24 @@ class TrainingRun:
         """Wait until all processes have come here."""
         self.accelerator.wait_for_everyone()
 
-    def make_once(self, path: Path, make: Callable[[], None]) -> None:
-        """Let the main process make a file that is missing; return when it is there for all."""
+    def file(self, name: str) -> Path:
+        """Return where tensors of the state lie."""
+        return self.state / f"{name}.safetensors"
+
+    def once(
+        self, name: str, make: Callable[[], tuple[Mapping[str, Tensor], Any]]
+    ) -> tuple[dict[str, Tensor], Any]:
+        """Return tensors, memory-mapped, and facts that the main process makes once.
+
+        Args:
+            make: returns contiguous tensors that share no memory, and facts for JSON.
+        """
+        path = self.file(name)
         if self.is_main and not path.exists():
-            make()
+            tensors, facts = make()
+            save_tensors(path, tensors, {"facts": json.dumps(facts)})
         self.wait()
+        return load_checkpoint(path)
 
     def samples_per_step(self, settings: LoopConfig) -> int:
         """Return how many samples a step has, all processes and backward passes together."""
@@ -97,20 +111,6 @@ class TrainingRun:
             return numbers
         total = self.accelerator.reduce(numbers.to(self.accelerator.device), reduction="sum")
         return total.to(numbers.device)
-
-    def labels(self, teacher: int) -> Path:
-        """Return the file for the samples and labels of a teacher."""
-        return self.state / f"labels-{teacher}.safetensors"
-
-    @property
-    def texts(self) -> Path:
-        """Folder of the texts that experts write themselves."""
-        return self.path / "texts"
-
-    @property
-    def experts(self) -> Path:
-        """The folder for what is measured of each expert."""
-        return self.path / "experts"
 
     def backbone(self, expert: int | None) -> Path:
         """Return the folder for the backbone of a classifier; None stands for the base model."""
@@ -136,31 +136,26 @@ class TrainingRun:
             "processes": self.accelerator.num_processes,
             "files": file_states(inputs),
         }
-        made = (self.state, self.path / "backbones", self.texts, self.experts)
+        made = [self.path / name for name in _FOLDERS]
         if overwrite:
             _check_needed(inputs, made)
         record = self.state / "run.json"
         known = json_or_empty(record)
-        changed = differences(known, identity, _FREE) if known else []
-        if known and not changed:
+        changed = differences(known, identity, _FREE)
+        if not changed:
             return
-        results = [self.path / name for name in _RESULTS]
+        results = [path for name in _RESULTS if known and (path := self.path / name).is_file()]
         states = [path for path in self.state.rglob("*") if path != record and path.is_file()]
         # A run that ended before it computed anything, over a mistake in its config or its data,
         # has nothing that would be lost.
-        if changed and not overwrite and (states or any(path.is_file() for path in results)):
+        if (states or results) and not overwrite:
             raise TrainingError(
                 f"{self.path} holds the state of another run; changed since then: "
                 f"{', '.join(changed)}. Choose another folder, or --overwrite to drop it"
             )
-        if states and not changed and not overwrite:
-            raise TrainingError(
-                f"{self.state} is not empty, but not the state of a run; choose another folder, or "
-                "--overwrite to drop it"
-            )
-        if changed or overwrite:  # first what would look as if this run were complete
-            for path in results:
-                path.unlink(missing_ok=True)
+        if known or overwrite:  # first what would look as if this run were complete
+            for name in _RESULTS:
+                (self.path / name).unlink(missing_ok=True)
             for folder in made:
                 shutil.rmtree(folder, ignore_errors=True)
         self.state.mkdir(parents=True, exist_ok=True)
@@ -186,7 +181,7 @@ def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[st
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Read what `save_checkpoint` wrote; return None where there is nothing.
+    """Map what `save_checkpoint` wrote; return None where there is nothing.
 
     Raises:
         TrainingError: the file is damaged.
@@ -194,7 +189,7 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | No
     if not path.exists():
         return None
     with open_tensors(path) as file:
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return tensors, json.loads(file.metadata()["facts"])
 
 
@@ -210,8 +205,3 @@ def open_tensors(path: str | os.PathLike) -> safe_open:
         raise TrainingError(
             f"{path} is damaged ({error}); delete it to repeat what it was made for"
         ) from error
-
-
-def with_prefix(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the entries whose names start with `prefix`, without it."""
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

@@ -3,25 +3,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from mergekit_ace.methods.inputs import is_finite
 from mergekit_ace.training.config import DataConfig, TrainConfig
-from mergekit_ace.training.data import Example, Examples, save_examples, to_device
+from mergekit_ace.training.data import Example, Examples, pack_examples
 from mergekit_ace.training.language import fit_to_model
-from mergekit_ace.training.state import TrainingError, TrainingRun
+from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import ModelKind
 
 if TYPE_CHECKING:
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LOG = logging.getLogger(__name__)
-_NO_LIMIT = 2**31 - 1  # tokens
 
 
 @dataclass(frozen=True)
@@ -47,11 +44,6 @@ class Teacher:
     splits: dict[str, Examples]
     accuracy: float | None
     head: dict[str, nn.Module]
-
-    @property
-    def answers_with_numbers(self) -> bool:
-        """Whether its answers are numbers instead of classes."""
-        return self.splits["test"][0]["hard"].is_floating_point()
 
 
 @dataclass(frozen=True)
@@ -85,26 +77,23 @@ class SampleReader:
             TrainingError: nothing is left, tokens have no embedding, or images differ in size.
         """
         data, kind = self.data, self.kind
-        encoded = [kind.encode(row, data, self.processor) for row in rows]
+        encoded = (kind.encode(row, data, self.processor) for row in rows)
         samples = [sample for sample in encoded if sample is not None]
         if not samples:
             raise TrainingError(
                 f"data {data.path}: no {split} sample has anything to predict within max_length: "
                 f"{data.max_length}"
             )
-        cut = sum(map(self._is_cut, encoded, rows))
-        if cut:
+        lengths = [max(len(s.get(n, ())) for n in ("input_ids", "target_ids")) for s in samples]
+        full, lost = sum(n >= data.max_length for n in lengths), len(rows) - len(samples)
+        if full or lost:
+            limit = f"max_length: {data.max_length}"
+            if data.max_length < self.given.max_length:
+                limit = f"the {data.max_length} positions of {self.model.name_or_path}"
             LOG.warning(
-                "data %s: %d of %d %s samples are cut at max_length: %d, with some or all of what "
-                "is to be predicted",
-                data.path, cut, len(rows), split, data.max_length,
-            )  # fmt: skip
-        full = sum(len(sample.get("input_ids", ())) >= data.max_length for sample in samples)
-        if full and data.max_length < self.given.max_length:
-            LOG.warning(
-                "data %s: %d texts are cut to %d tokens instead of max_length: %d, as %s has no "
-                "more positions",
-                data.path, full, data.max_length, self.given.max_length, self.model.name_or_path,
+                "data %s: %d of %d %s samples fill %s, where longer texts are cut; %d have nothing "
+                "to predict within it",
+                data.path, full, len(rows), split, limit, lost,
             )  # fmt: skip
         self._check(samples)
         lacking = [sample for sample in samples if kind.writes and "true" not in sample]
@@ -124,7 +113,7 @@ class SampleReader:
             TrainingError: the model answers NaN or Inf, or cannot read the samples.
         """
         with self._explained_failures():
-            batch = to_device(self.kind.collate(samples), self.model.device)
+            batch = send_to_device(self.kind.collate(samples), self.model.device)
             logits = self.kind.logits(self.model, batch)
         if not is_finite(logits.detach()):
             raise TrainingError(
@@ -133,19 +122,6 @@ class SampleReader:
                 "out"
             )
         return logits
-
-    def _is_cut(self, sample: Example | None, row: dict[str, Any]) -> bool:
-        """Return whether a sample has less to predict than it would have without `max_length`."""
-        if self.kind.has_heads:
-            return False
-        texts = [sample[name] for name in ("input_ids", "target_ids") if name in (sample or {})]
-        if texts and max(map(len, texts)) < self.data.max_length:
-            return False
-        endless = self.data.model_copy(update={"max_length": _NO_LIMIT})
-        whole = self.kind.encode(row, endless, self.processor)
-        if whole is None:
-            return False
-        return sample is None or count_positions(sample) < count_positions(whole)
 
     def _check(self, samples: Sequence[Example]) -> None:
         """Raise for tokens that the model has no embedding of, and for images of two sizes."""
@@ -178,15 +154,17 @@ class SampleReader:
             ) from error
 
 
-def write_labels(
-    path: Path,
+def answer_data(
     teacher: SampleReader,
     rows: Mapping[str, Dataset],
     name: str,
     config: TrainConfig,
-    run: TrainingRun,
-) -> None:
-    """Let a teacher answer its data, and write the samples with its labels.
+    *,
+    quiet: bool,
+) -> tuple[dict[str, Tensor], float | None]:
+    """Let a teacher answer its data; return the samples with its labels, packed.
+
+    With them goes the accuracy of the teacher itself, see `Teacher`.
 
     Raises:
         TrainingError: nothing usable is left of a split, an answer is NaN or Inf, or a true label
@@ -194,10 +172,10 @@ def write_labels(
     """
     size, splits = config.training.batch_size, {}
     for split, unlabelled in rows.items():
-        samples = teacher.read(unlabelled, split, size, quiet=run.quiet)
+        samples = teacher.read(unlabelled, split, size, quiet=quiet)
         starts = range(0, len(samples), size)
         labelled: list[Example] = []
-        for start in tqdm(starts, f"labels of {name}, {split}", unit="batch", disable=run.quiet):
+        for start in tqdm(starts, f"labels of {name}, {split}", unit="batch", disable=quiet):
             labelled += label_batch(teacher, samples[start : start + size], config)
         if config.labels == "true" and not all("true" in sample for sample in labelled):
             raise TrainingError(
@@ -208,8 +186,8 @@ def write_labels(
     accuracy, test = None, splits["test"]
     if all("true" in sample for sample in test):
         given, true = (torch.cat([sample[name] for sample in test]) for name in ("hard", "true"))
-        accuracy = agreement(count_agreement(given, true), numbers=given.is_floating_point())
-    save_examples(splits, path, {"accuracy": json.dumps(accuracy)})
+        accuracy = agreement(given, true)
+    return pack_examples(splits), accuracy
 
 
 @torch.no_grad()
@@ -269,32 +247,18 @@ def count_positions(sample: Example) -> int:
     return int(sample["supervised"].sum()) if "supervised" in sample else 1
 
 
-def count_agreement(given: Tensor, wanted: Tensor) -> Tensor:
-    """Return sums over answers that add up over batches and processes; see `agreement`.
+def agreement(given: Tensor, wanted: Tensor) -> float:
+    """Return how far answers agree with what was wanted.
 
     Args:
-        given, wanted: (P,): classes, or numbers x and y in floating point.
-
-    Returns:
-        (7,), float64: the number of answers, of right ones, and the sums of x, y, x², y² and xy.
-    """
-    x, y = given.double().cpu(), wanted.double().cpu()
-    parts = (x == y, x, y, x * x, y * y, x * y)
-    sums = [float(len(x)), *(float(part.sum()) for part in parts)]
-    return torch.tensor(sums, dtype=torch.float64)
-
-
-def agreement(sums: Tensor, *, numbers: bool) -> float:
-    """Return how far answers agree with what was wanted, from the sums of `count_agreement`.
+        given, wanted: (P,): classes, or numbers in floating point.
 
     Returns:
         The share of right answers, 0 to 1; of numbers, Pearson's correlation, −1 to 1, and 0 where
         one side is constant.
     """
-    count, right, x, y, xx, yy, xy = sums.tolist()
-    if not numbers:
-        return right / count
-    own, other = xx - x * x / count, yy - y * y / count
-    if own <= 1e-12 * xx or other <= 1e-12 * yy:  # what rounding leaves of a constant
+    if not wanted.is_floating_point():
+        return float((given == wanted).double().mean())
+    if min(len(given.unique()), len(wanted.unique())) < 2:
         return 0.0
-    return (xy - x * y / count) / math.sqrt(own * other)
+    return float(torch.corrcoef(torch.stack((given, wanted)).double())[0, 1])

@@ -69,6 +69,10 @@ def test_a_checkpoint_comes_out(config, tmp_path):
     assert again.exit_code == 1
     assert "is not empty; give another folder, or --overwrite" in again.output
     assert calibrate(config, out, "--overwrite").exit_code == 0
+    (out / "config.json").rename(out / "notes.txt")
+    other = calibrate(config, out, "--overwrite")
+    assert "holds something else than a model" in other.output
+    assert (out / "notes.txt").exists()
 
 
 @pytest.mark.parametrize("config", [False], indirect=True)

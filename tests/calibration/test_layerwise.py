@@ -19,8 +19,8 @@ from mergekit_ace.calibration.layerwise import (
     WRITERS,
     Calibration,
     SampleTeacher,
-    UnknownLayersError,
 )
+from mergekit_ace.training.state import TrainingError
 
 CPU = torch.device("cpu")
 
@@ -118,7 +118,7 @@ def test_layers_of_another_kind_are_refused(family, rng):
     other = GPTNeoXForCausalLM(config).gpt_neox.layers
     base.model.layers = other
     start = base.state_dict()
-    with pytest.raises(UnknownLayersError, match=r"model\.layers\.0 of LlamaForCausalLM"):
+    with pytest.raises(TrainingError, match=r"model\.layers\.0 of LlamaForCausalLM"):
         calibrated(base, start, [SampleTeacher(start, [draw(base, rng)], 1.0)])
 
 
@@ -126,5 +126,5 @@ def test_attention_that_sees_later_tokens_is_refused(rng):
     base = tiny_llama()
     base.set_attn_implementation("eager")  # causal by a mask only
     start = base.state_dict()
-    with pytest.raises(UnknownLayersError, match=r"model\.layers\.0 of LlamaForCausalLM"):
+    with pytest.raises(TrainingError, match=r"model\.layers\.0 of LlamaForCausalLM"):
         calibrated(base, start, [SampleTeacher(start, [draw(base, rng)], 1.0)])

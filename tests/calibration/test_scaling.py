@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from mergekit_ace.calibration.calibrate_run import comparison_batches
-from mergekit_ace.calibration.scaling import SCALES, ScaleSearch, WeightsBetween, interpolate
+from mergekit_ace.calibration.scaling import SCALES, ScaleSearch, WeightsBetween
 
 CPU = torch.device("cpu")
 
@@ -91,12 +91,12 @@ def test_shares_are_those_of_whole_models(rng, tied):
 
 def test_what_the_base_lacks_stays_as_merged():
     base, merged = torch.zeros(2, 3), torch.ones(4, 3).bfloat16()
-    scaled = interpolate(base, merged, 0.25)
-    assert scaled.dtype == torch.float32
-    assert scaled[:, 0].tolist() == [0.25, 0.25, 1.0, 1.0]
     between = WeightsBetween({"a": base}, {"a": merged, "b": merged}, 0.25)
+    assert between["a"].dtype == torch.float32
+    assert between["a"][:, 0].tolist() == [0.25, 0.25, 1.0, 1.0]
     assert torch.equal(between["b"], merged)
-    assert interpolate(base, torch.ones(1, 3), 0.5).tolist() == [[0.5] * 3]
+    fewer = WeightsBetween({"a": base}, {"a": torch.ones(1, 3)}, 0.5)
+    assert fewer["a"].tolist() == [[0.5] * 3]
 
 
 def test_texts_are_compared_at_some_tokens():

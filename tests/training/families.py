@@ -14,6 +14,8 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
@@ -29,7 +31,9 @@ from transformers import (
 )
 
 from mergekit_ace.training.config import DistillConfig, TrainConfig
+from mergekit_ace.training.data import Examples, unpack_examples
 from mergekit_ace.training.distill import run_distillation
+from mergekit_ace.training.state import load_checkpoint
 
 WORDS = [f"w{n}" for n in range(36)]
 MIXTRAL = {
@@ -82,7 +86,7 @@ def _config(base: str, experts: list[tuple[str, dict]], task: str, **settings) -
         ],
         "task": task,
         "learner": {"hidden": 8, "activation": "identity"},
-        "training": {"epochs": 2, "batch_size": 4, "learning_rate": 0.01},
+        "training": {"epochs": 1, "batch_size": 4, "learning_rate": 0.01},
         "compare": {"task_arithmetic": [0.3], "direct": False},
         **settings,
     }
@@ -98,6 +102,20 @@ def llama_family(folder: Path, experts: int = 2, rows: int = 20, **settings) -> 
         data = write_rows(folder / f"data{k}.jsonl", [{"text": sentence(rng)} for _ in range(rows)])
         made.append((path, {"path": data, "text": "text"}))
     return _config(_save(model, folder / "base"), made, "causal-lm", **settings)
+
+
+def gpt2_family(folder: Path) -> dict:
+    """The texts of `llama_family`; weights are stored (in, out), and the head is tied."""
+    family = llama_family(folder / "llama")
+    torch.manual_seed(0)
+    shape = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    base = GPT2LMHeadModel(GPT2Config(**shape, **dropout, bos_token_id=2, eos_token_id=3))
+    made = []
+    for k, expert in enumerate(family["models"]):
+        tuned = fine_tuned(base, seed=60 + k, scale=0.1)
+        made.append((_save(tuned, folder / f"expert{k}"), expert["data"]))
+    return _config(_save(base, folder / "base"), made, "causal-lm")
 
 
 def rehearsed_family(folder: Path) -> dict:
@@ -291,6 +309,11 @@ def image_distillation(folder: Path) -> tuple[dict, dict]:
 
 def parsed(config: dict) -> TrainConfig:
     return TrainConfig.model_validate(config)
+
+
+def answered(out: Path, teacher: int) -> dict[str, Examples]:
+    """Samples of a teacher with its answers, by split."""
+    return unpack_examples(load_checkpoint(out / "state" / f"labels-{teacher}.safetensors")[0])
 
 
 def distil(config: dict, out: Path, **options) -> Path:

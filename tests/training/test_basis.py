@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from checkpoints import fine_tuned
 from families import (
-    _config,
-    _save,
     bert_family,
+    gpt2_family,
     llama_family,
     mixtral_family,
     parsed,
@@ -25,7 +23,7 @@ from families import (
 from mergekit.options import MergeOptions
 from reference import naive_relative, task_vector_error
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralForCausalLM
+from transformers import MixtralForCausalLM
 
 from mergekit_ace.coefficients.file import CoefficientFile, CoefficientFileError
 from mergekit_ace.preflight.check import check_merge
@@ -42,20 +40,6 @@ def with_basis(config: dict, basis: str, **parameters) -> dict:
         config[basis] = parameters
     config["compare"]["scale"] = []
     return config
-
-
-def gpt2_family(folder: Path) -> dict:
-    """Weights stored (in, out), tied embeddings."""
-    family = llama_family(folder / "llama")
-    torch.manual_seed(0)
-    base = GPT2LMHeadModel(
-        GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32)
-    )
-    made = []
-    for k, expert in enumerate(family["models"]):
-        tuned = fine_tuned(base, seed=60 + k, scale=0.1)
-        made.append((_save(tuned, folder / f"expert{k}"), expert["data"]))
-    return _config(_save(base, folder / "base"), made, "causal-lm")
 
 
 FAMILIES = {

@@ -13,12 +13,12 @@ from families import write_rows
 
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.data import (
-    load_examples,
     load_rows,
-    save_examples,
+    pack_examples,
     step_indices,
+    unpack_examples,
 )
-from mergekit_ace.training.state import TrainingError
+from mergekit_ace.training.state import TrainingError, load_checkpoint, save_checkpoint
 
 ROWS = [{"text": f"line {n}", "other": n} for n in range(50)]
 
@@ -157,9 +157,10 @@ def test_samples_of_any_length_survive_the_disk(tmp_path):
         {"a": torch.arange(0), "b": torch.zeros(1, 2, 2)},
         {"a": torch.arange(5), "b": torch.ones(1, 2, 2), "c": torch.ones(1)},
     ]
-    save_examples({"train": samples}, tmp_path / "e.safetensors", {"x": "y"})
-    splits, metadata = load_examples(tmp_path / "e.safetensors")
-    assert metadata["x"] == "y"
+    save_checkpoint(tmp_path / "e.safetensors", pack_examples({"train": samples}), {"x": "y"})
+    tensors, facts = load_checkpoint(tmp_path / "e.safetensors")
+    splits = unpack_examples(tensors)
+    assert facts["x"] == "y"
     assert len(splits["train"]) == 3
     for got, sample in zip(splits["train"], samples, strict=True):
         assert set(got) == {"a", "b"}, "what not all samples have is dropped"

@@ -8,7 +8,7 @@ from checkpoints import fine_tuned, tiny_llama
 from families import MIXTRAL, vit_family
 from transformers import AutoModelForImageClassification, MixtralConfig, MixtralForCausalLM
 
-from mergekit_ace.training.mapped_weights import map_weights, stored_names, stored_tensors
+from mergekit_ace.training.mapped_weights import map_weights, stored_headers, stored_names
 
 
 def parameters(model) -> dict:
@@ -21,10 +21,10 @@ def test_checkpoints_are_mapped_as_they_are_where_names_agree(tmp_path):
     names = list(parameters(model))
     mapped = map_weights(model, names, tmp_path / "m", tmp_path / "copy.safetensors")
     assert not (tmp_path / "copy.safetensors").exists()
-    assert len({path for path, _ in stored_tensors(tmp_path / "m").values()}) > 1
+    assert len({header.file for header in stored_headers(tmp_path / "m").values()}) > 1
     assert all(torch.equal(mapped[n], p) for n, p in parameters(model).items())
     stored = stored_names(model, names, tmp_path / "m")
-    assert {s for group in stored.values() for s in group} == set(stored_tensors(tmp_path / "m"))
+    assert {s for group in stored.values() for s in group} == set(stored_headers(tmp_path / "m"))
 
 
 def test_other_names_on_disk_are_found_and_converted(tmp_path):
@@ -36,7 +36,7 @@ def test_other_names_on_disk_are_found_and_converted(tmp_path):
     assert (tmp_path / "copy.safetensors").exists()
     assert all(torch.equal(mapped[n], p) for n, p in parameters(model).items())
     stored = stored_names(model, names, folder)
-    on_disk = stored_tensors(folder)
+    on_disk = stored_headers(folder)
     assert {s for group in stored.values() for s in group} == set(on_disk)
     assert all(len(group) == 1 for group in stored.values())
 
@@ -48,7 +48,7 @@ def test_a_parameter_packed_from_many_tensors_names_them_all(tmp_path):
     model = MixtralForCausalLM.from_pretrained(tmp_path / "m")
     names = list(parameters(model))
     stored = stored_names(model, names, tmp_path / "m")
-    assert {s for group in stored.values() for s in group} == set(stored_tensors(tmp_path / "m"))
+    assert {s for group in stored.values() for s in group} == set(stored_headers(tmp_path / "m"))
     assert max(len(group) for group in stored.values()) >= 3
     mapped = map_weights(model, names, tmp_path / "m", tmp_path / "copy.safetensors")
     assert all(torch.equal(mapped[n], p) for n, p in parameters(model).items())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from families import (
     bert_family,
+    gpt2_family,
     llama_family,
     masked_family,
     mixtral_family,
@@ -20,7 +22,7 @@ from families import (
     vit_family,
     write_rows,
 )
-from measured_families import gpt2_family, measure
+from measured_families import measure
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -72,6 +74,19 @@ def texts(config: dict, number: int) -> list[dict]:
     return [dict(words(row[key], return_tensors="pt")) for row in rows]
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> dict:
+    return llama_family(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def whole(llama, tmp_path_factory) -> Path:
+    """The folder of covariances of the Llamas; tests that change it take a copy."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    measure(llama, out)
+    return out
+
+
 FAMILIES = {
     "llama": (llama_family, AutoModelForCausalLM),
     "gpt2": (gpt2_family, AutoModelForCausalLM),
@@ -107,9 +122,9 @@ def test_covariances_and_counts(tmp_path, family):
             torch.testing.assert_close(measured, second_moment, rtol=1e-4, atol=1e-5)
 
 
-def test_experts_without_data_write_texts_of_their_own(tmp_path):
+def test_experts_without_data_write_texts_of_their_own(llama, tmp_path):
     """What is measured is what the file of their texts holds; a later run reads it again."""
-    config = llama_family(tmp_path / "family")
+    config = llama
     own = {**config, "models": [{**one, "data": None} for one in config["models"]]}
     found = measure(own, tmp_path / "own")
     files = [tmp_path / "own" / "texts" / f"{n}.jsonl" for n in range(len(own["models"]))]
@@ -142,8 +157,8 @@ def test_only_language_models_write_their_own_samples(tmp_path):
         TrainConfig.model_validate(trained)
 
 
-def test_layers_with_the_same_inputs_share_a_covariance(tmp_path):
-    found = measure(llama_family(tmp_path / "family"), tmp_path / "out")
+def test_layers_with_the_same_inputs_share_a_covariance(whole):
+    found = Statistics.load(whole)
     inputs = {name: tensor.inputs for name, tensor in found.tensors.items()}
     layer = "model.layers.1."
     queries = inputs[f"{layer}self_attn.q_proj.weight"]
@@ -188,9 +203,9 @@ def test_every_kind_of_model(tmp_path, make, kind):
             assert found.tensors[name].inputs is not None
 
 
-def test_fisher_information(tmp_path):
+def test_fisher_information(llama, tmp_path):
     """Against one backward pass per sample in float64, with the same answers drawn."""
-    config = llama_family(tmp_path / "family")
+    config = llama
     found = measure(config, tmp_path / "out", "fisher")
     assert found.index.measured == ("fisher",)
     model = AutoModelForCausalLM.from_pretrained(config["models"][1]["model"]).double()
@@ -223,11 +238,16 @@ def test_drawn_answers_have_the_mean_of_all_answers(rng):
     assert not model.weight.requires_grad
 
 
-def test_several_passes_give_the_same(tmp_path, monkeypatch):
-    config = llama_family(tmp_path / "family")
-    whole = measure(config, tmp_path / "whole", "covariances", "fisher")
+def test_several_passes_give_the_same(llama, whole, tmp_path, monkeypatch):
+    """And what was measured before stays."""
+    out = shutil.copytree(whole, tmp_path / "whole")
+    first = out / "experts" / "0-covariances-0.safetensors"
+    before = first.stat().st_mtime_ns
+    whole = measure(llama, out, "fisher")
+    assert whole.index.measured == ("covariances", "fisher")
+    assert first.stat().st_mtime_ns == before
     monkeypatch.setattr(measuring, "LEAST_ROOM", 0)  # as much as the model takes
-    split = measure(config, tmp_path / "split", "covariances", "fisher")
+    split = measure(llama, tmp_path / "split", "covariances", "fisher")
     assert len(split.index.experts[0].files) > len(whole.index.experts[0].files) == 2
     for expert in (0, 1):
         for tensor in split.index.tensors:
@@ -245,8 +265,8 @@ def test_passes():
     assert in_passes({}, 3, float) == ()
 
 
-def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
-    config = llama_family(tmp_path / "family")
+def test_an_interrupted_run_goes_on(llama, tmp_path, monkeypatch):
+    config = llama
     out = tmp_path / "out"
     measured = measuring.Measuring.measure
 
@@ -272,20 +292,9 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
     assert index.stat().st_mtime_ns == before, "a merge that has begun with it goes on"
 
 
-def test_more_may_be_measured_later(tmp_path):
-    config = llama_family(tmp_path / "family")
-    measure(config, tmp_path / "out")
-    first = tmp_path / "out" / "experts" / "0-covariances-0.safetensors"
-    before = first.stat().st_mtime_ns
-    found = measure(config, tmp_path / "out", "fisher")
-    assert found.index.measured == ("covariances", "fisher")
-    assert first.stat().st_mtime_ns == before
-
-
-def test_another_run_in_the_same_folder(tmp_path):
-    config = llama_family(tmp_path / "family")
-    measure(config, tmp_path / "out")
-    other = {**config, "exclude": ["mlp"]}
+def test_another_run_in_the_same_folder(llama, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "out")
+    other = {**llama, "exclude": ["mlp"]}
     with pytest.raises(TrainingError, match=r"holds the state of another run.*exclude"):
         measure(other, tmp_path / "out")
     found = measure(other, tmp_path / "out", overwrite=True)
@@ -293,20 +302,19 @@ def test_another_run_in_the_same_folder(tmp_path):
     assert found.tensors["model.layers.0.self_attn.q_proj.weight"].inputs is not None
 
 
-def test_metadata(tmp_path):
-    config = llama_family(tmp_path / "family")
-    measure(config, tmp_path / "out")
-    file = tmp_path / "out" / "experts" / "1-covariances-0.safetensors"
+def test_metadata(llama, whole):
+    file = whole / "experts" / "1-covariances-0.safetensors"
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata()
     facts = json.loads(metadata["facts"])
     assert metadata["measured"] == "covariances"
-    assert facts["model"] == config["models"][1]["model"]
-    assert facts["tokens"] == facts["rows"]["lm_head.weight"] > 0
+    assert facts["model"] == llama["models"][1]["model"]
+    assert facts["tokens"] > 0
 
 
-def test_size_is_said_before(tmp_path, capsys):
-    config = {**llama_family(tmp_path / "family"), "measure": ["covariances", "fisher"]}
+def test_size_is_said_before(llama, whole, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path / "out")
+    config = {**llama, "measure": ["covariances", "fisher"]}
     settings = StatisticsConfig.model_validate(config)
     measure_statistics(settings, tmp_path / "out")
     said = capsys.readouterr().out
@@ -316,11 +324,11 @@ def test_size_is_said_before(tmp_path, capsys):
     assert "fisher of 2 experts" in said
 
 
-def test_a_full_disk_is_said_before(tmp_path, monkeypatch):
+def test_a_full_disk_is_said_before(llama, tmp_path, monkeypatch):
     full = SimpleNamespace(free=0)
     monkeypatch.setattr(measuring.shutil, "disk_usage", lambda path: full)
     with pytest.raises(TrainingError, match=r"needs .* GB, and its disk has 0 GB left"):
-        measure(llama_family(tmp_path / "family"), tmp_path / "out")
+        measure(llama, tmp_path / "out")
 
 
 def test_nothing_to_measure(tmp_path):
@@ -350,14 +358,14 @@ def test_nan_in_a_sample(tmp_path):
         measure(config, tmp_path / "out")
 
 
-def test_damaged_and_foreign_files(tmp_path):
+def test_damaged_and_foreign_files(whole, tmp_path):
     with pytest.raises(StatisticsFileError, match="there are no statistics at"):
         Statistics.load(tmp_path / "none")
     foreign = tmp_path / "foreign.json"
     foreign.write_text('{"format": "something else"}')
     with pytest.raises(StatisticsFileError, match="is no file of statistics"):
         Statistics.load(foreign)
-    measure(llama_family(tmp_path / "family"), tmp_path / "out")
+    shutil.copytree(whole, tmp_path / "out")
     file = tmp_path / "out" / "experts" / "1-covariances-0.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-10])

@@ -7,13 +7,12 @@ import pytest
 import torch
 import yaml
 from checkpoints import seen_batches
-from families import RESNET, parsed, resnet_family
+from families import RESNET, answered, parsed, resnet_family
 from safetensors.torch import load_file
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification, ResNetModel
 
 from mergekit_ace.naming import is_running_statistic
-from mergekit_ace.training.data import load_examples
 from mergekit_ace.training.models import (
     average_statistics,
     running_statistics,
@@ -90,7 +89,7 @@ def test_a_merge_of_backbones_answers_as_the_scores_say(trained, mergekit_yaml):
     for row, expert in enumerate(file.contents.experts):
         model = ResNetForImageClassification.from_pretrained(expert.model).eval()
         model.resnet = backbone
-        test = load_examples(out / "state" / f"labels-{row}.safetensors")[0]["test"]
+        test = answered(out, row)["test"]
         pixels = torch.cat([sample["pixel_values"] for sample in test])
         answers = torch.cat([sample["hard"] for sample in test])
         with torch.no_grad():

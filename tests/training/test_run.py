@@ -7,6 +7,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import transformers
 import yaml
 from checkpoints import fine_tuned, tiny_llama
 from families import (
+    answered,
     bert_family,
     llama_family,
     masked_family,
@@ -42,7 +44,6 @@ from mergekit_ace.training import family as family_module
 from mergekit_ace.training import objective as objective_module
 from mergekit_ace.training import run as run_module
 from mergekit_ace.training import teachers as teachers_module
-from mergekit_ace.training.data import load_examples
 from mergekit_ace.training.run import merge_config, run_training
 from mergekit_ace.training.state import Diverged, TrainingError
 from mergekit_ace.training.tasks import model_kind
@@ -150,7 +151,7 @@ def _loss_on_test(config: dict, folder: Path, out: Path) -> float:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     losses = []
     for row in range(len(config["models"])):
-        splits, _ = load_examples(out / "state" / f"labels-{row}.safetensors")
+        splits = answered(out, row)
         total, count = 0.0, 0
         for sample in splits["test"]:
             with torch.no_grad():
@@ -174,7 +175,7 @@ def test_labels_are_the_experts_own_answers(llama, tmp_path):
             ids = torch.tensor([tokenizer(text)["input_ids"]])
             with torch.no_grad():
                 answers[tuple(ids[0].tolist())] = model(input_ids=ids).logits[0, :-1].argmax(-1)
-        splits, _ = load_examples(tmp_path / "out" / "state" / f"labels-{row}.safetensors")
+        splits = answered(tmp_path / "out", row)
         seen = [sample for split in splits.values() for sample in split]
         assert len(seen) == len(texts)
         for sample in seen:
@@ -322,11 +323,10 @@ def test_a_changed_checkpoint_is_another_run(tmp_path):
 
 def test_where_the_experts_lie_changes_nothing(llama, tmp_path):
     results = [
-        run({**llama, "expert_storage": storage}, tmp_path / storage).coefficients
+        run(changed({**llama, "expert_storage": storage}, max_steps=2), tmp_path / storage)
         for storage in ("disk", "cpu", "device")
     ]
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    assert all(torch.equal(one.coefficients, results[0].coefficients) for one in results)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_the_entropy_falls_whatever_the_experts_answer(llama, tmp_path, monkeypa
     learner = {"input": "direct", "activation": "relu"}
     config = {k: v for k, v in llama.items() if k != "labels"}
     config |= {"loss": "entropy", "basis": basis, "learner": learner}
-    config = changed(config, learning_rate=0.01, epochs=4, patience=0)
+    config = changed(config, learning_rate=0.02, epochs=2, patience=0)
     one = run(config, tmp_path / "one")
     lines = log_of(tmp_path / "one")
     losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
@@ -385,9 +385,9 @@ def test_the_entropy_falls_whatever_the_experts_answer(llama, tmp_path, monkeypa
 def test_training_lowers_the_loss(llama, tmp_path, labels, activation):
     learner = {"hidden": 8, "activation": activation}
     config = {**llama, "learner": learner, "labels": labels, "top_k": 5}
-    run(changed(config, epochs=6), tmp_path / "out")
+    run(changed(config, epochs=4), tmp_path / "out")
     losses = [line["loss"] for line in log_of(tmp_path / "out") if "loss" in line]
-    epoch = len(losses) // 6
+    epoch = len(losses) // 4
     assert sum(losses[-epoch:]) < sum(losses[:epoch])
 
 
@@ -400,7 +400,7 @@ def test_the_kept_network_is_that_of_the_best_evaluation(llama, tmp_path, monkey
         return objective_module.Score(losses[min(seen.count("validation"), 6) - 1], (0.5, 0.5))
 
     monkeypatch.setattr(objective_module.Objective, "evaluate", scripted)
-    file = run(changed(llama, evaluate_every=1, max_steps=5), tmp_path / "out")
+    file = run(changed(llama, evaluate_every=1, epochs=2, max_steps=5), tmp_path / "out")
     assert [e["validation_loss"] for e in log_of(tmp_path / "out") if "loss" not in e] == losses
     seen.clear()
     short = run(changed(llama, evaluate_every=1, max_steps=2), tmp_path / "short")
@@ -435,23 +435,60 @@ def test_excluded_tensors_stay_the_base_s(llama, tmp_path, mergekit_yaml):
     assert not torch.equal(got["lm_head.weight"], base["lm_head.weight"])
 
 
-def test_text_classifiers_with_heads_of_their_own(tmp_path):
-    file = run(bert_family(tmp_path / "family"), tmp_path / "out")
+@dataclass
+class Trained:
+    """A training of classifiers, with the heads that each evaluation saw."""
+
+    settings: dict
+    out: Path
+    file: CoefficientFile
+    heads: list[list[dict[str, torch.Tensor]]]
+
+
+@pytest.fixture(scope="module", params=[bert_family, vit_family], ids=["bert", "vit"])
+def classifiers(request, tmp_path_factory) -> Trained:
+    folder = tmp_path_factory.mktemp("classifiers")
+    settings, seen = request.param(folder / "family"), []
+    original = objective_module.Objective.evaluate
+
+    def watching(self, split):
+        modules = [m for teacher in self.teachers for m in teacher.head.values()]
+        seen.append([{n: t.clone() for n, t in m.state_dict().items()} for m in modules])
+        return original(self, split)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objective_module.Objective, "evaluate", watching)
+        file = run(settings, folder / "out")
+    return Trained(settings, folder / "out", file, seen)
+
+
+def test_classifiers_with_heads_of_their_own(classifiers):
+    file = classifiers.file
     assert not any("classifier" in name for name in file.columns)
-    scores = file.contents.scores
-    assert len(scores["each expert on its own"]["accuracy"]) == 2
     stored = {name for tensor in file.contents.tensors for name in tensor.stored}
-    assert stored == set(load_file(tmp_path / "family" / "base" / "model.safetensors"))
+    on_disk = set(load_file(Path(classifiers.settings["base_model"]) / "model.safetensors"))
+    if classifiers.settings["task"] == "sequence-classification":
+        assert len(file.contents.scores["each expert on its own"]["accuracy"]) == 2
+        assert stored == on_disk
+    else:
+        assert stored > on_disk, "the names in memory, under which backbones are saved, too"
+        assert not file.contents.frozen
 
 
-@pytest.mark.parametrize("family", [bert_family, vit_family])
-def test_merged_backbones_carry_every_head(tmp_path, mergekit_yaml, family):
+def test_merged_backbones_carry_every_head(classifiers, mergekit_yaml):
     """Put each expert's head on the merged backbone: the scores are those of the training."""
-    settings, out = family(tmp_path / "family"), tmp_path / "out"
-    scores = run(settings, out).contents.scores["StatsMerging"]
+    settings, out = classifiers.settings, classifiers.out
+    scores = classifiers.file.contents.scores["StatsMerging"]
     for config in ("merge.yml", "inline.yml"):
         merged = mergekit_yaml(yaml.safe_load((out / config).read_text()), out=f"of-{config}")
         assert shares_of_right_answers(settings, out, merged) == tuple(scores["accuracy"])
+
+
+def test_heads_are_not_trained(classifiers):
+    first, *others = classifiers.heads
+    for heads in others:
+        for head, start in zip(heads, first, strict=True):
+            assert all(torch.equal(tensor, start[name]) for name, tensor in head.items())
 
 
 def shares_of_right_answers(settings: dict, out: Path, merged: Path) -> tuple[float, ...]:
@@ -465,7 +502,7 @@ def shares_of_right_answers(settings: dict, out: Path, merged: Path) -> tuple[fl
         )
         assert not info["missing_keys"]
         model.base_model.load_state_dict(backbone.state_dict())
-        splits, _ = load_examples(out / "state" / f"labels-{row}.safetensors")
+        splits = answered(out, row)
         samples = list(splits["test"])
         with torch.no_grad():
             answers = kind.logits(model.eval(), kind.collate(samples)).argmax(-1)
@@ -487,7 +524,7 @@ def test_an_expert_that_answers_with_a_number(tmp_path, labels):
     data = config["models"][0]["data"]
     lines = [json.loads(line) for line in Path(data["path"]).read_text().splitlines()]
     write_rows(Path(data["path"]), [row | {"label": row["label"] + 0.5} for row in lines])
-    run(changed(config, epochs=10, learning_rate=0.03, patience=0), tmp_path / "out")
+    run(changed(config, epochs=4, learning_rate=0.03, patience=0), tmp_path / "out")
     losses = [line["validation_loss"] for line in log_of(tmp_path / "out")
               if "validation_loss" in line]  # fmt: skip
     assert min(losses) < losses[0]
@@ -505,40 +542,10 @@ def test_a_class_is_no_fraction(tmp_path):
         run(config, tmp_path / "out")
 
 
-def test_image_classifiers_whose_names_differ_on_disk(tmp_path):
-    file = run(vit_family(tmp_path / "family"), tmp_path / "out")
-    stored = {name for tensor in file.contents.tensors for name in tensor.stored}
-    on_disk = set(load_file(tmp_path / "family" / "base" / "model.safetensors"))
-    assert stored > on_disk, "the names in memory, under which backbones are saved, too"
-    assert not file.contents.frozen
-
-
 @pytest.mark.parametrize("completion", ["a", None])
 def test_encoders_with_decoders(tmp_path, completion):
     file = run(t5_family(tmp_path / "family", completion), tmp_path / "out")
     assert file.coefficients.isfinite().all()
-
-
-@pytest.mark.parametrize("family", [bert_family, vit_family])
-def test_heads_are_not_trained(tmp_path, family, monkeypatch):
-    seen = []
-    original = objective_module.Objective.evaluate
-
-    def watching(self, split):
-        seen.append(
-            [
-                {n: t.clone() for n, t in m.state_dict().items()}
-                for teacher in self.teachers
-                for m in teacher.head.values()
-            ]
-        )
-        return original(self, split)
-
-    monkeypatch.setattr(objective_module.Objective, "evaluate", watching)
-    run(family(tmp_path / "family"), tmp_path / "out")
-    for heads in seen[1:]:
-        for head, first in zip(heads, seen[0], strict=True):
-            assert all(torch.equal(tensor, first[name]) for name, tensor in head.items())
 
 
 def test_true_labels_are_used_only_on_request(tmp_path):
@@ -556,14 +563,14 @@ def test_a_loss_that_is_no_number_names_the_task_and_keeps_the_best(llama, tmp_p
     def breaking(logits, labels):
         calls[0] += 1
         loss = original(logits, labels)
-        return loss * float("nan") if calls[0] > 30 and logits.requires_grad else loss
+        return loss * float("nan") if calls[0] > 14 and logits.requires_grad else loss
 
     monkeypatch.setattr(objective_module, "summed_loss", breaking)
     with pytest.raises(Diverged, match=r"data of task\d became nan in step \d+; the best so far"):
-        run(changed(llama, epochs=20, checkpoint_every=1000), tmp_path / "out")
+        run(changed(llama, epochs=4, checkpoint_every=1000), tmp_path / "out")
     assert (tmp_path / "out" / "state" / "learner-best.safetensors").exists()
     monkeypatch.setattr(objective_module, "summed_loss", original)
-    run(changed(llama, epochs=20, checkpoint_every=1000), tmp_path / "out")  # it goes on
+    run(changed(llama, epochs=4, checkpoint_every=1000), tmp_path / "out")  # it goes on
 
 
 @pytest.mark.parametrize(
@@ -610,7 +617,10 @@ def reconfigured(**values) -> Callable[[Path], None]:
         (retyped(torch.int8, 1000), r"up_proj.weight of model .* is stored as I8"),
         (retyped(torch.float32, float("nan")), r"up_proj.weight of model .* contains NaN or Inf"),
         (reconfigured(quantization_config={"quant_method": "gptq"}), "is quantised, so it cannot"),
-        (reconfigured(intermediate_size=64), r"mlp.* has shape .* (but its config|in the base)"),
+        (
+            reconfigured(intermediate_size=64),
+            r"mlp.* (has|of) shape .* (its config|in the base)",
+        ),
     ],
 )
 @pytest.mark.parametrize("whose", ["base", "expert1"])
@@ -678,7 +688,7 @@ def test_experts_of_another_shape_are_refused(tmp_path):
     config = llama_family(tmp_path / "family")
     tiny_llama(intermediate_size=64).save_pretrained(config["models"][1]["model"])
     with pytest.raises(
-        TrainingError, match=r"mlp.* has shape \(64, 32\) in .*expert1, but \(48, 32\)"
+        TrainingError, match=r"expert1 has .*mlp.* of shape \(64, 32\), which is \(48, 32\)"
     ):
         run(config, tmp_path / "out")
 
@@ -709,7 +719,7 @@ def test_from_masks_to_a_merged_model(tmp_path, mergekit_yaml, model, basis):
         lines = Path(expert["data"]["path"]).read_text().splitlines()
         known = {tuple(words(json.loads(line)["t"])["input_ids"]) for line in lines}
         teacher = AutoModelForMaskedLM.from_pretrained(expert["model"], dtype=torch.float64).eval()
-        splits, _ = load_examples(out / "state" / f"labels-{row}.safetensors")
+        splits = answered(out, row)
         right, logs = [], []
         for sample in splits["test"]:
             ids = sample["input_ids"]

@@ -3,26 +3,39 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import shutil
-import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from accelerate import debug_launcher
+from accelerate.state import AcceleratorState
 from families import distil, image_distillation, llama_family, parsed, record
 
+from mergekit_ace.cli import main
 from mergekit_ace.coefficients.file import CoefficientFile
 from mergekit_ace.training.run import run_training
 from mergekit_ace.training.state import TrainingError, load_checkpoint, save_checkpoint
 
 
+def train_and_distil(folder: Path) -> None:
+    """Run both commands in this process, one of two; what it prints goes to a file of its own."""
+    torch.set_num_threads(1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    rank = torch.distributed.get_rank()
+    with (folder / f"printed-{rank}").open("w") as file, redirect_stdout(file):
+        for command, out in (("train", "trained"), ("distill", "distilled")):
+            arguments = [command, str(folder / f"{command}.yml"), str(folder / out)]
+            main(arguments, standalone_mode=False)
+
+
 @pytest.fixture(scope="module")
 def in_two_processes(tmp_path_factory) -> tuple[Path, str, dict, dict]:
-    """A training and a distillation by torch's launcher; that of accelerate needs GPUs for two."""
+    """A training and a distillation by two processes, which need not import everything anew."""
     folder = tmp_path_factory.mktemp("two")
     train = llama_family(folder / "family", rows=23)
     train["training"] |= {"batch_size": 3, "epochs": 3}
@@ -30,15 +43,9 @@ def in_two_processes(tmp_path_factory) -> tuple[Path, str, dict, dict]:
     distill["training"] |= {"epochs": 2, "batch_size": 4}
     for name, config in (("train", train), ("distill", distill)):
         (folder / f"{name}.yml").write_text(yaml.safe_dump(config))
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        Path(__file__).with_name("both_commands.py"),
-        *(folder / "train.yml", folder / "trained", folder / "distill.yml", folder / "distilled"),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return folder, result.stdout, train, distill
+    debug_launcher(train_and_distil, (folder,))
+    printed = "".join((folder / f"printed-{rank}").read_text() for rank in range(2))
+    return folder, printed, train, distill
 
 
 def test_two_processes_train_like_one_with_twice_the_batch(in_two_processes):

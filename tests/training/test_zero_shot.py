@@ -9,14 +9,13 @@ import pytest
 import torch
 import yaml
 from checkpoints import fine_tuned
-from families import parsed, tokenizer, write_rows
+from families import answered, parsed, tokenizer, write_rows
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 from transformers import CLIPConfig, CLIPModel, CLIPVisionModel, CLIPVisionModelWithProjection
 
 from mergekit_ace.training import measuring
-from mergekit_ace.training.data import load_examples
 from mergekit_ace.training.run import run_training
 from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import zero_shot_head
@@ -85,7 +84,7 @@ def test_answers_are_those_of_each_tower_with_its_prompts(trained):
     config, _, out = trained
     for row, expert in enumerate(config["models"]):
         tower = CLIPVisionModel.from_pretrained(expert["model"]).eval()
-        for split in load_examples(out / "state" / f"labels-{row}.safetensors")[0].values():
+        for split in answered(out, row).values():
             for sample in split:
                 pixels = sample["pixel_values"]
                 logits = logits_by_hand(config["base_model"], tower, pixels, PROMPTS[row])
@@ -99,7 +98,7 @@ def test_the_merge_is_the_model_that_was_scored(trained, mergekit_yaml):
     assert not info["missing_keys"]
     shares = []
     for row, prompts in enumerate(PROMPTS):
-        test = load_examples(out / "state" / f"labels-{row}.safetensors")[0]["test"]
+        test = answered(out, row)["test"]
         pixels = torch.cat([sample["pixel_values"] for sample in test])
         answers = torch.cat([sample["hard"] for sample in test])
         given = logits_by_hand(config["base_model"], tower.eval(), pixels, prompts).argmax(-1)
