@@ -20,12 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import Attempt, choose_attempts, first_success, solve
+from mergekit_ace.algebra.closed_form import merge_by_ridge
 from mergekit_ace.algebra.covariance import (
     LEAST_RIDGE,
     Covariances,
@@ -33,7 +35,7 @@ from mergekit_ace.algebra.covariance import (
     choose_reference,
     choose_unit,
 )
-from mergekit_ace.algebra.layouts import by_layout
+from mergekit_ace.algebra.forms import Attempt
 from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.measured import MeasuredInputs
 from mergekit_ace.algebra.records import (
@@ -44,13 +46,11 @@ from mergekit_ace.algebra.records import (
     Observer,
     Ridge,
     TensorRecord,
-    show,
 )
-from mergekit_ace.algebra.ridge_floor import amplification
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
+    by_layout,
     merge_mean,
-    merge_trivial,
     select_active,
 )
 
@@ -88,15 +88,15 @@ def merge_tensor_by_regression(
 
     A matrix of whose inputs nothing was measured gets the mean of the task vectors, as vectors do.
     """
-
-    def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        return merge_mean(base, select_active(base, experts, weights, torch.float32), options.scale)
-
-    def matrix(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        active = select_active(base, experts, weights, torch.float32)
-        return merge_by_regression(base, active, options, measured, least_memory, observe)
-
-    return by_layout(base, experts, layout, matrix, mean)
+    select = partial(select_active, weights=weights, dtype=torch.float32)
+    formula = partial(
+        merge_by_regression,
+        options=options,
+        measured=measured,
+        least_memory=least_memory,
+        observe=observe,
+    )
+    return by_layout(base, experts, layout, select, options.scale, formula)
 
 
 @full_precision()
@@ -108,39 +108,22 @@ def merge_by_regression(
     least_memory: bool = False,
     observe: Observer | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
-    """Merge the versions of one matrix; arguments and result as of `merge_relative`.
-
-    Raises:
-        IllConditionedError: Σ_t w_t G_t cannot be factored, even in float64; raise ``epsilon``.
-    """
-    trivial = merge_trivial(base, active, options.scale)
-    if trivial is not None:
-        return trivial
-    if active.shape[0] == 1 or measured.of(active.positions) is None:
+    """Merge one matrix that at least two experts changed; arguments as of `merge_tensor`."""
+    if measured.of(active.positions) is None:
         return merge_mean(base, active, options.scale)
-    attempts = choose_attempts(
-        base, active, refined=False, least_memory=least_memory, measured=True
+
+    def estimate(attempt: Attempt) -> tuple[Covariances, dict[str, Any]]:
+        return _covariances(base, active, options, measured, attempt), {"rule": "regmean"}
+
+    return merge_by_ridge(
+        base,
+        active,
+        estimate,
+        options.scale,
+        measured=True,
+        least_memory=least_memory,
+        observe=observe,
     )
-
-    def merge(attempt: Attempt) -> tuple[Tensor, MatrixRecord]:
-        covariances = _covariances(base, active, options, measured, attempt)
-        solution = solve(covariances, attempt.form, prior=False, refined=False)
-        show(observe, "closed form", solution.merged, covariances.unit)
-        record = MatrixRecord(
-            rule="regmean",
-            weight=active.spread(active.weights, 0.0),
-            tau=active.all_tau,
-            changed=active.changed,
-            ridge=covariances.relative_ridge,
-            amplification=amplification(solution.merged, covariances),
-            form=attempt.form,
-            condition=solution.condition,
-            precision=str(attempt.dtype).removeprefix("torch."),
-            tolerance=attempt.tolerance(solution.condition),
-        )
-        return solution.merged.mul_(options.scale * covariances.unit).add_(base), record
-
-    return first_success(attempts, merge)
 
 
 def _covariances(

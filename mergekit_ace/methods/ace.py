@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from mergekit_ace.algebra.adaptive import merge_tensor
-from mergekit_ace.algebra.closed_form import COSTS, choose_forms
+from mergekit_ace.algebra.forms import COSTS, choose_forms
 from mergekit_ace.algebra.linalg import LARGEST_BLOCK
 from mergekit_ace.algebra.records import LARGEST_MEAN_RIDGE, AceOptions, TensorRecord
 from mergekit_ace.algebra.refinement import decomposition_memory

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import COSTS, choose_forms
+from mergekit_ace.algebra.forms import COSTS, choose_forms
 from mergekit_ace.algebra.regression import RegressionOptions, merge_tensor_by_regression
 from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import (
