@@ -37,6 +37,7 @@ from mergekit_ace.algebra.covariance import (
 )
 from mergekit_ace.algebra.forms import Attempt
 from mergekit_ace.algebra.linalg import full_precision
+from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.measured import MeasuredInputs
 from mergekit_ace.algebra.records import (
     Factor,
@@ -79,20 +80,24 @@ def merge_tensor_by_regression(
     weights: Sequence[float],
     options: RegressionOptions,
     layout: FixedLayout,
-    measured: MeasuredInputs,
+    coefficients: Sequence[float] | None = None,
     *,
     least_memory: bool = False,
     observe: Observer | None = None,
+    space: CoreSpace | None = None,
+    measured: MeasuredInputs | None = None,
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor; arguments and result as of `merge_tensor`.
 
     A matrix of whose inputs nothing was measured gets the mean of the task vectors, as vectors do.
     """
-    select = partial(select_active, weights=weights, dtype=torch.float32)
+    select = partial(
+        select_active, weights=weights, dtype=torch.float32, coefficients=coefficients, space=space
+    )
     formula = partial(
         merge_by_regression,
         options=options,
-        measured=measured,
+        measured=measured or MeasuredInputs(),
         least_memory=least_memory,
         observe=observe,
     )
@@ -140,13 +145,13 @@ def _covariances(
     epsilon = max(options.epsilon, LEAST_RIDGE)
     tasks, order = [], []
     nothing = torch.zeros(columns, dtype=attempt.dtype, device=base.device)
-    given = zip(active.experts, active.weights, active.tau, found, strict=True)
-    for expert, weight, tau, own in given:
+    given = zip(active.experts, active.weights, active.coefficients, active.tau, found, strict=True)
+    for expert, weight, coefficient, tau, own in given:
         if own is not None:
             share = weight * own.trace / total
             task = Task(
                 expert, base, nothing, scale=0.0, ridge=epsilon * share, unit=unit,
-                measured=replace(own, off_diagonal=options.off_diagonal),
+                coefficient=coefficient, measured=replace(own, off_diagonal=options.off_diagonal),
                 measured_scale=weight * columns / total,
             )  # fmt: skip
             tasks.append(task)
