@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import Attempt, choose_forms
+from mergekit_ace.algebra.forms import Attempt, choose_forms
 from mergekit_ace.algebra.rounding_noise import changed_share
 
 

@@ -17,7 +17,8 @@ from reference import naive_ace, task_vector_error
 from torch import Tensor
 
 from mergekit_ace import AceOptions, merge_matrix
-from mergekit_ace.algebra.closed_form import Attempt, rounding_in_merge
+from mergekit_ace.algebra.adaptive import merge_adaptively
+from mergekit_ace.algebra.forms import Attempt, rounding_in_merge
 from mergekit_ace.algebra.records import MatrixRecord, tolerance
 from mergekit_ace.algebra.task_vectors import select_active
 
@@ -117,7 +118,7 @@ def test_error_behind_the_rounding_of_experts(form, refined):
         noise = rounding_in_merge(base, active)
         attempts = [Attempt(form, torch.float32, noise), Attempt(form, torch.float64)]
         given = AceOptions(**options, ridge_floor=False)
-        merged, record = merge_matrix(base, experts, options=given, attempts=attempts)
+        merged, record = merge_adaptively(base, active, given, attempts=attempts)
         expected = naive_ace(base, experts, **options)
         if record.precision == "float32" and record.condition <= 1e7:
             other = [drawn_anew(rng, expert, base) for expert in experts]

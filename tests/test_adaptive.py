@@ -11,7 +11,7 @@ from reference import naive_ace, naive_mean, task_vector_error
 
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix, merge_tensor
 from mergekit_ace.algebra import linalg
-from mergekit_ace.algebra.closed_form import Attempt
+from mergekit_ace.algebra.forms import Attempt
 from mergekit_ace.algebra.task_vectors import measure_heterogeneity
 
 SHAPES = [(24, 24), (16, 60), (60, 16), (2, 30), (30, 1), (7, 5)]

@@ -19,8 +19,8 @@ from mergekit.merge_methods.base import TensorGroup
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mergekit_ace.algebra.linear import record_of_entries
 from mergekit_ace.algebra.records import Fraction
-from mergekit_ace.algebra.task_vectors import record_of_entries
 from mergekit_ace.cli import main
 from mergekit_ace.methods.ace import AceMerge
 from mergekit_ace.methods.base import Citation, TaskVectorMethod, method_spec

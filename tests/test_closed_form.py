@@ -12,9 +12,9 @@ from covering import covered
 from matrices import HETEROGENEOUS, family
 
 from mergekit_ace.algebra import linalg
-from mergekit_ace.algebra.closed_form import COSTS, MATRICES, choose_forms
 from mergekit_ace.algebra.covariance import estimate_covariances
 from mergekit_ace.algebra.dual import solve_dual
+from mergekit_ace.algebra.forms import COSTS, MATRICES, choose_forms
 from mergekit_ace.algebra.linalg import (
     factorize,
     inverse_norm,

@@ -9,8 +9,8 @@ from matrices import HETEROGENEOUS, family
 from reference import naive_ace, naive_relative, naive_table, task_vector_error
 
 from mergekit_ace.algebra.adaptive import merge_tensor
-from mergekit_ace.algebra.closed_form import Attempt
 from mergekit_ace.algebra.components import split_tensor
+from mergekit_ace.algebra.forms import Attempt
 from mergekit_ace.algebra.records import AceOptions, tolerance
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
 

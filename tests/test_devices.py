@@ -31,8 +31,8 @@ from test_golden import CASES, PAPER, TENSORS
 from torch import Tensor
 
 from mergekit_ace import AceOptions, merge_matrix, merge_tensor
-from mergekit_ace.algebra.closed_form import Attempt
 from mergekit_ace.algebra.components import split_tensor
+from mergekit_ace.algebra.forms import Attempt
 from mergekit_ace.algebra.inspection import inspect_tensor
 from mergekit_ace.algebra.linalg import Torch, library
 from mergekit_ace.algebra.records import tolerance

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mergekit_ace import AceOptions, merge_matrix
 from mergekit_ace.algebra import linalg
-from mergekit_ace.algebra.closed_form import Attempt
+from mergekit_ace.algebra.forms import Attempt
 from mergekit_ace.algebra.linalg import (
     SciPy,
     Torch,

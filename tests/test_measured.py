@@ -12,7 +12,7 @@ from mergekit.merge_methods import merge_tensors
 from reference import naive_ace, naive_relative, naive_table, task_vector_error
 
 from mergekit_ace.algebra.adaptive import merge_matrix
-from mergekit_ace.algebra.closed_form import choose_forms
+from mergekit_ace.algebra.forms import choose_forms
 from mergekit_ace.algebra.measured import MeasuredCovariance, MeasuredInputs, pack, packed_size
 from mergekit_ace.algebra.records import AceOptions
 from mergekit_ace.algebra.relative import RelativeOptions, merge_relative, merge_table

@@ -16,9 +16,9 @@ from mergekit.merge_methods import merge_tensors
 from torch import Tensor
 
 from mergekit_ace.algebra import task_vectors
-from mergekit_ace.algebra.layouts import merge_by_change, nested_sets
 from mergekit_ace.algebra.records import MatrixRecord
 from mergekit_ace.algebra.rounding_noise import changed_share
+from mergekit_ace.algebra.task_vectors import merge_by_change, nested_sets
 from mergekit_ace.methods.notices import flush_notices
 from mergekit_ace.plugin import our_methods
 

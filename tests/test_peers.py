@@ -15,7 +15,7 @@ from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from reference import naive_mean, task_vector_error
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import rounding_in_merge
+from mergekit_ace.algebra.forms import rounding_in_merge
 from mergekit_ace.algebra.records import tolerance
 from mergekit_ace.algebra.task_vectors import select_active
 from mergekit_ace.methods.base import Work

@@ -20,7 +20,7 @@ from reference import (
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from mergekit_ace.algebra.closed_form import Attempt
+from mergekit_ace.algebra.forms import Attempt
 from mergekit_ace.algebra.records import tolerance
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
 from mergekit_ace.algebra.rounding_noise import genuine_share

@@ -11,9 +11,9 @@ from matrices import HETEROGENEOUS, family
 from reference import naive_ace, naive_relative, task_vector_error
 
 from mergekit_ace.algebra.adaptive import merge_matrix
-from mergekit_ace.algebra.closed_form import Attempt
 from mergekit_ace.algebra.components import split_tensor
 from mergekit_ace.algebra.covariance import FLOOR_RIDGE
+from mergekit_ace.algebra.forms import Attempt
 from mergekit_ace.algebra.records import AceOptions
 from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
 from mergekit_ace.algebra.ridge_floor import LIMIT, is_near_threshold, rows_per_column

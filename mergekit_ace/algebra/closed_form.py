@@ -1,252 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which form of the closed form, and in which precision: counted operations and bytes."""
+"""The merge of one matrix by the ridge regression that the covariances of its experts define."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.covariance import Covariances, Solution
 from mergekit_ace.algebra.dual import solve_dual
-from mergekit_ace.algebra.primal import solve_lean, solve_primal, solve_tall, through_gram
+from mergekit_ace.algebra.forms import Attempt, choose_attempts, first_success
+from mergekit_ace.algebra.primal import solve_lean, solve_primal, solve_tall
 from mergekit_ace.algebra.records import (
     Form,
     IllConditionedError,
     MatrixRecord,
-    is_noisy,
-    tolerance,
+    Observer,
+    show,
 )
-from mergekit_ace.algebra.ridge_floor import is_amplified
-from mergekit_ace.algebra.rounding_noise import estimate_rounding
-from mergekit_ace.algebra.task_vectors import ActiveExperts
-
-# Operations that take as long as a byte from memory. Two cores of a server do 200 to 400 Gflop/s
-# and 15 GB/s, a data-centre GPU 50 Tflop/s and 3 TB/s in float32: 13 to 27.
-OPERATIONS_PER_BYTE = 16
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a form takes for one matrix.
-
-    Attributes:
-        operations: floating-point operations of products, factors and solves.
-        bytes: moved to and from memory, where it is not part of a product.
-        memory: bytes of working memory beside inputs and result.
-    """
-
-    operations: float
-    bytes: float
-    memory: float
-
-    @property
-    def total(self) -> float:
-        """All of it in operations."""
-        return self.operations + OPERATIONS_PER_BYTE * self.bytes
-
-
-def primal_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
-    """Count the (i, i) system, for T matrices (o, i) in a dtype of `itemsize` bytes."""
-    area, square = rows * columns, columns**2
-    gram = through_gram(rows, columns)
-    numerator = 2 * area * columns if gram else 4 * area * rows
-    operations = tasks * area * columns + (tasks - 1) * numerator  # symmetric products count half
-    operations += columns**3 / 3 + (1 + refined) * 2 * area * columns
-    formed = (3 * tasks if gram else 2 * tasks) + refined * tasks  # task vectors
-    moved = 3 * formed * area + 6 * tasks * square
-    memory = square + max(gram * square, refined * (square + area))
-    return Cost(operations, itemsize * moved, itemsize * memory)
-
-
-def tall_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
-    """Count the (i, i) system with a mixing matrix per task; what is in float64 counts double."""
-    return _mixing_cost(rows, columns, tasks, refined, itemsize, tasks - 1)
-
-
-def lean_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
-    """Count the same with one mixing matrix at a time."""
-    return _mixing_cost(rows, columns, tasks, refined, itemsize, 1)
-
-
-def _mixing_cost(
-    rows: int, columns: int, tasks: int, refined: bool, itemsize: int, kept: int
-) -> Cost:
-    area, square, again = rows * columns, columns**2, max(0, tasks - 1 - kept)
-    operations = (tasks + again) * area * columns + (tasks - 1 + refined) * 2 * area * columns
-    operations += 2 * columns**3 / 3 + (tasks - 1) * 4 * columns**3
-    formed = 2 * tasks + again + refined * tasks
-    moved = 3 * formed * area + 8 * (tasks + again) * square
-    memory = 8 * square + itemsize * max(kept * square, refined * area)
-    return Cost(operations, itemsize * moved, memory)
-
-
-def dual_cost(rows: int, columns: int, tasks: int, refined: bool, itemsize: int = 4) -> Cost:
-    """Count the (N, N) system, N = T·o."""
-    area, size = rows * columns, rows * tasks
-    operations = size**2 * columns + size**3 / 3 + 2 * size**2 * rows
-    operations += (2 + 2 * refined) * size * area
-    moved = 3 * 2 * tasks * area + 6 * size**2
-    memory = size**2 + (1 + refined) * size * rows + refined * area
-    return Cost(operations, itemsize * moved, itemsize * memory)
-
-
-# Working memory beside inputs and result, in matrices of max(i², o·i) entries (of max(N², o·i) in
-# the dual form). All but ``tall`` keep to it whatever T is.
-MATRICES = 4
-
-COSTS: dict[Form, Callable[..., Cost]] = {
-    "primal": primal_cost,
-    "tall": tall_cost,
-    "lean": lean_cost,
-    "dual": dual_cost,
-}
-
-
-def choose_forms(
-    rows: int,
-    columns: int,
-    tasks: int,
-    *,
-    refined: bool,
-    least_memory: bool = False,
-    noisy: bool = False,
-    measured: bool = False,
-) -> list[Form]:
-    """Return the forms for a matrix, in the order in which they are to be tried in float32.
-
-    Args:
-        rows, columns: o and i.
-        tasks: T.
-        refined: whether the spectral refinement follows.
-        least_memory: whether memory counts, instead of time.
-        noisy: whether the rounding of the experts hides the loss of some digits.
-        measured: whether a covariance is not that of the task vector alone.
-
-    The dual form is out of the question where N ≥ i: M Mᵀ is as large as A there, and singular; and
-    where a covariance was measured, which is no product of task vectors. Of the other three,
-    ``primal`` takes the fewest products unless the matrix is tall; ``tall``, and ``lean`` where
-    that would take more than `MATRICES`, lose ten times fewer digits. They follow where ``primal``
-    was not enough, and come first with a refinement, which is nearly always so unless the experts
-    are noisy.
-    """
-    costs = {form: cost(rows, columns, tasks, refined) for form, cost in COSTS.items()}
-    if rows * tasks >= columns or measured:
-        del costs["dual"]
-    if least_memory:
-        return [min(costs, key=lambda form: costs[form].memory)]
-    limit = MATRICES * 4 * columns * max(rows, columns)
-    mixing: Form = "tall" if costs["tall"].memory <= limit else "lean"
-    cheapest = min(("primal", mixing), key=lambda form: costs[form].total)
-    if "dual" in costs and costs["dual"].total < costs[cheapest].total:
-        return ["dual"]
-    return [mixing] if cheapest == mixing or (refined and not noisy) else ["primal", mixing]
-
+from mergekit_ace.algebra.refinement import IsotropicComponent, refine
+from mergekit_ace.algebra.ridge_floor import amplification, is_amplified
+from mergekit_ace.algebra.task_vectors import ActiveExperts, merge_mean
 
 SOLVERS = {"primal": solve_primal, "tall": solve_tall, "lean": solve_lean, "dual": solve_dual}
-# Below this many operations float64 costs milliseconds on anything.
-SMALL_SYSTEM = 2**32
-
-Merged = tuple[Tensor, MatrixRecord]
+# From a form and precision to the estimates, and what only their method records.
+Estimate = Callable[[Attempt], tuple[Covariances, dict[str, Any]]]
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """One way to compute a merge.
-
-    Attributes:
-        form: of the closed form.
-        dtype: of products, factor and solve.
-        noise: of the experts' rounding in X, see `rounding_in_merge`.
-    """
-
-    form: Form
-    dtype: torch.dtype
-    noise: float = 0.0
-
-    def tolerance(self, condition: float) -> float | None:
-        """Return the relative error that is allowed in X, see `tolerance`; None in float64."""
-        return tolerance(condition, self.noise) if self.dtype == torch.float32 else None
-
-
-def choose_attempts(
+def merge_by_ridge(
     base: Tensor,
     active: ActiveExperts,
+    estimate: Estimate,
+    scale: float,
     *,
-    refined: bool,
-    least_memory: bool = False,
     measured: bool = False,
-) -> list[Attempt]:
-    """Return the ways to merge a matrix, in the order in which they are to be tried.
-
-    Float32 goes first, as long as that keeps enough digits; the last one is always in float64.
-
-    Args:
-        base: W0, (o, i).
-        active: the experts.
-        refined, least_memory, measured: see `choose_forms`.
-    """
-    rows, columns = base.shape
-    tasks = len(active.experts)
-    choose = partial(
-        choose_forms, rows, columns, tasks,
-        refined=refined, least_memory=least_memory, measured=measured,
-    )  # fmt: skip
-    form = choose()[0]
-    exact = Attempt(form, torch.float64)
-    operations = COSTS[form](rows, columns, tasks, refined).operations
-    if active.dtype != torch.float32 or operations <= SMALL_SYSTEM:
-        return [exact]
-    noise = rounding_in_merge(base, active)
-    forms = choose(noisy=is_noisy(noise))
-    return [*(Attempt(form, torch.float32, noise) for form in forms), exact]
-
-
-def rounding_in_merge(base: Tensor, active: ActiveExperts) -> float:
-    """Estimate how much of a merge X is the rounding of its experts, as a share of its norm.
-
-    X is Σ_t λ_t C_t W_t with Σ_t W_t = I. Independent errors of energy ν_t² in the C_t put
-    Σ_t λ_t² ν_t² ‖W_t‖²/i into ‖X‖², and more by way of the W_t. For W_t = w_t I/T, the mean of the
-    experts, which is as small as the W_t can be where they are equally noisy, that is
-
-        Σ_t (λ_t w_t ν_t)² / T².
-
-    It is divided by Σ_t ‖Δ_t‖², which ‖X‖² is seldom far above.
+    prior: bool = False,
+    floor: bool = False,
+    rank: int = 0,
+    refinement: float = 1.0,
+    least_memory: bool = False,
+    observe: Observer | None = None,
+    attempts: Sequence[Attempt] | None = None,
+) -> tuple[Tensor, MatrixRecord]:
+    """Merge the versions of one matrix by the closed form.
 
     Args:
-        base: W0, (o, i).
-        active: the experts that changed it, at least one.
+        base: W0, (o, i), finite.
+        active: at least two experts W_t, each (o, i), that changed it.
+        estimate: of the covariances. Where there are none, the merge is the mean.
+        scale: λ.
+        measured: whether a covariance is not that of the task vector alone.
+        prior: whether the structural prior enters.
+        floor: whether the ridge is raised where X would be amplified.
+        rank: k of the refinement; 0 without.
+        refinement: its coefficient.
+        least_memory: take the form with the least working memory instead of the fastest.
+        observe: called with X, see `merge_matrix`.
+        attempts: forms and precisions to try in turn; by default see `choose_attempts`.
 
     Returns:
-        0 for experts in float32, as far as float32 can tell; seldom above 0.5.
-    """
-    given = zip(active.experts, active.coefficients, active.weights, strict=True)
-    noise = [(c * w) ** 2 * estimate_rounding(expert, base) for expert, c, w in given]
-    return (math.fsum(noise) / math.fsum(active.tau)) ** 0.5 / len(noise)
-
-
-def first_success(attempts: Sequence[Attempt], merge: Callable[[Attempt], Merged]) -> Merged:
-    """Return the merge by the first attempt that keeps enough digits.
-
-    Args:
-        attempts: in the order in which they are to be tried.
-        merge: the merge by one of them.
+        W0 + λ X, (o, i), in the compute dtype or wider, and the record of what was done.
 
     Raises:
-        IllConditionedError: not even the last one does.
+        IllConditionedError: Σ_t S_t cannot be factored, even in float64.
     """
-    *others, last = attempts
-    for attempt in others:
-        try:
-            return merge(attempt)
-        except IllConditionedError:
-            pass  # the next attempt keeps more digits; here, or its memory would stay in use
-    return merge(last)
+    if attempts is None:
+        attempts = choose_attempts(
+            base, active, refined=rank > 0, least_memory=least_memory, measured=measured
+        )
+
+    def merge(attempt: Attempt) -> tuple[Tensor, MatrixRecord]:
+        covariances, known = estimate(attempt)
+        if not covariances.tasks:  # every expert moved all its rows alike
+            return merge_mean(base, active, scale)
+        solution, component, with_prior = _solve_weighted(
+            covariances, attempt.form, prior=prior, floor=floor, rank=rank
+        )
+        merged, covariances = solution.merged, solution.covariances
+        size = amplification(merged, covariances)
+        show(observe, "closed form", merged, covariances.unit)
+        if component is not None:
+            merged.add_(component.matrix, alpha=refinement)
+            show(observe, "refined", merged, covariances.unit)
+            known |= {"refined": True, "sigma_iso": component.strength * covariances.unit}
+        if covariances.epsilon:
+            known["epsilon"] = active.spread(covariances.epsilon, None)
+        record = active.record(
+            prior=with_prior,
+            ridge=covariances.relative_ridge,
+            raised=covariances.raised if floor else None,
+            amplification=size,
+            form=attempt.form,
+            condition=solution.condition,
+            precision=str(attempt.dtype).removeprefix("torch."),
+            tolerance=attempt.tolerance(solution.condition),
+            **known,
+        )
+        return merged.mul_(scale * covariances.unit).add_(base), record
+
+    return first_success(attempts, merge)
+
+
+def _solve_weighted(
+    covariances: Covariances, form: Form, *, prior: bool, floor: bool, rank: int
+) -> tuple[Solution, IsotropicComponent | None, bool]:
+    """Return X with the tasks' coefficients, what the refinement adds, and whether c is in it.
+
+    The ridge, the prior and the refinement are decided with all coefficients at 1, so that X is
+    linear in them.
+    """
+    weighted, component = any(task.coefficient != 1 for task in covariances.tasks), None
+    if not weighted or prior or floor or rank:
+        solution, prior = solve_guarded(
+            covariances.unweighted(), form, prior=prior, refined=rank > 0, floor=floor
+        )
+        component = choose_component(solution, rank) if rank else None
+        if not weighted:
+            return solution, component, prior
+        covariances = covariances.with_ridges_of(solution.covariances)
+        del solution  # its memory is needed
+    return SOLVERS[form](covariances, prior=prior, refined=False), component, prior
 
 
 def solve(
@@ -255,22 +131,17 @@ def solve(
     """Solve the closed form in one of its forms; see `solve_primal` and the others.
 
     Args:
-        covariances: the estimates of at least one task.
+        covariances: the estimates of at least one task; all coefficients are 1.
         form: of the closed form.
         prior, refined: see `solve_primal`.
-        floor: whether the ridge is raised where X, with all coefficients 1, comes out amplified
-            (`is_amplified`); any other takes no more time.
+        floor: whether the ridge is raised where X comes out amplified (`is_amplified`); any other
+            takes no more time.
 
     Raises:
         IllConditionedError: the form has too few digits at that precision.
     """
     solver = partial(SOLVERS[form], prior=prior, refined=refined)
     if not floor:
-        return solver(covariances)
-    if any(task.coefficient != 1 for task in covariances.tasks):
-        plain = solve(covariances.unweighted(), form, prior=prior, refined=False, floor=True)
-        covariances = covariances.with_ridges_of(plain.covariances)
-        del plain  # its memory is needed
         return solver(covariances)
     with suppress(IllConditionedError):  # more ridge is a remedy for that, too
         solution = solver(covariances)
@@ -290,7 +161,7 @@ def solve_guarded(
     enters, and so does ours with ``refinement_mean: ridged``.)
 
     Args:
-        covariances, form, prior, refined, floor: see `solve`; all coefficients are 1.
+        covariances, form, prior, refined, floor: see `solve`.
 
     Returns:
         The solution, and whether the prior is in it.
@@ -299,3 +170,15 @@ def solve_guarded(
     if prior and not covariances.ridged_mean and covariances.points_against(solution.merged):
         return solve(covariances, form, prior=False, refined=refined, floor=floor), False
     return solution, prior
+
+
+def choose_component(solution: Solution, rank: int) -> IsotropicComponent | None:
+    """Return what the refinement adds to X; None where that points against the experts' sum.
+
+    Normalised estimates of experts of very different strength, or weight, can have an R that does
+    (departure; with ``refinement_mean: ridged``, which is the paper's to the letter, it is added).
+    """
+    component, covariances = refine(solution, rank), solution.covariances
+    if not covariances.ridged_mean and covariances.points_against(component.matrix):
+        return None
+    return component

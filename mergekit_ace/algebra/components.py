@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.adaptive import decide_branch, merge_tensor
 from mergekit_ace.algebra.covariance import Covariances, Task, estimate_covariances
-from mergekit_ace.algebra.layouts import as_matrices, from_matrices, nested_sets
+from mergekit_ace.algebra.layouts import as_matrices, from_matrices
 from mergekit_ace.algebra.linalg import (
     add_gram,
     blocks,
@@ -42,7 +42,7 @@ from mergekit_ace.algebra.relative import (
     merge_tensor_relative,
 )
 from mergekit_ace.algebra.ridge_floor import apply_floor, is_amplified
-from mergekit_ace.algebra.task_vectors import ActiveExperts, select_active, task_vector
+from mergekit_ace.algebra.task_vectors import ActiveExperts, nested_sets, select_active, task_vector
 
 CONDITION_LIMIT = 1e13  # beyond it, even a factor in float64 is noise
 Options = AceOptions | RelativeOptions

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a stored tensor is read as matrices, and merged matrix by matrix."""
+"""How a stored tensor is read as matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.records import FixedLayout, MatrixRecord, RelativeLayout, TensorRecord
-
-MatrixRule = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, MatrixRecord]]
+from mergekit_ace.algebra.records import FixedLayout, RelativeLayout
 
 
 def resolve_layout(
@@ -45,91 +43,6 @@ def resolve_layout(
         return "flattened" if ndim > 3 and kernel else "mean"
     fits = {"matrix": ndim == 2, "table": ndim == 2, "mean": True}.get(layout, ndim >= 2)
     return layout if fits else "mean"
-
-
-def by_layout(
-    base: Tensor,
-    experts: Sequence[Tensor],
-    layout: FixedLayout,
-    matrix: MatrixRule,
-    other: MatrixRule,
-) -> tuple[Tensor, TensorRecord]:
-    """Merge the versions of one stored tensor, each of its matrices by a rule.
-
-    Args:
-        base, experts: W0 and the W_t, of one shape.
-        layout: one that fits the tensor, see `resolve_layout`.
-        matrix: the rule for a matrix: W0, (o, i), and the W_t, to the merged one and a record.
-        other: the rule for what is no matrix, of any shape.
-
-    Both rules are applied by `merge_by_change`.
-    """
-    if layout == "mean" or base.numel() == 0:
-        merged, record = merge_by_change(base, experts, other)
-        return merged, TensorRecord(tuple(base.shape), "mean", (record,))
-    views = [as_matrices(tensor, layout) for tensor in (base, *experts)]
-    parts, records = [], []
-    for matrices in zip(*views, strict=True):
-        part, record = merge_by_change(matrices[0], matrices[1:], matrix)
-        parts.append(part)
-        records.append(record)
-    merged = base
-    if any(record.rule != "base" for record in records):
-        merged = from_matrices(parts, base.shape, layout)
-    return merged, TensorRecord(tuple(base.shape), layout, tuple(records))
-
-
-def merge_by_change(
-    base: Tensor, experts: Sequence[Tensor], rule: MatrixRule
-) -> tuple[Tensor, MatrixRecord]:
-    """Merge the versions of one matrix such that no expert enters or leaves with a jump.
-
-    Every rule leaves out the experts with s_t = 0 (see `select_active`) and takes all others for
-    whole, so that at s_t = 0 it jumps. With the s_t in descending order, s_(1) ≥ s_(2) ≥ …, the
-    result here is
-
-        Σ_k (s_(k) − s_(k+1)) merge(the experts with s_t ≥ s_(k)) + (1 − s_(1)) W0,
-
-    the Lovász extension (Choquet integral) of the merge as a function of sets of experts. It is
-    continuous in the s_t, and one merge unless some lie strictly between 0 and 1.
-
-    Args:
-        base, experts: W0 and the W_t, of one shape.
-        rule: to the merged tensor, and a record with weights and s_t.
-
-    Returns:
-        The merged tensor, and the record of the merge of all experts with s_t > 0.
-    """
-    merged, record = rule(base, experts)
-    (first, _), *others = nested_sets(record.changed, record.weight) or [(1.0, ())]
-    if first == 1:
-        return merged, record
-    total = base.to(merged.dtype).mul(1 - first).add_(merged, alpha=first)
-    for share, kept in others:
-        chosen = [expert if k else base for expert, k in zip(experts, kept, strict=True)]
-        total.add_(rule(base, chosen)[0].to(total.dtype).sub(base), alpha=share)
-    return total, record
-
-
-def nested_sets(
-    changed: Sequence[float], weights: Sequence[float]
-) -> list[tuple[float, tuple[bool, ...]]]:
-    """Return the sets of experts that `merge_by_change` merges, and the share of each merge.
-
-    Args:
-        changed: s_t.
-        weights: w_t; experts of weight 0 make no set of their own.
-
-    Returns:
-        Shares, of sum max s_t, with whether each expert belongs to the set; the largest set first,
-        none at all where nobody has changed anything.
-    """
-    levels = sorted({s for s, w in zip(changed, weights, strict=True) if s > 0 and w != 0})
-    below = [0.0, *levels]
-    return [
-        (level - lower, tuple(s >= level for s in changed))
-        for lower, level in zip(below, levels, strict=False)
-    ]
 
 
 def as_matrices(tensor: Tensor, layout: FixedLayout) -> tuple[Tensor, ...]:

@@ -20,12 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import Attempt, choose_attempts, first_success, solve
+from mergekit_ace.algebra.closed_form import merge_by_ridge
 from mergekit_ace.algebra.covariance import (
     LEAST_RIDGE,
     Covariances,
@@ -33,8 +35,9 @@ from mergekit_ace.algebra.covariance import (
     choose_reference,
     choose_unit,
 )
-from mergekit_ace.algebra.layouts import by_layout
+from mergekit_ace.algebra.forms import Attempt
 from mergekit_ace.algebra.linalg import full_precision
+from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.measured import MeasuredInputs
 from mergekit_ace.algebra.records import (
     Factor,
@@ -44,13 +47,11 @@ from mergekit_ace.algebra.records import (
     Observer,
     Ridge,
     TensorRecord,
-    show,
 )
-from mergekit_ace.algebra.ridge_floor import amplification
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
+    by_layout,
     merge_mean,
-    merge_trivial,
     select_active,
 )
 
@@ -79,24 +80,28 @@ def merge_tensor_by_regression(
     weights: Sequence[float],
     options: RegressionOptions,
     layout: FixedLayout,
-    measured: MeasuredInputs,
+    coefficients: Sequence[float] | None = None,
     *,
     least_memory: bool = False,
     observe: Observer | None = None,
+    space: CoreSpace | None = None,
+    measured: MeasuredInputs | None = None,
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor; arguments and result as of `merge_tensor`.
 
     A matrix of whose inputs nothing was measured gets the mean of the task vectors, as vectors do.
     """
-
-    def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        return merge_mean(base, select_active(base, experts, weights, torch.float32), options.scale)
-
-    def matrix(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        active = select_active(base, experts, weights, torch.float32)
-        return merge_by_regression(base, active, options, measured, least_memory, observe)
-
-    return by_layout(base, experts, layout, matrix, mean)
+    select = partial(
+        select_active, weights=weights, dtype=torch.float32, coefficients=coefficients, space=space
+    )
+    formula = partial(
+        merge_by_regression,
+        options=options,
+        measured=measured or MeasuredInputs(),
+        least_memory=least_memory,
+        observe=observe,
+    )
+    return by_layout(base, experts, layout, select, options.scale, formula)
 
 
 @full_precision()
@@ -108,39 +113,22 @@ def merge_by_regression(
     least_memory: bool = False,
     observe: Observer | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
-    """Merge the versions of one matrix; arguments and result as of `merge_relative`.
-
-    Raises:
-        IllConditionedError: Σ_t w_t G_t cannot be factored, even in float64; raise ``epsilon``.
-    """
-    trivial = merge_trivial(base, active, options.scale)
-    if trivial is not None:
-        return trivial
-    if active.shape[0] == 1 or measured.of(active.positions) is None:
+    """Merge one matrix that at least two experts changed; arguments as of `merge_tensor`."""
+    if measured.of(active.positions) is None:
         return merge_mean(base, active, options.scale)
-    attempts = choose_attempts(
-        base, active, refined=False, least_memory=least_memory, measured=True
+
+    def estimate(attempt: Attempt) -> tuple[Covariances, dict[str, Any]]:
+        return _covariances(base, active, options, measured, attempt), {"rule": "regmean"}
+
+    return merge_by_ridge(
+        base,
+        active,
+        estimate,
+        options.scale,
+        measured=True,
+        least_memory=least_memory,
+        observe=observe,
     )
-
-    def merge(attempt: Attempt) -> tuple[Tensor, MatrixRecord]:
-        covariances = _covariances(base, active, options, measured, attempt)
-        solution = solve(covariances, attempt.form, prior=False, refined=False)
-        show(observe, "closed form", solution.merged, covariances.unit)
-        record = MatrixRecord(
-            rule="regmean",
-            weight=active.spread(active.weights, 0.0),
-            tau=active.all_tau,
-            changed=active.changed,
-            ridge=covariances.relative_ridge,
-            amplification=amplification(solution.merged, covariances),
-            form=attempt.form,
-            condition=solution.condition,
-            precision=str(attempt.dtype).removeprefix("torch."),
-            tolerance=attempt.tolerance(solution.condition),
-        )
-        return solution.merged.mul_(options.scale * covariances.unit).add_(base), record
-
-    return first_success(attempts, merge)
 
 
 def _covariances(
@@ -157,13 +145,13 @@ def _covariances(
     epsilon = max(options.epsilon, LEAST_RIDGE)
     tasks, order = [], []
     nothing = torch.zeros(columns, dtype=attempt.dtype, device=base.device)
-    given = zip(active.experts, active.weights, active.tau, found, strict=True)
-    for expert, weight, tau, own in given:
+    given = zip(active.experts, active.weights, active.coefficients, active.tau, found, strict=True)
+    for expert, weight, coefficient, tau, own in given:
         if own is not None:
             share = weight * own.trace / total
             task = Task(
                 expert, base, nothing, scale=0.0, ridge=epsilon * share, unit=unit,
-                measured=replace(own, off_diagonal=options.off_diagonal),
+                coefficient=coefficient, measured=replace(own, off_diagonal=options.off_diagonal),
                 measured_scale=weight * columns / total,
             )  # fmt: skip
             tasks.append(task)

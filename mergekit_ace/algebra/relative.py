@@ -27,19 +27,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import (
-    Attempt,
-    choose_attempts,
-    first_success,
-    solve,
-    solve_guarded,
-)
+from mergekit_ace.algebra.closed_form import merge_by_ridge
 from mergekit_ace.algebra.covariance import (
     FLOOR_RIDGE,
     Covariances,
@@ -48,7 +43,8 @@ from mergekit_ace.algebra.covariance import (
     choose_reference,
     choose_unit,
 )
-from mergekit_ace.algebra.layouts import by_layout, resolve_layout
+from mergekit_ace.algebra.forms import Attempt
+from mergekit_ace.algebra.layouts import resolve_layout
 from mergekit_ace.algebra.linalg import add_gram, blocks, full_precision
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.measured import MeasuredCovariance, MeasuredInputs
@@ -60,14 +56,11 @@ from mergekit_ace.algebra.records import (
     RelativeLayout,
     Ridge,
     TensorRecord,
-    show,
 )
-from mergekit_ace.algebra.ridge_floor import amplification
 from mergekit_ace.algebra.rounding_noise import genuine_share
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
-    merge_mean,
-    merge_trivial,
+    by_layout,
     select_active,
     squared_norm,
 )
@@ -122,29 +115,21 @@ def merge_tensor_relative(
     """
     options = options or RelativeOptions()
     weights = weights if weights is not None else [1.0] * len(experts)
-
-    def active(base: Tensor, experts: Sequence[Tensor]) -> ActiveExperts:
-        return select_active(base, experts, weights, options.dtype, coefficients, space)
-
-    def matrix(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        return merge_relative(
-            base,
-            active(base, experts),
-            options,
-            least_memory=least_memory,
-            observe=observe,
-            attempts=attempts,
-            measured=measured,
-        )
-
-    def mean(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        return merge_mean(base, active(base, experts), options.scale)
-
-    def table(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        return merge_table(base, active(base, experts), options.epsilon, options.scale, measured)
-
+    select = partial(
+        select_active, weights=weights, dtype=options.dtype, coefficients=coefficients, space=space
+    )
+    matrix = partial(
+        merge_relative,
+        options=options,
+        least_memory=least_memory,
+        observe=observe,
+        attempts=attempts,
+        measured=measured,
+    )
+    table = partial(merge_table, epsilon=options.epsilon, scale=options.scale, measured=measured)
     fixed = resolve_layout(layout, None, base.ndim)
-    return by_layout(base, experts, fixed, table if fixed == "table" else matrix, mean)
+    formula = table if fixed == "table" else matrix
+    return by_layout(base, experts, fixed, select, options.scale, formula)
 
 
 @full_precision()
@@ -158,74 +143,32 @@ def merge_relative(
     attempts: Sequence[Attempt] | None = None,
     measured: MeasuredInputs | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
-    """Merge the versions of one matrix.
+    """Merge one matrix that at least two experts changed; arguments as of `merge_tensor`.
 
-    Args:
-        base: W0, (o, i), any floating dtype, finite.
-        active: the experts W_t, each (o, i), that changed it.
-        options: see `RelativeOptions`.
-        least_memory: take the form with the least working memory instead of the fastest.
-        observe: called with X, (o, i), of the closed form. It must not write to X.
-        attempts: forms and precisions to try in turn; by default see `choose_attempts`.
-        measured: covariances of the inputs, which take the place of a share of the estimates.
-
-    Working memory is that of `merge_matrix`, and for matrices of at least T·i rows T squares of
+    Working memory is that of `merge_tensor`, and for matrices of at least T·i rows T squares of
     (i, i) more, which together are smaller than a task vector.
-
-    Returns:
-        W0 + λ X, (o, i), in the compute dtype or wider, and the record of what was done.
-
-    Raises:
-        IllConditionedError: Σ_t w_t Σ_t cannot be factored, even in float64; raise ``epsilon``.
     """
-    trivial = merge_trivial(base, active, options.scale)
-    if trivial is not None:
-        return trivial
-    if active.shape[0] == 1:  # a vector in the shape of a matrix
-        return merge_mean(base, active, options.scale)
     measured = measured and measured.of(active.positions)
-    if attempts is None:
-        attempts = choose_attempts(
-            base, active,
-            refined=False, least_memory=least_memory, measured=measured is not None,
-        )  # fmt: skip
 
-    def merge(attempt: Attempt) -> tuple[Tensor, MatrixRecord]:
+    def estimate(attempt: Attempt) -> tuple[Covariances, dict[str, Any]]:
         covariances, shares = estimate_relative(
             base, active, options, dtype=attempt.dtype, noise=attempt.noise, measured=measured
         )
-        if not covariances.tasks:  # centred, and every expert moved all its rows alike
-            return merge_mean(base, active, options.scale)
-        prior, floor = options.structural_prior, options.ridge_floor
-        weighted = any(task.coefficient != 1 for task in covariances.tasks)
-        if prior or not weighted:
-            solution, prior = solve_guarded(
-                covariances.unweighted(), attempt.form, prior=prior, refined=False, floor=floor
-            )
-            covariances, floor = covariances.with_ridges_of(solution.covariances), False
-        if weighted:
-            solution = solve(covariances, attempt.form, prior=prior, refined=False, floor=floor)
-        covariances = solution.covariances
-        show(observe, "closed form", solution.merged, covariances.unit)
-        record = MatrixRecord(
-            rule="ace_relative",
-            weight=active.spread(active.weights, 0.0),
-            tau=active.all_tau,
-            changed=active.changed,
-            share=active.spread(shares, None),
-            prior=prior,
-            ridge=covariances.relative_ridge,
-            raised=covariances.raised if options.ridge_floor else None,
-            amplification=amplification(solution.merged, covariances),
-            form=attempt.form,
-            condition=solution.condition,
-            precision=str(attempt.dtype).removeprefix("torch."),
-            tolerance=attempt.tolerance(solution.condition),
-            mix=measured and measured.mix,
-        )
-        return solution.merged.mul_(options.scale * covariances.unit).add_(base), record
+        known = {"rule": "ace_relative", "share": active.spread(shares, None)}
+        return covariances, known | {"mix": measured and measured.mix}
 
-    return first_success(attempts, merge)
+    return merge_by_ridge(
+        base,
+        active,
+        estimate,
+        options.scale,
+        measured=measured is not None,
+        prior=options.structural_prior,
+        floor=options.ridge_floor,
+        least_memory=least_memory,
+        observe=observe,
+        attempts=attempts,
+    )
 
 
 def estimate_relative(
@@ -349,8 +292,8 @@ def merge_table(
     """Merge the versions of one table.
 
     Args:
-        base: W0, (n, d), a row per thing that is looked up.
-        active: the experts W_t, each (n, d), that changed it.
+        base: W0, (n, d), a row per thing that is looked up, n > 1.
+        active: at least two experts W_t, each (n, d), that changed it.
         epsilon: ε ≥ 0, in mean squared norms of a row of Δ_t.
         scale: λ.
         measured: how often each row was looked up, whose shares take the place of a share of the
@@ -361,12 +304,7 @@ def merge_table(
     Returns:
         W0 + λ X, (n, d), in the compute dtype or wider, and the record of what was done.
     """
-    trivial = merge_trivial(base, active, scale)
-    if trivial is not None:
-        return trivial
     rows, width = base.shape
-    if rows == 1:  # whatever is asked for, it is this row
-        return merge_mean(base, active, scale)
     unit = choose_unit(active, base.numel())
 
     def moved(expert: Tensor, block: slice) -> Tensor:
@@ -402,11 +340,8 @@ def merge_table(
         for count, expert in zip(counts, active.experts, strict=True):
             sum_ += moved(expert, block) * count[block, None].to(active.dtype)
         merged[block].add_(sum_, alpha=scale * unit)
-    record = MatrixRecord(
-        rule="ace_relative",
-        weight=active.spread(active.weights, 0.0),
-        tau=active.all_tau,
-        changed=active.changed,
+    record = active.record(
+        "ace_relative",
         share=active.spread([share / sum(shares) for share in shares], None),
         precision=str(active.dtype).removeprefix("torch."),
         mix=measured.mix if mixed else None,

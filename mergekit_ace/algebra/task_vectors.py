@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Task vectors Δ_t = W_t − W0 of one matrix.
+"""Task vectors Δ_t = W_t − W0: which of them take part in a merge, and what every method shares.
 
-Which experts take part, how much they differ in scale, and the rules that need no covariance.
+A stored tensor is merged matrix by matrix (`by_layout`), by the formula of a method where at least
+two experts changed a matrix; by the mean of the task vectors otherwise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import BLOCK_ENTRIES, as_rows, blocks, squared_norm
+from mergekit_ace.algebra.layouts import as_matrices, from_matrices
+from mergekit_ace.algebra.linalg import as_rows, blocks, squared_norm
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
+from mergekit_ace.algebra.records import FixedLayout, MatrixRecord, TensorRecord
 from mergekit_ace.algebra.rounding_noise import changed_share
 
 T = TypeVar("T")
@@ -130,6 +132,11 @@ class ActiveExperts:
         """τ_t of the active experts."""
         return tuple(moments.tau for moments in self.moments)
 
+    def record(self, rule: str, **fields: Any) -> MatrixRecord:
+        """Return the record of a merge of these experts by a rule."""
+        weight = self.spread(self.weights, 0.0)
+        return MatrixRecord(rule, weight, self.all_tau, self.changed, **fields)
+
     def spread(self, values: Sequence[T], absent: T) -> tuple[T, ...]:
         """Return values of the active experts at their places among all experts given."""
         spread = [absent] * len(self.all_tau)
@@ -241,29 +248,6 @@ def measure_heterogeneity(tau: Sequence[float]) -> Heterogeneity:
     return Heterogeneity(gamma=variance / square if square > 0 else math.inf, log_variance=variance)
 
 
-def merge_entries(
-    base: Tensor, experts: Sequence[Tensor], coefficients: Sequence[float], rule: str
-) -> tuple[Tensor, TensorRecord]:
-    """Return θ_0 + Σ_k s_k λ_k (θ_k − θ_0), which is what `merge_by_change` makes of a linear rule.
-
-    Args:
-        base, experts, coefficients: see `merge_linear`.
-        rule: the name of the method, for the record.
-    """
-    record = record_of_entries(rule, base, experts)
-    changed = record.matrices[0].changed
-    own = [c * s for c, s in zip(coefficients, changed, strict=True)]
-    return merge_linear(base, experts, own), record
-
-
-def record_of_entries(rule: str, base: Tensor, experts: Sequence[Tensor]) -> TensorRecord:
-    """Return the record of a merge entry by entry; its layout is that of what is no matrix."""
-    moments, changed = measure_changes(base, experts, torch.float32)
-    tau = tuple(m.tau for m in moments)
-    record = MatrixRecord(rule, (1.0,) * len(tau), tau, changed)
-    return TensorRecord(tuple(base.shape), "mean", (record,))
-
-
 def clamp_to_versions(merged: Tensor, versions: Sequence[Tensor]) -> Tensor:
     """Return a merge whose entries lie between the smallest and the largest of all models.
 
@@ -275,77 +259,132 @@ def clamp_to_versions(merged: Tensor, versions: Sequence[Tensor]) -> Tensor:
     return torch.clamp(merged, low.to(merged.dtype), high.to(merged.dtype))
 
 
-def merge_linear(base: Tensor, experts: Sequence[Tensor], coefficients: Sequence[float]) -> Tensor:
-    """Return θ_0 + Σ_k λ_k (θ_k − θ_0) in float32, or in float64 where the tensors are.
-
-    The task vectors are summed before the base is added, so that the sum is rounded by its own
-    size. With all coefficients 0 the result is `base` itself, uncast; with a single one that is 1
-    and no other, that expert to the bit.
-
-    Args:
-        base: θ_0, any shape.
-        experts: θ_k, each shaped as `base`.
-        coefficients: λ_k, any finite number, one per expert.
-    """
-    dtype = torch.promote_types(torch.float32, base.dtype)
-    used = [(w, c) for w, c in zip(experts, coefficients, strict=True) if c != 0]
-    if not used:
-        return base
-    if [c for _, c in used] == [1]:
-        return used[0][0].to(dtype)
-    merged = torch.empty_like(base, dtype=dtype, memory_format=torch.contiguous_format)
-    rows = [as_rows(tensor) for tensor in (base, merged, *(expert for expert, _ in used))]
-    # on a CPU what stays in a cache
-    entries = BLOCK_ENTRIES // 4 if base.device.type == "cpu" else None
-    for block in blocks(*rows[0].shape, entries):
-        origin, out, *versions = (part[block] for part in rows)
-        out.zero_()
-        for version, (_, coefficient) in zip(versions, used, strict=True):
-            out.add_(task_vector(version, origin, dtype), alpha=coefficient)
-        out.add_(origin)
-    return merged
-
-
-def merge_trivial(
-    base: Tensor, active: ActiveExperts, scale: float
-) -> tuple[Tensor, MatrixRecord] | None:
-    """Merge fewer than two active experts; return None where there are more.
-
-    Where nobody changed the tensor it is `base` itself, uncast. Where one expert did, it is
-    W0 + λ λ_t Δ: with one task the minimiser of Eq. 2 is that expert, whatever its covariance.
-    """
-    if not active.experts:
-        return base, _record("base", active)
-    if len(active.experts) > 1:
-        return None
-    (expert,) = active.experts
-    scale = scale * active.coefficients[0]
-    if scale == 1:  # W0 + (W − W0) may round; W itself is exact
-        merged = expert.to(active.dtype)
-    else:
-        merged = base.to(active.dtype).add(task_vector(expert, base, active.dtype), alpha=scale)
-    return merged, _record("single", active)
-
-
 def merge_mean(base: Tensor, active: ActiveExperts, scale: float) -> tuple[Tensor, MatrixRecord]:
     """Return W0 + λ · Σ_t λ_t w_t Δ_t / Σ_t w_t, the rule for all that is not a matrix.
 
+    Where nobody changed the tensor it is `base` itself, uncast. Where one expert did, it is
+    W0 + λ λ_t Δ: with one task the minimiser of Eq. 2 is that expert, whatever its covariance.
+
     Args:
         base: W0, any shape.
-        active: the experts; with fewer than two the rules of `merge_trivial` hold.
+        active: the experts.
         scale: λ.
     """
-    trivial = merge_trivial(base, active, scale)
-    if trivial is not None:
-        return trivial
+    if not active.experts:
+        return base, active.record("base")
+    rule = "single" if len(active.experts) == 1 else "mean"
+    shares = [
+        scale * coefficient * weight / len(active.weights)
+        for weight, coefficient in zip(active.weights, active.coefficients, strict=True)
+    ]
+    if shares == [1]:  # W0 + (W − W0) may round; W itself is exact
+        return active.experts[0].to(active.dtype), active.record(rule)
     merged = base.to(active.dtype, copy=True)
-    members = zip(active.experts, active.weights, active.coefficients, strict=True)
-    for expert, weight, coefficient in members:
-        share = scale * coefficient * weight / len(active.weights)
+    for expert, share in zip(active.experts, shares, strict=True):
         merged.add_(task_vector(expert, base, active.dtype), alpha=share)
-    return merged, _record("mean", active)
+    return merged, active.record(rule)
 
 
-def _record(rule: str, active: ActiveExperts) -> MatrixRecord:
-    weight = active.spread(active.weights, 0.0)
-    return MatrixRecord(rule, weight, active.all_tau, active.changed)
+# From W0 and the W_t, or from W0 and those of them that take part, to the merge and its record.
+MatrixRule = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, MatrixRecord]]
+Formula = Callable[[Tensor, ActiveExperts], tuple[Tensor, MatrixRecord]]
+Selection = Callable[[Tensor, Sequence[Tensor]], ActiveExperts]
+
+
+def by_layout(
+    base: Tensor,
+    experts: Sequence[Tensor],
+    layout: FixedLayout,
+    select: Selection,
+    scale: float,
+    formula: Formula,
+    *,
+    entrywise: bool = False,
+) -> tuple[Tensor, TensorRecord]:
+    """Merge the versions of one stored tensor, each of its matrices by a formula.
+
+    Args:
+        base, experts: W0 and the W_t, of one shape.
+        layout: one that fits the tensor, see `resolve_layout`.
+        select: from versions to the experts that take part.
+        scale: λ, where no formula is needed: one expert, one row, or no matrix at all.
+        formula: for a matrix, (o, i), that at least two experts changed.
+        entrywise: whether the formula is for what is no matrix, too.
+
+    All of that is applied by `merge_by_change`.
+    """
+    has_matrices = layout != "mean" and base.numel() > 0
+
+    def rule(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
+        active = select(base, experts)
+        # One row is its own column mean: a vector in the shape of a matrix.
+        if len(active.experts) < 2 or not (entrywise or (has_matrices and active.shape[0] > 1)):
+            return merge_mean(base, active, scale)
+        return formula(base, active)
+
+    if not has_matrices:
+        merged, record = merge_by_change(base, experts, rule)
+        return merged, TensorRecord(tuple(base.shape), "mean", (record,))
+    views = [as_matrices(tensor, layout) for tensor in (base, *experts)]
+    parts, records = [], []
+    for matrices in zip(*views, strict=True):
+        part, record = merge_by_change(matrices[0], matrices[1:], rule)
+        parts.append(part)
+        records.append(record)
+    merged = base
+    if any(record.rule != "base" for record in records):
+        merged = from_matrices(parts, base.shape, layout)
+    return merged, TensorRecord(tuple(base.shape), layout, tuple(records))
+
+
+def merge_by_change(
+    base: Tensor, experts: Sequence[Tensor], rule: MatrixRule
+) -> tuple[Tensor, MatrixRecord]:
+    """Merge the versions of one matrix such that no expert enters or leaves with a jump.
+
+    Every rule leaves out the experts with s_t = 0 (see `select_active`) and takes all others for
+    whole, so that at s_t = 0 it jumps. With the s_t in descending order, s_(1) ≥ s_(2) ≥ …, the
+    result here is
+
+        Σ_k (s_(k) − s_(k+1)) merge(the experts with s_t ≥ s_(k)) + (1 − s_(1)) W0,
+
+    the Lovász extension (Choquet integral) of the merge as a function of sets of experts. It is
+    continuous in the s_t, and one merge unless some lie strictly between 0 and 1.
+
+    Args:
+        base, experts: W0 and the W_t, of one shape.
+        rule: to the merged tensor, and a record with weights and s_t.
+
+    Returns:
+        The merged tensor, and the record of the merge of all experts with s_t > 0.
+    """
+    merged, record = rule(base, experts)
+    (first, _), *others = nested_sets(record.changed, record.weight) or [(1.0, ())]
+    if first == 1:
+        return merged, record
+    total = base.to(merged.dtype).mul(1 - first).add_(merged, alpha=first)
+    for share, kept in others:
+        chosen = [expert if k else base for expert, k in zip(experts, kept, strict=True)]
+        total.add_(rule(base, chosen)[0].to(total.dtype).sub(base), alpha=share)
+    return total, record
+
+
+def nested_sets(
+    changed: Sequence[float], weights: Sequence[float]
+) -> list[tuple[float, tuple[bool, ...]]]:
+    """Return the sets of experts that `merge_by_change` merges, and the share of each merge.
+
+    Args:
+        changed: s_t.
+        weights: w_t; experts of weight 0 make no set of their own.
+
+    Returns:
+        Shares, of sum max s_t, with whether each expert belongs to the set; the largest set first,
+        none at all where nobody has changed anything.
+    """
+    levels = sorted({s for s, w in zip(changed, weights, strict=True) if s > 0 and w != 0})
+    below = [0.0, *levels]
+    return [
+        (level - lower, tuple(s >= level for s in changed))
+        for lower, level in zip(below, levels, strict=False)
+    ]

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from mergekit_ace.algebra.adaptive import merge_tensor
-from mergekit_ace.algebra.closed_form import COSTS, choose_forms
+from mergekit_ace.algebra.forms import COSTS, choose_forms
 from mergekit_ace.algebra.linalg import LARGEST_BLOCK
 from mergekit_ace.algebra.records import LARGEST_MEAN_RIDGE, AceOptions, TensorRecord
 from mergekit_ace.algebra.refinement import decomposition_memory
@@ -80,7 +80,7 @@ class RidgeMethod(TaskVectorMethod):
     whole = True
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
-        lookup = self._lookup(settings)
+        lookup, mix = self.lookup(settings), settings.parameters.get("mix", 1.0)
         return self.merge_versions(
             tensors[0],
             tensors[1:],
@@ -91,24 +91,24 @@ class RidgeMethod(TaskVectorMethod):
             least_memory=settings.least_memory,
             observe=settings.observe,
             space=settings.space,
-            measured=lookup and lookup.inputs(tensors[0].shape, settings.parameters["mix"]),
+            measured=lookup and lookup.inputs(tensors[0].shape, mix),
         )
 
     def check_settings(self, settings: TensorSettings) -> None:
-        if self._lookup(settings) and settings.parameters["coefficients"] is not None:
+        if self.lookup(settings) and settings.parameters.get("coefficients") is not None:
             raise ValueError(
                 f"{self.spec.name}: the coefficients were learned for a merge with estimated "
                 "covariances; leave out `covariances`, or `coefficients`"
             )
 
-    def _lookup(self, settings: TensorSettings) -> MeasuredLookup | None:
+    def lookup(self, settings: TensorSettings) -> MeasuredLookup | None:
+        """Return what was measured of a tensor; None where the config names no file."""
         path = settings.parameters["covariances"]
         return path and MeasuredLookup(self.spec.name, settings, path, "covariances")
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
-        if parameters.get("covariances") is None:
-            return ""
-        return "measured covariances of inputs are not of low rank"
+        measured = _is_measured(parameters)
+        return "measured covariances of inputs are not of low rank" if measured else ""
 
     def learned_coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
         options = options_from(self.options_class, settings.parameters)
@@ -125,7 +125,7 @@ class RidgeMethod(TaskVectorMethod):
         if found is None or experts < 2:
             return super().work(settings, shape, experts)
         count, *matrix = found
-        measured = settings.parameters.get("covariances") is not None
+        measured = _is_measured(settings.parameters)
         memory = [self.refines * decomposition_memory(*matrix)]
         forms, operations, moved = [], [], []
         for refined in (False, self.refines):
@@ -143,7 +143,7 @@ class RidgeMethod(TaskVectorMethod):
         self, settings: TensorSettings, rows_per_column: float | None
     ) -> Iterator[tuple[str, str]]:
         yield from super().doubts(settings, rows_per_column)
-        if not settings.parameters["ridge_floor"] and is_near_threshold(rows_per_column):
+        if settings.parameters.get("ridge_floor") is False and is_near_threshold(rows_per_column):
             yield (
                 "with ridge_floor: false, a small epsilon lets the merge grow far beyond any "
                 "expert where the rows of all experts just determine it (T·o/i near 1)",
@@ -159,6 +159,11 @@ class RidgeMethod(TaskVectorMethod):
     def extra_operations(self, rows: int, columns: int, experts: int, refined: bool) -> float:
         """Return the operations beside the closed form for a matrix (o, i)."""
         return 0.0
+
+
+def _is_measured(parameters: Mapping[str, Any]) -> bool:
+    """Return whether a config names covariances that were measured."""
+    return any(parameters.get(name) is not None for name in ("covariances", "statistics"))
 
 
 class AceMerge(RidgeMethod):

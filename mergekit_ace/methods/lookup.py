@@ -69,7 +69,7 @@ def component_coefficients(
     Raises:
         CoefficientFileError: the file was learned for another merge, or lacks something.
     """
-    path = tensor.parameters["coefficients"]
+    path = tensor.parameters.get("coefficients")
     if path is None:
         return None
     source = FileCoefficients(path, method=method)

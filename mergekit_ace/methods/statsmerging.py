@@ -10,9 +10,8 @@ from typing import Any, Literal
 from mergekit.merge_methods.base import TensorGroup
 from torch import Tensor
 
-from mergekit_ace.algebra.election import merge_elected
+from mergekit_ace.algebra.linear import merge_elected, merge_entries, record_of_entries
 from mergekit_ace.algebra.records import Factor
-from mergekit_ace.algebra.task_vectors import merge_entries, record_of_entries
 from mergekit_ace.coefficients.file import load_coefficients
 from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
 from mergekit_ace.methods.inputs import TensorSettings, describe

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mergekit_ace.algebra.components import split_tensor
-from mergekit_ace.algebra.election import elected_task_vectors
+from mergekit_ace.algebra.linear import elected_task_vectors
 from mergekit_ace.algebra.records import IllConditionedError
 from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import save_tensors

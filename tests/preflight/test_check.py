@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, ViTConfig, ViTModel
 
-from mergekit_ace.algebra.closed_form import choose_forms
+from mergekit_ace.algebra.forms import choose_forms
 from mergekit_ace.cli import READING_FLAGS, main
 from mergekit_ace.headers import TensorHeader
 from mergekit_ace.plugin import our_methods

@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from mergekit_ace.algebra.layouts import by_layout
 from mergekit_ace.algebra.records import MatrixRecord, NonNegative
-from mergekit_ace.algebra.task_vectors import merge_trivial, select_active, task_vector
+from mergekit_ace.algebra.task_vectors import ActiveExperts, by_layout, select_active, task_vector
 from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
 from mergekit_ace.methods.inputs import TensorSettings, describe
 from mergekit_ace.methods.parameters import LAMBDA, shared
@@ -122,22 +122,14 @@ class ConsensusMerge(TaskVectorMethod):
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         names = ("lambda", "mask_threshold", "consensus")
         scale, threshold, least = (settings.parameters[name] for name in names)
+        base, *experts = tensors
+        select = partial(select_active, weights=[1.0] * len(experts), dtype=torch.float32)
 
-        def rule(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-            active = select_active(base, experts, [1.0] * len(experts), torch.float32)
-            trivial = merge_trivial(base, active, scale)
-            if trivial is not None:
-                return trivial
+        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
             merged, selected = merge_by_consensus(
                 base, active.experts, scale, threshold, least, active.dtype
             )
-            record = ConsensusRecord(
-                rule=self.spec.name,
-                weight=active.spread(active.weights, 0.0),
-                tau=active.all_tau,
-                changed=active.changed,
-                selected=selected,
-            )
-            return merged, record
+            record = asdict(active.record(self.spec.name))
+            return merged, ConsensusRecord(**record, selected=selected)
 
-        return by_layout(tensors[0], tensors[1:], "mean", rule, rule)
+        return by_layout(base, experts, "mean", select, scale, formula, entrywise=True)

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from mergekit_ace.algebra.layouts import by_layout
 from mergekit_ace.algebra.linalg import as_rows, blocks
 from mergekit_ace.algebra.records import MatrixRecord, Number
-from mergekit_ace.algebra.task_vectors import merge_mean, merge_trivial, select_active
+from mergekit_ace.algebra.task_vectors import ActiveExperts, by_layout, merge_mean, select_active
 from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
 from mergekit_ace.methods.inputs import TensorSettings
 from mergekit_ace.methods.measured_lookup import required_lookup
@@ -108,23 +108,16 @@ class FisherMerge(TaskVectorMethod):
         scale = settings.parameters["lambda"]
         fisher = required_lookup(self.spec.name, settings, "fisher").fisher(tensors[0].shape)
 
-        def rule(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-            active = select_active(base, experts, settings.weights, torch.float32)
-            trivial = merge_trivial(base, active, scale)
-            if trivial is not None:
-                return trivial
+        base, *experts = tensors
+        select = partial(select_active, weights=settings.weights, dtype=torch.float32)
+
+        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
             if fisher is None:
                 return merge_mean(base, active, scale)
             own = [fisher[position] for position in active.positions]
             floor = settings.parameters["fisher_floor"]
             merged = merge_by_fisher(base, active.experts, own, active.weights, floor, active.dtype)
-            record = MatrixRecord(
-                rule=self.spec.name,
-                weight=active.spread(active.weights, 0.0),
-                tau=active.all_tau,
-                changed=active.changed,
-                precision="float64",
-            )
+            record = active.record(self.spec.name, precision="float64")
             return merged.mul_(scale).add_(base), record
 
-        return by_layout(tensors[0], tensors[1:], "mean", rule, rule)
+        return by_layout(base, experts, "mean", select, scale, formula, entrywise=True)

@@ -10,8 +10,8 @@ from mergekit.merge_methods.base import TensorGroup
 from pydantic import Field
 from torch import Tensor
 
+from mergekit_ace.algebra.linear import merge_entries
 from mergekit_ace.algebra.records import Factor
-from mergekit_ace.algebra.task_vectors import merge_entries
 from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
 from mergekit_ace.methods.inputs import TensorSettings, describe
 from mergekit_ace.methods.parameters import LAMBDA, shared

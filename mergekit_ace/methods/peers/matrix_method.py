@@ -20,20 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import rounding_in_merge
 from mergekit_ace.algebra.covariance import choose_unit
-from mergekit_ace.algebra.layouts import by_layout
+from mergekit_ace.algebra.forms import rounding_in_merge
 from mergekit_ace.algebra.linalg import full_precision
-from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.records import MatrixRecord, is_noisy, show, tolerance
 from mergekit_ace.algebra.spectrum import DEFAULT_TOLERANCE, SMALL_SIDE, noise_edge
-from mergekit_ace.algebra.task_vectors import (
-    ActiveExperts,
-    merge_mean,
-    merge_trivial,
-    select_active,
-    task_vector,
-)
+from mergekit_ace.algebra.task_vectors import ActiveExperts, by_layout, select_active, task_vector
 from mergekit_ace.methods.base import Merged, TaskVectorMethod, Work, matrices_in
 from mergekit_ace.methods.inputs import TensorSettings
 
@@ -84,48 +76,30 @@ class MatrixMethod(TaskVectorMethod):
     timed = False  # decompositions do not run at the rate of products
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
-        matrix = partial(self._merge_matrix, settings)
-        mean = partial(self._merge_mean, settings.parameters)
-        return by_layout(tensors[0], tensors[1:], settings.layout, matrix, mean)
-
-    def _merge_mean(
-        self, parameters: Mapping[str, Any], base: Tensor, experts: Sequence[Tensor]
-    ) -> tuple[Tensor, MatrixRecord]:
-        active = select_active(base, experts, [1.0] * len(experts), torch.float64)
-        return merge_mean(base, active, self.scale(parameters))
+        base, *experts = tensors
+        weights, scale = [1.0] * len(experts), self.scale(settings.parameters)
+        select = partial(select_active, weights=weights, dtype=torch.float64, space=settings.space)
+        formula = partial(self._merge_matrix, settings)
+        return by_layout(base, experts, settings.layout, select, scale, formula)
 
     @full_precision()
     def _merge_matrix(
-        self,
-        settings: TensorSettings,
-        base: Tensor,
-        experts: Sequence[Tensor],
+        self, settings: TensorSettings, base: Tensor, active: ActiveExperts
     ) -> tuple[Tensor, MatrixRecord]:
-        parameters, space = settings.parameters, settings.space
-        shape = space.shape if space else tuple(base.shape)
-        if shape[0] == 1:  # a vector in the shape of a matrix
-            return self._merge_mean(parameters, base, experts)
-        scale = self.scale(parameters)
-        active = select_active(base, experts, [1.0] * len(experts), torch.float64)
-        trivial = merge_trivial(base, active, scale)
-        if trivial is not None:
-            return trivial
+        parameters, shape = settings.parameters, active.shape
         unit = choose_unit(active, base.numel())
-        dtype, allowed = _precision(base, active, space)
+        dtype, allowed = _precision(base, active)
         deltas = [task_vector(w, base, dtype).div_(unit) for w in active.experts]
         noise = _rounding(base, active, unit)
         matrices = TaskMatrices(tuple(deltas), unit, shape, noise, allowed)
         merged = self.combine(matrices, parameters)
         show(settings.observe, "closed form", merged, unit)
-        record = MatrixRecord(
-            rule=self.spec.name,
-            weight=active.spread(active.weights, 0.0),
-            tau=active.all_tau,
-            changed=active.changed,
+        record = active.record(
+            self.spec.name,
             rank=self.rank(shape, len(deltas), parameters),
             precision=str(dtype).removeprefix("torch."),
         )
-        return merged.mul_(unit * scale).add_(base), record
+        return merged.mul_(unit * self.scale(parameters)).add_(base), record
 
     def scale(self, parameters: Mapping[str, Any]) -> float:
         """Return λ: what the merged task vector is multiplied by."""
@@ -161,14 +135,13 @@ class MatrixMethod(TaskVectorMethod):
         return (experts + 2) * decomposition_operations(rows, columns)
 
 
-def _precision(
-    base: Tensor, active: ActiveExperts, space: CoreSpace | None
-) -> tuple[torch.dtype, float]:
+def _precision(base: Tensor, active: ActiveExperts) -> tuple[torch.dtype, float]:
     """Return the dtype of task vectors, and the relative error that is allowed in a merge.
 
     Small matrices, and cores, take milliseconds in float64.
     """
-    if active.experts[0].dtype == torch.float64 or base.dtype == torch.float64 or space:
+    wide = torch.float64 in (active.experts[0].dtype, base.dtype)
+    if wide or active.space:
         return torch.float64, DEFAULT_TOLERANCE
     noise = rounding_in_merge(base, active) if min(base.shape) > SMALL_SIDE else 0.0
     dtype = torch.float32 if is_noisy(noise) else torch.float64

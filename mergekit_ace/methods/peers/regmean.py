@@ -3,35 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from torch import Tensor
-
-from mergekit_ace.algebra.closed_form import COSTS, choose_forms
+from mergekit_ace.algebra.records import FixedLayout
 from mergekit_ace.algebra.regression import RegressionOptions, merge_tensor_by_regression
+from mergekit_ace.methods.ace import RidgeMethod
 from mergekit_ace.methods.architecture import is_table
-from mergekit_ace.methods.base import (
-    Citation,
-    Merged,
-    TaskVectorMethod,
-    Work,
-    matrices_in,
-    method_spec,
-)
+from mergekit_ace.methods.base import Citation, method_spec
 from mergekit_ace.methods.inputs import TensorSettings
-from mergekit_ace.methods.measured_lookup import required_lookup
-from mergekit_ace.methods.parameters import (
-    LAYOUT,
-    STATISTICS,
-    TASK,
-    WEIGHT,
-    option_parameters,
-    options_from,
-)
+from mergekit_ace.methods.measured_lookup import MeasuredLookup, required_lookup
+from mergekit_ace.methods.parameters import LAYOUT, STATISTICS, TASK, WEIGHT, option_parameters
 
 
-class RegMeanMerge(TaskVectorMethod):
+class RegMeanMerge(RidgeMethod):
     """RegMean: linear layers by regression on their measured inputs, all others averaged."""
 
     spec = method_spec(
@@ -58,31 +40,14 @@ class RegMeanMerge(TaskVectorMethod):
     own_rule = "merged by the regression on measured inputs"
     ill_conditioned = "Raise `epsilon`, or lower `off_diagonal`."
 
-    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
-        return "measured covariances of inputs are not of low rank"
+    options_class = RegressionOptions
+    merge_versions = staticmethod(merge_tensor_by_regression)
+    whole = False
 
-    def check_settings(self, settings: TensorSettings) -> None:
-        required_lookup(self.spec.name, settings, "covariances")
+    def layout(self, settings: TensorSettings, ndim: int) -> FixedLayout:
+        """Return how a tensor is read: tables are averaged, also where they are the head."""
+        table = is_table(settings.base, settings.name)
+        return "mean" if table else super().layout(settings, ndim)
 
-    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
-        averaged = is_table(settings.base, settings.name)  # also where it is the head as well
-        return merge_tensor_by_regression(
-            tensors[0],
-            tensors[1:],
-            settings.weights,
-            options_from(RegressionOptions, settings.parameters),
-            "mean" if averaged else settings.layout,
-            required_lookup(self.spec.name, settings, "covariances").inputs(tensors[0].shape),
-            least_memory=settings.least_memory,
-            observe=settings.observe,
-        )
-
-    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        found = matrices_in(shape, settings.layout)
-        if found is None or experts < 2:
-            return super().work(settings, shape, experts)
-        count, *matrix = found
-        form = choose_forms(*matrix, experts, refined=False, measured=True)[0]
-        cost = COSTS[form](*matrix, experts, False)
-        operations, moved = count * cost.operations, count * cost.bytes
-        return Work((operations,) * 2, (moved,) * 2, int(cost.memory), form=(form,) * 2)
+    def lookup(self, settings: TensorSettings) -> MeasuredLookup:
+        return required_lookup(self.spec.name, settings, "covariances")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mergekit_ace.algebra.election import elected_task_vectors, merge_elected
+from mergekit_ace.algebra.linear import elected_task_vectors, merge_elected
 
 
 def naive(deltas, kept):
