@@ -242,11 +242,21 @@ FULL = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle
 
 
 @pytest.mark.parametrize("message", [FULL, "CUDA error: out of memory"])
-def test_libraries_without_memory(caplog, message):
-    work = Full(message, 2)
+@pytest.mark.parametrize(
+    ("failures", "where"), [(1, "in the form that takes the least"), (2, "on the CPU")]
+)
+def test_devices_without_memory(caplog, message, failures, where):
+    work = Full(message, failures)
     assert first_that_fits(torch.device("meta"), work, "ace", "a.weight") == "merged"
-    assert work.seen == [("meta", False), ("meta", True), ("cpu", True)]
-    assert "a.weight does not fit into the free memory of meta; merged on the CPU" in caplog.text
+    assert work.seen == [("meta", False), ("meta", True), ("cpu", True)][: failures + 1]
+    (text,) = caplog.messages
+    assert text.startswith("ace: tensor a.weight does not fit into the free memory of meta; merged")
+    assert where in text
+
+
+def test_no_memory_anywhere():
+    with pytest.raises(torch.OutOfMemoryError, match="there is no memory left to merge a tensor"):
+        first_that_fits(torch.device("meta"), Full(FULL, 3), "ace", None)
 
 
 def test_other_errors_are_raised():
@@ -313,4 +323,5 @@ def test_full_devices(small_gpu, caplog, tmp_path, method):
         merged = merge_tensors(given, name, base_index=0, parameters=parameters, name="w")
         torch.testing.assert_close(merged.cpu(), expected, atol=1e-4, rtol=1e-4)
         del merged  # nor may it take room
+    assert [text.startswith(f"{name}: tensor w does not fit") for text in caplog.messages] == [True]
     assert "on the CPU" in caplog.text
