@@ -118,10 +118,10 @@ def test_known_to_mergekit_with_no_import_of_ours(installed):
     assert "mergekit-ace" not in result.stderr
 
 
-# Each in a process of its own, forked from one that has imported the largest packages.
+# Each in a process of its own, forked from one that has imported what takes longest.
 COMMANDS = """
 import importlib, json, os, sys
-import torch, transformers
+import peft  # and torch and transformers with it
 
 for command, *arguments in json.loads(sys.argv[1]):
     if os.fork() == 0:
