@@ -312,6 +312,7 @@ def test_full_devices(monkeypatch, caplog, tmp_path, method):
             if room == math.inf:
                 assert 0 < device.waits <= 100
                 assert not caplog.messages
+                parameters["report"] = str(tmp_path / "lines.jsonl")
             torch.testing.assert_close(merged.cpu(), expected, atol=1e-4, rtol=1e-4)
             del merged  # nor may it take room
     assert [text.startswith(f"{name}: tensor w does not fit") for text in caplog.messages] == [True]

@@ -138,21 +138,16 @@ def test_every_row_of_the_table_is_a_valid_training(training, monkeypatch, famil
 
 
 @pytest.mark.parametrize("family", ["images", "languages"])
-def test_the_study_of_choices_at_its_smallest(
-    small_training, in_process, tmp_path, monkeypatch, capsys, family
-):
-    program = small_training("statsmerging")
-    row, flags = "one heterogeneous expert", ["statsmerging.py", family, "--small", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [*flags, "--only", row])
-    program.main()
-    assert f"\n| {row} | 0." in capsys.readouterr().out
+@pytest.mark.usefixtures("small_training", "in_process")
+def test_the_study_of_choices_at_its_smallest(run_example, tmp_path, family):
+    run = partial(run_example, "training", "statsmerging", family, "--small", tmp_path)
+    row = "one heterogeneous expert"
+    assert f"\n| {row} | 0." in run("--only", row)
     results = (tmp_path / f"results-{family}.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["name"] for line in results] == [row]
     assert (tmp_path / f"run-{family}" / "coefficients.png").exists()
     if family == "images":  # and a learner on experts that it never saw
-        monkeypatch.setattr(sys, "argv", [*flags, "--transfer"])
-        program.main()
-        assert "\n| the learner of the first two | 0." in capsys.readouterr().out
+        assert "\n| the learner of the first two | 0." in run("--transfer")
 
 
 def test_corrupted_images(training):
@@ -192,17 +187,16 @@ def test_what_generalises_at_its_smallest(small_training, tmp_path):
     assert 0.35 < sum(right) / len(right) < 0.65
 
 
-def test_adapters_merged_both_ways(example, in_process, tmp_path, monkeypatch, capsys):
+@pytest.mark.usefixtures("in_process")
+def test_adapters_merged_both_ways(example, run_example, tmp_path, monkeypatch):
     """Trained for a few steps: adapters and full merge are one model, and say so."""
     program = example("adapters", "run")
     example("quickstart", "family").LlamaConfig = small_llama
     shutil.copy(EXAMPLES / "adapters" / "ace.yml", tmp_path)
     monkeypatch.setattr(program, "HERE", tmp_path)
     monkeypatch.setattr(program, "train_family", partial(program.train_family, steps=3))
-    monkeypatch.setattr(sys, "argv", ["run.py"])
     monkeypatch.chdir(tmp_path)  # back in the end
-    program.main()
-    shown = capsys.readouterr().out
+    shown = run_example("adapters", "run")
     for row in ("base", "adapter topaz", "full merge", "merged adapter", "merged, rank 16"):
         assert f"\n{row} " in shown
     found = re.findall(r"\n(.*): (\S+) from the full merge .* (\d+) of (\d+) answers", shown)

@@ -143,11 +143,10 @@ def test_every_command_is_understood(gpu_program, monkeypatch, small, cuda, disk
     assert on_gpu == [cuda and n > 0 for n in range(len(read))], "all but the first"
 
 
-def test_small_stages(gpu_program, monkeypatch, tmp_path):
+def test_small_stages(run_example, tmp_path):
     """A stage of one process; those of several are tested each in test_benchmark.py."""
     only = ["--only", "machine", "kernels-1B"]
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path), "--small", *only])
-    gpu_program.main()
+    run_example("benchmark", "gpu", "--out", tmp_path, "--small", *only)
     known = json.loads((tmp_path / "gpu.json").read_text())
     assert {name: stage["state"] for name, stage in known.items()} == {
         "machine": "done",
