@@ -35,6 +35,11 @@ def family(
     return base, members
 
 
+def deltas_of(base: Tensor, experts: list[Tensor]) -> list[Tensor]:
+    """The task vectors in float64."""
+    return [expert.double() - base.double() for expert in experts]
+
+
 def hardly_changed(base: Tensor) -> Tensor:
     """The base, saved as bfloat16, with some entries moved by an ulp: s is neither 0 nor 1."""
     saved = base.bfloat16().float()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mergekit_ace.algebra.measured import pack
+from mergekit_ace.algebra.measured import MeasuredCovariance, pack
 from mergekit_ace.files import save_tensors
 from mergekit_ace.measurements import (
     INDEX_FILE,
@@ -29,6 +30,13 @@ def random_covariance(rng: torch.Generator, columns: int, rank: int | None = Non
     rows = torch.randn(rank or 2 * columns, columns, generator=rng)
     rows *= torch.rand(columns, generator=rng) + 0.1
     return rows.T @ rows / len(rows)
+
+
+def in_memory(covariances: Iterable[Tensor | None]) -> tuple[MeasuredCovariance | None, ...]:
+    """Covariances as they come from such files; None for experts without one."""
+    return tuple(
+        None if c is None else MeasuredCovariance(pack(c.float()), len(c)) for c in covariances
+    )
 
 
 def write_statistics(

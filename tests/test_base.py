@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all methods share: a new one needs nothing else, and a full device stops none.
-
-The device that runs out of memory is imitated, since a test machine may have none.
-"""
+"""What all methods share: a new one needs nothing else."""
 
 from __future__ import annotations
 
@@ -12,20 +9,15 @@ import pytest
 import torch
 from checkpoints import ace_config, save_family, tiny_llama
 from click.testing import CliRunner
-from matrices import family
-from measured_files import write_statistics
-from mergekit.merge_methods import MergeMethod, merge_state_dicts, merge_tensors, registry
-from mergekit.merge_methods.base import TensorGroup
+from mergekit.merge_methods import merge_state_dicts, registry
 from safetensors.torch import load_file
-from torch import Tensor
 
 from mergekit_ace.algebra.linear import record_of_entries
 from mergekit_ace.algebra.records import Fraction
 from mergekit_ace.cli import main
-from mergekit_ace.methods.ace import AceMerge
 from mergekit_ace.methods.base import Citation, TaskVectorMethod, method_spec
 from mergekit_ace.methods.parameters import shared
-from mergekit_ace.plugin import METHODS, our_methods, register
+from mergekit_ace.plugin import METHODS, register
 
 
 class MeanOfTwo(TaskVectorMethod):
@@ -45,25 +37,6 @@ class MeanOfTwo(TaskVectorMethod):
         _, first, second = tensors
         merged = first.lerp(second, settings.parameters["share"])
         return merged, record_of_entries(self.spec.name, tensors[0], tensors[1:])
-
-
-class FullDevice(AceMerge):
-    """`ace` on a device where the first attempts run out of memory."""
-
-    def __init__(self, failures: int):
-        self.failures = failures
-        self.seen: list[bool] = []
-
-    def merge(self, tensors, settings):
-        self.seen.append(settings.least_memory)
-        if len(self.seen) <= self.failures:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().merge(tensors, settings)
-
-
-def merge_with(method: MergeMethod, tensors: list[Tensor], name: str | None = None) -> Tensor:
-    group = TensorGroup.from_tensors(tensors, base_index=0, name=name)
-    return method([group])[0]
 
 
 @pytest.fixture
@@ -111,59 +84,6 @@ def test_a_new_method_is_one_class_and_one_entry(tmp_path, mergekit_yaml, mean_o
     assert "goes from one expert towards the other." in card
     assert "| seed | none needed: the method draws no random numbers |" in card
     assert "@article{doe2026mean," in card
-
-
-@pytest.mark.parametrize(("failures", "where"), [(1, "least"), (2, "CPU")])
-def test_goes_on_with_one_warning(rng, caplog, failures, where):
-    base, experts = family(rng, 30, 20, 3)
-    expected = merge_tensors([base, *experts], "ace", base_index=0)
-    assert not caplog.records
-    method = FullDevice(failures)
-    torch.testing.assert_close(merge_with(method, [base, *experts]), expected)
-    assert method.seen == [False, True, True][: failures + 1]
-    (record,) = caplog.records
-    assert where in record.getMessage()
-    assert "a tensor does not fit" in record.getMessage()
-
-
-def test_names_the_tensor(rng, caplog):
-    base, experts = family(rng, 6, 5, 2)
-    merge_with(FullDevice(1), [base, *experts], "model.norm.weight")
-    assert "tensor model.norm.weight does not fit" in caplog.text
-
-
-@pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
-def test_every_method_goes_on(rng, caplog, monkeypatch, tmp_path, method):
-    base, experts = family(rng, 30, 20, 3)
-    name = method.spec.name
-    parameters = {"weight": [0.2, 0.3, 0.4]} if name == "statsmerging" else {}
-    if "statistics" in [parameter.name for parameter in method.spec.parameters]:
-        made_up = {
-            "covariance": {"w": [torch.eye(20)] * 3},
-            "fisher": {"w": [e.abs() for e in experts]},
-        }
-        parameters["statistics"] = write_statistics(tmp_path, made_up, ["1", "2", "3"])
-    arguments = {"base_index": 0, "parameters": parameters, "name": "w"}
-    expected = merge_tensors([base, *experts], name, **arguments)
-    original, failures = type(method).merge, [1, 2]
-
-    def merge(*arguments, **keywords):
-        if failures:
-            failures.pop()
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(*arguments, **keywords)
-
-    monkeypatch.setattr(type(method), "merge", merge)
-    torch.testing.assert_close(merge_tensors([base, *experts], name, **arguments), expected)
-    (record,) = caplog.records
-    assert record.getMessage().startswith(f"{name}: tensor w does not fit")
-    assert "CPU" in record.getMessage()
-
-
-def test_no_memory_anywhere(rng):
-    base, experts = family(rng, 6, 5, 2)
-    with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
-        merge_with(FullDevice(3), [base, *experts])
 
 
 @pytest.mark.parametrize(

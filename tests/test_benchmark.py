@@ -18,19 +18,6 @@ from reference import naive_ace
 
 
 @pytest.fixture
-def run(example, monkeypatch, capsys):
-    """Run a program of the examples in this process; what it prints."""
-
-    def run(folder: str, name: str, *arguments: object) -> str:
-        program = example(folder, name)
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
-        program.main()
-        return capsys.readouterr().out
-
-    return run
-
-
-@pytest.fixture
 def measured_here(example, in_process, monkeypatch):
     """Run in this process what `checkpoint.measure` starts in one of its own."""
 
@@ -45,33 +32,33 @@ def measured_here(example, in_process, monkeypatch):
         monkeypatch.setattr(example("benchmark", program), "measure", measure)
 
 
-def checkpoint_rows(run, folder: Path, *methods: str) -> list[dict]:
-    """What the program measures of some methods, once it has printed it."""
-    flags = ["--size", "tiny", "--methods", *methods, "--json", folder / "figures.json"]
-    shown = run("benchmark", "checkpoint", *flags, "--folder", folder)
-    rows = json.loads((folder / "figures.json").read_text())["rows"]
-    assert [row["method"] for row in rows] == [*methods]
-    assert all(f"\n{method} " in shown for method in methods)
-    return rows
+def test_a_process_of_its_own(example, tmp_path):
+    measure = example("benchmark", "checkpoint").measure
+    figures = measure([sys.executable, "-c", "print(len(b'x' * 2**25))"], tmp_path)
+    assert figures["wall"] > 0
+    assert figures["resident_bytes"] > 2**25
+    assert (tmp_path / "merge.log").read_text() == f"{2**25}\n"
+    with pytest.raises(SystemExit, match="why"):
+        measure([sys.executable, "-c", "import sys; sys.exit('why')"], tmp_path)
 
 
-def test_a_checkpoint_in_a_process_of_its_own(run, tmp_path):
-    (row,) = checkpoint_rows(run, tmp_path, "ace")
-    assert row["wall"] > row["compute"] > 0
-    assert row["resident_bytes"] > 2**20
+def test_checkpoints(run_example, measured_here, tmp_path):
+    methods = ["task_arithmetic", "ace", "inspect"]
+    flags = ["--size", "tiny", "--json", tmp_path / "figures.json", "--folder", tmp_path]
+    shown = run_example("benchmark", "checkpoint", *flags, "--methods", *methods)
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == methods
+    assert all(f"\n{row['method']} " in shown for row in rows)
+    assert all(row["compute"] > 0 and row["write"] > 0 for row in rows[:2])
 
 
-def test_checkpoints(run, measured_here, tmp_path):
-    first, second = checkpoint_rows(run, tmp_path, "task_arithmetic", "inspect")
-    assert first["write"] > 0
-    assert second["wall"] > 0
-
-
-def test_adapters(run, measured_here, tmp_path):
+def test_adapters(run_example, measured_here, tmp_path):
     """Every kind of row: a merge method, PEFT's way on all layers, and a full merge of one."""
     rows = ["tsv_m", "peft-cat", "full-ace"]
     small = ["--size", "tiny", "--adapters", 2, "--rank", 3, "--folder", tmp_path]
-    shown = run("benchmark", "adapters", *small, "--rows", *rows, "--json", tmp_path / "a.json")
+    shown = run_example(
+        "benchmark", "adapters", *small, "--rows", *rows, "--json", tmp_path / "a.json"
+    )
     figures = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert list(figures) == rows
     assert [[one["layers"] for one in figures[row]] for row in rows] == [[2], [2], [1]]
@@ -81,24 +68,24 @@ def test_adapters(run, measured_here, tmp_path):
     assert not list(tmp_path.glob("*/merged")), "results are removed"
 
 
-def test_check_on_headers(run, in_process):
-    shown = run("benchmark", "preflight", "--size", "tiny", "--rounds", 1)
+def test_check_on_headers(run_example, in_process):
+    shown = run_example("benchmark", "preflight", "--size", "tiny", "--rounds", 1)
     assert "nothing to complain about" in shown
     assert "whole command" in shown
 
 
 @pytest.mark.parametrize("basis", ["experts", "components"])
-def test_training_steps(run, in_process, basis):
+def test_training_steps(run_example, in_process, basis):
     small = f"--layers 1 --experts 2 --batch 1 --tokens 4 --rounds 2 --basis {basis}".split()
-    shown = run("benchmark", "trainer", *small).splitlines()
+    shown = run_example("benchmark", "trainer", *small).splitlines()
     assert [line.partition(":")[0] for line in shown] == [
         "K = 2, disk", "K = 2, device", "K = 2, disk"
     ]  # fmt: skip
     assert "times as long as a plain" in shown[-1]
 
 
-def test_many_workers_on_paper(example, run, tmp_path):
-    shown = run("cluster", "estimate", "--sizes", "tiny")
+def test_many_workers_on_paper(example, run_example, tmp_path):
+    shown = run_example("cluster", "estimate", "--sizes", "tiny")
     cells = shown.splitlines()[-1].split(" | ")
     assert cells[0] == "| tiny"
     assert len(cells) == 8
@@ -107,10 +94,10 @@ def test_many_workers_on_paper(example, run, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_restartable_merge_costs(run, in_process, tmp_path):
+def test_what_a_restartable_merge_costs(run_example, in_process, tmp_path):
     """The program compares both results byte for byte, and ends where they differ."""
     flags = ["--size", "tiny", "--methods", "ace", "--rounds", 1, "--folder", tmp_path]
-    shown = run("cluster", "overhead", *flags).splitlines()
+    shown = run_example("cluster", "overhead", *flags).splitlines()
     assert shown[-1].startswith("ace")
     assert "median" in shown[-1]
 
@@ -127,9 +114,9 @@ def test_the_plain_transcription(example, rng, heterogeneous):
 
 @pytest.mark.parametrize("spectrum", ["low-rank", "slow"])
 @pytest.mark.parametrize("branch", ["homogeneous", "heterogeneous"])
-def test_kernels(run, tmp_path, branch, spectrum):
+def test_kernels(run_example, tmp_path, branch, spectrum):
     small = ["--divide", 64, "--rounds", 1, "--json", tmp_path / "kernels.json"]
-    shown = run("benchmark", "kernels", *small, "--branch", branch, "--spectrum", spectrum)
+    shown = run_example("benchmark", "kernels", *small, "--branch", branch, "--spectrum", spectrum)
     rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
     assert [(row["rows"], row["columns"]) for row in rows] == [
         (32, 32),
@@ -141,24 +128,24 @@ def test_kernels(run, tmp_path, branch, spectrum):
     assert "all together" in shown
 
 
-def test_bound(run):
-    shown = run("benchmark", "bound", "--divide", 64, "--rounds", 1)
+def test_bound(run_example):
+    shown = run_example("benchmark", "bound", "--divide", 64, "--rounds", 1)
     rates = [line.split()[-1] for line in shown.splitlines()[1:]]
     assert len(rates) == 13
     assert all(float(rate) >= 0 for rate in rates)
 
 
-def test_estimates(run):
-    shown = run("benchmark", "estimates", "--divide", 8)
+def test_estimates(run_example):
+    shown = run_example("benchmark", "estimates", "--divide", 32)
     lines = [line.split() for line in shown.splitlines()[2:]]
     assert len(lines) == 15
     assert {line[0] for line in lines} == {"primal", "tall", "dual"}
 
 
-def test_measured_covariances(run, tmp_path):
+def test_measured_covariances(run_example, tmp_path):
     """Statistics are measured once, and every row is merged and examined by both halves."""
     flags = ["--families", "llama", "--seeds", 0, "--samples", 12, "--small", tmp_path]
-    shown = run("benchmark", "measured", *flags)
+    shown = run_example("benchmark", "measured", *flags)
     for row in ("ace, no data", "regmean, 12 samples", "fisher, 12 samples", "ace, mix 1, 12"):
         assert f"\n| {row}" in shown
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
@@ -166,15 +153,17 @@ def test_measured_covariances(run, tmp_path):
     assert all({"mean", "seen"} <= json.loads(line)["published"].keys() for line in lines)
     (file,) = tmp_path.glob("measured/*/statistics.json")
     before = file.stat().st_mtime_ns
-    run("benchmark", "measured", *flags)
+    run_example("benchmark", "measured", *flags)
     assert (tmp_path / "results.jsonl").read_text().splitlines() == lines
     assert file.stat().st_mtime_ns == before
 
 
-def test_costs_of_methods(run, in_process, tmp_path):
+def test_costs_of_methods(run_example, in_process, tmp_path):
     """Ours, a peer with its plain transcription, and one of mergekit's own."""
     small = ["--model", "512x2048", "--divide", 16, "--json", tmp_path / "costs.json"]
-    shown = run("benchmark", "method_costs", *small, "--plain", "--method", "ace", "iso_c", "ties")
+    shown = run_example(
+        "benchmark", "method_costs", *small, "--plain", "--method", "ace", "iso_c", "ties"
+    )
     rows = json.loads((tmp_path / "costs.json").read_text())["rows"]
     found = [(row["method"], row["plain"]) for row in rows]
     assert found == [("ace", False), ("iso_c", False), ("iso_c", True), ("ties", False)]

@@ -8,21 +8,16 @@ import math
 import pytest
 import torch
 from matrices import family
-from measured_files import random_covariance
+from measured_files import in_memory, random_covariance
 
 from mergekit_ace.algebra.covariance_agreement import compare_covariances
-from mergekit_ace.algebra.measured import MeasuredCovariance, pack
-
-
-def measured(covariances):
-    return [None if c is None else MeasuredCovariance(pack(c.float()), len(c)) for c in covariances]
 
 
 @pytest.mark.parametrize("shape", [(10, 30), (40, 24)])
 def test_against_plain_formulas(rng, shape):
     base, experts = family(rng, *shape, 2)
     covariances = [random_covariance(rng, shape[1]) for _ in experts]
-    found = compare_covariances(base, experts, measured(covariances))
+    found = compare_covariances(base, experts, in_memory(covariances))
     grams = [(e - base).double().T @ (e - base).double() for e in experts]
     assert found.size == min(16, *shape)
     for t, gram in enumerate(grams):
@@ -41,7 +36,7 @@ def test_what_the_theorem_says_is_a_cosine_of_one(rng):
     """Updates that are made of the inputs themselves have their covariance."""
     base = torch.randn(200, 12, generator=rng)
     inputs = torch.randn(200, 12, generator=rng) * torch.linspace(0.2, 3, 12)
-    found = compare_covariances(base, [base + inputs], measured([inputs.T @ inputs / 200]))
+    found = compare_covariances(base, [base + inputs], in_memory([inputs.T @ inputs / 200]))
     assert found.cosine[0][0] == pytest.approx(1, abs=1e-4)
     assert max(found.angles[0]) < 1
 
@@ -50,7 +45,7 @@ def test_experts_without_a_change_or_a_measurement(rng):
     base, experts = family(rng, 8, 6, 2)
     covariance = random_covariance(rng, 6)
     three = [base.clone(), *experts]
-    found = compare_covariances(base, three, measured([covariance, None, covariance * 0]))
+    found = compare_covariances(base, three, in_memory([covariance, None, covariance * 0]))
     assert found.angles == (None, None, None)
     assert found.cosine[0] == (None, None, None)
     assert found.cosine[1][0] is not None

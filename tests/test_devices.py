@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from checkpoints import default_config, save_family, tiny_llama
 from click.testing import CliRunner
 from coefficient_files import make_file
 from covering import covered
-from imitated_gpu import GPU, ImitatedGpu, imitated_gpu
+from imitated_gpu import GPU, imitated_gpu
 from matrices import HETEROGENEOUS, family
 from measured_files import Kind, needs_statistics, random_covariance, write_statistics
 from mergekit.merge_methods import merge_tensors
@@ -80,8 +79,10 @@ def families(shape: tuple[int, ...], stored: torch.dtype = FLOAT) -> list[Tensor
     return [tensor.to(stored) for tensor in (base, *experts)]
 
 
-@pytest.mark.parametrize(("dtype", "bar"), [("float32", 5e-5), ("float64", 1e-10)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype", "bar"),  # test_golden.py has all cases with both
+    [(case, *((("float32", 5e-5), ("float64", 1e-10))[n % 2])) for n, case in enumerate(CASES)],
+)
 def test_golden_cases(gpu, case, dtype, bar):
     names = ["base", *(f"expert{t}" for t in range(CASES[case]["experts"]))]
     base, *experts = moved([TENSORS[f"{case}.{name}"] for name in names], gpu)
@@ -172,7 +173,7 @@ def test_inspection(gpu, shape):
 @pytest.mark.parametrize("key", [None, "coefficients", "learner"])
 def test_checkpoints(gpu, tmp_path, mergekit_yaml, key):
     """And coefficients that are learned, or predicted from statistics of the tensors."""
-    paths = save_family(tiny_llama(), tmp_path)
+    paths = save_family(tiny_llama(num_hidden_layers=1), tmp_path)
     config = default_config(paths)
     if key:
         names = sorted(load_file(Path(paths[0]) / "model.safetensors"))
@@ -206,7 +207,7 @@ def lines_of(config: dict, folder: Path, device: torch.device | str) -> dict[str
 def test_inspections_of_checkpoints(monkeypatch, tmp_path, caplog, full):
     """Also on a GPU that has room for the tensors alone."""
     pytest.importorskip("plotly", reason="the page of an inspection is not what is tested here")
-    config = default_config(save_family(tiny_llama(), tmp_path))
+    config = default_config(save_family(tiny_llama(num_hidden_layers=1), tmp_path))
     expected = lines_of(config, tmp_path, "cpu")
     with imitated_gpu(monkeypatch) as device:
 
@@ -242,11 +243,21 @@ FULL = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle
 
 
 @pytest.mark.parametrize("message", [FULL, "CUDA error: out of memory"])
-def test_libraries_without_memory(caplog, message):
-    work = Full(message, 2)
+@pytest.mark.parametrize(
+    ("failures", "where"), [(1, "in the form that takes the least"), (2, "on the CPU")]
+)
+def test_devices_without_memory(caplog, message, failures, where):
+    work = Full(message, failures)
     assert first_that_fits(torch.device("meta"), work, "ace", "a.weight") == "merged"
-    assert work.seen == [("meta", False), ("meta", True), ("cpu", True)]
-    assert "a.weight does not fit into the free memory of meta; merged on the CPU" in caplog.text
+    assert work.seen == [("meta", False), ("meta", True), ("cpu", True)][: failures + 1]
+    (text,) = caplog.messages
+    assert text.startswith("ace: tensor a.weight does not fit into the free memory of meta; merged")
+    assert where in text
+
+
+def test_no_memory_anywhere():
+    with pytest.raises(torch.OutOfMemoryError, match="there is no memory left to merge a tensor"):
+        first_that_fits(torch.device("meta"), Full(FULL, 3), "ace", None)
 
 
 def test_other_errors_are_raised():
@@ -282,35 +293,27 @@ def test_what_the_imitated_gpu_refuses(monkeypatch):
 
 
 @pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
-def test_a_gpu_is_seldom_waited_for(monkeypatch, tmp_path, method):
-    """Numbers that the CPU asks for do not multiply with rows, steps or experts' entries."""
-    name, tensors = method.spec.name, families((300, 290))
-    parameters = parameters_of(method, tensors, tmp_path)
-    with imitated_gpu(monkeypatch) as device:
-        given = moved(tensors, GPU)
-        merge_tensors(given, name, base_index=0, parameters=parameters, name="w")
-    assert 0 < device.waits <= 100
+def test_full_devices(monkeypatch, caplog, tmp_path, method):
+    """Beside the inputs there is room for so many matrices in float32.
 
-
-@pytest.fixture
-def small_gpu(monkeypatch) -> Iterator[ImitatedGpu]:
-    with imitated_gpu(monkeypatch, memory=1e9) as device:
-        yield device
-
-
-@pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
-def test_full_devices(small_gpu, caplog, tmp_path, method):
-    """Beside the inputs there is room for so many matrices in float32."""
+    Where there is enough, the GPU is seldom waited for: numbers that the CPU asks for do not
+    multiply with rows, steps or experts' entries.
+    """
     name, tensors = method.spec.name, families((300, 290))
     parameters = parameters_of(method, tensors, tmp_path)
     expected = merge_tensors(tensors, name, base_index=0, parameters=parameters, name="w")
-    given = moved(tensors, GPU)
-    inputs = small_gpu.used
-    parameters["report"] = str(tmp_path / "lines.jsonl")
-    for room in (2.5, 1.0, 0.0):
-        small_gpu.memory = inputs + room * 4 * tensors[0].numel() + 2048
-        caplog.clear()
-        merged = merge_tensors(given, name, base_index=0, parameters=parameters, name="w")
-        torch.testing.assert_close(merged.cpu(), expected, atol=1e-4, rtol=1e-4)
-        del merged  # nor may it take room
+    with imitated_gpu(monkeypatch) as device:
+        given = moved(tensors, GPU)
+        inputs, device.waits = device.used, 0
+        for room in (math.inf, 2.5, 1.0, 0.0):
+            device.memory = inputs + room * 4 * tensors[0].numel() + 2048
+            caplog.clear()
+            merged = merge_tensors(given, name, base_index=0, parameters=parameters, name="w")
+            if room == math.inf:
+                assert 0 < device.waits <= 100
+                assert not caplog.messages
+                parameters["report"] = str(tmp_path / "lines.jsonl")
+            torch.testing.assert_close(merged.cpu(), expected, atol=1e-4, rtol=1e-4)
+            del merged  # nor may it take room
+    assert [text.startswith(f"{name}: tensor w does not fit") for text in caplog.messages] == [True]
     assert "on the CPU" in caplog.text

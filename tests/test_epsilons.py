@@ -5,28 +5,18 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 
-@pytest.fixture
-def benchmark(example):
-    """Import a module of the benchmark."""
-    return partial(example, "benchmark")
-
-
-def test_the_program_at_its_smallest(benchmark, tmp_path, monkeypatch, capsys):
+def test_the_program_at_its_smallest(benchmark, run_example, tmp_path, monkeypatch):
     epsilons = benchmark("epsilons")
     monkeypatch.setattr(epsilons, "EPSILONS", (0.0, 1e-2))
-    flags = ["--families", "llama-grouped", "--small", str(tmp_path)]
+    flags = ["--families", "llama-grouped", "--small", tmp_path]
     flags += ["--parameters", "{}", '{"lambda": 0.5}']
-    monkeypatch.setattr(sys, "argv", ["epsilons.py", *flags])
-    epsilons.main()
-    shown = capsys.readouterr().out
+    shown = run_example("benchmark", "epsilons", *flags)
     assert "\n| | llama-grouped, float32 | llama-grouped, bfloat16 |\n" in shown
     assert "\nace_relative, lambda: 0.5: accuracy" in shown
     assert shown.count("\n| **a smaller ε loses** | ") == 4
@@ -36,9 +26,9 @@ def test_the_program_at_its_smallest(benchmark, tmp_path, monkeypatch, capsys):
     assert len(lines) == 2 * 2 * 2 * 2  # methods, ε, parameters, precisions
     assert {path.name for path in tmp_path.iterdir()} == {"llama-grouped-0", "results.jsonl"}
     before = results.read_bytes()
-    epsilons.main()  # nothing is repeated
-    assert results.read_bytes() == before
-    assert capsys.readouterr().out in shown, "the tables are the last that a run prints"
+    again = run_example("benchmark", "epsilons", *flags)
+    assert results.read_bytes() == before, "something was repeated"
+    assert again in shown, "the tables are the last that a run prints"
 
 
 def test_experts_of_grouped_heads_meet_the_threshold(benchmark):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import ace_config, save_family, tiny_llama
+from covering import covered
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from safetensors.torch import load_file, save_file
@@ -152,10 +153,10 @@ def test_another_vocabulary_without_a_tokenizer_setting(tmp_path, mergekit_yaml,
     assert "tokenizer: {source: base}" in warning
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("member", [0, 2])
-@pytest.mark.parametrize(
-    "name", ["model.layers.0.self_attn.q_proj.weight", "model.layers.1.input_layernorm.weight"]
+@covered(
+    bad=[float("nan"), float("inf"), -float("inf")],
+    member=[0, 2],
+    name=["model.layers.0.self_attn.q_proj.weight", "model.layers.1.input_layernorm.weight"],
 )
 def test_nan_and_inf(llamas, mergekit_yaml, tmp_path, bad, member, name):
     def spoil(tensor):

@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ from checkpoints import fine_tuned, state
 from configs import check_config, read_config
 from conftest import examples
 from reference import naive_tensor, task_vector_error
-from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, LlamaConfig
 
 from mergekit_ace.training.config import TrainConfig
 
@@ -35,9 +35,16 @@ def test_configs_are_valid(path):
     check_config(read_config(path.read_text(encoding="utf-8")))
 
 
+def small_llama(**settings) -> LlamaConfig:
+    """Return the config of the quickstart's models with fewer numbers."""
+    size = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    return LlamaConfig(**settings | size)
+
+
 @pytest.fixture
 def quickstart(example):
-    """Import a module of the quickstart."""
+    """Import a module of the quickstart, whose models are small."""
+    example("quickstart", "family").LlamaConfig = small_llama
     return partial(example, "quickstart")
 
 
@@ -45,6 +52,19 @@ def quickstart(example):
 def training(example):
     """Import a module of the trainer's examples."""
     return partial(example, "training")
+
+
+@pytest.fixture
+def small_training(quickstart, training):
+    """The same with small language models, and a third of the images."""
+    images = training("images")
+
+    def few(make):
+        pixels, classes = make()
+        return pixels[::3], classes[::3]
+
+    images.MAKERS = {name: partial(few, make) for name, make in images.MAKERS.items()}
+    return training
 
 
 def test_the_questions_of_the_quickstart(quickstart, tmp_path):
@@ -104,6 +124,7 @@ def test_the_images_of_the_vision_family(training):
 @pytest.mark.parametrize("family", ["images", "languages"])
 def test_every_row_of_the_table_is_a_valid_training(training, monkeypatch, family):
     images, languages, program = map(training, ("images", "languages", "statsmerging"))
+    monkeypatch.setattr(images, "splits", cache(images.splits))
     monkeypatch.setattr(images, "train_family", lambda folder, steps: None)
     monkeypatch.setattr(languages, "prepare", lambda folder, family, steps: "base")
     monkeypatch.setattr(program, "distil_wines", lambda study: None)
@@ -117,27 +138,16 @@ def test_every_row_of_the_table_is_a_valid_training(training, monkeypatch, famil
 
 
 @pytest.mark.parametrize("family", ["images", "languages"])
-def test_the_study_of_choices_at_its_smallest(training, tmp_path, monkeypatch, capsys, family):
-    program = training("statsmerging")
-    rows = ["one heterogeneous expert"]
-    arguments = [family, "--only", *rows, "--small", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["statsmerging.py", *arguments])
-    program.main()
-    shown = capsys.readouterr().out
-    for row in rows:
-        assert f"\n| {row} | 0." in shown
+@pytest.mark.usefixtures("small_training", "in_process")
+def test_the_study_of_choices_at_its_smallest(run_example, tmp_path, family):
+    run = partial(run_example, "training", "statsmerging", family, "--small", tmp_path)
+    row = "one heterogeneous expert"
+    assert f"\n| {row} | 0." in run("--only", row)
     results = (tmp_path / f"results-{family}.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["name"] for line in results] == rows
+    assert [json.loads(line)["name"] for line in results] == [row]
     assert (tmp_path / f"run-{family}" / "coefficients.png").exists()
-
-
-def test_a_learner_on_new_experts(training, in_process, tmp_path, monkeypatch, capsys):
-    program = training("statsmerging")
-    arguments = ["images", "--transfer", "--small", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["statsmerging.py", *arguments])
-    program.main()
-    shown = capsys.readouterr().out
-    assert "\n| the learner of the first two | 0." in shown
+    if family == "images":  # and a learner on experts that it never saw
+        assert "\n| the learner of the first two | 0." in run("--transfer")
 
 
 def test_corrupted_images(training):
@@ -157,8 +167,8 @@ def test_corrupted_images(training):
     torch.testing.assert_close(faint.mean((1, 2, 3)), images.mean((1, 2, 3)))
 
 
-def test_what_generalises_at_its_smallest(training, tmp_path):
-    program = training("generalisation")
+def test_what_generalises_at_its_smallest(small_training, tmp_path):
+    program = small_training("generalisation")
     family = program.Images("resnet", tmp_path, steps=1)
     tasks = program.TASKS[:2]
     change = program.LEARNED["learned coefficients of `ace`"]
@@ -177,16 +187,16 @@ def test_what_generalises_at_its_smallest(training, tmp_path):
     assert 0.35 < sum(right) / len(right) < 0.65
 
 
-def test_adapters_merged_both_ways(example, in_process, tmp_path, monkeypatch, capsys):
+@pytest.mark.usefixtures("in_process")
+def test_adapters_merged_both_ways(example, run_example, tmp_path, monkeypatch):
     """Trained for a few steps: adapters and full merge are one model, and say so."""
     program = example("adapters", "run")
+    example("quickstart", "family").LlamaConfig = small_llama
     shutil.copy(EXAMPLES / "adapters" / "ace.yml", tmp_path)
     monkeypatch.setattr(program, "HERE", tmp_path)
     monkeypatch.setattr(program, "train_family", partial(program.train_family, steps=3))
-    monkeypatch.setattr(sys, "argv", ["run.py"])
     monkeypatch.chdir(tmp_path)  # back in the end
-    program.main()
-    shown = capsys.readouterr().out
+    shown = run_example("adapters", "run")
     for row in ("base", "adapter topaz", "full merge", "merged adapter", "merged, rank 16"):
         assert f"\n{row} " in shown
     found = re.findall(r"\n(.*): (\S+) from the full merge .* (\d+) of (\d+) answers", shown)
@@ -227,8 +237,8 @@ def test_the_gpt2_config_on_classifiers_with_heads_of_different_sizes(tmp_path, 
         assert error <= 1e-4, (name, layout)
 
 
-def test_quickstart_dictionaries(quickstart):
-    dictionaries = quickstart("dictionaries")
+def test_quickstart_dictionaries(example):
+    dictionaries, family = (example("quickstart", name) for name in ("dictionaries", "family"))
     made = dictionaries.make_dictionaries()
     assert len(made) == 8
     tokenizer = dictionaries.make_tokenizer()
@@ -243,13 +253,16 @@ def test_quickstart_dictionaries(quickstart):
         first = tokenizer.decode(ids[0]).split()
         assert first[:2] == ["<s>", dictionary.language]
         assert dictionary.answers[first[2]] == first[4]
+    assert family.new_model(tokenizer).num_parameters() == pytest.approx(1.4e6, rel=0.05)
 
 
 @pytest.fixture(scope="module")
 def trained_quickstart(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("quickstart") / "family"
     with examples() as load:
-        load("quickstart", "family").train_family(folder, steps=3)
+        family = load("quickstart", "family")
+        family.LlamaConfig = small_llama
+        family.train_family(folder, steps=3)
     return folder
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrices import family
+from matrices import deltas_of, family
 from measured_files import write_statistics
 from mergekit.merge_methods import merge_tensors
 from naive_peers import naive_fisher
@@ -30,9 +30,8 @@ def test_against_the_formula(rng, tmp_path, shape, options):
     fisher = [information(rng, *shape) for _ in experts]
     path = write_statistics(tmp_path, {"fisher": {"w": fisher}}, ["1", "2", "3"])
     merged = merge(path, [base, *experts], weight={1: 1.0, 2: 2.0, 3: 0.5}, **options)
-    deltas = [expert.double() - base.double() for expert in experts]
     floor = options.get("fisher_floor", 1e-6)
-    found = naive_fisher(deltas, fisher, [1.0, 2.0, 0.5], floor)
+    found = naive_fisher(deltas_of(base, experts), fisher, [1.0, 2.0, 0.5], floor)
     expected = base + options.get("lambda", 1.0) * found
     assert task_vector_error(merged, expected, base) <= 1e-5
 
@@ -57,8 +56,8 @@ def test_experts_that_did_not_change_a_tensor(rng, tmp_path):
     assert torch.equal(merge(path, [base, base.clone(), base.clone()]), base)
     assert torch.equal(merge(path, [base, base.clone(), experts[0]]), experts[0])
     merged = merge(path, [base, experts[0], base.clone(), experts[1]])
-    deltas = [expert.double() - base.double() for expert in experts]
-    expected = base + naive_fisher(deltas, [fisher[0], fisher[2]], [1.0, 1.0])
+    pair = [fisher[0], fisher[2]]
+    expected = base + naive_fisher(deltas_of(base, experts), pair, [1.0, 1.0])
     assert task_vector_error(merged, expected, base) <= 1e-5
 
 

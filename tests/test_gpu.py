@@ -10,6 +10,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from importlib.metadata import distributions
+from itertools import chain, repeat
 from pathlib import Path
 from types import ModuleType
 
@@ -28,7 +29,10 @@ def gpu_program(example) -> ModuleType:
 def run(gpu_program, tmp_path) -> Callable[..., dict]:
     """Run made-up stages, each a program and its limit; what is known of all stages."""
 
-    def run(stages: dict[str, tuple[str, float]], left: float = 1000, again: str = "") -> dict:
+    def run(
+        stages: dict[str, tuple[str, float]], left: tuple[float, ...] = (), again: str = ""
+    ) -> dict:
+        remaining = chain(left, repeat(1000))
         listed = [
             gpu_program.Stage(
                 name, limit, 0.5, (sys.executable, "-c", program, "FIGURES", "FOLDER")
@@ -38,7 +42,7 @@ def run(gpu_program, tmp_path) -> Callable[..., dict]:
         results = gpu_program.Results(tmp_path / "out")
         environment = gpu_program.environment_of(tmp_path / "packages")
         gpu_program.run_stages(
-            listed, results, again.split(), lambda: left, tmp_path / "work", environment
+            listed, results, again.split(), lambda: next(remaining), tmp_path / "work", environment
         )
         return json.loads((tmp_path / "out" / "gpu.json").read_text())
 
@@ -67,7 +71,7 @@ def test_a_failure_ends_no_other_stage(run, tmp_path):
 
 
 def test_a_stage_beyond_its_limit_is_killed_with_its_children(run):
-    known = run({"hanging": (HANGING, 3), "good": (GOOD, 60)})
+    known = run({"hanging": (HANGING, 2), "good": (GOOD, 60)})
     assert known["hanging"]["state"] == "beyond its limit"
     assert known["hanging"]["figures"] == {"first": 1}
     pid = int(known["hanging"]["tail"].split()[1])
@@ -78,7 +82,7 @@ def test_a_stage_beyond_its_limit_is_killed_with_its_children(run):
 def test_only_what_has_no_result_is_run_again(run, tmp_path):
     count = f"open({str(tmp_path / 'count')!r}, 'a').write('x')"
     stages = {"once": (count, 60), "bad": (BAD, 60), "long": (HANGING, 60)}
-    cut = run(stages, left=8)  # three seconds, five being left for what comes after
+    cut = run(stages, left=(60, 60, 5.6))  # five are left for what comes after
     assert cut["long"]["state"] == "cut short"
     run({**stages, "long": (GOOD, 60)})
     assert (tmp_path / "count").read_text() == "x"
@@ -89,7 +93,7 @@ def test_only_what_has_no_result_is_run_again(run, tmp_path):
 
 def test_no_stage_is_begun_without_time(run, tmp_path):
     run({"good": (GOOD, 60)})
-    assert "late" not in run({"late": (GOOD, 60)}, left=5.2)
+    assert "late" not in run({"late": (GOOD, 60)}, left=(5.2,))
 
 
 def test_missing_packages_come_from_wheels(gpu_program, tmp_path):
@@ -139,11 +143,10 @@ def test_every_command_is_understood(gpu_program, monkeypatch, small, cuda, disk
     assert on_gpu == [cuda and n > 0 for n in range(len(read))], "all but the first"
 
 
-def test_small_stages(gpu_program, monkeypatch, tmp_path):
+def test_small_stages(run_example, tmp_path):
     """A stage of one process; those of several are tested each in test_benchmark.py."""
     only = ["--only", "machine", "kernels-1B"]
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path), "--small", *only])
-    gpu_program.main()
+    run_example("benchmark", "gpu", "--out", tmp_path, "--small", *only)
     known = json.loads((tmp_path / "gpu.json").read_text())
     assert {name: stage["state"] for name, stage in known.items()} == {
         "machine": "done",

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from matrices import HETEROGENEOUS, family
+from matrices import HETEROGENEOUS, deltas_of, family
 from reference import naive_ace
 from torch import Tensor
 
@@ -34,10 +34,6 @@ def look(base, experts, weights, options, layout) -> TensorInspection:
         return merge_tensor(tensors[0], tensors[1:], weights, options, layout, observe=observe)
 
     return inspect_tensor(base, experts, layout, merge)
-
-
-def deltas_of(base: Tensor, experts: list[Tensor]) -> list[Tensor]:
-    return [expert.double() - base.double() for expert in experts]
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (7,), (2, 5, 6), ()])

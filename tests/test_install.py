@@ -7,6 +7,7 @@ installed into each for real.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ from checkpoints import ace_config, check_merge, save_family, tiny_llama
 from transformers import LlamaForCausalLM
 
 PROJECT = Path(__file__).resolve().parent.parent
-KINDS = ["wheel", "editable", "sdist"]
+KINDS = ["wheel", "editable"]  # the sdist builds the same wheel
 
 
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -89,45 +90,62 @@ def install(environment: Environment, kind: str, artifact: Path) -> None:
     environment.pip("install", *flags, artifact)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def installed(request, artifacts, tmp_path_factory) -> Environment:
-    environment = Environment(tmp_path_factory.mktemp(request.param) / "venv")
-    install(environment, request.param, artifacts[request.param])
-    return environment
-
-
 @pytest.fixture(scope="module")
-def regular(artifacts, tmp_path_factory) -> Environment:
-    environment = Environment(tmp_path_factory.mktemp("regular") / "venv")
-    install(environment, "wheel", artifacts["wheel"])
-    return environment
+def environments(artifacts, tmp_path_factory) -> dict[str, Environment]:
+    made = {kind: Environment(tmp_path_factory.mktemp(kind) / "venv") for kind in KINDS}
+    for kind, environment in made.items():
+        install(environment, kind, artifacts[kind])
+    return made
+
+
+@pytest.fixture(params=KINDS)
+def installed(request, environments) -> Environment:
+    return environments[request.param]
+
+
+@pytest.fixture
+def regular(environments) -> Environment:
+    return environments["wheel"]
 
 
 GET = "from mergekit import merge_methods as m; print(m.get('ace').spec.pretty_name)"
 
 
 def test_known_to_mergekit_with_no_import_of_ours(installed):
-    result = installed.run(GET)
-    assert result.stdout == "ACE-Merging\n"
+    """And once, if it is imported, too."""
+    result = installed.run(f"{GET}; import mergekit_ace; mergekit_ace.register(); {GET}")
+    assert result.stdout == 2 * "ACE-Merging\n"
     assert "mergekit-ace" not in result.stderr
 
 
-@pytest.mark.parametrize("command", ["run_yaml", "multimerge", "merge_raw_pytorch"])
-def test_mergekit_commands_in_a_fresh_process(regular, tmp_path, command):
+# Each in a process of its own, forked from one that has imported what takes longest.
+COMMANDS = """
+import importlib, json, os, sys
+import peft  # and torch and transformers with it
+
+for command, *arguments in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        sys.argv = [command, *arguments]
+        importlib.import_module(f"mergekit.scripts.{command}").main()
+    assert os.wait()[1] == 0, command
+"""
+
+
+def test_mergekit_commands_in_fresh_processes(regular, tmp_path):
     paths = save_family(tiny_llama(), tmp_path)
-    source = ace_config(paths)
-    config, out = tmp_path / "ace.yml", tmp_path / "out"
-    arguments = [config, out]
-    if command == "multimerge":
-        arguments = [config, "-I", tmp_path / "between", "--out-path", out]
-    if command == "merge_raw_pytorch":
-        source = ace_config([f"{path}/model.safetensors" for path in paths])
-    config.write_text(yaml.safe_dump(source))
-    start = f"from mergekit.scripts.{command} import main; main()"
-    run(regular.python, "-c", start, *arguments, HF_HUB_OFFLINE="1")
-    if command == "merge_raw_pytorch":
-        shutil.copy(f"{paths[0]}/config.json", out)
-    check_merge(LlamaForCausalLM, paths, out)
+    files = [f"{path}/model.safetensors" for path in paths]
+    sources = dict.fromkeys(("run_yaml", "multimerge"), ace_config(paths))
+    sources["merge_raw_pytorch"] = ace_config(files)
+    given = []
+    for command, source in sources.items():
+        config, out = tmp_path / f"{command}.yml", str(tmp_path / command)
+        config.write_text(yaml.safe_dump(source))
+        more = ["-I", str(tmp_path / "between"), "--out-path"] * (command == "multimerge")
+        given.append([command, str(config), *more, out])
+    run(regular.python, "-c", COMMANDS, json.dumps(given), HF_HUB_OFFLINE="1")
+    shutil.copy(f"{paths[0]}/config.json", tmp_path / "merge_raw_pytorch")
+    for command in sources:
+        check_merge(LlamaForCausalLM, paths, tmp_path / command)
 
 
 def test_a_moved_checkout_is_one_line(artifacts, tmp_path):
@@ -182,24 +200,11 @@ def test_start_up_costs_less_than_a_millisecond(regular):
 
 
 def test_switched_off(regular):
-    code = (
-        "from mergekit import merge_methods as m; "
-        "print([x.spec.name for x in m.registered_methods()])"
-    )
-    off = regular.run(code, MERGEKIT_ACE_AUTOLOAD="0")
-    assert "'ace'" not in off.stdout
-    by_hand = regular.run("import mergekit_ace; " + code, MERGEKIT_ACE_AUTOLOAD="0")
-    assert "'ace'" in by_hand.stdout
-    late = regular.run(
-        f"import mergekit.merge_methods, mergekit_ace; {code}", MERGEKIT_ACE_AUTOLOAD="0"
-    )
-    assert late.stdout.count("'ace'") == 1
-
-
-def test_both_ways_together_register_once(regular):
-    result = regular.run("import mergekit_ace; mergekit_ace.register(); " + GET)
-    assert result.stdout == "ACE-Merging\n"
-    assert "mergekit-ace" not in result.stderr
+    names = "print([x.spec.name for x in m.registered_methods()])"
+    code = f"from mergekit import merge_methods as m; {names}; import mergekit_ace; {names}"
+    off, late = regular.run(code, MERGEKIT_ACE_AUTOLOAD="0").stdout.splitlines()
+    assert "'ace'" not in off
+    assert late.count("'ace'") == 1
 
 
 def test_another_version_of_mergekit(regular, tmp_path):

@@ -49,20 +49,6 @@ def test_each_stacked_matrix_takes_its_own_branch(rng):
     assert torch.equal(merged[2].float(), alike)  # untouched by everyone: bit for bit
 
 
-def test_the_default_layout_goes_by_the_axes(rng):
-    for shape, layout in [
-        ((6,), "mean"),
-        ((6, 5), "matrix"),
-        ((2, 6, 5), "mean"),
-        ((6, 3, 2, 2), "mean"),
-    ]:
-        base = torch.randn(shape, generator=rng)
-        experts = [base + torch.randn(shape, generator=rng) for _ in range(2)]
-        merged, record = merge_tensor(base, experts, options=EXACT)
-        assert record.layout == layout
-        assert task_vector_error(merged, naive_tensor(base, experts, layout), base) <= 1e-9
-
-
 def test_kernels_of_networks_of_convolutions_are_matrices():
     for ndim, expected in [(4, "flattened"), (5, "flattened"), (3, "mean"), (2, "matrix")]:
         assert resolve_layout("auto", "convolution.weight", ndim, kernel=True) == expected

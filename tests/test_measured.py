@@ -7,7 +7,7 @@ import pytest
 import torch
 from covering import covered
 from matrices import HETEROGENEOUS, as_if_large, family
-from measured_files import random_covariance, write_statistics
+from measured_files import in_memory, random_covariance, write_statistics
 from mergekit.merge_methods import merge_tensors
 from reference import naive_ace, naive_relative, naive_table, task_vector_error
 
@@ -23,10 +23,7 @@ SHAPES = {"wide": (10, 40), "tall": (50, 12), "square": (24, 24)}
 
 
 def measured(covariances, mix: float) -> MeasuredInputs:
-    found = [
-        None if c is None else MeasuredCovariance(pack(c.float()), len(c)) for c in covariances
-    ]
-    return MeasuredInputs(covariances=tuple(found), mix=mix)
+    return MeasuredInputs(covariances=in_memory(covariances), mix=mix)
 
 
 def test_packed_and_back(rng):

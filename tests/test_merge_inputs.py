@@ -37,9 +37,7 @@ def test_shards_in_and_out(tmp_path, mergekit_yaml):
 def test_pickled_checkpoints(tmp_path, mergekit_yaml, flags):
     paths = save_family(tiny_llama(), tmp_path)
     pickled = []
-    for (
-        path
-    ) in paths:  # to folders of their own: mergekit keeps its readers while the process lives
+    for path in paths:  # to other folders: mergekit keeps its readers while the process lives
         pickled.append(f"{path}-pickled")
         shutil.copytree(path, pickled[-1])
         torch.save(checkpoint(path), Path(pickled[-1]) / "pytorch_model.bin")

@@ -9,7 +9,7 @@ import naive_peers as naive
 import pytest
 import torch
 from checkpoints import ace_config, save_family, state, tiny_llama
-from matrices import SPECTRA, family, spectrum, with_values
+from matrices import SPECTRA, deltas_of, family, spectrum, with_values
 from measured_files import needs_statistics
 from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from reference import naive_mean, task_vector_error
@@ -51,10 +51,6 @@ def merge(method: str, base: Tensor, experts: list[Tensor], **parameters) -> Ten
     return merge_tensors([base, *experts], method, base_index=0, parameters=parameters)
 
 
-def deltas_of(base: Tensor, experts: list[Tensor]) -> list[Tensor]:
-    return [expert.double() - base.double() for expert in experts]
-
-
 @pytest.mark.parametrize(
     ("shape", "experts"),
     [("wide", 2), ("wide", 5), ("tall", 3), ("square", 2), ("square", 3), ("tiny", 2), ("tiny", 5)],
@@ -91,7 +87,7 @@ def large_family(rng, shape: tuple[int, int], kind: str, dtype: torch.dtype, exp
     return base, members
 
 
-LARGE = dict(zip(SPECTRA, 3 * [(280, 280), (264, 600), (600, 264)], strict=True))
+LARGE = dict(zip(SPECTRA, 3 * [(264, 264), (260, 380), (380, 260)], strict=True))
 ROWS = [(row, kind) for row in MATRIX_METHODS for kind in SPECTRA if row != "cart 0.3"]
 ROWS.remove(("wudi exact", "steepest"))  # its normal equations have a condition number of 1e14
 STORED = [torch.bfloat16, torch.float32]  # in turns; test_spectrum and test_polar know all pairs
@@ -111,11 +107,10 @@ def test_large_matrices(rng, row, kind, dtype):
     assert task_vector_error(merged, expected, base) <= allowed <= 2e-3
 
 
-@pytest.mark.parametrize("experts", [2, 8])
 @pytest.mark.parametrize("row", MATRIX_METHODS)
-def test_large_matrices_of_many_experts(rng, row, experts):
+def test_large_matrices_of_many_experts(rng, row):
     method, parameters, reference = MATRIX_METHODS[row]
-    base, members = large_family(rng, (270, 300), "slow", torch.bfloat16, experts)
+    base, members = large_family(rng, (270, 300), "slow", torch.bfloat16, experts=8)
     expected = base.double() + reference(deltas_of(base, members))
     assert task_vector_error(merge(method, base, members, **parameters), expected, base) <= 2e-3
 

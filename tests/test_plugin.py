@@ -93,15 +93,6 @@ def test_a_bug_of_ours_is_one_line(monkeypatch, capsys, error):
     assert type(error).__name__ in line
 
 
-def test_no_stderr_no_crash(monkeypatch, tmp_path):
-    monkeypatch.setattr(plugin, "register", None)
-    closed = (tmp_path / "closed").open("w")
-    closed.close()
-    for stderr in (None, closed):
-        monkeypatch.setattr(sys, "stderr", stderr)
-        _autoload.register_quietly()
-
-
 def test_the_host_keeps_its_own_loader():
     assert merge_methods.__loader__ is merge_methods.__spec__.loader
     assert not isinstance(merge_methods.__loader__, _autoload.RegisteringLoader)

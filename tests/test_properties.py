@@ -68,13 +68,25 @@ def close(got: Tensor, expected: Tensor, base: Tensor, bar: float) -> bool:
     return task_vector_error(got, expected, base) <= bar + rounding
 
 
-@given(cases(), switches)
-def test_agrees_with_the_reference_and_is_finite(case, options):
-    merged, record = merge(case, compute_dtype="float64", ridge_floor=False, **options)
+@given(cases(), switches, st.sampled_from(["float64", "float32", "as if large"]))
+def test_agrees_with_the_reference_and_is_finite(case, options, precision):
+    given = AceOptions(
+        **options, compute_dtype=precision.replace("as if large", "float32"), ridge_floor=False
+    )
+    merged, record = merge_matrix(case.base, case.experts, case.weights, given)
     assert torch.isfinite(merged).all()
-    assume(record.rule == "ace")
+    assume(record.rule == "ace" and abs(record.gamma - 0.3) > 1e-3)
+    if precision == "as if large":
+        tasks = sum(tau > 0 for tau in record.tau)
+        attempts = as_if_large(case.base.shape, tasks, refined=record.refined)
+        merged, record = merge_matrix(
+            case.base, case.experts, case.weights, given, attempts=attempts
+        )
     expected = naive_ace(case.base, case.experts, case.weights, **options)
-    assert close(merged, expected, case.base, 1e-14 * record.condition + 1e-7)
+    bar = 1e-14 * record.condition + 1e-7
+    if precision != "float64":
+        bar = max(5e-5, 2e-7 * record.condition)
+    assert close(merged, expected, case.base, bar)
 
 
 @given(cases(), st.randoms(use_true_random=False))
@@ -86,67 +98,6 @@ def test_the_order_of_experts_does_not_matter(case, random):
     again, record_again = merge(shuffled, compute_dtype="float64")
     assert close(again, merged, case.base, 1e-14 * (record.condition or 1) + 1e-9)
     assert [record.tau[t] for t in order] == list(record_again.tau)
-
-
-@given(cases(), st.floats(-30, 30), st.booleans())
-def test_scaling_the_family_scales_the_result(case, exponent, prior):
-    unit = 2.0**exponent
-    options = {
-        "epsilon_scale": "relative",
-        "epsilon": 1e-2,
-        "adaptive_normalization": "never",
-        "spectral_refinement": "never",
-        "structural_prior": prior,
-        "compute_dtype": "float64",
-    }
-    merged, _ = merge(case, **options)
-    base = case.base.double() * unit
-    scaled = Case(base, [e.double() * unit for e in case.experts], case.weights)
-    again, _ = merge(scaled, **options)
-    assert close(again / unit, merged, case.base, 1e-9)
-
-
-@given(cases(), st.data())
-def test_an_expert_equal_to_the_base_changes_nothing(case, data):
-    place = data.draw(st.integers(0, len(case.experts)))
-    merged, _ = merge(case)
-    more = Case(
-        case.base,
-        [*case.experts[:place], case.base.clone(), *case.experts[place:]],
-        [*case.weights[:place], 7.0, *case.weights[place:]],
-    )
-    again, record = merge(more)
-    assert torch.equal(again, merged)
-    assert record.tau[place] == 0
-
-
-@given(cases(), switches, st.booleans())
-def test_float32_and_float64_agree(case, options, large):
-    exact, record = merge(case, compute_dtype="float64", **options)
-    assume(record.rule != "ace" or abs(record.gamma - 0.3) > 1e-3)
-    attempts = None
-    if large and record.rule == "ace":
-        tasks = sum(tau > 0 for tau in record.tau)
-        attempts = as_if_large(case.base.shape, tasks, refined=record.refined)
-    given = AceOptions(**options)
-    rounded, _ = merge_matrix(case.base, case.experts, case.weights, given, attempts=attempts)
-    bar = max(5e-5, 2e-7 * (record.condition or 1))
-    assert close(rounded, exact, case.base, bar)
-
-
-@given(cases(), switches)
-def test_runs_are_bitwise_reproducible(case, options):
-    first, _ = merge(case, **options)
-    second, _ = merge(case, **options)
-    assert torch.equal(first, second)
-
-
-@given(cases(), st.floats(0.01, 100))
-def test_only_ratios_of_weights_matter(case, factor):
-    merged, record = merge(case, compute_dtype="float64")
-    scaled = Case(case.base, case.experts, [w * factor for w in case.weights])
-    again, _ = merge(scaled, compute_dtype="float64")
-    assert close(again, merged, case.base, 1e-14 * (record.condition or 1) + 1e-9)
 
 
 # Tall, wide, square, and some whose rows just determine the merge of two or three experts.

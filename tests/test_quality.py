@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +14,6 @@ from transformers import LlamaForCausalLM
 
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.data import load_rows
-
-
-@pytest.fixture
-def benchmark(example):
-    """Import a module of the benchmark."""
-    return partial(example, "benchmark")
 
 
 @pytest.fixture
@@ -50,19 +43,16 @@ def family(benchmark, tmp_path):
     return Near("near", 0, tmp_path, None)
 
 
-def test_the_program_at_its_smallest(benchmark, tmp_path, monkeypatch, capsys):
+def test_the_program_at_its_smallest(benchmark, run_example, tmp_path):
     quality = benchmark("quality")
-    flags = "--families llama --experts 2 --seeds 0 --rows ties".split()
-    more = ["--small", str(tmp_path), "--pictures", str(tmp_path / "pictures")]
-    monkeypatch.setattr(sys, "argv", ["quality.py", *flags, *more])
-    quality.main()
-    shown = capsys.readouterr().out
+    flags = "--families llama --experts 2 --seeds 0 --rows ties --small".split()
+    run = partial(run_example, "benchmark", "quality", *flags, tmp_path)
+    shown = run("--pictures", tmp_path / "pictures")
     for row in ("base", "each expert", "ties"):
         assert f"\n| {row} | 0." in shown
     lines = quality.read_results(tmp_path / "results.jsonl")
     assert len(lines) == 3
-    monkeypatch.setattr(sys, "argv", ["quality.py", *flags, "--small", str(tmp_path)])
-    quality.main()  # nothing is repeated
+    run()  # nothing is repeated
     assert quality.read_results(tmp_path / "results.jsonl") == lines
     assert {path.name for path in tmp_path.iterdir()} == {
         "llama-0", "pictures", "results.jsonl"
@@ -194,16 +184,14 @@ def test_pictures(benchmark, tmp_path):
             row = {"family": "f", "seed": seed, "experts": 4, "row": f"ace at ε = {epsilon}"}
             lines.append({**row, "group": "ace over ε", "published": {"mean": 0.3}})
     assert json.loads(json.dumps(lines)) == lines
-    made = pictures.draw_all(lines, tmp_path / "pictures")
-    names = [path.name for path in made]
-    assert names == ["bars.png", "scale.png", "epsilon.png", "experts.png"]
     four = [line for line in lines if line["experts"] == 4]
     for family, spread in zip(pictures.STRENGTHS, (1.5, 5.0, 40.0), strict=True):
         own = [{**line, "family": family} for line in four]
         own.append({**own[0], "row": "each expert", "spread": spread})
         lines += own
     made = pictures.draw_all(lines, tmp_path / "pictures")
-    assert made[-1].name == "strengths.png"
+    names = "bars.png scale.png epsilon.png experts.png strengths.png"
+    assert [path.name for path in made] == names.split()
     over = pictures._over_spreads(lines, "ties")
     assert list(over) == pytest.approx([1.5, 5.0, 40.0])
     assert over[next(iter(over))] == pytest.approx([0.4, 0.41])

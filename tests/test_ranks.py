@@ -3,35 +3,22 @@
 
 from __future__ import annotations
 
-import sys
-from functools import partial
-
-import pytest
 import torch
 
 
-@pytest.fixture
-def benchmark(example):
-    """Import a module of the benchmark."""
-    return partial(example, "benchmark")
-
-
-def test_the_program_at_its_smallest(benchmark, tmp_path, monkeypatch, capsys):
+def test_the_program_at_its_smallest(benchmark, run_example, tmp_path, monkeypatch):
     ranks = benchmark("ranks")
     monkeypatch.setattr(ranks, "ROWS", ranks.ROWS[-1:])
-    flags = ["--families", "llama-lora-gentle", "--small", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["ranks.py", *flags])
-    ranks.main()
-    shown = capsys.readouterr().out
+    flags = ["--families", "llama-lora-gentle", "--small", tmp_path]
+    shown = run_example("benchmark", "ranks", *flags)
     (line,) = ranks.read_results(tmp_path / "results.jsonl")
     assert line["full"] == line["published"]
     assert line["apart"] == 0
     lost = [line[rank]["lost"] for rank in ("32", "16", "8")]
     assert 0 < lost[0] < lost[1] < lost[2] < 1
     before = (tmp_path / "results.jsonl").read_bytes()
-    ranks.main()  # nothing is repeated
-    assert (tmp_path / "results.jsonl").read_bytes() == before
-    again = capsys.readouterr().out
+    again = run_example("benchmark", "ranks", *flags)
+    assert (tmp_path / "results.jsonl").read_bytes() == before, "something was repeated"
     assert f"\n| {line['row']} | " in again
     assert again in shown, "the table is the last that a run prints"
 

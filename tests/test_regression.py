@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrices import family
+from matrices import deltas_of, family
 from measured_files import random_covariance, write_statistics
 from mergekit.merge_methods import merge_tensors
 from naive_peers import naive_regmean
@@ -18,10 +18,6 @@ SHAPES = {"wide": (10, 40), "tall": (50, 12), "square": (24, 24)}
 def merge(path: str | None, tensors: list[Tensor], name: str = "w", **parameters) -> Tensor:
     given = {"statistics": path, **parameters}
     return merge_tensors(tensors, "regmean", base_index=0, name=name, parameters=given)
-
-
-def deltas_of(base: Tensor, experts: list[Tensor]) -> list[Tensor]:
-    return [expert.double() - base.double() for expert in experts]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -156,17 +156,6 @@ def test_experts_that_moved_all_rows_alike(rng):
     assert task_vector_error(merged, naive_relative(base, experts), base) <= 1e-9
 
 
-def test_layouts_and_stacks(rng):
-    base, experts = family(rng, 9, 8, 2)
-    plain, _ = merge(base, experts)
-    turned, _ = merge(base.T, [e.T for e in experts], layout="transposed")
-    assert torch.equal(turned.T, plain)
-    stack = [torch.stack([tensor, tensor]) for tensor in (base, *experts)]
-    merged, record = merge(stack[0], stack[1:], layout="stacked")
-    assert torch.equal(merged[1], plain)
-    assert len(record.matrices) == 2
-
-
 @pytest.mark.parametrize("exponent", [0, -60, 55])
 @pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["even", "uneven"])
 @pytest.mark.parametrize("epsilon", [0.0, 1e-5, 0.03, 1.0])

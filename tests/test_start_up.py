@@ -120,6 +120,9 @@ def test_what_the_host_raises_is_its_own(packages):
 
 
 def test_switched_off(packages):
-    (packages / "mergekit_ace" / "__init__.py").write_text("1 / 0\n")
+    """But not by an import of the package."""
     off = "os.environ['MERGEKIT_ACE_AUTOLOAD'] = '0'"
+    by_hand = start(packages, off, LOADED, "import mergekit_ace", MERGEKIT)
+    assert by_hand == (["known", "ready"], [])
+    (packages / "mergekit_ace" / "__init__.py").write_text("1 / 0\n")
     assert start(packages, off, LOADED, MERGEKIT) == (["ready"], [])
