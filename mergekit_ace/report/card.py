@@ -24,7 +24,7 @@ from mergekit_ace.report.completion import complete_result, merged_config
 from mergekit_ace.report.figures import draw_pictures
 from mergekit_ace.report.jsonl import Line, ReportError, read_lines
 from mergekit_ace.report.markdown import markdown_text
-from mergekit_ace.report.summary import relative_sizes, summarize
+from mergekit_ace.report.summary import summarize
 from mergekit_ace.report.tables import Report, title_of
 
 BEGIN, END = "<!-- mergekit-ace: begin -->", "<!-- mergekit-ace: end -->"
@@ -86,10 +86,10 @@ def _check_same_merge(folder: Path, config: MergeConfiguration, lines: Sequence[
 def _another_merge(folder: Path, config: MergeConfiguration, lines: Sequence[Line]) -> str:
     """Return what in a report is not of the merge in a folder; empty if all is."""
     method = Report(lines).name
-    if method not in (None, config.merge_method):
+    if method and method != config.merge_method:
         return f"by {method}, and {folder} was made by {config.merge_method}"
     models = {str(model) for model in config.referenced_models()}
-    named = {model for line in lines for model in line["models"]}
+    named = {model for line in lines for model in line.models}
     if named - models:
         return f"{folder} was not made from {', '.join(sorted(named - models))}"
     lost = models - named - {str(config.base_model)}
@@ -97,11 +97,11 @@ def _another_merge(folder: Path, config: MergeConfiguration, lines: Sequence[Lin
         return f"{folder} was made from {', '.join(sorted(lost))} too"
     held = _tensors_in(folder)
     for line in lines if held else ():
-        name, shape = line["tensor"], line.get("shape")
-        if name not in held:
-            return f"{folder} has no tensor {name}"
-        if shape is not None and tuple(shape[1:]) != held[name].shape[1:]:  # more tokens may be
-            return f"{name} has the shape {held[name].shape} in {folder}, and {tuple(shape)} there"
+        if line.name not in held:
+            return f"{folder} has no tensor {line.name}"
+        shape = held[line.name].shape
+        if not line.skipped and line.shape[1:] != shape[1:]:  # more tokens may be
+            return f"{line.name} has the shape {shape} in {folder}, and {line.shape} there"
     return ""
 
 
@@ -184,7 +184,7 @@ def _section(
 def _share_table(report: Report) -> str:
     total = sum(norm**2 for norm in report.norms) or 1.0
     weights = _weights(report)
-    sizes = relative_sizes(report)
+    sizes = report.relative_sizes
     rows = ["| expert | weight | size of its change | share of all change |", "|---|---|---|---|"]
     for t, model in enumerate(report.models):
         size = f"{sizes[t]:.2%} of the base" if sizes[t] is not None else f"{report.norms[t]:.3g}"
@@ -197,8 +197,11 @@ def _weights(report: Report) -> list[str]:
     """Return the range of weights or coefficients that each expert had where it moved a tensor."""
     columns: list[list[float]] = [[] for _ in report.models]
     for row in report.rows:
-        values = report.coefficients(row.line) or report.spread(row.line, row.matrix["weight"])
-        moved = report.spread(row.line, row.matrix["tau"])
+        given = row.line.coefficients is not None
+        values = (
+            report.coefficients(row.line) if given else report.spread(row.line, row.matrix.weight)
+        )
+        moved = report.spread(row.line, row.matrix.tau)
         for t, value in enumerate(values):
             if value is not None and moved[t]:
                 columns[t].append(value)

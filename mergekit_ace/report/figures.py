@@ -12,8 +12,6 @@ from typing import Any
 import plotly.graph_objects as go
 
 from mergekit_ace.algebra.inspection import BINS, REACH, evenly_spaced
-from mergekit_ace.algebra.ridge_floor import LIMIT
-from mergekit_ace.report.measured_agreement import other_cosines
 from mergekit_ace.report.tables import Report, Row
 
 # Told apart on white and on black, and by most colour-blind readers.
@@ -52,7 +50,7 @@ def draw_pictures(report: Report) -> list[Picture]:
 
 
 def _strength(report: Report) -> Picture | None:
-    rows = [row for row in report.rows if any(row.matrix["tau"])]
+    rows = [row for row in report.rows if any(row.matrix.tau)]
     return _by_depth(
         "tau",
         "How far each expert moved, by depth",
@@ -61,7 +59,7 @@ def _strength(report: Report) -> Picture | None:
         "the others is easily drowned; gaps are tensors that it left alone.",
         "τ = ‖Δ‖² (squared units of the weights)",
         rows,
-        _per_expert(report, rows, lambda row: row.matrix["tau"]),
+        _per_expert(report, rows, lambda row: row.matrix.tau),
     )
 
 
@@ -69,7 +67,7 @@ def _relative(report: Report) -> Picture | None:
     rows = [
         row
         for row in report.rows
-        if any(row.line.get("relative_size", ())) and "matrices" not in row.line
+        if any(row.line.relative_size or ()) and len(row.line.matrices) == 1
     ]
     return _by_depth(
         "relative-size",
@@ -78,15 +76,16 @@ def _relative(report: Report) -> Picture | None:
         "was trained from another base.",
         "‖Δ‖ / ‖W0‖ (share of the base's norm)",
         rows,
-        _per_expert(report, rows, lambda row: row.line["relative_size"]),
+        _per_expert(report, rows, lambda row: row.line.relative_size or ()),
     )
 
 
 def _heterogeneity(report: Report) -> Picture | None:
     rows = report.solved
     named = (("γ", "gamma"), ("variance of log τ", "log_variance"))
-    values = {name: [row.matrix[key] or None for row in rows] for name, key in named}
-    finite = {n: [v if v is None or math.isfinite(v) else None for v in values[n]] for n in values}
+    series = {
+        name: [_on_log_axis(getattr(row.matrix, field)) for row in rows] for name, field in named
+    }
     return _by_depth(
         "gamma",
         "How much the experts differ in scale, by depth",
@@ -95,8 +94,8 @@ def _heterogeneity(report: Report) -> Picture | None:
         "matrix is. γ far above the other means that τ happens to be close to 1 there.",
         "variance of log τ, and γ (no unit)",
         rows,
-        finite,
-        level=(rows[0].matrix["threshold"], "threshold") if rows else None,
+        series,
+        level=(rows[0].matrix.threshold, "threshold") if rows else None,
     )
 
 
@@ -129,18 +128,18 @@ def _similarity(report: Report) -> Picture | None:
 
 
 def _spectra(report: Report) -> Picture | None:
-    rows = _rows_with(report, "spectrum")
+    rows = report.rows_with("spectrum")
     if not rows:
         return None
-    refined = [row for row in rows if row.matrix["spectrum"]["alignment"] is not None]
+    refined = [row for row in rows if row.matrix.spectrum.alignment is not None]
     rows = [(refined or rows)[n] for n in evenly_spaced(len(refined or rows), CHOICES)]
     figure = go.Figure()
     for number, row in enumerate(rows):
-        spectrum = row.matrix["spectrum"]
+        spectrum = row.matrix.spectrum
         curves = [
-            ("before the refinement" if refined else "no refinement", spectrum["before"], "y"),
-            ("after it", spectrum["after"] if refined else [], "y"),
-            ("cosine of the directions", spectrum["alignment"] or [], "y2"),
+            ("before the refinement" if refined else "no refinement", spectrum.before, "y"),
+            ("after it", spectrum.after if refined else [], "y"),
+            ("cosine of the directions", spectrum.alignment or [], "y2"),
         ]
         for color, (name, values, axis) in zip(COLORS, curves, strict=False):
             figure.add_scatter(
@@ -168,58 +167,8 @@ def _spectra(report: Report) -> Picture | None:
     )
 
 
-def _energy(report: Report) -> Picture | None:
-    rows = _rows_with(report, "spectrum")
-    refined = any(row.matrix["spectrum"]["alignment"] is not None for row in rows)
-    named = [("before the refinement" if refined else "no refinement", "share_before")]
-    named += [("after it", "share_after")] if refined else []
-    return _by_depth(
-        "energy",
-        "Energy in the top 5 % of singular values, by depth",
-        "How much of the merged task vector a few directions hold"
-        + (", before and after the refinement" if refined else "")
-        + ". Good: no matrix near 1; there one direction would speak for all experts.",
-        "share of ‖X‖² (0 to 1)",
-        rows,
-        {name: [row.matrix["spectrum"][key] for row in rows] for name, key in named},
-        share=True,
-    )
-
-
-def _condition(report: Report) -> Picture | None:
-    rows = _rows_with(report, "condition")
-    return _by_depth(
-        "condition",
-        "How well-posed the merge is, by depth",
-        "Condition number of the summed covariances. The merge is exact whatever it is; but above "
-        "1e5 or so it follows the noise in the task vectors. Good: below that. A larger `epsilon` "
-        "lowers it.",
-        "condition number of A (no unit)",
-        rows,
-        {"condition": [row.matrix["condition"] for row in rows]},
-    )
-
-
-def _amplification(report: Report) -> Picture | None:
-    rows = _rows_with(report, "amplification")
-    sizes = [(bool(row.matrix.get("raised")), row.matrix["amplification"] or None) for row in rows]
-    named = (("ridge as given", False), ("ridge raised", True))
-    return _by_depth(
-        "amplification",
-        "How much larger the merge is than what the experts hold, by depth",
-        "1 is what experts orthogonal to each other give; experts that agree give less. Where "
-        "their rows just determine the result (T·o/i near 1), a small ridge lets it grow far "
-        "beyond that, and `ridge_floor` raises the ridge until it is about the dashed line. "
-        "Good: nothing above that line.",
-        "‖X‖² / Σ ‖Δ‖² (no unit)",
-        rows,
-        {name: [size if up is raised else None for up, size in sizes] for name, raised in named},
-        level=(LIMIT, "limit"),
-    )
-
-
 def _stable_rank(report: Report) -> Picture | None:
-    rows = _rows_with(report, "subspaces")
+    rows = report.rows_with("subspaces")
     return _by_depth(
         "stable-rank",
         "Stable rank of the task vectors, by depth",
@@ -227,12 +176,12 @@ def _stable_rank(report: Report) -> Picture | None:
         "width of the model, so that there is room for all. Adapters stay below their rank.",
         "‖Δ‖² / σ₁² (1 to the rank)",
         rows,
-        _per_expert(report, rows, lambda row: row.matrix["subspaces"]["stable_rank"]),
+        _per_expert(report, rows, lambda row: row.matrix.subspaces.stable_rank),
     )
 
 
 def _histograms(report: Report) -> Picture | None:
-    lines = [line for line in report.looked_at if line["unit"] > 0]
+    lines = [line for line in report.looked_at if line.comparison.unit > 0]
     if not lines:
         return None
     lines = [lines[n] for n in evenly_spaced(len(lines), CHOICES)]
@@ -240,8 +189,8 @@ def _histograms(report: Report) -> Picture | None:
     width = 2 * REACH / BINS
     count = len(report.models)
     for number, line in enumerate(lines):
-        centres = [(-REACH + width * (n + 0.5)) * line["unit"] for n in range(BINS)]
-        for t, counts in enumerate(report.spread(line, line["histogram"])):
+        centres = [(-REACH + width * (n + 0.5)) * line.comparison.unit for n in range(BINS)]
+        for t, counts in enumerate(report.spread(line, line.comparison.histogram)):
             total = sum(counts or [])
             figure.add_scatter(
                 x=centres, y=[n / total for n in counts[1:-1]] if counts else [],
@@ -252,7 +201,7 @@ def _histograms(report: Report) -> Picture | None:
     figure.update_yaxes(title="share of entries (per bin)", type="log", exponentformat="e")
     _menu(
         figure,
-        [str(line["tensor"]) for line in lines],
+        [line.name for line in lines],
         lambda n: [n * count + t for t in range(count)],
     )
     return Picture(
@@ -266,13 +215,13 @@ def _histograms(report: Report) -> Picture | None:
 
 
 def _coefficients(report: Report) -> Picture | None:
-    lines = [line for line in report.lines if "coefficients" in line]
+    lines = [line for line in report.lines if line.coefficients is not None]
     if not lines:
         return None
-    columns = [report.coefficients(line) or [] for line in lines]
+    columns = [report.coefficients(line) for line in lines]
     values = [list(row) for row in zip(*columns, strict=True)]
     largest = max((abs(v) for row in values for v in row if v is not None), default=1.0) or 1.0
-    tensors = [shown_text(line["tensor"]) for line in lines]
+    tensors = [shown_text(line.name) for line in lines]
     figure = go.Figure()
     figure.add_heatmap(
         x=list(range(len(lines))), y=_names(report), z=values, zmin=-largest, zmax=largest,
@@ -292,11 +241,11 @@ def _coefficients(report: Report) -> Picture | None:
 
 
 def _agreement(report: Report) -> Picture | None:
-    rows = _rows_with(report, "agreement")
+    rows = report.rows_with("agreement")
     own = _per_expert(
-        report, rows, lambda row: [c[n] for n, c in enumerate(row.matrix["agreement"]["cosine"])]
+        report, rows, lambda row: [c[n] for n, c in enumerate(row.matrix.agreement.cosine)]
     )
-    others = [other_cosines(row) for row in rows]
+    others = [row.other_cosines for row in rows]
     means = [math.fsum(values) / len(values) if values else None for values in others]
     return _by_depth(
         "agreement",
@@ -319,25 +268,24 @@ MAKERS: tuple[Callable[[Report], Picture | None], ...] = (
     _similarity,
     _coefficients,
     _spectra,
-    _energy,
-    _condition,
-    _amplification,
     _stable_rank,
     _agreement,
     _histograms,
 )
 
 
-def _rows_with(report: Report, key: str) -> list[Row]:
-    return [row for row in report.rows if key in row.matrix]
-
-
 def _per_expert(
     report: Report, rows: Sequence[Row], values: Callable[[Row], Sequence[Any]]
 ) -> dict[str, list[float | None]]:
-    """Return a series for every expert, without zeros."""
+    """Return a series for every expert."""
     columns = [report.spread(row.line, values(row)) for row in rows]
-    return {name: [c[t] or None for c in columns] for t, name in enumerate(_names(report))}
+    names = enumerate(_names(report))
+    return {name: [_on_log_axis(column[t]) for column in columns] for t, name in names}
+
+
+def _on_log_axis(value: float | None) -> float | None:
+    """Return what a logarithmic axis shows of a number: nothing of 0 and of infinity."""
+    return value if value and math.isfinite(value) else None
 
 
 def _by_depth(

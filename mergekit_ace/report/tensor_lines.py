@@ -33,13 +33,15 @@ from mergekit_ace.methods.inputs import TensorSettings, check_finite
 from mergekit_ace.methods.low_rank_merge import has_low_rank
 from mergekit_ace.methods.measured_lookup import MeasuredLookup
 from mergekit_ace.planning import PlannedTensor
-from mergekit_ace.report.jsonl import Line, ReportError, inspection_line
+from mergekit_ace.report.jsonl import ReportError, inspection_line
 
+# The JSON of a line; `jsonl.Line` says what is in it.
+LineJson = dict[str, Any]
 # Whose decisions are shown for methods that are not ours.
 STAND_IN = AceMerge()
 
 
-class InspectTensor(Task[Line]):
+class InspectTensor(Task[LineJson]):
     """In the place of mergekit's merge of one tensor: the same inputs, a line of a report."""
 
     merge: ExecuteMergeMethodTask
@@ -58,7 +60,7 @@ class InspectTensor(Task[Line]):
         return True
 
     @torch.no_grad()
-    def execute(self, tensors: dict[ModelReference, Tensor], **_: Any) -> Line:
+    def execute(self, tensors: dict[ModelReference, Tensor], **_: Any) -> LineJson:
         """Return the line; a short one of a tensor without experts, or without numbers."""
         start = time.perf_counter()
         planned = PlannedTensor(self.merge)
@@ -88,7 +90,7 @@ def _line(
     settings: TensorSettings,
     inspect: Callable[[], TensorInspection],
     start: float,
-) -> Line:
+) -> LineJson:
     """Return the line of what `inspect` measures, and how long that took.
 
     Raises:
@@ -105,7 +107,7 @@ def _line(
     return line
 
 
-def _agreement(settings: TensorSettings, tensors: Sequence[Tensor], path: str) -> Line:
+def _agreement(settings: TensorSettings, tensors: Sequence[Tensor], path: str) -> LineJson:
     """Return how far estimates agree with what was measured; empty of what is no single matrix."""
     shape = tensors[0].shape
     inputs = MeasuredLookup("inspect", settings, path, "covariances").inputs(shape)
@@ -158,7 +160,7 @@ def _merge(
     return merged, measure_noise(record, tensors)
 
 
-def _short_line(planned: PlannedTensor, reason: str) -> Line:
+def _short_line(planned: PlannedTensor, reason: str) -> LineJson:
     models = [str(model) for model in planned.experts]
     return {"tensor": planned.name, "models": models, "skipped": reason}
 
@@ -184,7 +186,7 @@ def adapter_line(
     header: TensorHeader | None,
     changed: ChangedTensor | None,
     adapters: Mapping[ModelReference, Adapter],
-) -> Line:
+) -> LineJson:
     """Return the line of a tensor from what adapters change of it; W0 is not read.
 
     It is a short one of a tensor that an adapter holds whole, which only W0 turns into a change.

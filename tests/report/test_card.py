@@ -204,9 +204,6 @@ def test_errors(merged, tmp_path):
     shape = [*lines[0]["shape"][:-1], 7]
     other.write_text(json.dumps({**lines[0], "shape": shape}) + "\n")
     assert f"and {tuple(shape)} there" in card(out, other, fails=True)
-    old = {key: value for key, value in lines[-1].items() if key != "method"}
-    other.write_text(json.dumps({**old, "rule": "tsv_m"}) + "\n")
-    assert "another merge: by tsv_m" in card(out, other, fails=True)
     (out / "mergekit_config.yml").rename(out / "c.yml")
     assert "no mergekit_config.yml" in card(out, report, fails=True)
     (out / "README.md").unlink()
