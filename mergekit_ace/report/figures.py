@@ -17,6 +17,7 @@ from mergekit_ace.report.tables import Report, Row
 # Told apart on white and on black, and by most colour-blind readers.
 COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#e11d48", "#8b5cf6", "#06b6d4", "#a16207", "#ec4899")
 CHOICES = 12  # entries of a menu of tensors
+LOGARITHMIC = {"type": "log", "exponentformat": "e", "dtick": 1}
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,7 @@ def _relative(report: Report) -> Picture | None:
 def _heterogeneity(report: Report) -> Picture | None:
     rows = report.solved
     named = (("γ", "gamma"), ("variance of log τ", "log_variance"))
-    series = {
-        name: [_on_log_axis(getattr(row.matrix, field)) for row in rows] for name, field in named
-    }
+    series = {name: [getattr(row.matrix, field) for row in rows] for name, field in named}
     return _by_depth(
         "gamma",
         "How much the experts differ in scale, by depth",
@@ -95,7 +94,7 @@ def _heterogeneity(report: Report) -> Picture | None:
         "variance of log τ, and γ (no unit)",
         rows,
         series,
-        level=(rows[0].matrix.threshold, "threshold") if rows else None,
+        level=rows[0].matrix.threshold if rows else 0.0,
     )
 
 
@@ -108,14 +107,14 @@ def _similarity(report: Report) -> Picture | None:
         ("overlap of leading outputs", report.mean_overlap("outputs"), 0.0),
     ]
     figure = go.Figure()
-    for number, (_, values, low) in enumerate(views):
+    for _, values, low in views:
         figure.add_heatmap(
-            x=_names(report), y=_names(report), z=values, zmin=low, zmax=1, visible=number == 0,
+            x=_names(report), y=_names(report), z=values, zmin=low, zmax=1,
             colorscale="RdBu_r" if low < 0 else "Blues", texttemplate="%{z:.2f}", hoverongaps=False,
         )  # fmt: skip
     figure.update_yaxes(autorange="reversed", title="expert", type="category")
     figure.update_xaxes(title="expert", type="category")
-    _menu(figure, [name for name, _, _ in views], lambda n: [n])
+    _menu(figure, [name for name, _, _ in views])
     return Picture(
         "similarity",
         "How alike the experts are",
@@ -134,7 +133,7 @@ def _spectra(report: Report) -> Picture | None:
     refined = [row for row in rows if row.matrix.spectrum.alignment is not None]
     rows = [(refined or rows)[n] for n in evenly_spaced(len(refined or rows), CHOICES)]
     figure = go.Figure()
-    for number, row in enumerate(rows):
+    for row in rows:
         spectrum = row.matrix.spectrum
         curves = [
             ("before the refinement" if refined else "no refinement", spectrum.before, "y"),
@@ -144,7 +143,7 @@ def _spectra(report: Report) -> Picture | None:
         for color, (name, values, axis) in zip(COLORS, curves, strict=False):
             figure.add_scatter(
                 x=list(range(1, len(values) + 1)), y=values, name=name, mode="lines+markers",
-                visible=number == 0, line_color=color, yaxis=axis, marker_size=5,
+                line_color=color, yaxis=axis, marker_size=5,
             )  # fmt: skip
     figure.update_xaxes(title="number of the singular value")
     figure.update_layout(
@@ -153,7 +152,7 @@ def _spectra(report: Report) -> Picture | None:
     if refined:
         axis = {"title": "cosine", "overlaying": "y", "side": "right", "range": [0, 1.02]}
         figure.update_layout(yaxis2={**axis, "dtick": 0.25})
-    _menu(figure, [row.label for row in rows], lambda n: [3 * n, 3 * n + 1, 3 * n + 2])
+    _menu(figure, [row.label for row in rows])
     return Picture(
         "spectra",
         "Top 5 % of the merge's singular values",
@@ -187,23 +186,18 @@ def _histograms(report: Report) -> Picture | None:
     lines = [lines[n] for n in evenly_spaced(len(lines), CHOICES)]
     figure = go.Figure()
     width = 2 * REACH / BINS
-    count = len(report.models)
-    for number, line in enumerate(lines):
+    for line in lines:
         centres = [(-REACH + width * (n + 0.5)) * line.comparison.unit for n in range(BINS)]
         for t, counts in enumerate(report.spread(line, line.comparison.histogram)):
             total = sum(counts or [])
             figure.add_scatter(
                 x=centres, y=[n / total for n in counts[1:-1]] if counts else [],
-                name=_names(report)[t], mode="lines", line_shape="hvh", visible=number == 0,
+                name=_names(report)[t], mode="lines", line_shape="hvh",
                 line_color=COLORS[t % len(COLORS)],
             )  # fmt: skip
     figure.update_xaxes(title="entry of Δ (unit of the weights)", exponentformat="e")
     figure.update_yaxes(title="share of entries (per bin)", type="log", exponentformat="e")
-    _menu(
-        figure,
-        [line.name for line in lines],
-        lambda n: [n * count + t for t in range(count)],
-    )
+    _menu(figure, [line.name for line in lines])
     return Picture(
         "histograms",
         "Entries of the task vectors",
@@ -215,28 +209,17 @@ def _histograms(report: Report) -> Picture | None:
 
 
 def _coefficients(report: Report) -> Picture | None:
-    lines = [line for line in report.lines if line.coefficients is not None]
-    if not lines:
-        return None
-    columns = [report.coefficients(line) for line in lines]
-    values = [list(row) for row in zip(*columns, strict=True)]
-    largest = max((abs(v) for row in values for v in row if v is not None), default=1.0) or 1.0
-    tensors = [shown_text(line.name) for line in lines]
-    figure = go.Figure()
-    figure.add_heatmap(
-        x=list(range(len(lines))), y=_names(report), z=values, zmin=-largest, zmax=largest,
-        colorscale="RdBu_r", customdata=[tensors] * len(values),
-        hovertemplate="%{customdata}<br>%{y}: %{z:.3f}<extra></extra>", colorbar_title="λ",
-    )  # fmt: skip
-    figure.update_xaxes(title="tensor, from input to output")
-    figure.update_yaxes(title="expert", autorange="reversed", type="category")
-    return Picture(
+    rows = [row for row in report.rows if row.line.coefficients is not None]
+    return _by_depth(
         "coefficients",
         "Merging coefficients",
         "λ of every expert and tensor (Fig. 6 of the StatsMerging paper). Good: structure, such as "
-        "rows that change with depth or with the kind of tensor. One colour throughout means that "
+        "points that change with depth or with the kind of tensor. One level throughout means that "
         "task arithmetic would have done.",
-        figure,
+        "λ (no unit)",
+        rows,
+        _per_expert(report, rows, lambda row: row.line.coefficients[: len(row.line.models)]),
+        axis={},
     )
 
 
@@ -257,7 +240,7 @@ def _agreement(report: Report) -> Picture | None:
         "cosine of ΔᵀΔ and XᵀX (0 to 1)",
         rows,
         {**own, "with other tasks": means},
-        share=True,
+        axis={"range": [0, 1.02]},
     )
 
 
@@ -279,13 +262,7 @@ def _per_expert(
 ) -> dict[str, list[float | None]]:
     """Return a series for every expert."""
     columns = [report.spread(row.line, values(row)) for row in rows]
-    names = enumerate(_names(report))
-    return {name: [_on_log_axis(column[t]) for column in columns] for t, name in names}
-
-
-def _on_log_axis(value: float | None) -> float | None:
-    """Return what a logarithmic axis shows of a number: nothing of 0 and of infinity."""
-    return value if value and math.isfinite(value) else None
+    return {name: [column[t] for column in columns] for t, name in enumerate(_names(report))}
 
 
 def _by_depth(
@@ -296,16 +273,16 @@ def _by_depth(
     rows: Sequence[Row],
     series: Mapping[str, Sequence[float | None]],
     *,
-    share: bool = False,
-    level: tuple[float, str] | None = None,
+    axis: Mapping[str, Any] = LOGARITHMIC,
+    level: float = 0.0,
 ) -> Picture | None:
     """Return a picture of points over tensors in the order of their depth; None without any.
 
     Args:
         name, title, caption: see `Picture`.
         series: a value for every row, by what the points are called.
-        share: whether values are shares, from 0 to 1; else the axis is logarithmic.
-        level: of a dashed line, with a word for it.
+        axis: what plotly is to know of the values' axis.
+        level: of a dashed line, if it is above 0.
     """
     if not rows:
         return None
@@ -319,41 +296,34 @@ def _by_depth(
             "ticktext": [str(rows[n].layer) for n in shown], "range": [-1, len(rows)],
             "zeroline": False,
         },
-        yaxis={"title": unit, "range": [0, 1.02]}
-        if share
-        else {"title": unit, "type": "log", "exponentformat": "e", "dtick": 1},
+        yaxis={"title": unit, **axis},
         showlegend=len(series) > 1,
     )  # fmt: skip
     for number, (label, values) in enumerate(series.items()):
+        if axis is LOGARITHMIC:  # which has no place for 0 and infinity
+            values = [value if value and math.isfinite(value) else None for value in values]
         figure.add_scatter(
             x=list(range(len(rows))), y=list(values), name=label, mode="markers",
             marker={"size": 6, "color": COLORS[number % len(COLORS)], "opacity": 0.8},
             text=[shown_text(row.label) for row in rows],
             hovertemplate="%{text}<br>%{y:.3g}<extra>%{fullData.name}</extra>",
         )  # fmt: skip
-    if level is not None and level[0] > 0:
-        figure.add_hline(y=level[0], line_dash="dash", line_color=COLORS[3], line_width=1)
-        figure.add_annotation(
-            x=1, xref="paper", y=math.log10(level[0]), text=level[1], showarrow=False,
-            xanchor="right", yanchor="bottom", font_color=COLORS[3],
-        )  # fmt: skip
+    if level > 0:
+        figure.add_hline(y=level, line_dash="dash", line_color=COLORS[3], line_width=1)
     return Picture(name, title, caption, figure)
 
 
-def _menu(figure: go.Figure, labels: Sequence[str], traces: Callable[[int], list[int]]) -> None:
-    """Add a menu above the picture that shows some of its traces."""
-    buttons = []
-    for number, label in enumerate(labels):
-        visible = [False] * len(figure.data)
-        for trace in traces(number):
-            visible[trace] = True
-        args = [{"visible": visible}]
-        buttons.append({"label": shown_text(label), "method": "restyle", "args": args})
-    figure.update_layout(
-        updatemenus=[
-            {
-                "buttons": buttons, "direction": "down", "x": 0, "xanchor": "left", "y": 1.02,
-                "yanchor": "bottom", "showactive": True,
-            }
-        ]
-    )  # fmt: skip
+def _menu(figure: go.Figure, labels: Sequence[str]) -> None:
+    """Add a menu that shows one part of the traces, all parts being of the same length."""
+    each = len(figure.data) // len(labels)
+    shown = [
+        [n // each == number for n in range(len(figure.data))] for number in range(len(labels))
+    ]
+    for trace, visible in zip(figure.data, shown[0], strict=True):
+        trace.visible = visible
+    buttons = [
+        {"label": shown_text(label), "method": "restyle", "args": [{"visible": visible}]}
+        for label, visible in zip(labels, shown, strict=True)
+    ]
+    place = {"direction": "down", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
+    figure.update_layout(updatemenus=[{"buttons": buttons, "showactive": True, **place}])
