@@ -59,12 +59,10 @@ def _lines(
 
 def _adapter_lines(todo: Sequence[PlannedTensor], plan: AdapterPlan) -> Iterator[dict[str, Any]]:
     changed = {tensor.planned.name: tensor for tensor in plan.tensors}
-    adapters = {model: adapter for model, adapter in plan.adapters_of.items() if adapter}
-    headers = plan.checkpoints[0]
     with headers_only(plan.checkpoints):
         for tensor in todo:
-            header = headers.source(tensor.task.output_weight)
-            yield adapter_line(plan.base, tensor, header, changed.get(tensor.name), adapters)
+            header = plan.checkpoints[0].source(tensor.task.output_weight)
+            yield adapter_line(plan, tensor, header, changed.get(tensor.name))
 
 
 def _weight_files(plan: PlannedMerge) -> list[str]:

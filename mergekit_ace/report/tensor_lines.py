@@ -18,7 +18,6 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from torch import Tensor
 
 from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor
-from mergekit_ace.adapters.peft_adapter import Adapter, Change
 from mergekit_ace.algebra.covariance_agreement import compare_covariances
 from mergekit_ace.algebra.inspection import TensorInspection, inspect_tensor, measure_noise
 from mergekit_ace.algebra.layouts import as_matrices
@@ -181,11 +180,10 @@ def _group(
 
 
 def adapter_line(
-    base: ModelReference,
+    plan: AdapterPlan,
     planned: PlannedTensor,
     header: TensorHeader | None,
     changed: ChangedTensor | None,
-    adapters: Mapping[ModelReference, Adapter],
 ) -> LineJson:
     """Return the line of a tensor from what adapters change of it; W0 is not read.
 
@@ -204,18 +202,17 @@ def adapter_line(
     if changed is not None and any(change.kind == "saved" for change in changed.known):
         return _short_line(planned, "an adapter holds it whole, and the base is not read")
     method, parameters = deciding_method(planned)
-    experts = tuple(model for model in planned.experts if model in adapters)
-    settings = TensorSettings(planned.name, base, experts, parameters, recorded=True)
+    experts = tuple(model for model in planned.experts if plan.adapters_of.get(model))
+    settings = TensorSettings(planned.name, plan.base, experts, parameters, recorded=True)
     settings = method.complete(settings, len(header.shape))
     layout = method.layout(settings, len(header.shape))
-    found = changed.changes if changed else {}
-    changes = [found.get(model, (adapters[model], None)) for model in experts]
-    inspect = partial(_inspect_changes, changes, header.shape, layout, method, settings)
+    deltas = [changed.product(model) if changed else None for model in experts]
+    inspect = partial(_inspect_products, deltas, header.shape, layout, method, settings)
     return _line(planned, method, settings, inspect, start)
 
 
-def _inspect_changes(
-    changes: Sequence[tuple[Adapter, Change | None]],
+def _inspect_products(
+    deltas: Sequence[LowRank | None],
     shape: tuple[int, ...],
     layout: FixedLayout,
     method: TaskVectorMethod,
@@ -230,29 +227,20 @@ def _inspect_changes(
         own = replace(settings, layout=layout, space=space, observe=observe)
         return method.merge(tensors, own)
 
-    def merge_vectors(
-        tensors: Sequence[Tensor], layout: FixedLayout, observe: Observer | None
-    ) -> Merged:
-        return merge(tensors, layout, None, observe)
-
-    if len(shape) < 2:
+    if len(shape) < 2:  # adapters change matrices
         zero = torch.zeros(shape, dtype=torch.float64)
-        found = inspect_tensor(zero, [zero] * len(changes), layout, merge_vectors, torch.float64)
+        found = inspect_tensor(
+            zero, [zero] * len(deltas), layout, lambda w, how, see: merge(w, how, None, see),
+            torch.float64,
+        )  # fmt: skip
         return replace(found, comparison=replace(found.comparison, base_norm=None))
-    deltas = [adapter.low_rank(change.name) if change else None for adapter, change in changes]
-    zeros = next((delta for delta in deltas if delta is not None), None) or _zeros(shape, layout)
-    left, right = zeros.left[..., :1], zeros.right[..., :1, :]
-    nothing = LowRank(torch.zeros_like(left), torch.zeros_like(right), shape)
-    return inspect_products([delta or nothing for delta in deltas], layout, merge)
-
-
-def _zeros(shape: tuple[int, ...], layout: FixedLayout) -> LowRank:
-    """Return zero of rank 1 for every matrix that a layout sees in a tensor."""
+    known = next(filter(None, deltas), None)
     stack = shape[:1] if len(shape) == 3 and layout in ("stacked", "transposed") else ()
     rows, *rest = shape[len(stack) :]
-    left = torch.zeros(*stack, rows, 1, dtype=torch.float64)
-    right = torch.zeros(*stack, 1, math.prod(rest), dtype=torch.float64)
-    return LowRank(left, right, shape)
+    left = known.left if known else torch.zeros(*stack, rows, 1, dtype=torch.float64)
+    right = known.right if known else left.new_zeros(*stack, 1, math.prod(rest))
+    nothing = LowRank(torch.zeros_like(left[..., :1]), torch.zeros_like(right[..., :1, :]), shape)
+    return inspect_products([delta or nothing for delta in deltas], layout, merge)
 
 
 def why_in_full(plan: AdapterPlan) -> str:
