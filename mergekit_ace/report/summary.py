@@ -116,6 +116,7 @@ def sentences(report: Report) -> Iterator[str]:
             f"{_count(len(report.skipped), 'tensor')} cannot be compared: "
             f"{_listed([line.name for line in report.skipped])}."
         )
+    yield from _agreement(report)
 
 
 def _overview(report: Report) -> str:
