@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from mergekit_ace.preflight.unplanned_rules import Treatment
 
 M = TypeVar("M", bound=BaseModel)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+FOLDER = click.Path(file_okay=False, path_type=Path)
 # mergekit's flags that change what is read, and where it is computed.
 READING_FLAGS = """
     allow_crimes transformers_cache lora_merge_cache lora_merge_dtype cuda device trust_remote_code
@@ -33,8 +35,8 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
     for add in (
         click.option("--quiet", is_flag=True, help="No progress bars."),
         click.option("--overwrite", is_flag=True, help="Drop the state of another run in OUT."),
-        click.argument("out", type=click.Path(file_okay=False, path_type=Path)),
-        click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path)),
+        click.argument("out", type=FOLDER),
+        click.argument("config", type=FILE),
     ):
         command = add(command)
     return command
@@ -161,7 +163,7 @@ def calibrate_merge(config: Path, out: Path, overwrite: bool, quiet: bool) -> No
 
 
 @main.command(cls=CommandWithFlags)
-@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("config", type=FILE)
 @click.argument("out", type=click.Path(file_okay=False))
 @click.option("--resume", is_flag=True, help="Go on with an unfinished merge in OUT.")
 @click.option("--overwrite", is_flag=True, help="Drop whatever merge or model is in OUT.")
@@ -215,7 +217,7 @@ def merge(
 
 
 @main.command(cls=CommandWithFlags, flags=("cuda", "device", "trust_remote_code", "quiet"))
-@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("config", type=FILE)
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--rank", type=click.IntRange(min=1), help="Highest rank of a module; says what is cut off."
@@ -238,12 +240,8 @@ def adapter(
 
 
 @main.command(cls=CommandWithFlags, flags=READING_FLAGS)
-@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of the result; checks its disk.",
-)
+@click.argument("config", type=FILE)
+@click.option("--out", type=FOLDER, help="Folder of the result; checks its disk.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def check(config: Path, out: Path | None, as_json: bool, **flags: Any) -> None:
     """Check a merge before it starts.
@@ -263,8 +261,8 @@ def check(config: Path, out: Path | None, as_json: bool, **flags: Any) -> None:
 
 
 @main.command(cls=CommandWithFlags, flags=READING_FLAGS)
-@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("folder", metavar="REPORT_DIR", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("config", type=FILE)
+@click.argument("folder", metavar="REPORT_DIR", type=FOLDER)
 @click.option("--tensors", multiple=True, metavar="PART", help="Only names that contain it.")
 @click.option("--sample", type=click.IntRange(min=1), help="At most so many, over all depths.")
 @click.option(
@@ -288,7 +286,7 @@ def inspect(config: Path, folder: Path, **options: Any) -> None:
 
 
 @main.command()
-@click.argument("lines", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("lines", type=FILE)
 @click.option(
     "-o", "--out", type=click.Path(dir_okay=False, path_type=Path), default="report.html",
     show_default=True,
@@ -306,7 +304,7 @@ def report(lines: Path, out: Path) -> None:
 @click.option(
     "--report",
     "lines",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="The file under `report:` of the merge, or report.jsonl of `inspect`.",
 )
 @click.option("--seed", type=int, help="What --random-seed was for mergekit-yaml.")

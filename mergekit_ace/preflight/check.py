@@ -31,7 +31,6 @@ from mergekit_ace.preflight.checkpoint_rules import (
     check_class_names,
     check_configs,
     check_heads,
-    check_optional,
     check_tensors,
     compare_shapes,
 )
@@ -133,7 +132,6 @@ def check_merge(
     findings += check_tensors(plan.tensors, checkpoints)
     findings += compare_shapes(plan.tensors, checkpoints, config)
     findings += check_tensor_dtypes(plan.tensors, checkpoints)
-    findings += check_optional(plan.tensors, checkpoints)
     # without copies, which know nothing of the method's parameters
     own = {t.name for t in plan.tensors if t.method is plan.method}
     merged = replace(plan, saves={name: s for name, s in plan.saves.items() if name in own})

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.tokenizer.truncate import TruncatedVocabulary
@@ -15,10 +13,9 @@ from transformers import CONFIG_MAPPING
 
 from mergekit_ace.headers import TensorHeader
 from mergekit_ace.planning import PlannedTensor
-from mergekit_ace.preflight.checkpoints import Checkpoint
+from mergekit_ace.preflight.checkpoints import Checkpoint, Checkpoints
 from mergekit_ace.preflight.findings import Finding, listed
 
-Checkpoints = Mapping[ModelReference, Checkpoint]
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 NAMES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -28,42 +25,34 @@ def dtype_name(name: str | None) -> str:
     return NAMES.get((name or "").removeprefix("torch."), "")
 
 
-def sources(
-    tensor: PlannedTensor, checkpoints: Mapping[ModelReference, Checkpoint]
-) -> dict[ModelReference, TensorHeader]:
+def sources(tensor: PlannedTensor, checkpoints: Checkpoints) -> dict[ModelReference, TensorHeader]:
     """Return the headers of a planned tensor, of all models that have it."""
     weights = dict(tensor.gather.weight_info.items())
     found = {m: checkpoints[m].source(weights[m]) for m in tensor.task.model_order}
     return {model: header for model, header in found.items() if header is not None}
 
 
-def check_tensors(
-    tensors: Sequence[PlannedTensor], checkpoints: Mapping[ModelReference, Checkpoint]
-) -> Iterator[Finding]:
-    """Find tensors that a model lacks."""
-    missing: dict[ModelReference, list[str]] = {}
+def check_tensors(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) -> Iterator[Finding]:
+    """Find tensors that a model lacks, though mergekit needs them or other models have them."""
+    lacking: dict[tuple[ModelReference, bool], list[str]] = {}
     for tensor in tensors:
+        found, optional = sources(tensor, checkpoints), tensor.task.output_weight.optional
         for model, weight in tensor.gather.weight_info.items():
-            checkpoint = checkpoints[model]
-            names = {weight.name, *(weight.aliases or ()), *(weight.tied_names or ())}
-            if weight.optional or names & checkpoint.index.tensor_paths.keys():
-                continue
-            kind = checkpoint.config.get("model_type")
-            known = set(checkpoint.index.tensor_paths)
-            if not any(can_convert_checkpoint_keys(kind, known, name) for name in names):
-                missing.setdefault(model, []).append(weight.name)
-    for model, names in missing.items():
-        yield Finding.error(
-            "tensors",
-            f"{model} lacks {len(names)} of {len(tensors)} tensors: {listed(names)}",
-            "replace the model by one of the same architecture, or save it again",
-        )
+            if model not in found and (found or not optional):
+                fatal = not optional or model == tensor.base
+                lacking.setdefault((model, fatal), []).append(weight.name)
+    for (model, fatal), names in lacking.items():
+        what = f"{model} lacks {len(names)} of {len(tensors)} tensors: {listed(names)}"
+        if fatal:
+            remedy = "replace the model by one of the same architecture, or save it again"
+            yield Finding.error("tensors", what, remedy)
+        else:
+            remedy = "save it with them, or expect what the other models make of these tensors"
+            yield Finding.warning("tensors", f"{what}; they are merged without it", remedy)
 
 
 def compare_shapes(
-    tensors: Sequence[PlannedTensor],
-    checkpoints: Mapping[ModelReference, Checkpoint],
-    config: MergeConfiguration,
+    tensors: Sequence[PlannedTensor], checkpoints: Checkpoints, config: MergeConfiguration
 ) -> Iterator[Finding]:
     """Find tensors of another shape than the base model's, or the first model's."""
     truncated = (isinstance(t.task.gather_tensors, TruncatedVocabulary) for t in tensors)
@@ -102,14 +91,12 @@ FUNCTION = """
     model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
     hidden_act activation_function rope_theta rope_scaling rope_parameters partial_rotary_factor
     rms_norm_eps layer_norm_epsilon layer_norm_eps sliding_window max_position_embeddings
-    max_window_layers attention_bias tie_word_embeddings num_experts_per_tok
-    num_local_experts num_experts n_routed_experts
+    max_window_layers attention_bias num_experts_per_tok num_local_experts num_experts
+    n_routed_experts
 """.split()
 
 
-def check_configs(
-    checkpoints: Mapping[ModelReference, Checkpoint], base: ModelReference | None
-) -> Iterator[Finding]:
+def check_configs(checkpoints: Checkpoints, base: ModelReference | None) -> Iterator[Finding]:
     """Find what the base's `config.json` will say differently of an expert's weights."""
     if base is None or not checkpoints[base].config:
         return
@@ -120,10 +107,7 @@ def check_configs(
         changed = [
             f"{key}: {_short(checkpoint.config.get(key))} instead of {_short(origin.get(key))}"
             for key in FUNCTION
-            if checkpoint.config.get(key) != origin.get(key)
-            and key != "tie_word_embeddings"
-            and key in checkpoint.config
-            and key in origin
+            if key in origin and checkpoint.config.get(key, origin[key]) != origin[key]
         ]
         if changed:
             yield Finding.warning(
@@ -134,7 +118,7 @@ def check_configs(
             )
 
 
-def check_class_names(checkpoints: Mapping[ModelReference, Checkpoint]) -> Iterator[Finding]:
+def check_class_names(checkpoints: Checkpoints) -> Iterator[Finding]:
     """Find classifiers that give their classes different names, and so other meanings."""
     named: dict[ModelReference, list[str]] = {}
     for model, checkpoint in checkpoints.items():
@@ -156,11 +140,8 @@ def check_class_names(checkpoints: Mapping[ModelReference, Checkpoint]) -> Itera
 
 def same_name(one: str, other: str) -> bool:
     """Tell whether two paths or names on the Hub end alike, whatever the folder or owner."""
-    return _name(one) == _name(other)
-
-
-def _name(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[2].lower()
+    ends = (path.rstrip("/").rpartition("/")[2].lower() for path in (one, other))
+    return len(set(ends)) == 1
 
 
 def _short(value: Any) -> str:
@@ -202,35 +183,8 @@ def _stored_head(checkpoint: Checkpoint) -> str:
 
 def _ties_head(checkpoint: Checkpoint) -> bool | None:
     """Return whether transformers ties the head to the embedding; None where that is unknown."""
-    text = checkpoint.config.get("text_config")
-    for config in (checkpoint.config, text if isinstance(text, dict) else {}):
-        if "tie_word_embeddings" in config:
-            return bool(config["tie_word_embeddings"])
-    kind = checkpoint.config.get("model_type")
-    if kind not in CONFIG_MAPPING:
-        return None
-    default = getattr(CONFIG_MAPPING[kind](), "tie_word_embeddings", None)
-    return None if default is None else bool(default)
-
-
-def check_optional(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) -> Iterator[Finding]:
-    """Find tensors that mergekit calls optional, and that not all models have."""
-    lacking: dict[ModelReference, list[str]] = defaultdict(list)
-    fatal = set()
-    for tensor in tensors:
-        if not tensor.task.output_weight.optional:
-            continue
-        found = sources(tensor, checkpoints)
-        absent = [model for model in tensor.task.model_order if model not in found]
-        for model in absent if found else ():
-            lacking[model].append(tensor.name)
-            if model == tensor.base:
-                fatal.add(model)
-    for model, names in lacking.items():
-        what = f"{model} lacks {len(names)} tensors that other models have: {listed(names)}"
-        if model in fatal:
-            remedy = "save the base model with them, or the experts without"
-            yield Finding.error("tensors", f"the base model {what}", remedy)
-        else:
-            remedy = "save it with them, or expect what the other models make of these tensors"
-            yield Finding.warning("tensors", f"{what}; they are merged without it", remedy)
+    text, kind = checkpoint.config.get("text_config"), checkpoint.config.get("model_type")
+    given = {**(text if isinstance(text, dict) else {}), **checkpoint.config}
+    if "tie_word_embeddings" in given or kind not in CONFIG_MAPPING:
+        return given.get("tie_word_embeddings")
+    return getattr(CONFIG_MAPPING[kind](), "tie_word_embeddings", None)

@@ -134,6 +134,9 @@ class Checkpoint:
         return sum(header.bytes for header in self.headers.values())
 
 
+Checkpoints = Mapping[ModelReference, Checkpoint]
+
+
 def read_checkpoint(model: ModelReference) -> Checkpoint:
     """Read the headers of a model, wherever it is; no weight is read or downloaded.
 

@@ -15,7 +15,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.merge_methods.base import MergeMethodSpec, ParameterScope
 from pydantic import BaseModel
 
-from mergekit_ace.preflight.findings import Finding, listed
+from mergekit_ace.preflight.findings import Finding
 
 SETTINGS = frozenset(MergeConfiguration.model_fields)
 
@@ -96,17 +96,15 @@ def _alternatives(kind: Any) -> Iterator[Any]:
 def _unknown_setting(
     where: str, name: str, model: type[BaseModel], spec: MergeMethodSpec | None
 ) -> Finding:
-    shared = {p.name for p in spec.shared_parameters} if spec else set()
-    of_experts = {p.name for p in spec.input_parameters} if spec else set()
-    fields = model.model_fields
-    if name in shared and {"model", "parameters"} <= fields.keys():
-        remedy = "write it under the `parameters:` at the top level"
-    elif name in shared | of_experts and "parameters" in fields:
-        remedy = "write it under `parameters:`, one level deeper"
+    scopes = {parameter.name: parameter.scope for parameter in spec.parameters} if spec else {}
+    if name in scopes and "parameters" in model.model_fields:
+        top = "model" in model.model_fields and scopes[name] == ParameterScope.SHARED
+        place = "the `parameters:` at the top level" if top else "`parameters:`, one level deeper"
+        remedy = f"write it under {place}"
     elif name in SETTINGS and model is not MergeConfiguration:
         remedy = "write it at the top level of the config"
     else:
-        remedy = _nearest(name, fields)
+        remedy = _nearest(name, model.model_fields)
     message = f"{where}: there is no setting {name!r}; mergekit would ignore it without a word"
     return Finding.error("config", message, remedy)
 
@@ -145,36 +143,25 @@ def _parameters(
 
 
 def _unknown_parameter(where: str, name: str, spec: MergeMethodSpec) -> Finding:
-    known = [parameter.name for parameter in spec.parameters]
-    others = [
-        method.spec.name
-        for method in merge_methods.registered_methods()
-        if name in {parameter.name for parameter in method.spec.parameters}
-    ]
-    message = (
-        f"{where}: there is no parameter {name!r} of {spec.name}; mergekit would ignore it without "
-        "a word"
+    remedy = (
+        "write it at the top level of the config"
+        if name in SETTINGS
+        else _nearest(name, [parameter.name for parameter in spec.parameters])
     )
-    if name in SETTINGS:
-        remedy = "write it at the top level of the config"
-    elif others:
-        message += f". It is one of {listed(sorted(others), 3)}"
-        remedy = f"leave it out; {spec.name} has: {', '.join(sorted(known)) or 'none'}"
-    else:
-        remedy = _nearest(name, known)
-    return Finding.error("config", message, remedy)
+    return Finding.error(
+        "config",
+        f"{where}: there is no parameter {name!r} of {spec.name}; mergekit would ignore it without "
+        "a word",
+        remedy,
+    )
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     """Return what may have been meant, or all that there is."""
     names = {other.lower(): other for other in known}
-    close = difflib.get_close_matches(name.lower(), names, n=2)
-    likeness = [difflib.SequenceMatcher(None, name.lower(), other).ratio() for other in close]
-    meant = [
-        names[c] for c, ratio in zip(close, likeness, strict=True) if ratio > likeness[0] - 0.1
-    ]
-    if meant:
-        return f"did you mean {' or '.join(map(repr, meant))}?"
+    close = difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.8)
+    if close:
+        return f"did you mean {' or '.join(repr(names[other]) for other in close)}?"
     return f"there are: {', '.join(sorted(names.values())) or 'none'}"
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from mergekit.common import ModelReference
@@ -13,7 +13,7 @@ from mergekit.config import MergeConfiguration
 from mergekit_ace.headers import DTYPES, FLOATING
 from mergekit_ace.planning import PlannedTensor
 from mergekit_ace.preflight.checkpoint_rules import dtype_name, sources
-from mergekit_ace.preflight.checkpoints import Checkpoint
+from mergekit_ace.preflight.checkpoints import Checkpoint, Checkpoints
 from mergekit_ace.preflight.findings import Finding, listed
 
 # Share of whole numbers in the entries of a model that masks and counters stay below, and a
@@ -26,9 +26,7 @@ DEQUANTISE = (
 AS_NUMBERS = f"save it in bfloat16, float16 or float32; if it is quantised, {DEQUANTISE}"
 
 
-def check_dtypes(
-    checkpoints: Mapping[ModelReference, Checkpoint], config: MergeConfiguration
-) -> Iterator[Finding]:
+def check_dtypes(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find dtypes that differ, cannot be merged, or are rounded too early."""
     main = {model: _main_dtype(checkpoint) for model, checkpoint in checkpoints.items()}
     wanted = dtype_name(config.dtype)
@@ -57,8 +55,7 @@ def check_dtypes(
 
 def _main_dtype(checkpoint: Checkpoint) -> str:
     """Return the dtype of most entries; empty where headers tell nothing."""
-    counts = _entries_by_dtype(checkpoint)
-    return counts.most_common(1)[0][0] if counts else ""
+    return next((name for name, _ in _entries_by_dtype(checkpoint).most_common(1)), "")
 
 
 def _entries_by_dtype(checkpoint: Checkpoint) -> Counter[str]:
@@ -70,7 +67,8 @@ def _entries_by_dtype(checkpoint: Checkpoint) -> Counter[str]:
 
 def _check_quantised(model: ModelReference, checkpoint: Checkpoint) -> Iterator[Finding]:
     """Find a model whose tensors are not its weights, but codes of them."""
-    method, dtype = _quantisation(checkpoint), _main_dtype(checkpoint)
+    settings, dtype = checkpoint.config.get("quantization_config"), _main_dtype(checkpoint)
+    method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else ""
     if not method and (dtype in FLOATING or not dtype):
         return
     counts = _entries_by_dtype(checkpoint)
@@ -84,22 +82,14 @@ def _check_quantised(model: ModelReference, checkpoint: Checkpoint) -> Iterator[
         yield Finding.error(
             "dtypes",
             f"config.json of {model} says that it is quantised ({method}), but its tensors are "
-            f"{dtype or 'of unknown dtype'}",
+            f"{dtype}",
             "remove quantization_config from config.json if they are its weights; otherwise "
             + DEQUANTISE,
         )
 
 
-def _quantisation(checkpoint: Checkpoint) -> str:
-    """Return how `config.json` says that a model is quantised; empty if it does not."""
-    settings = checkpoint.config.get("quantization_config")
-    if not isinstance(settings, dict):
-        return ""
-    return str(settings.get("quant_method") or "quantization_config")
-
-
 def check_tensor_dtypes(
-    tensors: Sequence[PlannedTensor], checkpoints: Mapping[ModelReference, Checkpoint]
+    tensors: Sequence[PlannedTensor], checkpoints: Checkpoints
 ) -> Iterator[Finding]:
     """Find single tensors that would be merged as if they were weights, or not at all.
 

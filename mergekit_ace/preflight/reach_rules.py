@@ -15,8 +15,7 @@ from mergekit_ace.naming import without_numbers
 from mergekit_ace.planning import PlannedMerge, PlannedTensor
 from mergekit_ace.preflight.checkpoint_rules import HEADS
 from mergekit_ace.preflight.findings import Finding, listed
-
-WILDCARDS = frozenset("*^$[]()|?+\\")
+from mergekit_ace.preflight.value_rules import config_parts
 
 
 def check_reach(plan: PlannedMerge) -> Iterator[Finding]:
@@ -41,18 +40,9 @@ def _settings(
     config: MergeConfiguration,
 ) -> Iterator[tuple[str, ModelReference | None, str, Any]]:
     """Yield every parameter: where it stands, of which model, its name, and its setting."""
-    for where, part in _parts(config):
+    for where, part in config_parts(config):
         for name, setting in (part.parameters or {}).items():
             yield f"{where}parameters", getattr(part, "model", None), name, setting
-
-
-def _parts(part: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    yield where, part
-    for key in ("models", "slices", "sources"):
-        for n, member in enumerate(getattr(part, key, None) or ()):
-            yield from _parts(member, f"{where}{key}.{n}.")
-    for name, module in (getattr(part, "modules", None) or {}).items():
-        yield from _parts(module, f"{where}modules.{name}.")
 
 
 def _names(tensors: Sequence[PlannedTensor], model: ModelReference | None) -> list[str]:
@@ -72,7 +62,7 @@ def _check_filters(where: str, setting: Any, names: Sequence[str]) -> Iterator[F
     entries = setting if isinstance(setting, list) else [setting]
     if not entries:
         yield _empty(where)
-    left, before = set(names), ""
+    left, ended = set(names), False
     for n, entry in enumerate(entries):
         if not isinstance(entry, ConditionalParameter):
             return
@@ -81,39 +71,28 @@ def _check_filters(where: str, setting: Any, names: Sequence[str]) -> Iterator[F
             yield _empty(place)
         default = entry.filter in (None, "*")
         matches = {name for name in names if default or entry.filter in name}
-        if not matches:
-            if not any(entry.filter in head for head in HEADS):  # not planned where they are tied
-                yield _matches_nothing(place, entry.filter, names)
-        elif not matches & left and (not default or before == "the entry without filter"):
-            what = "this second entry without filter" if default else f"the filter {entry.filter!r}"
+        if not matches and not any(entry.filter in head for head in HEADS):  # heads may be tied
+            kinds = listed(list(dict.fromkeys(map(without_numbers, names))), 3)
             yield Finding.error(
                 "config",
-                f"{place}: {what} is never reached: {before} stands before it, and the first entry "
-                "that matches decides",
+                f"{place}: the filter {entry.filter!r} matches no tensor of the merge",
+                "a filter is a part of tensor names, in the same case and without wildcards; there "
+                f"are: {kinds}",
+            )
+        elif matches and not matches & left and (ended or not default):
+            what = "second entry without filter" if default else f"filter {entry.filter!r}"
+            yield Finding.error(
+                "config",
+                f"{place}: the {what} is never reached: the entries before it match all of its "
+                "tensors, and the first that matches decides",
                 "put the entry without filter last, and narrow filters before wide ones",
             )
-        if matches & left:
-            before = "the entry without filter" if default else f"the filter {entry.filter!r}"
-        left -= matches
+        left, ended = left - matches, ended or default
 
 
 def _empty(where: str) -> Finding:
     message = f"{where}: the list is empty, and mergekit takes the default without a word"
     return Finding.error("config", message, "write a value, or leave the parameter out")
-
-
-def _matches_nothing(where: str, part: str, names: Sequence[str]) -> Finding:
-    """Return the finding for a filter that is in no name of a tensor."""
-    kinds = listed(list(dict.fromkeys(map(without_numbers, names))), 3)
-    remedy = f"a filter is a part of tensor names; there are: {kinds}"
-    same = next((name for name in names if part.lower() in name.lower()), None)
-    if same is not None:
-        start = same.lower().index(part.lower())
-        remedy = f"did you mean {same[start : start + len(part)]!r}? Case counts"
-    elif WILDCARDS & set(part):
-        remedy = f"a filter is a plain part of tensor names, without wildcards; there are: {kinds}"
-    message = f"{where}: the filter {part!r} matches no tensor of the merge"
-    return Finding.error("config", message, remedy)
 
 
 def _is_gradient(setting: Any, length: int) -> bool:

@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
+from tokenizers import Tokenizer
 
 from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.model_files import VOCABULARY_FILES
-from mergekit_ace.preflight.checkpoints import Checkpoint
+from mergekit_ace.preflight.checkpoints import Checkpoint, Checkpoints
 from mergekit_ace.preflight.findings import Finding, listed
 
-Checkpoints = Mapping[ModelReference, Checkpoint]
 ALIGN = "add the line `tokenizer: {source: base}` (or union), which aligns the embeddings"
 
 
@@ -29,7 +27,14 @@ def check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> It
 
 def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     if config.tokenizer or config.tokenizer_source:
-        yield from _check_built(checkpoints, config)
+        base = config.base_model or next(iter(checkpoints))
+        if not any(checkpoints[base].file(name) for name in VOCABULARY_FILES):
+            yield Finding.error(
+                "tokenizers",
+                f"tokenizer: the base model {base} has no tokenizer, from which mergekit builds "
+                "that of the result",
+                "take the files of its tokenizer into its folder, or remove the lines `tokenizer:`",
+            )
         for checkpoint in checkpoints.values():
             _tokens(checkpoint)  # mergekit takes the base's in the place of a damaged one
     elif config.base_model is not None:
@@ -38,18 +43,6 @@ def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> I
 
 def _has_vocabulary(checkpoint: Checkpoint) -> bool:
     return any(checkpoint.file(name) for name in ("tokenizer.json", "vocab.json", "vocab.txt"))
-
-
-def _check_built(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
-    """Find what keeps mergekit from building a tokenizer, which it does after the planning."""
-    base = config.base_model or next(iter(checkpoints))
-    if not any(checkpoints[base].file(name) for name in VOCABULARY_FILES):
-        yield Finding.error(
-            "tokenizers",
-            f"tokenizer: the base model {base} has no tokenizer, from which mergekit builds that "
-            "of the result",
-            "take the files of its tokenizer into its folder, or remove the lines `tokenizer:`",
-        )
 
 
 def _check_numbers(checkpoints: Checkpoints, base: ModelReference) -> Iterator[Finding]:
@@ -81,7 +74,7 @@ def _check_numbers(checkpoints: Checkpoints, base: ModelReference) -> Iterator[F
 def _compare(origin: Checkpoint, other: Checkpoint) -> tuple[list[str], list[str]]:
     """Return tokens known by different numbers, or that share a number, and tokens that are new."""
     files = [checkpoint.file("tokenizer.json") for checkpoint in (origin, other)]
-    if all(files) and _digest(files[0]) == _digest(files[1]):
+    if all(files) and files[0].read_bytes() == files[1].read_bytes():
         return [], []
     first, second = _tokens(origin), _tokens(other)
     by_number = {number: token for token, number in first.items()}
@@ -99,36 +92,16 @@ def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
     Raises:
         DamagedFileError: they are no numbers, or nothing that a tokenizer has.
     """
-    try:
-        tokens = _stored_tokens(checkpoint)
-        wrong = next((token for token, number in tokens.items() if type(number) is not int), None)
-    except (TypeError, KeyError, IndexError, AttributeError) as error:
-        raise DamagedFileError(
-            f"the tokenizer of {checkpoint.model} is damaged: its vocabulary cannot be read "
-            f"({type(error).__name__}: {error}); download or save it again"
-        ) from error
-    if wrong is not None:
-        raise DamagedFileError(
-            f"the tokenizer of {checkpoint.model} is damaged: the number of its token {wrong!r} is "
-            f"{tokens[wrong]!r}; download or save it again"
-        )
-    return tokens
-
-
-def _stored_tokens(checkpoint: Checkpoint) -> dict[str, int]:
-    fast = checkpoint.read_json("tokenizer.json")
-    vocabulary = (fast.get("model") or {}).get("vocab") or checkpoint.read_json("vocab.json")
-    lines = checkpoint.file("vocab.txt")
-    if isinstance(vocabulary, list):  # a unigram model: pairs of token and score
-        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
-    elif not vocabulary and lines:
-        text = lines.read_text(encoding="utf-8", errors="replace")
-        vocabulary = {line: number for number, line in enumerate(text.splitlines())}
-    added = {entry["content"]: entry["id"] for entry in fast.get("added_tokens") or ()}
-    if not fast and vocabulary:
-        added = checkpoint.read_json("added_tokens.json")
-    return {**vocabulary, **added}
-
-
-def _digest(path: Path | None) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path else ""
+    fast, lines = checkpoint.file("tokenizer.json"), checkpoint.file("vocab.txt")
+    if fast:
+        try:
+            return Tokenizer.from_file(str(fast)).get_vocab()
+        except Exception as error:  # the library raises nothing more special
+            raise DamagedFileError(
+                f"the tokenizer of {checkpoint.model} is damaged: {fast.name} cannot be read "
+                f"({error}); download or save it again"
+            ) from error
+    text = lines.read_text(encoding="utf-8", errors="replace") if lines else ""
+    numbered = {line: number for number, line in enumerate(text.splitlines())}
+    vocabulary = checkpoint.read_json("vocab.json") or numbered
+    return {**vocabulary, **checkpoint.read_json("added_tokens.json")} if vocabulary else {}

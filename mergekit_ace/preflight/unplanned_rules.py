@@ -29,13 +29,12 @@ from mergekit_ace.planning import (
     layer_lists,
     mergekit_architecture,
 )
-from mergekit_ace.preflight.checkpoints import Checkpoint
+from mergekit_ace.preflight.checkpoints import Checkpoint, Checkpoints
 from mergekit_ace.preflight.findings import Finding, listed
 from mergekit_ace.preflight.loading import wanted_names
 from mergekit_ace.unplanned import UnplannedTensor
 
 Treatment = Literal["base", "merge", "error"]
-Checkpoints = Mapping[ModelReference, Checkpoint]
 # What old checkpoints hold though any program computes it anew.
 _BUFFER = re.compile(
     r"(inv_freq|(cos|sin)_cached|masked_bias|position_ids|(attn|attention)\.bias)$"
@@ -155,26 +154,19 @@ def _is_floating(header: TensorHeader | None) -> bool:
     return header is None or header.dtype.startswith(("F", "BF"))
 
 
-def _explain(left: Mapping[ModelReference, tuple[str, ...]], checkpoints: Checkpoints) -> str:
-    """Return which tensors are left out of which models, and their share of all entries."""
+def _explain(left: Mapping[ModelReference, tuple[str, ...]]) -> str:
+    """Return which tensors are left out of which models."""
     models: dict[tuple[str, ...], list[ModelReference]] = {}
     for model, names in left.items():
         models.setdefault(names, []).append(model)
     return "; ".join(
-        f"{_count(names)} of {listed([*map(str, owners)])} "
-        f"({_share(names, checkpoints[owners[0]].headers)}of the entries): {listed(sorted(names))}"
+        f"{_count(names)} of {listed([*map(str, owners)])} ({listed(sorted(names))})"
         for names, owners in models.items()
     )
 
 
 def _count(names: Sequence[str]) -> str:
     return f"{len(names)} tensor{'s' * (len(names) > 1)}"
-
-
-def _share(names: Sequence[str], headers: Mapping[str, TensorHeader]) -> str:
-    total = sum(header.entries for header in headers.values())
-    part = sum(headers[name].entries for name in names if name in headers)
-    return f"{part / total:.1%} " if total else ""
 
 
 def treat_unplanned(
@@ -188,7 +180,7 @@ def treat_unplanned(
     Args:
         treatment: copy all of it from the donor; or merge what all models have.
     """
-    findings = [*_complaints(unplanned, treatment, checkpoints)]
+    findings = [*_complaints(unplanned, treatment)]
     if treatment == "error" or not unplanned.left:
         return [], findings
     donor, models = unplanned.donor, tensors[0].task.model_order
@@ -226,15 +218,12 @@ def _vocabulary_rows(tensors: Sequence[PlannedTensor], checkpoint: Checkpoint) -
     return None
 
 
-def _complaints(
-    unplanned: Unplanned, treatment: Treatment, checkpoints: Checkpoints
-) -> Iterator[Finding]:
+def _complaints(unplanned: Unplanned, treatment: Treatment) -> Iterator[Finding]:
     donor = unplanned.donor
     if unplanned.left and treatment == "error":
         yield Finding.error(
             "tensors",
-            f"mergekit plans no merge of {_explain(unplanned.left, checkpoints)}; the result would "
-            "lack them",
+            f"mergekit plans no merge of {_explain(unplanned.left)}; the result would lack them",
             "`mergekit-ace merge --unplanned merge` merges them by their names, `--unplanned base` "
             f"copies them from {donor}. Or save the models under the names that they have in "
             "memory (save_pretrained(…, save_original_format=False))",
@@ -243,7 +232,7 @@ def _complaints(
         yield (Finding.error if unplanned.needed else Finding.warning)(
             "tensors",
             f"{donor} has no tensors of these names, so the result lacks "
-            f"{_explain(unplanned.foreign, checkpoints)}",
+            f"{_explain(unplanned.foreign)}",
             f"save all models in the same way as {donor}, with one version of transformers, or "
             "without them if they are of no use",
         )

@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jinja2
-from mergekit.common import ModelReference, dtype_from_name
+from mergekit.common import ModelReference
 from mergekit.config import (
     InputModelDefinition,
     InputSliceDefinition,
@@ -19,7 +20,7 @@ from mergekit.merge import _set_chat_template
 
 from mergekit_ace.preflight.findings import Finding
 
-KNOWN_DTYPES = ("bfloat16", "float16", "float32", "float64")
+DTYPES_OF_RESULTS = ("bfloat16", "float16", "float32", "float64")
 
 
 def check_values(config: MergeConfiguration) -> Iterator[Finding]:
@@ -31,26 +32,15 @@ def check_values(config: MergeConfiguration) -> Iterator[Finding]:
 
 
 def _check_dtype_names(config: MergeConfiguration) -> Iterator[Finding]:
+    """Find dtypes that mergekit does not know, or that no weights can have."""
     for key, name in (("dtype", config.dtype), ("out_dtype", config.out_dtype)):
-        try:
-            dtype = dtype_from_name(name)
-        except RuntimeError:
-            message = f"{key}: mergekit knows no dtype {name!r}"
-            yield Finding.error("dtypes", message, f"write one of {', '.join(KNOWN_DTYPES)}")
-            continue
-        if name and name.startswith("torch."):
+        if name and name not in DTYPES_OF_RESULTS:
+            # mergekit takes int64, which rounds weights to 0, and writes `torch.float32` into a
+            # config.json that transformers does not load then
             yield Finding.error(
                 "dtypes",
-                f"{key}: mergekit writes {name!r} into the config.json of the result, which "
-                "transformers cannot load then",
-                f"write `{key}: {name.removeprefix('torch.')}`",
-            )
-        if dtype is not None and not dtype.is_floating_point:
-            yield Finding.error(
-                "dtypes",
-                f"{key}: {name} rounds every weight to a whole number, most of them to 0",
-                "write `dtype: float32` and `out_dtype: bfloat16`; quantise the merged model, if "
-                "it is to be small",
+                f"{key}: {name!r} is no dtype that a merged model can have",
+                f"write one of {', '.join(DTYPES_OF_RESULTS)}",
             )
 
 
@@ -113,13 +103,20 @@ def _input_lists(
     config: MergeConfiguration,
 ) -> Iterator[tuple[str, list[InputModelDefinition] | list[InputSliceDefinition]]]:
     """Yield the lists of inputs that are merged with each other, and where they stand."""
-    modules = (config.modules or {}).items()
-    parts = [("", config), *((f"modules.{name}.", module) for name, module in modules)]
-    for where, part in parts:
-        if part.models:
-            yield f"{where}models", part.models
-        for n, piece in enumerate(part.slices or ()):
-            yield f"{where}slices.{n}.sources", piece.sources
+    for where, part in config_parts(config):
+        for key in ("models", "sources"):
+            if inputs := getattr(part, key, None):
+                yield f"{where}{key}", inputs
+
+
+def config_parts(part: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a config and all nested parts of it, each with the path that leads to its keys."""
+    yield where, part
+    for key in ("models", "slices", "sources"):
+        for n, member in enumerate(getattr(part, key, None) or ()):
+            yield from config_parts(member, f"{where}{key}.{n}.")
+    for name, module in (getattr(part, "modules", None) or {}).items():
+        yield from config_parts(module, f"{where}modules.{name}.")
 
 
 def _identity(model: ModelReference) -> tuple[str, ...]:

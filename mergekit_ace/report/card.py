@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section "How this merge was made" of a model card, with pictures if matplotlib is there."""
+"""`mergekit-ace card`: what `mergekit-yaml` left out of a result, and how it was made.
+
+Files are added, tensors that are gone are named; the section "How this merge was made" of the model
+card has pictures if matplotlib is there.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,10 @@ import html
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
+import numpy as np
 from mergekit import merge_methods
 from mergekit.common import ModelPath
 from mergekit.config import MergeConfiguration
@@ -20,11 +26,13 @@ from mergekit_ace.files import package_versions, sha256, write_text
 from mergekit_ace.headers import DamagedFileError, TensorHeader, read_file_header
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
-from mergekit_ace.report.completion import complete_result, merged_config
-from mergekit_ace.report.figures import draw_pictures
+from mergekit_ace.model_files import add_model_files, config_donor
+from mergekit_ace.planning import read_merge_config
+from mergekit_ace.preflight.loading import NotLoadedError, merged_model, verify_model
+from mergekit_ace.report.figures import Picture, draw_pictures
 from mergekit_ace.report.jsonl import Line, ReportError, read_lines
 from mergekit_ace.report.markdown import markdown_text
-from mergekit_ace.report.summary import relative_sizes, summarize
+from mergekit_ace.report.summary import summarize
 from mergekit_ace.report.tables import Report, title_of
 
 BEGIN, END = "<!-- mergekit-ace: begin -->", "<!-- mergekit-ace: end -->"
@@ -47,7 +55,50 @@ def update_card(
     """
     if lines is not None:
         _write_section(folder, lines, seed=seed, quiet=quiet)
-    complete_result(folder)
+    _complete_result(folder)
+
+
+def _complete_result(folder: Path) -> None:
+    """Add the files that a result lacks, say which, and check that transformers loads it whole.
+
+    Raises:
+        ReportError: there is no config, or tensors are missing.
+    """
+    config = _merged_config(folder)
+    added = add_model_files(config, folder, beside=folder.parent)
+    for name, model in added.items():
+        click.echo(f"added {name} of {model}")
+    if not added:
+        click.echo(f"{folder} has all files that its models have beside their weights")
+    problem = _problem(config, folder)
+    if problem:
+        raise ReportError(
+            f"{folder} is no model that transformers loads whole: {problem}. Merge again with "
+            "`mergekit-ace merge --unplanned merge` or `--unplanned base`"
+        )
+
+
+def _merged_config(folder: Path) -> MergeConfiguration:
+    """Return the config that a result was made from.
+
+    Raises:
+        ReportError: there is none.
+    """
+    if not (folder / "mergekit_config.yml").is_file():
+        raise ReportError(f"{folder} holds no mergekit_config.yml: is it what mergekit wrote?")
+    return read_merge_config(folder / "mergekit_config.yml")[0]
+
+
+def _problem(config: MergeConfiguration, folder: Path) -> str:
+    """Return what is wrong with the weights; empty where the base is not here to compare with."""
+    path = Path(config_donor(config).model.path).expanduser()
+    donor = next((place for place in (path, folder.parent / path) if place.is_dir()), None)
+    if donor is None:
+        return ""
+    try:
+        return verify_model(folder, merged_model(donor), donor, trust_remote_code=False)
+    except (NotLoadedError, OSError, RuntimeError, ValueError):
+        return ""  # weights of the base that are gone, an architecture with code of its own
 
 
 def _write_section(folder: Path, lines: Path, *, seed: int | None, quiet: bool) -> None:
@@ -58,7 +109,7 @@ def _write_section(folder: Path, lines: Path, *, seed: int | None, quiet: bool) 
         known = card.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ReportError(f"{card} cannot be read: {error}; save it as UTF-8") from error
-    config = merged_config(folder)
+    config = _merged_config(folder)
     found = read_lines(lines)
     _check_same_merge(folder, config, found)
     report = Report(found)
@@ -86,10 +137,10 @@ def _check_same_merge(folder: Path, config: MergeConfiguration, lines: Sequence[
 def _another_merge(folder: Path, config: MergeConfiguration, lines: Sequence[Line]) -> str:
     """Return what in a report is not of the merge in a folder; empty if all is."""
     method = Report(lines).name
-    if method not in (None, config.merge_method):
+    if method and method != config.merge_method:
         return f"by {method}, and {folder} was made by {config.merge_method}"
     models = {str(model) for model in config.referenced_models()}
-    named = {model for line in lines for model in line["models"]}
+    named = {model for line in lines for model in line.models}
     if named - models:
         return f"{folder} was not made from {', '.join(sorted(named - models))}"
     lost = models - named - {str(config.base_model)}
@@ -97,11 +148,11 @@ def _another_merge(folder: Path, config: MergeConfiguration, lines: Sequence[Lin
         return f"{folder} was made from {', '.join(sorted(lost))} too"
     held = _tensors_in(folder)
     for line in lines if held else ():
-        name, shape = line["tensor"], line.get("shape")
-        if name not in held:
-            return f"{folder} has no tensor {name}"
-        if shape is not None and tuple(shape[1:]) != held[name].shape[1:]:  # more tokens may be
-            return f"{name} has the shape {held[name].shape} in {folder}, and {tuple(shape)} there"
+        if line.name not in held:
+            return f"{folder} has no tensor {line.name}"
+        shape = held[line.name].shape
+        if not line.skipped and line.shape[1:] != shape[1:]:  # more tokens may be
+            return f"{line.name} has the shape {shape} in {folder}, and {line.shape} there"
     return ""
 
 
@@ -184,7 +235,7 @@ def _section(
 def _share_table(report: Report) -> str:
     total = sum(norm**2 for norm in report.norms) or 1.0
     weights = _weights(report)
-    sizes = relative_sizes(report)
+    sizes = report.relative_sizes
     rows = ["| expert | weight | size of its change | share of all change |", "|---|---|---|---|"]
     for t, model in enumerate(report.models):
         size = f"{sizes[t]:.2%} of the base" if sizes[t] is not None else f"{report.norms[t]:.3g}"
@@ -197,8 +248,11 @@ def _weights(report: Report) -> list[str]:
     """Return the range of weights or coefficients that each expert had where it moved a tensor."""
     columns: list[list[float]] = [[] for _ in report.models]
     for row in report.rows:
-        values = report.coefficients(row.line) or report.spread(row.line, row.matrix["weight"])
-        moved = report.spread(row.line, row.matrix["tau"])
+        given = row.line.coefficients is not None
+        values = (
+            report.coefficients(row.line) if given else report.spread(row.line, row.matrix.weight)
+        )
+        moved = report.spread(row.line, row.matrix.tau)
         for t, value in enumerate(values):
             if value is not None and moved[t]:
                 columns[t].append(value)
@@ -255,7 +309,7 @@ def save_pictures(report: Report, folder: Path) -> dict[str, str]:
     for file, picture in chosen.items():
         if picture is not None:
             figure = Figure(figsize=(8, 4), layout="constrained")
-            _redraw(picture.figure, figure)
+            (_redraw_maps if picture.name == "similarity" else _redraw_points)(picture, figure)
             figure.suptitle(picture.title)
             (folder / file).unlink(missing_ok=True)  # from the Hub's cache it may be a link
             figure.savefig(folder / file, dpi=120)
@@ -263,32 +317,30 @@ def save_pictures(report: Report, folder: Path) -> dict[str, str]:
     return saved
 
 
-def _redraw(plot, figure) -> None:
-    """Draw plotly's points by depth, or the first two of its heatmaps, with matplotlib."""
-    maps = [trace for trace in plot.data if trace.type == "heatmap"][:2]
-    titles = [button.label for menu in plot.layout.updatemenus for button in menu.buttons]
-    for trace, title, axes in zip(
-        maps, titles, figure.subplots(1, 2) if maps else (), strict=False
-    ):
-        numbers = [[float("nan") if v is None else v for v in row] for row in trace.z]
-        colors = "RdBu_r" if trace.zmin < 0 else "Blues"
-        image = axes.imshow(numbers, vmin=trace.zmin, vmax=1, cmap=colors)
-        labels = [_plain(name) for name in trace.x]
-        axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
-        axes.set_yticks(range(len(labels)), labels)
-        axes.set_title(title)
-        figure.colorbar(image, ax=axes, shrink=0.8)
-    if maps:
-        return
-    axes, layout = figure.subplots(), plot.layout
-    for trace in plot.data:
-        points = [(x, y) for x, y in zip(trace.x, trace.y, strict=True) if y]
-        if points:
+def _redraw_points(picture: Picture, figure: Any) -> None:
+    """Draw plotly's points by depth with matplotlib."""
+    axes, layout = figure.subplots(), picture.figure.layout
+    for trace in picture.figure.data:
+        known = [(x, y) for x, y in zip(trace.x, trace.y, strict=True) if y]
+        if known:
             label = _plain(trace.name)
-            axes.scatter(*zip(*points, strict=True), s=9, color=trace.marker.color, label=label)
+            axes.scatter(*zip(*known, strict=True), s=9, color=trace.marker.color, label=label)
     axes.set(yscale="log", xlabel=layout.xaxis.title.text, ylabel=layout.yaxis.title.text)
     axes.set_xticks(layout.xaxis.tickvals, layout.xaxis.ticktext)
     axes.legend()
+
+
+def _redraw_maps(picture: Picture, figure: Any) -> None:
+    """Draw the first two of plotly's heatmaps with matplotlib."""
+    titles = [button.label for button in picture.figure.layout.updatemenus[0].buttons]
+    for trace, title, axes in zip(picture.figure.data, titles, figure.subplots(1, 2), strict=False):
+        names = [_plain(name) for name in trace.x]
+        colors = "RdBu_r" if trace.zmin < 0 else "Blues"
+        image = axes.imshow(np.array(trace.z, dtype=float), vmin=trace.zmin, vmax=1, cmap=colors)
+        axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
+        axes.set_yticks(range(len(names)), names)
+        axes.set_title(title)
+        figure.colorbar(image, ax=axes, shrink=0.8)
 
 
 def _plain(name: str) -> str:

@@ -12,13 +12,12 @@ from typing import Any
 import plotly.graph_objects as go
 
 from mergekit_ace.algebra.inspection import BINS, REACH, evenly_spaced
-from mergekit_ace.algebra.ridge_floor import LIMIT
-from mergekit_ace.report.measured_agreement import other_cosines
 from mergekit_ace.report.tables import Report, Row
 
 # Told apart on white and on black, and by most colour-blind readers.
 COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#e11d48", "#8b5cf6", "#06b6d4", "#a16207", "#ec4899")
 CHOICES = 12  # entries of a menu of tensors
+LOGARITHMIC = {"type": "log", "exponentformat": "e", "dtick": 1}
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def draw_pictures(report: Report) -> list[Picture]:
 
 
 def _strength(report: Report) -> Picture | None:
-    rows = [row for row in report.rows if any(row.matrix["tau"])]
+    rows = [row for row in report.rows if any(row.matrix.tau)]
     return _by_depth(
         "tau",
         "How far each expert moved, by depth",
@@ -61,7 +60,7 @@ def _strength(report: Report) -> Picture | None:
         "the others is easily drowned; gaps are tensors that it left alone.",
         "τ = ‖Δ‖² (squared units of the weights)",
         rows,
-        _per_expert(report, rows, lambda row: row.matrix["tau"]),
+        _per_expert(report, rows, lambda row: row.matrix.tau),
     )
 
 
@@ -69,7 +68,7 @@ def _relative(report: Report) -> Picture | None:
     rows = [
         row
         for row in report.rows
-        if any(row.line.get("relative_size", ())) and "matrices" not in row.line
+        if any(row.line.relative_size or ()) and len(row.line.matrices) == 1
     ]
     return _by_depth(
         "relative-size",
@@ -78,15 +77,14 @@ def _relative(report: Report) -> Picture | None:
         "was trained from another base.",
         "‖Δ‖ / ‖W0‖ (share of the base's norm)",
         rows,
-        _per_expert(report, rows, lambda row: row.line["relative_size"]),
+        _per_expert(report, rows, lambda row: row.line.relative_size or ()),
     )
 
 
 def _heterogeneity(report: Report) -> Picture | None:
     rows = report.solved
     named = (("γ", "gamma"), ("variance of log τ", "log_variance"))
-    values = {name: [row.matrix[key] or None for row in rows] for name, key in named}
-    finite = {n: [v if v is None or math.isfinite(v) else None for v in values[n]] for n in values}
+    series = {name: [getattr(row.matrix, field) for row in rows] for name, field in named}
     return _by_depth(
         "gamma",
         "How much the experts differ in scale, by depth",
@@ -95,8 +93,8 @@ def _heterogeneity(report: Report) -> Picture | None:
         "matrix is. γ far above the other means that τ happens to be close to 1 there.",
         "variance of log τ, and γ (no unit)",
         rows,
-        finite,
-        level=(rows[0].matrix["threshold"], "threshold") if rows else None,
+        series,
+        level=rows[0].matrix.threshold if rows else 0.0,
     )
 
 
@@ -109,14 +107,14 @@ def _similarity(report: Report) -> Picture | None:
         ("overlap of leading outputs", report.mean_overlap("outputs"), 0.0),
     ]
     figure = go.Figure()
-    for number, (_, values, low) in enumerate(views):
+    for _, values, low in views:
         figure.add_heatmap(
-            x=_names(report), y=_names(report), z=values, zmin=low, zmax=1, visible=number == 0,
+            x=_names(report), y=_names(report), z=values, zmin=low, zmax=1,
             colorscale="RdBu_r" if low < 0 else "Blues", texttemplate="%{z:.2f}", hoverongaps=False,
         )  # fmt: skip
     figure.update_yaxes(autorange="reversed", title="expert", type="category")
     figure.update_xaxes(title="expert", type="category")
-    _menu(figure, [name for name, _, _ in views], lambda n: [n])
+    _menu(figure, [name for name, _, _ in views])
     return Picture(
         "similarity",
         "How alike the experts are",
@@ -129,23 +127,23 @@ def _similarity(report: Report) -> Picture | None:
 
 
 def _spectra(report: Report) -> Picture | None:
-    rows = _rows_with(report, "spectrum")
+    rows = report.rows_with("spectrum")
     if not rows:
         return None
-    refined = [row for row in rows if row.matrix["spectrum"]["alignment"] is not None]
+    refined = [row for row in rows if row.matrix.spectrum.alignment is not None]
     rows = [(refined or rows)[n] for n in evenly_spaced(len(refined or rows), CHOICES)]
     figure = go.Figure()
-    for number, row in enumerate(rows):
-        spectrum = row.matrix["spectrum"]
+    for row in rows:
+        spectrum = row.matrix.spectrum
         curves = [
-            ("before the refinement" if refined else "no refinement", spectrum["before"], "y"),
-            ("after it", spectrum["after"] if refined else [], "y"),
-            ("cosine of the directions", spectrum["alignment"] or [], "y2"),
+            ("before the refinement" if refined else "no refinement", spectrum.before, "y"),
+            ("after it", spectrum.after if refined else [], "y"),
+            ("cosine of the directions", spectrum.alignment or [], "y2"),
         ]
         for color, (name, values, axis) in zip(COLORS, curves, strict=False):
             figure.add_scatter(
                 x=list(range(1, len(values) + 1)), y=values, name=name, mode="lines+markers",
-                visible=number == 0, line_color=color, yaxis=axis, marker_size=5,
+                line_color=color, yaxis=axis, marker_size=5,
             )  # fmt: skip
     figure.update_xaxes(title="number of the singular value")
     figure.update_layout(
@@ -154,7 +152,7 @@ def _spectra(report: Report) -> Picture | None:
     if refined:
         axis = {"title": "cosine", "overlaying": "y", "side": "right", "range": [0, 1.02]}
         figure.update_layout(yaxis2={**axis, "dtick": 0.25})
-    _menu(figure, [row.label for row in rows], lambda n: [3 * n, 3 * n + 1, 3 * n + 2])
+    _menu(figure, [row.label for row in rows])
     return Picture(
         "spectra",
         "Top 5 % of the merge's singular values",
@@ -168,58 +166,8 @@ def _spectra(report: Report) -> Picture | None:
     )
 
 
-def _energy(report: Report) -> Picture | None:
-    rows = _rows_with(report, "spectrum")
-    refined = any(row.matrix["spectrum"]["alignment"] is not None for row in rows)
-    named = [("before the refinement" if refined else "no refinement", "share_before")]
-    named += [("after it", "share_after")] if refined else []
-    return _by_depth(
-        "energy",
-        "Energy in the top 5 % of singular values, by depth",
-        "How much of the merged task vector a few directions hold"
-        + (", before and after the refinement" if refined else "")
-        + ". Good: no matrix near 1; there one direction would speak for all experts.",
-        "share of ‖X‖² (0 to 1)",
-        rows,
-        {name: [row.matrix["spectrum"][key] for row in rows] for name, key in named},
-        share=True,
-    )
-
-
-def _condition(report: Report) -> Picture | None:
-    rows = _rows_with(report, "condition")
-    return _by_depth(
-        "condition",
-        "How well-posed the merge is, by depth",
-        "Condition number of the summed covariances. The merge is exact whatever it is; but above "
-        "1e5 or so it follows the noise in the task vectors. Good: below that. A larger `epsilon` "
-        "lowers it.",
-        "condition number of A (no unit)",
-        rows,
-        {"condition": [row.matrix["condition"] for row in rows]},
-    )
-
-
-def _amplification(report: Report) -> Picture | None:
-    rows = _rows_with(report, "amplification")
-    sizes = [(bool(row.matrix.get("raised")), row.matrix["amplification"] or None) for row in rows]
-    named = (("ridge as given", False), ("ridge raised", True))
-    return _by_depth(
-        "amplification",
-        "How much larger the merge is than what the experts hold, by depth",
-        "1 is what experts orthogonal to each other give; experts that agree give less. Where "
-        "their rows just determine the result (T·o/i near 1), a small ridge lets it grow far "
-        "beyond that, and `ridge_floor` raises the ridge until it is about the dashed line. "
-        "Good: nothing above that line.",
-        "‖X‖² / Σ ‖Δ‖² (no unit)",
-        rows,
-        {name: [size if up is raised else None for up, size in sizes] for name, raised in named},
-        level=(LIMIT, "limit"),
-    )
-
-
 def _stable_rank(report: Report) -> Picture | None:
-    rows = _rows_with(report, "subspaces")
+    rows = report.rows_with("subspaces")
     return _by_depth(
         "stable-rank",
         "Stable rank of the task vectors, by depth",
@@ -227,34 +175,29 @@ def _stable_rank(report: Report) -> Picture | None:
         "width of the model, so that there is room for all. Adapters stay below their rank.",
         "‖Δ‖² / σ₁² (1 to the rank)",
         rows,
-        _per_expert(report, rows, lambda row: row.matrix["subspaces"]["stable_rank"]),
+        _per_expert(report, rows, lambda row: row.matrix.subspaces.stable_rank),
     )
 
 
 def _histograms(report: Report) -> Picture | None:
-    lines = [line for line in report.looked_at if line["unit"] > 0]
+    lines = [line for line in report.looked_at if line.comparison.unit > 0]
     if not lines:
         return None
     lines = [lines[n] for n in evenly_spaced(len(lines), CHOICES)]
     figure = go.Figure()
     width = 2 * REACH / BINS
-    count = len(report.models)
-    for number, line in enumerate(lines):
-        centres = [(-REACH + width * (n + 0.5)) * line["unit"] for n in range(BINS)]
-        for t, counts in enumerate(report.spread(line, line["histogram"])):
+    for line in lines:
+        centres = [(-REACH + width * (n + 0.5)) * line.comparison.unit for n in range(BINS)]
+        for t, counts in enumerate(report.spread(line, line.comparison.histogram)):
             total = sum(counts or [])
             figure.add_scatter(
                 x=centres, y=[n / total for n in counts[1:-1]] if counts else [],
-                name=_names(report)[t], mode="lines", line_shape="hvh", visible=number == 0,
+                name=_names(report)[t], mode="lines", line_shape="hvh",
                 line_color=COLORS[t % len(COLORS)],
             )  # fmt: skip
     figure.update_xaxes(title="entry of Δ (unit of the weights)", exponentformat="e")
     figure.update_yaxes(title="share of entries (per bin)", type="log", exponentformat="e")
-    _menu(
-        figure,
-        [str(line["tensor"]) for line in lines],
-        lambda n: [n * count + t for t in range(count)],
-    )
+    _menu(figure, [line.name for line in lines])
     return Picture(
         "histograms",
         "Entries of the task vectors",
@@ -266,37 +209,26 @@ def _histograms(report: Report) -> Picture | None:
 
 
 def _coefficients(report: Report) -> Picture | None:
-    lines = [line for line in report.lines if "coefficients" in line]
-    if not lines:
-        return None
-    columns = [report.coefficients(line) or [] for line in lines]
-    values = [list(row) for row in zip(*columns, strict=True)]
-    largest = max((abs(v) for row in values for v in row if v is not None), default=1.0) or 1.0
-    tensors = [shown_text(line["tensor"]) for line in lines]
-    figure = go.Figure()
-    figure.add_heatmap(
-        x=list(range(len(lines))), y=_names(report), z=values, zmin=-largest, zmax=largest,
-        colorscale="RdBu_r", customdata=[tensors] * len(values),
-        hovertemplate="%{customdata}<br>%{y}: %{z:.3f}<extra></extra>", colorbar_title="λ",
-    )  # fmt: skip
-    figure.update_xaxes(title="tensor, from input to output")
-    figure.update_yaxes(title="expert", autorange="reversed", type="category")
-    return Picture(
+    rows = [row for row in report.rows if row.line.coefficients is not None]
+    return _by_depth(
         "coefficients",
         "Merging coefficients",
         "λ of every expert and tensor (Fig. 6 of the StatsMerging paper). Good: structure, such as "
-        "rows that change with depth or with the kind of tensor. One colour throughout means that "
+        "points that change with depth or with the kind of tensor. One level throughout means that "
         "task arithmetic would have done.",
-        figure,
+        "λ (no unit)",
+        rows,
+        _per_expert(report, rows, lambda row: row.line.coefficients[: len(row.line.models)]),
+        axis={},
     )
 
 
 def _agreement(report: Report) -> Picture | None:
-    rows = _rows_with(report, "agreement")
+    rows = report.rows_with("agreement")
     own = _per_expert(
-        report, rows, lambda row: [c[n] for n, c in enumerate(row.matrix["agreement"]["cosine"])]
+        report, rows, lambda row: [c[n] for n, c in enumerate(row.matrix.agreement.cosine)]
     )
-    others = [other_cosines(row) for row in rows]
+    others = [row.other_cosines for row in rows]
     means = [math.fsum(values) / len(values) if values else None for values in others]
     return _by_depth(
         "agreement",
@@ -308,7 +240,7 @@ def _agreement(report: Report) -> Picture | None:
         "cosine of ΔᵀΔ and XᵀX (0 to 1)",
         rows,
         {**own, "with other tasks": means},
-        share=True,
+        axis={"range": [0, 1.02]},
     )
 
 
@@ -319,25 +251,18 @@ MAKERS: tuple[Callable[[Report], Picture | None], ...] = (
     _similarity,
     _coefficients,
     _spectra,
-    _energy,
-    _condition,
-    _amplification,
     _stable_rank,
     _agreement,
     _histograms,
 )
 
 
-def _rows_with(report: Report, key: str) -> list[Row]:
-    return [row for row in report.rows if key in row.matrix]
-
-
 def _per_expert(
     report: Report, rows: Sequence[Row], values: Callable[[Row], Sequence[Any]]
 ) -> dict[str, list[float | None]]:
-    """Return a series for every expert, without zeros."""
+    """Return a series for every expert."""
     columns = [report.spread(row.line, values(row)) for row in rows]
-    return {name: [c[t] or None for c in columns] for t, name in enumerate(_names(report))}
+    return {name: [column[t] for column in columns] for t, name in enumerate(_names(report))}
 
 
 def _by_depth(
@@ -348,16 +273,16 @@ def _by_depth(
     rows: Sequence[Row],
     series: Mapping[str, Sequence[float | None]],
     *,
-    share: bool = False,
-    level: tuple[float, str] | None = None,
+    axis: Mapping[str, Any] = LOGARITHMIC,
+    level: float = 0.0,
 ) -> Picture | None:
     """Return a picture of points over tensors in the order of their depth; None without any.
 
     Args:
         name, title, caption: see `Picture`.
         series: a value for every row, by what the points are called.
-        share: whether values are shares, from 0 to 1; else the axis is logarithmic.
-        level: of a dashed line, with a word for it.
+        axis: what plotly is to know of the values' axis.
+        level: of a dashed line, if it is above 0.
     """
     if not rows:
         return None
@@ -371,41 +296,34 @@ def _by_depth(
             "ticktext": [str(rows[n].layer) for n in shown], "range": [-1, len(rows)],
             "zeroline": False,
         },
-        yaxis={"title": unit, "range": [0, 1.02]}
-        if share
-        else {"title": unit, "type": "log", "exponentformat": "e", "dtick": 1},
+        yaxis={"title": unit, **axis},
         showlegend=len(series) > 1,
     )  # fmt: skip
     for number, (label, values) in enumerate(series.items()):
+        if axis is LOGARITHMIC:  # which has no place for 0 and infinity
+            values = [value if value and math.isfinite(value) else None for value in values]
         figure.add_scatter(
             x=list(range(len(rows))), y=list(values), name=label, mode="markers",
             marker={"size": 6, "color": COLORS[number % len(COLORS)], "opacity": 0.8},
             text=[shown_text(row.label) for row in rows],
             hovertemplate="%{text}<br>%{y:.3g}<extra>%{fullData.name}</extra>",
         )  # fmt: skip
-    if level is not None and level[0] > 0:
-        figure.add_hline(y=level[0], line_dash="dash", line_color=COLORS[3], line_width=1)
-        figure.add_annotation(
-            x=1, xref="paper", y=math.log10(level[0]), text=level[1], showarrow=False,
-            xanchor="right", yanchor="bottom", font_color=COLORS[3],
-        )  # fmt: skip
+    if level > 0:
+        figure.add_hline(y=level, line_dash="dash", line_color=COLORS[3], line_width=1)
     return Picture(name, title, caption, figure)
 
 
-def _menu(figure: go.Figure, labels: Sequence[str], traces: Callable[[int], list[int]]) -> None:
-    """Add a menu above the picture that shows some of its traces."""
-    buttons = []
-    for number, label in enumerate(labels):
-        visible = [False] * len(figure.data)
-        for trace in traces(number):
-            visible[trace] = True
-        args = [{"visible": visible}]
-        buttons.append({"label": shown_text(label), "method": "restyle", "args": args})
-    figure.update_layout(
-        updatemenus=[
-            {
-                "buttons": buttons, "direction": "down", "x": 0, "xanchor": "left", "y": 1.02,
-                "yanchor": "bottom", "showactive": True,
-            }
-        ]
-    )  # fmt: skip
+def _menu(figure: go.Figure, labels: Sequence[str]) -> None:
+    """Add a menu that shows one part of the traces, all parts being of the same length."""
+    each = len(figure.data) // len(labels)
+    shown = [
+        [n // each == number for n in range(len(figure.data))] for number in range(len(labels))
+    ]
+    for trace, visible in zip(figure.data, shown[0], strict=True):
+        trace.visible = visible
+    buttons = [
+        {"label": shown_text(label), "method": "restyle", "args": [{"visible": visible}]}
+        for label, visible in zip(labels, shown, strict=True)
+    ]
+    place = {"direction": "down", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
+    figure.update_layout(updatemenus=[{"buttons": buttons, "showactive": True, **place}])

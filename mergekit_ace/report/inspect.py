@@ -49,7 +49,7 @@ LOCK_FILE = ".inspection.lock"
 
 def _lines(
     todo: Sequence[PlannedTensor], plan: PlannedMerge, covariances: str | None
-) -> Iterator[Line]:
+) -> Iterator[dict[str, Any]]:
     """Run mergekit's own executor, which reads, moves and frees tensors as in a merge."""
     tasks: list[Task] = [InspectTensor(merge=t.task, covariances=covariances) for t in todo]
     executor = Executor(tasks, math_device=torch.device(plan.options.device or "cpu"))
@@ -57,14 +57,12 @@ def _lines(
         yield line
 
 
-def _adapter_lines(todo: Sequence[PlannedTensor], plan: AdapterPlan) -> Iterator[Line]:
+def _adapter_lines(todo: Sequence[PlannedTensor], plan: AdapterPlan) -> Iterator[dict[str, Any]]:
     changed = {tensor.planned.name: tensor for tensor in plan.tensors}
-    adapters = {model: adapter for model, adapter in plan.adapters_of.items() if adapter}
-    headers = plan.checkpoints[0]
     with headers_only(plan.checkpoints):
         for tensor in todo:
-            header = headers.source(tensor.task.output_weight)
-            yield adapter_line(plan.base, tensor, header, changed.get(tensor.name), adapters)
+            header = plan.checkpoints[0].source(tensor.task.output_weight)
+            yield adapter_line(plan, tensor, header, changed.get(tensor.name))
 
 
 def _weight_files(plan: PlannedMerge) -> list[str]:
@@ -236,12 +234,12 @@ def run_inspection(
 def _complete(
     path: Path,
     selected: Sequence[PlannedTensor],
-    make: Callable[[Sequence[PlannedTensor]], Iterator[Line]],
+    make: Callable[[Sequence[PlannedTensor]], Iterator[dict[str, Any]]],
     *,
     quiet: bool,
 ) -> list[Line]:
     """Add the lines that a report lacks, and return all in the order of the model."""
-    known = {line["tensor"] for line in read_lines(path)} if complete_lines(path) else set()
+    known = {line.tensor for line in read_lines(path)} if complete_lines(path) else set()
     todo = [tensor for tensor in selected if tensor.name not in known]
     done = len(selected) - len(todo)
     with open(path, "a", encoding="utf-8") as file:
@@ -250,7 +248,7 @@ def _complete(
         ):
             file.write(json.dumps(line, allow_nan=False) + "\n")
             file.flush()
-    found = {line["tensor"]: line for line in read_lines(path)}
+    found = {line.tensor: line for line in read_lines(path)}
     return [found[tensor.name] for tensor in selected]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -19,27 +19,41 @@ from plotly.offline import get_plotlyjs
 from mergekit_ace.files import write_text
 from mergekit_ace.report.figures import draw_pictures
 from mergekit_ace.report.jsonl import Line, ReportError, read_lines
-from mergekit_ace.report.measured_agreement import own_cosines
 from mergekit_ace.report.summary import summarize
 from mergekit_ace.report.tables import Report, Row
 
-
-@dataclass(frozen=True)
-class Cell:
-    """What a cell shows, and the number that it is sorted by; text is sorted as text."""
-
-    text: str
-    value: float | None = None
+Value = float | str | None
+# Fields of `MatrixLine` that are columns: their headings and what these mean.
+_FIELDS = {
+    "rule": ("rule", "How the tensor is merged"),
+    "heterogeneous": ("heterogeneous", "What step 1 of ACE decides"),
+    "form": ("form", "How it is computed"),
+    "gamma": ("γ", "Heterogeneity, Eq. 7"),
+    "log_variance": ("var log τ", "Variance of log τ, which has no unit"),
+    "condition": ("condition", "Estimated condition number of A"),
+    "ridge": ("ridge", "ε̄ in mean eigenvalues of Σ S_t, as used"),
+    "raised": ("raised", "Whether ridge_floor raised the ridge"),
+    "amplification": ("amplification", "‖X‖² / Σ ‖Δ_t‖² of the closed form"),
+}
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table."""
+    """A column of the table.
+
+    Attributes:
+        help: what the heading means.
+        cells: what each row shows, and the number that it is sorted by; None for text.
+    """
 
     title: str
     help: str
-    cell: Callable[[Row], Cell]
-    textual: bool = False
+    cells: list[tuple[str, float | None]]
+
+    @property
+    def textual(self) -> bool:
+        """Whether it holds no numbers."""
+        return all(number is None for _, number in self.cells)
 
 
 def write_page(lines: Sequence[Line], path: Path, subtitle: str) -> None:
@@ -85,7 +99,7 @@ def render(report: Report, subtitle: str) -> str:
         sentences=summarize(report)["sentences"],
         pictures=pictures,
         columns=columns,
-        rows=[[column.cell(row) for column in columns] for row in report.rows],
+        rows=list(zip(*(column.cells for column in columns), strict=True)),
         plotly=get_plotlyjs(),
         figures=_inside_script(figures),
     )
@@ -99,106 +113,76 @@ def _inside_script(value: Any) -> str:
     return text
 
 
-def _number(value: float | None) -> Cell:
-    if value is None:
-        return Cell("")
-    if not math.isfinite(value):
-        return Cell("∞", 1e308)
-    return Cell(f"{value:.3g}", value)
-
-
-def _share(value: float | None) -> Cell:
-    return Cell("") if value is None else Cell(f"{value:.1%}", value)
-
-
-def _rounding(row: Row) -> Cell:
-    pairs = zip(row.matrix.get("noise", ()), row.matrix["tau"], strict=False)
-    return _share(max((min(1.0, noise / tau) for noise, tau in pairs if tau), default=None))
-
-
-def _ridge(row: Row) -> Cell:
-    cell = _number(row.matrix.get("ridge"))
-    return Cell(f"{cell.text}, raised", cell.value) if row.matrix.get("raised") else cell
-
-
-def _mean_agreement(row: Row) -> Cell:
-    values = own_cosines(row) if "agreement" in row.matrix else []
-    return _number(math.fsum(values) / len(values) if values else None)
-
-
-def _largest_cosine(row: Row) -> Cell:
-    rows = row.line.get("cosine", ())
-    pairs = [rows[a][b] for a in range(len(rows)) for b in range(a)]
-    return _number(max((value for value in pairs if value is not None), default=None))
-
-
-def _shape(row: Row) -> Cell:
-    lengths = row.line["shape"]
-    return Cell(" × ".join(map(str, lengths)) or "scalar", float(math.prod(lengths)))
-
-
-def _branch(row: Row) -> Cell:
-    words = {True: "heterogeneous", False: "homogeneous", None: ""}
-    return Cell(words[row.matrix.get("heterogeneous")])
-
-
 def _columns(report: Report) -> list[Column]:
-    """Return the columns for which the report has the numbers."""
+    """Return the columns for which the report has values."""
 
-    def has(key: str) -> bool:
-        return any(key in row.matrix for row in report.rows)
+    def field(name: str) -> Callable[[Row], Value]:
+        return lambda row: getattr(row.matrix, name)
 
-    def number(key: str) -> Callable[[Row], Cell]:
-        return lambda row: _number(row.matrix.get(key))
+    def tau(t: int) -> Callable[[Row], Value]:
+        return lambda row: report.spread(row.line, row.matrix.tau)[t]
 
-    def tau(t: int) -> Callable[[Row], Cell]:
-        return lambda row: _number(report.spread(row.line, row.matrix["tau"])[t])
+    columns: list[Column] = []
 
-    def largest(key: str) -> Callable[[Row], Cell]:
-        return lambda row: _share(
-            max((value for value in row.line.get(key, ()) if value is not None), default=None)
-        )
+    def add(title: str, help: str, value: Callable[[Row], Value], *, share: bool = False) -> None:
+        values = [value(row) for row in report.rows]
+        if any(value is not None for value in values):
+            columns.append(Column(title, help, [_cell(value, share) for value in values]))
 
-    def energy(key: str) -> Callable[[Row], Cell]:
-        return lambda row: _share((row.matrix.get("spectrum") or {}).get(key))
-
-    solved, ridge, seen = bool(report.solved), has("ridge"), bool(report.looked_at)
-    # whether it is shown, its heading and what that means, its cells, whether they are words
-    table = (
-        (True, "tensor", "Name, as it is written", lambda row: Cell(row.label)),
-        (True, "shape", "As stored; sorted by entries", _shape),
-        (True, "rule", "How the tensor is merged", lambda row: Cell(row.matrix["rule"]), True),
-        (solved, "branch", "What step 1 of ACE decides", _branch, True),
-        (
-            has("form"), "form", "How it is computed",
-            lambda row: Cell(row.matrix.get("form") or ""), True,
-        ),
-        (solved, "γ", "Heterogeneity, Eq. 7", number("gamma")),
-        (solved, "var log τ", "Variance of log τ, which has no unit", number("log_variance")),
-        (has("condition"), "condition", "Estimated condition number of A", number("condition")),
-        (
-            ridge, "T·o/i", "Rows of all experts over columns",
-            lambda row: _number(row.rows_per_column),
-        ),
-        (ridge, "ridge", "ε̄ in mean eigenvalues of Σ S_t, as used", _ridge),
-        (ridge, "amplification", "‖X‖² / Σ ‖Δ_t‖² of the closed form", number("amplification")),
-        (
-            has("noise"), "rounding",
-            "Largest share of τ that is the rounding of the checkpoints, over the experts",
-            _rounding,
-        ),
-        *(
-            (True, f"τ {name}", f"Squared norm of the task vector of {name}", tau(t))
-            for t, name in enumerate(report.experts)
-        ),
-        (
-            has("agreement"), "agreement",
-            "Mean cosine of ΔᵀΔ and what was measured, over the experts", _mean_agreement,
-        ),
-        (seen, "largest ‖Δ‖/‖W0‖", "Largest over the experts", largest("relative_size")),
-        (seen, "unchanged", "Largest share of entries that an expert left", largest("unchanged")),
-        (seen, "largest cosine", "Between two experts", _largest_cosine),
-        (seen, "top 5 % before", "Share of energy before the refinement", energy("share_before")),
-        (seen, "top 5 % after", "Share of energy after the refinement", energy("share_after")),
+    add("tensor", "Name, as it is written", lambda row: row.label)
+    add("shape", "As stored", lambda row: " × ".join(map(str, row.line.shape)) or "scalar")
+    for name, (title, meaning) in _FIELDS.items():
+        add(title, meaning, field(name))
+    add("T·o/i", "Rows of all experts over columns", lambda row: row.rows_per_column)
+    for t, name in enumerate(report.experts):
+        add(f"τ {name}", f"Squared norm of the task vector of {name}", tau(t))
+    add(
+        "rounding", "Largest share of τ that is the rounding of the checkpoints, over the experts",
+        _rounding, share=True,
     )  # fmt: skip
-    return [Column(*column) for shown, *column in table if shown]
+    add("agreement", "Mean cosine of ΔᵀΔ and what was measured, over the experts", _agreement)
+    add(
+        "largest ‖Δ‖/‖W0‖", "Largest over the experts",
+        lambda row: _largest(row.line.relative_size or ()), share=True,
+    )  # fmt: skip
+    add("unchanged", "Largest share of entries that an expert left", _unchanged, share=True)
+    add("largest cosine", "Between two experts", _largest_cosine)
+    for when in ("before", "after"):
+        add(
+            f"top 5 % {when}", f"Share of energy {when} the refinement",
+            lambda row, name=f"share_{when}": getattr(row.matrix.spectrum, name, None), share=True,
+        )  # fmt: skip
+    return columns
+
+
+def _cell(value: Value, share: bool) -> tuple[str, float | None]:
+    """Return what a cell shows, and what it is sorted by."""
+    if isinstance(value, bool):
+        return ("yes" if value else "no"), None
+    if value is None or isinstance(value, str):
+        return value or "", None
+    if not math.isfinite(value):
+        return "∞", 1e308
+    return (f"{value:.1%}" if share else f"{value:.3g}"), value
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _rounding(row: Row) -> Value:
+    pairs = zip(row.matrix.noise or (), row.matrix.tau, strict=False)
+    return _largest(min(1.0, noise / tau) for noise, tau in pairs if tau)
+
+
+def _agreement(row: Row) -> Value:
+    return math.fsum(row.own_cosines) / len(row.own_cosines) if row.own_cosines else None
+
+
+def _unchanged(row: Row) -> Value:
+    return _largest(row.line.comparison.unchanged) if row.line.comparison else None
+
+
+def _largest_cosine(row: Row) -> Value:
+    table = row.line.comparison.cosine if row.line.comparison else ()
+    return _largest(table[a][b] for a in range(len(table)) for b in range(a))

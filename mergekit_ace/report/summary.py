@@ -5,24 +5,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mergekit_ace.algebra.covariance import FLOOR_RIDGE
-from mergekit_ace.algebra.records import (
-    HIDDEN_SHARE,
-    LARGEST_MEAN_RIDGE,
-    ridge_turns_refinement,
-    tolerance,
-)
 from mergekit_ace.algebra.ridge_floor import LIMIT, is_near_threshold
 from mergekit_ace.files import write_text
 from mergekit_ace.methods.report_lines import finite
 from mergekit_ace.naming import module_of, without_numbers
 from mergekit_ace.report.jsonl import Line
-from mergekit_ace.report.measured_agreement import agreement_by_kind, agreement_sentences
 from mergekit_ace.report.tables import Report, Row, title_of
 
 # An expert "barely differs" outside of the layers that hold this share of its change …
@@ -49,9 +42,9 @@ def write_summary(lines: Sequence[Line], path: Path) -> dict[str, Any]:
 
 def summarize(report: Report) -> dict[str, Any]:
     """Return numbers, and the sentences that the page begins with: what `summary.json` holds."""
-    rules = Counter(row.matrix["rule"] for row in report.rows)
-    exceeding = [row for row in report.solved if row.matrix["heterogeneous"]]
-    ridges = [row for row in report.rows if "ridge" in row.matrix]
+    rules = Counter(row.matrix.rule for row in report.rows)
+    exceeding = [row for row in report.solved if row.matrix.heterogeneous]
+    ridges = report.rows_with("ridge")
     return {
         "method": report.name,
         "about": report.about,
@@ -59,43 +52,38 @@ def summarize(report: Report) -> dict[str, Any]:
         "experts": report.models,
         "tensors": len(report.lines),
         "matrices": dict(rules),
-        "skipped": [line["tensor"] for line in report.skipped],
+        "skipped": [line.tensor for line in report.skipped],
         "norm": report.norms,
-        "relative_size": relative_sizes(report),
+        "relative_size": report.relative_sizes,
         "unchanged": report.unchanged,
         "noise": noise_shares(report),
         "cosine": report.cosines,
         "heterogeneous": len(exceeding),
         "heterogeneous_by_unit": len([row for row in exceeding if by_unit_alone(row)]),
-        "refined": len([row for row in report.solved if row.matrix["refined"]]),
-        "largest_condition": max(
-            (row.matrix["condition"] for row in report.rows if "condition" in row.matrix),
-            default=None,
-        ),
-        "raised": len([row for row in report.rows if row.matrix.get("raised")]),
-        "largest_ridge": max((row.matrix["ridge"] for row in ridges), default=None),
-        "largest_amplification": max((row.matrix["amplification"] for row in ridges), default=None),
+        "refined": len([row for row in report.solved if row.matrix.refined]),
+        "largest_condition": _largest(report, "condition"),
+        "raised": len([row for row in report.rows if row.matrix.raised]),
+        "largest_ridge": _largest(report, "ridge"),
+        "largest_amplification": _largest(report, "amplification"),
         "near_threshold": {
-            without_numbers(str(row.line["tensor"])): row.rows_per_column
+            without_numbers(row.line.name): row.rows_per_column
             for row in ridges
             if is_near_threshold(row.rows_per_column)
         },
         "agreement": agreement_by_kind(report),
-        "sentences": [*sentences(report), *agreement_sentences(report)],
+        "sentences": list(sentences(report)),
     }
 
 
-def relative_sizes(report: Report) -> list[float | None]:
-    """Return ‖Δ_t‖/‖W0‖ over the whole model; None if nobody looked."""
-    base = report.base_norm
-    return [norm / base if base else None for norm in report.norms]
+def _largest(report: Report, field: str) -> float | None:
+    rows = report.rows_with(field)
+    return max((getattr(row.matrix, field) for row in rows), default=None)
 
 
 def noise_shares(report: Report) -> list[float | None]:
     """Return ν_t²/τ_t over the whole model, how much of a change is rounding; None without one."""
-    noise = [math.fsum(column) for column in zip(*report.noise, strict=True)]
-    change = [norm**2 for norm in report.norms]
-    return [n / c if c else None for n, c in zip(noise, change, strict=True)]
+    pairs = zip(report.noise.sum(axis=0), report.squares.sum(axis=0), strict=True)
+    return [float(noise / change) if change else None for noise, change in pairs]
 
 
 def by_unit_alone(row: Row) -> bool:
@@ -104,7 +92,7 @@ def by_unit_alone(row: Row) -> bool:
     γ divides by the squared mean of log τ, which vanishes where τ is close to 1.
     """
     matrix = row.matrix
-    return matrix["statistic"] == "gamma" and matrix["log_variance"] <= matrix["threshold"]
+    return matrix.statistic == "gamma" and matrix.log_variance <= matrix.threshold
 
 
 def sentences(report: Report) -> Iterator[str]:
@@ -126,12 +114,13 @@ def sentences(report: Report) -> Iterator[str]:
     if report.skipped:
         yield (
             f"{_count(len(report.skipped), 'tensor')} cannot be compared: "
-            f"{_listed([str(line['tensor']) for line in report.skipped])}."
+            f"{_listed([line.name for line in report.skipped])}."
         )
+    yield from _agreement(report)
 
 
 def _overview(report: Report) -> str:
-    rules = Counter(row.matrix["rule"] for row in report.rows)
+    rules = Counter(row.matrix.rule for row in report.rows)
     words = report.words | {rule: f"by the rule {rule!r}" for rule in rules - report.words.keys()}
     parts = [f"{rules[rule]} {text}" for rule, text in words.items() if rules[rule]]
     return (
@@ -142,9 +131,9 @@ def _overview(report: Report) -> str:
 
 def _experts(report: Report) -> Iterator[str]:
     strongest = max(report.norms, default=0.0)
-    sizes = relative_sizes(report)
+    sizes, shares = report.relative_sizes, report.unchanged
     for t, name in enumerate(report.experts):
-        norm, size, unchanged = report.norms[t], sizes[t], report.unchanged[t]
+        norm, size, unchanged = report.norms[t], sizes[t], shares[t]
         if norm == 0:
             yield f"{name} does not differ from the base at all: is it the right checkpoint?"
             continue
@@ -174,13 +163,13 @@ def _rounding(report: Report) -> Iterator[str]:
         parts = []
         for first, last in rounded_layers(report, t):
             run = [n for n in report.layer_squares if first <= n <= last]
-            noise = math.fsum(report.layer_noise[n][t] for n in run)
-            share = min(1.0, noise / math.fsum(report.layer_squares[n][t] for n in run))
+            noise = sum(report.layer_noise[n][t] for n in run)
+            share = min(1.0, noise / sum(report.layer_squares[n][t] for n in run))
             where = f"layers {first}–{last}" if first < last else f"layer {first}"
             parts.append(f"{share:.0%} of {name}'s change in {where}")
         if parts:
             yield f"{_listed(parts)} {'is' if len(parts) == 1 else 'are'} rounding."
-        left_out = {row.line["tensor"] for row in report.rows if _is_rounding(report, row, t)}
+        left_out = {row.line.name for row in report.rows if _is_rounding(report, row, t)}
         if left_out:
             yield (
                 f"{name} is left out of {_count(len(left_out), 'tensor')}, where it is the base "
@@ -189,11 +178,8 @@ def _rounding(report: Report) -> Iterator[str]:
 
 
 def _is_rounding(report: Report, row: Row, expert: int) -> bool:
-    tau, changed = (
-        report.spread(row.line, row.matrix.get(key) or [None] * len(row.line["models"]))[expert]
-        for key in ("tau", "changed")
-    )
-    return bool(tau) and changed == 0
+    tau, changed = (report.spread(row.line, v) for v in (row.matrix.tau, row.matrix.changed))
+    return bool(tau[expert]) and changed[expert] == 0
 
 
 def rounded_layers(report: Report, expert: int) -> list[tuple[int, int]]:
@@ -261,10 +247,10 @@ def _pairs(report: Report) -> Iterator[str]:
 
 def input_overlap(report: Report) -> tuple[float | None, float]:
     """Return the mean overlap of leading input directions over all pairs, and that of chance."""
-    means, rows = report.mean_overlap("inputs"), report.rows
+    means, rows = report.mean_overlap("inputs"), report.rows_with("subspaces")
     pairs = [means[a][b] for a in range(len(means)) for b in range(a)]
     values = [value for value in pairs if value is not None]
-    sizes = [(r.matrix["subspaces"]["size"], r.columns) for r in rows if "subspaces" in r.matrix]
+    sizes = [(row.matrix.subspaces.size, row.columns) for row in rows]
     if not values:
         return None, 0.0
     chances = [min(1.0, size / max(1, columns)) for size, columns in sizes]
@@ -274,9 +260,8 @@ def input_overlap(report: Report) -> tuple[float | None, float]:
 def _shares(report: Report) -> Iterator[str]:
     """Find experts that relative errors weigh very differently from their neighbours."""
     columns: list[list[float]] = [[] for _ in report.models]
-    for row in report.rows:
-        shares = row.matrix.get("share")
-        for t, value in enumerate(report.spread(row.line, shares) if shares else ()):
+    for row in report.rows_with("share"):
+        for t, value in enumerate(report.spread(row.line, row.matrix.share or ())):
             if value is not None:
                 columns[t].append(value)
     for name, values in zip(report.experts, columns, strict=True):
@@ -292,10 +277,8 @@ def _branches(report: Report) -> Iterator[str]:
     solved = report.solved
     if not solved:
         return
-    exceeding = [row for row in solved if row.matrix["heterogeneous"]]
-    statistic = {"gamma": "γ", "log_variance": "The variance of log τ"}[
-        solved[0].matrix["statistic"]
-    ]
+    exceeding = [row for row in solved if row.matrix.heterogeneous]
+    statistic = "γ" if solved[0].matrix.statistic == "gamma" else "The variance of log τ"
     if not exceeding:
         yield (
             f"{statistic} stays below the threshold in all {len(solved)} matrices: the experts "
@@ -311,18 +294,11 @@ def _branches(report: Report) -> Iterator[str]:
             "does not depend on that"
         )
     yield text + "."
-    turned = [row for row in solved if ridge_turns_refinement(row.matrix)]
-    if turned:
-        yield (
-            f"Σ ε_t is above {LARGEST_MEAN_RIDGE:g} in {len(turned)} of {len(solved)} matrices: "
-            "with `refinement_mean: ridged`, which is the paper's, their refinement turns against "
-            "the experts."
-        )
-    refined = [row.matrix["spectrum"] for row in solved if "spectrum" in row.matrix]
-    refined = [spectrum for spectrum in refined if spectrum["alignment"] is not None]
+    spectra = [row.matrix.spectrum for row in report.rows_with("spectrum")]
+    refined = [spectrum for spectrum in spectra if spectrum.alignment is not None]
     if refined:
-        before = math.fsum(spectrum["share_before"] for spectrum in refined) / len(refined)
-        after = math.fsum(spectrum["share_after"] for spectrum in refined) / len(refined)
+        before = math.fsum(spectrum.share_before for spectrum in refined) / len(refined)
+        after = math.fsum(spectrum.share_after for spectrum in refined) / len(refined)
         yield (
             f"The refinement of {_count(len(refined), 'matrix', 'matrices')} changes the share of "
             f"the energy in the top 5 % of singular values from {before:.0%} to {after:.0%}."
@@ -330,17 +306,14 @@ def _branches(report: Report) -> Iterator[str]:
 
 
 def _ridges(report: Report) -> Iterator[str]:
-    """Tell where the ridge was raised, where it should have been, and where it nearly was."""
-    ridges = [row for row in report.rows if "ridge" in row.matrix]
-    up = [row for row in ridges if row.matrix.get("raised")]
-    floored = [row for row in up if row.matrix["ridge"] > 1.01 * FLOOR_RIDGE]
-    large = [row for row in ridges if row.matrix["amplification"] > LIMIT]
-    amplified = [row for row in large if "raised" not in row.matrix]  # the floor was off
-    near = [row for row in ridges if is_near_threshold(row.rows_per_column)]
-    told = {row.label for row in (*floored, *amplified)}
-    calm = [row for row in near if row.label not in told]
+    """Tell where the ridge was raised, and where it should have been."""
+    ridges = report.rows_with("ridge")
+    up = [row for row in ridges if row.matrix.raised]
+    floored = [row for row in up if row.matrix.ridge > 1.01 * FLOOR_RIDGE]
+    large = [row for row in ridges if row.matrix.amplification > LIMIT]
+    amplified = [row for row in large if row.matrix.raised is None]  # the floor was off
     if floored:
-        most = max(row.matrix["ridge"] for row in floored)
+        most = max(row.matrix.ridge for row in floored)
         yield (
             f"The ridge was raised in {_part(floored, ridges)}, up to {most:.2g} mean eigenvalues: "
             "with less, the merge would be larger there than what the experts hold "
@@ -353,61 +326,38 @@ def _ridges(report: Report) -> Iterator[str]:
             "follows the noise in its weakest directions."
         )
     if amplified:
-        worst = sorted(amplified, key=lambda row: -row.matrix["amplification"])[:3]
-        named = [f"{row.matrix['amplification']:.3g} in {row.label}" for row in worst]
+        worst = sorted(amplified, key=lambda row: -row.matrix.amplification)[:3]
+        named = [f"{row.matrix.amplification:.3g} in {row.label}" for row in worst]
         yield (
             f"The merge is larger than what the experts hold in {_part(amplified, ridges)}: "
             f"‖X‖² / Σ ‖Δ_t‖² is {_listed(named)}. A ridge that is too small amplifies noise "
             "there; leave `ridge_floor` out, or raise `epsilon` for these tensors by a filter."
         )
-    if calm:
-        yield (
-            f"The rows of all experts just determine the result in {_part(calm, ridges)}. A small "
-            "ridge would let it grow there; this one is large enough."
-        )
 
 
 def _part(rows: Sequence[Row], whole: Sequence[Row]) -> str:
     """Return how many of the matrices these are, in which modules they mostly lie, and T·o/i."""
-    modules = Counter(_module(row) for row in rows)
+    modules = Counter(module_of(row.line.name) for row in rows)
     shown: list[str] = []
     for module, _ in modules.most_common():
         if sum(modules[name] for name in shown) < MOSTLY * len(rows):
             shown.append(module)
-    known = [row.rows_per_column for row in rows if _module(row) in shown]
+    known = [row.rows_per_column for row in rows if module_of(row.line.name) in shown]
     ratios = sorted(ratio for ratio in known if ratio is not None)
     span = " to ".join(dict.fromkeys(f"{ratio:.3g}" for ratio in (ratios[0], ratios[-1])))
     mostly = "" if len(shown) == len(modules) else "mostly "
     return f"{len(rows)} of {len(whole)} matrices, {mostly}{_listed(shown)} (T·o/i = {span})"
 
 
-def _module(row: Row) -> str:
-    return module_of(str(row.line["tensor"]))
-
-
 def _numerics(report: Report) -> Iterator[str]:
-    bad = [row for row in report.rows if row.matrix.get("condition", 0.0) > ILL_CONDITIONED]
+    bad = [r for r in report.rows_with("condition") if r.matrix.condition > ILL_CONDITIONED]
     if bad:
-        worst = max(bad, key=lambda row: row.matrix["condition"])
+        worst = max(bad, key=lambda row: row.matrix.condition)
         yield (
             f"The condition number exceeds {ILL_CONDITIONED:.0e} in "
-            f"{_count(len(bad), 'matrix', 'matrices')} (at most {worst.matrix['condition']:.0e}, "
+            f"{_count(len(bad), 'matrix', 'matrices')} (at most {worst.matrix.condition:.0e}, "
             f"{worst.label}): the merge is exact, but sensitive there; a larger epsilon calms it."
         )
-    looser = [row for row in report.rows if _is_looser(row.matrix)]
-    if looser:
-        largest = max(row.matrix["tolerance"] for row in looser)
-        yield (
-            f"{_count(len(looser), 'matrix', 'matrices')} may have an error of up to {largest:.1g} "
-            "of the merged task vector: the rounding of the experts that are stored in fewer "
-            f"digits puts about {round(1 / HIDDEN_SHARE)} times as much into it, or more."
-        )
-
-
-def _is_looser(matrix: Mapping[str, Any]) -> bool:
-    """Return whether the rounding of the experts allowed a larger error than is usual."""
-    allowed = matrix.get("tolerance")
-    return allowed is not None and allowed > tolerance(matrix["condition"])
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:
@@ -417,3 +367,50 @@ def _count(number: int, one: str, many: str | None = None) -> str:
 def _listed(parts: list[str], most: int = 6) -> str:
     shown = parts if len(parts) <= most else [*parts[:most], f"{len(parts) - most} more"]
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _overlaps(row: Row) -> list[float]:
+    """Return the overlaps of leading subspaces, the mean squared cosines of their angles."""
+    known = (angles for angles in row.matrix.agreement.angles if angles is not None)
+    return [_mean([math.cos(math.radians(a)) ** 2 for a in angles]) for angles in known]
+
+
+def agreement_by_kind(report: Report) -> dict[str, dict[str, Any]]:
+    """Return means over experts and layers by kind of tensor; empty if nothing was measured.
+
+    Each has `own` and `others`, the mean cosines with the covariance of the own and of the other
+    tasks (None without any), and `overlap` of the leading subspaces, with what random ones have as
+    `chance`.
+    """
+    kinds: dict[str, list[Row]] = defaultdict(list)
+    for row in report.rows_with("agreement"):
+        if row.own_cosines:
+            kinds[without_numbers(row.line.name)].append(row)
+    return {
+        kind: {
+            "own": _mean([value for row in rows for value in row.own_cosines]),
+            "others": _mean([value for row in rows for value in row.other_cosines]),
+            "overlap": _mean([value for row in rows for value in _overlaps(row)]),
+            "chance": rows[0].matrix.agreement.size / rows[0].columns,
+        }
+        for kind, rows in kinds.items()
+    }
+
+
+def _agreement(report: Report) -> Iterator[str]:
+    """Yield how far the estimates agree with what was measured."""
+    kinds = agreement_by_kind(report)
+    if not kinds:
+        return
+    own, others = (_mean([k[key] for k in kinds.values() if k[key]]) for key in ("own", "others"))
+    best = max(kinds, key=lambda kind: kinds[kind]["own"])
+    worst = min(kinds, key=lambda kind: kinds[kind]["own"])
+    beside = f", and {others:.2f} with those of the other tasks" if others else ""
+    yield (
+        f"Estimates ΔᵀΔ have a cosine of {own:.2f} with the measured covariances of their own "
+        f"tasks{beside}; {kinds[best]['own']:.2f} in {best}, {kinds[worst]['own']:.2f} in {worst}."
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

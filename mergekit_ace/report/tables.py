@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 from mergekit import merge_methods
 
+from mergekit_ace.algebra.inspection import PairTable
 from mergekit_ace.algebra.ridge_floor import rows_per_column
 from mergekit_ace.methods.base import SHARED_RULES, TaskVectorMethod, matrices_in
 from mergekit_ace.methods.reference import known_methods
 from mergekit_ace.naming import layer_of, natural_order, relative_depths
-from mergekit_ace.report.jsonl import Line, matrices_of
+from mergekit_ace.report.jsonl import Line, MatrixLine
 
 Values = list[float | None]
 
@@ -28,32 +30,38 @@ class Row:
     Attributes:
         label: the tensor's name; of a stack with the matrix' number.
         layer: number of the layer in its stack; None outside of layers.
-        matrix: what the line says of this matrix.
     """
 
     label: str
     layer: int | None
-    line: Mapping[str, Any]
-    matrix: Mapping[str, Any]
-
-    @property
-    def is_solved(self) -> bool:
-        """Whether a statistic of heterogeneity decided how it is merged."""
-        return "statistic" in self.matrix
+    line: Line
+    matrix: MatrixLine
 
     @property
     def columns(self) -> int:
         """The number of a matrix' inputs."""
-        rows, columns = self.line["shape"][-2:]
-        return rows if self.line["layout"] == "transposed" else columns
+        rows, columns = self.line.shape[-2:]
+        return rows if self.line.layout == "transposed" else columns
 
     @property
     def rows_per_column(self) -> float | None:
         """T·o/i of a matrix that was merged by a ridge regression; None of others."""
-        found = matrices_in(self.line["shape"], self.line["layout"])
-        if found is None or "ridge" not in self.matrix:
+        found = matrices_in(self.line.shape, self.line.layout)
+        if found is None or self.matrix.ridge is None:
             return None
-        return rows_per_column(*found[1:], sum(w > 0 for w in self.matrix["weight"]))
+        return rows_per_column(*found[1:], sum(w > 0 for w in self.matrix.weight))
+
+    @property
+    def own_cosines(self) -> list[float]:
+        """The cosines between estimates and the measured covariances of their own tasks."""
+        table = self.matrix.agreement.cosine if self.matrix.agreement else ()
+        return [value for t, values in enumerate(table) if (value := values[t]) is not None]
+
+    @property
+    def other_cosines(self) -> list[float]:
+        """The cosines between estimates and the measured covariances of other tasks."""
+        table = self.matrix.agreement.cosine if self.matrix.agreement else ()
+        return [v for t, values in enumerate(table) for s, v in enumerate(values) if s != t and v]
 
 
 def title_of(name: str) -> str:
@@ -67,41 +75,32 @@ class Report:
 
     Args:
         lines: of all tensors, in any order, all of one merge.
+
+    Attributes:
+        lines: of the tensors that were compared, in depth order.
+        skipped: the others.
+        name: the merge method of the config; empty where nothing was compared.
+        stands_in: the method whose decisions are shown in the place of the merge's own, or None.
+        method: the merge method, if it is one of ours.
+        models: the experts, in their order; one that is absent somewhere is listed all the same.
     """
 
     def __init__(self, lines: Sequence[Line]):
-        self.skipped = [line for line in lines if "skipped" in line]
-        kept = [line for line in lines if "skipped" not in line]
-        names = [str(line["tensor"]) for line in kept]
-        depths = relative_depths(names)
-        self.lines = sorted(
-            kept, key=lambda line: (depths[str(line["tensor"])], natural_order(str(line["tensor"])))
-        )
-
-    @cached_property
-    def name(self) -> str | None:
-        """The merge method of the config; None where a report does not tell.
-
-        Lines of earlier versions do not name it, but a rule bears the name of its method.
-        """
-        named = [line["method"] for line in self.lines if "method" in line]
-        rules = {matrix["rule"] for line in self.lines for matrix in matrices_of(line)}
-        return next((name for name in (*named, *(rules & known_methods().keys()))), None)
-
-    @cached_property
-    def stands_in(self) -> str | None:
-        """The method whose decisions are shown in the place of the merge's own."""
-        return next((line["decisions_of"] for line in self.lines if "decisions_of" in line), None)
-
-    @cached_property
-    def method(self) -> TaskVectorMethod | None:
-        """The merge method, if it is one of ours."""
-        return known_methods().get(self.name or "")
+        self.skipped = [line for line in lines if line.skipped]
+        kept = [line for line in lines if not line.skipped]
+        depths = relative_depths([line.name for line in kept])
+        self.lines = sorted(kept, key=lambda line: (depths[line.name], natural_order(line.name)))
+        self.name = next((line.method for line in kept), "")
+        self.stands_in = next((line.decisions_of for line in kept if line.decisions_of), None)
+        self.method: TaskVectorMethod | None = known_methods().get(self.name)
+        longest = max((line.models for line in self.lines), key=len, default=())
+        others = (model for line in self.lines for model in line.models)
+        self.models = list(dict.fromkeys([*longest, *others]))
 
     @property
     def title(self) -> str:
         """The merge method's name for people."""
-        return title_of(self.name) if self.name else "A merge"
+        return title_of(self.name)
 
     @property
     def about(self) -> str:
@@ -116,160 +115,142 @@ class Report:
     @property
     def words(self) -> dict[str, str]:
         """What is done with tensors, by the rules of the method that decided."""
-        method = known_methods().get(self.stands_in or self.name or "")
+        method = known_methods().get(self.stands_in or self.name)
         return dict(method.rules if method else SHARED_RULES)
 
-    @cached_property
-    def models(self) -> list[str]:
-        """The experts, in their order; one that is absent somewhere is listed all the same."""
-        longest = max((line["models"] for line in self.lines), key=len, default=[])
-        others = (model for line in self.lines for model in line["models"])
-        return list(dict.fromkeys([*longest, *others]))
-
-    @cached_property
+    @property
     def versions(self) -> dict[str, str]:
         """The versions of the packages that wrote the report; empty if it does not say."""
-        return self.lines[-1].get("versions", {}) if self.lines else {}
+        return self.lines[-1].versions if self.lines else {}
 
-    @cached_property
+    @property
     def experts(self) -> list[str]:
         """Short names: the last part of a path, where that tells them apart."""
         short = [PurePath(model).name or model for model in self.models]
-        return short if len(set(short)) == len(short) else list(self.models)
+        return short if len(set(short)) == len(short) else self.models
 
     @cached_property
     def rows(self) -> list[Row]:
         """A row per matrix, in depth order."""
-        rows = []
-        for line in self.lines:
-            name = str(line["tensor"])
-            matrices = matrices_of(line)
-            for number, matrix in enumerate(matrices):
-                label = name if len(matrices) == 1 else f"{name}[{number}]"
-                rows.append(Row(label, layer_of(name), line, matrix))
-        return rows
+        return [
+            Row(
+                line.name if len(line.matrices) == 1 else f"{line.name}[{number}]",
+                layer_of(line.name),
+                line,
+                matrix,
+            )
+            for line in self.lines
+            for number, matrix in enumerate(line.matrices)
+        ]
+
+    def rows_with(self, field: str) -> list[Row]:
+        """Return the rows whose matrices have a field of `MatrixLine`."""
+        return [row for row in self.rows if getattr(row.matrix, field) is not None]
 
     @cached_property
     def solved(self) -> list[Row]:
         """The matrices whose experts were tested for heterogeneity."""
-        return [row for row in self.rows if row.is_solved]
+        return self.rows_with("statistic")
 
     @cached_property
     def looked_at(self) -> list[Line]:
         """Lines that `inspect` wrote; a merge's own report knows less."""
-        return [line for line in self.lines if "cosine" in line]
+        return [line for line in self.lines if line.comparison]
 
-    def coefficients(self, line: Mapping[str, Any]) -> list[Any] | None:
-        """Return λ of all experts in a line; None where it has no coefficients.
+    def coefficients(self, line: Line) -> list[Any]:
+        """Return λ of all experts in a line that has coefficients, without a refinement's."""
+        return self.spread(line, (line.coefficients or ())[: len(line.models)])
 
-        A refinement's, which follows them, is left out.
-        """
-        given = line.get("coefficients")
-        return None if given is None else self.spread(line, given[: len(line["models"])])
-
-    def spread(self, line: Mapping[str, Any], values: Sequence[Any]) -> list[Any]:
+    def spread(self, line: Line, values: Sequence[Any]) -> list[Any]:
         """Return values of a line's experts at the places of all; None for an absent one."""
-        known = dict(zip(line["models"], values, strict=True))
+        known = dict(zip(line.models, values, strict=True))
         return [known.get(model) for model in self.models]
 
+    def _spread_pairs(self, line: Line, table: PairTable) -> np.ndarray:
+        """Return a T × T table at the places of all experts; NaN for what it does not know."""
+        places = [self.models.index(model) for model in line.models]
+        spread = np.full((len(self.models), len(self.models)), np.nan)
+        spread[np.ix_(places, places)] = np.array(table, dtype=float).reshape(len(places), -1)
+        return spread
+
     @cached_property
-    def squares(self) -> list[list[float]]:
+    def squares(self) -> np.ndarray:
         """‖Δ_t‖² per line and expert, from τ_t."""
-        return [self._totals(line, "tau") for line in self.lines]
+        return self._totals("tau")
 
     @cached_property
-    def noise(self) -> list[list[float]]:
+    def noise(self) -> np.ndarray:
         """ν_t², the energy of rounding noise in Δ_t, per line and expert; 0 if nobody looked."""
-        return [self._totals(line, "noise") for line in self.lines]
+        return self._totals("noise")
 
-    def _totals(self, line: Line, key: str) -> list[float]:
-        totals = [0.0] * len(line["models"])
-        for matrix in matrices_of(line):
-            if key in matrix:
-                totals = [a + b for a, b in zip(totals, matrix[key], strict=True)]
-        return [value or 0.0 for value in self.spread(line, totals)]
+    def _totals(self, field: str) -> np.ndarray:
+        totals = np.zeros((len(self.lines), len(self.models)))
+        for row, line in zip(totals, self.lines, strict=True):
+            for matrix in line.matrices:
+                values = getattr(matrix, field) or (0.0,) * len(line.models)
+                row += [value or 0.0 for value in self.spread(line, values)]
+        return totals
 
-    @cached_property
+    @property
     def norms(self) -> list[float]:
         """‖Δ_t‖ of whole experts, over all tensors of the report."""
-        columns = zip(*self.squares, strict=True)
-        return [math.sqrt(math.fsum(column)) for column in columns]
+        return np.sqrt(self.squares.sum(axis=0)).tolist()
 
-    @cached_property
-    def base_norm(self) -> float:
-        """‖W0‖ over all tensors that were looked at; 0 where nobody has read it."""
-        return math.sqrt(math.fsum((line["base_norm"] or 0.0) ** 2 for line in self.looked_at))
+    @property
+    def relative_sizes(self) -> Values:
+        """‖Δ_t‖/‖W0‖ over the whole model; None if nobody has read the base."""
+        norms = [line.comparison.base_norm or 0.0 for line in self.looked_at if line.comparison]
+        base = math.hypot(*norms)
+        return [norm / base if base else None for norm in self.norms]
 
     @cached_property
     def cosines(self) -> list[Values]:
         """Cosine of whole task vectors, T × T; None where one is zero, or nobody looked."""
-        count = len(self.models)
-        products = [[0.0] * count for _ in range(count)]
-        squares = [0.0] * count
+        products = np.zeros((len(self.models), len(self.models)))
         for line in self.looked_at:
-            norm = [value or 0.0 for value in self.spread(line, line["norm"])]
-            places = [self.models.index(model) for model in line["models"]]
-            for a, row in zip(places, line["cosine"], strict=True):
-                squares[a] += norm[a] ** 2
-                for b, cosine in zip(places, row, strict=True):
-                    products[a][b] += (cosine or 0.0) * norm[a] * norm[b]
-        return [
-            [
-                products[a][b] / math.sqrt(squares[a] * squares[b])
-                if squares[a] and squares[b]
-                else None
-                for b in range(count)
-            ]
-            for a in range(count)
-        ]
+            norm = np.array(self.spread(line, line.comparison.norm), dtype=float)
+            cosine = self._spread_pairs(line, line.comparison.cosine)
+            products += np.nan_to_num(cosine * np.outer(norm, norm))
+        squares = products.diagonal()
+        return _quotient(products, np.sqrt(np.outer(squares, squares)))
 
     def mean_overlap(self, side: str) -> list[Values]:
         """Return the mean overlap of leading subspaces, `inputs` or `outputs`, over matrices."""
-        count = len(self.models)
-        sums = [[0.0] * count for _ in range(count)]
-        numbers = [[0] * count for _ in range(count)]
-        for row in self.rows:
-            if "subspaces" not in row.matrix:
-                continue
-            places = [self.models.index(model) for model in row.line["models"]]
-            for a, values in zip(places, row.matrix["subspaces"][side], strict=True):
-                for b, value in zip(places, values, strict=True):
-                    if value is not None:
-                        sums[a][b] += value
-                        numbers[a][b] += 1
-        return [
-            [sums[a][b] / numbers[a][b] if numbers[a][b] else None for b in range(count)]
-            for a in range(count)
-        ]
+        rows = self.rows_with("subspaces")
+        tables = [self._spread_pairs(r.line, getattr(r.matrix.subspaces, side)) for r in rows]
+        stack = np.array(tables).reshape(-1, len(self.models), len(self.models))
+        return _quotient(np.nansum(stack, axis=0), (~np.isnan(stack)).sum(axis=0))
 
-    @cached_property
+    @property
     def unchanged(self) -> Values:
         """Share of all entries that an expert left as they were; None if nobody looked."""
-        equal = [0.0] * len(self.models)
-        total = [0] * len(self.models)
-        for line in self.looked_at:
-            entries = math.prod(line["shape"])
-            for t, share in enumerate(self.spread(line, line["unchanged"])):
-                if share is not None:
-                    equal[t] += share * entries
-                    total[t] += entries
-        return [a / b if b else None for a, b in zip(equal, total, strict=True)]
+        shares = np.array(
+            [self.spread(line, line.comparison.unchanged) for line in self.looked_at], dtype=float
+        ).reshape(-1, len(self.models))
+        entries = np.array([[math.prod(line.shape)] for line in self.looked_at]).reshape(-1, 1)
+        known = entries * ~np.isnan(shares)
+        return _quotient(np.nansum(shares * entries, axis=0), known.sum(axis=0))
 
     @cached_property
-    def layer_squares(self) -> dict[int, list[float]]:
+    def layer_squares(self) -> dict[int, np.ndarray]:
         """‖Δ_t‖² per layer and expert, for tensors inside of layers, by the layer's number."""
         return self._by_layer(self.squares)
 
     @cached_property
-    def layer_noise(self) -> dict[int, list[float]]:
+    def layer_noise(self) -> dict[int, np.ndarray]:
         """ν_t² per layer and expert, for tensors inside of layers, by the layer's number."""
         return self._by_layer(self.noise)
 
-    def _by_layer(self, values: Sequence[Sequence[float]]) -> dict[int, list[float]]:
-        layers: dict[int, list[float]] = {}
+    def _by_layer(self, values: np.ndarray) -> dict[int, np.ndarray]:
+        layers: dict[int, np.ndarray] = {}
         for line, own in zip(self.lines, values, strict=True):
-            layer = layer_of(str(line["tensor"]))
+            layer = layer_of(line.name)
             if layer is not None:
-                known = layers.setdefault(layer, [0.0] * len(self.models))
-                layers[layer] = [a + b for a, b in zip(known, own, strict=True)]
+                layers[layer] = layers.get(layer, 0.0) + own
         return dict(sorted(layers.items()))
+
+
+def _quotient(above: np.ndarray, below: np.ndarray) -> Any:
+    """Return a quotient as lists, with None where the divisor is 0."""
+    quotient = np.divide(above, below, out=np.full(above.shape, np.nan), where=below > 0)
+    return np.where(np.isnan(quotient), None, quotient).tolist()

@@ -18,7 +18,6 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from torch import Tensor
 
 from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor
-from mergekit_ace.adapters.peft_adapter import Adapter, Change
 from mergekit_ace.algebra.covariance_agreement import compare_covariances
 from mergekit_ace.algebra.inspection import TensorInspection, inspect_tensor, measure_noise
 from mergekit_ace.algebra.layouts import as_matrices
@@ -33,13 +32,15 @@ from mergekit_ace.methods.inputs import TensorSettings, check_finite
 from mergekit_ace.methods.low_rank_merge import has_low_rank
 from mergekit_ace.methods.measured_lookup import MeasuredLookup
 from mergekit_ace.planning import PlannedTensor
-from mergekit_ace.report.jsonl import Line, ReportError, inspection_line
+from mergekit_ace.report.jsonl import ReportError, inspection_line
 
+# The JSON of a line; `jsonl.Line` says what is in it.
+LineJson = dict[str, Any]
 # Whose decisions are shown for methods that are not ours.
 STAND_IN = AceMerge()
 
 
-class InspectTensor(Task[Line]):
+class InspectTensor(Task[LineJson]):
     """In the place of mergekit's merge of one tensor: the same inputs, a line of a report."""
 
     merge: ExecuteMergeMethodTask
@@ -58,7 +59,7 @@ class InspectTensor(Task[Line]):
         return True
 
     @torch.no_grad()
-    def execute(self, tensors: dict[ModelReference, Tensor], **_: Any) -> Line:
+    def execute(self, tensors: dict[ModelReference, Tensor], **_: Any) -> LineJson:
         """Return the line; a short one of a tensor without experts, or without numbers."""
         start = time.perf_counter()
         planned = PlannedTensor(self.merge)
@@ -88,7 +89,7 @@ def _line(
     settings: TensorSettings,
     inspect: Callable[[], TensorInspection],
     start: float,
-) -> Line:
+) -> LineJson:
     """Return the line of what `inspect` measures, and how long that took.
 
     Raises:
@@ -105,7 +106,7 @@ def _line(
     return line
 
 
-def _agreement(settings: TensorSettings, tensors: Sequence[Tensor], path: str) -> Line:
+def _agreement(settings: TensorSettings, tensors: Sequence[Tensor], path: str) -> LineJson:
     """Return how far estimates agree with what was measured; empty of what is no single matrix."""
     shape = tensors[0].shape
     inputs = MeasuredLookup("inspect", settings, path, "covariances").inputs(shape)
@@ -158,7 +159,7 @@ def _merge(
     return merged, measure_noise(record, tensors)
 
 
-def _short_line(planned: PlannedTensor, reason: str) -> Line:
+def _short_line(planned: PlannedTensor, reason: str) -> LineJson:
     models = [str(model) for model in planned.experts]
     return {"tensor": planned.name, "models": models, "skipped": reason}
 
@@ -179,12 +180,11 @@ def _group(
 
 
 def adapter_line(
-    base: ModelReference,
+    plan: AdapterPlan,
     planned: PlannedTensor,
     header: TensorHeader | None,
     changed: ChangedTensor | None,
-    adapters: Mapping[ModelReference, Adapter],
-) -> Line:
+) -> LineJson:
     """Return the line of a tensor from what adapters change of it; W0 is not read.
 
     It is a short one of a tensor that an adapter holds whole, which only W0 turns into a change.
@@ -202,18 +202,17 @@ def adapter_line(
     if changed is not None and any(change.kind == "saved" for change in changed.known):
         return _short_line(planned, "an adapter holds it whole, and the base is not read")
     method, parameters = deciding_method(planned)
-    experts = tuple(model for model in planned.experts if model in adapters)
-    settings = TensorSettings(planned.name, base, experts, parameters, recorded=True)
+    experts = tuple(model for model in planned.experts if plan.adapters_of.get(model))
+    settings = TensorSettings(planned.name, plan.base, experts, parameters, recorded=True)
     settings = method.complete(settings, len(header.shape))
     layout = method.layout(settings, len(header.shape))
-    found = changed.changes if changed else {}
-    changes = [found.get(model, (adapters[model], None)) for model in experts]
-    inspect = partial(_inspect_changes, changes, header.shape, layout, method, settings)
+    deltas = [changed.product(model) if changed else None for model in experts]
+    inspect = partial(_inspect_products, deltas, header.shape, layout, method, settings)
     return _line(planned, method, settings, inspect, start)
 
 
-def _inspect_changes(
-    changes: Sequence[tuple[Adapter, Change | None]],
+def _inspect_products(
+    deltas: Sequence[LowRank | None],
     shape: tuple[int, ...],
     layout: FixedLayout,
     method: TaskVectorMethod,
@@ -228,29 +227,20 @@ def _inspect_changes(
         own = replace(settings, layout=layout, space=space, observe=observe)
         return method.merge(tensors, own)
 
-    def merge_vectors(
-        tensors: Sequence[Tensor], layout: FixedLayout, observe: Observer | None
-    ) -> Merged:
-        return merge(tensors, layout, None, observe)
-
-    if len(shape) < 2:
+    if len(shape) < 2:  # adapters change matrices
         zero = torch.zeros(shape, dtype=torch.float64)
-        found = inspect_tensor(zero, [zero] * len(changes), layout, merge_vectors, torch.float64)
+        found = inspect_tensor(
+            zero, [zero] * len(deltas), layout, lambda w, how, see: merge(w, how, None, see),
+            torch.float64,
+        )  # fmt: skip
         return replace(found, comparison=replace(found.comparison, base_norm=None))
-    deltas = [adapter.low_rank(change.name) if change else None for adapter, change in changes]
-    zeros = next((delta for delta in deltas if delta is not None), None) or _zeros(shape, layout)
-    left, right = zeros.left[..., :1], zeros.right[..., :1, :]
-    nothing = LowRank(torch.zeros_like(left), torch.zeros_like(right), shape)
-    return inspect_products([delta or nothing for delta in deltas], layout, merge)
-
-
-def _zeros(shape: tuple[int, ...], layout: FixedLayout) -> LowRank:
-    """Return zero of rank 1 for every matrix that a layout sees in a tensor."""
+    known = next(filter(None, deltas), None)
     stack = shape[:1] if len(shape) == 3 and layout in ("stacked", "transposed") else ()
     rows, *rest = shape[len(stack) :]
-    left = torch.zeros(*stack, rows, 1, dtype=torch.float64)
-    right = torch.zeros(*stack, 1, math.prod(rest), dtype=torch.float64)
-    return LowRank(left, right, shape)
+    left = known.left if known else torch.zeros(*stack, rows, 1, dtype=torch.float64)
+    right = known.right if known else left.new_zeros(*stack, 1, math.prod(rest))
+    nothing = LowRank(torch.zeros_like(left[..., :1]), torch.zeros_like(right[..., :1, :]), shape)
+    return inspect_products([delta or nothing for delta in deltas], layout, merge)
 
 
 def why_in_full(plan: AdapterPlan) -> str:

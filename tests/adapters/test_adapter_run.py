@@ -293,12 +293,15 @@ def test_the_report_is_that_of_the_full_merge(family, cache, tmp_path):
             full_merge(config, tmp_path / "out", cache)
         else:
             adapter_merge(config, tmp_path)
-    full, ours = ({line["tensor"]: line for line in read_lines(path)} for path in reports)
-    assert ours.keys() == {name for name, line in full.items() if any(line["tau"])}
+    full, ours = ({line.tensor: line for line in read_lines(path)} for path in reports)
+    assert ours.keys() == {name for name, line in full.items() if any(line.matrices[0].tau)}
     for name, line in ours.items():
-        for key in ("rule", "layout", "shape", "heterogeneous", "normalized", "models"):
-            assert line[key] == full[name][key], (name, key)
-        assert line["tau"] == pytest.approx(full[name]["tau"], rel=1e-4)
+        for field in ("layout", "shape", "models"):
+            assert getattr(line, field) == getattr(full[name], field), (name, field)
+        (one,), (other,) = line.matrices, full[name].matrices
+        for field in ("rule", "heterogeneous", "normalized"):
+            assert getattr(one, field) == getattr(other, field), (name, field)
+        assert one.tau == pytest.approx(other.tau, rel=1e-4)
 
 
 def test_the_card_says_how_it_was_made(family, tmp_path):

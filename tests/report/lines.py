@@ -6,6 +6,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from mergekit_ace.report.jsonl import parse_line
+from mergekit_ace.report.tables import Report
+
 # What a line has only where a closed form was solved.
 OF_MATRICES = """gamma log_variance statistic threshold heterogeneous normalized refined epsilon
     ridge raised amplification rank form condition precision subspaces spectrum""".split()
@@ -17,6 +20,7 @@ def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:
     identity = [[float(a == b) for b in range(count)] for a in range(count)]
     line = {
         "tensor": name,
+        "method": "ace",
         "shape": [10, 20],
         "layout": "matrix",
         "models": [f"org/expert-{t}" for t in range(count)],
@@ -31,6 +35,7 @@ def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:
         "rule": "ace",
         "weight": [1.0] * count,
         "tau": tau,
+        "changed": [1.0] * count,
         "gamma": 0.01,
         "log_variance": 0.02,
         "statistic": "gamma",
@@ -69,3 +74,7 @@ def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:
 
 def layers(count: int, tau: list[float], **changes: Any) -> list[dict[str, Any]]:
     return [made_line(f"model.layers.{n}.mlp.up_proj.weight", tau, **changes) for n in range(count)]
+
+
+def report_of(lines: list[dict[str, Any]]) -> Report:
+    return Report([parse_line(line) for line in lines])

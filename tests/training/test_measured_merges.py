@@ -63,7 +63,7 @@ def test_whole_checkpoints(measured, tmp_path, mergekit_yaml, method):
     model, base = state(kind, paths[0])
     experts = [state(kind, path)[1] for path in paths[1:]]
     _, merged = state(kind, out)
-    rules = {line["tensor"]: line["rule"] for line in read_lines(report)}
+    rules = {line.tensor: line.matrices[0].rule for line in read_lines(report)}
     regressed = 0
     for name, tensor in base.items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
@@ -142,18 +142,18 @@ def test_inspect_compares_estimates_with_what_was_measured(tmp_path):
     place.write_text(yaml.safe_dump(ace_config(paths)))
     shown = command("inspect", place, folder, "--covariances", file, "--quiet")
     assert "Estimates ΔᵀΔ have a cosine of" in shown
-    lines = {line["tensor"]: line for line in read_lines(folder / "report.jsonl")}
+    lines = {line.tensor: line for line in read_lines(folder / "report.jsonl")}
     name = "model.layers.1.mlp.down_proj.weight"
-    found = lines[name]["agreement"]
+    found = lines[name].matrices[0].agreement
     base, *experts = (state(LlamaForCausalLM, path)[1][name].double() for path in paths)
     covariances = covariances_of(file, name, 48)
     for t, expert in enumerate(experts):
         gram = (expert - base).T @ (expert - base)
         for s, m in enumerate(covariances):
             cosine = float((gram * m).sum() / gram.norm() / m.norm())
-            assert found["cosine"][t][s] == pytest.approx(cosine, rel=1e-3)
-        assert len(found["angles"][t]) == found["size"] == 16
-    assert "agreement" not in lines["model.norm.weight"]
+            assert found.cosine[t][s] == pytest.approx(cosine, rel=1e-3)
+        assert len(found.angles[t]) == found.size == 16
+    assert lines["model.norm.weight"].matrices[0].agreement is None
     summary = json.loads((folder / "summary.json").read_text())
     kind = summary["agreement"]["model.layers.*.mlp.down_proj.weight"]
     assert 0 < kind["own"] <= 1
