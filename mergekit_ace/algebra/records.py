@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -146,7 +146,7 @@ class MatrixRecord:
         amplification: ‖X‖² / Σ_t ‖Δ_t‖² of the closed form: 1 for experts orthogonal to one
             another, 1/T where they agree, and large at the interpolation threshold.
         rank: k of the refinement; sigma_iso: its strength.
-        form: how the closed form was computed, see `closed_form.choose_forms`.
+        form: how the closed form was computed, see `forms.choose_forms`.
         condition: estimated condition number of A.
         precision: dtype of the sums and the solve.
         tolerance: the relative error of X that was allowed; None for a solve in float64.
@@ -182,13 +182,8 @@ class MatrixRecord:
     @property
     def ridge_turns_refinement(self) -> bool:
         """Whether a refinement would turn against the experts, were it ``ridged``."""
-        return ridge_turns_refinement(asdict(self))
-
-
-def ridge_turns_refinement(fields: Mapping[str, Any]) -> bool:
-    """Tell from the fields of a `MatrixRecord` whether a ``ridged`` refinement turns around."""
-    ridges = [value for value in fields["epsilon"] or () if value is not None]
-    return bool(fields["normalized"] and fields["rank"] and sum(ridges) > LARGEST_MEAN_RIDGE)
+        ridges = [value for value in self.epsilon or () if value is not None]
+        return bool(self.normalized and self.rank and sum(ridges) > LARGEST_MEAN_RIDGE)
 
 
 @dataclass(frozen=True)
