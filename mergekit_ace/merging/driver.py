@@ -8,10 +8,8 @@ import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import closing, nullcontext, redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import click
 import torch
@@ -23,18 +21,19 @@ from mergekit.tokenizer import TokenizerInfo
 
 from mergekit_ace.adapters.adapter_plan import base_of
 from mergekit_ace.adapters.adapter_tasks import show_bases
-from mergekit_ace.files import differences, package_versions
-from mergekit_ace.merging.checks import MergeChecks, add_unplanned, check_after, check_before
+from mergekit_ace.files import package_versions
+from mergekit_ace.merging.checks import MergeChecks, check_after, check_before, find_extra
 from mergekit_ace.merging.job import (
     MERGE_PACKAGES,
     MergeError,
     MergeJob,
+    OrderedConfiguration,
     OutputError,
     Shard,
     build_in_order,
-    numbering,
-    plan_job,
+    plan_run,
     plan_shards,
+    read_checkpoints,
 )
 from mergekit_ace.merging.manifest import Manifest, fingerprint, named_paths
 from mergekit_ace.merging.output import (
@@ -42,7 +41,6 @@ from mergekit_ace.merging.output import (
     append_lines,
     complete_model,
     drop_lines,
-    report_sizes,
 )
 from mergekit_ace.merging.pool import WorkerOptions, WorkerPool, make_pool
 from mergekit_ace.merging.preparation import needed_files, prepare_adapters
@@ -55,7 +53,7 @@ from mergekit_ace.planning import (
     model_folders,
     read_merge_config,
 )
-from mergekit_ace.preflight.checkpoints import own_loaders
+from mergekit_ace.preflight.checkpoints import Checkpoint, own_loaders
 
 ATTEMPTS = 3  # to compute one shard
 
@@ -90,46 +88,41 @@ def run_shards(
     with folder.lock(), own_loaders():
         known = _claim(folder, resume=resume, overwrite=overwrite)
         check_before(config, options, checks)
-        job, plan = _plan(config, folder, options, known, checks)
-        identity = fingerprint(job, plan)
-        _check_directory(folder, job, plan, known, identity)
-        folder.check_needed(needed_files(config, job, plan), named_paths(plan, "report"))
+        plan, checkpoints = _plan(config, options, known.models if known else (), checks)
+        if folder.path.resolve() in [model.resolve() for model in model_folders(plan.config)]:
+            raise MergeError(f"{folder.path} holds a model to be merged; write elsewhere")
+        identity = fingerprint(plan)
+        if known:
+            known.check(folder.path, plan, identity)
+        folder.check_needed(needed_files(config, plan), named_paths(plan, "report"))
         if overwrite:
             folder.drop()
 
-        changed = known.forget_changed(folder.path) if known else []
-        missing, edited = known.changed_files(folder.path) if known else ([], [])
-        if known and known.complete and not changed and not missing:
-            folder.remove_scratch()
-            progress = MergeProgress([], kept=len(known.shards), quiet=quiet, as_json=as_json)
-            check_after(folder.path, job, checks, progress)
-            progress.say(f"{folder.path} is complete: all its shards are as the manifest says")
-            _say_edited(progress, edited)
-            progress.end(str(folder.path))
-            return
+        lost, edited = known.compare(folder.path) if known else ([], [])
+        whole = known is not None and known.complete and not lost
+        tokenizer = None if whole else build_in_order(plan.tokenizer_task)
+        groups = known.groups if known else ()
+        shards, memory = plan_shards(plan, checkpoints, tokenizer, groups)
+        manifest = known or Manifest.begin(plan, identity, shards)
+        todo = [] if whole else _begin(folder, manifest, shards, kept=edited)
 
-        folder.clean_scratch()
-        job = replace(job, tokenizer=_build_tokenizer(folder, plan, known))
-        shards, memory = plan_shards(job, plan, known.groups if known else ())
-        reports = report_sizes(named_paths(plan, "report"))
-        manifest = known or Manifest.begin(job, identity, shards, reports)
-        todo = _begin(folder, job, manifest, shards, kept=edited)
-        kept = len(shards) - len(todo)
-
-        progress = MergeProgress(todo, kept=kept, quiet=quiet, as_json=as_json)
+        progress = MergeProgress(todo, kept=len(shards) - len(todo), quiet=quiet, as_json=as_json)
         libraries = redirect_stdout(sys.stderr) if as_json else nullcontext()
         with closing(progress), libraries:
-            progress.start(resumed=known is not None, changed=[*changed, *missing])
-            _say_edited(progress, edited)
+            progress.start(resumed=known is not None, changed=lost)
+            for file in edited:
+                progress.say(f"{file} was edited after the merge, and stays; delete it to renew it")
             if todo:
+                job = _job(plan, tokenizer, folder)
                 logs = not (quiet or as_json)
-                with closing(make_pool(workers, job, plan, memory, logs=logs)) as pool:
-                    _compute(todo, pool, manifest, folder, progress, job)
-            manifest.files |= complete_model(folder, job, plan, manifest, kept=edited)
-            manifest.complete = True
-            manifest.write(folder.path)
+                with closing(make_pool(workers, job, memory, logs=logs)) as pool:
+                    _compute(todo, pool, manifest, folder, progress, plan)
+            if not whole:
+                manifest.files |= complete_model(folder, plan, tokenizer, manifest, kept=edited)
+                manifest.complete = True
+                manifest.write(folder.path)
             folder.remove_scratch()
-            check_after(folder.path, job, checks, progress)
+            check_after(folder.path, plan, checks, progress)
             progress.end(str(folder.path))
 
 
@@ -172,32 +165,25 @@ def _claim(folder: OutputFolder, *, resume: bool, overwrite: bool) -> Manifest |
 
 
 def _plan(
-    config: Path,
-    folder: OutputFolder,
-    options: MergeOptions,
-    known: Manifest | None,
-    checks: MergeChecks,
-) -> tuple[MergeJob, PlannedMerge]:
-    """Read the config, find and check all models, and plan; writes nothing to the directory."""
-    parsed, source = read_merge_config(config)
-    adapters = _load_models(parsed, options)
-    models = tuple(str(model) for model in parsed.referenced_models())
-    if known is not None and sorted(known.models) == sorted(models):
-        models = tuple(known.models)
-    job = MergeJob(
-        source=source,
-        options=options.model_dump(),
-        models=models,
-        tokenizer=None,
-        scratch=str(folder.scratch),
-        folder=os.getcwd(),
-        threads=torch.get_num_threads(),
-        versions=package_versions(*MERGE_PACKAGES),
-        adapters=adapters,
-    )
-    plan = plan_job(job)
-    job = add_unplanned(job, plan, checks)
-    return job, plan_job(job) if job.unplanned else plan
+    path: Path, options: MergeOptions, order: Sequence[str], checks: MergeChecks
+) -> tuple[PlannedMerge, dict[ModelReference, Checkpoint]]:
+    """Read the config, find and check all models, and plan; writes nothing to the directory.
+
+    Args:
+        order: of the models in an earlier run.
+
+    Returns:
+        The plan, and the headers of all models.
+    """
+    _, source = read_merge_config(path)
+    config = OrderedConfiguration.in_order(source, order)
+    adapters = _load_models(config, options)
+    plan = plan_run(config, source, options, adapters)
+    checkpoints = read_checkpoints(config)
+    extra = find_extra(plan, checkpoints, checks)
+    if extra:
+        plan = plan_run(config, source, options, adapters, extra)
+    return plan, checkpoints
 
 
 def _load_models(config: MergeConfiguration, options: MergeOptions) -> tuple[ModelReference, ...]:
@@ -230,62 +216,21 @@ def _load_models(config: MergeConfiguration, options: MergeOptions) -> tuple[Mod
     return tuple(adapters)
 
 
-def _check_directory(
-    folder: OutputFolder,
-    job: MergeJob,
-    plan: PlannedMerge,
-    known: Manifest | None,
-    identity: dict[str, Any],
-) -> None:
-    """Refuse to write over an input, or to go on with another merge.
-
-    Raises:
-        MergeError: naming what has changed.
-    """
-    if folder.path.resolve() in [model.resolve() for model in model_folders(job.config())]:
-        raise MergeError(f"{folder.path} holds a model to be merged; write elsewhere")
-    if known is None:
-        return
-    changed = differences(known.identity, identity)
-    if known.reports.keys() != set(named_paths(plan, "report")):
-        changed.append("report")
-    if changed:
-        raise MergeError(
-            f"{folder.path} holds a merge that cannot be resumed; changed since it was begun: "
-            f"{', '.join(changed)}. Undo that, choose another directory, or --overwrite to begin "
-            "anew"
-        )
-    known.check_plan(folder.path, plan, safetensors=job.merge_options.safe_serialization)
-
-
-def _build_tokenizer(
-    folder: OutputFolder, plan: PlannedMerge, known: Manifest | None
-) -> TokenizerInfo | None:
-    """Build the tokenizer of the result, the same one as in an earlier run.
-
-    Raises:
-        MergeError: it numbers its tokens otherwise than the one that finished shards were made
-            with.
-    """
-    if plan.tokenizer_task is None:
-        return None
-    built = build_in_order(plan.tokenizer_task)
-    begun = known is not None and any(shard.finished for shard in known.shards)
-    if known is not None and begun and known.tokenizer != numbering(built):
-        raise MergeError(
-            f"the tokenizer of this merge numbers its tokens otherwise than when {folder.path} was "
-            "begun, so the finished shards do not fit it; --overwrite begins anew"
-        )
-    return built
+def _job(plan: PlannedMerge, tokenizer: TokenizerInfo | None, folder: OutputFolder) -> MergeJob:
+    return MergeJob(
+        saves=plan.saves,
+        options=plan.options,
+        builder=plan.tokenizer_task,
+        tokenizer=tokenizer,
+        scratch=str(folder.scratch),
+        folder=os.getcwd(),
+        threads=torch.get_num_threads(),
+        versions=package_versions(*MERGE_PACKAGES),
+    )
 
 
 def _begin(
-    folder: OutputFolder,
-    job: MergeJob,
-    manifest: Manifest,
-    shards: Sequence[Shard],
-    *,
-    kept: Sequence[str],
+    folder: OutputFolder, manifest: Manifest, shards: Sequence[Shard], *, kept: Sequence[str]
 ) -> list[Shard]:
     """Let the directory hold an unfinished merge; return the shards that are to be computed.
 
@@ -294,7 +239,7 @@ def _begin(
     Raises:
         OutputError: the disk has no room for them.
     """
-    manifest.tokenizer = numbering(job.tokenizer) if job.tokenizer is not None else None
+    folder.clean_scratch()
     manifest.complete = False
     folder.unmark(kept)
     manifest.write(folder.path)
@@ -307,18 +252,13 @@ def _begin(
     return todo
 
 
-def _say_edited(progress: MergeProgress, edited: Sequence[str]) -> None:
-    for file in edited:
-        progress.say(f"{file} was edited after the merge, and stays; delete it to renew it")
-
-
 def _compute(
     todo: Sequence[Shard],
     pool: WorkerPool,
     manifest: Manifest,
     folder: OutputFolder,
     progress: MergeProgress,
-    job: MergeJob,
+    plan: PlannedMerge,
 ) -> None:
     """Have all shards computed; nobody else touches the directory and the manifest."""
     queue = ShardQueue(todo, largest_first=pool.free() > 1)
@@ -334,7 +274,7 @@ def _compute(
                 progress.finished(shard)
             elif isinstance(event, ShardFailed):
                 folder.remove_parts(event.shard)
-                check_inputs(job.config())  # says which file it is, where one is the cause
+                check_inputs(plan.config)  # says which file it is, where one is the cause
                 progress.failed(queue.failed(event), event.message)
 
 

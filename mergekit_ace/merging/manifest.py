@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,19 +18,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
+import torch
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from mergekit_ace.adapters.peft_adapter import adapter_folder
-from mergekit_ace.files import file_states, sha256, write_text
+from mergekit_ace.files import differences, file_states, package_versions, sha256, write_text
 from mergekit_ace.headers import DamagedFileError, read_file_header
-from mergekit_ace.merging.job import MergeError, MergeJob, Shard, index_file, shard_file
+from mergekit_ace.merging.job import MERGE_PACKAGES, MergeError, Shard, index_file, shard_file
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
 from mergekit_ace.planning import PlannedMerge, config_content
 
 MANIFEST_FILE = "merge_manifest.json"
-_FORMAT = 2
+_FORMAT = 3
 _LARGEST = 2**28  # bytes; 100,000 tensors take a tenth of that
 # Flags that change neither a tensor nor which files there are.
 _FREE_FLAGS = set(
@@ -88,7 +90,6 @@ class Manifest:
     Attributes:
         identity: the `fingerprint` of the merge.
         models: their names, in the order of the run that began the merge.
-        tokenizer: hash of the tokens' numbers in the result; None where no tokenizer is built.
         reports: bytes that the files under `report:` had before the run, by path.
         files: hashes of all other files of the model, by name, once it is complete.
         complete: whether the directory holds a model.
@@ -96,7 +97,6 @@ class Manifest:
 
     identity: dict[str, Any]
     models: list[str]
-    tokenizer: Hash | None
     reports: dict[str, Count]
     shards: Annotated[list[ManifestShard], Field(min_length=1)]
     files: dict[FileName, Hash] = field(default_factory=dict)
@@ -105,11 +105,14 @@ class Manifest:
 
     @classmethod
     def begin(
-        cls, job: MergeJob, identity: dict[str, Any], shards: Iterable[Shard], reports: dict
+        cls, plan: PlannedMerge, identity: dict[str, Any], shards: Iterable[Shard]
     ) -> Manifest:
         """Return the manifest of a merge of which nothing is finished."""
+        models = [str(model) for model in plan.config.referenced_models()]
+        paths = named_paths(plan, "report")
+        reports = {path: os.path.getsize(path) if os.path.exists(path) else 0 for path in paths}
         planned = [ManifestShard(shard.file, list(shard.tensors), shard.bytes) for shard in shards]
-        return cls(identity, list(job.models), None, reports, planned)
+        return cls(identity, models, reports, planned)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -140,9 +143,22 @@ class Manifest:
         """Names of the tensors of every file."""
         return [shard.tensors for shard in self.shards]
 
-    def check_plan(self, folder: Path, plan: PlannedMerge, *, safetensors: bool) -> None:
-        """Raise a `MergeError` if these are not the shards of a plan, under their names."""
-        count = len(self.shards)
+    def check(self, folder: Path, plan: PlannedMerge, identity: dict[str, Any]) -> None:
+        """Check that this is the manifest of a merge, with its shards under their names.
+
+        Raises:
+            MergeError: naming what has changed since the merge was begun.
+        """
+        changed = differences(self.identity, identity)
+        if self.reports.keys() != set(named_paths(plan, "report")):
+            changed.append("report")
+        if changed:
+            raise MergeError(
+                f"{folder} holds a merge that cannot be resumed; changed since it was begun: "
+                f"{', '.join(changed)}. Undo that, choose another directory, or --overwrite to "
+                "begin anew"
+            )
+        safetensors, count = plan.options.safe_serialization, len(self.shards)
         names = [shard_file(n, count, safetensors=safetensors) for n in range(count)]
         planned = [name for shard in self.shards for name in shard.tensors] == list(plan.saves)
         if not planned or [shard.file for shard in self.shards] != names:
@@ -157,26 +173,28 @@ class Manifest:
         text = json.dumps(asdict(self), indent=1) + "\n"
         write_text(folder / MANIFEST_FILE, text, durable=True)
 
-    def forget_changed(self, folder: Path) -> list[str]:
-        """Take shards whose file is not what it was for unfinished; return their names."""
+    def compare(self, folder: Path) -> tuple[list[str], list[str]]:
+        """Compare a folder with what was finished in it.
+
+        Returns:
+            The files that are gone or damaged, whose shards count as unfinished from now on; and
+            those beside the shards that somebody has edited.
+        """
         finished = [shard for shard in self.shards if shard.finished]
         with ThreadPoolExecutor(_READERS) as readers:
             intact = list(readers.map(lambda shard: _is_intact(folder, shard), finished))
-        changed = [shard for shard, ok in zip(finished, intact, strict=True) if not ok]
-        for shard in changed:
-            shard.finished = None
-        return [shard.file for shard in changed]
-
-    def changed_files(self, folder: Path) -> tuple[list[str], list[str]]:
-        """Return which files that are no shards are gone or damaged, and which ones were edited."""
-        missing, edited = [], []
+        lost, edited = [], []
+        for shard, ok in zip(finished, intact, strict=True):
+            if not ok:
+                shard.finished = None
+                lost.append(shard.file)
         for name, digest in self.files.items():
             path = folder / name
             if not path.is_file():
-                missing.append(name)
+                lost.append(name)
             elif sha256(path) != digest:
-                (missing if _is_broken(path) else edited).append(name)
-        return missing, edited
+                (lost if _is_broken(path) else edited).append(name)
+        return lost, edited
 
 
 _MANIFEST = TypeAdapter(Manifest)
@@ -186,21 +204,21 @@ def _damaged(folder: Path) -> MergeError:
     return MergeError(f"{folder / MANIFEST_FILE} is damaged; --overwrite starts anew")
 
 
-def fingerprint(job: MergeJob, plan: PlannedMerge) -> dict[str, Any]:
+def fingerprint(plan: PlannedMerge) -> dict[str, Any]:
     """Fingerprint of a merge, as JSON; where it has changed, the merge is not resumed.
 
     Files are named by their model, so that a family may be moved as a whole. The number of threads
     counts as a flag: the last bits of a sum depend on it.
     """
-    config = job.config()
-    flags = {name: value for name, value in job.options.items() if name not in _FREE_FLAGS}
+    models = plan.config.referenced_models()
     return {
-        "config": config_content(job.source),
-        "flags": {**flags, "num_threads": job.threads},
-        "versions": job.versions,
-        "inputs": {str(m): _model_files(m, job.adapters) for m in config.referenced_models()},
+        "config": config_content(plan.source),
+        "flags": plan.options.model_dump(exclude=_FREE_FLAGS)
+        | {"num_threads": torch.get_num_threads()},
+        "versions": package_versions(*MERGE_PACKAGES),
+        "inputs": {str(model): _model_files(model, plan.adapters) for model in models},
         "files": file_states(named_paths(plan, *FILE_PARAMETERS)),
-        "unplanned": sorted({"merge" if t.merged else "base" for t in job.unplanned}) or None,
+        "unplanned": sorted({"merge" if t.merged else "base" for t in plan.unplanned}) or None,
     }
 
 
@@ -218,7 +236,7 @@ def _model_files(
 
     Args:
         model: without an adapter, with one of `adapters`, or with one that was merged first.
-        adapters: see `MergeJob`.
+        adapters: see `PlannedMerge`.
     """
     read = Path(LoaderCache().get(model).index.base_path)
     folders = {"": read}
