@@ -260,22 +260,44 @@ def _compute(
     progress: MergeProgress,
     plan: PlannedMerge,
 ) -> None:
-    """Have all shards computed; nobody else touches the directory and the manifest."""
-    queue = ShardQueue(todo, largest_first=pool.free() > 1)
-    while queue:
-        while pool.free() and (shard := queue.take()):
-            pool.submit(shard)
+    """Have all shards computed; nobody else touches the directory and the manifest.
+
+    Raises:
+        MergeError: a shard cannot be computed.
+    """
+    shards = {shard.index: shard for shard in todo}
+    if pool.free() > 1:  # the largest first, so that none is left alone at the end
+        todo = sorted(todo, key=lambda shard: -sum(shard.work.values()))
+    waiting, done, failures = deque(todo), 0, Counter[int]()
+    while done < len(shards):
+        while waiting and pool.free():
+            pool.submit(waiting.popleft())
         for event in pool.events():
+            shard = shards[event.shard]
             if isinstance(event, TensorMerged):
                 progress.merged(event.name, event.seconds)
             elif isinstance(event, ShardDone):
-                shard = queue.done(event.shard)
                 _enter(manifest, shard, event, folder)
                 progress.finished(shard)
-            elif isinstance(event, ShardFailed):
-                folder.remove_parts(event.shard)
+                done += 1
+            else:
+                folder.remove_parts(shard.index)
                 check_inputs(plan.config)  # says which file it is, where one is the cause
-                progress.failed(queue.failed(event), event.message)
+                failures[shard.index] += 1
+                _give_up(shard, event, failures[shard.index])
+                progress.failed(shard, event.message)
+                waiting.appendleft(shard)
+
+
+def _give_up(shard: Shard, event: ShardFailed, count: int) -> None:
+    """Raise a `MergeError` if a shard that has failed so many times need not be tried again."""
+    if event.final or count >= ATTEMPTS:
+        times = "" if event.final else f" failed {count} times, the last time with"
+        raise MergeError(
+            f"{shard.file}{times}: {event.message}\nWhat is finished is kept: give the same "
+            "command with --resume once the cause is gone. If a model or the config has to "
+            "change for that, give --overwrite instead, which begins anew"
+        )
 
 
 def _enter(manifest: Manifest, shard: Shard, done: ShardDone, folder: OutputFolder) -> None:
@@ -288,52 +310,3 @@ def _enter(manifest: Manifest, shard: Shard, done: ShardDone, folder: OutputFold
     except OSError as error:
         raise OutputError(f"cannot write to {folder.path}: {error}") from error
     folder.remove_parts(shard.index)
-
-
-class ShardQueue:
-    """Which shard is computed next, and how often one may fail.
-
-    Args:
-        largest_first: by estimated work, so that none is left alone at the end; or in their order.
-    """
-
-    def __init__(self, shards: Sequence[Shard], *, largest_first: bool):
-        if largest_first:
-            shards = sorted(shards, key=lambda shard: -sum(shard.work.values()))
-        self._waiting = deque(shards)
-        self._taken: dict[int, Shard] = {}
-        self._failures: Counter[int] = Counter()
-
-    def __bool__(self) -> bool:
-        """Tell whether anything is left to do, or being done."""
-        return bool(self._waiting or self._taken)
-
-    def take(self) -> Shard | None:
-        """Return the next shard, which counts as being computed; None where none waits."""
-        if not self._waiting:
-            return None
-        shard = self._waiting.popleft()
-        self._taken[shard.index] = shard
-        return shard
-
-    def done(self, index: int) -> Shard:
-        return self._taken.pop(index)
-
-    def failed(self, event: ShardFailed) -> Shard:
-        """Let a shard that has failed wait again, before all others, and return it.
-
-        Raises:
-            MergeError: it need not be tried again.
-        """
-        shard = self._taken.pop(event.shard)
-        self._failures[event.shard] += 1
-        count = self._failures[event.shard]
-        if event.final or count >= ATTEMPTS:
-            times = "" if event.final else f" failed {count} times, the last time with"
-            raise MergeError(
-                f"{shard.file}{times}: {event.message}\nWhat is finished is kept: give the same "
-                "command with --resume once the cause is gone. If a model or the config has to "
-                "change for that, give --overwrite instead, which begins anew"
-            )
-        self._waiting.appendleft(shard)
-        return shard
