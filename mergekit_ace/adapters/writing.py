@@ -66,7 +66,7 @@ def write_adapter(
 
 def _parts(change: Change, made: LowRank | Tensor, dtype: torch.dtype) -> Iterator[Part]:
     if isinstance(made, LowRank):
-        first, second = to_peft(change.kind, _at_least_one(made), change.swapped)
+        first, second = to_peft(change.kind, made.padded(1), change.swapped)
         tensors = {"A": first, "B": second}
     else:
         tensors = {"": made}
@@ -127,18 +127,6 @@ def check_together(adapters: Sequence[Adapter]) -> None:
                     f"{change.kind} {change.shape} in {adapter.name}, which cannot be one adapter; "
                     f"{MERGE_MODELS}"
                 )
-
-
-def _at_least_one(factors: LowRank) -> LowRank:
-    """Return factors of rank 1 that are zero for those of rank 0."""
-    if factors.rank:
-        return factors
-    left, right = factors.left, factors.right
-    return LowRank(
-        left.new_zeros(*left.shape[:-1], 1),
-        right.new_zeros(*right.shape[:-2], 1, right.shape[-1]),
-        factors.shape,
-    )
 
 
 def _config_text(

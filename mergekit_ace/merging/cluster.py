@@ -31,7 +31,11 @@ class RayPool(WorkerPool):
     """
 
     def __init__(self, job: MergeJob, workers: WorkerOptions, *, memory: int, logs: bool):
-        self._ray = ray = _import_ray()
+        try:
+            import ray
+        except ImportError as error:
+            raise MergeError("--ray needs: pip install ray") from error
+        self._ray = ray
         self._ours = not ray.is_initialized()
         _connect(ray, str(workers.ray), logs=logs)
         on_gpu = job.options.device.startswith("cuda")
@@ -115,11 +119,3 @@ def _connect(ray: Any, address: str, *, logs: bool) -> None:
         )
     except OSError as error:  # Ray's ConnectionError is one
         raise MergeError(f"there is no Ray cluster at {address}: {error}") from error
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise MergeError("--ray needs: pip install ray") from error
-    return ray

@@ -127,20 +127,12 @@ def run_shards(
 
 
 def _check_flags(options: MergeOptions) -> None:
-    """Refuse flags of mergekit that mean nothing here.
-
-    Raises:
-        MergeError: naming the flag and what to give instead.
-    """
-    if options.multi_gpu:
+    """Raise a `MergeError` for flags of mergekit that mean nothing here."""
+    if options.multi_gpu or options.async_write or options.write_threads != 1:
         raise MergeError(
-            "--multi-gpu (and --gpu-rich) spread one process over all GPUs; here every worker has "
-            "GPUs of its own: give --cuda --workers N"
-        )
-    if options.async_write or options.write_threads != 1:
-        raise MergeError(
-            "--async-write and --write-threads are of no use here: a shard is finished when it is "
-            "on the disk. Give --workers N, and one computes while another writes"
+            "--multi-gpu, --gpu-rich, --async-write and --write-threads are for one process, and "
+            "here every worker has a GPU of its own, and one computes while another writes: give "
+            "--workers N, with --cuda for GPUs"
         )
 
 

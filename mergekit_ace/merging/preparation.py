@@ -12,14 +12,14 @@ from filelock import FileLock
 from mergekit.architecture import WeightInfo
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference
-from mergekit.io import ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_ace.adapters.adapter_plan import base_of
 from mergekit_ace.adapters.adapter_tasks import find_stored_change, read_adapters
 from mergekit_ace.adapters.peft_adapter import Adapter
-from mergekit_ace.headers import DamagedFileError, read_headers
+from mergekit_ace.checkpoint_files import check_model_folder
+from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.merging.job import MergeError
 from mergekit_ace.merging.manifest import named_paths
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
@@ -110,10 +110,9 @@ def _newest_weights(model: ModelReference) -> int:
 def _is_whole(folder: Path, newest: int) -> bool:
     """Tell whether a folder holds a config and all weights of its index, none of them outdated."""
     try:
-        index = ShardedTensorIndex.from_disk(str(folder))
-        read_headers(index.tensor_paths, index.base_path)
+        check_model_folder(folder)
         return (folder / "config.json").stat().st_mtime_ns >= newest
-    except Exception:  # of many kinds, from mergekit and safetensors
+    except (DamagedFileError, OSError):
         return False
 
 

@@ -183,7 +183,7 @@ def test_what_mergekit_says(tmp_path, where):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (("--multi-gpu",), "give --cuda --workers N"),
+        (("--multi-gpu",), "with --cuda for GPUs"),
         (("--async-write",), "one computes while another writes"),
         (("--workers", "2", "--gpus-per-worker", "2"), "a worker computes on one GPU"),
         (("--workers", "200", "--gpus-per-worker", "0.5"), "are more than the"),
