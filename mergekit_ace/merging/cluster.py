@@ -64,13 +64,13 @@ class RayWorker:
     def __init__(self, ray: Any, actor: Any):
         self._ray, self._actor = ray, actor
         self._farewell: list[Any] = []
-        self.stream: Any = None
+        self.stream = actor.start.options(num_returns="streaming").remote()
 
     def submit(self, shard: Shard) -> None:
         run = self._actor.run.options(num_returns="streaming")
         self.stream = run.remote(shard.index, shard.tensors)
 
-    def receive(self) -> Event:
+    def receive(self) -> Event | None:
         try:
             return self._ray.get(next(self.stream))
         except (self._ray.exceptions.RayError, StopIteration) as error:

@@ -98,13 +98,14 @@ def run_shards(
         if overwrite:
             folder.drop()
 
-        lost, edited = known.compare(folder.path) if known else ([], [])
-        whole = known is not None and known.complete and not lost
-        tokenizer = None if whole else build_in_order(plan.tokenizer_task)
-        groups = known.groups if known else ()
-        shards, memory = plan_shards(plan, checkpoints, tokenizer, groups)
-        manifest = known or Manifest.begin(plan, identity, shards)
-        todo = [] if whole else _begin(folder, manifest, shards, kept=edited)
+        tokenizer = build_in_order(plan.tokenizer_task)
+        shards, memory = plan_shards(plan, checkpoints, tokenizer)
+        manifest = known or Manifest.begin(plan, identity)
+        lost, edited = manifest.compare(folder.path, shards)
+        todo = [shard for shard in shards if shard.file not in manifest.files]
+        whole = manifest.complete and not lost and not todo and "config.json" in manifest.files
+        if not whole:
+            _begin(folder, manifest, todo, kept=edited)
 
         progress = MergeProgress(todo, kept=len(shards) - len(todo), quiet=quiet, as_json=as_json)
         libraries = redirect_stdout(sys.stderr) if as_json else nullcontext()
@@ -118,7 +119,7 @@ def run_shards(
                 with closing(make_pool(workers, job, memory, logs=logs)) as pool:
                     _compute(todo, pool, manifest, folder, progress, plan)
             if not whole:
-                manifest.files |= complete_model(folder, plan, tokenizer, manifest, kept=edited)
+                manifest.files |= complete_model(folder, plan, tokenizer, shards, kept=edited)
                 manifest.complete = True
                 manifest.write(folder.path)
             folder.remove_scratch()
@@ -222,26 +223,21 @@ def _job(plan: PlannedMerge, tokenizer: TokenizerInfo | None, folder: OutputFold
 
 
 def _begin(
-    folder: OutputFolder, manifest: Manifest, shards: Sequence[Shard], *, kept: Sequence[str]
-) -> list[Shard]:
-    """Let the directory hold an unfinished merge; return the shards that are to be computed.
-
-    Files that were edited are kept.
+    folder: OutputFolder, manifest: Manifest, todo: Sequence[Shard], *, kept: Sequence[str]
+) -> None:
+    """Let the directory hold an unfinished merge; files that were edited are kept.
 
     Raises:
-        OutputError: the disk has no room for them.
+        OutputError: the disk has no room for what is to be computed.
     """
     folder.clean_scratch()
     manifest.complete = False
     folder.unmark(kept)
     manifest.write(folder.path)
-    planned = zip(shards, manifest.shards, strict=True)
-    todo = [shard for shard, entry in planned if entry.finished is None]
     unfinished = {name for shard in todo for name in shard.tensors}
     for path, start in manifest.reports.items():
         drop_lines(path, start, unfinished)
     folder.check_room(sum(shard.bytes for shard in todo))
-    return todo
 
 
 def _compute(
@@ -297,7 +293,7 @@ def _enter(manifest: Manifest, shard: Shard, done: ShardDone, folder: OutputFold
         append_lines(done.reports)
         if done.path is not None:
             folder.move_in(Path(done.path), shard.file)
-        manifest.shards[shard.index].finished = done.finished
+        manifest.files[shard.file] = done.sha256
         manifest.write(folder.path)
     except OSError as error:
         raise OutputError(f"cannot write to {folder.path}: {error}") from error

@@ -151,15 +151,12 @@ def plan_shards(
     plan: PlannedMerge,
     checkpoints: Mapping[ModelReference, Checkpoint],
     tokenizer: TokenizerInfo | None,
-    groups: Sequence[Sequence[str]] = (),
 ) -> tuple[list[Shard], int]:
     """Divide a merge into files.
 
     Args:
         checkpoints: headers of all models.
         tokenizer: of the result; None where none is built.
-        groups: tensor names by file, where an earlier run has divided them; by the rule of
-            mergekit's writer without.
 
     Returns:
         The shards in the order of their files, and the bytes of memory that a worker takes.
@@ -172,7 +169,7 @@ def plan_shards(
     estimate = estimate_merge(plan, checkpoints, NOMINAL)
     work = {name: size / NOMINAL.read for name, size in sizes.items()}
     work |= {part.name: part.seconds(NOMINAL, refined=False) for part in estimate.tensors}
-    groups = groups or group_tensors(sizes, plan.options.out_shard_size)
+    groups = group_tensors(sizes, plan.options.out_shard_size)
     shards = [
         Shard(
             index,

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`merge_manifest.json`: the shards of a result, what it depends on, which of them are finished.
+"""`merge_manifest.json`: what a result depends on, and which of its files are finished.
 
 A manifest may be damaged, or made by somebody else. It says what need not be computed again, and
-nothing more: names of files come from the plan and paths from the config, and a manifest with
-others is refused.
+nothing more: names of files come from the plan and paths from the config.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -25,8 +25,7 @@ from pydantic import AfterValidator, Field, TypeAdapter
 
 from mergekit_ace.adapters.peft_adapter import adapter_folder
 from mergekit_ace.files import differences, file_states, package_versions, sha256, write_text
-from mergekit_ace.headers import DamagedFileError, read_file_header
-from mergekit_ace.merging.job import MERGE_PACKAGES, MergeError, Shard, index_file, shard_file
+from mergekit_ace.merging.job import MERGE_PACKAGES, MergeError, Shard
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
 from mergekit_ace.planning import PlannedMerge, config_content
 
@@ -56,34 +55,6 @@ FileName = Annotated[str, AfterValidator(_check_name)]
 
 
 @dataclass
-class FinishedShard:
-    """What is in the file of a shard that was written.
-
-    Attributes:
-        sha256: of the file; empty where all of its tensors turned out to be absent: no file.
-        tensors: bytes by tensor name, in the order of computation.
-    """
-
-    size: Count
-    sha256: Hash | Literal[""]
-    tensors: dict[str, Count]
-
-
-@dataclass
-class ManifestShard:
-    """A shard in the manifest.
-
-    Attributes:
-        finished: what is on the disk under its name; None while nothing is.
-    """
-
-    file: str
-    tensors: Annotated[list[str], Field(min_length=1)]
-    bytes: Count
-    finished: FinishedShard | None = None
-
-
-@dataclass
 class Manifest:
     """The whole manifest.
 
@@ -91,28 +62,25 @@ class Manifest:
         identity: the `fingerprint` of the merge.
         models: their names, in the order of the run that began the merge.
         reports: bytes that the files under `report:` had before the run, by path.
-        files: hashes of all other files of the model, by name, once it is complete.
+        files: SHA-256 of every finished file, by name; empty for a shard whose tensors all turned
+            out to be absent, so that there is no file.
         complete: whether the directory holds a model.
     """
 
     identity: dict[str, Any]
     models: list[str]
     reports: dict[str, Count]
-    shards: Annotated[list[ManifestShard], Field(min_length=1)]
-    files: dict[FileName, Hash] = field(default_factory=dict)
+    files: dict[FileName, Hash | Literal[""]]
     complete: bool = False
     format: int = field(default=_FORMAT)
 
     @classmethod
-    def begin(
-        cls, plan: PlannedMerge, identity: dict[str, Any], shards: Iterable[Shard]
-    ) -> Manifest:
+    def begin(cls, plan: PlannedMerge, identity: dict[str, Any]) -> Manifest:
         """Return the manifest of a merge of which nothing is finished."""
         models = [str(model) for model in plan.config.referenced_models()]
         paths = named_paths(plan, "report")
         reports = {path: os.path.getsize(path) if os.path.exists(path) else 0 for path in paths}
-        planned = [ManifestShard(shard.file, list(shard.tensors), shard.bytes) for shard in shards]
-        return cls(identity, models, reports, planned)
+        return cls(identity, models, reports, {})
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -138,13 +106,8 @@ class Manifest:
         except (ValueError, OSError, RecursionError) as error:
             raise _damaged(folder) from error
 
-    @property
-    def groups(self) -> list[list[str]]:
-        """Names of the tensors of every file."""
-        return [shard.tensors for shard in self.shards]
-
     def check(self, folder: Path, plan: PlannedMerge, identity: dict[str, Any]) -> None:
-        """Check that this is the manifest of a merge, with its shards under their names.
+        """Check that this is the manifest of a merge.
 
         Raises:
             MergeError: naming what has changed since the merge was begun.
@@ -158,42 +121,31 @@ class Manifest:
                 f"{', '.join(changed)}. Undo that, choose another directory, or --overwrite to "
                 "begin anew"
             )
-        safetensors, count = plan.options.safe_serialization, len(self.shards)
-        names = [shard_file(n, count, safetensors=safetensors) for n in range(count)]
-        planned = [name for shard in self.shards for name in shard.tensors] == list(plan.saves)
-        if not planned or [shard.file for shard in self.shards] != names:
-            raise _damaged(folder)
-        index = {index_file(safetensors=safetensors)} if count > 1 else set()
-        written = all(shard.finished for shard in self.shards)
-        if self.complete and not (written and index | {"config.json"} <= self.files.keys()):
-            raise _damaged(folder)
 
     def write(self, folder: Path) -> None:
         """Write the manifest, whole or not at all; it is on the disk when this returns."""
         text = json.dumps(asdict(self), indent=1) + "\n"
         write_text(folder / MANIFEST_FILE, text, durable=True)
 
-    def compare(self, folder: Path) -> tuple[list[str], list[str]]:
+    def compare(self, folder: Path, shards: Sequence[Shard]) -> tuple[list[str], list[str]]:
         """Compare a folder with what was finished in it.
 
         Returns:
-            The files that are gone or damaged, whose shards count as unfinished from now on; and
-            those beside the shards that somebody has edited.
+            The files that are gone or damaged, which count as unfinished from now on; and those
+            beside the shards that somebody has edited.
         """
-        finished = [shard for shard in self.shards if shard.finished]
         with ThreadPoolExecutor(_READERS) as readers:
-            intact = list(readers.map(lambda shard: _is_intact(folder, shard), finished))
+            hashes = list(readers.map(partial(_hash, folder), self.files))
+        sizes = {shard.file: shard.bytes for shard in shards}
         lost, edited = [], []
-        for shard, ok in zip(finished, intact, strict=True):
-            if not ok:
-                shard.finished = None
-                lost.append(shard.file)
-        for name, digest in self.files.items():
-            path = folder / name
-            if not path.is_file():
+        for (name, digest), found in zip(list(self.files.items()), hashes, strict=True):
+            if found == digest and (digest or not sizes.get(name)):
+                continue
+            if found and name not in sizes and not _is_broken(folder / name):
+                edited.append(name)
+            else:
                 lost.append(name)
-            elif sha256(path) != digest:
-                (lost if _is_broken(path) else edited).append(name)
+                del self.files[name]
         return lost, edited
 
 
@@ -266,27 +218,10 @@ def _header_hash(path: Path) -> str:
         return hashlib.sha256(start + file.read(min(length, 2**27))).hexdigest()
 
 
-def _is_intact(folder: Path, shard: ManifestShard) -> bool:
-    """Tell whether the file of a finished shard is what it was when it was finished."""
-    path, finished = folder / shard.file, shard.finished
-    assert finished is not None  # only those are asked for
-    if not finished.sha256:  # nothing was to be written
-        return not (path.exists() or finished.tensors or shard.bytes)
-    if path.is_symlink() or not path.is_file() or path.stat().st_size != finished.size:
-        return False
-    if not finished.tensors or not finished.tensors.keys() <= set(shard.tensors):
-        return False
-    return sha256(path) == finished.sha256 and _holds(path, finished)
-
-
-def _holds(path: Path, finished: FinishedShard) -> bool:
-    """Tell whether a file has the tensors that it is said to have; believed of pickles."""
-    if path.suffix != ".safetensors":
-        return True
-    try:
-        return read_file_header(path).keys() == finished.tensors.keys()
-    except DamagedFileError:
-        return False
+def _hash(folder: Path, name: str) -> str:
+    """Return the hash of a file; empty where there is none. A link is none of ours."""
+    path = folder / name
+    return sha256(path) if path.is_file() and not path.is_symlink() else ""
 
 
 def _is_broken(path: Path) -> bool:

@@ -32,8 +32,9 @@ from mergekit.tokenizer import TokenizerInfo
 
 from mergekit_ace.adapters.adapter_plan import base_of
 from mergekit_ace.files import flush_to_disk, sha256, write_text
-from mergekit_ace.merging.job import MergeError, OutputError, index_file
-from mergekit_ace.merging.manifest import MANIFEST_FILE, Manifest
+from mergekit_ace.headers import read_file_header
+from mergekit_ace.merging.job import MergeError, OutputError, Shard, index_file
+from mergekit_ace.merging.manifest import MANIFEST_FILE
 from mergekit_ace.model_files import READ_BESIDE, add_model_files, config_donor
 from mergekit_ace.planning import PlannedMerge
 
@@ -190,7 +191,7 @@ def complete_model(
     folder: OutputFolder,
     plan: PlannedMerge,
     tokenizer: TokenizerInfo | None,
-    manifest: Manifest,
+    shards: Sequence[Shard],
     *,
     kept: Sequence[str] = (),
 ) -> dict[str, str]:
@@ -209,7 +210,9 @@ def complete_model(
     staging = folder.scratch / f"complete-{uuid.uuid4().hex}"
     staging.mkdir()
     options = plan.options
-    _write_index(staging, manifest, safetensors=options.safe_serialization)
+    if len(shards) > 1:
+        index = index_file(safetensors=options.safe_serialization)
+        (staging / index).write_text(_index_text(folder.path, shards), encoding="utf-8")
     if tokenizer is not None:
         multiple = plan.vocabulary_multiple
         _update_config_vocab(plan.out_config, plan.architecture, tokenizer.tokenizer, multiple)
@@ -269,18 +272,16 @@ def _mark_folders(value: Any) -> Any:
     return value
 
 
-def _write_index(staging: Path, manifest: Manifest, *, safetensors: bool) -> None:
-    """Write which file holds which tensor; only where there is more than one file."""
-    if len(manifest.shards) < 2:
-        return
+def _index_text(folder: Path, shards: Iterable[Shard]) -> str:
+    """Return which file holds which tensor; not all that were planned need be there."""
     places, total = {}, 0
-    for shard in manifest.shards:
-        tensors = shard.finished.tensors if shard.finished else {}
-        places |= dict.fromkeys(tensors, shard.file)
-        total += sum(tensors.values())
+    for shard in shards:
+        path = folder / shard.file
+        held = read_file_header(path) if path.exists() else {}
+        places |= {name: shard.file for name in shard.tensors if name in held}
+        total += sum(header.bytes for header in held.values())
     metadata = {"total_size": total, "mergekit_version": version("mergekit")}
-    text = json.dumps({"metadata": metadata, "weight_map": places}, indent=2)
-    (staging / index_file(safetensors=safetensors)).write_text(text, encoding="utf-8")
+    return json.dumps({"metadata": metadata, "weight_map": places}, indent=2)
 
 
 def _write_tokenizer(staging: Path, plan: PlannedMerge, built: TokenizerInfo | None) -> None:

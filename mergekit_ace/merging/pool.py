@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,8 +53,12 @@ class PoolWorker(Protocol):
     def submit(self, shard: Shard) -> None:
         """Have a shard computed; the one before is done."""
 
-    def receive(self) -> Event:
-        """Return what happens next to the shard; raises a `WorkerDiedError` if nothing will."""
+    def receive(self) -> Event | None:
+        """Return what happens next to the shard; at first None, once the worker has started.
+
+        Raises:
+            WorkerDiedError: nothing will happen any more.
+        """
 
     def end(self) -> None:
         """Tell it to end; returns at once."""
@@ -68,9 +73,12 @@ class PoolWorker(Protocol):
 class WorkerPool:
     """Workers that compute one shard after the other; one that dies is replaced.
 
+    A shard waits for whichever worker is there first: those for which a cluster has no room, not
+    yet or after it lost a node, never start.
+
     Args:
         start: starts a worker.
-        wait: returns those of some busy workers that have something to say, once there are some.
+        wait: returns those of some workers that have something to say, once there are some.
         count: of workers, at most.
     """
 
@@ -81,42 +89,66 @@ class WorkerPool:
         count: int,
     ):
         self._start, self._wait, self._count = start, wait, count
+        self._starting: list[PoolWorker] = []
         self._idle: list[PoolWorker] = []
         self._busy: dict[PoolWorker, int] = {}
+        self._waiting: deque[Shard] = deque()
 
     def free(self) -> int:
         """Return how many more shards would be computed at once."""
-        return self._count - len(self._busy)
+        return self._count - len(self._busy) - len(self._waiting)
 
     def submit(self, shard: Shard) -> None:
         """Have a shard computed."""
-        worker = self._idle.pop() if self._idle else self._start()
-        self._busy[worker] = shard.index
-        worker.submit(shard)
+        self._waiting.append(shard)
+        if self._idle:
+            self._employ(self._idle.pop())
+        elif len(self._starting) + len(self._busy) < self._count:
+            self._starting.append(self._start())
 
     def events(self) -> Iterator[Event]:
-        """Wait until something happens to a shard that was submitted, and yield what it is."""
-        for worker in self._wait(list(self._busy)):
+        """Wait until something happens to workers and shards, and yield what happens to shards."""
+        for worker in self._wait([*self._starting, *self._busy]):
             try:
                 event = worker.receive()
             except WorkerDiedError as error:
-                shard = self._busy.pop(worker)
-                worker.close(0)
-                yield ShardFailed(shard, f"the worker that computed it {error}")
-                continue
-            if not isinstance(event, TensorMerged):
-                del self._busy[worker]
-                self._idle.append(worker)
-            yield event
+                event = self._bury(worker, error)
+            else:
+                if event is None:
+                    self._starting.remove(worker)
+                    self._employ(worker)
+                elif not isinstance(event, TensorMerged):
+                    del self._busy[worker]
+                    self._employ(worker)
+            if event is not None:
+                yield event
 
     def close(self) -> None:
         """Stop everything at once."""
         for worker in self._idle:
             worker.end()
-        for worker in self._busy:
+        for worker in (*self._starting, *self._busy):
             worker.close(0)
         for worker in self._idle:
             worker.close(PATIENCE)
+
+    def _employ(self, worker: PoolWorker) -> None:
+        if not self._waiting:
+            self._idle.append(worker)
+            return
+        shard = self._waiting.popleft()
+        self._busy[worker] = shard.index
+        worker.submit(shard)
+
+    def _bury(self, worker: PoolWorker, error: WorkerDiedError) -> ShardFailed | None:
+        """Return the failure of a dead worker's shard, or of the next one if it never started."""
+        worker.close(0)
+        if worker in self._busy:
+            return ShardFailed(self._busy.pop(worker), f"the worker that computed it {error}")
+        self._starting.remove(worker)
+        if not self._waiting:
+            return None
+        return ShardFailed(self._waiting.popleft().index, f"a worker that was started {error}")
 
 
 def make_pool(workers: WorkerOptions, job: MergeJob, memory: int, *, logs: bool) -> WorkerPool:
@@ -143,12 +175,12 @@ class LocalWorker:
 
     def __init__(self, job: MergeJob):
         self._worker = ShardWorker(job)
-        self._events: Iterator[Event] = iter(())
+        self._events: Iterator[Event | None] = iter((None,))
 
     def submit(self, shard: Shard) -> None:
         self._events = self._worker.run(shard.index, shard.tensors)
 
-    def receive(self) -> Event:
+    def receive(self) -> Event | None:
         return next(self._events)
 
     def end(self) -> None:
@@ -193,7 +225,7 @@ class ProcessWorker:
         with suppress(OSError):  # it has died: `receive` will tell
             self.pipe.send((shard.index, shard.tensors))
 
-    def receive(self) -> Event:
+    def receive(self) -> Event | None:
         try:
             return self.pipe.recv()
         except (EOFError, OSError) as error:
@@ -256,6 +288,7 @@ def _serve(job: MergeJob, pipe: Connection, gpu: str | None) -> None:
     threading.Thread(target=_exit_with_driver, daemon=True).start()
     worker = ShardWorker(job)
     with suppress(EOFError, OSError):  # the driver is gone
+        pipe.send(None)
         while (shard := pipe.recv()) is not None:
             for event in worker.run(*shard):
                 pipe.send(event)

@@ -22,7 +22,6 @@ from safetensors import SafetensorError
 
 from mergekit_ace.files import flush_to_disk, package_versions, sha256
 from mergekit_ace.merging.job import MERGE_PACKAGES, MergeError, MergeJob, OutputError
-from mergekit_ace.merging.manifest import FinishedShard
 from mergekit_ace.methods.inputs import is_finite
 from mergekit_ace.methods.notices import flush_notices
 
@@ -44,12 +43,13 @@ class ShardDone:
 
     Attributes:
         path: of its file, in a folder of its own; None where all of its tensors are absent.
+        sha256: of that file; empty without one.
         reports: lines to append, by path.
     """
 
     shard: int
     path: str | None
-    finished: FinishedShard
+    sha256: str
     reports: dict[str, str]
 
 
@@ -75,6 +75,10 @@ class ShardWorker:
     def __init__(self, job: MergeJob):
         torch.set_num_threads(job.threads)
         self.job = job
+
+    def start(self) -> Iterator[None]:
+        """Tell a cluster's driver that it has started."""
+        yield None
 
     def run(self, index: int, tensors: Sequence[str]) -> Iterator[Event]:
         """Compute a shard as `merge` does; an error is the last event."""
@@ -198,16 +202,14 @@ def _checked(save: SaveTensor) -> CheckedSave:
 def _write(
     index: int, folder: Path, writer: TensorWriter, reports: Mapping[str, Path]
 ) -> ShardDone:
-    tensors = {name: tensor.nbytes for name, tensor in writer.current_shard.items()}
     with _disk_errors(folder):
         writer.finalize()
         path = next((p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin")), None)
         if path is not None:
             flush_to_disk(path)
         lines = {to: own.read_text(encoding="utf-8") for to, own in reports.items() if own.exists()}
-        size, digest = (path.stat().st_size, sha256(path)) if path else (0, "")
-    finished = FinishedShard(size, digest, tensors)
-    return ShardDone(index, str(path) if path else None, finished, lines)
+        digest = sha256(path) if path else ""
+    return ShardDone(index, str(path) if path else None, digest, lines)
 
 
 @contextmanager

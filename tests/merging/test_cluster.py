@@ -22,6 +22,8 @@ from sharded import (
     refusal,
     save_llamas,
     save_speakers,
+    shards_of,
+    tensors_of,
     write_config,
 )
 
@@ -102,7 +104,7 @@ def test_two_nodes(cluster, tmp_path, monkeypatch):
         text = command(config, out, *SHARDS, "--ray", cluster.address, "--workers", 2, "--json")
     assert_same(tmp_path / "one" / "merged", out)
     events = [json.loads(line) for line in text.splitlines()]
-    shards = Manifest.read(out).shards
+    shards = shards_of(out)
     assert [e["event"] for e in events if e["event"] != "retry"] == [
         "start", *["shard"] * len(shards), "complete"
     ]  # fmt: skip
@@ -112,7 +114,7 @@ def test_two_nodes(cluster, tmp_path, monkeypatch):
     assert 1 <= len(retries) <= 2
     assert all("the worker that computed it died" in error for error in retries)
     lines = [json.loads(line)["tensor"] for line in report.read_text().splitlines()]
-    assert sorted(lines) == sorted(name for shard in shards for name in shard.tensors)
+    assert sorted(lines) == sorted(tensors_of(*(out / shard for shard in shards)))
 
 
 def test_a_cluster_that_is_not_there(tmp_path):

@@ -11,26 +11,42 @@ from mergekit_ace.merging.pool import LocalWorker, WorkerDiedError, WorkerPool
 
 
 class Crew:
-    """Workers of this process of which some die, and in which order they were given shards."""
+    """Workers of this process, and in which order they were given shards.
 
-    def __init__(self, count: int, deaths: int = 0):
-        self.count, self.deaths, self.given = count, deaths, []
+    Args:
+        deaths: of workers, from the third shard on.
+        lost: workers that never start, the first of all.
+    """
+
+    def __init__(self, count: int, deaths: int = 0, lost: int = 0):
+        self.count, self.deaths, self.lost, self.given = count, deaths, lost, []
+        self.started: list[LocalWorker] = []
 
     def make_pool(self, workers, job, memory, *, logs):
         crew = self
 
         class Mortal(LocalWorker):
+            employed = False
+
             def submit(self, shard):
+                self.employed = True
                 crew.given.append((shard.index, sum(shard.work.values())))
                 super().submit(shard)
 
             def receive(self):
-                if crew.deaths and len(crew.given) > 2:
+                if self.employed and crew.deaths and len(crew.given) > 2:
                     crew.deaths -= 1
                     raise WorkerDiedError("died")
                 return super().receive()
 
-        return WorkerPool(lambda: Mortal(job), list, self.count)
+        def start():
+            self.started.append(Mortal(job))
+            return self.started[-1]
+
+        def wait(workers):
+            return [worker for worker in workers if worker not in self.started[: self.lost]]
+
+        return WorkerPool(start, wait, self.count)
 
 
 @pytest.fixture
@@ -64,3 +80,12 @@ def test_deaths(tmp_path, config, monkeypatch):
     text = refusal(config, tmp_path / "again", *SHARDS)
     assert "failed 3 times, the last time with: the worker that computed it died" in text
     assert len(finished(tmp_path / "again")) == 2
+
+
+def test_workers_for_which_there_is_no_room(tmp_path, config, monkeypatch):
+    """As in a cluster that has lost a node: the others compute all shards."""
+    crew = Crew(3, deaths=1, lost=1)
+    monkeypatch.setattr(driver, "make_pool", crew.make_pool)
+    command(config, tmp_path / "merged", *SHARDS)
+    assert len(crew.started) == 4
+    assert len(finished(tmp_path / "merged")) == len(crew.given) - 1
