@@ -108,6 +108,8 @@ class PlannedMerge:
     Attributes:
         saves: mergekit's tasks by tensor name; those of tensors that it does not plan come last.
         tokenizer_task: builds the tokenizer of the result; None where it is only copied.
+        unplanned: what is merged or copied beside what mergekit plans.
+        adapters: models whose adapters are not merged into their bases first.
     """
 
     config: MergeConfiguration
@@ -116,6 +118,8 @@ class PlannedMerge:
     architecture: ModelArchitecture
     saves: Mapping[str, SaveTensor]
     tokenizer_task: BuildTokenizer | None
+    unplanned: tuple[UnplannedTensor, ...] = ()
+    adapters: tuple[ModelReference, ...] = ()
 
     @cached_property
     def out_config(self) -> PretrainedConfig:
@@ -131,6 +135,12 @@ class PlannedMerge:
     def method(self) -> MergeMethod:
         """The merge method."""
         return merge_methods.get(self.config.merge_method)
+
+    @property
+    def vocabulary_multiple(self) -> int | None:
+        """What the rows of the result's embeddings are padded to a multiple of."""
+        settings = self.config.tokenizer
+        return settings.pad_to_multiple_of if settings else None
 
 
 def read_yaml(path: Path) -> tuple[Any, str]:
@@ -366,7 +376,7 @@ def plan_tensors(
     saves += plan_unplanned(planner, unplanned, saves[0].writer_task)
     builder = next((target for target in targets if isinstance(target, BuildTokenizer)), None)
     by_name = {save.tensor_name: save for save in saves}
-    return PlannedMerge(config, source, options, architecture, by_name, builder)
+    return PlannedMerge(config, source, options, architecture, by_name, builder, tuple(unplanned))
 
 
 def _result_config(

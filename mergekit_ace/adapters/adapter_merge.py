@@ -19,7 +19,7 @@ from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor, names
 from mergekit_ace.adapters.peft_adapter import Change
 from mergekit_ace.algebra.low_rank import LowRank, compress
 from mergekit_ace.algebra.records import TensorRecord
-from mergekit_ace.algebra.spectrum import Directions, leading_directions
+from mergekit_ace.algebra.spectrum import leading_directions
 from mergekit_ace.methods.base import MERGE_ERRORS, TaskVectorMethod
 from mergekit_ace.methods.devices import first_that_fits
 from mergekit_ace.methods.inputs import TensorSettings
@@ -134,7 +134,7 @@ class AdapterMerge:
         merged = _execute(tensor.planned, zero, full)
         stacked = len(shape) == 3 and tensor.known[0].kind == "parameter"
         matrices = merged if stacked else merged.flatten(1)[None]
-        found = [_cut(matrix, self.rank) for matrix in matrices]
+        found = [leading_directions(m, min(self.rank, *m.shape)) for m in matrices]
         left = torch.stack([one.left * one.values for one in found])
         right = torch.stack([one.right.mT for one in found]).double()
         kept = sum(float(one.values.square().sum()) for one in found)
@@ -246,10 +246,6 @@ def _merge_linearly(
     )
     merged, lost = compress(stacked, min(rank or most, most))
     return MergedChange(change, merged, lost=lost)
-
-
-def _cut(matrix: Tensor, rank: int) -> Directions:
-    return leading_directions(matrix, min(rank, *matrix.shape))
 
 
 def leaves_span(planned: PlannedTensor) -> str:

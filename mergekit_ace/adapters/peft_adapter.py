@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from mergekit.common import ModelPath
@@ -82,6 +83,10 @@ class Adapter:
     changes: Mapping[str, Change]
     network: nn.Module
     file: TensorFile = field(repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the network, whose code a worker may not have: it only reads tensors."""
+        return {**vars(self), "network": None}
 
     def low_rank(self, name: str) -> LowRank:
         """Return the change of a tensor as factors in float64, with PEFT's scale within.

@@ -66,7 +66,7 @@ def write_adapter(
 
 def _parts(change: Change, made: LowRank | Tensor, dtype: torch.dtype) -> Iterator[Part]:
     if isinstance(made, LowRank):
-        first, second = to_peft(change.kind, _at_least_one(made), change.swapped)
+        first, second = to_peft(change.kind, made.padded(1), change.swapped)
         tensors = {"A": first, "B": second}
     else:
         tensors = {"": made}
@@ -129,18 +129,6 @@ def check_together(adapters: Sequence[Adapter]) -> None:
                 )
 
 
-def _at_least_one(factors: LowRank) -> LowRank:
-    """Return factors of rank 1 that are zero for those of rank 0."""
-    if factors.rank:
-        return factors
-    left, right = factors.left, factors.right
-    return LowRank(
-        left.new_zeros(*left.shape[:-1], 1),
-        right.new_zeros(*right.shape[:-2], 1, right.shape[-1]),
-        factors.shape,
-    )
-
-
 def _config_text(
     parts: Sequence[Part], adapters: Sequence[Adapter], base: str, revision: str | None
 ) -> str:
@@ -166,9 +154,8 @@ def _config_text(
     patterns = _rank_pattern({**modules, **parameters}, rank)
     targets: list[str] | str | None = None if parameters else _NO_MODULES
     if modules:
-        endings = shortest_endings(modules, [name for name, _ in network.named_modules()])
-        whole_names = "|".join(map(re.escape, modules))
-        targets = whole_names if endings is None else sorted(set(endings.values()))
+        everything = [name for name, _ in network.named_modules()]
+        targets = _shortest(modules, everything) or "|".join(map(re.escape, modules))
     config = LoraConfig(
         r=rank,
         lora_alpha=rank,
@@ -187,34 +174,16 @@ def _config_text(
     if saved and all(adapter.config.ensure_weight_tying for adapter in adapters):
         config.ensure_weight_tying = True
     if parameters:
-        endings = shortest_endings(parameters, [name for name, _ in network.named_parameters()])
-        config.target_parameters = sorted(set(endings.values()) if endings else parameters)
+        everything = [name for name, _ in network.named_parameters()]
+        config.target_parameters = _shortest(parameters, everything) or sorted(parameters)
     return json.dumps(config.to_dict(), indent=2, sort_keys=True, default=sorted) + "\n"
 
 
-def shortest_endings(chosen: Collection[str], everything: Iterable[str]) -> dict[str, str] | None:
-    """Return the shortest ending of every name that nothing but chosen names have.
-
-    Returns:
-        Ending by name; None if a chosen name is itself the ending of one that is not chosen.
-    """
-    ours, all_of_them = (
-        Counter(ending for name in names for ending in _endings(name))
-        for names in (chosen, everything)
-    )
-    found = {}
-    for name in chosen:
-        exact = [ending for ending in _endings(name) if ours[ending] == all_of_them[ending]]
-        if not exact:
-            return None
-        found[name] = exact[0]
-    return found
-
-
-def _endings(name: str) -> list[str]:
-    """Return a dotted name without its first parts, the shortest first."""
-    parts = name.split(".")
-    return [".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1)]
+def _shortest(chosen: Collection[str], everything: Iterable[str]) -> list[str] | None:
+    """Return the last parts of names where nothing but chosen names ends in them; else None."""
+    ends = {name.rpartition(".")[2] for name in chosen}
+    meant = {name for name in everything if name.rpartition(".")[2] in ends}
+    return sorted(ends) if meant == set(chosen) else None
 
 
 def _rank_pattern(ranks: Mapping[str, int], common: int) -> dict[str, int]:
@@ -225,9 +194,8 @@ def _rank_pattern(ranks: Mapping[str, int], common: int) -> dict[str, int]:
     pattern = {}
     for rank in sorted(set(ranks.values()) - {common}):
         names = [name for name, own in ranks.items() if own == rank]
-        endings = shortest_endings(names, ranks)
-        keys = map(re.escape, endings.values()) if endings else (f"^{re.escape(n)}" for n in names)
-        pattern.update(dict.fromkeys(keys, rank))
+        whole = [f"^{re.escape(name)}" for name in names]
+        pattern.update(dict.fromkeys(_shortest(names, ranks) or whole, rank))
     return pattern
 
 

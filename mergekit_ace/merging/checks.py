@@ -4,23 +4,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
-from mergekit_ace.merging.job import MergeError, MergeJob, read_checkpoints
+from mergekit_ace.merging.job import MergeError
 from mergekit_ace.merging.progress import MergeProgress
 from mergekit_ace.merging.trial import check_trial, try_prompt
 from mergekit_ace.model_files import config_donor
 from mergekit_ace.planning import PlannedMerge, read_merge_config
 from mergekit_ace.preflight.check import check_merge
+from mergekit_ace.preflight.checkpoints import Checkpoint
 from mergekit_ace.preflight.findings import Finding, shown_errors
 from mergekit_ace.preflight.loading import NotLoadedError, verify_model
 from mergekit_ace.preflight.unplanned_rules import Treatment, find_unplanned, treat_unplanned
+from mergekit_ace.unplanned import UnplannedTensor
 
 
 @dataclass(frozen=True)
@@ -53,27 +56,30 @@ def check_before(config: Path, options: MergeOptions, checks: MergeChecks) -> No
     _check(findings, "Nothing was merged; --no-check leaves this check out", quiet=options.quiet)
 
 
-def add_unplanned(job: MergeJob, plan: PlannedMerge, checks: MergeChecks) -> MergeJob:
-    """Return the merge with the tensors that mergekit leaves out of its plan.
+def find_extra(
+    plan: PlannedMerge, checkpoints: Mapping[ModelReference, Checkpoint], checks: MergeChecks
+) -> list[UnplannedTensor]:
+    """Return the tensors of a merge that mergekit leaves out of its plan.
 
     Raises:
         MergeError: there are some, and nobody has said what to do with them.
     """
-    config, options = job.config(), job.merge_options
-    checkpoints = read_checkpoints(job)
-    left = find_unplanned(config, options, plan.tensors, checkpoints)
+    left = find_unplanned(plan.config, plan.options, plan.tensors, checkpoints)
     extra, findings = treat_unplanned(left, checks.unplanned, plan.tensors, checkpoints)
-    _check(findings, "Nothing was merged", quiet=checks.strict or options.quiet)  # said already
-    return replace(job, unplanned=tuple(extra))
+    quiet = checks.strict or plan.options.quiet
+    _check(findings, "Nothing was merged", quiet=quiet)  # said already
+    return list(extra)
 
 
-def check_after(folder: Path, job: MergeJob, checks: MergeChecks, progress: MergeProgress) -> None:
+def check_after(
+    folder: Path, plan: PlannedMerge, checks: MergeChecks, progress: MergeProgress
+) -> None:
     """Check that a result is a whole model, and let it continue the prompt, where there is one.
 
     Raises:
         MergeError: something is wrong with it.
     """
-    donor, options = config_donor(job.config()), job.merge_options
+    donor, options = config_donor(plan.config), plan.options
     try:
         weights = Path(LoaderCache().get(donor).index.base_path)
         problem = verify_model(folder, donor, weights, trust_remote_code=options.trust_remote_code)

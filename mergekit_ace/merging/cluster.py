@@ -1,33 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers in a Ray cluster; one that dies is replaced, wherever there is room.
 
-They are actors, not tasks: an actor keeps its plan from shard to shard, whereas Ray starts a new
-process for every task that has a GPU.
+They are actors, not tasks: Ray starts a new process for every task that has a GPU.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from mergekit_ace.merging.job import MergeError, MergeJob, Shard
-from mergekit_ace.merging.pool import PATIENCE, WorkerOptions
-from mergekit_ace.merging.worker import Event, ShardFailed, ShardWorker, TensorMerged
+from mergekit_ace.merging.pool import WorkerDiedError, WorkerOptions, WorkerPool
+from mergekit_ace.merging.worker import Event, ShardWorker
 
 
-@dataclass
-class _Running:
-    """A shard that is being computed: by which actor, and the stream of its events."""
-
-    actor: Any
-    shard: int
-    stream: Any
-
-
-class RayPool:
+class RayPool(WorkerPool):
     """Actors in a Ray cluster that is there already.
 
     Each has as many CPUs to itself as torch has threads, or GPUs, and the memory of the estimate.
@@ -42,58 +31,59 @@ class RayPool:
     """
 
     def __init__(self, job: MergeJob, workers: WorkerOptions, *, memory: int, logs: bool):
-        self._ray = ray = _import_ray()
+        try:
+            import ray
+        except ImportError as error:
+            raise MergeError("--ray needs: pip install ray") from error
+        self._ray = ray
         self._ours = not ray.is_initialized()
         _connect(ray, str(workers.ray), logs=logs)
-        on_gpu = job.merge_options.device.startswith("cuda")
+        on_gpu = job.options.device.startswith("cuda")
         gpus = float(on_gpu) if workers.gpus is None else workers.gpus
         needed = {"CPU": 1 if on_gpu else job.threads, "GPU": gpus, "memory": memory}
         check_room(ray.nodes(), needed)
-        self._actors = ray.remote(ShardWorker).options(
+        actors = ray.remote(ShardWorker).options(
             num_cpus=needed["CPU"], num_gpus=gpus, memory=memory, max_restarts=0
         )
-        self._job = job
-        self._count = workers.workers
-        self._idle: list[Any] = []
-        self._running: list[_Running] = []
+        told = ray.put(job)
+        super().__init__(lambda: RayWorker(ray, actors.remote(told)), self._ready, workers.workers)
 
-    def free(self) -> int:
-        return self._count - len(self._running)
-
-    def submit(self, shard: Shard) -> None:
-        actor = self._idle.pop() if self._idle else self._actors.remote(self._job)
-        stream = actor.run.options(num_returns="streaming").remote(shard.index, shard.tensors)
-        self._running.append(_Running(actor, shard.index, stream))
-
-    def events(self) -> Iterator[Event]:
-        ready, _ = self._ray.wait([one.stream for one in self._running], num_returns=1)
-        for running in [one for one in self._running if one.stream in ready]:
-            yield self._receive(running)
+    def _ready(self, busy: Sequence[RayWorker]) -> list[RayWorker]:
+        streams, _ = self._ray.wait([worker.stream for worker in busy], num_returns=1)
+        return [worker for worker in busy if worker.stream in streams]
 
     def close(self) -> None:
-        farewell = [actor.close.remote() for actor in self._idle]
-        if farewell:
-            self._ray.wait(farewell, num_returns=len(farewell), timeout=PATIENCE)
-        for actor in [*self._idle, *(running.actor for running in self._running)]:
-            self._ray.kill(actor)
-        self._idle.clear()
-        self._running.clear()
+        super().close()
         if self._ours:
             self._ray.shutdown()
 
-    def _receive(self, running: _Running) -> Event:
-        """Return what an actor says; its death, or that of its node, is its shard's failure."""
+
+class RayWorker:
+    """An actor; its death, or that of its node, ends the stream of its events."""
+
+    def __init__(self, ray: Any, actor: Any):
+        self._ray, self._actor = ray, actor
+        self._farewell: list[Any] = []
+        self.stream = actor.start.options(num_returns="streaming").remote()
+
+    def submit(self, shard: Shard) -> None:
+        run = self._actor.run.options(num_returns="streaming")
+        self.stream = run.remote(shard.index, shard.tensors)
+
+    def receive(self) -> Event | None:
         try:
-            event: Event = self._ray.get(next(running.stream))
+            return self._ray.get(next(self.stream))
         except (self._ray.exceptions.RayError, StopIteration) as error:
-            self._running.remove(running)
-            self._ray.kill(running.actor)
             first = str(error).strip().splitlines() or [type(error).__name__]
-            return ShardFailed(running.shard, f"the worker that computed it died: {first[0]}")
-        if not isinstance(event, TensorMerged):
-            self._running.remove(running)
-            self._idle.append(running.actor)
-        return event
+            raise WorkerDiedError(f"died: {first[0]}") from error
+
+    def end(self) -> None:
+        self._farewell = [self._actor.close.remote()]
+
+    def close(self, patience: float) -> None:
+        if self._farewell:
+            self._ray.wait(self._farewell, timeout=patience)
+        self._ray.kill(self._actor)
 
 
 def check_room(nodes: Sequence[dict[str, Any]], needed: dict[str, float]) -> None:
@@ -129,11 +119,3 @@ def _connect(ray: Any, address: str, *, logs: bool) -> None:
         )
     except OSError as error:  # Ray's ConnectionError is one
         raise MergeError(f"there is no Ray cluster at {address}: {error}") from error
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise MergeError("--ray needs: pip install ray") from error
-    return ray

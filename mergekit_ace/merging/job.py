@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every process of a merge is told, its plan made from it, files and tokenizer of the result.
+"""What the workers of a merge are told; the files of the result, and its tokenizer.
 
-Nothing of the tokenizer is kept for a resumed run, which builds it again from the models and
-compares the numbers: a file in the directory of the result is never taken for a tokenizer.
+Nothing of the tokenizer is kept for a resumed run, which builds it again from the models: a file in
+the directory of the result is never taken for a tokenizer.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
 
 import torch
 import yaml
@@ -26,7 +22,7 @@ from mergekit.tokenizer.truncate import TruncatedVocabulary
 from pydantic import PrivateAttr
 from transformers import PreTrainedTokenizerFast
 
-from mergekit_ace.adapters.adapter_tasks import read_adapters, show_bases, use_adapters
+from mergekit_ace.adapters.adapter_tasks import read_adapters, use_adapters
 from mergekit_ace.headers import DTYPES
 from mergekit_ace.planning import PlannedMerge, PlannedTensor, plan_tensors
 from mergekit_ace.preflight.checkpoints import Checkpoint, checkpoint_of
@@ -34,7 +30,7 @@ from mergekit_ace.preflight.estimate import NOMINAL, estimate_merge
 from mergekit_ace.unplanned import UnplannedTensor
 
 # On whose versions a result depends.
-MERGE_PACKAGES = ("mergekit", "mergekit-ace", "torch", "transformers", "safetensors")
+MERGE_PACKAGES = ("mergekit", "mergekit-ace", "torch", "transformers", "tokenizers", "safetensors")
 
 
 class MergeError(RuntimeError):
@@ -56,78 +52,74 @@ class OrderedConfiguration(MergeConfiguration):
     _order: tuple[str, ...] = PrivateAttr(())
 
     @classmethod
-    def in_order(cls, content: Mapping[str, Any], order: tuple[str, ...]) -> OrderedConfiguration:
-        """Build one from what its YAML says, and the names of all models."""
-        config = cls.model_validate(dict(content))
-        config._order = order
+    def in_order(cls, source: str, order: Sequence[str]) -> OrderedConfiguration:
+        """Build one from its YAML.
+
+        Args:
+            order: names of all models; in that of this process where these are not they.
+        """
+        config = cls.model_validate(yaml.safe_load(source))
+        names = [str(model) for model in MergeConfiguration.referenced_models(config)]
+        config._order = tuple(order if sorted(order) == sorted(names) else names)
         return config
 
     def referenced_models(self) -> list[ModelReference]:
-        """Return all models, in their order."""
-        return sorted(super().referenced_models(), key=lambda model: self._order.index(str(model)))
+        """Return all models, in their order; last those that were not there when it was built."""
+        ranks = {name: rank for rank, name in enumerate(self._order)}
+        models = super().referenced_models()
+        return sorted(models, key=lambda model: ranks.get(str(model), len(ranks)))
 
 
 @dataclass(frozen=True)
 class MergeJob:
-    """A merge as all its processes know it; it is sent to each of them.
+    """A planned merge as its workers know it; it is sent to each of them.
 
     Attributes:
-        options: fields of mergekit's `MergeOptions`.
-        models: names of all models, in one order.
-        tokenizer: of the result, and where its tokens come from; None where none is built.
+        saves: mergekit's tasks by tensor name.
+        builder: mergekit's task that builds the tokenizer of the result; None where none is built.
+        tokenizer: what it has built.
         scratch: folder of unfinished files, below that of the result.
         folder: where relative paths of the configuration start.
         threads: of torch, in every process: sums of other numbers of threads differ in their last
             bits.
         versions: of the packages that the result depends on, in every process.
-        unplanned: tensors that are merged or copied beside what mergekit plans.
-        adapters: models whose adapters are not merged into their bases first.
     """
 
-    source: str
-    options: dict[str, Any]
-    models: tuple[str, ...]
+    saves: Mapping[str, SaveTensor]
+    options: MergeOptions
+    builder: BuildTokenizer | None
     tokenizer: TokenizerInfo | None
     scratch: str
     folder: str
     threads: int
-    versions: dict[str, str]
-    unplanned: tuple[UnplannedTensor, ...] = ()
-    adapters: tuple[ModelReference, ...] = ()
-
-    @cached_property
-    def merge_options(self) -> MergeOptions:
-        """mergekit's flags."""
-        return MergeOptions(**self.options)
-
-    def config(self) -> OrderedConfiguration:
-        """Return the configuration; a new one, as planning rewrites it."""
-        return OrderedConfiguration.in_order(yaml.safe_load(self.source), self.models)
-
-    @property
-    def vocabulary_multiple(self) -> int | None:
-        """What the rows of the result's embeddings are padded to a multiple of."""
-        settings = self.config().tokenizer
-        return settings.pad_to_multiple_of if settings else None
+    versions: Mapping[str, str]
 
 
-def plan_job(job: MergeJob) -> PlannedMerge:
+def plan_run(
+    config: MergeConfiguration,
+    source: str,
+    options: MergeOptions,
+    adapters: Sequence[ModelReference],
+    unplanned: Sequence[UnplannedTensor] = (),
+) -> PlannedMerge:
     """Plan as `mergekit-yaml` does; reads configs, indices and headers.
+
+    Args:
+        config, source: of the merge.
+        adapters: models whose adapters are not merged into their bases first, see `show_bases`.
+        unplanned: tensors that are merged or copied beside what mergekit plans.
 
     Raises:
         DamagedFileError: an adapter is damaged.
         RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says to the plan.
     """
-    options = job.merge_options
-    LoaderCache().setup(options)
-    show_bases(job.adapters)
-    adapters = read_adapters(job.adapters)
-    plan = plan_tensors(job.config(), job.source, options, job.unplanned, as_run=True)
+    found = read_adapters(adapters)
+    plan = plan_tensors(config, source, options, unplanned, as_run=True)
     saves = {
-        name: save.model_copy(update={"tensor_task": use_adapters(save.tensor_task, adapters)})
+        name: save.model_copy(update={"tensor_task": use_adapters(save.tensor_task, found)})
         for name, save in plan.saves.items()
     }
-    return replace(plan, saves=saves) if adapters else plan
+    return replace(plan, saves=saves, adapters=tuple(adapters))
 
 
 @dataclass(frozen=True)
@@ -156,31 +148,32 @@ class Shard:
 
 
 def plan_shards(
-    job: MergeJob, plan: PlannedMerge, groups: Sequence[Sequence[str]] = ()
+    plan: PlannedMerge,
+    checkpoints: Mapping[ModelReference, Checkpoint],
+    tokenizer: TokenizerInfo | None,
 ) -> tuple[list[Shard], int]:
-    """Divide a merge into files; reads the headers of all models.
+    """Divide a merge into files.
 
     Args:
-        groups: tensor names by file, where an earlier run has divided them; by the rule of
-            mergekit's writer without.
+        checkpoints: headers of all models.
+        tokenizer: of the result; None where none is built.
 
     Returns:
         The shards in the order of their files, and the bytes of memory that a worker takes.
-
-    Raises:
-        DamagedFileError: a file of a model is missing or damaged.
     """
-    options = job.merge_options
-    checkpoints = read_checkpoints(job)
-    sizes = _output_sizes(job, plan, checkpoints)
+    vocabulary = None
+    if tokenizer is not None:
+        size, multiple = len(tokenizer.tokenizer.get_vocab()), plan.vocabulary_multiple
+        vocabulary = size + -size % multiple if multiple else size
+    sizes = {name: _output_size(save, checkpoints, vocabulary) for name, save in plan.saves.items()}
     estimate = estimate_merge(plan, checkpoints, NOMINAL)
     work = {name: size / NOMINAL.read for name, size in sizes.items()}
     work |= {part.name: part.seconds(NOMINAL, refined=False) for part in estimate.tensors}
-    groups = groups or group_tensors(sizes, options.out_shard_size)
+    groups = group_tensors(sizes, plan.options.out_shard_size)
     shards = [
         Shard(
             index,
-            shard_file(index, len(groups), safetensors=options.safe_serialization),
+            shard_file(index, len(groups), safetensors=plan.options.safe_serialization),
             {name: sizes[name] for name in group},
             {name: work[name] for name in group},
         )
@@ -218,30 +211,20 @@ def index_file(*, safetensors: bool) -> str:
     return f"{shard_file(0, 1, safetensors=safetensors)}.index.json"
 
 
-def read_checkpoints(job: MergeJob) -> dict[ModelReference, Checkpoint]:
+def read_checkpoints(config: MergeConfiguration) -> dict[ModelReference, Checkpoint]:
     """Read the headers of all models.
 
     Raises:
         DamagedFileError: a file of a model is missing or damaged.
     """
-    models = job.config().referenced_models()
+    models = config.referenced_models()
     return {model: checkpoint_of(model, LoaderCache().get(model).index) for model in models}
-
-
-def _output_sizes(
-    job: MergeJob, plan: PlannedMerge, checkpoints: Mapping[ModelReference, Checkpoint]
-) -> dict[str, int]:
-    """Return the bytes of every tensor of the result; 0 where no header tells."""
-    vocabulary = None
-    if job.tokenizer is not None:
-        size, multiple = len(job.tokenizer.tokenizer.get_vocab()), job.vocabulary_multiple
-        vocabulary = size + -size % multiple if multiple else size
-    return {name: _output_size(save, checkpoints, vocabulary) for name, save in plan.saves.items()}
 
 
 def _output_size(
     save: SaveTensor, checkpoints: Mapping[ModelReference, Checkpoint], vocabulary: int | None
 ) -> int:
+    """Return the bytes of a tensor of the result; 0 where no header tells."""
     tensor = PlannedTensor(save.tensor_task)
     weights = dict(tensor.gather.weight_info.items())
     found = {m: header for m, w in weights.items() if (header := checkpoints[m].source(w))}
@@ -258,20 +241,17 @@ def _output_size(
     return torch.empty(shape, dtype=dtype, device="meta").nbytes
 
 
-def build_in_order(task: BuildTokenizer) -> TokenizerInfo:
-    """Build the tokenizer that mergekit has planned.
+def build_in_order(task: BuildTokenizer | None) -> TokenizerInfo | None:
+    """Build the tokenizer that mergekit has planned; None where it has planned none.
 
     mergekit numbers the new tokens of a union in the order in which the models' vocabularies list
-    them, and those of Rust list them in another order each time. Here they are listed by number.
+    them, and those of Rust list them in another order each time. Here they are listed by number, so
+    that a resumed merge has the same numbers.
     """
+    if task is None:
+        return None
     with _listed_by_number():
         return task.execute()
-
-
-def numbering(info: TokenizerInfo) -> str:
-    """Return a hash of which token has which number in the result."""
-    tokens = sorted(info.tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(tokens).encode("utf-8")).hexdigest()
 
 
 @contextmanager

@@ -1,35 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`merge_manifest.json`: the shards of a result, what it depends on, which of them are finished.
+"""`merge_manifest.json`: what a result depends on, and which of its files are finished.
 
 A manifest may be damaged, or made by somebody else. It says what need not be computed again, and
-nothing more: names of files come from the plan and paths from the config, and a manifest with
-others is refused.
+nothing more: names of files come from the plan and paths from the config.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
+import torch
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from mergekit_ace.adapters.peft_adapter import adapter_folder
-from mergekit_ace.files import file_states, sha256, write_text
-from mergekit_ace.headers import DamagedFileError, read_file_header
-from mergekit_ace.merging.job import MergeError, MergeJob, Shard, index_file, shard_file
+from mergekit_ace.files import differences, file_states, package_versions, sha256, write_text
+from mergekit_ace.merging.job import MERGE_PACKAGES, MergeError, Shard
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
 from mergekit_ace.planning import PlannedMerge, config_content
 
 MANIFEST_FILE = "merge_manifest.json"
-_FORMAT = 2
+_FORMAT = 3
 _LARGEST = 2**28  # bytes; 100,000 tensors take a tenth of that
 # Flags that change neither a tensor nor which files there are.
 _FREE_FLAGS = set(
@@ -54,62 +55,32 @@ FileName = Annotated[str, AfterValidator(_check_name)]
 
 
 @dataclass
-class FinishedShard:
-    """What is in the file of a shard that was written.
-
-    Attributes:
-        sha256: of the file; empty where all of its tensors turned out to be absent: no file.
-        tensors: bytes by tensor name, in the order of computation.
-    """
-
-    size: Count
-    sha256: Hash | Literal[""]
-    tensors: dict[str, Count]
-
-
-@dataclass
-class ManifestShard:
-    """A shard in the manifest.
-
-    Attributes:
-        finished: what is on the disk under its name; None while nothing is.
-    """
-
-    file: str
-    tensors: Annotated[list[str], Field(min_length=1)]
-    bytes: Count
-    finished: FinishedShard | None = None
-
-
-@dataclass
 class Manifest:
     """The whole manifest.
 
     Attributes:
         identity: the `fingerprint` of the merge.
         models: their names, in the order of the run that began the merge.
-        tokenizer: hash of the tokens' numbers in the result; None where no tokenizer is built.
         reports: bytes that the files under `report:` had before the run, by path.
-        files: hashes of all other files of the model, by name, once it is complete.
+        files: SHA-256 of every finished file, by name; empty for a shard whose tensors all turned
+            out to be absent, so that there is no file.
         complete: whether the directory holds a model.
     """
 
     identity: dict[str, Any]
     models: list[str]
-    tokenizer: Hash | None
     reports: dict[str, Count]
-    shards: Annotated[list[ManifestShard], Field(min_length=1)]
-    files: dict[FileName, Hash] = field(default_factory=dict)
+    files: dict[FileName, Hash | Literal[""]]
     complete: bool = False
     format: int = field(default=_FORMAT)
 
     @classmethod
-    def begin(
-        cls, job: MergeJob, identity: dict[str, Any], shards: Iterable[Shard], reports: dict
-    ) -> Manifest:
+    def begin(cls, plan: PlannedMerge, identity: dict[str, Any]) -> Manifest:
         """Return the manifest of a merge of which nothing is finished."""
-        planned = [ManifestShard(shard.file, list(shard.tensors), shard.bytes) for shard in shards]
-        return cls(identity, list(job.models), None, reports, planned)
+        models = [str(model) for model in plan.config.referenced_models()]
+        paths = named_paths(plan, "report")
+        reports = {path: os.path.getsize(path) if os.path.exists(path) else 0 for path in paths}
+        return cls(identity, models, reports, {})
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -135,48 +106,47 @@ class Manifest:
         except (ValueError, OSError, RecursionError) as error:
             raise _damaged(folder) from error
 
-    @property
-    def groups(self) -> list[list[str]]:
-        """Names of the tensors of every file."""
-        return [shard.tensors for shard in self.shards]
+    def check(self, folder: Path, plan: PlannedMerge, identity: dict[str, Any]) -> None:
+        """Check that this is the manifest of a merge.
 
-    def check_plan(self, folder: Path, plan: PlannedMerge, *, safetensors: bool) -> None:
-        """Raise a `MergeError` if these are not the shards of a plan, under their names."""
-        count = len(self.shards)
-        names = [shard_file(n, count, safetensors=safetensors) for n in range(count)]
-        planned = [name for shard in self.shards for name in shard.tensors] == list(plan.saves)
-        if not planned or [shard.file for shard in self.shards] != names:
-            raise _damaged(folder)
-        index = {index_file(safetensors=safetensors)} if count > 1 else set()
-        written = all(shard.finished for shard in self.shards)
-        if self.complete and not (written and index | {"config.json"} <= self.files.keys()):
-            raise _damaged(folder)
+        Raises:
+            MergeError: naming what has changed since the merge was begun.
+        """
+        changed = differences(self.identity, identity)
+        if self.reports.keys() != set(named_paths(plan, "report")):
+            changed.append("report")
+        if changed:
+            raise MergeError(
+                f"{folder} holds a merge that cannot be resumed; changed since it was begun: "
+                f"{', '.join(changed)}. Undo that, choose another directory, or --overwrite to "
+                "begin anew"
+            )
 
     def write(self, folder: Path) -> None:
         """Write the manifest, whole or not at all; it is on the disk when this returns."""
         text = json.dumps(asdict(self), indent=1) + "\n"
         write_text(folder / MANIFEST_FILE, text, durable=True)
 
-    def forget_changed(self, folder: Path) -> list[str]:
-        """Take shards whose file is not what it was for unfinished; return their names."""
-        finished = [shard for shard in self.shards if shard.finished]
-        with ThreadPoolExecutor(_READERS) as readers:
-            intact = list(readers.map(lambda shard: _is_intact(folder, shard), finished))
-        changed = [shard for shard, ok in zip(finished, intact, strict=True) if not ok]
-        for shard in changed:
-            shard.finished = None
-        return [shard.file for shard in changed]
+    def compare(self, folder: Path, shards: Sequence[Shard]) -> tuple[list[str], list[str]]:
+        """Compare a folder with what was finished in it.
 
-    def changed_files(self, folder: Path) -> tuple[list[str], list[str]]:
-        """Return which files that are no shards are gone or damaged, and which ones were edited."""
-        missing, edited = [], []
-        for name, digest in self.files.items():
-            path = folder / name
-            if not path.is_file():
-                missing.append(name)
-            elif sha256(path) != digest:
-                (missing if _is_broken(path) else edited).append(name)
-        return missing, edited
+        Returns:
+            The files that are gone or damaged, which count as unfinished from now on; and those
+            beside the shards that somebody has edited.
+        """
+        with ThreadPoolExecutor(_READERS) as readers:
+            hashes = list(readers.map(partial(_hash, folder), self.files))
+        sizes = {shard.file: shard.bytes for shard in shards}
+        lost, edited = [], []
+        for (name, digest), found in zip(list(self.files.items()), hashes, strict=True):
+            if found == digest and (digest or not sizes.get(name)):
+                continue
+            if found and name not in sizes and not _is_broken(folder / name):
+                edited.append(name)
+            else:
+                lost.append(name)
+                del self.files[name]
+        return lost, edited
 
 
 _MANIFEST = TypeAdapter(Manifest)
@@ -186,21 +156,21 @@ def _damaged(folder: Path) -> MergeError:
     return MergeError(f"{folder / MANIFEST_FILE} is damaged; --overwrite starts anew")
 
 
-def fingerprint(job: MergeJob, plan: PlannedMerge) -> dict[str, Any]:
+def fingerprint(plan: PlannedMerge) -> dict[str, Any]:
     """Fingerprint of a merge, as JSON; where it has changed, the merge is not resumed.
 
     Files are named by their model, so that a family may be moved as a whole. The number of threads
     counts as a flag: the last bits of a sum depend on it.
     """
-    config = job.config()
-    flags = {name: value for name, value in job.options.items() if name not in _FREE_FLAGS}
+    models = plan.config.referenced_models()
     return {
-        "config": config_content(job.source),
-        "flags": {**flags, "num_threads": job.threads},
-        "versions": job.versions,
-        "inputs": {str(m): _model_files(m, job.adapters) for m in config.referenced_models()},
+        "config": config_content(plan.source),
+        "flags": plan.options.model_dump(exclude=_FREE_FLAGS)
+        | {"num_threads": torch.get_num_threads()},
+        "versions": package_versions(*MERGE_PACKAGES),
+        "inputs": {str(model): _model_files(model, plan.adapters) for model in models},
         "files": file_states(named_paths(plan, *FILE_PARAMETERS)),
-        "unplanned": sorted({"merge" if t.merged else "base" for t in job.unplanned}) or None,
+        "unplanned": sorted({"merge" if t.merged else "base" for t in plan.unplanned}) or None,
     }
 
 
@@ -218,7 +188,7 @@ def _model_files(
 
     Args:
         model: without an adapter, with one of `adapters`, or with one that was merged first.
-        adapters: see `MergeJob`.
+        adapters: see `PlannedMerge`.
     """
     read = Path(LoaderCache().get(model).index.base_path)
     folders = {"": read}
@@ -248,27 +218,10 @@ def _header_hash(path: Path) -> str:
         return hashlib.sha256(start + file.read(min(length, 2**27))).hexdigest()
 
 
-def _is_intact(folder: Path, shard: ManifestShard) -> bool:
-    """Tell whether the file of a finished shard is what it was when it was finished."""
-    path, finished = folder / shard.file, shard.finished
-    assert finished is not None  # only those are asked for
-    if not finished.sha256:  # nothing was to be written
-        return not (path.exists() or finished.tensors or shard.bytes)
-    if path.is_symlink() or not path.is_file() or path.stat().st_size != finished.size:
-        return False
-    if not finished.tensors or not finished.tensors.keys() <= set(shard.tensors):
-        return False
-    return sha256(path) == finished.sha256 and _holds(path, finished)
-
-
-def _holds(path: Path, finished: FinishedShard) -> bool:
-    """Tell whether a file has the tensors that it is said to have; believed of pickles."""
-    if path.suffix != ".safetensors":
-        return True
-    try:
-        return read_file_header(path).keys() == finished.tensors.keys()
-    except DamagedFileError:
-        return False
+def _hash(folder: Path, name: str) -> str:
+    """Return the hash of a file; empty where there is none. A link is none of ours."""
+    path = folder / name
+    return sha256(path) if path.is_file() and not path.is_symlink() else ""
 
 
 def _is_broken(path: Path) -> bool:

@@ -28,11 +28,13 @@ from mergekit.merge import (
     _set_chat_template,
     _update_config_vocab,
 )
+from mergekit.tokenizer import TokenizerInfo
 
 from mergekit_ace.adapters.adapter_plan import base_of
 from mergekit_ace.files import flush_to_disk, sha256, write_text
-from mergekit_ace.merging.job import MergeError, MergeJob, OutputError, index_file
-from mergekit_ace.merging.manifest import MANIFEST_FILE, Manifest
+from mergekit_ace.headers import read_file_header
+from mergekit_ace.merging.job import MergeError, OutputError, Shard, index_file
+from mergekit_ace.merging.manifest import MANIFEST_FILE
 from mergekit_ace.model_files import READ_BESIDE, add_model_files, config_donor
 from mergekit_ace.planning import PlannedMerge
 
@@ -187,9 +189,9 @@ class OutputFolder:
 
 def complete_model(
     folder: OutputFolder,
-    job: MergeJob,
     plan: PlannedMerge,
-    manifest: Manifest,
+    tokenizer: TokenizerInfo | None,
+    shards: Sequence[Shard],
     *,
     kept: Sequence[str] = (),
 ) -> dict[str, str]:
@@ -199,6 +201,7 @@ def complete_model(
     place, `config.json` last.
 
     Args:
+        tokenizer: of the result; None where none is built.
         kept: names of files that are there and stay as they are.
 
     Returns:
@@ -206,16 +209,22 @@ def complete_model(
     """
     staging = folder.scratch / f"complete-{uuid.uuid4().hex}"
     staging.mkdir()
-    _write_index(staging, manifest, safetensors=job.merge_options.safe_serialization)
-    _write_config(staging, job, plan)
-    if job.merge_options.write_model_card:
-        card = _model_card(job, folder.name)
+    options = plan.options
+    if len(shards) > 1:
+        index = index_file(safetensors=options.safe_serialization)
+        (staging / index).write_text(_index_text(folder.path, shards), encoding="utf-8")
+    if tokenizer is not None:
+        multiple = plan.vocabulary_multiple
+        _update_config_vocab(plan.out_config, plan.architecture, tokenizer.tokenizer, multiple)
+    plan.out_config.save_pretrained(staging)
+    if options.write_model_card:
+        card = _model_card(plan, folder.name)
         (staging / "README.md").write_text(card, encoding="utf-8")
-        (staging / "mergekit_config.yml").write_text(job.source, encoding="utf-8")
-    _write_tokenizer(staging, job)
+        (staging / "mergekit_config.yml").write_text(plan.source, encoding="utf-8")
+    _write_tokenizer(staging, plan, tokenizer)
     along = plan.architecture.tagalong_files or []
-    _copy_tagalong_files(_donor_config(job), str(staging), along, job.merge_options)
-    add_model_files(job.config(), staging, cache=job.merge_options.transformers_cache)
+    _copy_tagalong_files(_donor_config(plan), str(staging), along, options)
+    add_model_files(plan.config, staging, cache=options.transformers_cache)
     files = [path.relative_to(staging) for path in sorted(staging.rglob("*")) if path.is_file()]
     files = [path for path in files if path.as_posix() not in kept]
     for path in files:
@@ -228,26 +237,25 @@ def complete_model(
     return hashes
 
 
-def _donor_config(job: MergeJob) -> MergeConfiguration:
+def _donor_config(plan: PlannedMerge) -> MergeConfiguration:
     """Return the config for mergekit to copy files by, which merges an adapter for that."""
-    config = job.config()
-    donor = config_donor(config)
-    if donor in job.adapters:
-        config.base_model = base_of(donor)
-    return config
+    donor = config_donor(plan.config)
+    if donor not in plan.adapters:
+        return plan.config
+    return plan.config.model_copy(update={"base_model": base_of(donor)})
 
 
-def _model_card(job: MergeJob, name: str) -> str:
+def _model_card(plan: PlannedMerge, name: str) -> str:
     """Return mergekit's model card.
 
     mergekit asks the Hub for every model whose name could be of the Hub, although it is a folder
     here. Where there is no answer, folders are written with a leading ``./``, and nobody is asked.
     """
     try:
-        return generate_card(config=job.config(), config_yaml=job.source, name=name)
+        return generate_card(config=plan.config, config_yaml=plan.source, name=name)
     except Exception:  # of the libraries below, by what is wrong with the network
-        config = MergeConfiguration.model_validate(_mark_folders(yaml.safe_load(job.source)))
-        return generate_card(config=config, config_yaml=job.source, name=name)
+        config = MergeConfiguration.model_validate(_mark_folders(yaml.safe_load(plan.source)))
+        return generate_card(config=config, config_yaml=plan.source, name=name)
 
 
 def _mark_folders(value: Any) -> Any:
@@ -264,37 +272,26 @@ def _mark_folders(value: Any) -> Any:
     return value
 
 
-def _write_index(staging: Path, manifest: Manifest, *, safetensors: bool) -> None:
-    """Write which file holds which tensor; only where there is more than one file."""
-    if len(manifest.shards) < 2:
-        return
+def _index_text(folder: Path, shards: Iterable[Shard]) -> str:
+    """Return which file holds which tensor; not all that were planned need be there."""
     places, total = {}, 0
-    for shard in manifest.shards:
-        tensors = shard.finished.tensors if shard.finished else {}
-        places |= dict.fromkeys(tensors, shard.file)
-        total += sum(tensors.values())
+    for shard in shards:
+        path = folder / shard.file
+        held = read_file_header(path) if path.exists() else {}
+        places |= {name: shard.file for name in shard.tensors if name in held}
+        total += sum(header.bytes for header in held.values())
     metadata = {"total_size": total, "mergekit_version": version("mergekit")}
-    text = json.dumps({"metadata": metadata, "weight_map": places}, indent=2)
-    (staging / index_file(safetensors=safetensors)).write_text(text, encoding="utf-8")
+    return json.dumps({"metadata": metadata, "weight_map": places}, indent=2)
 
 
-def _write_config(staging: Path, job: MergeJob, plan: PlannedMerge) -> None:
-    config = plan.out_config
-    if job.tokenizer is not None:
-        tokenizer = job.tokenizer.tokenizer
-        _update_config_vocab(config, plan.architecture, tokenizer, job.vocabulary_multiple)
-    config.save_pretrained(staging)
-
-
-def _write_tokenizer(staging: Path, job: MergeJob) -> None:
-    options, config = job.merge_options, job.config()
-    if job.tokenizer is not None:
-        tokenizer = job.tokenizer.tokenizer
-        _set_chat_template(tokenizer, config)
-        tokenizer.save_pretrained(staging)
+def _write_tokenizer(staging: Path, plan: PlannedMerge, built: TokenizerInfo | None) -> None:
+    options, config = plan.options, plan.config
+    if built is not None:
+        _set_chat_template(built.tokenizer, config)
+        built.tokenizer.save_pretrained(staging)
     elif options.copy_tokenizer:
         try:
-            _copy_tokenizer(_donor_config(job), str(staging), options)
+            _copy_tokenizer(_donor_config(plan), str(staging), options)
         except Exception as error:  # as mergekit: the weights are worth keeping without it
             _LOG.error(
                 "The tokenizer could not be copied (%s). The merge is complete without it: copy "
@@ -304,11 +301,6 @@ def _write_tokenizer(staging: Path, job: MergeJob) -> None:
             )
     elif config.chat_template:
         _LOG.warning("There is no tokenizer in the result, so its chat_template: is not saved")
-
-
-def report_sizes(paths: Iterable[str]) -> dict[str, int]:
-    """Return the bytes of every report; 0 for one that is not there."""
-    return {path: os.path.getsize(path) if os.path.exists(path) else 0 for path in paths}
 
 
 def append_lines(reports: Mapping[str, str]) -> None:

@@ -7,11 +7,11 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import Protocol
 
 import torch
@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from mergekit_ace.merging.job import MergeError, MergeJob, Shard
 from mergekit_ace.merging.worker import Event, ShardFailed, ShardWorker, TensorMerged
-from mergekit_ace.planning import PlannedMerge
 
 # Imported once, by the process that all workers are forked from.
 PRELOADED = ["mergekit_ace.merging.pool", "mergekit.merge_methods"]
@@ -44,28 +43,119 @@ class WorkerOptions:
     start: str | None = None
 
 
-class WorkerPool(Protocol):
-    """Workers that compute shards, wherever they are; it replaces one that dies."""
+class WorkerDiedError(RuntimeError):
+    """A worker ended before its shard was computed; the message says how."""
+
+
+class PoolWorker(Protocol):
+    """A worker as the driver sees it."""
+
+    def submit(self, shard: Shard) -> None:
+        """Have a shard computed; the one before is done."""
+
+    def receive(self) -> Event | None:
+        """Return what happens next to the shard; at first None, once the worker has started.
+
+        Raises:
+            WorkerDiedError: nothing will happen any more.
+        """
+
+    def end(self) -> None:
+        """Tell it to end; returns at once."""
+
+    def close(self, patience: float) -> None:
+        """Give it so many seconds to end by itself, and then end it."""
+
+
+# Not a `ProcessPoolExecutor`, which was tried and saves 30 lines: one worker that is killed breaks
+# the whole pool. Where memory is too short for all workers at once, every shard in work would be
+# lost each time, until the merge gave up with none finished; nor could it say which worker died.
+class WorkerPool:
+    """Workers that compute one shard after the other; one that dies is replaced.
+
+    A shard waits for whichever worker is there first: those for which a cluster has no room, not
+    yet or after it lost a node, never start.
+
+    Args:
+        start: starts a worker.
+        wait: returns those of some workers that have something to say, once there are some.
+        count: of workers, at most.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], PoolWorker],
+        wait: Callable[[Sequence[PoolWorker]], Sequence[PoolWorker]],
+        count: int,
+    ):
+        self._start, self._wait, self._count = start, wait, count
+        self._starting: list[PoolWorker] = []
+        self._idle: list[PoolWorker] = []
+        self._busy: dict[PoolWorker, int] = {}
+        self._waiting: deque[Shard] = deque()
 
     def free(self) -> int:
         """Return how many more shards would be computed at once."""
+        return self._count - len(self._busy) - len(self._waiting)
 
     def submit(self, shard: Shard) -> None:
         """Have a shard computed."""
+        self._waiting.append(shard)
+        if self._idle:
+            self._employ(self._idle.pop())
+        elif len(self._starting) + len(self._busy) < self._count:
+            self._starting.append(self._start())
 
     def events(self) -> Iterator[Event]:
-        """Wait until something happens to a shard that was submitted, and yield what it is."""
+        """Wait until something happens to workers and shards, and yield what happens to shards."""
+        for worker in self._wait([*self._starting, *self._busy]):
+            try:
+                event = worker.receive()
+            except WorkerDiedError as error:
+                event = self._bury(worker, error)
+            else:
+                if event is None:
+                    self._starting.remove(worker)
+                    self._employ(worker)
+                elif not isinstance(event, TensorMerged):
+                    del self._busy[worker]
+                    self._employ(worker)
+            if event is not None:
+                yield event
 
     def close(self) -> None:
         """Stop everything at once."""
+        for worker in self._idle:
+            worker.end()
+        for worker in (*self._starting, *self._busy):
+            worker.close(0)
+        for worker in self._idle:
+            worker.close(PATIENCE)
+
+    def _employ(self, worker: PoolWorker) -> None:
+        if not self._waiting:
+            self._idle.append(worker)
+            return
+        shard = self._waiting.popleft()
+        self._busy[worker] = shard.index
+        worker.submit(shard)
+
+    def _bury(self, worker: PoolWorker, error: WorkerDiedError) -> ShardFailed | None:
+        """Return the failure of a dead worker's shard, or of the next one if it never started."""
+        worker.close(0)
+        if worker in self._busy:
+            return ShardFailed(self._busy.pop(worker), f"the worker that computed it {error}")
+        self._starting.remove(worker)
+        if not self._waiting:
+            return None
+        return ShardFailed(self._waiting.popleft().index, f"a worker that was started {error}")
 
 
-def make_pool(
-    workers: WorkerOptions, job: MergeJob, plan: PlannedMerge, memory: int, *, logs: bool
-) -> WorkerPool:
+def make_pool(workers: WorkerOptions, job: MergeJob, memory: int, *, logs: bool) -> WorkerPool:
     """Make the pool that the command line asks for.
 
     Args:
+        memory: bytes that a worker takes.
         logs: show what workers on other machines print.
 
     Raises:
@@ -76,132 +166,87 @@ def make_pool(
 
         return RayPool(job, workers, memory=memory, logs=logs)
     if workers.workers > 1:
-        return ProcessPool(job, workers)
-    return SerialPool(job, plan)
+        return _process_pool(job, workers)
+    return WorkerPool(lambda: LocalWorker(job), list, 1)
 
 
-class SerialPool:
-    """Computes one shard after the other in this process."""
+class LocalWorker:
+    """This process."""
 
-    def __init__(self, job: MergeJob, plan: PlannedMerge):
+    def __init__(self, job: MergeJob):
         self._worker = ShardWorker(job)
-        self._worker.plan = plan  # it need not plan again
-        self._shard: Shard | None = None
-
-    def free(self) -> int:
-        return int(self._shard is None)
+        self._events: Iterator[Event | None] = iter((None,))
 
     def submit(self, shard: Shard) -> None:
-        self._shard = shard
+        self._events = self._worker.run(shard.index, shard.tensors)
 
-    def events(self) -> Iterator[Event]:
-        assert self._shard is not None  # the driver waits only for what it has submitted
-        yield from self._worker.run(self._shard.index, self._shard.tensors)
-        self._shard = None
+    def receive(self) -> Event | None:
+        return next(self._events)
 
-    def close(self) -> None:
+    def end(self) -> None:
         self._worker.close()
+
+    def close(self, patience: float) -> None:
         LoaderCache().flush_all()
 
 
-@dataclass
-class _Process:
-    """A worker, as the driver sees it.
+def _process_pool(job: MergeJob, workers: WorkerOptions) -> WorkerPool:
+    methods = multiprocessing.get_all_start_methods()
+    start = workers.start or ("forkserver" if "forkserver" in methods else "spawn")
+    context = multiprocessing.get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload(PRELOADED)
+    gpus = assign_gpus(job.options.device, workers)
 
-    Attributes:
-        gpu: name of its GPU; None without.
-        shard: index of what it computes; None while it waits.
+    def ready(busy: Sequence[ProcessWorker]) -> list[ProcessWorker]:
+        pipes = wait([worker.pipe for worker in busy])
+        return [worker for worker in busy if worker.pipe in pipes]
+
+    return WorkerPool(lambda: ProcessWorker(context, job, gpus), ready, workers.workers)
+
+
+class ProcessWorker:
+    """A process of this machine.
+
+    Args:
+        gpus: that no worker has yet, None for none; it takes one, and gives it back.
     """
 
-    process: BaseProcess
-    pipe: Connection
-    gpu: str | None
-    shard: int | None = None
-
-
-# Not a `ProcessPoolExecutor`, which was tried and saves 30 lines: one worker that is killed breaks
-# the whole pool. Where memory is too short for all workers at once, every shard in work would be
-# lost each time, until the merge gave up with none finished; nor could it say which worker died.
-class ProcessPool:
-    """A few processes on this machine, each with a plan of its own.
-
-    Raises:
-        MergeError: there are not enough GPUs.
-    """
-
-    def __init__(self, job: MergeJob, workers: WorkerOptions):
-        methods = multiprocessing.get_all_start_methods()
-        start = workers.start or ("forkserver" if "forkserver" in methods else "spawn")
-        self._context = multiprocessing.get_context(start)
-        if start == "forkserver":
-            self._context.set_forkserver_preload(PRELOADED)
-        self._job = job
-        self._gpus = assign_gpus(job.merge_options.device, workers)
-        self._processes: list[_Process] = []
-
-    def free(self) -> int:
-        return len(self._gpus) - sum(one.shard is not None for one in self._processes)
+    def __init__(self, context: multiprocessing.context.BaseContext, job: MergeJob, gpus: list):
+        self.pipe, theirs = context.Pipe()
+        self._gpu, self._gpus = gpus.pop(0), gpus
+        self._process = context.Process(
+            target=_serve, args=(job, theirs, self._gpu), daemon=True, name="merge-worker"
+        )
+        self._process.start()
+        theirs.close()  # so that its death ends the pipe
 
     def submit(self, shard: Shard) -> None:
-        idle = next((one for one in self._processes if one.shard is None), None)
-        process = idle or self._start()
-        process.shard = shard.index
-        with suppress(OSError):  # it has died: `events` will tell
-            process.pipe.send((shard.index, shard.tensors))
+        with suppress(OSError):  # it has died: `receive` will tell
+            self.pipe.send((shard.index, shard.tensors))
 
-    def events(self) -> Iterator[Event]:
-        busy = [one for one in self._processes if one.shard is not None]
-        ready = wait([one.pipe for one in busy])
-        for process in busy:
-            if process.pipe in ready:
-                yield self._receive(process)
-
-    def close(self) -> None:
-        for one in self._processes:
-            if one.shard is not None:
-                one.process.kill()
-            with suppress(OSError):
-                one.pipe.send(None)
-        for one in self._processes:
-            one.process.join(PATIENCE)
-            one.process.kill()  # should it not have gone by itself
-            one.process.join()
-            one.pipe.close()
-        self._processes.clear()
-
-    def _start(self) -> _Process:
-        ours, theirs = self._context.Pipe()
-        taken = [one.gpu for one in self._processes]
-        gpu = next(gpu for gpu in self._gpus if self._gpus.count(gpu) > taken.count(gpu))
-        process = self._context.Process(
-            target=_serve, args=(self._job, theirs, gpu), daemon=True, name="merge-worker"
-        )
-        process.start()
-        theirs.close()  # so that its death ends the pipe
-        self._processes.append(_Process(process, ours, gpu))
-        return self._processes[-1]
-
-    def _receive(self, process: _Process) -> Event:
-        """Return what a worker says; its death is the failure of its shard."""
-        assert process.shard is not None  # nobody else is listened to
+    def receive(self) -> Event | None:
         try:
-            event: Event = process.pipe.recv()
-        except (EOFError, OSError):
-            event = self._remove_dead(process, process.shard)
-        if not isinstance(event, TensorMerged):
-            process.shard = None
-        return event
+            return self.pipe.recv()
+        except (EOFError, OSError) as error:
+            self._process.join()
+            code = self._process.exitcode
+            how = f"with status {code}"
+            if code is not None and code < 0:
+                how = f"by signal {-code} ({signal.Signals(-code).name})"
+                how += ": out of memory, or killed" if -code == signal.SIGKILL else ""
+            raise WorkerDiedError(f"ended {how}") from error
 
-    def _remove_dead(self, process: _Process, shard: int) -> ShardFailed:
-        process.process.join()
-        process.pipe.close()
-        self._processes.remove(process)
-        code = process.process.exitcode
-        how = f"with status {code}"
-        if code is not None and code < 0:
-            how = f"by signal {-code} ({signal.Signals(-code).name})"
-            how += ": out of memory, or killed" if -code == signal.SIGKILL else ""
-        return ShardFailed(shard, f"the worker that computed it ended {how}")
+    def end(self) -> None:
+        with suppress(OSError):
+            self.pipe.send(None)
+
+    def close(self, patience: float) -> None:
+        self._process.join(patience)
+        self._process.kill()
+        self._process.join()
+        self.pipe.close()
+        self._gpus.append(self._gpu)
 
 
 def assign_gpus(device: str, workers: WorkerOptions) -> list[str | None]:
@@ -243,6 +288,7 @@ def _serve(job: MergeJob, pipe: Connection, gpu: str | None) -> None:
     threading.Thread(target=_exit_with_driver, daemon=True).start()
     worker = ShardWorker(job)
     with suppress(EOFError, OSError):  # the driver is gone
+        pipe.send(None)
         while (shard := pipe.recv()) is not None:
             for event in worker.run(*shard):
                 pipe.send(event)

@@ -12,15 +12,15 @@ from filelock import FileLock
 from mergekit.architecture import WeightInfo
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference
-from mergekit.io import ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_ace.adapters.adapter_plan import base_of
 from mergekit_ace.adapters.adapter_tasks import find_stored_change, read_adapters
 from mergekit_ace.adapters.peft_adapter import Adapter
-from mergekit_ace.headers import DamagedFileError, read_headers
-from mergekit_ace.merging.job import MergeError, MergeJob
+from mergekit_ace.checkpoint_files import check_model_folder
+from mergekit_ace.headers import DamagedFileError
+from mergekit_ace.merging.job import MergeError
 from mergekit_ace.merging.manifest import named_paths
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
 from mergekit_ace.planning import ConfigError, PlannedMerge, model_folders
@@ -110,25 +110,24 @@ def _newest_weights(model: ModelReference) -> int:
 def _is_whole(folder: Path, newest: int) -> bool:
     """Tell whether a folder holds a config and all weights of its index, none of them outdated."""
     try:
-        index = ShardedTensorIndex.from_disk(str(folder))
-        read_headers(index.tensor_paths, index.base_path)
+        check_model_folder(folder)
         return (folder / "config.json").stat().st_mtime_ns >= newest
-    except Exception:  # of many kinds, from mergekit and safetensors
+    except (DamagedFileError, OSError):
         return False
 
 
-def needed_files(config: Path, job: MergeJob, plan: PlannedMerge) -> dict[Path, str]:
+def needed_files(config: Path, plan: PlannedMerge) -> dict[Path, str]:
     """Return the files and caches that a merge reads, with what they are to it."""
-    options = job.merge_options
+    options = plan.options
     needed = {config: "the config"}
     for parameter in FILE_PARAMETERS:
         paths = map(Path, named_paths(plan, parameter))
         needed |= {path.expanduser(): f"`{parameter}:` of the config" for path in paths}
     for cache in filter(None, (options.lora_merge_cache, options.transformers_cache)):
         needed[Path(cache)] = "the cache of models"
-    models = job.config().referenced_models()
+    models = plan.config.referenced_models()
     merged = (Path(LoaderCache().get(model).index.base_path) for model in models)
-    for folder in (*model_folders(job.config()), *merged):
+    for folder in (*model_folders(plan.config), *merged):
         files = folder.iterdir() if folder.is_dir() else ()
         needed |= dict.fromkeys((folder, *files), "a file of a model to be merged")
     return needed

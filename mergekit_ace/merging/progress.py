@@ -97,7 +97,9 @@ class MergeProgress:
         self._bar.close()
         computed, figures = self._count - self._kept, self.figures()
         self.event("complete", out=out, kept=self._kept, shards=self._count, **figures)
-        if computed:
+        if not computed:
+            self.say(f"{out} is complete: all its shards are as the manifest says")
+        else:
             self.say(
                 f"{computed} shard{'s' * (computed > 1)} in {in_time(figures['seconds'])}, "
                 f"{figures['bytes_per_second'] / 1e6:.3g} MB/s; {out} is complete. Slowest tensors:"

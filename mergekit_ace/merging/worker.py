@@ -9,29 +9,21 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
 import transformers
 from mergekit.common import ImmutableMap, dtype_from_name
 from mergekit.graph import Executor, TaskUniverse
-from mergekit.io.tasks import SaveTensor
+from mergekit.io.tasks import LoaderCache, SaveTensor
 from mergekit.io.tensor_writer import TensorWriter
+from mergekit.options import MergeOptions
 from safetensors import SafetensorError
 
 from mergekit_ace.files import flush_to_disk, package_versions, sha256
-from mergekit_ace.merging.job import (
-    MERGE_PACKAGES,
-    MergeError,
-    MergeJob,
-    OutputError,
-    plan_job,
-)
-from mergekit_ace.merging.manifest import FinishedShard
+from mergekit_ace.merging.job import MERGE_PACKAGES, MergeError, MergeJob, OutputError
 from mergekit_ace.methods.inputs import is_finite
 from mergekit_ace.methods.notices import flush_notices
-from mergekit_ace.planning import PlannedMerge
 
 _LARGEST_SEED = 2**32  # that of numpy
 
@@ -51,12 +43,13 @@ class ShardDone:
 
     Attributes:
         path: of its file, in a folder of its own; None where all of its tensors are absent.
+        sha256: of that file; empty without one.
         reports: lines to append, by path.
     """
 
     shard: int
     path: str | None
-    finished: FinishedShard
+    sha256: str
     reports: dict[str, str]
 
 
@@ -77,27 +70,15 @@ Event = TensorMerged | ShardDone | ShardFailed
 
 
 class ShardWorker:
-    """Computes shards in this process; plans once, when the first one is asked for."""
+    """Computes shards in this process."""
 
     def __init__(self, job: MergeJob):
         torch.set_num_threads(job.threads)
         self.job = job
 
-    @cached_property
-    def plan(self) -> PlannedMerge:
-        """mergekit's plan, the same in all processes.
-
-        Raises:
-            MergeError: other packages are installed here than where the driver is.
-        """
-        here = package_versions(*MERGE_PACKAGES)
-        if here != self.job.versions:
-            raise MergeError(
-                f"a worker has other packages ({here}) than the driver ({self.job.versions}); "
-                "install the same on all nodes of the cluster"
-            )
-        os.chdir(self.job.folder)  # workers of a cluster, or of a process that moved, are elsewhere
-        return plan_job(self.job)
+    def start(self) -> Iterator[None]:
+        """Tell a cluster's driver that it has started."""
+        yield None
 
     def run(self, index: int, tensors: Sequence[str]) -> Iterator[Event]:
         """Compute a shard as `merge` does; an error is the last event."""
@@ -124,31 +105,43 @@ class ShardWorker:
 
         Raises:
             OutputError: it cannot be written.
+            MergeError: other packages are installed here than where the driver is.
             Exception: whatever mergekit, or the merge method, says.
         """
-        plan, options = self.plan, self.job.merge_options
+        options = self._prepare()
         folder = Path(self.job.scratch, f"shard-{index + 1:05d}-{uuid.uuid4().hex}")
         # Random methods: the same draws whoever computes the shard, and whenever.
         transformers.set_seed(((options.random_seed or 0) + index) % _LARGEST_SEED)
         with _disk_errors(folder):
             folder.mkdir(parents=True)
         reports: dict[str, Path] = {}
-        saves = [_checked(_redirect_report(plan.saves[n], folder, reports)) for n in tensors]
+        saves = [_checked(_redirect_report(self.job.saves[n], folder, reports)) for n in tensors]
         writer = TensorWriter(str(folder), -1, options.safe_serialization)
         for name, seconds in self._execute(saves, writer):
             yield TensorMerged(index, name, seconds)
         yield _write(index, folder, writer, reports)
 
+    def _prepare(self) -> MergeOptions:
+        """Work where the driver does, with the same packages, and return mergekit's flags."""
+        here = package_versions(*MERGE_PACKAGES)
+        if here != self.job.versions:
+            raise MergeError(
+                f"a worker has other packages ({here}) than the driver ({self.job.versions}); "
+                "install the same on all nodes of the cluster"
+            )
+        os.chdir(self.job.folder)  # workers of a cluster, or of a process that moved, are elsewhere
+        LoaderCache().setup(self.job.options)
+        return self.job.options
+
     def _execute(
         self, saves: Sequence[SaveTensor], writer: TensorWriter
     ) -> Iterator[tuple[str, float]]:
         """Run mergekit's tasks by its own executor, which is given the writer and the tokenizer."""
-        options = self.job.merge_options
+        options, builder = self.job.options, self.job.builder
         universe = TaskUniverse(saves)
         known = {universe.get_handle(saves[0].writer_task): writer}
-        builder = self.plan.tokenizer_task and universe.get_handle(self.plan.tokenizer_task)
         if builder is not None:
-            known[builder] = self.job.tokenizer
+            known[universe.get_handle(builder)] = self.job.tokenizer
         executor = Executor(
             [universe.get_handle(save) for save in saves],
             math_device=options.device,
@@ -209,16 +202,14 @@ def _checked(save: SaveTensor) -> CheckedSave:
 def _write(
     index: int, folder: Path, writer: TensorWriter, reports: Mapping[str, Path]
 ) -> ShardDone:
-    tensors = {name: tensor.nbytes for name, tensor in writer.current_shard.items()}
     with _disk_errors(folder):
         writer.finalize()
         path = next((p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin")), None)
         if path is not None:
             flush_to_disk(path)
         lines = {to: own.read_text(encoding="utf-8") for to, own in reports.items() if own.exists()}
-        size, digest = (path.stat().st_size, sha256(path)) if path else (0, "")
-    finished = FinishedShard(size, digest, tensors)
-    return ShardDone(index, str(path) if path else None, finished, lines)
+        digest = sha256(path) if path else ""
+    return ShardDone(index, str(path) if path else None, digest, lines)
 
 
 @contextmanager

@@ -174,7 +174,7 @@ def test_what_leaves_the_span_is_looked_at_in_full(tmp_path):
     paths.append(str(tmp_path / "dora"))
     train_by_chance(tiny_llama, Path(paths[2]), 3, **settings)
     said = inspect(config_of(paths, "ace"), tmp_path / "report", fails=True)
-    assert "DoRA" in said
+    assert "use_dora" in said
     assert "With --lora-merge-cache DIR" in said
     cache = str(tmp_path / "cache")
     said = inspect(config_of(paths, "ace"), tmp_path / "report", "--lora-merge-cache", cache)

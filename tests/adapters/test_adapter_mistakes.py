@@ -70,7 +70,7 @@ def forget(tensors: dict) -> None:
 
 
 CONFIGS = {
-    "DoRA": ({"use_dora": True}, ["DoRA", "mergekit-yaml"]),
+    "DoRA": ({"use_dora": True}, ["use_dora", "mergekit-yaml"]),
     "IA3": ({"peft_type": "IA3"}, ["IA3"]),
     "LoHa": ({"peft_type": "LOHA"}, ["LOHA"]),
     "unknown": ({"peft_type": "NEXT"}, ["NEXT"]),

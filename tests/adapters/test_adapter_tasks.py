@@ -219,7 +219,7 @@ def test_what_cannot_be_taken_as_it_is_is_merged_first(family, tmp_path):
     train_by_chance(tiny_llama, Path(paths[2]), 3, **options)
     config = config_of(paths, "ace")
     said = command(config, tmp_path / "out", fails=True)
-    assert "DoRA" in said
+    assert "use_dora" in said
     assert "With --lora-merge-cache DIR, PEFT merges" in said
     cache = tmp_path / "cache"
     said = command(config, tmp_path / "out", "--lora-merge-cache", cache)

@@ -9,6 +9,7 @@ import torch
 import yaml
 from checkpoints import fine_tuned, save_family, tiny_llama
 from click.testing import CliRunner
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -99,8 +100,17 @@ def assert_same(one: Path, other: Path, *, but: str = "") -> None:
     assert [name for name in first if first[name] != second[name]] == []
 
 
+def shards_of(folder: Path) -> list[str]:
+    """Files of the finished shards, in their order."""
+    manifest = Manifest.read(folder)
+    return sorted(n for n in manifest.files if n.endswith(".safetensors")) if manifest else []
+
+
+def tensors_of(*files: Path) -> list[str]:
+    """Names of the tensors in some files."""
+    return [name for file in files for name in load_file(file)]
+
+
 def finished(folder: Path) -> dict[str, int]:
     """Inode of every finished shard: another one was written anew."""
-    manifest = Manifest.read(folder)
-    entries = [entry for entry in manifest.shards if entry.finished] if manifest else []
-    return {entry.file: (folder / entry.file).stat().st_ino for entry in entries}
+    return {name: (folder / name).stat().st_ino for name in shards_of(folder)}

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 from checkpoints import ace_config
-from sharded import SHARDS, command, contents, finished, refusal, save_speakers, write_config
+from sharded import (
+    SHARDS,
+    command,
+    contents,
+    finished,
+    refusal,
+    save_speakers,
+    shards_of,
+    write_config,
+)
 
 from mergekit_ace.merging.manifest import MANIFEST_FILE, Manifest
 
@@ -41,36 +50,23 @@ def change(out: Path, act: Callable[[dict], object]) -> None:
     path.write_text(json.dumps(content))
 
 
-def shard(content: dict, **fields) -> None:
-    content["shards"][0] |= fields
-
-
-def done(content: dict, **fields) -> None:
-    content["shards"][0]["finished"] |= fields
+def first(content: dict) -> str:
+    """The name of the first shard."""
+    return min(name for name in content["files"] if name.endswith(".safetensors"))
 
 
 DAMAGES = {
-    "no shards": lambda c: c.update(shards=[]),
-    "a shard is missing": lambda c: c["shards"].pop(),
-    "a name that leads out": lambda c: shard(c, file="../stolen.safetensors"),
-    "an absolute name": lambda c: shard(c, file="/stolen.safetensors"),
-    "another name": lambda c: shard(c, file="config.json"),
-    "a foreign tensor": lambda c: c["shards"][0]["tensors"].append("foreign"),
-    "a lost tensor": lambda c: c["shards"][0]["tensors"].pop(),
-    "a tensor twice": lambda c: c["shards"][0]["tensors"].append(c["shards"][0]["tensors"][0]),
-    "shards that change places": lambda c: c["shards"].reverse(),
-    "an entry without a hash": lambda c: c["shards"][0]["finished"].pop("sha256"),
-    "a hash that is none": lambda c: done(c, sha256="../../etc"),
-    "a size below 0": lambda c: done(c, size=-1),
-    "a size as text": lambda c: done(c, size="12"),
-    "an empty entry": lambda c: shard(c, finished={}),
+    "no files": lambda c: c.pop("files"),
+    "files in a list": lambda c: c.update(files=[first(c)]),
+    "a hash that is none": lambda c: c["files"].update({first(c): "../../etc"}),
+    "no hash": lambda c: c["files"].update({first(c): None}),
     "a file that leads out": lambda c: c["files"].update({"../stolen": "0" * 64}),
     "an absolute file": lambda c: c["files"].update({"/stolen": "0" * 64}),
     "reports in a list": lambda c: c.update(reports=[]),
-    "complete, but for a shard": lambda c: shard(c, finished=None),
-    "complete without a config": lambda c: c["files"].pop("config.json"),
-    "complete without an index": lambda c: c["files"].pop("model.safetensors.index.json"),
+    "a size below 0": lambda c: c.update(reports={"report.jsonl": -1}),
+    "a size as text": lambda c: c.update(reports={"report.jsonl": "12"}),
     "no list of models": lambda c: c.update(models=None),
+    "complete, or not": lambda c: c.update(complete="yes"),
 }
 
 
@@ -84,7 +80,7 @@ def test_damage(merged, out, damage):
     assert contents(out.parent) == before
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 200_000, '{"format": 2}', "\0"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 200_000, '{"format": 3}', "\0"])
 def test_no_manifest_at_all(merged, out, text):
     (out / MANIFEST_FILE).write_text(text)
     assert "is damaged; --overwrite" in refusal(merged[0], out, *SHARDS, "--resume")
@@ -111,46 +107,32 @@ def test_a_directory_that_was_prepared(merged, out, tmp_path):
     assert "was written by another version of mergekit-ace" in text
 
 
-def test_another_tokenizer(merged, out):
-    """Its tokens have other numbers than the rows of the finished embeddings."""
-    file = Manifest.read(out).shards[-1].file
-    (out / file).unlink()
-    change(out, lambda c: c.update(tokenizer="0" * 64))
-    text = refusal(merged[0], out, *SHARDS, "--resume")
-    assert "numbers its tokens otherwise" in text
-    assert "--overwrite begins anew" in text
-
-
 def test_a_foreign_report(merged, out, tmp_path):
     victim = tmp_path / "notes.txt"
     victim.write_text('not JSON\n{"tensor": "model.norm.weight"}\n')
     before = victim.read_bytes()
     change(out, lambda c: c.update(reports={str(victim): 0}))
-    (out / Manifest.read(out).shards[0].file).unlink()
+    (out / shards_of(out)[0]).unlink()
     text = refusal(merged[0], out, *SHARDS, "--resume")
     assert "changed since it was begun: report. Undo" in text
     assert victim.read_bytes() == before
 
 
 def nothing_was_written(content: dict) -> None:
-    done(content, size=0, sha256="", tensors={})
-
-
-def a_tensor_less(content: dict) -> None:
-    content["shards"][0]["finished"]["tensors"].popitem()
+    content["files"][first(content)] = ""
 
 
 def other_hash(content: dict) -> None:
-    done(content, sha256="0" * 64)
+    content["files"][first(content)] = "0" * 64
 
 
-@pytest.mark.parametrize("act", [nothing_was_written, a_tensor_less, other_hash])
+@pytest.mark.parametrize("act", [nothing_was_written, other_hash])
 @pytest.mark.parametrize("deleted", [False, True])
 def test_an_entry_that_is_not_true(merged, out, act, deleted):
     """The shard is computed again, whatever lies under its name."""
     config, whole = merged
+    file, before = shards_of(out)[0], finished(out)
     change(out, act)
-    file, before = Manifest.read(out).shards[0].file, finished(out)
     if deleted:
         (out / file).unlink()
     text = command(config, out, *SHARDS, "--resume")
@@ -160,11 +142,34 @@ def test_an_entry_that_is_not_true(merged, out, act, deleted):
     assert [name for name in before if before[name] != after[name]] == [file]
 
 
+def unlisted_shard(content: dict) -> None:
+    del content["files"][first(content)]
+
+
+def unlisted_config(content: dict) -> None:
+    del content["files"]["config.json"]
+
+
+def unknown_file(content: dict) -> None:
+    content["files"]["unknown.json"] = "0" * 64
+
+
+@pytest.mark.parametrize("act", [unlisted_shard, unlisted_config, unknown_file])
+def test_a_list_of_files_that_is_not_true(merged, out, act):
+    """What is planned counts, and not what the manifest calls complete."""
+    config, whole = merged
+    change(out, act)
+    command(config, out, *SHARDS, "--resume")
+    assert contents(out) == contents(whole)
+    assert Manifest.read(out).files.keys() == Manifest.read(whole).files.keys()
+    assert "is complete: all" in command(config, out, *SHARDS, "--resume")
+
+
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_shard_of_a_complete_merge(merged, out, damaged):
     """Also where a tokenizer was built: it is built again, with the same numbers."""
     config, whole = merged
-    file = Manifest.read(out).shards[0].file  # with the embeddings
+    file = shards_of(out)[0]  # with the embeddings
     if damaged:
         (out / file).write_bytes((out / file).read_bytes()[:-1] + b"x")
     else:
@@ -204,7 +209,7 @@ def test_what_somebody_has_edited_stays(merged, out, repaired):
     edited = json.loads((out / "config.json").read_text()) | {"use_cache": False}
     (out / "config.json").write_text(json.dumps(edited))
     (out / "README.md").write_text("My own words.\n")
-    file = Manifest.read(out).shards[0].file
+    file = shards_of(out)[0]
     if repaired:
         (out / file).unlink()
     for _ in range(2):
@@ -221,7 +226,7 @@ def test_what_somebody_has_edited_stays(merged, out, repaired):
 def test_a_shard_that_leads_elsewhere(merged, out, tmp_path):
     """A link to a file of the right content is replaced; what it leads to is not touched."""
     config, whole = merged
-    file = Manifest.read(out).shards[0].file
+    file = shards_of(out)[0]
     elsewhere = tmp_path / "elsewhere.safetensors"
     (out / file).rename(elsewhere)
     (out / file).symlink_to(elsewhere)
