@@ -47,6 +47,16 @@ def read_lora_config(folder: Path) -> LoraConfig:
             f"adapter; {MERGE_MODELS}"
         )
     content.pop("runtime_config", None)
+    newer = sorted(
+        key
+        for key in content.keys() - {field.name for field in fields(LoraConfig)}
+        if content[key] and (key.startswith("use_") or key.endswith("_config"))
+    )
+    if newer:
+        raise DamagedFileError(
+            f"{path} sets {', '.join(newer)}, which peft {peft.__version__} does not know, and "
+            "which may change what the adapter does; update peft"
+        )
     try:
         config = LoraConfig.from_peft_type(**content)  # warns of settings of a newer PEFT
     except Exception as error:  # of many kinds

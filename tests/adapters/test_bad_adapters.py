@@ -92,6 +92,8 @@ def test_an_adapter_that_changes_no_weights(folder):
         ({"megatron_config": {"a": 1}, "megatron_core": "os"}, ["megatron_config"]),
         ({"init_lora_weights": "pissa_niter_4"}, ["pissa_niter_4", "save_pretrained"]),
         ({"init_lora_weights": "olora"}, ["olora", "path_initial_model_for_weight_conversion"]),
+        ({"use_something_new": True}, ["use_something_new", "update peft"]),
+        ({"something_config": {"a": 1}}, ["something_config", "update peft"]),
         ({"r": 0}, ["`r` should be a positive integer", "correct its config"]),
         ({"rank_pattern": {"q_proj": 0}}, ["`r` should be a positive integer"]),
         ({"lora_alpha": None}, ["PEFT cannot put", "NoneType"]),
@@ -122,8 +124,8 @@ def test_a_config_that_is_no_file_of_json(folder, content, part):
 
 
 def test_settings_of_a_newer_peft_are_said(folder):
-    set_config(folder, some_new_number=16, use_something_new=True)
-    with pytest.warns(UserWarning, match="some_new_number.*use_something_new"):
+    set_config(folder, some_new_number=16, use_something_new=False, something_config=None)
+    with pytest.warns(UserWarning, match="some_new_number"):
         assert read_adapter(str(folder), tiny_llama().to("meta")).changes
 
 
