@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from mergekit.architecture import arch_info_for_config
 from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 
@@ -32,6 +33,13 @@ def check_adapters(
             continue
         if merged_first and not options.lora_merge_cache:
             uncached.append(str(model.lora))
+        elif merged_first and _is_inferred(model, options):
+            yield Finding.error(
+                "adapters",
+                f"mergekit has to infer the architecture of {model.model}, and infers none of "
+                "adapters",
+                "merge by mergekit-ace merge",
+            )
         yield from _check_fit(model)
         made_for = json_or_empty(Path(model.lora.path, "adapter_config.json")).get(
             "base_model_name_or_path"
@@ -49,6 +57,14 @@ def check_adapters(
             "merge by mergekit-ace merge, which need not; or give --lora-merge-cache DIR and "
             "--lora-merge-dtype float32 to mergekit-yaml and to this check",
         )
+
+
+def _is_inferred(model: ModelReference, options: MergeOptions) -> bool:
+    """Tell whether mergekit has no description of a model's architecture."""
+    try:
+        return arch_info_for_config(model.config(options.trust_remote_code)) is None
+    except Exception:  # of transformers and the Hub; told elsewhere
+        return False
 
 
 def _check_fit(model: ModelReference) -> Iterator[Finding]:
