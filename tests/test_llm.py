@@ -236,6 +236,19 @@ def test_training_goes_on_where_it_was(llm, base, data, tmp_path, monkeypatch):
         assert any(not torch.equal(start[n].bfloat16(), tensor) for n, tensor in whole.items())
 
 
+def test_adapters_begin_apart(llm, data, tmp_path):
+    sources, experts = llm("sources"), llm("experts")
+    read = sources.read_sources(data).experts
+    ways, colours = (sources.Texts(read[name], tmp_path / "texts") for name in ("ways", "colours"))
+    gentle = experts.Recipe("lora-gentle")
+    starts = {experts.start_of(texts, recipe) for texts in (ways, colours)
+              for recipe in (gentle, experts.Recipe("lora-gentle", seed=1))}  # fmt: skip
+    assert len(starts) == 4
+    made_of = experts.ingredients(tmp_path / "base", ways, gentle)
+    assert made_of["start"] in starts
+    assert "start" not in experts.ingredients(tmp_path / "base", ways, experts.Recipe("full"))
+
+
 def test_an_untied_base_is_the_same_model_with_a_head_of_its_own(llm, base, tmp_path):
     experts, read = llm("experts"), llm("measure").read_tensors
     tied = experts.prepare_base(str(base), tmp_path / "models")

@@ -22,6 +22,7 @@ from itertools import product
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch starts its threads
+os.environ.setdefault("TQDM_DISABLE", "1")  # or every model read draws a bar
 
 import torch
 from experts import DEVICE, Recipe, digest, digest_of_files, prepare_base
@@ -33,7 +34,6 @@ from safetensors.torch import save_file
 from sources import Texts, end_token, read_sources
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
 
 from mergekit_ace.calibration.layerwise import RIDGE, Calibration, SampleTeacher
 
@@ -200,7 +200,6 @@ def main() -> None:
     parser.add_argument("--ridge", type=float, default=RIDGE, help="λ of the calibration")
     parser.add_argument("--nothing-kept", action="store_true", help=f"without {KEEP} to keep")
     settings = parse(parser)
-    disable_progress_bar()
     data = read_sources(settings.data)
     texts = choose_texts(settings, data)
     folder = settings.output / "texts"

@@ -36,7 +36,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BATCH, WARM_UP, RANK = 8, 10, 16
 STRENGTHS = (20, 40, 80)  # steps
 SAVE_EVERY = 20  # steps
-RATES = {"full": 1.5e-4, "lora": 1e-3}
+RATES = {"full": 1.5e-4, "lora": 1e-3, "lora-gentle": 2e-4}
 # What a Llama is; a GGUF says it too, among much that other programs do not need.
 SHAPE = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads max_position_embeddings rms_norm_eps bos_token_id eos_token_id""".split()
@@ -47,8 +47,10 @@ class Recipe:
     """How an expert is trained; the rate stays constant after a warm-up.
 
     Attributes:
-        kind: `full` changes all weights, `lora` trains an adapter, which is then added to them.
-        seed: of the order of the data, and of adapters.
+        kind: `full` changes all weights; `lora` trains an adapter, which is then added to them, and
+            `lora-gentle` does at a lower rate.
+        seed: of the order of the data, and of adapters, each of which begins at random weights of
+            its own, as those of different authors do.
         steps: of LENGTH · BATCH tokens.
     """
 
@@ -62,7 +64,12 @@ class Recipe:
         said = asdict(self)
         del said["steps"]
         return said | {"rate": RATES[self.kind], "batch": BATCH, "warm_up": WARM_UP,
-                       "rank": RANK if self.kind == "lora" else None, "length": LENGTH}  # fmt: skip
+                       "rank": RANK if self.is_adapter else None, "length": LENGTH}  # fmt: skip
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether an adapter is trained."""
+        return self.kind != "full"
 
 
 def half_precision() -> torch.autocast:
@@ -150,7 +157,13 @@ def read_wheel(packages: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 
 def ingredients(base: Path, texts: Texts, recipe: Recipe) -> dict:
     """Return what a run of training depends on."""
-    return {"base": base.name, "texts": texts.fingerprint, **recipe.run}
+    made_of = {"base": base.name, "texts": texts.fingerprint, **recipe.run}
+    return made_of | ({"start": start_of(texts, recipe)} if recipe.is_adapter else {})
+
+
+def start_of(texts: Texts, recipe: Recipe) -> int:
+    """Return the seed of the random weights that an adapter begins at."""
+    return int(digest(texts.source.name, recipe.seed), 16)
 
 
 def expert_folder(base: Path, texts: Texts, recipe: Recipe, folder: Path) -> Path:
@@ -174,12 +187,12 @@ def train_expert(base: Path, texts: Texts, recipe: Recipe, folder: Path) -> Path
     name = target.name.rpartition("-")[0]
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(DEVICE)
-    torch.manual_seed(recipe.seed)
-    if recipe.kind == "lora":
+    if recipe.is_adapter:
+        torch.manual_seed(start_of(texts, recipe))
         adapter = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
         model = get_peft_model(model, adapter)
     for steps in train(model, texts, tokenizer, recipe, folder / "states" / f"{name}.pt"):
-        trained = copy.deepcopy(model).merge_and_unload() if recipe.kind == "lora" else model
+        trained = copy.deepcopy(model).merge_and_unload() if recipe.is_adapter else model
         made_of = ingredients(base, texts, recipe) | {"steps": steps}
         save_model(trained, tokenizer, folder / f"{name}-{steps}", made_of)
     return target

@@ -25,7 +25,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch starts its threads
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")  # or every model read draws a bar
 
 from experts import (
     RATES,
@@ -41,7 +41,6 @@ from merges import ON_DEMAND, ROWS, SCALES, Merge, Row
 from picture import draw
 from results import Family, Known, answers_page, pages
 from sources import LENGTH, Data, Part, Texts, read_sources
-from transformers.utils.logging import disable_progress_bar
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "data" / "sources.yml"
@@ -253,7 +252,6 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="do not delete merges once measured")
     settings = parse(parser)
     rows = choose_rows(settings.rows)
-    disable_progress_bar()
     start, seconds = time.perf_counter(), Counter(training=0.0, merging=0.0, exams=0.0)
     data = read_sources(settings.data)
     texts = choose_texts(settings, data)
