@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -25,7 +25,7 @@ from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import package_versions, save_tensors
 from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.merging.manifest import MANIFEST_FILE
-from mergekit_ace.report.markdown import markdown_text
+from mergekit_ace.report.markdown import markdown_text, short_names
 from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict
 from mergekit_ace.training.data import Batch, Example, read_rows
 from mergekit_ace.training.language import CausalLanguageModel, fit_to_model, pad, padding_mask
@@ -89,6 +89,7 @@ def run_calibration(
         TrainingError: something about the config, the models or the data is wrong, or the models
             are not of Llama's kind.
     """
+    out = out.resolve()  # a link is not replaced, but what it leads to
     if out.exists() and any(out.iterdir()):
         if not overwrite:
             raise TrainingError(f"{out} is not empty; give another folder, or --overwrite")
@@ -132,8 +133,12 @@ def _prepare(
         folders.append(local_folder(config.base_model, adapters, trust))
         references.append(config.base_model)
     read = [*folders, *(adapter_folder(one.lora) for one in experts if one.lora)]
-    if any(os.path.realpath(out) == os.path.realpath(folder) for folder in read):
-        raise TrainingError(f"{out} is one of the models that are read; give another folder")
+    read += [os.path.expanduser(data.path) for _, data in config.sources if data is not None]
+    for place in (Path(one).resolve() for one in read if os.path.exists(one)):
+        if out.is_relative_to(place) or place.is_relative_to(out):
+            raise TrainingError(
+                f"{out} is or holds {place}, which is read, or lies in it; give another folder"
+            )
     model = load_skeleton(folders[0], CausalLanguageModel(), config)
     start, *others = map(map_folder, folders)
     for reference, tensors in zip(references, (start, *others), strict=True):
@@ -234,7 +239,8 @@ def read_samples(data: DataConfig, tokenizer: Any) -> list[Example]:
     data = data.model_copy(update={"samples": data.samples or SAMPLES})
     kind = CausalLanguageModel()
     encoded = (kind.encode(row, data, tokenizer) for row in read_rows(data, SEED))
-    rows = sorted(filter(None, encoded), key=lambda one: len(one["input_ids"]), reverse=True)
+    rows = [one for one in encoded if one is not None and len(one["input_ids"]) > 1]
+    rows.sort(key=lambda one: len(one["input_ids"]), reverse=True)
     if not rows:
         raise TrainingError(f"data {data.path} has no text of two tokens or more")
     return rows
@@ -304,7 +310,7 @@ def card_section(
     Args:
         teachers: the experts, and last the merge itself on what should stay.
     """
-    names = [PurePath(expert.task).name or expert.task for expert in config.models]
+    names = short_names([expert.task for expert in config.models])
     rows = ["| texts of | sequences | tokens | from |", "|---|---|---|---|"]
     shown = zip([*names, "what should stay"], config.sources, teachers, strict=True)
     for name, (_, data), teacher in shown:

@@ -22,6 +22,7 @@ from mergekit_ace.files import write_text
 from mergekit_ace.methods.architecture import lacks_embeddings
 from mergekit_ace.methods.lookup import METHODS_OF_BASES
 from mergekit_ace.preflight.checkpoints import read_checkpoint
+from mergekit_ace.report.markdown import markdown_text, short_names
 from mergekit_ace.training.config import LanguageTask, TrainConfig
 from mergekit_ace.training.family import Family, ModelFolders
 from mergekit_ace.training.mapped_weights import stored_headers
@@ -117,7 +118,7 @@ def scores_table(scores: Mapping[str, Score], tasks: Iterable[str], samples: Seq
         samples: how many each task is scored on, which says what the scores are worth; one number
             more if there is a rehearsal, which adds a column for it.
     """
-    names = [Path(task).name or task for task in tasks]
+    names = [*map(markdown_text, short_names(list(tasks)))]
     own = samples[: len(names)]
     rehearsal = len(samples) > len(own)
     names += ["rehearsal"] * rehearsal
@@ -350,7 +351,7 @@ def draw_training(file: CoefficientFile, log: list[dict[str, Any]], folder: Path
     axes = figure.subplots()
     values = file.coefficients[:, file.depths.argsort(stable=True)].numpy()  # input on the left
     image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis")
-    tasks = [Path(one.task).name or one.task for one in file.contents.experts]
+    tasks = short_names([one.task for one in file.contents.experts])
     axes.set_yticks(range(rows), [*tasks, *["refinement"] * (rows - len(tasks))])
     axes.set(xlabel="tensors, from input to output", title="merging coefficients")
     figure.colorbar(image, ax=axes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -46,9 +47,9 @@ def config(tmp_path, request) -> dict:
     return {"merged_model": str(tmp_path / "merged"), "models": experts, "keep": data("keep")}
 
 
-def calibrate(config: dict, out: Path, *flags: str) -> Result:
-    path = out.with_suffix(".yml")
-    path.write_text(yaml.safe_dump(config))
+def calibrate(settings: dict, out: Path, *flags: str, config: Path | None = None) -> Result:
+    path = config or out.with_suffix(".yml")
+    path.write_text(yaml.safe_dump(settings))
     return CliRunner().invoke(main, ["calibrate", str(path), str(out), "--quiet", *flags])
 
 
@@ -256,8 +257,39 @@ def test_mistakes_are_told(config, tmp_path):
     assert "give the experts that were merged" in told
     images = {"path": str(tmp_path / "keep.jsonl"), "image": "text"}
     assert "keep needs a column text, prompt or messages" in message(keep=images)
-    result = calibrate(config, tmp_path / "expert1", "--overwrite")
-    assert "is one of the models that are read" in result.output
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
+def test_what_is_read_is_neither_replaced_nor_dropped(config, tmp_path):
+    own = {**config["models"][0], "model": str(tmp_path / "old" / "expert1")}
+    shutil.copytree(tmp_path / "expert1", own["model"])
+    keep = {**config["keep"], "path": str(tmp_path / "expert2" / "keep.jsonl")}
+    shutil.copy(tmp_path / "keep.jsonl", keep["path"])
+    (tmp_path / "old" / "config.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    for out, changes in (
+        ("expert1", {}),
+        ("merged/calibrated", {}),  # the copy of the merge would hold itself
+        ("old", {"models": [own]}),
+        ("expert2", {"models": config["models"][:1], "keep": keep}),
+    ):
+        result = calibrate(config | changes, tmp_path / out, "--overwrite", config=tmp_path / "yml")
+        assert result.exit_code == 1
+        assert "which is read, or lies in it; give another folder" in result.output
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "yml"])
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
+def test_a_folder_behind_a_link(config, tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    assert calibrate(config, tmp_path / "out").exit_code == 0
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "config.json").exists()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert calibrate(config, Path(), config=tmp_path / "yml").exit_code == 0
+    assert (tmp_path / "here" / "config.json").exists()
 
 
 @pytest.mark.parametrize("config", [False], indirect=True)
