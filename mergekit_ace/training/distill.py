@@ -65,7 +65,8 @@ def run_distillation(
             local_folder(reference, run.path / "adapters", config.trust_remote_code)
             for reference in (config.teacher, config.student)
         )
-    run.claim(config, [teacher, student, config.data.path], overwrite=overwrite)
+    inputs = [teacher, student, config.data.path]
+    run.claim(config, inputs, overwrite=overwrite, results=(RECORD, "config.json"))
     if (run.path / RECORD).exists():  # this very run, complete
         return run.path
     distillation = Distillation(config, teacher, student, run)
@@ -150,10 +151,11 @@ class Distillation:
         data, kind, settings = self.config.data, self.kind, self.config.training
         if self.by_text:
             data = data.model_copy(update={"completion": None})
+        both = self.teacher_processor, self.student_processor  # of a text one may make no token
         reader = SampleReader(self.teacher, kind, self.teacher_processor, data)
         splits = {}
         for split, rows in load_rows(data, settings.seed).items():
-            rows = [row for row in rows if kind.encode(row, data, self.teacher_processor)]
+            rows = [row for row in rows if all(kind.encode(row, data, one) for one in both)]
             teacher = student = reader.read(rows, split, settings.batch_size, quiet=self.run.quiet)
             if self.by_text:
                 student = [*filter(None, map(self._encode_answer, rows, teacher))]
