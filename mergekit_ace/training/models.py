@@ -159,6 +159,7 @@ def load_skeleton(folder: str, kind: ModelKind, config: Settings) -> PreTrainedM
 def load_processor(folders: list[str], kind: ModelKind, config: Settings) -> Any:
     """Load the tokenizer of the first folder that has one, which all others must share.
 
+    If it lacks a chat template, as that of a base often does, it gets the first one of the others.
     For images it is the image processor of the first folder that has one, or None.
 
     Raises:
@@ -184,6 +185,8 @@ def load_processor(folders: list[str], kind: ModelKind, config: Settings) -> Any
                 f"the tokenizer of {folder} is not that of {having[0]}; experts of one merge need "
                 "one tokenizer (align them first, e.g. by mergekit's `tokenizer:` section)"
             )
+        if not getattr(tokenizer, "chat_template", None):
+            tokenizer.chat_template = getattr(other, "chat_template", None)
     return tokenizer
 
 

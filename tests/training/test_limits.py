@@ -184,10 +184,15 @@ def test_texts_whose_masks_are_all_cut_off(tmp_path, train):
         (lambda n: torch.rand(1, 16, 16), "cannot read its samples: Input image size (16*16)"),
         (lambda n: torch.rand(3, 8, 8), "Expected 1 but got 3"),
         (lambda n: torch.rand(1, 8 + n % 2, 8), "holds images of different sizes, (1, 8, 8) and"),
+        (lambda n: torch.rand(8, 8), "holds arrays with 2 axes; pixel values have three"),
+        (lambda n: "a/cat.png", "column x holds 'a/cat.png' instead of an image or pixel values"),
+        (lambda n: None, "column x holds None instead of an image or pixel values"),
+        (lambda n: [[[0.0, 1.0], [1.0]]], "column x holds a list that is no array: "),
     ],
 )
 def test_images_that_the_model_cannot_read(tmp_path, train, vit, pixels, message):
-    rows = [{"x": pixels(n).tolist()} for n in range(20)]
+    values = [pixels(n) for n in range(20)]
+    rows = [{"x": one.tolist() if isinstance(one, torch.Tensor) else one} for one in values]
     text = train(with_rows(vit, tmp_path, rows, image="x"), fails=True)
     assert message in text
     assert "rows.jsonl" in text
@@ -266,6 +271,14 @@ def test_messages(tmp_path, train, llama, messages, message):
     text = train(config, fails=True)
     assert message in text
     assert "rows.jsonl" in text
+
+
+def test_a_template_that_only_an_expert_has(tmp_path, train, llama):
+    words = AutoTokenizer.from_pretrained(llama["base_model"])
+    words.chat_template = TEMPLATE
+    rows = [{"m": [USER, {"role": "assistant", "content": f"w{n} w3"}]} for n in range(20)]
+    config = with_rows(llama, tmp_path, rows, messages="m")
+    train(with_expert(config, tmp_path, words.save_pretrained))
 
 
 def another_depth(layers: int):
