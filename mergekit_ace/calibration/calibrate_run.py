@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from mergekit.common import ModelReference
@@ -26,7 +26,7 @@ from mergekit_ace.files import package_versions, save_tensors
 from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.merging.manifest import MANIFEST_FILE
 from mergekit_ace.report.markdown import markdown_text, short_names
-from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict
+from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict, Task
 from mergekit_ace.training.data import Batch, Example, read_rows
 from mergekit_ace.training.language import CausalLanguageModel, fit_to_model, pad, padding_mask
 from mergekit_ace.training.mapped_weights import map_folder, map_tensors, rewrite_tensors
@@ -66,6 +66,7 @@ class CalibrateConfig(Strict):
     models: Annotated[tuple[ExpertConfig, ...], Field(min_length=1)]
     keep: DataConfig | None = None
     trust_remote_code: bool = False
+    task: ClassVar[Task] = "causal-lm"
 
     @model_validator(mode="after")
     def _check(self) -> CalibrateConfig:
@@ -208,7 +209,7 @@ def _let_write(
         weights: of the model with its adapter, if it has one.
     """
     options = {"device_map": "auto"} if torch.cuda.is_available() else {}
-    model = load_model(folder, CausalLanguageModel(), config, **options)
+    model = load_model(folder, CausalLanguageModel(), config, whole=True, **options)
     if isinstance(weights, AdaptedWeights):
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])

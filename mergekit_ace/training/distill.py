@@ -175,13 +175,13 @@ class Distillation:
 
     def _load_student(self, folder: str) -> PreTrainedModel:
         """Load the student for training; a classifier gets a new head for the teacher's classes."""
-        config, head = self.config, {}
+        config, options = self.config, {"whole": True}
         if self.kind.has_heads:
             labels = ("num_labels", "id2label", "label2id")
-            head = {name: getattr(self.teacher.config, name) for name in labels}
-            head["ignore_mismatched_sizes"] = True
+            options = {name: getattr(self.teacher.config, name) for name in labels}
+            options["ignore_mismatched_sizes"] = True
         torch.manual_seed(config.training.seed)
-        student = load_model(folder, self.kind, config, getattr(torch, config.dtype), **head)
+        student = load_model(folder, self.kind, config, getattr(torch, config.dtype), **options)
         if not self.kind.has_heads and not self.by_text:
             sizes = [len(m.get_output_embeddings().weight) for m in (self.teacher, student)]
             if sizes[0] != sizes[1]:

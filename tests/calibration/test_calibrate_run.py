@@ -16,6 +16,7 @@ from checkpoints import ace_config, fine_tuned, save_family, state, tiny_llama
 from click.testing import CliRunner, Result
 from families import sentence, tokenizer, write_rows
 from peft_models import train_by_chance
+from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -157,6 +158,19 @@ def test_models_without_data_write_texts_of_their_own(config, tmp_path, based):
     cards = [(tmp_path / f"out{number}" / "README.md").read_text() for number in (0, 1)]
     assert [card.count("a model, which wrote them itself |") for card in cards] == [3, 0]
     assert "| what should stay | 64 |" in cards[0]
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
+def test_a_model_without_its_head_writes_nothing(config, tmp_path):
+    """transformers would draw the head at random, and the texts with it."""
+    file = tmp_path / "expert1" / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if "lm_head" not in name}
+    save_file(kept, file, {"format": "pt"})
+    assert calibrate(config, tmp_path / "given").exit_code == 0
+    del config["models"][0]["data"]
+    result = calibrate(config, tmp_path / "own")
+    assert result.exit_code == 1
+    assert "lacks 1 parameters that task: causal-lm needs, such as lm_head" in result.output
 
 
 @pytest.mark.parametrize("config", [False], indirect=True)

@@ -11,7 +11,7 @@ import torch
 from checkpoints import fine_tuned, tiny_llama
 from families import distil, image_distillation, record, sentence, tokenizer, write_rows
 from pydantic import ValidationError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
@@ -266,6 +266,15 @@ def test_wrong_settings(images, change, message):
     _, config = images
     with pytest.raises(ValidationError, match=message):
         DistillConfig.model_validate({**config, **change})
+
+
+def test_a_student_that_lacks_its_head(tmp_path):
+    config = language(tmp_path, same=True, columns={"text": "text"})
+    file = tmp_path / "student" / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if "lm_head" not in name}
+    save_file(kept, file, {"format": "pt"})
+    with pytest.raises(TrainingError, match=r"student lacks 1 parameters .* such as lm_head"):
+        distil(config, tmp_path / "out")
 
 
 def test_a_teacher_that_is_the_student(images, tmp_path):
