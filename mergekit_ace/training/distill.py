@@ -38,7 +38,7 @@ from mergekit_ace.training.models import (
 )
 from mergekit_ace.training.state import TrainingError, TrainingRun
 from mergekit_ace.training.tasks import CausalLanguageModel, model_kind
-from mergekit_ace.training.teachers import SampleReader
+from mergekit_ace.training.teachers import SampleReader, explained_failures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -253,23 +253,21 @@ class Distillation:
     def loss(self, split: str, indices: list[int]) -> tuple[Tensor, int, int]:
         """Return the summed loss, how many answers are the teacher's, and how many there are."""
         samples = [self.student_data[split][index] for index in indices]
-        with self.run.accelerator.autocast():
-            answers = self._logits(self.student, samples)
+        with self.run.accelerator.autocast(), explained_failures(self.student, self.config.data):
+            batch = send_to_device(self.kind.collate(samples), self.run.accelerator.device)
+            answers = self.kind.logits(self.student, batch)
         if self.by_text:
             words = torch.cat([sample["input_ids"][sample["supervised"]] for sample in samples])
             teacher_logits, labels = None, words.to(answers.device)
         else:
             with torch.no_grad():
                 read = [self.teacher_data[split][index] for index in indices]
-                teacher_logits = self._logits(self.teacher, read)
+                reader = SampleReader(self.teacher, self.kind, None, self.config.data)
+                teacher_logits = reader.logits(read)
             labels = teacher_logits.argmax(-1)
         alpha, temperature = self.config.alpha, self.config.temperature
         loss = distillation_loss(answers, teacher_logits, labels, alpha, temperature)
         return loss, int((answers.argmax(-1) == labels).sum()), len(labels)
-
-    def _logits(self, model: PreTrainedModel, samples: list[Example]) -> Tensor:
-        batch = send_to_device(self.kind.collate(samples), self.run.accelerator.device)
-        return self.kind.logits(model, batch)
 
 
 def distillation_loss(

@@ -307,6 +307,19 @@ def test_a_folder_behind_a_link(config, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("config", [False], indirect=True)
+def test_tokens_without_an_embedding(config, tmp_path):
+    words = tokenizer()
+    words.add_tokens(["new"])
+    for name in ("merged", "expert1", "expert2"):
+        words.save_pretrained(tmp_path / name)
+    write_rows(tmp_path / "expert2.jsonl", [{"text": "w1 w2 new"}] * 3)
+    result = calibrate(config, tmp_path / "out")
+    assert result.exit_code == 1
+    assert "expert2.jsonl: the tokenizer has the token number 40, but " in result.output
+    assert "merged has only 40 embeddings" in result.output
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
 def test_texts_longer_than_a_sliding_window_are_refused(config, tmp_path):
     """A step sees all earlier tokens, which the attention of such a model does not."""
     llama = tiny_llama()

@@ -268,6 +268,24 @@ def test_wrong_settings(images, change, message):
         DistillConfig.model_validate({**config, **change})
 
 
+def test_samples_that_the_student_cannot_read(tmp_path):
+    """A teacher of convolutions reads images of any size, and the student's tokens may be more."""
+    _, config = image_distillation(tmp_path)
+    write_rows(Path(config["data"]["path"]), [{"pixels": torch.rand(1, 16, 16).tolist()}] * 20)
+    with pytest.raises(TrainingError, match=r"more\.jsonl: .*base cannot read its samples: Input"):
+        distil(config, tmp_path / "out")
+
+
+def test_a_teacher_that_answers_nan(tmp_path):
+    _, config = image_distillation(tmp_path)
+    file = tmp_path / "teacher" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["classifier.1.bias"][0] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(TrainingError, match="teacher answers NaN or Inf to a sample of data"):
+        distil(config, tmp_path / "out")
+
+
 def test_a_student_that_lacks_its_head(tmp_path):
     config = language(tmp_path, same=True, columns={"text": "text"})
     file = tmp_path / "student" / "model.safetensors"
