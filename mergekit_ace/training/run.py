@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -106,7 +107,7 @@ def _simple_merges(objective: Objective, shape: torch.Size) -> dict[str, Score]:
         weights, tried = objective.config.compare.scale, f"{basis}, λ"
     if weights:
         losses = {weight: equal(weight, "validation").loss for weight in weights}
-        best = min(losses, key=losses.__getitem__)
+        best = min(weights, key=lambda weight: (math.isnan(losses[weight]), losses[weight]))
         scores[f"{tried} {best:g} (best of {len(weights)})"] = equal(best)
     return scores
 

@@ -281,9 +281,9 @@ def test_a_template_that_only_an_expert_has(tmp_path, train, llama):
     train(with_expert(config, tmp_path, words.save_pretrained))
 
 
-def another_depth(layers: int):
+def another_llama(**shape: int):
     def change(folder: str) -> None:
-        tiny_llama(num_hidden_layers=layers).save_pretrained(folder)
+        tiny_llama(**shape).save_pretrained(folder)
 
     return change
 
@@ -307,9 +307,13 @@ def without(*parts: str):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (another_depth(3), "has 9 parameters that the base model lacks, such as model.layers.2."),
+        (
+            another_llama(num_hidden_layers=3),
+            "has 9 parameters that the base model lacks, such as model.layers.2.",
+        ),
         (untied, "has tie_word_embeddings: True in its config, and the base model False"),
-        (another_depth(1), "has no parameter model.layers.1."),
+        (another_llama(num_hidden_layers=1), "has no parameter model.layers.1."),
+        (another_llama(intermediate_size=64), "of shape (64, 32), which is (48, 32) in the base"),
         (without("up_proj"), "lacks 2 parameters that task: causal-lm needs"),
         (without("lm_head"), "lacks 1 parameters that task: causal-lm needs, such as lm_head"),
     ],
