@@ -34,7 +34,7 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add what every command takes that reads a config and works in a folder."""
     for add in (
         click.option("--quiet", is_flag=True, help="No progress bars."),
-        click.option("--overwrite", is_flag=True, help="Drop the state of another run in OUT."),
+        click.option("--overwrite", is_flag=True, help="Drop what another run has left in OUT."),
         click.argument("out", type=FOLDER),
         click.argument("config", type=FILE),
     ):

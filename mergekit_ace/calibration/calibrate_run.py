@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from mergekit.common import ModelReference
@@ -25,14 +25,15 @@ from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import package_versions, save_tensors
 from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.merging.manifest import MANIFEST_FILE
-from mergekit_ace.report.markdown import markdown_text
-from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict
+from mergekit_ace.report.markdown import markdown_text, short_names
+from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict, Task
 from mergekit_ace.training.data import Batch, Example, read_rows
 from mergekit_ace.training.language import CausalLanguageModel, fit_to_model, pad, padding_mask
 from mergekit_ace.training.mapped_weights import map_folder, map_tensors, rewrite_tensors
 from mergekit_ace.training.models import load_model, load_processor, load_skeleton, local_folder
 from mergekit_ace.training.own_texts import write_own_texts
 from mergekit_ace.training.state import TrainingError
+from mergekit_ace.training.teachers import check_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,6 +67,7 @@ class CalibrateConfig(Strict):
     models: Annotated[tuple[ExpertConfig, ...], Field(min_length=1)]
     keep: DataConfig | None = None
     trust_remote_code: bool = False
+    task: ClassVar[Task] = "causal-lm"
 
     @model_validator(mode="after")
     def _check(self) -> CalibrateConfig:
@@ -89,6 +91,7 @@ def run_calibration(
         TrainingError: something about the config, the models or the data is wrong, or the models
             are not of Llama's kind.
     """
+    out = out.resolve()  # a link is not replaced, but what it leads to
     if out.exists() and any(out.iterdir()):
         if not overwrite:
             raise TrainingError(f"{out} is not empty; give another folder, or --overwrite")
@@ -123,48 +126,23 @@ def _prepare(
     config: CalibrateConfig, out: Path, work: Path, quiet: bool
 ) -> tuple[Path, Calibration, ChosenScale | None]:
     """Find and check the models, read the texts, choose λ; return the folder to start from, too."""
-    trust, adapters = config.trust_remote_code, work / "adapters"
-    found = [_find_expert(one.model, adapters, trust) for one in config.models]
-    experts = [expert for expert, _ in found]
-    folders = [local_folder(config.merged_model, adapters, trust), *(place for _, place in found)]
-    references = [config.merged_model, *(str(base_of(one)) for one in experts)]
-    if config.base_model is not None:
-        folders.append(local_folder(config.base_model, adapters, trust))
-        references.append(config.base_model)
-    read = [*folders, *(adapter_folder(one.lora) for one in experts if one.lora)]
-    if any(os.path.realpath(out) == os.path.realpath(folder) for folder in read):
-        raise TrainingError(f"{out} is one of the models that are read; give another folder")
+    experts, folders = _find_models(config, work / "adapters")
+    _check_apart(config, out, [*folders, *(adapter_folder(e.lora) for e in experts if e.lora)])
     model = load_skeleton(folders[0], CausalLanguageModel(), config)
     start, *others = map(map_folder, folders)
-    for reference, tensors in zip(references, (start, *others), strict=True):
+    references = [config.merged_model, *(str(base_of(one)) for one in experts), config.base_model]
+    for reference, tensors in zip(references, (start, *others), strict=False):
         _check_weights(reference, tensors, model)
     weights = [
         AdaptedWeights(expert, tensors) if expert.lora else tensors
         for expert, tensors in zip(experts, others, strict=False)
     ]
-    tokenizer = load_processor(folders[: len(found) + 1], CausalLanguageModel(), config)
-    keeper = folders[-1 if config.base_model is not None else 0]
-    writers = [*zip(folders[1:], weights, strict=False), (keeper, {})]
-    files = [work / "texts" / f"{place}.jsonl" for place in range(len(writers))]
-    samples = [
-        read_samples(
-            fit_to_model(data or _let_write(*writer, config, tokenizer, file, quiet), model),
-            tokenizer,
-        )
-        for (_, data), writer, file in zip(config.sources, writers, files, strict=True)
-    ]
-    longest = max(len(own[0]["input_ids"]) for own in samples)
-    window = getattr(model.config, "sliding_window", None)
-    if window is not None and longest > window:
-        raise TrainingError(
-            f"a sample has {longest} tokens, but the attention of {type(model).__name__} reaches "
-            f"back {window}; add max_length: {window} to all data"
-        )
+    texts = _read_texts(config, model, folders, (*weights, start), work / "texts", quiet)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder, chosen = Path(folders[0]), None
     if config.base_model is not None:
-        base, texts = others[-1], [comparison_batches(own) for own in samples[:-1]]
-        pairs = list(zip(weights, texts, strict=True))
+        base, compared = others[-1], [comparison_batches(own) for own in texts[:-1]]
+        pairs = list(zip(weights, compared, strict=True))
         with tqdm(desc="choosing λ", unit=" readings", disable=quiet) as bar:
             chosen = ScaleSearch(model, base, start, pairs, device, bar.update).choose()
         scaled = WeightsBetween(base, start, chosen.scale)
@@ -174,9 +152,64 @@ def _prepare(
     shares = (*[1 / len(experts)] * len(experts), 1.0)
     teachers = [
         SampleTeacher(tensors, calibration_batches(own), share)
-        for tensors, own, share in zip((*weights, start), samples, shares, strict=True)
+        for tensors, own, share in zip((*weights, start), texts, shares, strict=True)
     ]
     return folder, Calibration(model, start, teachers, device), chosen
+
+
+def _find_models(config: CalibrateConfig, adapters: Path) -> tuple[list[ModelReference], list[str]]:
+    """Return the experts, and the folders of the merge, of the experts' weights, and of the base.
+
+    Those of the weights of `BASE+ADAPTER` are the base's; the last folder is there with a base.
+    """
+    trust = config.trust_remote_code
+    found = [_find_expert(one.model, adapters, trust) for one in config.models]
+    folders = [local_folder(config.merged_model, adapters, trust), *(place for _, place in found)]
+    if config.base_model is not None:
+        folders.append(local_folder(config.base_model, adapters, trust))
+    return [expert for expert, _ in found], folders
+
+
+def _check_apart(config: CalibrateConfig, out: Path, models: Iterable[str]) -> None:
+    """Raise if what is written would replace or drop something that is read, or lie in it."""
+    data = (os.path.expanduser(data.path) for _, data in config.sources if data is not None)
+    for place in (Path(one).resolve() for one in (*models, *data) if os.path.exists(one)):
+        if out.is_relative_to(place) or place.is_relative_to(out):
+            raise TrainingError(
+                f"{out} is or holds {place}, which is read, or lies in it; give another folder"
+            )
+
+
+def _read_texts(
+    config: CalibrateConfig, model: PreTrainedModel, folders: Sequence[str],
+    weights: Sequence[Weights], place: Path, quiet: bool,
+) -> list[list[Example]]:  # fmt: skip
+    """Return the samples of every expert, and last of what should stay.
+
+    Args:
+        folders: see `_find_models`.
+        weights: of every expert, and last of the merge.
+        place: folder for texts that models write themselves.
+    """
+    tokenizer = load_processor(folders[: len(weights)], CausalLanguageModel(), config)
+    keeper = folders[-1 if config.base_model is not None else 0]
+    writers = (*folders[1 : len(weights)], keeper)
+    window, texts = getattr(model.config, "sliding_window", None), []
+    for number, (_, data) in enumerate(config.sources):
+        writer, own = writers[number], weights[number]
+        if data is None:
+            data = _let_write(writer, own, config, tokenizer, place / f"{number}.jsonl", quiet)
+        samples = read_samples(fit_to_model(data, model), tokenizer)
+        for folder, tensors in ((folders[0], weights[-1]), (writer, own)):
+            check_tokens(samples, data, folder, len(tensors["model.embed_tokens.weight"]))
+        longest = len(samples[0]["input_ids"])
+        if window is not None and longest > window:
+            raise TrainingError(
+                f"a sample has {longest} tokens, but the attention of {type(model).__name__} "
+                f"reaches back {window}; add max_length: {window} to all data"
+            )
+        texts.append(samples)
+    return texts
 
 
 def _find_expert(reference: str, adapters: Path, trust: bool) -> tuple[ModelReference, str]:
@@ -203,7 +236,7 @@ def _let_write(
         weights: of the model with its adapter, if it has one.
     """
     options = {"device_map": "auto"} if torch.cuda.is_available() else {}
-    model = load_model(folder, CausalLanguageModel(), config, **options)
+    model = load_model(folder, CausalLanguageModel(), config, whole=True, **options)
     if isinstance(weights, AdaptedWeights):
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
@@ -234,7 +267,8 @@ def read_samples(data: DataConfig, tokenizer: Any) -> list[Example]:
     data = data.model_copy(update={"samples": data.samples or SAMPLES})
     kind = CausalLanguageModel()
     encoded = (kind.encode(row, data, tokenizer) for row in read_rows(data, SEED))
-    rows = sorted(filter(None, encoded), key=lambda one: len(one["input_ids"]), reverse=True)
+    rows = [one for one in encoded if one is not None and len(one["input_ids"]) > 1]
+    rows.sort(key=lambda one: len(one["input_ids"]), reverse=True)
     if not rows:
         raise TrainingError(f"data {data.path} has no text of two tokens or more")
     return rows
@@ -304,7 +338,7 @@ def card_section(
     Args:
         teachers: the experts, and last the merge itself on what should stay.
     """
-    names = [PurePath(expert.task).name or expert.task for expert in config.models]
+    names = short_names([expert.task for expert in config.models])
     rows = ["| texts of | sequences | tokens | from |", "|---|---|---|---|"]
     shown = zip([*names, "what should stay"], config.sources, teachers, strict=True)
     for name, (_, data), teacher in shown:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from mergekit_ace.methods.base import SHARED_RULES, TaskVectorMethod, matrices_i
 from mergekit_ace.methods.reference import known_methods
 from mergekit_ace.naming import layer_of, natural_order, relative_depths
 from mergekit_ace.report.jsonl import Line, MatrixLine
+from mergekit_ace.report.markdown import short_names
 
 Values = list[float | None]
 
@@ -125,9 +125,8 @@ class Report:
 
     @property
     def experts(self) -> list[str]:
-        """Short names: the last part of a path, where that tells them apart."""
-        short = [PurePath(model).name or model for model in self.models]
-        return short if len(set(short)) == len(short) else self.models
+        """Short names of the models, see `short_names`."""
+        return short_names(self.models)
 
     @cached_property
     def rows(self) -> list[Row]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -121,7 +122,7 @@ def _open(config: DataConfig, split: str) -> Dataset:
             )
         if os.path.getsize(path) == 0:
             raise TrainingError(f"data {config.path} is empty")
-        data = load_dataset(reader, data_files=path, split="train")
+        data = load_dataset(reader, data_files=glob.escape(path), split="train")
     elif reader is not None:
         raise TrainingError(f"there is no data file {config.path}")
     elif any(os.path.isfile(os.path.join(path, n)) for n in ("state.json", "dataset_dict.json")):

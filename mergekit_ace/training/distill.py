@@ -38,7 +38,7 @@ from mergekit_ace.training.models import (
 )
 from mergekit_ace.training.state import TrainingError, TrainingRun
 from mergekit_ace.training.tasks import CausalLanguageModel, model_kind
-from mergekit_ace.training.teachers import SampleReader
+from mergekit_ace.training.teachers import SampleReader, explained_failures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,7 +65,8 @@ def run_distillation(
             local_folder(reference, run.path / "adapters", config.trust_remote_code)
             for reference in (config.teacher, config.student)
         )
-    run.claim(config, [teacher, student, config.data.path], overwrite=overwrite)
+    inputs = [teacher, student, config.data.path]
+    run.claim(config, inputs, overwrite=overwrite, results=(RECORD, "config.json"))
     if (run.path / RECORD).exists():  # this very run, complete
         return run.path
     distillation = Distillation(config, teacher, student, run)
@@ -150,10 +151,11 @@ class Distillation:
         data, kind, settings = self.config.data, self.kind, self.config.training
         if self.by_text:
             data = data.model_copy(update={"completion": None})
+        both = self.teacher_processor, self.student_processor  # of a text one may make no token
         reader = SampleReader(self.teacher, kind, self.teacher_processor, data)
         splits = {}
         for split, rows in load_rows(data, settings.seed).items():
-            rows = [row for row in rows if kind.encode(row, data, self.teacher_processor)]
+            rows = [row for row in rows if all(kind.encode(row, data, one) for one in both)]
             teacher = student = reader.read(rows, split, settings.batch_size, quiet=self.run.quiet)
             if self.by_text:
                 student = [*filter(None, map(self._encode_answer, rows, teacher))]
@@ -173,13 +175,13 @@ class Distillation:
 
     def _load_student(self, folder: str) -> PreTrainedModel:
         """Load the student for training; a classifier gets a new head for the teacher's classes."""
-        config, head = self.config, {}
+        config, options = self.config, {"whole": True}
         if self.kind.has_heads:
             labels = ("num_labels", "id2label", "label2id")
-            head = {name: getattr(self.teacher.config, name) for name in labels}
-            head["ignore_mismatched_sizes"] = True
+            options = {name: getattr(self.teacher.config, name) for name in labels}
+            options["ignore_mismatched_sizes"] = True
         torch.manual_seed(config.training.seed)
-        student = load_model(folder, self.kind, config, getattr(torch, config.dtype), **head)
+        student = load_model(folder, self.kind, config, getattr(torch, config.dtype), **options)
         if not self.kind.has_heads and not self.by_text:
             sizes = [len(m.get_output_embeddings().weight) for m in (self.teacher, student)]
             if sizes[0] != sizes[1]:
@@ -251,23 +253,21 @@ class Distillation:
     def loss(self, split: str, indices: list[int]) -> tuple[Tensor, int, int]:
         """Return the summed loss, how many answers are the teacher's, and how many there are."""
         samples = [self.student_data[split][index] for index in indices]
-        with self.run.accelerator.autocast():
-            answers = self._logits(self.student, samples)
+        with self.run.accelerator.autocast(), explained_failures(self.student, self.config.data):
+            batch = send_to_device(self.kind.collate(samples), self.run.accelerator.device)
+            answers = self.kind.logits(self.student, batch)
         if self.by_text:
             words = torch.cat([sample["input_ids"][sample["supervised"]] for sample in samples])
             teacher_logits, labels = None, words.to(answers.device)
         else:
             with torch.no_grad():
                 read = [self.teacher_data[split][index] for index in indices]
-                teacher_logits = self._logits(self.teacher, read)
+                reader = SampleReader(self.teacher, self.kind, None, self.config.data)
+                teacher_logits = reader.logits(read)
             labels = teacher_logits.argmax(-1)
         alpha, temperature = self.config.alpha, self.config.temperature
         loss = distillation_loss(answers, teacher_logits, labels, alpha, temperature)
         return loss, int((answers.argmax(-1) == labels).sum()), len(labels)
-
-    def _logits(self, model: PreTrainedModel, samples: list[Example]) -> Tensor:
-        batch = send_to_device(self.kind.collate(samples), self.run.accelerator.device)
-        return self.kind.logits(model, batch)
 
 
 def distillation_loss(

@@ -281,7 +281,13 @@ def _chat_ids(
     if whole[: len(prompt)] == prompt:
         return _supervised_after(prompt, whole[len(prompt) :])
     # A template that writes past answers differently: the answer as plain text.
-    answer = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
+    content = messages[-1].get("content")
+    if not isinstance(content, str):
+        raise TrainingError(
+            f"data {data.path}: column {data.messages} has an answer without text, which the "
+            "tokenizer's chat template does not write behind its question; leave out such chats"
+        )
+    answer = tokenizer(content, add_special_tokens=False)["input_ids"]
     return _supervised_after(prompt, answer)
 
 

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import transformers
@@ -39,9 +39,13 @@ from mergekit_ace.training.tasks import (
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from mergekit_ace.training.config import DistillConfig, TrainConfig
 
-    Settings = TrainConfig | DistillConfig  # both have what is used of them here
+class LoadingSettings(Protocol):
+    """Settings of any command, of which these are used here."""
+
+    task: str
+    trust_remote_code: bool
+
 
 # Files that are downloaded of a model on the Hub.
 _NEEDED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.py", "*.jinja"]
@@ -93,7 +97,7 @@ def _with_adapter(reference: ModelReference, adapters: Path, trust_remote_code: 
 def load_model(
     folder: str,
     kind: ModelKind,
-    config: Settings,
+    config: LoadingSettings,
     dtype: torch.dtype | str = "auto",
     *,
     whole: bool = False,
@@ -143,7 +147,7 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def load_skeleton(folder: str, kind: ModelKind, config: Settings) -> PreTrainedModel:
+def load_skeleton(folder: str, kind: ModelKind, config: LoadingSettings) -> PreTrainedModel:
     """Build the architecture of a model without its weights: names and shapes, no memory."""
     model_class = getattr(transformers, kind.auto_class)
     with quiet_transformers(), init_empty_weights():
@@ -156,9 +160,10 @@ def load_skeleton(folder: str, kind: ModelKind, config: Settings) -> PreTrainedM
         return model_class(settings)
 
 
-def load_processor(folders: list[str], kind: ModelKind, config: Settings) -> Any:
+def load_processor(folders: list[str], kind: ModelKind, config: LoadingSettings) -> Any:
     """Load the tokenizer of the first folder that has one, which all others must share.
 
+    If it lacks a chat template, as that of a base often does, it gets the first one of the others.
     For images it is the image processor of the first folder that has one, or None.
 
     Raises:
@@ -184,6 +189,8 @@ def load_processor(folders: list[str], kind: ModelKind, config: Settings) -> Any
                 f"the tokenizer of {folder} is not that of {having[0]}; experts of one merge need "
                 "one tokenizer (align them first, e.g. by mergekit's `tokenizer:` section)"
             )
+        if not getattr(tokenizer, "chat_template", None):
+            tokenizer.chat_template = getattr(other, "chat_template", None)
     return tokenizer
 
 

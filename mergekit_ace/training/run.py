@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from mergekit_ace.files import write_text
 from mergekit_ace.methods.architecture import lacks_embeddings
 from mergekit_ace.methods.lookup import METHODS_OF_BASES
 from mergekit_ace.preflight.checkpoints import read_checkpoint
+from mergekit_ace.report.markdown import markdown_text, short_names
 from mergekit_ace.training.config import LanguageTask, TrainConfig
 from mergekit_ace.training.family import Family, ModelFolders
 from mergekit_ace.training.mapped_weights import stored_headers
@@ -105,7 +107,7 @@ def _simple_merges(objective: Objective, shape: torch.Size) -> dict[str, Score]:
         weights, tried = objective.config.compare.scale, f"{basis}, λ"
     if weights:
         losses = {weight: equal(weight, "validation").loss for weight in weights}
-        best = min(losses, key=losses.__getitem__)
+        best = min(weights, key=lambda weight: (math.isnan(losses[weight]), losses[weight]))
         scores[f"{tried} {best:g} (best of {len(weights)})"] = equal(best)
     return scores
 
@@ -117,7 +119,7 @@ def scores_table(scores: Mapping[str, Score], tasks: Iterable[str], samples: Seq
         samples: how many each task is scored on, which says what the scores are worth; one number
             more if there is a rehearsal, which adds a column for it.
     """
-    names = [Path(task).name or task for task in tasks]
+    names = [*map(markdown_text, short_names(list(tasks)))]
     own = samples[: len(names)]
     rehearsal = len(samples) > len(own)
     names += ["rehearsal"] * rehearsal
@@ -350,7 +352,7 @@ def draw_training(file: CoefficientFile, log: list[dict[str, Any]], folder: Path
     axes = figure.subplots()
     values = file.coefficients[:, file.depths.argsort(stable=True)].numpy()  # input on the left
     image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis")
-    tasks = [Path(one.task).name or one.task for one in file.contents.experts]
+    tasks = short_names([one.task for one in file.contents.experts])
     axes.set_yticks(range(rows), [*tasks, *["refinement"] * (rows - len(tasks))])
     axes.set(xlabel="tensors, from input to output", title="merging coefficients")
     figure.colorbar(image, ax=axes)

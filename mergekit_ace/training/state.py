@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -116,42 +116,55 @@ class TrainingRun:
         """Return the folder for the backbone of a classifier; None stands for the base model."""
         return self.path / "backbones" / ("base" if expert is None else f"expert-{expert}")
 
-    def claim(self, config: BaseModel, inputs: Iterable[str], *, overwrite: bool) -> None:
+    def claim(
+        self,
+        config: BaseModel,
+        inputs: Iterable[str],
+        *,
+        overwrite: bool,
+        results: Sequence[str] = _RESULTS,
+    ) -> None:
         """Make the folder this run's, or find that it is already.
 
         Args:
             inputs: files and folders that it reads.
             overwrite: drop another run's state.
+            results: names of files in the folder that are not replaced unless they are this run's.
 
         Raises:
-            TrainingError: the folder holds another run's state, or that is where an input lies.
+            TrainingError: the folder holds something else, or lies in an input, or holds one that
+                would be dropped.
         """
         if self.is_main:
-            self._claim(config, list(inputs), overwrite)
+            self._claim(config, list(inputs), overwrite, results)
         self.wait()
 
-    def _claim(self, config: BaseModel, inputs: list[str], overwrite: bool) -> None:
+    def _claim(
+        self, config: BaseModel, inputs: list[str], overwrite: bool, results: Sequence[str]
+    ) -> None:
         identity = {
             "config": config.model_dump(mode="json"),
             "processes": self.accelerator.num_processes,
             "files": file_states(inputs),
         }
         made = [self.path / name for name in _FOLDERS]
-        if overwrite:
-            _check_needed(inputs, made)
+        _check_inputs(inputs, self.path, made if overwrite else ())
         record = self.state / "run.json"
         known = json_or_empty(record)
         changed = differences(known, identity, _FREE)
         if not changed:
             return
-        results = [path for name in _RESULTS if known and (path := self.path / name).is_file()]
-        states = [path for path in self.state.rglob("*") if path != record and path.is_file()]
         # A run that ended before it computed anything, over a mistake in its config or its data,
-        # has nothing that would be lost.
-        if (states or results) and not overwrite:
+        # has nothing that would be lost. A folder whose record is gone may have anything in it.
+        found = [path for name in results if (path := self.path / name).is_file()]
+        for folder in [self.state] if known else made:
+            found += [path for path in folder.rglob("*") if path != record and path.is_file()]
+        if found and not overwrite:
+            what = f"{found[0].relative_to(self.path)}, which is not of this run"
+            if known:
+                what = f"the state of another run; changed since then: {', '.join(changed)}"
             raise TrainingError(
-                f"{self.path} holds the state of another run; changed since then: "
-                f"{', '.join(changed)}. Choose another folder, or --overwrite to drop it"
+                f"{self.path} holds {what}. Choose another folder, or --overwrite to drop it"
             )
         if known or overwrite:  # first what would look as if this run were complete
             for name in _RESULTS:
@@ -162,12 +175,16 @@ class TrainingRun:
         write_text(record, json.dumps(identity, indent=1))
 
 
-def _check_needed(inputs: Iterable[str], dropped: Iterable[Path]) -> None:
-    """Raise unless no input of a run lies in the folders that are to be dropped."""
-    folders = [folder.resolve() for folder in dropped]
+def _check_inputs(inputs: Iterable[str], out: Path, dropped: Iterable[Path]) -> None:
+    """Raise if a run would write into one of its inputs, or drop one with some of its folders."""
+    out, *folders = (folder.resolve() for folder in (out, *dropped))
     for path in inputs:
         place = Path(path).expanduser().resolve()
-        if any(folder in (place, *place.parents) for folder in folders):
+        if place.exists() and out.is_relative_to(place):
+            raise TrainingError(
+                f"{out} is {path} or lies in it, which this run reads; choose another folder"
+            )
+        if any(place.is_relative_to(folder) for folder in folders):
             raise TrainingError(
                 f"--overwrite would drop {path}, which this run needs; move it, or choose another "
                 "folder"

@@ -90,9 +90,17 @@ class ImageClassification(_Classification):
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example:
         """Encode a row: `pixel_values` (1, channels, height, width)."""
-        image = row[data.columns["image"]]
+        image, whose = row[data.columns["image"]], f"data {data.path}: column {data.image}"
         if isinstance(image, list):
-            pixels = torch.tensor(image, dtype=torch.float32)
+            try:
+                pixels = torch.tensor(image, dtype=torch.float32)
+            except (TypeError, ValueError) as error:
+                raise TrainingError(f"{whose} holds a list that is no array: {error}") from error
+        elif not hasattr(image, "convert"):
+            raise TrainingError(
+                f"{whose} holds {image!r:.60} instead of an image or pixel values; give a folder "
+                "of images, or a data set that has them in it"
+            )
         elif processor is None:
             raise TrainingError(
                 f"data {data.path} holds images, but the base model has no image processor "
@@ -102,8 +110,8 @@ class ImageClassification(_Classification):
             pixels = processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
         if pixels.ndim != 3:
             raise TrainingError(
-                f"data {data.path}: column {data.image} holds arrays with {pixels.ndim} axes; "
-                "pixel values have three: channels, height, width"
+                f"{whose} holds arrays with {pixels.ndim} axes; pixel values have three: "
+                "channels, height, width"
             )
         return {"pixel_values": pixels[None]} | self.truth(row, data)
 

@@ -46,6 +46,19 @@ class Teacher:
     head: dict[str, nn.Module]
 
 
+@contextmanager
+def explained_failures(model: PreTrainedModel, data: DataConfig) -> Iterator[None]:
+    """Raise what a model says to its inputs as a `TrainingError` that names the data."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, TrainingError):
+        raise
+    except (ValueError, RuntimeError, IndexError, NotImplementedError) as error:
+        raise TrainingError(
+            f"data {data.path}: {model.name_or_path} cannot read its samples: {error}"
+        ) from error
+
+
 @dataclass(frozen=True)
 class SampleReader:
     """A model with the data that it reads and answers.
@@ -101,7 +114,7 @@ class SampleReader:
             return samples
         complete = [sample for sample in samples if "true" in sample]
         for start in tqdm(range(0, len(lacking), size), "answers", unit="batch", disable=quiet):
-            with self._explained_failures():
+            with explained_failures(self.model, data):
                 part = lacking[start : start + size]
                 complete += kind.complete(self.model, part, data, self.processor)
         return complete
@@ -112,7 +125,7 @@ class SampleReader:
         Raises:
             TrainingError: the model answers NaN or Inf, or cannot read the samples.
         """
-        with self._explained_failures():
+        with explained_failures(self.model, self.data):
             batch = send_to_device(self.kind.collate(samples), self.model.device)
             logits = self.kind.logits(self.model, batch)
         if not is_finite(logits.detach()):
@@ -132,26 +145,20 @@ class SampleReader:
                 f"data {self.data.path}: column {self.data.image} holds images of different sizes, "
                 f"{one[1:]} and {other[1:]}; bring all to the size that the model reads"
             )
-        texts = [s[name] for name in ("input_ids", "target_ids") for s in samples if name in s]
-        largest = max((int(ids.max()) for ids in texts if len(ids)), default=-1)
-        if largest >= 0 and largest >= (known := len(self.model.get_input_embeddings().weight)):
-            raise TrainingError(
-                f"data {self.data.path}: the tokenizer has the token number {largest}, but "
-                f"{self.model.name_or_path} has only {known} embeddings; use the tokenizer that "
-                "belongs to the model"
-            )
+        if any("input_ids" in sample for sample in samples):
+            known = len(self.model.get_input_embeddings().weight)
+            check_tokens(samples, self.data, self.model.name_or_path, known)
 
-    @contextmanager
-    def _explained_failures(self) -> Iterator[None]:
-        """Raise what the model says to its inputs as a `TrainingError` that names the data."""
-        try:
-            yield
-        except (torch.OutOfMemoryError, TrainingError):
-            raise
-        except (ValueError, RuntimeError, IndexError, NotImplementedError) as error:
-            raise TrainingError(
-                f"data {self.data.path}: {self.model.name_or_path} cannot read its samples: {error}"
-            ) from error
+
+def check_tokens(samples: Sequence[Example], data: DataConfig, model: str, known: int) -> None:
+    """Raise a `TrainingError` for tokens beyond the `known` embeddings of a model."""
+    texts = [s[name] for name in ("input_ids", "target_ids") for s in samples if name in s]
+    largest = max((int(ids.max()) for ids in texts if len(ids)), default=-1)
+    if largest >= known:
+        raise TrainingError(
+            f"data {data.path}: the tokenizer has the token number {largest}, but {model} has only "
+            f"{known} embeddings; use the tokenizer that belongs to the model"
+        )
 
 
 def answer_data(

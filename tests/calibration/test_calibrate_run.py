@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from checkpoints import ace_config, fine_tuned, save_family, state, tiny_llama
 from click.testing import CliRunner, Result
 from families import sentence, tokenizer, write_rows
 from peft_models import train_by_chance
+from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -46,9 +48,9 @@ def config(tmp_path, request) -> dict:
     return {"merged_model": str(tmp_path / "merged"), "models": experts, "keep": data("keep")}
 
 
-def calibrate(config: dict, out: Path, *flags: str) -> Result:
-    path = out.with_suffix(".yml")
-    path.write_text(yaml.safe_dump(config))
+def calibrate(settings: dict, out: Path, *flags: str, config: Path | None = None) -> Result:
+    path = config or out.with_suffix(".yml")
+    path.write_text(yaml.safe_dump(settings))
     return CliRunner().invoke(main, ["calibrate", str(path), str(out), "--quiet", *flags])
 
 
@@ -159,6 +161,19 @@ def test_models_without_data_write_texts_of_their_own(config, tmp_path, based):
 
 
 @pytest.mark.parametrize("config", [False], indirect=True)
+def test_a_model_without_its_head_writes_nothing(config, tmp_path):
+    """transformers would draw the head at random, and the texts with it."""
+    file = tmp_path / "expert1" / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if "lm_head" not in name}
+    save_file(kept, file, {"format": "pt"})
+    assert calibrate(config, tmp_path / "given").exit_code == 0
+    del config["models"][0]["data"]
+    result = calibrate(config, tmp_path / "own")
+    assert result.exit_code == 1
+    assert "lacks 1 parameters that task: causal-lm needs, such as lm_head" in result.output
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
 @pytest.mark.parametrize("named", ["alone", "with its base"])
 def test_an_adapter_is_an_expert(config, tmp_path, named):
     """It does what the model does that PEFT makes of it, also where it changes the embeddings."""
@@ -256,8 +271,52 @@ def test_mistakes_are_told(config, tmp_path):
     assert "give the experts that were merged" in told
     images = {"path": str(tmp_path / "keep.jsonl"), "image": "text"}
     assert "keep needs a column text, prompt or messages" in message(keep=images)
-    result = calibrate(config, tmp_path / "expert1", "--overwrite")
-    assert "is one of the models that are read" in result.output
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
+def test_what_is_read_is_neither_replaced_nor_dropped(config, tmp_path):
+    own = {**config["models"][0], "model": str(tmp_path / "old" / "expert1")}
+    shutil.copytree(tmp_path / "expert1", own["model"])
+    keep = {**config["keep"], "path": str(tmp_path / "expert2" / "keep.jsonl")}
+    shutil.copy(tmp_path / "keep.jsonl", keep["path"])
+    (tmp_path / "old" / "config.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    for out, changes in (
+        ("expert1", {}),
+        ("merged/calibrated", {}),  # the copy of the merge would hold itself
+        ("old", {"models": [own]}),
+        ("expert2", {"models": config["models"][:1], "keep": keep}),
+    ):
+        result = calibrate(config | changes, tmp_path / out, "--overwrite", config=tmp_path / "yml")
+        assert result.exit_code == 1
+        assert "which is read, or lies in it; give another folder" in result.output
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "yml"])
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
+def test_a_folder_behind_a_link(config, tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    assert calibrate(config, tmp_path / "out").exit_code == 0
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "config.json").exists()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert calibrate(config, Path(), config=tmp_path / "yml").exit_code == 0
+    assert (tmp_path / "here" / "config.json").exists()
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
+def test_tokens_without_an_embedding(config, tmp_path):
+    words = tokenizer()
+    words.add_tokens(["new"])
+    for name in ("merged", "expert1", "expert2"):
+        words.save_pretrained(tmp_path / name)
+    write_rows(tmp_path / "expert2.jsonl", [{"text": "w1 w2 new"}] * 3)
+    result = calibrate(config, tmp_path / "out")
+    assert result.exit_code == 1
+    assert "expert2.jsonl: the tokenizer has the token number 40, but " in result.output
+    assert "merged has only 40 embeddings" in result.output
 
 
 @pytest.mark.parametrize("config", [False], indirect=True)

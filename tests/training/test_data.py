@@ -87,6 +87,12 @@ def test_files_of_every_kind(tmp_path, kind):
     assert sum(len(part) for part in texts(load_rows(config(path), 0))) == 50
 
 
+def test_a_path_is_no_pattern(tmp_path):
+    write_rows(tmp_path / "d1 x.jsonl", ROWS[:20])
+    path = write_rows(tmp_path / "d[12] x.jsonl", ROWS)
+    assert sum(len(part) for part in texts(load_rows(config(path), 0))) == 50
+
+
 def test_splits_that_the_data_has(tmp_path):
     parts = {"train": ROWS[:30], "dev": ROWS[30:35], "final": ROWS[35:]}
     saved = {name: Dataset.from_list(rows) for name, rows in parts.items()}

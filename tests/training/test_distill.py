@@ -11,8 +11,8 @@ import torch
 from checkpoints import fine_tuned, tiny_llama
 from families import distil, image_distillation, record, sentence, tokenizer, write_rows
 from pydantic import ValidationError
-from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -195,6 +195,7 @@ def test_language_models(tmp_path, same, columns, signal):
 
 
 def test_text_classifiers(tmp_path):
+    """The teacher's tokenizer begins every text with a token, the student's has none for some."""
     shape = {
         "vocab_size": 40,
         "num_hidden_layers": 1,
@@ -206,9 +207,14 @@ def test_text_classifiers(tmp_path):
         torch.manual_seed(hidden)
         config = BertConfig(**shape, hidden_size=hidden, num_labels=labels)
         BertForSequenceClassification(config).save_pretrained(tmp_path / name)
-        tokenizer().save_pretrained(tmp_path / name)
+        words = tokenizer()
+        if name == "teacher":
+            begun = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 2)])
+            words.backend_tokenizer.post_processor = begun
+        words.save_pretrained(tmp_path / name)
     rng = random.Random(0)
-    data = write_rows(tmp_path / "data.jsonl", [{"text": sentence(rng)} for _ in range(40)])
+    rows = [{"text": sentence(rng) if n % 8 else ""} for n in range(40)]
+    data = write_rows(tmp_path / "data.jsonl", rows)
     out = distil(
         {
             "teacher": str(tmp_path / "teacher"),
@@ -260,6 +266,33 @@ def test_wrong_settings(images, change, message):
     _, config = images
     with pytest.raises(ValidationError, match=message):
         DistillConfig.model_validate({**config, **change})
+
+
+def test_samples_that_the_student_cannot_read(tmp_path):
+    """A teacher of convolutions reads images of any size, and the student's tokens may be more."""
+    _, config = image_distillation(tmp_path)
+    write_rows(Path(config["data"]["path"]), [{"pixels": torch.rand(1, 16, 16).tolist()}] * 20)
+    with pytest.raises(TrainingError, match=r"more\.jsonl: .*base cannot read its samples: Input"):
+        distil(config, tmp_path / "out")
+
+
+def test_a_teacher_that_answers_nan(tmp_path):
+    _, config = image_distillation(tmp_path)
+    file = tmp_path / "teacher" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["classifier.1.bias"][0] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(TrainingError, match="teacher answers NaN or Inf to a sample of data"):
+        distil(config, tmp_path / "out")
+
+
+def test_a_student_that_lacks_its_head(tmp_path):
+    config = language(tmp_path, same=True, columns={"text": "text"})
+    file = tmp_path / "student" / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if "lm_head" not in name}
+    save_file(kept, file, {"format": "pt"})
+    with pytest.raises(TrainingError, match=r"student lacks 1 parameters .* such as lm_head"):
+        distil(config, tmp_path / "out")
 
 
 def test_a_teacher_that_is_the_student(images, tmp_path):

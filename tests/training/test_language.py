@@ -109,6 +109,17 @@ def test_a_role_that_the_template_knows(words):
         encode({"m": talk}, words, messages="m")
 
 
+def test_an_answer_without_text(words):
+    """A template that writes it behind the question is enough; else the answer is written plain."""
+    called = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    chat = {"m": [TALK[0], called]}
+    words.chat_template = CHAT
+    assert supervised(encode(chat, words, messages="m"), words)
+    words.chat_template = "{% for m in messages %}w{{ loop.length }} {{ m.content }} {% endfor %}"
+    with pytest.raises(TrainingError, match="column m has an answer without text, which"):
+        encode(chat, words, messages="m")
+
+
 def test_a_chat_without_a_template(words):
     with pytest.raises(TrainingError, match="no chat template"):
         encode({"m": [{"role": "user", "content": "w1"}]}, words, messages="m")

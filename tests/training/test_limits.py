@@ -184,10 +184,15 @@ def test_texts_whose_masks_are_all_cut_off(tmp_path, train):
         (lambda n: torch.rand(1, 16, 16), "cannot read its samples: Input image size (16*16)"),
         (lambda n: torch.rand(3, 8, 8), "Expected 1 but got 3"),
         (lambda n: torch.rand(1, 8 + n % 2, 8), "holds images of different sizes, (1, 8, 8) and"),
+        (lambda n: torch.rand(8, 8), "holds arrays with 2 axes; pixel values have three"),
+        (lambda n: "a/cat.png", "column x holds 'a/cat.png' instead of an image or pixel values"),
+        (lambda n: None, "column x holds None instead of an image or pixel values"),
+        (lambda n: [[[0.0, 1.0], [1.0]]], "column x holds a list that is no array: "),
     ],
 )
 def test_images_that_the_model_cannot_read(tmp_path, train, vit, pixels, message):
-    rows = [{"x": pixels(n).tolist()} for n in range(20)]
+    values = [pixels(n) for n in range(20)]
+    rows = [{"x": one.tolist() if isinstance(one, torch.Tensor) else one} for one in values]
     text = train(with_rows(vit, tmp_path, rows, image="x"), fails=True)
     assert message in text
     assert "rows.jsonl" in text
@@ -268,9 +273,17 @@ def test_messages(tmp_path, train, llama, messages, message):
     assert "rows.jsonl" in text
 
 
-def another_depth(layers: int):
+def test_a_template_that_only_an_expert_has(tmp_path, train, llama):
+    words = AutoTokenizer.from_pretrained(llama["base_model"])
+    words.chat_template = TEMPLATE
+    rows = [{"m": [USER, {"role": "assistant", "content": f"w{n} w3"}]} for n in range(20)]
+    config = with_rows(llama, tmp_path, rows, messages="m")
+    train(with_expert(config, tmp_path, words.save_pretrained))
+
+
+def another_llama(**shape: int):
     def change(folder: str) -> None:
-        tiny_llama(num_hidden_layers=layers).save_pretrained(folder)
+        tiny_llama(**shape).save_pretrained(folder)
 
     return change
 
@@ -294,9 +307,13 @@ def without(*parts: str):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (another_depth(3), "has 9 parameters that the base model lacks, such as model.layers.2."),
+        (
+            another_llama(num_hidden_layers=3),
+            "has 9 parameters that the base model lacks, such as model.layers.2.",
+        ),
         (untied, "has tie_word_embeddings: True in its config, and the base model False"),
-        (another_depth(1), "has no parameter model.layers.1."),
+        (another_llama(num_hidden_layers=1), "has no parameter model.layers.1."),
+        (another_llama(intermediate_size=64), "of shape (64, 32), which is (48, 32) in the base"),
         (without("up_proj"), "lacks 2 parameters that task: causal-lm needs"),
         (without("lm_head"), "lacks 1 parameters that task: causal-lm needs, such as lm_head"),
     ],

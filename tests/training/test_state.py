@@ -15,6 +15,7 @@ import yaml
 from accelerate import debug_launcher
 from accelerate.state import AcceleratorState
 from families import distil, image_distillation, llama_family, parsed, record
+from measured_families import measure
 
 from mergekit_ace.cli import main
 from mergekit_ace.coefficients.file import CoefficientFile
@@ -115,3 +116,45 @@ def test_overwriting_does_not_drop_what_is_needed(tmp_path, place):
     with pytest.raises(TrainingError, match=f"--overwrite would drop {expert}, which this run"):
         run_training(parsed(config), tmp_path / "out", overwrite=True, quiet=True)
     assert sorted(path.name for path in expert.iterdir()) == before
+
+
+@pytest.mark.parametrize("place", ["base", "base/coefficients", "link"])
+def test_a_run_does_not_write_into_what_it_reads(tmp_path, place):
+    config = llama_family(tmp_path / "family")
+    (tmp_path / "family" / "link").symlink_to(config["base_model"])
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(TrainingError, match=r"base.* or lies in it, which this run reads"):
+        run_training(parsed(config), tmp_path / "family" / place, quiet=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_student_does_not_replace_a_model(tmp_path):
+    """Neither the base that it starts from nor any other, unless the user says so."""
+    _, config = image_distillation(tmp_path / "images")
+    config["training"] |= {"epochs": 1}
+    student, other = Path(config["student"]), tmp_path / "images" / "expert1"
+    for place, message in ((student, "which this run reads"), (other, "holds config.json, which")):
+        before = (place / "model.safetensors").read_bytes()
+        with pytest.raises(TrainingError, match=message):
+            distil(config, place)
+        assert (place / "model.safetensors").read_bytes() == before
+    assert record(distil(config, other, overwrite=True))
+    assert distil(config, other) == other, "its own student is there"
+
+
+def test_results_without_their_record_are_not_taken_for_this_run_s(tmp_path):
+    """`state` may be deleted to have its room; what was measured of other data must not stay."""
+    config = llama_family(tmp_path / "family")
+    out = tmp_path / "out"
+    measure(config, out)
+    first = out / "experts" / "0-covariances-0.safetensors"
+    before = first.read_bytes()
+    shutil.rmtree(out / "state")
+    data = Path(config["models"][0]["data"]["path"])
+    data.write_text(data.read_text().replace("w1", "w2"))
+    for kind in ("statistics.json", "experts/"):
+        with pytest.raises(TrainingError, match=f"out holds {kind}.* which is not of this run"):
+            measure(config, out)
+        (out / "statistics.json").unlink(missing_ok=True)
+    measure(config, out, overwrite=True)
+    assert first.read_bytes() != before
