@@ -215,6 +215,16 @@ def test_another_adapter_is_only_replaced_when_asked_for(family, tmp_path):
     assert not (tmp_path / "out" / "tokenizer.json").exists(), "no adapter carries one"
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "README.md"])
+def test_what_somebody_else_has_put_there_is_only_replaced_when_asked_for(family, tmp_path, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("{}")
+    result = run(config_of(family, "ace"), tmp_path)
+    assert result.exit_code == 1
+    assert f"{tmp_path / 'out'} holds {name}; --overwrite replaces what is there" in result.output
+    assert [path.read_text() for path in (tmp_path / "out").iterdir()] == ["{}"]
+
+
 def test_a_model_is_never_replaced(family, tmp_path):
     result = run(config_of(family, "ace"), tmp_path, "--overwrite", out="base")
     assert result.exit_code == 1
