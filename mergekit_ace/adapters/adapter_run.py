@@ -190,19 +190,14 @@ def _merged(
         start = time.perf_counter()
         merged = merge.merge(tensor)
         seconds = time.perf_counter() - start
-        _report(plan, merged, seconds)
+        if merged.record is not None and merged.settings.recorded:
+            append_report(plan.merge.method.spec.name, merged.settings, merged.record, seconds)
         summary.add(merged)
         if programs is not None:
             click.echo(json.dumps(_event(merged, seconds)), file=programs)
         made = merged.full if merged.delta is None else merged.delta
         if made is not None:
             yield merged.change, made
-
-
-def _report(plan: AdapterPlan, merged: MergedChange, seconds: float) -> None:
-    if merged.settings is not None and merged.settings.recorded and merged.record is not None:
-        method, path = plan.merge.method.spec.name, merged.settings.parameters["report"]
-        append_report(path, method, merged.settings, merged.record, seconds)
 
 
 def _event(merged: MergedChange, seconds: float) -> dict[str, Any]:

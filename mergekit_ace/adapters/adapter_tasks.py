@@ -154,8 +154,7 @@ class MergeProducts(ExecuteMergeMethodTask):
             method.check_size(result, settings)
             if settings.recorded:
                 seconds = time.perf_counter() - start
-                path = settings.parameters["report"]
-                append_report(path, method.spec.name, settings, record, seconds)
+                append_report(method.spec.name, settings, record, seconds)
         return result
 
 
