@@ -222,7 +222,7 @@ def merge(
 @click.option(
     "--rank", type=click.IntRange(min=1), help="Highest rank of a module; says what is cut off."
 )
-@click.option("--overwrite", is_flag=True, help="Replace another adapter in OUT.")
+@click.option("--overwrite", is_flag=True, help="Replace files of another result in OUT.")
 @click.option("--json", "as_json", is_flag=True, help="Progress as JSON lines, for programs.")
 def adapter(
     config: Path, out: Path, rank: int | None, overwrite: bool, as_json: bool, **flags: Any

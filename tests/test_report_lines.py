@@ -128,3 +128,15 @@ def test_threads_do_not_mix_their_lines_or_results(rng, tmp_path):
         together = list(pool.map(merge, range(40)))
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
     assert sorted(int(line["tensor"]) for line in lines(report)) == list(range(40))
+
+
+def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path):
+    report = tmp_path / "r.jsonl"
+    report.write_text('{"tensor": "a"}\n{"tensor": "b", "me')
+    options = {"report": str(report)}
+    for name in ("b", "c"):
+        tensors = [torch.zeros(2, 2), torch.eye(2)]
+        merge_tensors(tensors, "ace", base_index=0, name=name, parameters=options)
+    texts = report.read_text().splitlines()
+    assert texts[1] == '{"tensor": "b", "me'
+    assert [json.loads(text)["tensor"] for text in texts[2:]] == ["b", "c"]

@@ -296,3 +296,13 @@ def test_a_result_out_of_range_is_named():
     base, expert = torch.zeros(2, 2).half(), torch.full((2, 2), 6e4).half()
     with pytest.raises(ValueError, match=r"too large for torch\.float16"):
         merge_tensors([base, expert], "statsmerging", base_index=0, parameters={"weight": [2.0]})
+
+
+def test_a_file_that_knows_options_that_are_gone(tmp_path):
+    parameters = {"epsilon": 1.0, "gone": 1}
+    file = make_file(["w"], ["1", "2"], basis="ace_relative", parameters=parameters)
+    file.save(tmp_path / "c.safetensors")
+    tensors, own = [torch.zeros(2, 2), torch.eye(2), torch.ones(2, 2)], {"epsilon": 1.0}
+    own["coefficients"] = str(tmp_path / "c.safetensors")
+    with pytest.raises(CoefficientFileError, match="components: gone: None instead of 1"):
+        merge_tensors(tensors, "ace_relative", base_index=0, name="w", parameters=own)

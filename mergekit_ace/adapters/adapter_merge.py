@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
-from mergekit.common import ModelReference
 from mergekit.io import LazyTensorLoader
 from mergekit.merge_methods import MergeMethod
 from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge
@@ -132,7 +131,7 @@ class AdapterMerge:
         zero = torch.zeros(shape, device=device)
         full = [delta.dense().float() if delta else zero for delta in deltas]
         merged = _execute(tensor.planned, zero, full)
-        stacked = len(shape) == 3 and tensor.known[0].kind == "parameter"
+        stacked = tensor.known[0].is_stack
         matrices = merged if stacked else merged.flatten(1)[None]
         found = [leading_directions(m, min(self.rank, *m.shape)) for m in matrices]
         left = torch.stack([one.left * one.values for one in found])
@@ -278,7 +277,7 @@ def linear_coefficients(planned: PlannedTensor) -> list[float]:
     units = torch.eye(1 + count, dtype=torch.float64)
     base = units[0]
     others = [
-        base if _is_base(model) else base + units[1 + t] for t, model in enumerate(planned.experts)
+        base + units[1 + t] if model.lora else base for t, model in enumerate(planned.experts)
     ]
     whole, *coefficients = _execute(planned, base, others).tolist()
     if abs(whole - 1) > WHOLE:
@@ -287,10 +286,6 @@ def linear_coefficients(planned: PlannedTensor) -> list[float]:
             "scaled, which no adapter can do; let them sum to 1, or leave out normalize: false"
         )
     return coefficients
-
-
-def _is_base(model: ModelReference) -> bool:
-    return model.lora is None
 
 
 def _execute(planned: PlannedTensor, base: Tensor, experts: Sequence[Tensor]) -> Tensor:

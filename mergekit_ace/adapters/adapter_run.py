@@ -37,7 +37,7 @@ from mergekit_ace.preflight.check import check_method
 from mergekit_ace.preflight.checkpoint_rules import same_name
 from mergekit_ace.preflight.checkpoints import headers_only
 from mergekit_ace.preflight.estimate import in_bytes, in_time
-from mergekit_ace.preflight.findings import Finding, shown_errors
+from mergekit_ace.preflight.findings import Finding, listed, shown_errors
 from mergekit_ace.preflight.reach_rules import check_method_settings, check_reach
 from mergekit_ace.preflight.value_rules import check_values
 from mergekit_ace.report.markdown import markdown_text
@@ -45,8 +45,11 @@ from mergekit_ace.report.tables import title_of
 
 # Up to this sum of ranks a product of factors takes less time than its threads take to meet.
 SMALL_RANK = 256
-# What makes a folder an adapter or a model, which a result must not be mixed with.
-_MARKS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "config.json")
+# What a result is made of; nobody's is replaced unasked.
+_PARTS = (
+    "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "README.md",
+    "mergekit_config.yml", *TOKENIZER_FILES,
+)  # fmt: skip
 
 
 @dataclass
@@ -155,18 +158,18 @@ def _check(findings: Iterable[Finding], *, quiet: bool) -> None:
 
 
 def _check_folder(out: Path, plan: AdapterPlan, overwrite: bool) -> None:
-    there = [name for name in _MARKS if (out / name).exists()]
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file; give the name of a folder")
-    if "config.json" in there:
+    if (out / "config.json").exists():
         raise ConfigError(f"{out} holds a model; choose another folder")
     for adapter in plan.adapters:
         if out.exists() and out.samefile(adapter.folder):
             raise ConfigError(
                 f"{out} is the adapter {adapter.name}, which is merged; choose another folder"
             )
+    there = [name for name in _PARTS if (out / name).exists()]
     if there and not overwrite:
-        raise ConfigError(f"{out} holds an adapter; --overwrite replaces it")
+        raise ConfigError(f"{out} holds {listed(there, 3)}; --overwrite replaces what is there")
 
 
 def _dtype(plan: AdapterPlan) -> torch.dtype:
@@ -187,19 +190,14 @@ def _merged(
         start = time.perf_counter()
         merged = merge.merge(tensor)
         seconds = time.perf_counter() - start
-        _report(plan, merged, seconds)
+        if merged.record is not None and merged.settings.recorded:
+            append_report(plan.merge.method.spec.name, merged.settings, merged.record, seconds)
         summary.add(merged)
         if programs is not None:
             click.echo(json.dumps(_event(merged, seconds)), file=programs)
         made = merged.full if merged.delta is None else merged.delta
         if made is not None:
             yield merged.change, made
-
-
-def _report(plan: AdapterPlan, merged: MergedChange, seconds: float) -> None:
-    if merged.settings is not None and merged.settings.recorded and merged.record is not None:
-        method, path = plan.merge.method.spec.name, merged.settings.parameters["report"]
-        append_report(path, method, merged.settings, merged.record, seconds)
 
 
 def _event(merged: MergedChange, seconds: float) -> dict[str, Any]:
@@ -286,14 +284,14 @@ def _card_text(name: str, plan: AdapterPlan, summary: Summary) -> str:
     title, url = title_of(method.spec.name), method.spec.reference_url
     linked = f"[{title}]({url})" if url else title
     versions = package_versions(*REPORTED_PACKAGES, "peft")
-    listed = ", ".join(f"{package} {number}" for package, number in versions.items())
+    packages = ", ".join(f"{package} {number}" for package, number in versions.items())
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False).strip()}\n---",
         f"# {markdown_text(name)}",
         f"A LoRA adapter of {markdown_text(base)}, merged from {len(plan.adapters)} adapters by "
         f"{linked}, within the span of their factors. {_result(summary)}",
         _table(plan, summary.tau),
-        f"Made by `mergekit-ace adapter` ({markdown_text(listed)}) from this configuration:",
+        f"Made by `mergekit-ace adapter` ({markdown_text(packages)}) from this configuration:",
         f"```yaml\n{plan.merge.source.strip()}\n```",
     ]
     if isinstance(method, TaskVectorMethod):

@@ -36,6 +36,7 @@ from mergekit_ace.adapters.adapter_plan import (
     base_network,
     base_of,
     find_change,
+    names_in_memory,
 )
 from mergekit_ace.adapters.peft_adapter import Adapter, Change, read_adapter
 from mergekit_ace.methods.base import TaskVectorMethod
@@ -154,8 +155,7 @@ class MergeProducts(ExecuteMergeMethodTask):
             method.check_size(result, settings)
             if settings.recorded:
                 seconds = time.perf_counter() - start
-                path = settings.parameters["report"]
-                append_report(path, method.spec.name, settings, record, seconds)
+                append_report(method.spec.name, settings, record, seconds)
         return result
 
 
@@ -178,7 +178,7 @@ def find_stored_change(adapter: Adapter, weight: WeightInfo) -> Change | None:
     direct = find_change(adapter, weight)
     if direct is not None:
         return direct
-    names = (weight.name, *(weight.aliases or ()))
+    names = names_in_memory(weight)
     ties = getattr(adapter.network, "all_tied_weights_keys", {})
     by_table = (adapter.changes.get(ties[name]) for name in names if name in ties)
     by_head = (adapter.changes.get(head) for head, table in ties.items() if table in names)
@@ -226,8 +226,7 @@ def _merges_products(planned: PlannedTensor) -> bool:
     if not isinstance(planned.method, TaskVectorMethod):
         return _keeps_base(planned)
     ndim = len(found[0].shape)
-    stack = found[0].kind == "parameter" and ndim == 3
-    return has_low_rank(planned.layout(ndim), ndim, stack=stack)
+    return has_low_rank(planned.layout(ndim), ndim, stack=found[0].is_stack)
 
 
 def _keeps_base(planned: PlannedTensor) -> bool:

@@ -66,6 +66,11 @@ class Change:
     scale: float = 1.0
     old: bool = False
 
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is of a stack of matrices, with a product for each."""
+        return self.kind == "parameter" and len(self.shape) == 3
+
 
 @dataclass(frozen=True)
 class Adapter:

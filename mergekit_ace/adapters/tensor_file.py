@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.headers import DTYPES, DamagedFileError, read_file_header, read_pickle
+from mergekit_ace.headers import DTYPES, FLOATING, DamagedFileError, read_file_header, read_pickle
 
 Kind = Literal["linear", "transposed", "embedding", "convolution", "parameter", "saved"]
 
@@ -34,7 +34,8 @@ class TensorFile:
         """Read the header.
 
         Raises:
-            DamagedFileError: the file is damaged, holds nothing, or something other than numbers.
+            DamagedFileError: the file is damaged, holds nothing, something other than numbers, or
+                floating-point numbers of 8 bits.
         """
         self.path = path
         self._held: Mapping[str, Tensor] = {}
@@ -45,6 +46,12 @@ class TensorFile:
         self.odd = {name for name, dtype in dtypes.items() if not dtype.is_floating_point}
         if not self.shapes:
             raise DamagedFileError(f"{path} holds no tensors; download or save the adapter again")
+        for name, header in headers.items():
+            if DTYPES[header.dtype] in self.dtypes and header.dtype not in FLOATING:
+                raise DamagedFileError(
+                    f"tensor {name} of {path} is in {header.dtype}, by which nothing can be "
+                    "computed; save the adapter in bfloat16, float16 or float32"
+                )
 
     def read(self, *names: str) -> list[Tensor]:
         """Return tensors as they are stored.

@@ -141,7 +141,7 @@ def _config_text(
     first = [(change, len(tensor)) for change, letter, tensor in parts if letter == "A"]
     modules = {change.module: rank for change, rank in first if change.kind != "parameter"}
     parameters = {
-        change.name: rank // (change.shape[0] if len(change.shape) == 3 else 1)
+        change.name: rank // (change.shape[0] if change.is_stack else 1)
         for change, rank in first
         if change.kind == "parameter"
     }

@@ -322,7 +322,7 @@ class TaskVectorMethod(GroupMergeMethod):
         if settings.recorded:
             seconds = time.perf_counter() - start
             record = measure_noise(record, [tensor.to(merged.device) for tensor in tensors])
-            append_report(parameters["report"], self.spec.name, settings, record, seconds)
+            append_report(self.spec.name, settings, record, seconds)
         return merged
 
     def check_size(self, merged: Tensor, settings: TensorSettings) -> None:

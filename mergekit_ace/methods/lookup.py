@@ -123,7 +123,8 @@ class FileCoefficients:
         """
         learned = self.file.contents.parameters
         given = options.model_dump(mode="json")
-        odd = [f"{n}: {given[n]} instead of {v}" for n, v in learned.items() if given.get(n) != v]
+        pairs = [(name, given.get(name), value) for name, value in learned.items()]
+        odd = [f"{name}: {own} instead of {value}" for name, own, value in pairs if own != value]
         if odd:
             raise CoefficientFileError(
                 f"{self.method}: the coefficients in {self.path} were learned for other "

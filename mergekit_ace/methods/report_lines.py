@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,16 +21,15 @@ _LOCK = threading.Lock()  # --multi-gpu merges tensors side by side
 
 
 def append_report(
-    path: str, method: str, settings: TensorSettings, record: TensorRecord, seconds: float
+    method: str, settings: TensorSettings, record: TensorRecord, seconds: float
 ) -> None:
-    """Append the JSON line of one tensor to a file.
+    """Append the JSON line of one tensor to the file under `report:`, which is created, or grows.
 
     A matrix's fields (see `MatrixRecord`) stand at the top level of the line; a stacked tensor has
     a list of them under ``matrices`` instead. Lists over experts are in the order of ``models``. A
     number that JSON lacks (γ = ∞) is written as text.
 
     Args:
-        path: the file; it is created, or grows.
         method: the merge method.
         settings: of the tensor.
         record: what was done.
@@ -41,8 +41,12 @@ def append_report(
     else:
         line["matrices"] = [record_fields(matrix) for matrix in record.matrices]
     text = json.dumps(finite(line), allow_nan=False) + "\n"
-    with _LOCK, open(path, "a", encoding="utf-8") as file:
-        file.write(text)
+    with _LOCK, open(settings.parameters["report"], "ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # a kill cut off the last line; it takes no other with it
+                text = "\n" + text
+        file.write(text.encode())
 
 
 def line_head(

@@ -25,7 +25,9 @@ from mergekit_ace.algebra.inspection import evenly_spaced
 from mergekit_ace.files import differences, file_states, write_text
 from mergekit_ace.headers import DamagedFileError, json_or_empty
 from mergekit_ace.measurements import load_statistics
+from mergekit_ace.merging.manifest import named_paths
 from mergekit_ace.methods.base import TaskVectorMethod
+from mergekit_ace.methods.parameters import FILE_PARAMETERS
 from mergekit_ace.naming import natural_order, without_numbers
 from mergekit_ace.planning import (
     ConfigError,
@@ -199,7 +201,8 @@ def run_inspection(
         load_statistics(covariances)  # says here, before a tensor is read, if it cannot be used
     if adapters is not None:
         plan, base = adapters.merge, adapters.base
-        places = [str(adapter.file.path) for adapter in adapters.adapters]
+        own = ((a.file.path, a.folder / "adapter_config.json") for a in adapters.adapters)
+        places = [str(path) for pair in own for path in pair]
     else:
         find_models(merge)
         plan = plan_merge(merge, source, options)
@@ -211,7 +214,7 @@ def run_inspection(
                 "config"
             )
     selected = select(plan.tensors, tensors, sample)
-    places += [covariances] if covariances else []
+    places += [*named_paths(plan, *FILE_PARAMETERS), *([covariances] if covariances else [])]
     with _lock(folder):
         _claim(folder, _identity(plan, tensors, sample, places), overwrite=overwrite)
         make = (

@@ -402,10 +402,11 @@ def _agreement(report: Report) -> Iterator[str]:
     kinds = agreement_by_kind(report)
     if not kinds:
         return
-    own, others = (_mean([k[key] for k in kinds.values() if k[key]]) for key in ("own", "others"))
+    own = _mean([kind["own"] for kind in kinds.values()])
+    others = _mean([kind["others"] for kind in kinds.values() if kind["others"] is not None])
     best = max(kinds, key=lambda kind: kinds[kind]["own"])
     worst = min(kinds, key=lambda kind: kinds[kind]["own"])
-    beside = f", and {others:.2f} with those of the other tasks" if others else ""
+    beside = f", and {others:.2f} with those of the other tasks" if others is not None else ""
     yield (
         f"Estimates ΔᵀΔ have a cosine of {own:.2f} with the measured covariances of their own "
         f"tasks{beside}; {kinds[best]['own']:.2f} in {best}, {kinds[worst]['own']:.2f} in {worst}."

@@ -40,8 +40,9 @@ class Row:
     @property
     def columns(self) -> int:
         """The number of a matrix' inputs."""
-        rows, columns = self.line.shape[-2:]
-        return rows if self.line.layout == "transposed" else columns
+        if self.line.layout == "flattened":
+            return math.prod(self.line.shape[1:])
+        return self.line.shape[-2 if self.line.layout == "transposed" else -1]
 
     @property
     def rows_per_column(self) -> float | None:
@@ -61,7 +62,12 @@ class Row:
     def other_cosines(self) -> list[float]:
         """The cosines between estimates and the measured covariances of other tasks."""
         table = self.matrix.agreement.cosine if self.matrix.agreement else ()
-        return [v for t, values in enumerate(table) for s, v in enumerate(values) if s != t and v]
+        return [
+            value
+            for t, values in enumerate(table)
+            for s, value in enumerate(values)
+            if s != t and value is not None
+        ]
 
 
 def title_of(name: str) -> str:

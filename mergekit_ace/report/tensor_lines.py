@@ -247,8 +247,9 @@ def why_in_full(plan: AdapterPlan) -> str:
     """Return why adapters cannot be looked at through their factors alone; empty if they can."""
     for tensor in plan.tensors:
         method, parameters = deciding_method(tensor.planned)
-        kind, ndim = tensor.known[0].kind, len(tensor.known[0].shape)
-        if kind == "saved":
+        change = tensor.known[0]
+        ndim = len(change.shape)
+        if change.kind == "saved":
             continue
         name = tensor.planned.name
         reason = method.leaves_span(parameters)
@@ -256,6 +257,6 @@ def why_in_full(plan: AdapterPlan) -> str:
             return f"{method.spec.name}: {reason}"
         settings = replace(tensor.planned.settings, base=plan.base, parameters=parameters)
         layout = method.layout(settings, ndim)
-        if not has_low_rank(layout, ndim, stack=kind == "parameter" and ndim == 3):
+        if not has_low_rank(layout, ndim, stack=change.is_stack):
             return f"{name} is not of low rank where `layout` is {layout}"
     return ""

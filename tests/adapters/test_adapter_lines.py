@@ -157,6 +157,15 @@ def test_directions_that_an_adapter_has_not_are_not_compared(tmp_path):
         assert len(line["spectrum"]["before"]) == 2
 
 
+def test_another_alpha_is_another_inspection(tmp_path):
+    paths = save_adapters(tmp_path, tiny_llama, CASES["linear"][1])
+    inspect(config_of(paths, "ace"), tmp_path / "report")
+    file = Path(paths[1], "adapter_config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "lora_alpha": 64}))
+    said = inspect(config_of(paths, "ace"), tmp_path / "report", fails=True)
+    assert f"changed since then: files.{file}" in said
+
+
 def test_adapters_alone_and_what_is_held_whole(tmp_path):
     paths = save_adapters(tmp_path, tiny_llama, CASES["saved"][1], CASES["linear"][1])
     without_weights(paths[0])

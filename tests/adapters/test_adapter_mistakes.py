@@ -60,56 +60,17 @@ def spoil(tensors: dict) -> None:
     tensors[a_name(tensors, "layers.1.mlp.up_proj.lora_B")][0, 0] = float("nan")
 
 
-def narrow(tensors: dict) -> None:
-    name = a_name(tensors, "q_proj.lora_A")
-    tensors[name] = tensors[name][:, :-1].contiguous()
+def test_what_the_reader_refuses(family, tmp_path):
+    """Before anything is merged; `test_bad_adapters.py` has all of it."""
+    edit_config(family[2], use_dora=True)
+    words = [family[2], "use_dora", "mergekit-yaml"]
+    refused(run(config_of(family, "ace"), tmp_path), tmp_path / "out", *words)
 
 
-def forget(tensors: dict) -> None:
-    del tensors[a_name(tensors, "q_proj.lora_B")]
-
-
-CONFIGS = {
-    "DoRA": ({"use_dora": True}, ["use_dora", "mergekit-yaml"]),
-    "IA3": ({"peft_type": "IA3"}, ["IA3"]),
-    "LoHa": ({"peft_type": "LOHA"}, ["LOHA"]),
-    "unknown": ({"peft_type": "NEXT"}, ["NEXT"]),
-    "rank 0": ({"r": 0}, ["`r`"]),
-}
-
-
-@pytest.mark.parametrize("case", CONFIGS)
-def test_other_kinds_of_adapters(family, tmp_path, case):
-    changes, words = CONFIGS[case]
-    edit_config(family[2], **changes)
-    refused(run(config_of(family, "ace"), tmp_path), tmp_path / "out", family[2], *words)
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [(spoil, "NaN"), (narrow, "ask for"), (forget, "without lora_B")],
-)
-def test_damaged_tensors(family, tmp_path, change, word):
-    edit_tensors(family[2], change)
-    refused(run(config_of(family, "ace"), tmp_path), tmp_path / "out", family[2], word)
-
-
-def test_a_truncated_file(family, tmp_path):
-    file = Path(family[2], "adapter_model.safetensors")
-    file.write_bytes(file.read_bytes()[:-100])
-    refused(run(config_of(family, "ace"), tmp_path), tmp_path / "out", family[2])
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("adapter_config.json", "adapter_config.json"),
-        ("adapter_model.safetensors", "holds no weights of an adapter"),
-    ],
-)
-def test_missing_files(family, tmp_path, name, words):
-    Path(family[2], name).unlink()
-    refused(run(config_of(family, "ace"), tmp_path), tmp_path / "out", family[2], words)
+def test_numbers_that_are_none(family, tmp_path):
+    """Found when their turn comes."""
+    edit_tensors(family[2], spoil)
+    refused(run(config_of(family, "ace"), tmp_path), tmp_path / "out", family[2], "NaN")
 
 
 def test_an_adapter_of_another_base(family, tmp_path):
@@ -213,6 +174,16 @@ def test_another_adapter_is_only_replaced_when_asked_for(family, tmp_path):
     assert run(config_of(family[:2], "ace"), tmp_path, "--overwrite").exit_code == 0
     assert weights.read_bytes() != before
     assert not (tmp_path / "out" / "tokenizer.json").exists(), "no adapter carries one"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "README.md"])
+def test_what_somebody_else_has_put_there_is_only_replaced_when_asked_for(family, tmp_path, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("{}")
+    result = run(config_of(family, "ace"), tmp_path)
+    assert result.exit_code == 1
+    assert f"{tmp_path / 'out'} holds {name}; --overwrite replaces what is there" in result.output
+    assert [path.read_text() for path in (tmp_path / "out").iterdir()] == ["{}"]
 
 
 def test_a_model_is_never_replaced(family, tmp_path):

@@ -173,6 +173,10 @@ def replaced(name: str, shape: tuple[int, ...]):
         (replaced(f"{Q}.lora_embedding_A", (4, 32)), ["none that PEFT loads", "q_proj"]),
         (replaced(f"{Q}.lora_B.bias", (7,)), ["lora_B.bias", "none that PEFT loads"]),
         (lambda tensors: tensors.update({A: tensors[A].int()}), ["fractions", "q_proj"]),
+        (
+            lambda tensors: tensors.update({A: tensors[A].to(torch.float8_e4m3fn)}),
+            ["q_proj", "is in F8_E4M3", "bfloat16, float16 or float32"],
+        ),
     ],
 )
 def test_tensors_that_are_no_adapter(folder, change, parts):

@@ -324,6 +324,8 @@ def test_coefficients_of_statsmerging(tmp_path, inspect):
         expected = file.coefficients[:, names.index(name)].tolist()
         assert line["coefficients"] == pytest.approx(expected)
     assert "Merging coefficients" in (folder / "report.html").read_text()
+    os.utime(path, ns=(1, 1))  # trained again
+    assert f"changed since then: files.{path}" in inspect(config, fails=True)
 
 
 def test_tied_heads_and_a_model_without_a_base(tmp_path, inspect):

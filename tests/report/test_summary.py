@@ -109,6 +109,24 @@ def test_overlap_against_chance():
     assert "random ones would share 10%" in text
 
 
+def test_kernels_have_the_inputs_of_their_whole_window():
+    subspaces = {"size": 2, "stable_rank": [3.0, 3.0], "outputs": [[1, 0], [0, 1]]}
+    subspaces["inputs"] = [[1.0, 0.6], [0.6, 1.0]]
+    kernel = {"shape": [8, 4, 3, 3], "layout": "flattened", "subspaces": subspaces}
+    lines = [made_line(f"layer.{n}.conv.weight", [1.0, 1.0], **kernel) for n in range(3)]
+    assert "random ones would share 6%" in said(lines)
+
+
+@pytest.mark.parametrize(("other", "words"), [(0.0, ", and 0.00 with"), (None, "tasks; 0.80 in")])
+def test_an_agreement_of_nothing_counts(other, words):
+    cosine = [[0.8, other], [other, 0.8]]
+    agreement = {"size": 1, "cosine": cosine, "angles": [[30.0], [60.0]]}
+    lines = layers(3, [1.0, 1.0], agreement=agreement)
+    assert words in said(lines)
+    (kind,) = summarize(report_of(lines))["agreement"].values()
+    assert kind["others"] == other
+
+
 def test_an_expert_that_lacks_a_tensor():
     lines = layers(2, [1.0, 2.0])
     lines.append(made_line("model.layers.2.mlp.up_proj.weight", [5.0], models=["org/expert-1"]))

@@ -61,7 +61,7 @@ def _solve_by_columns(
 ) -> Tensor:
     """Solve the system of Σ_t G_t, (i, i), for X − Δ_1 = Σ_{t≠1} (Δ_t − Δ_1) G_t (Σ_t G_t)⁻¹."""
     first, columns = deltas[0], deltas[0].shape[1]
-    total, numerator = first.new_zeros(columns, columns), torch.zeros_like(first)
+    total, numerator = first.new_zeros(columns, columns), first.new_zeros(first.shape)
     for delta, norm in zip(deltas, norms, strict=True):
         add_gram(total, delta.mT, 1 / norm**2)
         if exact:  # outside of the rows of the task vectors X is 0, and not Δ_1
