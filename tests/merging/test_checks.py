@@ -81,6 +81,17 @@ def test_warnings_are_said_and_stop_nothing(tmp_path, paths):
         assert ("warning: dtypes: dtype: bfloat16 rounds" in result.stderr) == expected
 
 
+def test_folders_that_might_be_on_the_hub(tmp_path, paths, monkeypatch):
+    """The end of mergekit-yaml, without a network; a merge of ours asks nobody then."""
+    monkeypatch.chdir(tmp_path)
+    config = write_config(tmp_path / "merge.yml", linear([Path(path).name for path in paths]))
+    for arguments, expected in ((["check"], True), (["merge"], False)):
+        out = [] if expected else ["merged"]
+        result = CliRunner().invoke(main, [*arguments, str(config), *out])
+        assert result.exit_code == 0
+        assert ("write ./expert1, or merge by mergekit-ace merge" in result.output) == expected
+
+
 def test_a_full_disk_is_the_business_of_what_is_left(tmp_path, paths, monkeypatch):
     """A merge that is nearly done needs less room than `check` would ask for."""
     config = write_config(tmp_path / "merge.yml", ace_config(paths))
