@@ -34,6 +34,16 @@ def paths(tmp_path) -> list[str]:
     return save_llamas(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["check", "inspect", "merge", "adapter"])
+def test_a_device_that_is_not_there(tmp_path, paths, name):
+    config = write_config(tmp_path / "merge.yml", ace_config(paths))
+    out = [] if name == "check" else [str(tmp_path / "out")]
+    result = CliRunner().invoke(main, [name, str(config), *out, "--device", "cuda:99"])
+    assert result.exit_code == 1
+    assert "Error: torch cannot compute on 'cuda:99' here: " in result.output
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
