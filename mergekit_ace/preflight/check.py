@@ -123,7 +123,7 @@ def check_merge(
     findings += told
     if plan is None:
         return Preflight(_sorted(findings), **known)
-    left = find_unplanned(config, options, plan.tensors, checkpoints)
+    left = find_unplanned(plan, checkpoints)
     extra, told = treat_unplanned(left, unplanned or "error", plan.tensors, checkpoints)
     findings += told
     if extra:
