@@ -15,8 +15,12 @@ from mergekit_ace.headers import DamagedFileError, read_file_header, read_header
 if TYPE_CHECKING:
     from mergekit.common import ModelPath, ModelReference
 
-# In the order in which mergekit looks for them.
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+# One of them is in the folder of every model: an index of its weights, or all of them. In the order
+# in which mergekit looks for them.
+INDEX_FILES = (
+    "model.safetensors.index.json", "model.safetensors",
+    "pytorch_model.bin.index.json", "pytorch_model.bin",
+)  # fmt: skip
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # Files that are read if they are there.
 _OPTIONAL = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "vocab.json")
@@ -119,10 +123,9 @@ def adapter_files(folder: Path) -> list[Path]:
 
 def _main_file(folder: Path) -> Path:
     """Return the index of a model's weights or, without one, the file that holds all of them."""
-    for name in _WEIGHTS:
-        for path in (folder / f"{name}.index.json", folder / name):
-            if os.path.lexists(path):
-                return path
+    for name in INDEX_FILES:
+        if os.path.lexists(folder / name):
+            return folder / name
     raise DamagedFileError(f"{folder} holds no weights: {_found_instead(folder)}")
 
 

@@ -55,12 +55,24 @@ class CommandWithFlags(click.Command):
         return [*rest, *(one for one in known if not self._flags or one.name in self._flags), last]
 
 
-def take_options(values: dict[str, Any], **others: Any) -> MergeOptions:
-    """Return mergekit's options from the values of a command line, and remove them from there."""
+def take_options(values: dict[str, Any], *, here: bool = True, **others: Any) -> MergeOptions:
+    """Return mergekit's options from the values of a command line, and remove them from there.
+
+    Args:
+        here: whether this process computes.
+
+    Raises:
+        ValueError: it cannot compute on the device that is asked for.
+    """
     from mergekit.options import MergeOptions
 
+    from mergekit_ace.methods.devices import check_device
+
     names = values.keys() & MergeOptions.model_fields.keys()
-    return MergeOptions(**{name: values.pop(name) for name in names}, **others)
+    options = MergeOptions(**{name: values.pop(name) for name in names}, **others)
+    if here:
+        check_device(options.device)
+    return options
 
 
 @lru_cache(maxsize=1)
@@ -206,7 +218,7 @@ def merge(
     if resume and overwrite:
         raise click.UsageError("--resume keeps what --overwrite drops; give one of them")
     with failures():
-        options = take_options(flags)
+        options = take_options(flags, here=workers == 1 and ray is None)
         options.apply_global_options()
         pool = WorkerOptions(workers, ray, gpus)
         checks = MergeChecks(strict=not no_check, unplanned=unplanned, prompt=prompt)

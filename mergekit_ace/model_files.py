@@ -22,7 +22,7 @@ _PROCESSORS = (
     "video_preprocessor_config.json",
 )
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
-_MORE_TEMPLATES = "additional_chat_templates"
+MORE_TEMPLATES = "additional_chat_templates"
 _TOKENIZER = "tokenizer_config.json"
 _STAMP = {"transformers_version"}  # of whoever wrote the file
 # One of them is there wherever transformers can load a tokenizer.
@@ -88,8 +88,8 @@ def _expected(
         return
     for name in _TEMPLATES:
         yield name, speaker
-    for path in sorted(Path(speaker.model.path).expanduser().glob(f"{_MORE_TEMPLATES}/*.jinja")):
-        yield f"{_MORE_TEMPLATES}/{path.name}", speaker
+    for path in sorted(Path(speaker.model.path).expanduser().glob(f"{MORE_TEMPLATES}/*.jinja")):
+        yield f"{MORE_TEMPLATES}/{path.name}", speaker
 
 
 def _code(model: ModelReference, beside: Path) -> list[str]:

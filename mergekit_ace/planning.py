@@ -74,7 +74,7 @@ class PlannedTensor:
         """The base model."""
         return self.task.base_model
 
-    @property
+    @cached_property
     def experts(self) -> tuple[ModelReference, ...]:
         """All other models, in their order."""
         return tuple(model for model in self.task.model_order if model != self.base)
@@ -330,38 +330,25 @@ def plan_merge(
     source: str,
     options: MergeOptions,
     unplanned: Sequence[UnplannedTensor] = (),
-) -> PlannedMerge:
-    """Plan what `mergekit-yaml` would do, from configs and headers; adapters are merged first.
-
-    Args:
-        config, source: of the merge, see `read_merge_config`.
-        unplanned: what is to be merged beside what mergekit plans.
-
-    Raises:
-        DamagedFileError: a file of a local checkpoint is damaged.
-        RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says to the plan.
-    """
-    LoaderCache().setup(options)
-    check_inputs(config)
-    return plan_tensors(config, source, options, unplanned)
-
-
-def plan_tensors(
-    config: MergeConfiguration,
-    source: str,
-    options: MergeOptions,
-    unplanned: Sequence[UnplannedTensor] = (),
     architecture: ModelArchitecture | None = None,
     *,
     as_run: bool = False,
 ) -> PlannedMerge:
-    """Do what `plan_merge` does, by what mergekit's loaders know of the models already.
+    """Plan what `mergekit-yaml` would do, from configs and headers.
+
+    The models are those that mergekit's loaders have; it opens others, and merges their adapters.
 
     Args:
+        config, source: of the merge, see `read_merge_config`; its models have been checked.
+        unplanned: what is to be merged beside what mergekit plans.
         architecture: of the models, where it is known.
         as_run: whether tensors come in the order in which mergekit would merge them, instead of
             that of the architecture.
+
+    Raises:
+        RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says to the plan.
     """
+    LoaderCache().setup(options)
     copy = config.model_copy(deep=True)  # planning rewrites the configuration
     architecture = architecture or find_architecture(copy, options)
     out = _result_config(copy, architecture, options)

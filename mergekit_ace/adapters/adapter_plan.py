@@ -32,7 +32,7 @@ from mergekit_ace.planning import (
     PlannedTensor,
     UnplannedTensor,
     find_architecture,
-    plan_tensors,
+    plan_merge,
 )
 from mergekit_ace.preflight.checkpoint_rules import same_name
 from mergekit_ace.preflight.checkpoints import DTYPE_NAMES, Checkpoint, headers_only
@@ -141,13 +141,13 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
     checkpoints = _checkpoints(models, network)
     with headers_only(checkpoints):
         architecture = _architecture(base, network, options)
-        plan = plan_tensors(config, source, options, architecture=architecture)
+        plan = plan_merge(config, source, options, architecture=architecture)
         lost = _not_planned(plan, adapters)
         if lost and any(part.slices for part in (config, *(config.modules or {}).values())):
             raise _elsewhere(lost)
         if lost:  # mergekit's architecture lacks them
             extra = [UnplannedTensor(name, tuple(models), merged=True) for name in lost]
-            plan = plan_tensors(config, source, options, extra, architecture)
+            plan = plan_merge(config, source, options, extra, architecture)
     tensors = tuple(_changed(plan, adapters))
     adapters_of = {m: adapters.get(m) for tensor in plan.tensors for m in tensor.experts}
     return AdapterPlan(plan, base, adapters_of, tensors, tuple(checkpoints))

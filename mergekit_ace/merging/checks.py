@@ -64,7 +64,7 @@ def find_extra(
     Raises:
         MergeError: there are some, and nobody has said what to do with them.
     """
-    left = find_unplanned(plan.config, plan.options, plan.tensors, checkpoints)
+    left = find_unplanned(plan, checkpoints)
     extra, findings = treat_unplanned(left, checks.unplanned, plan.tensors, checkpoints)
     quiet = checks.strict or plan.options.quiet
     _check(findings, "Nothing was merged", quiet=quiet)  # said already

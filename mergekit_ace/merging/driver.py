@@ -82,8 +82,8 @@ def run_shards(
         DamagedFileError: an input is damaged.
         RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says.
     """
-    _check_flags(options)
     workers, quiet, checks = workers or WorkerOptions(), options.quiet, checks or MergeChecks()
+    _check_flags(options, workers)
     folder = OutputFolder(out)
     with folder.lock(), own_loaders():
         known = _claim(folder, resume=resume, overwrite=overwrite)
@@ -127,13 +127,19 @@ def run_shards(
             progress.end(str(folder.path))
 
 
-def _check_flags(options: MergeOptions) -> None:
-    """Raise a `MergeError` for flags of mergekit that mean nothing here."""
+def _check_flags(options: MergeOptions, workers: WorkerOptions) -> None:
+    """Raise a `MergeError` for flags of mergekit that mean nothing here, or to such workers."""
     if options.multi_gpu or options.async_write or options.write_threads != 1:
         raise MergeError(
             "--multi-gpu, --gpu-rich, --async-write and --write-threads are for one process, and "
             "here every worker has a GPU of its own, and one computes while another writes: give "
             "--workers N, with --cuda for GPUs"
+        )
+    numbered = (options.device or "").startswith("cuda:") and options.device != "cuda:0"
+    if numbered and workers.gpus != 0 and (workers.workers > 1 or workers.ray is not None):
+        raise MergeError(
+            f"--device {options.device}: every worker sees one GPU, which is its first; give "
+            "--cuda, and in CUDA_VISIBLE_DEVICES the GPUs that workers of this machine may take"
         )
 
 

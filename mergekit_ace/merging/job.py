@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mergekit_ace.adapters.adapter_tasks import read_adapters, use_adapters
 from mergekit_ace.headers import DTYPES
-from mergekit_ace.planning import PlannedMerge, PlannedTensor, plan_tensors
+from mergekit_ace.planning import PlannedMerge, PlannedTensor, plan_merge
 from mergekit_ace.preflight.checkpoints import Checkpoint, checkpoint_of
 from mergekit_ace.preflight.estimate import NOMINAL, estimate_merge
 from mergekit_ace.unplanned import UnplannedTensor
@@ -114,7 +114,7 @@ def plan_run(
         RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says to the plan.
     """
     found = read_adapters(adapters)
-    plan = plan_tensors(config, source, options, unplanned, as_run=True)
+    plan = plan_merge(config, source, options, unplanned, as_run=True)
     saves = {
         name: save.model_copy(update={"tensor_task": use_adapters(save.tensor_task, found)})
         for name, save in plan.saves.items()

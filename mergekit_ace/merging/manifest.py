@@ -163,12 +163,13 @@ def fingerprint(plan: PlannedMerge) -> dict[str, Any]:
     counts as a flag: the last bits of a sum depend on it.
     """
     models = plan.config.referenced_models()
+    reports = [Path(path).expanduser().resolve() for path in named_paths(plan, "report")]
     return {
         "config": config_content(plan.source),
         "flags": plan.options.model_dump(exclude=_FREE_FLAGS)
         | {"num_threads": torch.get_num_threads()},
         "versions": package_versions(*MERGE_PACKAGES),
-        "inputs": {str(model): _model_files(model, plan.adapters) for model in models},
+        "inputs": {str(model): _model_files(model, plan.adapters, reports) for model in models},
         "files": file_states(named_paths(plan, *FILE_PARAMETERS)),
         "unplanned": sorted({"merge" if t.merged else "base" for t in plan.unplanned}) or None,
     }
@@ -182,13 +183,14 @@ def named_paths(plan: PlannedMerge, *parameters: str) -> list[str]:
 
 
 def _model_files(
-    model: ModelReference, adapters: Collection[ModelReference]
+    model: ModelReference, adapters: Collection[ModelReference], reports: Collection[Path]
 ) -> dict[str, list[Any]]:
     """Return size, time of change, and hash of the header, by file name.
 
     Args:
         model: without an adapter, with one of `adapters`, or with one that was merged first.
         adapters: see `PlannedMerge`.
+        reports: what the merge itself writes, which may be in the folder of a model.
     """
     read = Path(LoaderCache().get(model).index.base_path)
     folders = {"": read}
@@ -201,7 +203,7 @@ def _model_files(
         prefix + path.name: _file_state(path)
         for prefix, folder in folders.items()
         for path in sorted(folder.iterdir())
-        if path.is_file()
+        if path.is_file() and path.resolve() not in reports
     }
 
 

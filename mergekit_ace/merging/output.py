@@ -35,7 +35,7 @@ from mergekit_ace.files import flush_to_disk, sha256, write_text
 from mergekit_ace.headers import read_file_header
 from mergekit_ace.merging.job import MergeError, OutputError, Shard, index_file
 from mergekit_ace.merging.manifest import MANIFEST_FILE
-from mergekit_ace.model_files import READ_BESIDE, add_model_files, config_donor
+from mergekit_ace.model_files import MORE_TEMPLATES, READ_BESIDE, add_model_files, config_donor
 from mergekit_ace.planning import PlannedMerge
 
 _LOG = logging.getLogger(__name__)
@@ -155,6 +155,7 @@ class OutputFolder:
         for pattern in (*_WEIGHTS, *READ_BESIDE):
             for path in self.path.glob(pattern):
                 path.unlink()
+        shutil.rmtree(self.path / MORE_TEMPLATES, ignore_errors=True)  # follows no link
         self.remove_scratch()
 
     def clean_scratch(self) -> None:

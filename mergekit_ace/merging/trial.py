@@ -51,7 +51,7 @@ def check_trial(prompt: str, donor: ModelReference, options: MergeOptions) -> No
         kind = model_class(config, trust)
         speaks = kind.can_generate()
         tokenizer = _tokenizer(donor.model.path, donor.model.revision, trust)
-        wanted = len(tokenizer(prompt).input_ids) + _TOKENS
+        tokens = tokenizer(prompt).input_ids
     except Exception as error:  # of many kinds, from the config, the Hub and the tokenizer
         raise MergeError(
             f"--try needs a model and a tokenizer that transformers loads, and {donor} has none: "
@@ -59,11 +59,18 @@ def check_trial(prompt: str, donor: ModelReference, options: MergeOptions) -> No
         ) from error
     if not speaks:
         raise MergeError(f"--try needs a model that generates text, and a {kind.__name__} does not")
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    settings, wanted = config.get_text_config(), len(tokens) + _TOKENS
+    positions = getattr(settings, "max_position_embeddings", None)
     if positions is not None and wanted > positions:
         raise MergeError(
             f"--try: the text and the {_TOKENS} tokens behind it are {wanted} tokens, and {donor} "
             f"has positions for {positions}; give a shorter text"
+        )
+    last, rows = max(tokens, default=0), getattr(settings, "vocab_size", None)
+    if rows is not None and last >= rows:
+        raise MergeError(
+            f"--try: the text has the token {tokenizer.decode(last)!r}, whose number {last} is "
+            f"beyond the {rows} rows of the embeddings of {donor}; give a text without it"
         )
 
 

@@ -25,6 +25,18 @@ ATTEMPTS = (
 OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
 
 
+def check_device(device: str) -> None:
+    """Raise a `ValueError` if torch cannot compute on a device here."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts that it has it
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"torch cannot compute on {device!r} here: {reason}; leave out --cuda and --device, or "
+            "install a torch for this device"
+        ) from error
+
+
 def first_that_fits(
     device: torch.device,
     work: Callable[[torch.device, bool], T],

@@ -109,7 +109,8 @@ def check_merge(
     checkpoints, lost = _read_all(config)
     known: dict[str, Any] = {"method": method, "models": _facts(checkpoints, config)}
     findings += lost
-    findings += _check_names(config)
+    if unplanned is None:
+        findings += _check_names(config)
     if lost:  # nothing can be planned without them
         return Preflight(_sorted(findings), **known)
     findings += check_adapters(checkpoints, options, merged_first=unplanned is None)
@@ -122,7 +123,7 @@ def check_merge(
     findings += told
     if plan is None:
         return Preflight(_sorted(findings), **known)
-    left = find_unplanned(config, options, plan.tensors, checkpoints)
+    left = find_unplanned(plan, checkpoints)
     extra, told = treat_unplanned(left, unplanned or "error", plan.tensors, checkpoints)
     findings += told
     if extra:
@@ -188,7 +189,7 @@ def _check_names(config: MergeConfiguration) -> Iterator[Finding]:
                 "models",
                 f"{path} is a folder here, but might be a model on the Hub: mergekit-yaml asks "
                 "there in the end, and fails without a network",
-                f"write ./{path}",
+                f"write ./{path}, or merge by mergekit-ace merge",
             )
 
 

@@ -20,7 +20,12 @@ from mergekit.io.tasks import LoaderCache
 from safetensors import safe_open
 
 from mergekit_ace.algebra.rounding_noise import storage_grid
-from mergekit_ace.checkpoint_files import check_reference, existing_folder
+from mergekit_ace.checkpoint_files import (
+    INDEX_FILES,
+    check_reference,
+    existing_folder,
+    weight_files,
+)
 from mergekit_ace.headers import (
     DTYPE_NAMES,
     DTYPES,
@@ -33,7 +38,6 @@ from mergekit_ace.headers import (
 from mergekit_ace.model_files import find_model_file
 from mergekit_ace.naming import layer_of
 
-INDEX_FILES = ("model.safetensors.index.json", "model.safetensors")
 SAMPLED_ENTRIES = 2**18  # of a matrix, to tell the precision of a checkpoint
 
 
@@ -61,10 +65,12 @@ class Checkpoint:
         return json_or_empty(self.file(name))
 
     def file(self, name: str) -> Path | None:
-        """Return where a small file of the checkpoint lies; None where there is none."""
-        if self.folder is not None:
-            path = self.folder / name
-            return path if path.is_file() else None
+        """Return where a small file of the checkpoint lies; None where there is none.
+
+        The Hub's cache may hold the weights of a model, and not yet this file.
+        """
+        if self.folder is not None and (self.folder / name).is_file():
+            return self.folder / name
         return find_model_file(self.model.model, name)
 
     def source(self, weight: WeightInfo) -> TensorHeader | None:
@@ -161,7 +167,10 @@ def checkpoint_of(model: ModelReference, index: ShardedTensorIndex) -> Checkpoin
 
 
 def _snapshot(model: ModelReference) -> Path | None:
-    """Return the snapshot of a model in the Hub's cache, if it holds weights."""
+    """Return the snapshot of a model in the Hub's cache, if it holds all weights.
+
+    One that was only looked at has the index, and one whose download was cut off some of the files.
+    """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -171,7 +180,8 @@ def _snapshot(model: ModelReference) -> Path | None:
         except HFValidationError:  # told when the Hub is asked
             return None
         if isinstance(found, str):
-            return Path(found).parent
+            folder = Path(found).parent
+            return folder if all(path.exists() for path in weight_files(folder)) else None
     return None
 
 

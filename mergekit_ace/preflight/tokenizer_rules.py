@@ -102,6 +102,8 @@ def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
                 f"({error}); download or save it again"
             ) from error
     text = lines.read_text(encoding="utf-8", errors="replace") if lines else ""
-    numbered = {line: number for number, line in enumerate(text.splitlines())}
+    # not splitlines: a token may be one of the separators of lines that Unicode has beside these
+    tokens = text.removesuffix("\n").split("\n") if text else ()
+    numbered = {token: number for number, token in enumerate(tokens)}
     vocabulary = checkpoint.read_json("vocab.json") or numbered
     return {**vocabulary, **checkpoint.read_json("added_tokens.json")} if vocabulary else {}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mergekit.architecture import ModelArchitecture, WeightInfo
+from mergekit.architecture import WeightInfo
 from mergekit.architecture.base import ConfiguredModelArchitecture
 from mergekit.architecture.conversion import _expanded_target_keys
 from mergekit.common import ModelReference
@@ -24,8 +24,8 @@ from mergekit_ace.headers import TensorHeader
 from mergekit_ace.methods.architecture import empty_network
 from mergekit_ace.model_files import GENERATION, config_donor, lost_model_files
 from mergekit_ace.planning import (
+    PlannedMerge,
     PlannedTensor,
-    find_architecture,
     layer_lists,
     mergekit_architecture,
 )
@@ -59,19 +59,12 @@ class Unplanned:
     needed: bool
 
 
-def find_unplanned(
-    config: MergeConfiguration,
-    options: MergeOptions,
-    tensors: Sequence[PlannedTensor],
-    checkpoints: Checkpoints,
-) -> Unplanned:
+def find_unplanned(plan: PlannedMerge, checkpoints: Checkpoints) -> Unplanned:
     """Find the tensors that a merge leaves out, but for buffers that any program computes anew."""
-    donor = config.base_model or config.referenced_models()[0]
-    architecture = find_architecture(config.model_copy(deep=True), options)
-    left = {}
+    donor, left = config_donor(plan.config), {}
     for model, checkpoint in checkpoints.items():
-        known = _known(model, architecture, options)
-        planned = [dict(tensor.gather.weight_info.items()).get(model) for tensor in tensors]
+        known = _known(model, plan)
+        planned = [dict(tensor.gather.weight_info.items()).get(model) for tensor in plan.tensors]
         left[model] = _unread(checkpoint, known, [weight for weight in planned if weight])
     needed, tied = _wanted(donor, {name for names in left.values() for name in names})
     for model, names in left.items():
@@ -93,13 +86,11 @@ def find_unplanned(
     )
 
 
-def _known(
-    model: ModelReference, architecture: ModelArchitecture, options: MergeOptions
-) -> list[WeightInfo]:
+def _known(model: ModelReference, plan: PlannedMerge) -> list[WeightInfo]:
     """Return all weights that mergekit knows of a model, also of layers that are not merged."""
-    config = model.config(trust_remote_code=options.trust_remote_code)
+    config = model.config(trust_remote_code=plan.options.trust_remote_code)
     try:
-        return ConfiguredModelArchitecture(info=architecture, config=config).all_weights()
+        return ConfiguredModelArchitecture(info=plan.architecture, config=config).all_weights()
     except RuntimeError:  # of another architecture, see --allow-crimes: the plan has to do
         return []
 

@@ -34,6 +34,16 @@ def paths(tmp_path) -> list[str]:
     return save_llamas(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["check", "inspect", "merge", "adapter"])
+def test_a_device_that_is_not_there(tmp_path, paths, name):
+    config = write_config(tmp_path / "merge.yml", ace_config(paths))
+    out = [] if name == "check" else [str(tmp_path / "out")]
+    result = CliRunner().invoke(main, [name, str(config), *out, "--device", "cuda:99"])
+    assert result.exit_code == 1
+    assert "Error: torch cannot compute on 'cuda:99' here: " in result.output
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -79,6 +89,17 @@ def test_warnings_are_said_and_stop_nothing(tmp_path, paths):
         assert result.exit_code == 0
         assert "dtypes" not in result.stdout  # that is for programs
         assert ("warning: dtypes: dtype: bfloat16 rounds" in result.stderr) == expected
+
+
+def test_folders_that_might_be_on_the_hub(tmp_path, paths, monkeypatch):
+    """The end of mergekit-yaml, without a network; a merge of ours asks nobody then."""
+    monkeypatch.chdir(tmp_path)
+    config = write_config(tmp_path / "merge.yml", linear([Path(path).name for path in paths]))
+    for arguments, expected in ((["check"], True), (["merge"], False)):
+        out = [] if expected else ["merged"]
+        result = CliRunner().invoke(main, [*arguments, str(config), *out])
+        assert result.exit_code == 0
+        assert ("write ./expert1, or merge by mergekit-ace merge" in result.output) == expected
 
 
 def test_a_full_disk_is_the_business_of_what_is_left(tmp_path, paths, monkeypatch):

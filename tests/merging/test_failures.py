@@ -185,6 +185,7 @@ def test_what_mergekit_says(tmp_path, where):
     [
         (("--multi-gpu",), "with --cuda for GPUs"),
         (("--async-write",), "one computes while another writes"),
+        (("--workers", "2", "--device", "cuda:1"), "every worker sees one GPU, which is its first"),
         (("--workers", "2", "--gpus-per-worker", "2"), "a worker computes on one GPU"),
         (("--workers", "200", "--gpus-per-worker", "0.5"), "are more than the"),
     ],

@@ -18,6 +18,7 @@ from mergekit_ace.merging.output import (
     append_lines,
     drop_lines,
 )
+from mergekit_ace.model_files import MORE_TEMPLATES
 
 
 def test_reports(tmp_path):
@@ -82,3 +83,14 @@ def test_a_subfolder_that_leads_elsewhere(tmp_path):
     folder.make_subfolder(Path("own"))
     with pytest.raises(MergeError, match="leads out of"):
         folder.make_subfolder(Path("templates"))
+
+
+def test_templates_that_lead_elsewhere(tmp_path, config):
+    """--overwrite removes those of an earlier result, and nothing where a link leads."""
+    victim, out = tmp_path / "victim", tmp_path / "merged"
+    victim.mkdir()
+    (victim / "tools.jinja").write_text("kept")
+    out.mkdir()
+    (out / MORE_TEMPLATES).symlink_to(victim)
+    command(config, out, "--overwrite")
+    assert (victim / "tools.jinja").read_text() == "kept"

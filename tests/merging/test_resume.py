@@ -120,7 +120,10 @@ def test_overwrite_begins_anew(begun, tmp_path):
     config, out = begun
     before = finished(out)
     (out / SCRATCH_FOLDER / "shard-00001-left").mkdir()
-    for name in ("tokenizer.json", "generation_config.json"):  # of a result that had them
+    (out / "additional_chat_templates").mkdir()
+    for name in (  # of a result that had them
+        "tokenizer.json", "generation_config.json", "additional_chat_templates/tools.jinja",
+    ):  # fmt: skip
         (out / name).write_text("{}")
     text = command(config, out, "--overwrite")
     assert "kept" not in text
@@ -295,6 +298,15 @@ def test_a_report_has_every_tensor_once(tmp_path, family, stop):
     command(config, out, *SHARDS, "--resume")
     assert lines_of(report) == ["of another merge", *every]
     assert all("seconds" in line for line in report.read_text().splitlines()[1:])
+
+
+def test_a_report_beside_a_model(tmp_path, family):
+    """It grows with the merge, and is none of the files that are merged."""
+    report = Path(family[0], "report.jsonl")
+    settings = ace_config(family, parameters={"report": str(report)})
+    config = write_config(tmp_path / "merge.yml", settings)
+    command(config, tmp_path / "merged", *SHARDS)
+    assert "is complete: all" in command(config, tmp_path / "merged", *SHARDS, "--resume")
 
 
 def test_random_methods_draw_the_same(tmp_path, family, stop):

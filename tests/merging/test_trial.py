@@ -85,6 +85,15 @@ def test_a_prompt_that_leaves_no_positions(tmp_path):
     assert "has positions for 32; give a shorter text" in text
 
 
+def test_a_token_without_an_embedding(tmp_path):
+    """As where a tokenizer was extended, and its model was not."""
+    paths = save_talkers(tmp_path, tiny_llama(vocab_size=30))
+    config = write_config(tmp_path / "merge.yml", ace_config(paths))
+    text = refusal(config, tmp_path / "merged", "--try", "t1 t35")
+    assert "the token 't35', whose number 35 is beyond the 30 rows" in text
+    command(config, tmp_path / "merged", "--try", "t1 t29")
+
+
 def test_encoders_and_decoders(tmp_path):
     torch.manual_seed(0)
     paths = save_talkers(tmp_path, MODELS["t5"][0]())

@@ -6,13 +6,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from checkpoints import default_config, fine_tuned, save_family, tiny_llama
 from click.testing import CliRunner
+from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from peft import LoraConfig, get_peft_model
@@ -26,6 +29,8 @@ from mergekit_ace.algebra.forms import choose_forms
 from mergekit_ace.cli import READING_FLAGS, main
 from mergekit_ace.plugin import our_methods
 from mergekit_ace.preflight import check as check_module
+
+Info = namedtuple("Info", "dtype shape")
 
 
 @pytest.fixture
@@ -256,20 +261,20 @@ def test_room_on_the_disk(check, paths, monkeypatch):
     assert "but / has 1 kB left" in found
 
 
-def test_a_model_on_the_hub_is_judged_by_its_headers(check, paths, monkeypatch):
-    """What the Hub would answer is imitated: there is no network here."""
-    tensors = load_file(Path(paths[1]) / "model.safetensors")
-    info = namedtuple("info", "dtype shape")
-    content = namedtuple("content", "tensors")
-    metadata = namedtuple("metadata", "files_metadata")
-    answer = {n: info("F32", list(t.shape)) for n, t in tensors.items()}
-    import huggingface_hub
-    from mergekit.common import ModelReference
+@pytest.fixture
+def hub(paths, tmp_path, monkeypatch) -> Callable[..., dict[str, Info]]:
+    """Imitate `org/expert` on the Hub: there is no network here.
 
+    The function takes names of files that the cache holds already, from a folder, and returns the
+    headers that the Hub answers with.
+    """
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    tensors = load_file(Path(paths[1]) / "model.safetensors")
+    headers = {name: Info("F32", list(tensor.shape)) for name, tensor in tensors.items()}
+    files = {"model.safetensors": SimpleNamespace(tensors=headers)}
     monkeypatch.setattr(
-        huggingface_hub,
-        "get_safetensors_metadata",
-        lambda name, revision: metadata({"model.safetensors": content(answer)}),
+        "huggingface_hub.get_safetensors_metadata",
+        lambda name, revision: SimpleNamespace(files_metadata=files),
     )
     config_of = ModelReference.config
 
@@ -278,17 +283,63 @@ def test_a_model_on_the_hub_is_judged_by_its_headers(check, paths, monkeypatch):
         return config_of(known, trust_remote_code)
 
     monkeypatch.setattr(ModelReference, "config", config)
+
+    def imitate(*cached: Path) -> dict[str, Info]:
+        place = tmp_path / "hub" / "models--org--expert"
+        (place / "snapshots" / "5a").mkdir(parents=True)
+        (place / "refs").mkdir()
+        (place / "refs" / "main").write_text("5a")
+        for path in cached:
+            shutil.copyfile(path, place / "snapshots" / "5a" / path.name)
+        return headers
+
+    return imitate
+
+
+def test_a_model_on_the_hub_is_judged_by_its_headers(check, paths, hub):
+    headers = hub()
+    size = Path(paths[1], "model.safetensors")
     found = check(default_config([*paths, "org/expert"]))
     assert found["ok"], found
     assert found["models"][-1] | {"dtypes": None} == {
         "model": "org/expert", "role": "expert", "tensors": 21, "dtypes": None,
-        "precision": None, "bytes": sum(t.nbytes for t in tensors.values()), "vocabulary": None,
-        "place": "on the Hub",
+        "precision": None, "bytes": sum(t.nbytes for t in load_file(size).values()),
+        "vocabulary": None, "place": "on the Hub",
     }  # fmt: skip
-    answer["model.norm.weight"] = info("F32", [31])
+    headers["model.norm.weight"] = Info("F32", [31])
     assert "shapes: org/expert has 1 tensors" in texts(
         check(default_config([*paths, "org/expert"]))
     )
+
+
+def test_a_model_of_the_hub_that_was_looked_at(check, paths, tmp_path, hub):
+    """To ask for its headers brings the index into the cache, and nothing that it names."""
+    tiny_llama(1).save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    hub(tmp_path / "sharded" / "model.safetensors.index.json")
+    found = check(default_config([*paths, "org/expert"]))
+    assert found["ok"], found
+    assert found["models"][-1]["place"] == "on the Hub"
+
+
+def test_an_old_model_of_the_hub_that_was_downloaded(check, paths, tmp_path, hub):
+    file = tmp_path / "pytorch_model.bin"
+    torch.save(load_file(Path(paths[1]) / "model.safetensors"), file)
+    hub(file, Path(paths[1]) / "config.json")
+    found = check(default_config([*paths, "org/expert"]))
+    assert found["ok"], found
+    assert found["models"][-1]["place"].endswith("snapshots/5a")
+
+
+def test_a_tokenizer_that_was_not_downloaded_yet(check, paths, hub, monkeypatch):
+    """As after `AutoModel.from_pretrained`."""
+    save_tokenizer(paths[0], list("abcd"))
+    hub(Path(paths[1]) / "model.safetensors")
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download",
+        lambda repo, name, **_: str(Path(paths[0], name).resolve(strict=True)),
+    )
+    config = default_config(["org/expert", *paths[1:]], tokenizer={"source": "base"})
+    assert "has no tokenizer" not in texts(check(config))
 
 
 def test_other_methods(check, paths):

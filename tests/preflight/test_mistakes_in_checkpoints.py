@@ -139,8 +139,8 @@ def head_stored(*whiches: int) -> Make:
     return make
 
 
-def words(*of_models: str | None) -> Make:
-    """Tokenizers with these letters as tokens, in this order."""
+def words(*of_models: Sequence[str] | None) -> Make:
+    """Tokenizers with these letters, or words, as tokens, in this order."""
 
     def make(paths, config):
         for path, letters in zip(paths, of_models, strict=True):

@@ -107,6 +107,13 @@ def template(paths, config) -> None:
     config["chat_template"] = "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}"
 
 
+def fast_and_lines(paths, config) -> None:
+    """One vocabulary in two forms, with tokens at which Python would break a line."""
+    tokens = ["a", "\x85", "\u2028", "b"]
+    words(tokens, None, tokens)(paths, config)
+    (Path(paths[1]) / "vocab.txt").write_text("\n".join(tokens) + "\n", encoding="utf-8")
+
+
 def without_head_in_the_config(paths, config) -> None:
     for path in paths:
         configure(path, tie_word_embeddings=True)
@@ -128,6 +135,7 @@ CHECKPOINTS: dict[str, Make] = {
     "the same tokens": words("abcd", "abcd", "abcd"),
     "the base's tokens": tokenizer_source("base", "abcd", "acbd", "abcde"),
     "all tokens": tokenizer_source("union", "abcd", "acbd", "abcde"),
+    "tokens that end lines": fast_and_lines,
     "a template": template,
     "tied": without_head_in_the_config,
     "old pickles": pickled,

@@ -34,10 +34,10 @@ def look(folder: Path, config: dict, treatment: str = "error"):
     path = folder / "merge.yml"
     path.write_text(yaml.safe_dump(config))
     parsed, source = read_merge_config(path)
-    tensors = plan_merge(parsed, source, OPTIONS).tensors
+    plan = plan_merge(parsed, source, OPTIONS)
     checkpoints = {model: read_checkpoint(model) for model in parsed.referenced_models()}
-    found = find_unplanned(parsed, OPTIONS, tensors, checkpoints)
-    return found, *treat_unplanned(found, treatment, tensors, checkpoints)
+    found = find_unplanned(plan, checkpoints)
+    return found, *treat_unplanned(found, treatment, plan.tensors, checkpoints)
 
 
 @pytest.mark.parametrize("name", MODELS)
