@@ -118,6 +118,15 @@ def test_constants_are_no_evidence_of_a_grid(dtype):
     assert storage_grid(torch.tensor([129 * 2.0**-100])) == BF16
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((1, 64), (1, 1)), ((1, 64), (1, 64)), ((1, 1), (1, 7))]
+)
+def test_an_axis_of_one_entry_may_keep_any_stride(shape, strides):
+    tensor = torch.empty_strided(shape, strides)
+    assert storage_grid(tensor.fill_(1 + 2**-20)) == F32
+    assert storage_grid(torch.cat([tensor.fill_(1 + 2**-7)] * 2).mT.contiguous().mT) == BF16
+
+
 def test_one_value_that_lacks_decides_wherever_it_stands(rng):
     tensor = weights(rng, 300, 2000).bfloat16().float()
     assert tensor.numel() > 2 * CHUNK

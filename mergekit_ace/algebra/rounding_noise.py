@@ -230,7 +230,10 @@ def _lower_halves(tensor: Tensor) -> Iterator[Tensor]:
     """Iterate over the lower 16 bits of the entries of a float32 tensor, in blocks."""
     rows = as_rows(tensor)
     for block in blocks(*rows.shape, CHUNK if tensor.device.type == "cpu" else None):
-        yield rows[block].contiguous().view(torch.int16).view(-1, 2)[:, 0]
+        entries = rows[block].reshape(-1)
+        if entries.stride(0) != 1:  # which contiguous() leaves to a single entry
+            entries = entries.new_empty(len(entries)).copy_(entries)
+        yield entries.view(torch.int16).view(-1, 2)[:, 0]
 
 
 def _spacing(part: Tensor, grid: torch.dtype) -> Tensor:
