@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the name of a tensor tells: its block, layer, kind, and depth in the network."""
+"""What names tell: of a tensor its block, layer, kind and depth; of models, what differs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import PurePath
 
 # `model.layers.11.mlp.up_proj.weight`: stack `model.layers`, block 11. Experts of a mixture and
 # members of a Sequential inside of a block are numbered too; the first number is the block.
@@ -105,3 +106,13 @@ def stack_size(name: str, names: Iterable[str]) -> int:
         return 0
     numbers = [p[1] for p in map(_position, names) if p is not None and p[0] == position[0]]
     return max(numbers, default=-1) + 1
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return names of models: the ends of their paths, with as few parts as tell them apart."""
+    parts = [PurePath(path).parts for path in paths]
+    for count in range(1, max(map(len, parts), default=0)):
+        ends = ["/".join(own[-count:]) for own in parts]
+        if len(set(ends)) == len(ends):
+            return ends
+    return list(paths)

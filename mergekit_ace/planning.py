@@ -136,6 +136,12 @@ class PlannedMerge:
         """The merge method."""
         return merge_methods.get(self.config.merge_method)
 
+    def named_paths(self, *parameters: str) -> list[str]:
+        """Return the paths that parameters of tensors name, each once."""
+        settings = [dict(save.tensor_task.parameters.items()) for save in self.saves.values()]
+        values = (setting.get(name) for setting in settings for name in parameters)
+        return list(dict.fromkeys(value for value in values if isinstance(value, str)))
+
     @property
     def vocabulary_multiple(self) -> int | None:
         """What the rows of the result's embeddings are padded to a multiple of."""

@@ -241,7 +241,7 @@ def test_adapters_begin_apart(llm, data, tmp_path):
     read = sources.read_sources(data).experts
     ways, colours = (sources.Texts(read[name], tmp_path / "texts") for name in ("ways", "colours"))
     gentle = experts.Recipe("lora-gentle")
-    starts = {experts.start_of(texts, recipe) for texts in (ways, colours)
+    starts = {experts.adapter_seed(texts, recipe) for texts in (ways, colours)
               for recipe in (gentle, experts.Recipe("lora-gentle", seed=1))}  # fmt: skip
     assert len(starts) == 4
     made_of = experts.ingredients(tmp_path / "base", ways, gentle)

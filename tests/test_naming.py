@@ -8,6 +8,7 @@ from mergekit_ace.naming import (
     module_of,
     natural_order,
     relative_depths,
+    short_names,
     within_block,
     without_numbers,
 )
@@ -84,3 +85,10 @@ def test_layer_ten_comes_behind_layer_nine():
     names = ["h.10.b", "h.9.b", "a.weight", "h.9.a10", "h.9.a9"]
     ordered = ["a.weight", "h.9.a9", "h.9.a10", "h.9.b", "h.10.b"]
     assert sorted(names, key=natural_order) == ordered
+
+
+def test_short_names():
+    assert short_names(["./a/law/", "org/math", "code"]) == ["law", "math", "code"]
+    assert short_names(["/x/a/final", "/x/b/final"]) == ["a/final", "b/final"]
+    assert short_names(["final", "/b/final"]) == ["final", "b/final"]
+    assert short_names(["a/b", "a/b", ""]) == ["a/b", "a/b", ""]

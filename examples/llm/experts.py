@@ -158,10 +158,10 @@ def read_wheel(packages: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 def ingredients(base: Path, texts: Texts, recipe: Recipe) -> dict:
     """Return what a run of training depends on."""
     made_of = {"base": base.name, "texts": texts.fingerprint, **recipe.run}
-    return made_of | ({"start": start_of(texts, recipe)} if recipe.is_adapter else {})
+    return made_of | ({"start": adapter_seed(texts, recipe)} if recipe.is_adapter else {})
 
 
-def start_of(texts: Texts, recipe: Recipe) -> int:
+def adapter_seed(texts: Texts, recipe: Recipe) -> int:
     """Return the seed of the random weights that an adapter begins at."""
     return int(digest(texts.source.name, recipe.seed), 16)
 
@@ -188,7 +188,7 @@ def train_expert(base: Path, texts: Texts, recipe: Recipe, folder: Path) -> Path
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(DEVICE)
     if recipe.is_adapter:
-        torch.manual_seed(start_of(texts, recipe))
+        torch.manual_seed(adapter_seed(texts, recipe))
         adapter = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
         model = get_peft_model(model, adapter)
     for steps in train(model, texts, tokenizer, recipe, folder / "states" / f"{name}.pt"):

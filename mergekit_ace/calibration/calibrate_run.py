@@ -25,7 +25,8 @@ from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import package_versions, save_tensors
 from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.merging.manifest import MANIFEST_FILE
-from mergekit_ace.report.markdown import markdown_text, short_names
+from mergekit_ace.naming import short_names
+from mergekit_ace.report.markdown import markdown_text
 from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict, Task
 from mergekit_ace.training.data import Batch, Example, read_rows
 from mergekit_ace.training.language import CausalLanguageModel, fit_to_model, pad, padding_mask

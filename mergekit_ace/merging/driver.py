@@ -35,7 +35,7 @@ from mergekit_ace.merging.job import (
     plan_shards,
     read_checkpoints,
 )
-from mergekit_ace.merging.manifest import Manifest, fingerprint, named_paths
+from mergekit_ace.merging.manifest import Manifest, fingerprint
 from mergekit_ace.merging.output import (
     OutputFolder,
     append_lines,
@@ -94,7 +94,7 @@ def run_shards(
         identity = fingerprint(plan)
         if known:
             known.check(folder.path, plan, identity)
-        folder.check_needed(needed_files(config, plan), named_paths(plan, "report"))
+        folder.check_needed(needed_files(config, plan), plan.named_paths("report"))
         if overwrite:
             folder.drop()
 

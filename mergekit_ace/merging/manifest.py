@@ -78,7 +78,7 @@ class Manifest:
     def begin(cls, plan: PlannedMerge, identity: dict[str, Any]) -> Manifest:
         """Return the manifest of a merge of which nothing is finished."""
         models = [str(model) for model in plan.config.referenced_models()]
-        paths = named_paths(plan, "report")
+        paths = plan.named_paths("report")
         reports = {path: os.path.getsize(path) if os.path.exists(path) else 0 for path in paths}
         return cls(identity, models, reports, {})
 
@@ -113,7 +113,7 @@ class Manifest:
             MergeError: naming what has changed since the merge was begun.
         """
         changed = differences(self.identity, identity)
-        if self.reports.keys() != set(named_paths(plan, "report")):
+        if self.reports.keys() != set(plan.named_paths("report")):
             changed.append("report")
         if changed:
             raise MergeError(
@@ -163,23 +163,16 @@ def fingerprint(plan: PlannedMerge) -> dict[str, Any]:
     counts as a flag: the last bits of a sum depend on it.
     """
     models = plan.config.referenced_models()
-    reports = [Path(path).expanduser().resolve() for path in named_paths(plan, "report")]
+    reports = [Path(path).expanduser().resolve() for path in plan.named_paths("report")]
     return {
         "config": config_content(plan.source),
         "flags": plan.options.model_dump(exclude=_FREE_FLAGS)
         | {"num_threads": torch.get_num_threads()},
         "versions": package_versions(*MERGE_PACKAGES),
         "inputs": {str(model): _model_files(model, plan.adapters, reports) for model in models},
-        "files": file_states(named_paths(plan, *FILE_PARAMETERS)),
+        "files": file_states(plan.named_paths(*FILE_PARAMETERS)),
         "unplanned": sorted({"merge" if t.merged else "base" for t in plan.unplanned}) or None,
     }
-
-
-def named_paths(plan: PlannedMerge, *parameters: str) -> list[str]:
-    """Return the paths that parameters of tensors name, each once."""
-    settings = [dict(save.tensor_task.parameters.items()) for save in plan.saves.values()]
-    values = (setting.get(name) for setting in settings for name in parameters)
-    return list(dict.fromkeys(value for value in values if isinstance(value, str)))
 
 
 def _model_files(

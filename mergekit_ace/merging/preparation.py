@@ -21,7 +21,6 @@ from mergekit_ace.adapters.peft_adapter import Adapter
 from mergekit_ace.checkpoint_files import check_model_folder
 from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.merging.job import MergeError
-from mergekit_ace.merging.manifest import named_paths
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
 from mergekit_ace.planning import ConfigError, PlannedMerge, model_folders
 from mergekit_ace.preflight.findings import listed
@@ -121,7 +120,7 @@ def needed_files(config: Path, plan: PlannedMerge) -> dict[Path, str]:
     options = plan.options
     needed = {config: "the config"}
     for parameter in FILE_PARAMETERS:
-        paths = map(Path, named_paths(plan, parameter))
+        paths = map(Path, plan.named_paths(parameter))
         needed |= {path.expanduser(): f"`{parameter}:` of the config" for path in paths}
     for cache in filter(None, (options.lora_merge_cache, options.transformers_cache)):
         needed[Path(cache)] = "the cache of models"

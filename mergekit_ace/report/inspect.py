@@ -25,7 +25,6 @@ from mergekit_ace.algebra.inspection import evenly_spaced
 from mergekit_ace.files import differences, file_states, write_text
 from mergekit_ace.headers import DamagedFileError, json_or_empty
 from mergekit_ace.measurements import load_statistics
-from mergekit_ace.merging.manifest import named_paths
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
 from mergekit_ace.naming import natural_order, without_numbers
@@ -214,7 +213,7 @@ def run_inspection(
                 "config"
             )
     selected = select(plan.tensors, tensors, sample)
-    places += [*named_paths(plan, *FILE_PARAMETERS), *([covariances] if covariances else [])]
+    places += [*plan.named_paths(*FILE_PARAMETERS), *([covariances] if covariances else [])]
     with _lock(folder):
         _claim(folder, _identity(plan, tensors, sample, places), overwrite=overwrite)
         make = (

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from pathlib import PurePath
 
 # Settings that our own sentences name, such as `ridge_floor`; letters cannot do any harm.
 _SETTING = re.compile(r"(`[\w: ]+`)")
@@ -15,16 +13,6 @@ _SPECIAL = re.compile(
     r"|(?<![^\W_])_+|_+(?![^\W_])"  # within a word an underscore is only that
     r"|^(?:[-+#=]|\d+(?=[.)]))"
 )
-
-
-def short_names(paths: Sequence[str]) -> list[str]:
-    """Return the ends of paths, all with as few parts as tell them apart."""
-    parts = [PurePath(path).parts for path in paths]
-    for count in range(1, max(map(len, parts), default=0)):
-        ends = ["/".join(own[-count:]) for own in parts]
-        if len(set(ends)) == len(ends):
-            return ends
-    return list(paths)
 
 
 def markdown_text(text: str) -> str:

@@ -16,9 +16,8 @@ from mergekit_ace.algebra.inspection import PairTable
 from mergekit_ace.algebra.ridge_floor import rows_per_column
 from mergekit_ace.methods.base import SHARED_RULES, TaskVectorMethod, matrices_in
 from mergekit_ace.methods.reference import known_methods
-from mergekit_ace.naming import layer_of, natural_order, relative_depths
+from mergekit_ace.naming import layer_of, natural_order, relative_depths, short_names
 from mergekit_ace.report.jsonl import Line, MatrixLine
-from mergekit_ace.report.markdown import short_names
 
 Values = list[float | None]
 

@@ -22,8 +22,9 @@ from mergekit_ace.coefficients.file import CoefficientFile, Contents, Expert, Me
 from mergekit_ace.files import write_text
 from mergekit_ace.methods.architecture import lacks_embeddings
 from mergekit_ace.methods.lookup import METHODS_OF_BASES
+from mergekit_ace.naming import short_names
 from mergekit_ace.preflight.checkpoints import read_checkpoint
-from mergekit_ace.report.markdown import markdown_text, short_names
+from mergekit_ace.report.markdown import markdown_text
 from mergekit_ace.training.config import LanguageTask, TrainConfig
 from mergekit_ace.training.family import Family, ModelFolders
 from mergekit_ace.training.mapped_weights import stored_headers

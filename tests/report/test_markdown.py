@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from mergekit_ace.report.markdown import markdown_text, short_names
+from mergekit_ace.report.markdown import markdown_text
 
 GITHUB = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
 NAMES = [
@@ -71,10 +71,3 @@ def test_our_own_settings_stay_code():
 def test_paths_stay_as_they_are():
     path = "/home/me/my_models/llama-3.2_3b@main+adapter_1"
     assert markdown_text(path) == path
-
-
-def test_short_names():
-    assert short_names(["./a/law/", "org/math", "code"]) == ["law", "math", "code"]
-    assert short_names(["/x/a/final", "/x/b/final"]) == ["a/final", "b/final"]
-    assert short_names(["final", "/b/final"]) == ["final", "b/final"]
-    assert short_names(["a/b", "a/b", ""]) == ["a/b", "a/b", ""]
