@@ -93,7 +93,7 @@ def study(llm, base, data, tmp_path, monkeypatch):
 
 def test_the_program_from_end_to_end(study, capsys):
     flags = ["--rows", "mean", "task_arithmetic", "sce", "ace, e", "ace_relative, 16"]
-    flags += ["fisher", "ace, mix 0.5", "ace, own"]
+    flags += ["fisher", "ace, mix 0.5", "ace, own", "calibrated ace_"]
     out = study(*flags)
     table = (out / "table.md").read_text()
     printed = capsys.readouterr().out
@@ -105,7 +105,7 @@ def test_the_program_from_end_to_end(study, capsys):
     for title in ("| base", "| expert ways", "| mean (linear)", "| task_arithmetic, best λ",
                   "| ace, embeddings averaged, best λ", "| ace_relative, 16 samples",
                   "| fisher, 16 samples", "| ace, mix 0.5, 16 samples",
-                  "| ace, own texts"):  # fmt: skip
+                  "| ace, own texts", "| calibrated ace_relative, own texts"):  # fmt: skip
         assert title in titles
     assert (out / "picture.png").stat().st_size > 5000
     answers = (out / "answers.md").read_text()

@@ -63,6 +63,7 @@ class Row:
         samples: per expert, where it learns or reads what was measured on them; 0 where experts
             write them themselves.
         measured: parameter that names what `mergekit-ace statistics` has measured; empty without.
+        calibrated: whether `mergekit-ace calibrate` follows, on texts that the models write.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Row:
     learn: Mapping[str, Any] | None = None
     samples: int = 0
     measured: str = ""
+    calibrated: bool = False
 
     @property
     def code(self) -> list[str]:
@@ -80,6 +82,8 @@ class Row:
         folders = [] if self.method in MERGEKITS_OWN else ["algebra", "methods"]
         if self.learn is not None or self.measured:
             folders += ["coefficients", "training"]
+        if self.calibrated:
+            folders += ["calibration", "training"]
         return [version("mergekit"), *(digest_of_files(PACKAGE / folder) for folder in folders)]
 
     @property
@@ -87,7 +91,10 @@ class Row:
         """What results of the row depend on, beside the models and λ."""
         learn = dict(self.learn or {})
         parameters = dict(self.parameters)
-        return digest(self.method, parameters, self.samples, learn, self.measured, self.code)
+        calibrated = ["calibrated"] * self.calibrated
+        return digest(
+            self.method, parameters, self.samples, learn, self.measured, self.code, *calibrated
+        )
 
 
 def layout(value: str) -> dict[str, Any]:
@@ -141,6 +148,17 @@ ON_DEMAND = [
         Row(f"{method}, own texts", method, scaled=False, measured="covariances")
         for method in ("ace", "ace_relative")
     ),
+    *(
+        Row(f"calibrated {method}", method, scaled=False, calibrated=True)
+        for method in ("ace", "tsv_m")
+    ),
+    Row(
+        "calibrated ace_relative, own texts",
+        "ace_relative",
+        scaled=False,
+        measured="covariances",
+        calibrated=True,
+    ),
 ]
 
 
@@ -190,6 +208,9 @@ class Merge:
             partial = self.target.with_name(self.target.name + ".partial")
             shutil.rmtree(partial, ignore_errors=True)
             seconds += run_merger(find_mergekit(), config, partial, "--random-seed", 0, "--quiet")
+            if self.row.calibrated:
+                partial, more = self._calibrate(partial)
+                seconds += more
             (partial / "seconds.json").write_text(json.dumps(round(seconds, 1)))
             os.replace(partial, self.target)
             print(f"merged {self.row.name}, λ {self.scale:g}: {seconds:.0f} s", flush=True)
@@ -220,6 +241,18 @@ class Merge:
         command = [sys.executable, "-m", "mergekit_ace.cli", "train"]
         seconds = run_merger(*command, config, learned / "out")
         return learned / "out" / "merge.yml", seconds
+
+    def _calibrate(self, merged: Path) -> tuple[Path, float]:
+        """Calibrate a merge on texts that the models write; return the result's folder, seconds."""
+        config = self.target.with_name(self.target.name + "-calibrate.yml")
+        models = [{"model": str(folder)} for folder in self.experts.values()]
+        settings = {"base_model": str(self.base), "merged_model": str(merged), "models": models}
+        config.write_text(yaml.safe_dump(settings, sort_keys=False))
+        result = self.target.with_name(self.target.name + "-calibrated")
+        command = [sys.executable, "-m", "mergekit_ace.cli", "calibrate", config, result]
+        seconds = run_merger(*command, "--overwrite")
+        shutil.rmtree(merged)
+        return result, seconds
 
     def _measure(self) -> Path:
         """Return the statistics of the experts; measure them unless they are there.
