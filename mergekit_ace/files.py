@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
 from functools import lru_cache, wraps
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -48,6 +50,34 @@ def save_tensors(
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
     os.replace(partial, path)
+
+
+@contextmanager
+def locked(folder: Path, name: str, busy: Exception) -> Iterator[None]:
+    """Keep other runs out of a folder, which is made where it is missing.
+
+    Where nothing was written into a folder that was made here, it is removed again.
+
+    Args:
+        name: of the lock's file in the folder.
+        busy: raised where another run holds the lock.
+    """
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / name, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise busy from error
+    try:
+        yield
+    finally:
+        with suppress(PermissionError):  # Windows removes no file that is open
+            (folder / name).unlink(missing_ok=True)
+        lock.release()
+        if made:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def flush_to_disk(path: str | os.PathLike) -> None:

@@ -22,7 +22,7 @@ from mergekit_ace.adapters.peft_adapter import adapter_folder
 from mergekit_ace.calibration.layerwise import RIDGE, STEP, Calibration, SampleTeacher, Weights
 from mergekit_ace.calibration.scaling import ChosenScale, ScaleSearch, WeightsBetween
 from mergekit_ace.checkpoint_files import weight_files
-from mergekit_ace.files import package_versions, save_tensors
+from mergekit_ace.files import locked, package_versions, save_tensors
 from mergekit_ace.headers import DamagedFileError
 from mergekit_ace.merging.manifest import MANIFEST_FILE
 from mergekit_ace.naming import short_names
@@ -99,28 +99,36 @@ def run_calibration(
         if not (out / "config.json").is_file():
             raise TrainingError(f"{out} holds something else than a model; give another folder")
     work = out.with_name(out.name + ".partial")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
-        folder, calibration, chosen = _prepare(config, out, work, quiet)
-        if chosen is not None and not quiet:
-            print(chosen)
-        start, new = calibration.start, {}
-        depth = len(calibration.model.model.layers)
-        bar = tqdm(calibration.layers(), "calibrating layers", depth, disable=quiet)
-        for place, solved in enumerate(bar):
-            path = str(work / f"layer-{place}.safetensors")
-            parts = {n: torch.lerp(start[n].float(), solved[n], STEP) for n in solved}
-            save_tensors(path, {name: part.to(start[name].dtype) for name, part in parts.items()})
-            new |= map_tensors({name: (path, name) for name in parts})
-        write_checkpoint(folder, work / "result", new.get)
-        with open(work / "result" / "README.md", "a", encoding="utf-8") as card:
-            card.write(f"\n\n{card_section(config, calibration.teachers, chosen)}\n")
-        shutil.rmtree(out, ignore_errors=True)
-        os.replace(work / "result", out)
-    finally:
-        shutil.rmtree(work)
+    busy = f"another run is writing to {work}; wait for it, or choose another folder"
+    with locked(out.parent, work.name + ".lock", TrainingError(busy)):
+        _check_apart(config, work, _named_folders(config))
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        try:
+            _calibrate(config, out, work, quiet)
+        finally:
+            shutil.rmtree(work)
     return out
+
+
+def _calibrate(config: CalibrateConfig, out: Path, work: Path, quiet: bool) -> None:
+    """Calibrate a merge by way of a folder for what is unfinished."""
+    folder, calibration, chosen = _prepare(config, out, work, quiet)
+    if chosen is not None and not quiet:
+        print(chosen)
+    start, new = calibration.start, {}
+    depth = len(calibration.model.model.layers)
+    bar = tqdm(calibration.layers(), "calibrating layers", depth, disable=quiet)
+    for place, solved in enumerate(bar):
+        path = str(work / f"layer-{place}.safetensors")
+        parts = {n: torch.lerp(start[n].float(), solved[n], STEP) for n in solved}
+        save_tensors(path, {name: part.to(start[name].dtype) for name, part in parts.items()})
+        new |= map_tensors({name: (path, name) for name in parts})
+    write_checkpoint(folder, work / "result", new.get)
+    with open(work / "result" / "README.md", "a", encoding="utf-8") as card:
+        card.write(f"\n\n{card_section(config, calibration.teachers, chosen)}\n")
+    shutil.rmtree(out, ignore_errors=True)
+    os.replace(work / "result", out)
 
 
 def _prepare(
@@ -169,6 +177,14 @@ def _find_models(config: CalibrateConfig, adapters: Path) -> tuple[list[ModelRef
     if config.base_model is not None:
         folders.append(local_folder(config.base_model, adapters, trust))
     return [expert for expert, _ in found], folders
+
+
+def _named_folders(config: CalibrateConfig) -> list[str]:
+    """Return where the models of a config are, or would be if they are not on the Hub."""
+    named = [config.merged_model, *(one.model for one in config.models)]
+    named += [config.base_model] if config.base_model is not None else []
+    parts = (ModelReference.model_validate(reference) for reference in named)
+    return [str(part.path) for one in parts for part in (one.model, one.lora) if part is not None]
 
 
 def _check_apart(config: CalibrateConfig, out: Path, models: Iterable[str]) -> None:

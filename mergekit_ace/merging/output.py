@@ -12,7 +12,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
@@ -59,7 +59,7 @@ class OutputFolder:
     """
 
     def __init__(self, path: str):
-        self.name = os.path.basename(path)
+        self.name = os.path.basename(os.path.abspath(path))  # of `OUT/`, too
         self.path = Path(path).absolute()
         self.scratch = self.path / SCRATCH_FOLDER
 
@@ -71,6 +71,7 @@ class OutputFolder:
             MergeError: another run is at work here, or something here leads elsewhere.
             OutputError: nothing can be written here.
         """
+        made = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._check_links()
@@ -86,6 +87,9 @@ class OutputFolder:
             if not self.scratch.exists():  # all done, or not even begun
                 (self.path / LOCK_FILE).unlink(missing_ok=True)
             lock.release()
+            if made:
+                with suppress(OSError):  # it is not empty
+                    self.path.rmdir()
 
     def _check_links(self) -> None:
         for path in (self.scratch, self.path / LOCK_FILE):

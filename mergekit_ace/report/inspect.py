@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from filelock import FileLock, Timeout
 from mergekit.config import MergeConfiguration
 from mergekit.graph import Executor, Task
 from mergekit.io.tasks import LoaderCache
@@ -22,7 +20,7 @@ from tqdm import tqdm
 import mergekit_ace
 from mergekit_ace.adapters.adapter_plan import AdapterPlan, names_adapters, plan_adapters
 from mergekit_ace.algebra.inspection import evenly_spaced
-from mergekit_ace.files import differences, file_states, write_text
+from mergekit_ace.files import differences, file_states, locked, write_text
 from mergekit_ace.headers import DamagedFileError, json_or_empty
 from mergekit_ace.measurements import load_statistics
 from mergekit_ace.methods.base import TaskVectorMethod
@@ -85,23 +83,6 @@ def _identity(
         "files": file_states(sorted(places)),
         "version": mergekit_ace.__version__,
     }
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    lock = FileLock(folder / LOCK_FILE, timeout=0)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout as error:
-        raise ReportError(
-            f"another inspection is writing to {folder}; wait for it, or choose another folder"
-        ) from error
-    try:
-        yield
-    finally:
-        (folder / LOCK_FILE).unlink(missing_ok=True)
-        lock.release()
 
 
 def _claim(folder: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
@@ -214,7 +195,8 @@ def run_inspection(
             )
     selected = select(plan.tensors, tensors, sample)
     places += [*plan.named_paths(*FILE_PARAMETERS), *([covariances] if covariances else [])]
-    with _lock(folder):
+    busy = f"another inspection is writing to {folder}; wait for it, or choose another folder"
+    with locked(folder, LOCK_FILE, ReportError(busy)):
         _claim(folder, _identity(plan, tensors, sample, places), overwrite=overwrite)
         make = (
             partial(_adapter_lines, plan=adapters)

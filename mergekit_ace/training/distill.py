@@ -59,32 +59,32 @@ def run_distillation(
     Raises:
         TrainingError: something about the config, the models or the data is wrong.
     """
-    run = TrainingRun(out, config.mixed_precision, quiet=quiet)
-    with run.accelerator.main_process_first():
-        teacher, student = (
-            local_folder(reference, run.path / "adapters", config.trust_remote_code)
-            for reference in (config.teacher, config.student)
-        )
-    inputs = [teacher, student, config.data.path]
-    run.claim(config, inputs, overwrite=overwrite, results=(RECORD, "config.json"))
-    if (run.path / RECORD).exists():  # this very run, complete
+    with TrainingRun.start(out, config.mixed_precision, quiet=quiet) as run:
+        with run.accelerator.main_process_first():
+            teacher, student = (
+                local_folder(reference, run.path / "adapters", config.trust_remote_code)
+                for reference in (config.teacher, config.student)
+            )
+        inputs = [teacher, student, config.data.path]
+        run.claim(config, inputs, overwrite=overwrite, results=(RECORD, "config.json"))
+        if (run.path / RECORD).exists():  # this very run, complete
+            return run.path
+        distillation = Distillation(config, teacher, student, run)
+        training = distillation.train()
+        kept = training.load_best()
+        loss, agreement = distillation.evaluate("test")
+        if run.is_main:
+            scores = {"test_loss": loss, "test_agreement": agreement, "kept": kept}
+            distillation.student.save_pretrained(run.path)
+            if distillation.student_processor is not None:
+                distillation.student_processor.save_pretrained(run.path)
+            # Last the record, which says that the student is complete.
+            record = {**scores, "log": training.progress.log}
+            write_text(run.path / RECORD, json.dumps(record, indent=1))
+            for path in run.state.glob("*.safetensors"):
+                path.unlink()
+        run.wait()
         return run.path
-    distillation = Distillation(config, teacher, student, run)
-    training = distillation.train()
-    kept = training.load_best()
-    loss, agreement = distillation.evaluate("test")
-    if run.is_main:
-        scores = {"test_loss": loss, "test_agreement": agreement, "kept": kept}
-        distillation.student.save_pretrained(run.path)
-        if distillation.student_processor is not None:
-            distillation.student_processor.save_pretrained(run.path)
-        # Last the record, which says that the student is complete.
-        record = {**scores, "log": training.progress.log}
-        write_text(run.path / RECORD, json.dumps(record, indent=1))
-        for path in run.state.glob("*.safetensors"):
-            path.unlink()
-    run.wait()
-    return run.path
 
 
 class Distillation:

@@ -325,13 +325,13 @@ def measure_statistics(
     Raises:
         TrainingError: something about the config, the models or the data is wrong.
     """
-    run = TrainingRun(out, quiet=quiet)
-    folders = ModelFolders.find(config, run)
-    inputs = [folders.base, *folders.experts, *(data.path for _, data in config.sources)]
-    run.claim(config, inputs, overwrite=overwrite)
-    measuring = Measuring(config, folders, run)
-    measuring.announce()
-    for row in range(len(config.models)):
-        measuring.measure(row)
-    save_index(run.path, measuring.index())
-    return run.path / INDEX_FILE
+    with TrainingRun.start(out, quiet=quiet) as run:
+        folders = ModelFolders.find(config, run)
+        inputs = [folders.base, *folders.experts, *(data.path for _, data in config.sources)]
+        run.claim(config, inputs, overwrite=overwrite)
+        measuring = Measuring(config, folders, run)
+        measuring.announce()
+        for row in range(len(config.models)):
+            measuring.measure(row)
+        save_index(run.path, measuring.index())
+        return run.path / INDEX_FILE

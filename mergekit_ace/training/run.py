@@ -41,21 +41,21 @@ def run_training(
     Raises:
         TrainingError: something about the config, the models or the data is wrong.
     """
-    run = TrainingRun(out, config.mixed_precision, quiet=quiet)
-    if config.dtype == "float16" and run.accelerator.device.type == "cpu":
-        raise TrainingError("dtype: float16 is too narrow and slow on a CPU; take bfloat16")
-    folders = ModelFolders.find(config, run)
-    inputs = [folders.base, *folders.experts, *(data.path for _, data in config.sources)]
-    run.claim(config, inputs, overwrite=overwrite)
-    family = Family(config, folders, run)
-    objective, inputs = Objective(family), family.learner_inputs()
-    trained = train_learner(objective, config.learner, inputs, "learner")
-    scores = compare_merges(objective, trained)
-    file = coefficient_file(family, trained, scores)
-    if run.is_main:
-        write_results(file, family, trained, scores)
-    run.wait()
-    return file
+    with TrainingRun.start(out, config.mixed_precision, quiet=quiet) as run:
+        if config.dtype == "float16" and run.accelerator.device.type == "cpu":
+            raise TrainingError("dtype: float16 is too narrow and slow on a CPU; take bfloat16")
+        folders = ModelFolders.find(config, run)
+        inputs = [folders.base, *folders.experts, *(data.path for _, data in config.sources)]
+        run.claim(config, inputs, overwrite=overwrite)
+        family = Family(config, folders, run)
+        objective, inputs = Objective(family), family.learner_inputs()
+        trained = train_learner(objective, config.learner, inputs, "learner")
+        scores = compare_merges(objective, trained)
+        file = coefficient_file(family, trained, scores)
+        if run.is_main:
+            write_results(file, family, trained, scores)
+        run.wait()
+        return file
 
 
 def compare_merges(objective: Objective, trained: TrainedLearner) -> dict[str, Score]:

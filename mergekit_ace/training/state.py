@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mergekit_ace.files import differences, file_states, save_tensors, write_text
+from mergekit_ace.files import differences, file_states, locked, save_tensors, write_text
 from mergekit_ace.headers import json_or_empty
 from mergekit_ace.training.config import LoopConfig
 
@@ -34,6 +35,7 @@ _RESULTS = (
     "coefficients.safetensors", "distillation.json", "merge.yml", "inline.yml", "statistics.json",
 )  # fmt: skip
 _FOLDERS = ("state", "backbones", "texts", "experts")
+_LOCK_FILE = ".training.lock"
 
 
 class TrainingError(ValueError):
@@ -66,6 +68,22 @@ class TrainingRun:
         self.path = Path(path)
         self.state = self.path / "state"
         self.quiet = quiet or not self.is_main
+
+    @classmethod
+    @contextmanager
+    def start(cls, *args: Any, **options: Any) -> Iterator[TrainingRun]:
+        """Keep other runs out of the folder while this one lasts; arguments are the class's.
+
+        Raises:
+            TrainingError: another run is at work there.
+        """
+        run = cls(*args, **options)
+        if not run.is_main:
+            yield run
+            return
+        busy = f"another run is writing to {run.path}; wait for it, or choose another folder"
+        with locked(run.path, _LOCK_FILE, TrainingError(busy)):
+            yield run
 
     @property
     def is_main(self) -> bool:

@@ -15,6 +15,7 @@ import yaml
 from checkpoints import ace_config, fine_tuned, save_family, state, tiny_llama
 from click.testing import CliRunner, Result
 from families import sentence, tokenizer, write_rows
+from filelock import FileLock
 from peft_models import train_by_chance
 from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
@@ -291,6 +292,19 @@ def test_what_is_read_is_neither_replaced_nor_dropped(config, tmp_path):
         assert result.exit_code == 1
         assert "which is read, or lies in it; give another folder" in result.output
     assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "yml"])
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
+def test_a_folder_for_what_is_unfinished_is_not_shared(config, tmp_path):
+    """Neither with another run nor with a model that has its name."""
+    expert = tmp_path / "out.partial"
+    shutil.copytree(config["models"][0]["model"], expert)
+    with FileLock(tmp_path / "out.partial.lock"):
+        assert "another run is writing to" in calibrate(config, tmp_path / "out").output
+    config["models"][0]["model"] = str(expert)
+    result = calibrate(config, tmp_path / "out")
+    assert f"{expert} is or holds {expert}, which is read" in result.output
+    assert (expert / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("config", [False], indirect=True)

@@ -20,7 +20,12 @@ from measured_families import measure
 from mergekit_ace.cli import main
 from mergekit_ace.coefficients.file import CoefficientFile
 from mergekit_ace.training.run import run_training
-from mergekit_ace.training.state import TrainingError, load_checkpoint, save_checkpoint
+from mergekit_ace.training.state import (
+    TrainingError,
+    TrainingRun,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 
 def train_and_distil(folder: Path) -> None:
@@ -98,6 +103,20 @@ def test_checkpoints(tmp_path):
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(TrainingError, match=r"c\.safetensors is damaged .*; delete it"):
         load_checkpoint(path)
+
+
+def test_two_runs_into_one_folder(tmp_path):
+    out = tmp_path / "out"
+    train, distill = image_distillation(tmp_path)
+    with TrainingRun.start(out):
+        for start in (
+            lambda: run_training(parsed(train), out, quiet=True),
+            lambda: distil(distill, out),
+            lambda: measure(train, out),
+        ):
+            with pytest.raises(TrainingError, match=f"another run is writing to {out}; wait"):
+                start()
+    assert not out.exists(), "nothing was written"
 
 
 def test_a_checkpoint_that_cannot_be_written(tmp_path):
