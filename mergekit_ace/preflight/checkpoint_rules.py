@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mergekit.common import ModelReference
@@ -100,14 +100,15 @@ def check_configs(checkpoints: Checkpoints, base: ModelReference | None) -> Iter
     """Find what the base's `config.json` will say differently of an expert's weights."""
     if base is None or not checkpoints[base].config:
         return
-    origin = checkpoints[base].config
+    origin = _function(checkpoints[base].config)
     for model, checkpoint in checkpoints.items():
         if model == base or not checkpoint.config:
             continue
+        own = _function(checkpoint.config)
         changed = [
-            f"{key}: {_short(checkpoint.config.get(key))} instead of {_short(origin.get(key))}"
-            for key in FUNCTION
-            if key in origin and checkpoint.config.get(key, origin[key]) != origin[key]
+            f"{key}: {_short(own[key])} instead of {_short(value)}"
+            for key, value in origin.items()
+            if own.get(key, value) != value
         ]
         if changed:
             yield Finding.warning(
@@ -116,6 +117,18 @@ def check_configs(checkpoints: Checkpoints, base: ModelReference | None) -> Iter
                 "mergekit writes the base's config.json: adjust it in the result if the experts' "
                 "is the right one",
             )
+
+
+def _function(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a config that says what its weights compute.
+
+    transformers 5 writes the base of RoPE into `rope_parameters`, earlier ones beside the rest.
+    """
+    said = {key: config[key] for key in FUNCTION if key in config}
+    if isinstance(rope := said.get("rope_parameters"), dict) and "rope_theta" in rope:
+        said["rope_theta"] = rope["rope_theta"]
+        said["rope_parameters"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    return said
 
 
 def check_class_names(checkpoints: Checkpoints) -> Iterator[Finding]:
