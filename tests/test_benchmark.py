@@ -76,7 +76,7 @@ def test_check_on_headers(run_example, in_process):
 
 @pytest.mark.parametrize("basis", ["experts", "components"])
 def test_training_steps(run_example, in_process, basis):
-    small = f"--layers 1 --experts 2 --batch 1 --tokens 4 --rounds 2 --basis {basis}".split()
+    small = f"--layers 1 --experts 2 --batch 1 --tokens 4 --rounds 1 --basis {basis}".split()
     shown = run_example("benchmark", "trainer", *small).splitlines()
     assert [line.partition(":")[0] for line in shown] == [
         "K = 2, disk", "K = 2, device", "K = 2, disk"
@@ -126,6 +126,17 @@ def test_kernels(run_example, tmp_path, branch, spectrum):
     ]
     assert all(row["speedup"] > 0 and row["over_bound"] > 0 for row in rows)
     assert "all together" in shown
+
+
+def test_a_merge_of_one_expert_is_refused(run_example, capsys):
+    with pytest.raises(SystemExit):
+        run_example("benchmark", "kernels", "--experts", 1)
+    assert "at least two experts" in capsys.readouterr().err
+
+
+def test_a_family_of_one_expert(example, tmp_path):
+    paths = example("benchmark", "llamas").write_family(tmp_path, "tiny", 1, heterogeneous=True)
+    assert all((path / "model.safetensors.index.json").exists() for path in paths)
 
 
 def test_bound(run_example):

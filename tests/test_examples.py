@@ -150,6 +150,12 @@ def test_the_study_of_choices_at_its_smallest(run_example, tmp_path, family):
         assert "\n| the learner of the first two | 0." in run("--transfer")
 
 
+def test_a_row_of_the_study_that_does_not_exist(run_example, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run_example("training", "statsmerging", "images", "--small", tmp_path, "--only", "rnk 1")
+    assert "no row is called rnk 1; there are layer-wise, concatenated;" in capsys.readouterr().err
+
+
 def test_corrupted_images(training):
     program = training("generalisation")
     images, _ = training("images").digits()

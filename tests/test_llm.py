@@ -146,8 +146,13 @@ def test_calibration_from_end_to_end(llm, base, data, tmp_path, monkeypatch, cap
     assert len({row[1] for row in rows[2:]}) == 3, "three models"
     assert not any(path.is_dir() for path in (tmp_path / "out" / "merges").iterdir())
     assert first[first.index("##") :] == tables("--only-print")
+    with pytest.raises(SystemExit, match="not measured yet"):
+        tables("--only-print", "--ridge", 0.2)
     others = tables("--nothing-kept", "--ridge", 0.1)
     assert not {row for row in others.splitlines() if "calibrated," in row} & {*first.splitlines()}
+    monkeypatch.setattr(program, "KEEP", "english")
+    with pytest.raises(SystemExit, match=r"has no text 'english' .* --nothing-kept"):
+        tables()
 
 
 @pytest.fixture

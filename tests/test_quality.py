@@ -59,6 +59,15 @@ def test_the_program_at_its_smallest(benchmark, run_example, tmp_path):
     }  # fmt: skip
 
 
+def test_rows_that_do_not_exist(benchmark, tmp_path):
+    quality = benchmark("quality")
+    flags = ["--small", str(tmp_path), "--rows", "ties", "direct"]
+    with pytest.raises(SystemExit, match=r"begins with 'direct'; some need .* --learning"):
+        quality.choose_rows(quality.parse(flags))
+    rows = quality.choose_rows(quality.parse([*flags, "--learning"]))
+    assert {row.name.partition(":")[0] for row in rows} == {"ties", "direct"}
+
+
 def test_every_row_merges(benchmark, family, monkeypatch):
     quality, rows = benchmark("quality"), benchmark("evidence.rows")
     monkeypatch.setattr(quality, "SCALES", (0.3, 1.0, 1.4))
@@ -197,38 +206,6 @@ def test_pictures(benchmark, tmp_path):
     assert over[next(iter(over))] == pytest.approx([0.4, 0.41])
     assert all(path.stat().st_size > 5000 for path in made)
     assert quality.key(lines[0]) == ("f", 0, 2, "ace_relative")
-
-
-def test_accuracy_over_samples(benchmark, tmp_path, monkeypatch):
-    pictures = benchmark("evidence.pictures")
-    lines = []
-    for seed in (0, 1):
-        head = {"family": "f", "experts": 4, "seed": seed}
-
-        def line(row: str, published: float, head: dict = head, **scores: float) -> dict:
-            kinds = {kind: {"mean": mean, "old": 1.0} for kind, mean in scores.items()}
-            own = {"published": {"mean": published + 0.1 * head["seed"], "old": 1.0}}
-            return {**head, "row": row, "group": "table", **own, **kinds}
-
-        lines += [line("ace_relative", 0.4, best=0.4), line("ties", 0.1, best=0.45)]
-        lines += [line("statsmerging, 128 samples", 0.5, best=0.9)]
-        lines += [line(f"ace + direct, {n} samples", 0.4 + n / 1000) for n in (16, 64, 128)]
-    few = [{**line, "experts": 2, "published": {"mean": 0.9, "old": 1.0}} for line in lines]
-    curves = pictures._over_samples(lines)
-    direct = curves["ace + direct"]
-    assert {n: pytest.approx(scores) for n, scores in direct.items()} == {
-        16.0: [0.416, 0.516], 64.0: [0.464, 0.564], 128.0: [0.528, 0.628]
-    }  # fmt: skip
-    assert curves["ace_relative, without data"] == {16.0: [0.4, 0.5], 128.0: [0.4, 0.5]}
-    assert curves["best row without data, best λ"] == {16.0: [0.45] * 2, 128.0: [0.45] * 2}
-    assert len(curves) == 3  # one number of samples makes no curve
-    drawn = []
-    original = pictures._curves
-    monkeypatch.setattr(pictures, "_curves", lambda *a, **o: drawn.append(a) or original(*a, **o))
-    made = pictures.draw_all([{**line, "curve": {}} for line in lines + few], tmp_path)
-    names = ["bars.png", "scale.png", "experts.png", "samples.png"]
-    assert [path.name for path in made] == names
-    assert drawn[-1][0] == {"f": curves}, "of all experts, not of the first ones"
 
 
 def test_every_learned_row_is_a_training_of_its_own(benchmark):

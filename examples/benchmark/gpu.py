@@ -107,7 +107,7 @@ def all_stages(small: bool, cuda: bool, free_disk: float) -> list[Stage]:
         checkpoint("1B-refined", 240, ["--size", "1B"], *refined),
         stage(
             "trainer", 300, 60, "trainer.py", "--device", device, "--dtype", "bfloat16",
-            "--folder", FOLDER, "--rounds", 2, *model,
+            "--folder", FOLDER, "--rounds", 1, *model,
         ),
         stage(
             "adapters", 150, 30, "adapters.py", "--folder", FOLDER, "--rows", "ace", "peft-linear",

@@ -235,6 +235,8 @@ def main() -> None:
     parser.add_argument("--no-plain", action="store_true", help="leave the plain one out")
     parser.add_argument("--json", help="write the figures there")
     arguments = parser.parse_args()
+    if min(arguments.experts) < 2:
+        parser.error("a merge of matrices takes at least two experts")
     about = machine(arguments.device)
     print(f"{about['device']}, {about['threads']} threads, torch {about['torch']}")
     print(

@@ -96,7 +96,7 @@ def write_family(
         paths.append(path)
         if (path / "model.safetensors.index.json").exists():
             continue
-        scale = 30 ** ((model - 1) / (experts - 1) - 0.5) if heterogeneous and model else 1.0
+        scale = 30 ** ((model - 1) / max(experts - 1, 1) - 0.5) if heterogeneous and model else 1.0
         tensors = (
             (name, make_tensor(name, shape, model, scale, device)) for name, shape in shapes(config)
         )

@@ -125,6 +125,12 @@ def choose_rows(arguments: argparse.Namespace) -> list[Row]:
         return []
     rows = TABLE + LEARNED + ENTROPY + SWEEPS * arguments.sweeps + STUDIED * arguments.studies
     rows += (SAMPLED + GENERALISED + REGULARISED) * arguments.learning
+    for start in arguments.rows or ():
+        if not any(row.name.startswith(start) for row in rows):
+            raise SystemExit(
+                f"No row begins with {start!r}; some need --sweeps, --studies or --learning. "
+                f"There are: {'; '.join(row.name for row in rows)}."
+            )
     if arguments.rows:
         rows = [row for row in rows if row.name.startswith(tuple(arguments.rows))]
     return rows
@@ -132,7 +138,7 @@ def choose_rows(arguments: argparse.Namespace) -> list[Row]:
 
 def examine(arguments: argparse.Namespace, results: dict[tuple, dict]) -> None:
     """Train, merge and examine what is not among the results yet, and add it there."""
-    rows = choose_rows(arguments)
+    rows = choose_rows(arguments)  # before anything is trained
     for seed in arguments.seeds:
         for name in arguments.families:
             family = make_family(name, seed, arguments.experts, arguments.folder, arguments.steps)

@@ -7,7 +7,7 @@ Families are those of `quality.py`, trained where they are not there yet. A row 
 times: full models through mergekit's own `merge_state_dicts`; the experts' adapters by
 `mergekit-ace adapter`; and these cut to each rank by `--rank`. The tables give the accuracy on the
 experts' tasks, on the old languages in brackets where that is below 0.99, by how many of 3072
-answers the first two differ, and the share of ‖X‖² that a rank loses. Results are kept in
+right answers the first two differ, and the share of ‖X‖² that a rank loses. Results are kept in
 `results-ranks.jsonl`: what is there is not repeated.
 """
 

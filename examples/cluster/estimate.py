@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimate how long a merge by many workers would take; nothing is merged.
 
-    python examples/cluster/estimate.py --measure .    # workers like this machine
+    python examples/cluster/estimate.py --measure .       # workers like this machine
     python examples/cluster/estimate.py                   # workers with a GPU, at rates assumed
 
 Bytes, work and memory come from the plan and the estimate of the package, for `ace` on families of

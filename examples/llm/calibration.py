@@ -15,7 +15,6 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -29,7 +28,7 @@ from experts import DEVICE, Recipe, digest, digest_of_files, prepare_base
 from measure import State, read_tensors
 from merges import PACKAGE, ROWS, Merge
 from results import Family, Known, markdown, own_cells, root_of_squares, share_of_right
-from run import NotMeasured, Study, choose_texts, family_parser, parse
+from run import Study, choose_texts, family_parser, parse
 from safetensors.torch import save_file
 from sources import Texts, end_token, read_sources
 from torch import Tensor
@@ -137,10 +136,7 @@ def calibrated_table(study: Study) -> str:
         for name, way in ways.items()
     }
     base, experts = study.scores("test")
-    lines = {}
-    for name, merge in merges.items():
-        with suppress(NotMeasured):
-            lines[name] = study.measure(merge)
+    lines = {name: study.measure(merge) for name, merge in merges.items()}
     if not settings.only_print:
         for merge in merges.values():
             merge.remove()
@@ -201,6 +197,9 @@ def main() -> None:
     parser.add_argument("--nothing-kept", action="store_true", help=f"without {KEEP} to keep")
     settings = parse(parser)
     data = read_sources(settings.data)
+    if KEEP not in data.untrained and not settings.nothing_kept:
+        raise SystemExit(f"{settings.data} has no text {KEEP!r} under `untrained`, on which merges "
+                         "should stay as they are: add one, or give --nothing-kept.")  # fmt: skip
     texts = choose_texts(settings, data)
     folder = settings.output / "texts"
     untrained = {name: Texts(source, folder) for name, source in data.untrained.items()}

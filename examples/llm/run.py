@@ -51,7 +51,7 @@ class NotMeasured(SystemExit):
     """A result is not among those of earlier runs, and nothing is to be measured."""
 
     def __init__(self) -> None:
-        super().__init__("Base and experts are not measured yet: run this without --only-print.")
+        super().__init__("This is not measured yet: run the same without --only-print.")
 
 
 class Study:

@@ -275,6 +275,9 @@ def main() -> None:
         help="see that it runs: two steps per training, everything in this folder",
     )  # fmt: skip
     arguments = parser.parse_args()
+    names = rows(arguments.family)
+    if unknown := set(arguments.only or ()) - set(names):
+        parser.error(f"no row is called {'; '.join(sorted(unknown))}; there are {'; '.join(names)}")
     disable_progress_bars()
     study = Study(arguments.family)
     if arguments.small:

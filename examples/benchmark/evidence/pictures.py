@@ -18,7 +18,6 @@ SHOWN = ("linear (mean)", "task_arithmetic", "ties", "tsv_m", "iso_c", "wudi (ex
          "ace, ε = 1e-05", "ace, ε = 0.01", "ace_relative")  # fmt: skip
 # Families that are one but for how far the strengths of their experts are apart.
 STRENGTHS = ("llama", "llama-spread", "llama-strengths")
-SAMPLES = (16, 32, 64, 128, 256, 512)
 Points = Mapping[float, Sequence[float]]
 Panels = Mapping[str, Mapping[str, Points]]
 
@@ -58,14 +57,6 @@ def draw_all(lines: Sequence[dict], folder: Path) -> list[Path]:
     }
     if counts:
         made.append(_curves(counts, "number of experts", folder / "experts.png"))
-    samples = {
-        f: _over_samples([line for line in ls if line["experts"] == largest[f]])
-        for f, ls in own.items()
-    }
-    samples = {f: curves for f, curves in samples.items() if curves}
-    if samples:
-        file = folder / "samples.png"
-        made.append(_curves(samples, "samples per expert", file, log=True, ticks=SAMPLES))
     spreads = {name: _over_spreads(table, name) for name in SHOWN}
     if any(len(points) > 1 for points in spreads.values()):
         what = "largest ‖Δ‖² over the smallest"
@@ -124,9 +115,7 @@ def _bars(axes, lines: Sequence[dict]) -> None:
     axes.set_xlabel("accuracy; lines: range over seeds")
 
 
-def _curves(
-    panels: Panels, what: str, file: Path, *, log: bool = False, ticks: Sequence[float] = ()
-) -> Path:
+def _curves(panels: Panels, what: str, file: Path, *, log: bool = False) -> Path:
     """Draw a panel per family, a line per method: the mean over seeds, the range shaded."""
     labels = list(dict.fromkeys(name for curves in panels.values() for name in curves))
     colors = {name: f"C{number % 10}" for number, name in enumerate(labels)}
@@ -143,9 +132,6 @@ def _curves(
             axes.fill_between(places, low, high, alpha=0.12, color=colors[name], linewidth=0)
         if log:
             axes.set_xscale("log")
-        if ticks:
-            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-            axes.minorticks_off()
         axes.set_xlabel(what)
         axes.set_ylabel("accuracy")
         axes.grid(alpha=0.3)
@@ -176,37 +162,6 @@ def _over_epsilons(lines: Iterable[dict], group: str) -> Points:
 def _over_experts(lines: Iterable[dict], name: str) -> Points:
     own = (line for line in lines if line["row"] == name and "best" in line)
     return _collect(own, lambda line: line["experts"], "best")
-
-
-def _over_samples(lines: Sequence[dict]) -> dict[str, Points]:
-    """Per kind of coefficients that was trained with several numbers of samples, and beside them
-    what needs none; empty where nothing was.
-    """
-    curves: dict[str, dict[float, list[float]]] = {}
-    for line in lines:
-        name, _, rest = line["row"].rpartition(", ")
-        if rest.endswith(" samples"):
-            points = curves.setdefault(name, defaultdict(list))
-            points[float(rest.removesuffix(" samples"))].append(line["published"]["mean"])
-    curves = {name: points for name, points in curves.items() if len(points) > 1}
-    if curves:
-        places = {place for points in curves.values() for place in points}
-        ends = (min(places), max(places))
-        own = [line["published"]["mean"] for line in lines if line["row"] == "ace_relative"]
-        curves["ace_relative, without data"] = dict.fromkeys(ends, own)
-        curves["best row without data, best λ"] = dict.fromkeys(ends, _best_tuned(lines))
-    return {name: points for name, points in curves.items() if any(points.values())}
-
-
-def _best_tuned(lines: Sequence[dict]) -> list[float]:
-    """Return the scores by seed of the row without data that is best on average at its best λ."""
-    scores: dict[str, list[float]] = defaultdict(list)
-    for line in lines:
-        if "best" in line and not line["row"].endswith(" samples"):
-            scores[line["row"]].append(line["best"]["mean"])
-    seeds = max(map(len, scores.values()), default=0)
-    whole = [values for values in scores.values() if len(values) == seeds]
-    return max(whole, key=sum, default=[])
 
 
 def _over_spreads(lines: Sequence[dict], name: str) -> Points:
