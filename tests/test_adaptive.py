@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from covering import covered
@@ -12,6 +14,7 @@ from reference import naive_ace, naive_mean, task_vector_error
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix, merge_tensor
 from mergekit_ace.algebra import linalg
 from mergekit_ace.algebra.forms import Attempt
+from mergekit_ace.algebra.relative import merge_tensor_relative
 from mergekit_ace.algebra.task_vectors import measure_heterogeneity
 
 SHAPES = [(24, 24), (16, 60), (60, 16), (2, 30), (30, 1), (7, 5)]
@@ -301,6 +304,35 @@ def test_rows_that_all_moved_alike(rng):
     torch.testing.assert_close(merged, base + ((alike - base) + 1) / 2)
 
 
+@pytest.mark.parametrize("shape", [(8, 8), (2, 20), (6, 18)])
+def test_a_relative_ridge_where_all_rows_moved_alike(shape):
+    """No estimate has a trace, so that no ε_t is above 0, whatever ε is."""
+    base = torch.zeros(shape)
+    options = AceOptions(epsilon_scale="relative", adaptive_normalization="never")
+    merged, record = merge_matrix(base, [base + 1, base + 2, base + 3], options=options)
+    assert record.rule == "mean"
+    assert torch.equal(merged, base + 2)
+
+
+@pytest.mark.parametrize("refinement", ["never", "always"])
+@pytest.mark.parametrize("floor", [True, False])
+@pytest.mark.parametrize("form", ["primal", "tall", "lean", "dual"])
+def test_experts_that_cancel_one_another(rng, form, floor, refinement):
+    """X is what rounding leaves of 0, and its relative error means nothing."""
+    base = torch.zeros(3, 10, dtype=torch.float64)
+    delta = torch.randn(3, 10, generator=rng, dtype=torch.float64)
+    options = AceOptions(
+        epsilon=0.1,
+        epsilon_scale="relative",
+        ridge_floor=floor,
+        adaptive_normalization="always",
+        spectral_refinement=refinement,
+    )
+    attempts = [Attempt(form, torch.float64)]
+    merged, _ = merge_matrix(base, [delta, -delta], options=options, attempts=attempts)
+    assert merged.norm() <= 1e-8 * delta.norm()
+
+
 @covered(
     exponent=[-60, 60],
     shape=[(20, 16), (5, 30)],
@@ -345,12 +377,26 @@ MATRIX, NAN = torch.eye(3), torch.full((3, 3), float("nan"))
         ([MATRIX, MATRIX[:2]], None, ValueError, r"expert 1 has the shape \(2, 3\), but the base"),
         ([MATRIX + 1, NAN], None, ValueError, "expert 1 or the base contains NaN or Inf"),
         ([MATRIX + 1], [1.0, 2.0], ValueError, "there are 2 weights for 1 experts"),
-        ([MATRIX + 1], [-1.0], ValueError, r"weights are 0 or greater, but these are \[-1"),
+        ([MATRIX + 1], [-1.0], ValueError, r"weights are finite, 0 or greater, but .* \[-1"),
+        ([MATRIX + 1], [math.inf], ValueError, r"weights are finite, 0 or greater, but .* \[inf"),
     ],
 )
 def test_what_cannot_be_merged(merge, experts, weights, error, message):
     with pytest.raises(error, match=message):
         merge(MATRIX, experts, weights)
+
+
+@pytest.mark.parametrize(
+    ("merge", "coefficients", "message"),
+    [
+        (merge_tensor, [1.0, 1.0], "2 coefficients for 3 components"),
+        (merge_tensor, [1.0, math.nan, 1.0], "coefficients are finite, but these are .*nan"),
+        (merge_tensor_relative, [1.0, 1.0, 1.0], "3 coefficients for 2 components"),
+    ],
+)
+def test_coefficients_that_fit_no_component(merge, coefficients, message):
+    with pytest.raises(ValueError, match=message):
+        merge(MATRIX, [MATRIX + 1, 2 * MATRIX], coefficients=coefficients)
 
 
 def test_what_is_no_matrix():

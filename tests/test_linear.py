@@ -48,3 +48,13 @@ def test_degenerate_tensors():
     assert elected_task_vectors(torch.zeros(1), [one, one])[0].tolist() == [0.5]
     base = torch.randn(4, dtype=torch.bfloat16)
     assert torch.equal(merge_elected(base, [base + 1, base + 2], [0.0, 0.0]), base)
+
+
+def test_rounding_neither_counts_nor_votes(rng):
+    """An expert that is the base, saved in bfloat16, has learned nothing."""
+    base = torch.randn(20, 30, generator=rng)
+    learned = base + 1e-3 * torch.randn(20, 30, generator=rng)
+    rounded = base.to(torch.bfloat16).float()
+    found, nothing = elected_task_vectors(base, [learned, rounded])
+    assert torch.equal(found, elected_task_vectors(base, [learned])[0])
+    assert not nothing.any()

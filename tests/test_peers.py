@@ -346,3 +346,9 @@ def test_a_whole_checkpoint(tmp_path, mergekit_yaml, method):
     assert all(torch.isfinite(tensor).all() for tensor in merged.values())
     card = (out / "README.md").read_text()
     assert "arxiv.org/abs/" in card
+
+
+def test_wudi_where_task_vectors_cancel_one_another():
+    """X = 0 to the last digit has no relative error."""
+    delta = torch.arange(1.0, 8, dtype=torch.float64)[:, None]
+    assert wudi.minimise_exactly([delta, -delta]).norm() <= 1e-12

@@ -112,7 +112,7 @@ def merge_tensor(
     """
     options = options or AceOptions()
     weights = weights if weights is not None else [1.0] * len(experts)
-    check_versions(base, experts, weights)
+    check_versions(base, experts, weights, coefficients, len(experts) + 1)
     own = coefficients and coefficients[: len(experts)]
     select = partial(
         select_active, weights=weights, dtype=options.dtype, coefficients=own, space=space

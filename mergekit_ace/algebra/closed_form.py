@@ -141,7 +141,7 @@ def solve(
         IllConditionedError: the form has too few digits at that precision.
     """
     solver = partial(SOLVERS[form], prior=prior, refined=refined)
-    if not floor:
+    if not floor or covariances.ridge == 0:  # a ridge of 0 is not raised: no S_t has a trace
         return solver(covariances)
     with suppress(IllConditionedError):  # more ridge is a remedy for that, too
         solution = solver(covariances)

@@ -33,6 +33,8 @@ FLOOR_RIDGE = 1e-2
 # The largest, also without it: from there on X is the mean of the Δ_t with weights ε_t to ten
 # digits, while R, in which the ridges cancel, would be nothing but their rounding.
 LARGEST_RIDGE = 1e10
+# An X this small beside √(Σ_t ‖Δ_t‖²) is what rounding leaves of 0.
+CANCELLED = 1e-6
 # Task vectors whose root mean square entry lies within 2^±20 need no other unit: their third powers
 # stay far inside of float32's range.
 PLAIN_EXPONENT = 20
@@ -223,6 +225,13 @@ class Covariances:
                 total += float(task.delta(block, out=room).view(-1).dot(part))
         return total < 0
 
+    def size(self, merged: Tensor) -> float:
+        """Return ‖X‖, in units, by which errors are divided; at least `CANCELLED` of the experts'.
+
+        Where the experts cancel one another X is nothing but rounding, and no digit of it counts.
+        """
+        return max(squared_norm(merged) ** 0.5, CANCELLED * self.energy**0.5)
+
     @property
     def is_measured(self) -> bool:
         """Whether an S_t is not the estimate alone, and so not of the rank of its task vector."""
@@ -313,8 +322,9 @@ def estimate_covariances(
         noise: see `rounding_in_merge`.
         measured: what takes the place of a share of the estimates.
 
-    An expert whose rows all moved alike has C_t = 0. Nothing can be normalised by its trace, so
-    with `normalized` it has no estimate (departure: the paper divides by zero there).
+    An expert whose rows all moved alike has C_t = 0. Nothing can be normalised by its trace, nor
+    has a ridge that counts in traces a size. So it has no estimate there (departure: the paper
+    divides by zero).
     """
     unit = choose_unit(active, base.numel())
     least = (8 * torch.finfo(active.dtype).eps) ** 2
@@ -333,7 +343,7 @@ def estimate_covariances(
             trace = centred_trace(expert, base, moments, unit, active.dtype)
         else:
             mean = torch.zeros_like(mean)
-        if normalized and trace <= least * tau:
+        if trace <= least * tau and (normalized or options.epsilon_scale == "relative"):
             tasks.append(None)
             continue
         scale = weight / trace if normalized else weight

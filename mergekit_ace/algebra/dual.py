@@ -67,7 +67,7 @@ def solve_dual(
         covariances, products, sides, prior, refined
     )
     merged, target = _expand(covariances, merged, target)
-    size = squared_norm(merged) ** 0.5 or math.inf  # all coefficients may be 0
+    size = covariances.size(merged)
     error = _error(growth / size, spread / size, condition, rounding(merged.dtype))
     if error > covariances.tolerance(condition):
         raise IllConditionedError(condition, error)

@@ -27,7 +27,8 @@ def elected_task_vectors(
 
     Differs from the published implementations in that the largest entries are those of a tensor,
     as everywhere in mergekit, not those of a whole model, which a merge tensor by tensor never
-    sees; and in that where the sum is 0, nothing is kept.
+    sees; in that where the sum is 0, nothing is kept; and in that a task vector counts, and votes,
+    times s_k: not at all where it is nothing but rounding, see `changed_share`.
 
     Args:
         base: θ_0, any shape.
@@ -39,7 +40,11 @@ def elected_task_vectors(
         One per expert, shaped as `base`, in float32, or in float64 where the base is.
     """
     dtype = torch.promote_types(torch.float32, base.dtype)
-    trimmed = [_trimmed(task_vector(expert, base, dtype), density) for expert in experts]
+    _, changed = measure_changes(base, experts, dtype)
+    trimmed = [
+        _trimmed(task_vector(expert, base, dtype), density).mul_(share)
+        for expert, share in zip(experts, changed, strict=True)
+    ]
     elected = sum(trimmed, torch.zeros_like(base, dtype=dtype)).sign()
     return [delta.where(delta.sign() == elected, 0) for delta in trimmed]
 

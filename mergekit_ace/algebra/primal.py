@@ -83,8 +83,8 @@ def solve_primal(
     solve_(numerator, lower)
     residual = None if centre is None else (restore_(lower, diagonal), centre)
     target, cancelled = complete_(covariances, numerator, row, residual)
-    size, unit = squared_norm(numerator) ** 0.5, rounding(numerator.dtype)
-    error = _error(growth / size if size else 0.0, unit)  # all coefficients may be 0
+    unit = rounding(numerator.dtype)
+    error = _error(growth / covariances.size(numerator), unit)
     if error > covariances.tolerance(condition):
         raise IllConditionedError(condition, error)
     return Solution(numerator, target, condition, error + unit * cancelled, covariances)
@@ -346,8 +346,8 @@ def complete_(
             part.addr_(part.sum(dim=1), prior, alpha=-1)
         if target is not None:
             target[block].mul_(covariances.covariance_unit).add_(part)
-    size = squared_norm(merged) ** 0.5 if energy else 1.0
-    return target, 4 * count * shared * covariances.covariance_unit * energy**0.5 / size
+    cancelled = 4 * count * shared * covariances.covariance_unit * energy**0.5
+    return target, cancelled / covariances.size(merged) if energy else 0.0
 
 
 def residual_row(covariances: Covariances, system: Tensor, turned: Tensor) -> Tensor:

@@ -33,7 +33,6 @@ from mergekit_ace.algebra.records import (
     IllConditionedError,
     tolerance,
 )
-from mergekit_ace.algebra.task_vectors import squared_norm
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def refine(solution: Solution, rank: int) -> IsotropicComponent:
     space = solution.covariances.space
     leading = decompose(solution.target, rank, space.shape if space else None)
     if solution.target.dtype == torch.float32:
-        size = squared_norm(solution.merged) ** 0.5
+        size = solution.covariances.size(solution.merged)
         given = solution.error * size + 4 * rounding(torch.float32) * leading.energy**0.5
         error = leading.blur(given)
         if error > _allowed(solution, leading):
@@ -77,7 +76,7 @@ def _allowed(solution: Solution, leading: Leading) -> float:
 
     The rounding of the experts is in F at least as it is in X, and is blurred as an error is.
     """
-    covariances, size = solution.covariances, squared_norm(solution.merged) ** 0.5
+    covariances, size = solution.covariances, solution.covariances.size(solution.merged)
     allowed = tolerance(solution.condition) * size
     if covariances.noise > 0:
         blurred = leading.blur(covariances.noise * covariances.energy**0.5)

@@ -61,6 +61,7 @@ from mergekit_ace.algebra.rounding_noise import genuine_share
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     by_layout,
+    check_versions,
     select_active,
     squared_norm,
 )
@@ -115,6 +116,7 @@ def merge_tensor_relative(
     """
     options = options or RelativeOptions()
     weights = weights if weights is not None else [1.0] * len(experts)
+    check_versions(base, experts, weights, coefficients, len(experts))
     select = partial(
         select_active, weights=weights, dtype=options.dtype, coefficients=coefficients, space=space
     )

@@ -145,13 +145,23 @@ class ActiveExperts:
         return tuple(spread)
 
 
-def check_versions(base: Tensor, experts: Sequence[Tensor], weights: Sequence[float]) -> None:
+def check_versions(
+    base: Tensor,
+    experts: Sequence[Tensor],
+    weights: Sequence[float],
+    coefficients: Sequence[float] | None = None,
+    components: int = 0,
+) -> None:
     """Refuse what is no set of versions of one tensor.
+
+    Args:
+        base, experts, weights, coefficients: see `merge_tensor`.
+        components: how many coefficients there have to be.
 
     Raises:
         TypeError: something is no tensor.
-        ValueError: there is no expert, a shape or the number of weights differs, or a weight is
-            negative or NaN.
+        ValueError: there is no expert, a shape or the number of weights or coefficients differs,
+            a weight is negative, or one of them is not finite.
     """
     if len(experts) == 0:
         raise ValueError("there is no expert; give at least one")
@@ -164,8 +174,17 @@ def check_versions(base: Tensor, experts: Sequence[Tensor], weights: Sequence[fl
             raise ValueError(f"{name} has the shape {shapes}; merge versions of one tensor")
     if len(weights) != len(experts):
         raise ValueError(f"there are {len(weights)} weights for {len(experts)} experts")
-    if not all(weight >= 0 for weight in weights):
-        raise ValueError(f"weights are 0 or greater, but these are {list(weights)}")
+    if not all(0 <= weight < math.inf for weight in weights):
+        raise ValueError(f"weights are finite, 0 or greater, but these are {list(weights)}")
+    if coefficients is None:
+        return
+    if len(coefficients) != components:
+        raise ValueError(
+            f"there are {len(coefficients)} coefficients for {components} components: one for "
+            "every expert, and with `ace` a last one for the refinement"
+        )
+    if not all(map(math.isfinite, coefficients)):
+        raise ValueError(f"coefficients are finite, but these are {list(coefficients)}")
 
 
 def select_active(

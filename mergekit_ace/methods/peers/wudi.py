@@ -15,6 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from mergekit_ace.algebra.covariance import CANCELLED
 from mergekit_ace.algebra.linalg import (
     add_gram,
     factorize_within,
@@ -75,7 +76,8 @@ def _solve_by_columns(
     lower, _ = factorize_within(total, LARGEST_CONDITION)
     growth = squared_norm(numerator) ** 0.5 * inverse_norm(lower)
     merged = solve_(numerator, lower).add_(first)
-    _check(growth / squared_norm(merged) ** 0.5, merged.dtype, tolerance)
+    size = max(squared_norm(merged) ** 0.5, CANCELLED * max(norms))
+    _check(growth / size, merged.dtype, tolerance)
     return merged
 
 
