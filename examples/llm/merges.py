@@ -129,6 +129,16 @@ ON_DEMAND = [
         for method, learn in LEARNERS.items()
     ),
     *(
+        Row(
+            f"{method}, 16 samples, hard labels",
+            method,
+            scaled=False,
+            learn={**learn, "labels": "hard"},
+            samples=16,
+        )
+        for method, learn in LEARNERS.items()
+    ),
+    *(
         Row(f"{method}, 16 samples", method, scaled=False, samples=16, measured="statistics")
         for method in ("regmean", "fisher")
     ),

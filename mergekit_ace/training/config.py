@@ -224,7 +224,8 @@ class TrainConfig(Strict):
             (``task``).
         loss: ``answers``: how far the merge is from the labels. ``entropy``: how undecided it is
             itself, whatever the experts answer (AdaMerging).
-        labels: ``hard`` (the expert's arg max), ``soft`` (its distribution) or ``true``.
+        labels: ``hard`` (the expert's arg max), ``soft`` (its distribution) or ``true``; see
+            `labels_of` for the default.
         top_k: how many log-probabilities of a language model's soft label are kept.
         exclude: substrings of tensor names that keep the base's values.
         expert_storage: where the experts' weights lie during training: ``disk`` (memory-mapped),
@@ -248,7 +249,7 @@ class TrainConfig(Strict):
     granularity: Granularity = "tensor"
     learner: LearnerConfig = LearnerConfig()
     loss: Literal["answers", "entropy"] = "answers"
-    labels: Labels = "hard"
+    labels: Labels | None = None
     top_k: Count = 32
     training: TrainingConfig = TrainingConfig()
     compare: ComparisonConfig = ComparisonConfig()
@@ -264,6 +265,16 @@ class TrainConfig(Strict):
         """All data by the name of its teacher: the experts' tasks, and last the rehearsal."""
         experts = tuple((one.task, one.data) for one in self.models if one.data is not None)
         return experts if self.rehearsal is None else (*experts, ("rehearsal", self.rehearsal))
+
+    def labels_of(self, data: DataConfig) -> Labels:
+        """Labels as given, or the paper's hard ones, but where a causal model reads free text.
+
+        There no token is the one right answer, and hard labels would make the merge too sure.
+        """
+        if self.labels is not None:
+            return self.labels
+        free = data.text is not None or data.messages is not None
+        return "soft" if free and self.task == "causal-lm" else "hard"
 
     @property
     def penalty(self) -> float:
@@ -316,7 +327,7 @@ class TrainConfig(Strict):
                 "loss: entropy takes no answers, and the base's are what rehearsal is for: leave "
                 "out the rehearsal, or train with loss: answers"
             )
-        if self.loss == "entropy" and "labels" in self.model_fields_set:
+        if self.loss == "entropy" and self.labels is not None:
             raise ValueError(f"loss: entropy takes no answers: leave out labels: {self.labels}")
         if self.rehearsal is not None and self.task not in LanguageTask:
             raise ValueError("rehearsal is for language models: a base has no classifier's head")

@@ -229,7 +229,8 @@ class Objective:
         batch = self._kind.collate(samples)
         with self.run.accelerator.autocast():
             logits = self._kind.logits(module, send_to_device(batch, self.run.accelerator.device))
-        labels = collate_labels(samples, self.config.labels)
+        kind = self.config.labels_of(dict(self.config.sources)[teacher.name])
+        labels = collate_labels(samples, kind)
         return logits, send_to_device(labels, logits.device)
 
 

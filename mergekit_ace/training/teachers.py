@@ -210,7 +210,7 @@ def label_batch(
     logits = teacher.logits(samples).float()
     classes = logits.shape[-1]
     answers = {"hard": logits.argmax(-1) if classes > 1 else logits.squeeze(-1)}
-    if config.labels == "soft" and classes > 1:
+    if config.labels_of(teacher.given) == "soft" and classes > 1:
         best = logits.log_softmax(-1).topk(min(config.top_k, classes), dim=-1)
         answers |= {"soft_values": best.values, "soft_indices": best.indices}
     counts = [count_positions(sample) for sample in samples]

@@ -28,7 +28,7 @@ def test_the_defaults_are_the_paper_s():
     training = config.training
     assert (training.epochs, training.learning_rate) == (500, 1e-3)
     assert (training.scheduler.step, training.scheduler.gamma) == (100, 0.1)
-    assert config.labels == "hard"
+    assert config.labels_of(config.models[0].data) == "hard"
     assert config.granularity == "tensor"
     assert (config.learner.network, config.learner.layers, config.learner.rank) == ("mlp", 2, 3)
     assert [expert.task for expert in config.models] == ["org/math", "org/code"]
@@ -76,6 +76,21 @@ WRONG = [
 def test_what_is_wrong_is_said(path, value, message):
     with pytest.raises(ValidationError, match=message):
         TrainConfig.model_validate(changed(path, value))
+
+
+def test_the_default_labels():
+    """Free text has no one right answer; a completion, a masked word and a class do."""
+
+    def chosen(task: str, labels: str | None = None, **columns: str) -> str:
+        model = {"model": "org/one", "data": {"path": "one.jsonl", **columns}}
+        given = {"base_model": "org/base", "models": [model], "task": task, "labels": labels}
+        config = TrainConfig.model_validate(given)
+        return config.labels_of(config.models[0].data)
+
+    assert chosen("causal-lm", text="t") == chosen("causal-lm", messages="m") == "soft"
+    assert chosen("causal-lm", prompt="p", completion="c") == "hard"
+    assert chosen("masked-lm", text="t") == chosen("image-classification", image="i") == "hard"
+    assert chosen("causal-lm", "hard", text="t") == "hard"
 
 
 def test_the_entropy_takes_no_answers():
