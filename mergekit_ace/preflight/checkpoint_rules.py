@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mergekit.common import ModelReference
@@ -89,8 +89,8 @@ def compare_shapes(
 # What changes the function that the same weights compute. mergekit writes the base's config.
 FUNCTION = """
     model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-    hidden_act activation_function rope_theta rope_scaling rope_parameters partial_rotary_factor
-    rms_norm_eps layer_norm_epsilon layer_norm_eps sliding_window max_position_embeddings
+    hidden_act activation_function rope_theta partial_rotary_factor rms_norm_eps
+    layer_norm_epsilon layer_norm_eps sliding_window max_position_embeddings
     max_window_layers attention_bias num_experts_per_tok num_local_experts num_experts
     n_routed_experts
 """.split()
@@ -100,14 +100,15 @@ def check_configs(checkpoints: Checkpoints, base: ModelReference | None) -> Iter
     """Find what the base's `config.json` will say differently of an expert's weights."""
     if base is None or not checkpoints[base].config:
         return
-    origin = checkpoints[base].config
+    origin = _function(checkpoints[base].config)
     for model, checkpoint in checkpoints.items():
         if model == base or not checkpoint.config:
             continue
+        own = _function(checkpoint.config)
         changed = [
-            f"{key}: {_short(checkpoint.config.get(key))} instead of {_short(origin.get(key))}"
-            for key in FUNCTION
-            if key in origin and checkpoint.config.get(key, origin[key]) != origin[key]
+            f"{key}: {_short(own[key])} instead of {_short(value)}"
+            for key, value in origin.items()
+            if own.get(key, value) != value
         ]
         if changed:
             yield Finding.warning(
@@ -116,6 +117,19 @@ def check_configs(checkpoints: Checkpoints, base: ModelReference | None) -> Iter
                 "mergekit writes the base's config.json: adjust it in the result if the experts' "
                 "is the right one",
             )
+
+
+def _function(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of `FUNCTION`, with those of rotary positions among them.
+
+    These stand in `rope_scaling` up to transformers 4, and from 5 on, with the base, in
+    `rope_parameters`.
+    """
+    rotary: dict[str, Any] = {}
+    for part in (config.get("rope_scaling"), config.get("rope_parameters")):
+        rotary |= part if isinstance(part, dict) else {}
+    kind = rotary.pop("rope_type", rotary.pop("type", "default"))
+    return {n: config[n] for n in FUNCTION if n in config} | {"rope_type": kind} | rotary
 
 
 def check_class_names(checkpoints: Checkpoints) -> Iterator[Finding]:

@@ -39,7 +39,7 @@ def check_dtypes(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterat
         if torch.promote_types(DTYPES[wanted], DTYPES[precision]) != DTYPES[wanted]:
             yield Finding.warning(
                 "dtypes",
-                f"dtype: {config.dtype} rounds {model}, stored as {precision}, before its task "
+                f"`dtype: {config.dtype}` rounds {model}, stored as {precision}, before its task "
                 "vector is formed",
                 "write `dtype: float32` and `out_dtype: bfloat16`: rounded once, at the end",
             )
