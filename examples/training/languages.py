@@ -81,7 +81,9 @@ def save_splits(folder: Path) -> None:
             files = {split: str(folder / f"{language}-{split}.jsonl") for split in LINES}
             data = load_dataset("json", data_files=files)
             assert isinstance(data, DatasetDict)
-            data.save_to_disk(folder / language)
+            partial = folder / f"{language}.partial"
+            data.save_to_disk(partial)
+            partial.rename(folder / language)
 
 
 def prepare(folder: Path, family: Path = FAMILY, steps: int | None = None) -> str:

@@ -28,7 +28,6 @@ from mergekit_ace.adapters.peft_adapter import Change
 from mergekit_ace.adapters.writing import check_together, write_adapter
 from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.files import package_versions, write_text
-from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.notices import flush_notices
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES, append_report
 from mergekit_ace.model_files import TOKENIZER_FILES
@@ -40,8 +39,7 @@ from mergekit_ace.preflight.estimate import in_bytes, in_time
 from mergekit_ace.preflight.findings import Finding, listed, shown_errors
 from mergekit_ace.preflight.reach_rules import check_method_settings, check_reach
 from mergekit_ace.preflight.value_rules import check_values
-from mergekit_ace.report.markdown import markdown_text
-from mergekit_ace.report.tables import title_of
+from mergekit_ace.report.markdown import citation_blocks, markdown_text, method_link
 
 # Up to this sum of ranks a product of factors takes less time than its threads take to meet.
 SMALL_RANK = 256
@@ -281,21 +279,18 @@ def _card_text(name: str, plan: AdapterPlan, summary: Summary) -> str:
         "tags": ["mergekit", "mergekit-ace", "merge", "lora", "peft"],
     }
     method = plan.merge.method
-    title, url = title_of(method.spec.name), method.spec.reference_url
-    linked = f"[{title}]({url})" if url else title
     versions = package_versions(*REPORTED_PACKAGES, "peft")
     packages = ", ".join(f"{package} {number}" for package, number in versions.items())
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False).strip()}\n---",
         f"# {markdown_text(name)}",
         f"A LoRA adapter of {markdown_text(base)}, merged from {len(plan.adapters)} adapters by "
-        f"{linked}, within the span of their factors. {_result(summary)}",
+        f"{method_link(method)}, within the span of their factors. {_result(summary)}",
         _table(plan, summary.tau),
         f"Made by `mergekit-ace adapter` ({markdown_text(packages)}) from this configuration:",
         f"```yaml\n{plan.merge.source.strip()}\n```",
+        *citation_blocks(method),
     ]
-    if isinstance(method, TaskVectorMethod):
-        parts += [f"```bibtex\n{citation.bibtex}\n```" for citation in method.citations]
     return "\n\n".join(parts) + "\n"
 
 

@@ -89,8 +89,8 @@ def compare_shapes(
 # What changes the function that the same weights compute. mergekit writes the base's config.
 FUNCTION = """
     model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-    hidden_act activation_function rope_theta rope_scaling rope_parameters partial_rotary_factor
-    rms_norm_eps layer_norm_epsilon layer_norm_eps sliding_window max_position_embeddings
+    hidden_act activation_function rope_theta partial_rotary_factor rms_norm_eps
+    layer_norm_epsilon layer_norm_eps sliding_window max_position_embeddings
     max_window_layers attention_bias num_experts_per_tok num_local_experts num_experts
     n_routed_experts
 """.split()
@@ -120,15 +120,16 @@ def check_configs(checkpoints: Checkpoints, base: ModelReference | None) -> Iter
 
 
 def _function(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a config that says what its weights compute.
+    """Return the settings of `FUNCTION`, with those of rotary positions among them.
 
-    transformers 5 writes the base of RoPE into `rope_parameters`, earlier ones beside the rest.
+    These stand in `rope_scaling` up to transformers 4, and from 5 on, with the base, in
+    `rope_parameters`.
     """
-    said = {key: config[key] for key in FUNCTION if key in config}
-    if isinstance(rope := said.get("rope_parameters"), dict) and "rope_theta" in rope:
-        said["rope_theta"] = rope["rope_theta"]
-        said["rope_parameters"] = {k: v for k, v in rope.items() if k != "rope_theta"}
-    return said
+    rotary: dict[str, Any] = {}
+    for part in (config.get("rope_scaling"), config.get("rope_parameters")):
+        rotary |= part if isinstance(part, dict) else {}
+    kind = rotary.pop("rope_type", rotary.pop("type", "default"))
+    return {n: config[n] for n in FUNCTION if n in config} | {"rope_type": kind} | rotary
 
 
 def check_class_names(checkpoints: Checkpoints) -> Iterator[Finding]:

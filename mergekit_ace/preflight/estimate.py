@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 from mergekit.common import ModelReference
+from torch import Tensor
 
 from mergekit_ace.adapters.adapter_tasks import MergeProducts
 from mergekit_ace.algebra.linalg import product
@@ -106,20 +107,18 @@ NOMINAL = Rates(operations=1e11, memory=1e10, read=1e9)
 def calibrate(device: str) -> Rates:
     """Measure the rates of a device, once; the disk is taken for one of 1 GB/s."""
     matrix = torch.ones(SIDE, SIDE, device=device)
-    seconds = _best(lambda: product(matrix, matrix), device)
+    seconds = _best(lambda: product(matrix, matrix))
     vector = torch.ones(SWEEP, device=device)
-    sweep = _best(lambda: vector.add_(1.0), device)
+    sweep = _best(lambda: vector.add_(1.0))
     return Rates(EFFICIENCY * 2 * SIDE**3 / seconds, 2 * 4 * SWEEP / sweep, NOMINAL.read)
 
 
-def _best(work: Callable[[], object], device: str, rounds: int = 4) -> float:
+def _best(work: Callable[[], Tensor], rounds: int = 4) -> float:
     """Return the seconds of the fastest of a few rounds; a first one warms up."""
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
-        work()
-        if device.startswith("cuda"):
-            torch.cuda.synchronize(device)
+        work()[..., 0].sum().item()  # waits for the device, whichever it is
         times.append(time.perf_counter() - start)
     return max(min(times[1:]), 1e-9)
 

@@ -38,7 +38,7 @@ def _check_dtype_names(config: MergeConfiguration) -> Iterator[Finding]:
             # mergekit takes int64, which rounds weights to 0, and writes `torch.float32` into a
             # config.json that transformers does not load then
             yield Finding.error(
-                "dtypes",
+                "config",
                 f"{key}: {name!r} is no dtype that a merged model can have",
                 f"write one of {', '.join(DTYPES_OF_RESULTS)}",
             )
@@ -72,16 +72,16 @@ def _check_model_list(config: MergeConfiguration) -> Iterator[Finding]:
             as_written = [*dict.fromkeys(names)]
             if identity == base and str(config.base_model) not in names:
                 yield Finding.warning(
-                    where,
-                    f"{as_written[0]} is the base model {config.base_model} in another "
+                    "config",
+                    f"{where}: {as_written[0]} is the base model {config.base_model} in another "
                     "spelling, and counts as an expert that changed nothing",
                     "remove it from the experts",
                 )
             elif len(names) > 1:
                 other = f", as {' and '.join(as_written)}" if len(as_written) > 1 else ""
                 yield Finding.error(
-                    where,
-                    f"{names[0]} is listed {len(names)} times{other}",
+                    "config",
+                    f"{where}: {names[0]} is listed {len(names)} times{other}",
                     "list it once; `weight` under its parameters lets it count more",
                 )
 

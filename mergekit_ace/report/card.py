@@ -31,9 +31,9 @@ from mergekit_ace.planning import read_merge_config
 from mergekit_ace.preflight.loading import NotLoadedError, merged_model, verify_model
 from mergekit_ace.report.figures import Picture, draw_pictures
 from mergekit_ace.report.jsonl import Line, ReportError, read_lines
-from mergekit_ace.report.markdown import markdown_text
+from mergekit_ace.report.markdown import citation_blocks, markdown_text, method_link
 from mergekit_ace.report.summary import summarize
-from mergekit_ace.report.tables import Report, title_of
+from mergekit_ace.report.tables import Report
 
 BEGIN, END = "<!-- mergekit-ace: begin -->", "<!-- mergekit-ace: end -->"
 
@@ -213,23 +213,22 @@ def _section(
     seed: int | None,
 ) -> str:
     method = merge_methods.get(config.merge_method)
-    ours = isinstance(method, TaskVectorMethod)
-    name, url = title_of(config.merge_method), method.spec.reference_url
-    linked = f"[{name}]({url})" if url else name
-    does = f" {name} {method.summary[0].lower()}{method.summary[1:]}" if ours else ""
+    does = ""
+    if isinstance(method, TaskVectorMethod):
+        does = f" {method.spec.pretty_name} {method.summary[0].lower()}{method.summary[1:]}"
     parts = [
         BEGIN,
         "## How this merge was made",
-        f"By {linked}, with [mergekit](https://github.com/arcee-ai/mergekit) and mergekit-ace; the "
-        f"configuration is above.{does}",
+        f"By {method_link(method)}, with [mergekit](https://github.com/arcee-ai/mergekit) and "
+        f"mergekit-ace; the configuration is above.{does}",
         "\n".join(f"* {markdown_text(text)}" for text in summarize(report)["sentences"]),
         _share_table(report),
         *(f"![{title}]({file})" for file, title in pictures.items()),
         _provenance(report, config, hashes, seed),
+        *citation_blocks(method),
+        END,
     ]
-    if ours:
-        parts += [f"```bibtex\n{citation.bibtex}\n```" for citation in method.citations]
-    return "\n\n".join([*parts, END])
+    return "\n\n".join(parts)
 
 
 def _share_table(report: Report) -> str:

@@ -138,6 +138,8 @@ def _check_together(line: Line) -> None:
                     f"{count} experts"
                 )
     for matrix in line.matrices:
+        if len(line.shape) < 2 and (matrix.subspaces or matrix.agreement):
+            raise ValueError(f"its field shape holds {_shown(line.shape)}: a matrix has two axes")
         needed = _DECIDED if matrix.statistic else ()
         needed += _WITH_RIDGE if any(getattr(matrix, n) is not None for n in _WITH_RIDGE) else ()
         for name in needed:
@@ -176,7 +178,7 @@ def _matrix_fields(matrix: MatrixInspection) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """Return the last line of each tensor in a report.
+    """Return the last line of each tensor in a report, and all lines of tensors without a name.
 
     Raises:
         ReportError: the file is missing, empty, or no report of one merge; the message names the
@@ -186,7 +188,7 @@ def read_lines(path: Path) -> list[Line]:
         texts = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ReportError(f"{path} cannot be read: {error}") from error
-    lines: dict[str | None, Line] = {}
+    lines: dict[str | int, Line] = {}
     for number, text in enumerate(texts, start=1):
         if not text.strip():
             continue
@@ -201,7 +203,7 @@ def read_lines(path: Path) -> list[Line]:
                 f"line {number} of {path} is not the line of a report: {wrong}; remove it, or give "
                 "the file that `report:` of a merge, or `mergekit-ace inspect`, wrote"
             ) from error
-        lines[line.tensor] = line
+        lines[number if line.tensor is None else line.tensor] = line
     if not lines:
         raise ReportError(
             f"{path} has no lines: no tensor was merged; give the report of a finished merge"

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text in Markdown: names of models and tensors are shown as they are, whatever is in them."""
+"""Text in Markdown: names are shown as they are, whatever is in them; what model cards share."""
 
 from __future__ import annotations
 
 import re
+
+from mergekit.merge_methods import MergeMethod
 
 # Settings that our own sentences name, such as `ridge_floor`; letters cannot do any harm.
 _SETTING = re.compile(r"(`[\w: ]+`)")
@@ -13,6 +15,17 @@ _SPECIAL = re.compile(
     r"|(?<![^\W_])_+|_+(?![^\W_])"  # within a word an underscore is only that
     r"|^(?:[-+#=]|\d+(?=[.)]))"
 )
+
+
+def method_link(method: MergeMethod) -> str:
+    """Return a merge method's name for people, with a link to where it is described."""
+    name, url = method.spec.pretty_name or method.spec.name, method.spec.reference_url
+    return f"[{name}]({url})" if url else name
+
+
+def citation_blocks(method: MergeMethod) -> list[str]:
+    """Return the papers behind a method in BibTeX; none of one that is not ours."""
+    return [f"```bibtex\n{one.bibtex}\n```" for one in getattr(method, "citations", ())]
 
 
 def markdown_text(text: str) -> str:

@@ -175,13 +175,12 @@ class Distillation:
 
     def _load_student(self, folder: str) -> PreTrainedModel:
         """Load the student for training; a classifier gets a new head for the teacher's classes."""
-        config, options = self.config, {"whole": True}
-        if self.kind.has_heads:
-            labels = ("num_labels", "id2label", "label2id")
-            options = {name: getattr(self.teacher.config, name) for name in labels}
-            options["ignore_mismatched_sizes"] = True
+        config, new = self.config, self.kind.has_heads
+        labels = ("num_labels", "id2label", "label2id") if new else ()
+        options = {name: getattr(self.teacher.config, name) for name in labels}
+        dtype = getattr(torch, config.dtype)
         torch.manual_seed(config.training.seed)
-        student = load_model(folder, self.kind, config, getattr(torch, config.dtype), **options)
+        student = load_model(folder, self.kind, config, dtype, whole=True, new_head=new, **options)
         if not self.kind.has_heads and not self.by_text:
             sizes = [len(m.get_output_embeddings().weight) for m in (self.teacher, student)]
             if sizes[0] != sizes[1]:

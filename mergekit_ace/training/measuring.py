@@ -108,7 +108,7 @@ class Measuring:
         if path.exists():
             return MeasuringPlan.model_validate_json(path.read_bytes())
         base = load_skeleton(self.folders.base, self.folders.kind, self.config)
-        names = merged_parameters(base, self.folders.kind, ())
+        names = merged_parameters(base, self.folders.kind, self.config.exclude)
         for expert, folder in zip(self.config.models, self.folders.experts, strict=True):
             skeleton = load_skeleton(folder, self.folders.kind, self.config)
             check_expert(skeleton, base, names, self.folders.kind, expert.model)

@@ -101,6 +101,7 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     *,
     whole: bool = False,
+    new_head: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
     """Load a model for inference.
@@ -108,6 +109,7 @@ def load_model(
     Args:
         dtype: of its parameters; as they are stored by default.
         whole: refuse a checkpoint that lacks parameters, which transformers draws at random.
+        new_head: let the head of a classifier be one of these, or of another shape.
 
     Raises:
         TrainingError: transformers cannot load it for the task, or it is not whole, or a tensor has
@@ -122,7 +124,8 @@ def load_model(
                 trust_remote_code=config.trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
-                **{**options, "ignore_mismatched_sizes": True},  # they are named below
+                ignore_mismatched_sizes=True,  # they are named below
+                **options,
             )
         except torch.OutOfMemoryError:
             raise
@@ -130,14 +133,15 @@ def load_model(
             raise TrainingError(
                 f"model {folder} cannot be loaded for task: {config.task}: {error}"
             ) from error
-    allowed = options.get("ignore_mismatched_sizes", False)
-    for name, found, expected in sorted(() if allowed else info["mismatched_keys"]):
+    lent = isinstance(kind, ZeroShotImageClassification)  # by the base
+    heads = tuple(f"{name}." for name in head_names(model, kind)) if lent or new_head else ()
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        if new_head and name.startswith(heads):
+            continue
         raise TrainingError(
             f"tensor {name} of model {folder} has shape {tuple(found)}, but its config.json asks "
             f"for {tuple(expected)}; get the model again, or correct the config"
         )
-    lent = head_names(model, kind) if isinstance(kind, ZeroShotImageClassification) else []
-    heads = tuple(f"{name}." for name in lent)  # the base has them
     lost = [n for n in sorted(info["missing_keys"]) if whole and not n.startswith(heads)]
     if lost:
         raise TrainingError(

@@ -193,7 +193,8 @@ def test_dtypes(check, tmp_path):
     assert "have different dtypes" in texts(check(config), "warning")
     answer = check({**config, "dtype": "bfloat16"})
     assert answer["ok"]
-    assert f"rounds {paths[1]}, stored as F32" in texts(answer, "warning")
+    told = f"dtypes: `dtype: bfloat16` rounds {paths[1]}, stored as F32"
+    assert told in texts(answer, "warning")
     assert paths[2] not in texts(answer, "warning")
     assert "out_dtype: bfloat16" in texts(answer, "warning")
     rewrite(paths[2], lambda t: t.update({n: (1.01 * x.float()).half() for n, x in t.items()}))
@@ -239,6 +240,20 @@ def test_adapters(check, paths, tmp_path):
     assert not any(model.lora for model in LoaderCache().loaders.keys() - before)
     (adapter / "adapter_config.json").unlink()
     assert "holds no adapter_config.json" in texts(check(config), "error")
+
+
+def test_rotary_positions_as_transformers_4_and_5_write_them(check, paths):
+    file = Path(paths[1]) / "config.json"
+    config = json.loads(file.read_text())
+    theta = config.pop("rope_parameters")["rope_theta"]
+    file.write_text(json.dumps(config | {"rope_theta": theta, "rope_scaling": None}))
+    assert check(default_config(paths))["findings"] == []
+    configure(paths[1], rope_theta=2 * theta)
+    found = texts(check(default_config(paths)), "warning")
+    assert f"rope_theta: {2 * theta} instead of {theta}" in found
+    configure(paths[1], rope_theta=theta, rope_scaling={"type": "linear", "factor": 2.0})
+    found = texts(check(default_config(paths)), "warning")
+    assert "rope_type: linear instead of default" in found
 
 
 def test_models_that_are_not_there(check, paths, tmp_path):

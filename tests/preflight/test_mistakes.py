@@ -247,7 +247,11 @@ ERRORS: list[tuple[str, Change, str]] = [
     ("no coefficient file", parameters(coefficients="no.safetensors"), "no coefficient file"),
     ("weight as text", first(parameters={"weight": "high"}), "'weight' is 'high'"),
     ("weight below 0", first(parameters={"weight": -1}), "a number, 0 or greater"),
-    ("dtype int64", top(dtype="int64"), "dtype: 'int64' is no dtype that a merged model can have"),
+    (
+        "dtype int64",
+        top(dtype="int64"),
+        "config: dtype: 'int64' is no dtype that a merged model can",
+    ),
     ("torch.float32", top(dtype="torch.float32"), "write one of bfloat16, float16, float32"),
     ("bfloat61", top(out_dtype="bfloat61"), "out_dtype: 'bfloat61' is no dtype"),
     ("a list of dtypes", top(dtype=["float32"]), "dtype: Input should be a valid string"),
@@ -276,7 +280,11 @@ ERRORS: list[tuple[str, Change, str]] = [
         lambda c: top(models=[{"model": c["base_model"]}])(c),
         "there is no expert besides the base model",
     ),
-    ("an expert twice", listing(lambda m, c: m.append(dict(m[0]))), "expert0 is listed 2 times"),
+    (
+        "an expert twice",
+        listing(lambda m, c: m.append(dict(m[0]))),
+        "config: models: expert0 is listed 2 times",
+    ),
     (
         "an expert in two spellings",
         listing(lambda m, c: m.append({"model": f"{m[0]['model']}/."})),

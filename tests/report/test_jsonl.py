@@ -19,6 +19,7 @@ from mergekit_ace.report.jsonl import (
     parse_line,
     read_lines,
 )
+from mergekit_ace.report.tables import Report
 
 
 def write(path: Path, lines: list[dict]) -> Path:
@@ -85,6 +86,20 @@ def test_lists_of_another_length_or_of_text(tmp_path, name):
         text = refused(write(tmp_path / "r.jsonl", [line]))
         assert f"its field {place} holds" in text
         assert words in text
+
+
+@pytest.mark.parametrize("shape", [[], [10]])
+def test_a_matrix_has_two_axes(shape):
+    broken = made_line("a.weight", [1.0, 2.0], shape=shape)
+    assert wrong_field(broken) == f"its field shape holds {tuple(shape)}: a matrix has two axes"
+    assert wrong_field(made_line("a.bias", [1.0], shape=shape, rule="mean", layout="mean")) == ""
+
+
+def test_tensors_without_a_name_are_not_taken_for_one(tmp_path):
+    lines = [made_line("a.weight", [1.0]), *(made_line(None, [tau]) for tau in (1.0, 2.0))]
+    found = read_lines(write(tmp_path / "r.jsonl", lines))
+    assert [line.matrices[0].tau for line in found] == [(1.0,), (1.0,), (2.0,)]
+    assert len(Report(found).rows) == 3
 
 
 def test_parts_and_stacked_matrices():

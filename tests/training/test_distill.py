@@ -295,6 +295,20 @@ def test_a_student_that_lacks_its_head(tmp_path):
         distil(config, tmp_path / "out")
 
 
+@pytest.mark.parametrize("change", ["missing", "narrower"])
+def test_a_student_whose_backbone_is_not_whole(tmp_path, change):
+    _, config = image_distillation(tmp_path)
+    file = Path(config["student"]) / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("layernorm_before.weight"))
+    kept = tensors.pop(name)
+    if change == "narrower":
+        tensors[name] = kept[1:].clone()
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(TrainingError, match=r"(lacks 1 param|^tensor ).*before.weight"):
+        distil(config, tmp_path / "out")
+
+
 def test_a_teacher_that_is_the_student(images, tmp_path):
     _, config = images
     with pytest.raises(TrainingError, match="is the student, who would learn nothing from it"):

@@ -302,6 +302,12 @@ def test_another_run_in_the_same_folder(llama, whole, tmp_path):
     assert found.tensors["model.layers.0.self_attn.q_proj.weight"].inputs is not None
 
 
+def test_an_unknown_name_in_exclude_is_said_before_a_model_is_loaded(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(measuring.Measuring, "load", None)
+    with pytest.raises(TrainingError, match="exclude: 'no_such' is part of no name"):
+        measure({**llama, "exclude": ["no_such"]}, tmp_path / "out")
+
+
 def test_metadata(llama, whole):
     file = whole / "experts" / "1-covariances-0.safetensors"
     with safe_open(file, framework="pt") as opened:
