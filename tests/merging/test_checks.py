@@ -88,7 +88,7 @@ def test_warnings_are_said_and_stop_nothing(tmp_path, paths):
         result = CliRunner().invoke(main, arguments, catch_exceptions=False)
         assert result.exit_code == 0
         assert "dtypes" not in result.stdout  # that is for programs
-        assert ("warning: dtypes: dtype: bfloat16 rounds" in result.stderr) == expected
+        assert ("warning: dtypes: `dtype: bfloat16` rounds" in result.stderr) == expected
 
 
 def test_folders_that_might_be_on_the_hub(tmp_path, paths, monkeypatch):

@@ -114,4 +114,4 @@ def test_models_that_do_not_speak(tmp_path, name, message):
         save_tokenizer(paths[0], 40)
     config = write_config(tmp_path / "merge.yml", linear(paths))
     assert message in refusal(config, tmp_path / "merged", "--try", PROMPT)
-    assert not list((tmp_path / "merged").iterdir())
+    assert not (tmp_path / "merged").exists()
