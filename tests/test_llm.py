@@ -92,7 +92,7 @@ def study(llm, base, data, tmp_path, monkeypatch):
 
 
 def test_the_program_from_end_to_end(study, capsys):
-    flags = ["--rows", "mean", "task_arithmetic", "sce", "ace, e", "ace_relative, 16"]
+    flags = ["--rows", "mean", "task_arithmetic", "sce", "ace, e", "ace_relative, 16 samples"]
     flags += ["fisher", "ace, mix 0.5", "ace, own", "calibrated ace_"]
     out = study(*flags)
     table = (out / "table.md").read_text()

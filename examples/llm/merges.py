@@ -80,10 +80,10 @@ class Row:
     def code(self) -> list[str]:
         """What stands for the code that makes the row: that of mergekit, and of this package."""
         folders = [] if self.method in MERGEKITS_OWN else ["algebra", "methods"]
-        if self.learn is not None or self.measured:
+        if self.learn is not None or self.measured or self.calibrated:
             folders += ["coefficients", "training"]
         if self.calibrated:
-            folders += ["calibration", "training"]
+            folders += ["calibration"]
         return [version("mergekit"), *(digest_of_files(PACKAGE / folder) for folder in folders)]
 
     @property
@@ -91,10 +91,8 @@ class Row:
         """What results of the row depend on, beside the models and λ."""
         learn = dict(self.learn or {})
         parameters = dict(self.parameters)
-        calibrated = ["calibrated"] * self.calibrated
-        return digest(
-            self.method, parameters, self.samples, learn, self.measured, self.code, *calibrated
-        )
+        where_from = (self.samples, learn, self.measured, self.calibrated)
+        return digest(self.method, parameters, *where_from, self.code)
 
 
 def layout(value: str) -> dict[str, Any]:

@@ -12,14 +12,13 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
 from mergekit.card import generate_card
 from mergekit.config import MergeConfiguration
 from mergekit.merge import (
@@ -31,7 +30,7 @@ from mergekit.merge import (
 from mergekit.tokenizer import TokenizerInfo
 
 from mergekit_ace.adapters.adapter_plan import base_of
-from mergekit_ace.files import flush_to_disk, sha256, write_text
+from mergekit_ace.files import flush_to_disk, locked, sha256, write_text
 from mergekit_ace.headers import read_file_header
 from mergekit_ace.merging.job import MergeError, OutputError, Shard, index_file
 from mergekit_ace.merging.manifest import MANIFEST_FILE
@@ -71,25 +70,14 @@ class OutputFolder:
             MergeError: another run is at work here, or something here leads elsewhere.
             OutputError: nothing can be written here.
         """
-        made = not self.path.exists()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._check_links()
-            lock = FileLock(self.path / LOCK_FILE, timeout=0)
-            lock.acquire()
-        except Timeout as error:
-            raise MergeError(f"another run is writing to {self.path}; wait for it") from error
-        except OSError as error:
-            raise OutputError(f"cannot write to {self.path}: {error}") from error
-        try:
+        busy = MergeError(f"another run is writing to {self.path}; wait for it")
+        with ExitStack() as stack:
+            try:
+                self._check_links()
+                stack.enter_context(locked(self.path, LOCK_FILE, busy))
+            except OSError as error:
+                raise OutputError(f"cannot write to {self.path}: {error}") from error
             yield
-        finally:
-            if not self.scratch.exists():  # all done, or not even begun
-                (self.path / LOCK_FILE).unlink(missing_ok=True)
-            lock.release()
-            if made:
-                with suppress(OSError):  # it is not empty
-                    self.path.rmdir()
 
     def _check_links(self) -> None:
         for path in (self.scratch, self.path / LOCK_FILE):

@@ -267,9 +267,10 @@ class TrainConfig(Strict):
         return experts if self.rehearsal is None else (*experts, ("rehearsal", self.rehearsal))
 
     def labels_of(self, data: DataConfig) -> Labels:
-        """Labels as given, or the paper's hard ones, but where a causal model reads free text.
+        """Return the labels that are given; else soft ones where a causal model reads free text.
 
-        There no token is the one right answer, and hard labels would make the merge too sure.
+        Everywhere else they are hard, as in the paper. In free text no token is the one right
+        answer, and hard labels make the merge too sure of itself.
         """
         if self.labels is not None:
             return self.labels

@@ -407,12 +407,6 @@ WARNINGS: list[tuple[str, str, Make, str]] = [
         lambda paths, config: configure(paths[1], hidden_act="gelu"),
         "hidden_act: gelu instead of silu",
     ),
-    (
-        "RoPE of another base, in a config of transformers 4",
-        "untied",
-        lambda paths, config: configure(paths[1], rope_parameters=None, rope_theta=1e6),
-        "rope_theta: 1000000.0 instead of 10000.0",
-    ),
 ]
 
 
