@@ -101,7 +101,7 @@ def naive_relative(
     weight: list[float] | None = None,
     *,
     lambda_: float = 1.0,
-    epsilon: float | list[float] | None = 0.01,
+    epsilon: float | list[float] | None = 0.03,
     centred: bool = False,
     structural_prior: bool = False,
     diagonal: bool = False,
@@ -111,14 +111,15 @@ def naive_relative(
 ) -> Tensor:
     """`ace_relative` of one matrix, (o, i), in float64; `diagonal`: inputs are unit vectors.
 
-    A list of ridges has one for each expert; None stands for what `ridge_floor` makes of it.
+    A list of ridges has one for each expert; None stands for what `ridge_floor` makes of 0.03.
     """
     weight = [1.0] * len(experts) if weight is None else weight
     own = [1.0] * len(experts) if coefficients is None else coefficients
     base = base.double()
     deltas = [expert.double() - base for expert in experts]
     if epsilon is None:
-        epsilon = 0.01 if diagonal else naive_spectral_ridges(base, experts, centred)
+        least = [0.0] * len(experts) if diagonal else naive_spectral_ridges(base, experts, centred)
+        epsilon = [max(0.03, ridge) for ridge in least]
     ridges = epsilon if isinstance(epsilon, list) else [epsilon] * len(experts)
     given = zip(deltas, weight, own, measured or [None] * len(experts), ridges, strict=True)
     members = [each for each in given if each[1] > 0 and each[0].abs().max() > 0]

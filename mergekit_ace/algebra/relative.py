@@ -80,7 +80,7 @@ class RelativeOptions(BaseModel):
 
     scale: Factor = Field(1.0, alias="lambda", description="λ of W0 + λ X.")
     epsilon: Ridge = Field(
-        FLOOR_RIDGE,
+        0.03,
         description="Least ridge ε, in mean eigenvalues of a task's covariance estimate G_t; "
         "`ridge_floor` raises it to 0.003 mean eigenvalues weighted by energy, tr(G_t²)/tr(G_t), "
         "which are the larger the faster the spectrum falls.",
