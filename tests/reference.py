@@ -101,7 +101,7 @@ def naive_relative(
     weight: list[float] | None = None,
     *,
     lambda_: float = 1.0,
-    epsilon: float = 0.03,
+    epsilon: float | list[float] | None = 0.03,
     centred: bool = False,
     structural_prior: bool = False,
     diagonal: bool = False,
@@ -109,13 +109,20 @@ def naive_relative(
     measured: list[Tensor] | None = None,
     mix: float = 0.0,
 ) -> Tensor:
-    """`ace_relative` of one matrix, (o, i), in float64; `diagonal`: inputs are unit vectors."""
+    """`ace_relative` of one matrix, (o, i), in float64; `diagonal`: inputs are unit vectors.
+
+    A list of ridges has one for each expert; None stands for what `ridge_floor` makes of 0.03.
+    """
     weight = [1.0] * len(experts) if weight is None else weight
     own = [1.0] * len(experts) if coefficients is None else coefficients
     base = base.double()
     deltas = [expert.double() - base for expert in experts]
-    given = zip(deltas, weight, own, measured or [None] * len(experts), strict=True)
-    members = [(d, w, a, m) for d, w, a, m in given if w > 0 and d.abs().max() > 0]
+    if epsilon is None:
+        least = [0.0] * len(experts) if diagonal else naive_spectral_ridges(base, experts, centred)
+        epsilon = [max(0.03, ridge) for ridge in least]
+    ridges = epsilon if isinstance(epsilon, list) else [epsilon] * len(experts)
+    given = zip(deltas, weight, own, measured or [None] * len(experts), ridges, strict=True)
+    members = [each for each in given if each[1] > 0 and each[0].abs().max() > 0]
     if not members:
         return base
     if len(members) == 1:
@@ -123,14 +130,14 @@ def naive_relative(
     i = base.shape[1]
     identity = torch.eye(i, dtype=torch.float64)
     numerator, system, total = 0, 0, 0
-    for delta, w, a, m in members:
+    for delta, w, a, m, ridge in members:
         if centred:
             delta = delta - delta.mean(dim=0, keepdim=True)
         gram = delta.T @ delta
         if diagonal:
             gram = gram.diagonal().diag()
         (gram,) = with_measured([gram], None if m is None else [m], mix)
-        sigma = gram / gram.trace() + epsilon / i * identity
+        sigma = gram / gram.trace() + ridge / i * identity
         w = w / float((delta @ sigma @ delta.T).trace())
         numerator = numerator + a * w * delta @ sigma
         system = system + w * sigma
@@ -139,6 +146,20 @@ def naive_relative(
         ones = torch.ones(i, 1, dtype=torch.float64)
         system = system + ones @ (ones.T @ total) / i
     return base + lambda_ * numerator @ torch.linalg.inv(system)
+
+
+def naive_spectral_ridges(
+    base: Tensor, experts: list[Tensor], centred: bool = False
+) -> list[float]:
+    """The least ridges of `ace_relative`: 0.01, or 0.003 tr(G²)/tr(G), in mean eigenvalues."""
+    ridges = []
+    for expert in experts:
+        delta = expert.double() - base.double()
+        delta = delta - delta.mean(dim=0) if centred else delta
+        values = torch.linalg.svdvals(delta).square()
+        weighted = values.square().sum() / values.sum().square().clamp(min=1e-300)
+        ridges.append(max(0.01, 0.003 * base.shape[1] * float(weighted)))
+    return ridges
 
 
 def with_measured(gram: list[Tensor], measured: list[Tensor] | None, mix: float) -> list[Tensor]:

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from matrices import HETEROGENEOUS, family
-from reference import naive_ace, naive_relative, task_vector_error
+from reference import naive_ace, naive_relative, naive_spectral_ridges, task_vector_error
 
 from mergekit_ace.algebra.adaptive import merge_matrix
 from mergekit_ace.algebra.components import split_tensor
@@ -75,8 +75,9 @@ def test_the_ridge_is_that_of_a_dense_search(rng, shape):
         base, experts, lambda b, e, epsilon: naive_relative(b, e, epsilon=epsilon)
     )
     assert merged.isfinite().all()
-    if expected < FLOOR_RIDGE:  # nothing is amplified
-        assert record.ridge == pytest.approx(FLOOR_RIDGE, rel=1e-3)
+    least = naive_spectral_ridges(base, experts)
+    if expected < max(least):  # nothing is amplified
+        assert 0.999 * min(least) <= record.ridge <= 1.001 * max(least)
         assert record.amplification <= 1.2 * LIMIT
     else:
         assert record.amplification == pytest.approx(LIMIT, rel=0.2)
@@ -100,6 +101,32 @@ def test_x_is_the_closed_form_at_the_ridge_of_the_record(rng, shape, spread):
         )
         assert task_vector_error(merged, expected, base) <= 1e-8
         assert record.ridge > max(epsilon, 1e-4)
+
+
+@pytest.mark.parametrize("shape", ["wide", "tall"])
+@pytest.mark.parametrize("centred", [False, True])
+def test_the_ridge_of_the_relative_errors_follows_each_spectrum(rng, shape, centred):
+    rows, columns = SHAPES[shape]
+    base, experts = noise_family(rng, (rows, columns))
+    falls = [
+        10.0 ** -torch.linspace(0, decades, columns, dtype=torch.float64)
+        for decades in (0.0, 2.0, 4.0)
+    ]
+    deltas = [(e - base) * fall for e, fall in zip(experts, falls, strict=True)]
+    experts = [base + delta / delta.norm() for delta in deltas]
+    least = naive_spectral_ridges(base, experts, centred)
+    assert max(least) > 2 * min(least)
+    for epsilon in (0.0, 0.01, 1.5 * min(least), 2 * max(least)):
+        ridges = [max(epsilon, each) for each in least]
+        merged, record = relative(base, experts, epsilon, centred=centred)
+        expected = naive_relative(base, experts, epsilon=ridges, centred=centred)
+        assert task_vector_error(merged, expected, base) <= 1e-8
+        assert min(ridges) <= 1.001 * record.ridge <= 1.002 * max(ridges)
+        assert record.raised is (epsilon < max(least))
+    merged, record = relative(base, experts, 0.01, centred=centred, ridge_floor=False)
+    expected = naive_relative(base, experts, epsilon=0.01, centred=centred)
+    assert task_vector_error(merged, expected, base) <= 1e-8
+    assert record.raised is None
 
 
 @pytest.mark.parametrize("method", [ace, relative])

@@ -8,7 +8,8 @@ form
     X = (Σ_t w_t Δ_t Σ_t)(Σ_t w_t Σ_t)⁻¹,   w_t = 1 / tr(Δ_t Σ_t Δ_tᵀ) = 1 / (‖G_t‖²/τ_t + ε τ_t/i),
 
 which is Eq. 14 of ACE-Merging with s_t = w_t / τ_t and ε_t = w_t ε / i: every form of its solve
-serves. It has no γ and no branch, ε has no unit, and scaling all weights scales X.
+serves. It has no γ and no branch, ε has no unit, and scaling all weights scales X. With
+`ridge_floor`, a Σ_t has a ridge of its own, max(ε, 0.01, 0.003 i tr(G_t²)/tr(G_t)²).
 
 A table whose rows are looked up, such as token embeddings, is a special case. Looking up row v
 multiplies the table, read as (d, n), by the v-th unit vector. So the covariance of its inputs is
@@ -66,6 +67,11 @@ from mergekit_ace.algebra.task_vectors import (
     squared_norm,
 )
 
+# The least ridge with `ridge_floor`, in mean eigenvalues of G_t weighted by energy. A spectrum that
+# falls fast asks for more plain mean eigenvalues than a flat one: a language model that was tried
+# keeps most with 0.1 of them, dictionary families with 0.01 (examples/benchmark/epsilons.py).
+SPECTRAL_RIDGE = 3e-3
+
 
 class RelativeOptions(BaseModel):
     """What may be chosen per tensor; see `AceOptions`."""
@@ -74,7 +80,10 @@ class RelativeOptions(BaseModel):
 
     scale: Factor = Field(1.0, alias="lambda", description="λ of W0 + λ X.")
     epsilon: Ridge = Field(
-        0.03, description="Ridge ε, in mean eigenvalues of a task's covariance estimate."
+        0.03,
+        description="Least ridge ε, in mean eigenvalues of a task's covariance estimate G_t; "
+        "`ridge_floor` raises it to 0.003 mean eigenvalues weighted by energy, tr(G_t²)/tr(G_t), "
+        "which are the larger the faster the spectrum falls.",
     )
     ridge_floor: bool = RIDGE_FLOOR
     centred: bool = Field(
@@ -187,7 +196,7 @@ def estimate_relative(
     Args:
         base: W0, (o, i).
         active: the experts W_t, each (o, i), with their weights, τ_t and μ_t.
-        options: ε, and what Δ_t and G_t are.
+        options: ε and its floor, and what Δ_t and G_t are.
         dtype: of the products to come; at least as wide as ``active.dtype``.
         noise: see `rounding_in_merge`.
         measured: what takes the place of a share of the estimates.
@@ -200,7 +209,6 @@ def estimate_relative(
     columns = active.shape[1]
     # all G_t together take less memory than a Δ_t then
     remembered = len(base) >= len(active.experts) * base.shape[1]
-    epsilon = max(options.epsilon, FLOOR_RIDGE) if options.ridge_floor else options.epsilon
     measured, members = measured or MeasuredInputs(), []
     weights = genuine_weights(base, active)
     given = zip(
@@ -216,19 +224,22 @@ def estimate_relative(
             members.append((task, None, trace, 0.0))
             continue
         norm, gram = gram_norm(task)
+        epsilon = options.epsilon
+        if options.ridge_floor:
+            epsilon = max(epsilon, FLOOR_RIDGE, SPECTRAL_RIDGE * columns * norm / trace**2)
         own = measured.covariance(position)
         if own is not None:
             energy = measured_energy(task, own) * trace / own.trace
             norm = (1 - measured.mix) * norm + measured.mix * energy
         error = norm / trace + epsilon * trace / columns
-        task = replace(task, gram=gram if remembered else None)
+        task = replace(task, gram=gram if remembered else None, ridge=epsilon)
         members.append((task, own, trace, weight / error))
     total = math.fsum(share for *_, share in members) or 1.0
     shares = tuple(share / total for *_, share in members)
     tasks, order = [], []
     for (task, own, trace, _), share, moments in zip(members, shares, active.moments, strict=True):
         if share > 0:
-            scaled = replace(task, scale=share / trace, ridge=share * epsilon / columns)
+            scaled = replace(task, scale=share / trace, ridge=share * task.ridge / columns)
             tasks.append(scaled.mixed_with(own, measured.mix, trace))
             order.append((share, moments.tau))
     covariances = Covariances(
@@ -241,7 +252,7 @@ def estimate_relative(
         centred=options.centred,
         taus=tuple(tau / unit**2 for tau in active.tau),
         trace=math.fsum(shares),
-        raised=epsilon > options.epsilon,
+        raised=any(task.ridge > options.epsilon for task, *_ in members),
         noise=noise,
         space=active.space,
     )

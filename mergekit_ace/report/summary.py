@@ -316,8 +316,8 @@ def _ridges(report: Report) -> Iterator[str]:
         most = max(row.matrix.ridge for row in floored)
         yield (
             f"The ridge was raised in {_part(floored, ridges)}, up to {most:.2g} mean eigenvalues: "
-            "with less, the merge would be larger there than what the experts hold "
-            f"(‖X‖² above {LIMIT:g} Σ ‖Δ_t‖²)."
+            "with less, a merge follows the noise in weak directions, or is larger than what the "
+            f"experts hold (‖X‖² above {LIMIT:g} Σ ‖Δ_t‖²)."
         )
     if len(up) > len(floored):
         yield (
