@@ -111,15 +111,15 @@ def naive_relative(
 ) -> Tensor:
     """`ace_relative` of one matrix, (o, i), in float64; `diagonal`: inputs are unit vectors.
 
-    A list of ridges has one for each expert; None stands for what `ridge_floor` makes of 0.03.
+    `epsilon` may be a list, a ridge for each expert; None stands for what `ridge_floor` makes of
+    0.03 where no row is looked up.
     """
     weight = [1.0] * len(experts) if weight is None else weight
     own = [1.0] * len(experts) if coefficients is None else coefficients
     base = base.double()
     deltas = [expert.double() - base for expert in experts]
     if epsilon is None:
-        least = [0.0] * len(experts) if diagonal else naive_spectral_ridges(base, experts, centred)
-        epsilon = [max(0.03, ridge) for ridge in least]
+        epsilon = [max(0.03, ridge) for ridge in naive_spectral_ridges(base, experts, centred)]
     ridges = epsilon if isinstance(epsilon, list) else [epsilon] * len(experts)
     given = zip(deltas, weight, own, measured or [None] * len(experts), ridges, strict=True)
     members = [each for each in given if each[1] > 0 and each[0].abs().max() > 0]
@@ -151,7 +151,10 @@ def naive_relative(
 def naive_spectral_ridges(
     base: Tensor, experts: list[Tensor], centred: bool = False
 ) -> list[float]:
-    """The least ridges of `ace_relative`: 0.01, or 0.003 tr(G²)/tr(G), in mean eigenvalues."""
+    """Return the ridges that `ace_relative` does not go below, in mean eigenvalues of each G.
+
+    They are 0.003 tr(G²)/tr(G), and at least 0.01.
+    """
     ridges = []
     for expert in experts:
         delta = expert.double() - base.double()

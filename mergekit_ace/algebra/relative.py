@@ -69,7 +69,8 @@ from mergekit_ace.algebra.task_vectors import (
 
 # The least ridge with `ridge_floor`, in mean eigenvalues of G_t weighted by energy. A spectrum that
 # falls fast asks for more plain mean eigenvalues than a flat one: a language model that was tried
-# keeps most with 0.1 of them, dictionary families with 0.01 (examples/benchmark/epsilons.py).
+# keeps most with 0.1 of them, dictionary families with 0.01 to 0.03
+# (examples/benchmark/epsilons.py).
 SPECTRAL_RIDGE = 3e-3
 
 
@@ -82,8 +83,8 @@ class RelativeOptions(BaseModel):
     epsilon: Ridge = Field(
         0.03,
         description="Least ridge ε, in mean eigenvalues of a task's covariance estimate G_t; "
-        "`ridge_floor` raises it to 0.003 mean eigenvalues weighted by energy, tr(G_t²)/tr(G_t), "
-        "which are the larger the faster the spectrum falls.",
+        "`ridge_floor` raises it to at least 0.003 tr(G_t²)/tr(G_t), which is the more of them the "
+        "faster the spectrum falls.",
     )
     ridge_floor: bool = RIDGE_FLOOR
     centred: bool = Field(
@@ -221,7 +222,7 @@ def estimate_relative(
         mean = mean if options.centred else torch.zeros_like(mean)
         task = Task(expert, base, mean, 1, 0, unit, coefficient)
         if trace <= least * tau:
-            members.append((task, None, trace, 0.0))
+            members.append((task, None, trace, 0.0, 0.0))
             continue
         norm, gram = gram_norm(task)
         epsilon = options.epsilon
@@ -232,14 +233,17 @@ def estimate_relative(
             energy = measured_energy(task, own) * trace / own.trace
             norm = (1 - measured.mix) * norm + measured.mix * energy
         error = norm / trace + epsilon * trace / columns
-        task = replace(task, gram=gram if remembered else None, ridge=epsilon)
-        members.append((task, own, trace, weight / error))
+        task = replace(task, gram=gram if remembered else None)
+        members.append((task, own, trace, epsilon, weight / error))
     total = math.fsum(share for *_, share in members) or 1.0
     shares = tuple(share / total for *_, share in members)
     tasks, order = [], []
-    for (task, own, trace, _), share, moments in zip(members, shares, active.moments, strict=True):
+    raised = False
+    for member, share, moments in zip(members, shares, active.moments, strict=True):
         if share > 0:
-            scaled = replace(task, scale=share / trace, ridge=share * task.ridge / columns)
+            task, own, trace, epsilon, _ = member
+            raised = raised or epsilon > options.epsilon
+            scaled = replace(task, scale=share / trace, ridge=share * epsilon / columns)
             tasks.append(scaled.mixed_with(own, measured.mix, trace))
             order.append((share, moments.tau))
     covariances = Covariances(
@@ -252,7 +256,7 @@ def estimate_relative(
         centred=options.centred,
         taus=tuple(tau / unit**2 for tau in active.tau),
         trace=math.fsum(shares),
-        raised=any(task.ridge > options.epsilon for task, *_ in members),
+        raised=raised,
         noise=noise,
         space=active.space,
     )
