@@ -34,7 +34,10 @@ def settings_of(method, experts, layout="matrix", coefficients=None, **parameter
     )
 
 
-SAME = ("rule", "weight", "heterogeneous", "normalized", "refined", "prior", "rank", "raised")
+SAME = (
+    "rule", "weight", "heterogeneous", "normalized", "refined", "prior", "rank", "raised",
+    "bounded",
+)  # fmt: skip
 NEAR = ("tau", "gamma", "ridge", "sigma_iso", "amplification", "changed")
 
 

@@ -255,16 +255,17 @@ def test_the_global_random_numbers_stay_as_they_are(rng):
 @pytest.mark.parametrize("method", [ace, relative])
 def test_the_record_says_whether_the_ridge_was_raised(rng, method):
     near, far = (noise_family(rng, SHAPES[shape]) for shape in ("1", "tall"))
-    for (base, experts), epsilon, raised in [
-        (near, 1e-8, True),
-        (near, 1e3, False),
-        (far, 0.0, True),  # to the least ridge
-        (far, 10.0, False),
+    for (base, experts), epsilon, raised, bounded in [
+        (near, 1e-8, True, True),
+        (near, 1e3, False, False),
+        (far, 0.0, True, False),  # to the least ridge
+        (far, 10.0, False, False),
     ]:
         _, record = method(base, experts, epsilon)
         assert record.raised is raised
+        assert record.bounded is bounded
     _, record = method(*near, 1e-8, ridge_floor=False)
-    assert record.raised is None
+    assert record.raised is record.bounded is None
     assert record.amplification > LIMIT
 
 

@@ -25,6 +25,8 @@ import mergekit_ace
 
 # W0 + λ (merged − W0): the same values for every method; of these the best is looked for.
 SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0)
+# Ridges from the paper's heaviest down to none, by `--rows` alone.
+EPSILONS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 0.1, 0.3)
 WITHOUT_BASE = ("linear", "karcher")
 MERGEKITS_OWN = (*WITHOUT_BASE, "task_arithmetic", "ties", "dare_ties", "sce")
 EMBEDDINGS = "embed"  # part of the names of tables of embeddings
@@ -120,6 +122,11 @@ ON_DEMAND = [
     *(
         Row(f"ace_relative, embeddings {reading}", "ace_relative", layout(value))
         for reading, value in (("averaged", "mean"), ("as table", "table"), ("as matrix", "matrix"))
+    ),
+    *(
+        Row(f"{method}, ε = {e:g}", method, {"epsilon": e}, scaled=False)
+        for method in ("ace", "ace_relative")
+        for e in EPSILONS
     ),
     *(
         Row(f"{method}, {samples} samples", method, scaled=False, learn=learn, samples=samples)

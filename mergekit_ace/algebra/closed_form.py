@@ -92,6 +92,7 @@ def merge_by_ridge(
             prior=with_prior,
             ridge=covariances.relative_ridge,
             raised=covariances.raised if floor else None,
+            bounded=covariances.bounded if floor else None,
             amplification=size,
             form=attempt.form,
             condition=solution.condition,

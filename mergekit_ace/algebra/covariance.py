@@ -123,7 +123,7 @@ class Covariances:
         taus: ‖Δ_t‖² of the experts in use, in units of unit².
         refined: whether the refinement of the spectrum follows.
         trace: Σ_t tr(S_t), in the unit of S_t.
-        raised: whether the ε_t are larger than was asked for.
+        raised: whether the ε_t are larger than was asked for; bounded: whether ‖X‖ needed it.
         noise: of the experts' rounding in X, see `rounding_in_merge`.
         space: of which the matrices are cores; None for matrices that stand for themselves.
     """
@@ -140,6 +140,7 @@ class Covariances:
     refined: bool = False
     trace: float = 0.0
     raised: bool = False
+    bounded: bool = False
     noise: float = 0.0
     space: CoreSpace | None = None
     _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
@@ -159,7 +160,13 @@ class Covariances:
         """Return the same estimates with the ridges of others of the same tasks."""
         pairs = zip(self.tasks, other.tasks, strict=True)
         tasks = tuple(replace(task, ridge=same.ridge) for task, same in pairs)
-        return replace(self, tasks=tasks, epsilon=other.epsilon, raised=other.raised)
+        return replace(
+            self,
+            tasks=tasks,
+            epsilon=other.epsilon,
+            raised=other.raised,
+            bounded=other.bounded,
+        )
 
     def tolerance(self, condition: float) -> float:
         """Return the relative error that float32 may leave in X, for A's condition number."""

@@ -143,6 +143,7 @@ class MatrixRecord:
             use.
         ridge: ε̄ = Σ ε_t in mean eigenvalues of Σ S_t, as used.
         raised: whether `ridge_floor` raised it; None where that is off.
+        bounded: whether it was raised so far that ‖X‖ keeps to its bound; None as of ``raised``.
         amplification: ‖X‖² / Σ_t ‖Δ_t‖² of the closed form: 1 for experts orthogonal to one
             another, 1/T where they agree, and large at the interpolation threshold.
         rank: k of the refinement; sigma_iso: its strength.
@@ -170,6 +171,7 @@ class MatrixRecord:
     share: tuple[float | None, ...] | None = None
     ridge: float | None = None
     raised: bool | None = None
+    bounded: bool | None = None
     amplification: float | None = None
     rank: int | None = None
     sigma_iso: float | None = None

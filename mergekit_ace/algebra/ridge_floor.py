@@ -124,7 +124,7 @@ def apply_floor(covariances: Covariances, system: Tensor, *, dual: bool = False)
         if ridge * WORTH_MORE > before:
             break
         before = ridge
-    return replace(covariances.times_ridge(ridge / covariances.ridge), raised=True)
+    return replace(covariances.times_ridge(ridge / covariances.ridge), raised=True, bounded=True)
 
 
 def _least_ridge(probes: _Probes, ridge: float, bound: float) -> float:

@@ -33,6 +33,7 @@ _FIELDS = {
     "condition": ("condition", "Estimated condition number of A"),
     "ridge": ("ridge", "ε̄ in mean eigenvalues of Σ S_t, as used"),
     "raised": ("raised", "Whether ridge_floor raised the ridge"),
+    "bounded": ("bounded", "Whether it was raised so far that ‖X‖ keeps to its bound"),
     "amplification": ("amplification", "‖X‖² / Σ ‖Δ_t‖² of the closed form"),
 }
 

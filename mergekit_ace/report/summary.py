@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mergekit_ace.algebra.covariance import FLOOR_RIDGE
 from mergekit_ace.algebra.ridge_floor import LIMIT, is_near_threshold
 from mergekit_ace.files import write_text
 from mergekit_ace.methods.report_lines import finite
@@ -309,21 +308,22 @@ def _ridges(report: Report) -> Iterator[str]:
     """Tell where the ridge was raised, and where it should have been."""
     ridges = report.rows_with("ridge")
     up = [row for row in ridges if row.matrix.raised]
-    floored = [row for row in up if row.matrix.ridge > 1.01 * FLOOR_RIDGE]
+    bounded = [row for row in up if row.matrix.bounded]
+    rest = [row for row in up if not row.matrix.bounded]
     large = [row for row in ridges if row.matrix.amplification > LIMIT]
     amplified = [row for row in large if row.matrix.raised is None]  # the floor was off
-    if floored:
-        most = max(row.matrix.ridge for row in floored)
+    if bounded:
+        most = max(row.matrix.ridge for row in bounded)
         yield (
-            f"The ridge was raised in {_part(floored, ridges)}, up to {most:.2g} mean eigenvalues: "
-            "with less, a merge follows the noise in weak directions, or is larger than what the "
-            f"experts hold (‖X‖² above {LIMIT:g} Σ ‖Δ_t‖²)."
+            f"The ridge was raised in {_part(bounded, ridges)}, up to {most:.2g} mean eigenvalues: "
+            "with less, the merge is larger than what the experts hold (‖X‖² above "
+            f"{LIMIT:g} Σ ‖Δ_t‖²)."
         )
-    if len(up) > len(floored):
+    if rest:
+        most = max(row.matrix.ridge for row in rest)
         yield (
-            f"ε was raised to {FLOOR_RIDGE:g} mean eigenvalues in "
-            f"{_count(len(up) - len(floored), 'matrix', 'matrices')}: below that, a merge "
-            "follows the noise in its weakest directions."
+            f"ε was raised in {_count(len(rest), 'matrix', 'matrices')}, up to {most:.2g} mean "
+            "eigenvalues: below that, a merge follows the noise in its weakest directions."
         )
     if amplified:
         worst = sorted(amplified, key=lambda row: -row.matrix.amplification)[:3]

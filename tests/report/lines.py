@@ -11,7 +11,7 @@ from mergekit_ace.report.tables import Report
 
 # What a line has only where a closed form was solved.
 OF_MATRICES = """gamma log_variance statistic threshold heterogeneous normalized refined epsilon
-    ridge raised amplification rank form condition precision subspaces spectrum""".split()
+    ridge raised bounded amplification rank form condition precision subspaces spectrum""".split()
 
 
 def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:
@@ -46,6 +46,7 @@ def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:
         "epsilon": [1e-5] * count,
         "ridge": 0.5,
         "raised": False,
+        "bounded": False,
         "amplification": 1.0,
         "rank": 0,
         "form": "primal",

@@ -244,7 +244,8 @@ def test_where_the_ridge_was_raised():
     lines = grouped_heads(4)
     for n, line in enumerate(lines):
         if "k_proj" in line["tensor"] or "v_proj" in line["tensor"]:
-            line |= {"raised": True, "ridge": 0.02 + 0.01 * n, "amplification": 1.9}
+            line |= {"raised": True, "bounded": True, "amplification": 1.9}
+            line["ridge"] = 0.02 + 0.01 * n
         if "down_proj" in line["tensor"]:
             line |= {"raised": True, "ridge": 0.01}
     summary = summarize(report_of(lines))
@@ -253,7 +254,7 @@ def test_where_the_ridge_was_raised():
         "The ridge was raised in 8 of 16 matrices, k_proj and v_proj (T·o/i = 1), up to 0.16 mean "
         "eigenvalues" in text
     )
-    assert "ε was raised to 0.01 mean eigenvalues in 4 matrices" in text
+    assert "ε was raised in 4 matrices, up to 0.01 mean eigenvalues: below" in text
     assert "larger than what the experts hold in" not in text
     assert summary["raised"] == 12
     assert summary["largest_ridge"] == 0.5
@@ -268,7 +269,7 @@ def test_where_the_ridge_was_raised():
 def test_modules_that_few_matrices_are_of_are_left_out():
     lines = grouped_heads(12)
     for line in lines:
-        line["raised"] = "k_proj" in line["tensor"] or line is lines[0]
+        line["raised"] = line["bounded"] = "k_proj" in line["tensor"] or line is lines[0]
     lines[1] |= {"shape": [22, 60]}
     expected = "raised in 13 of 48 matrices, mostly k_proj (T·o/i = 1 to 1.1), up to 0.5 mean"
     assert expected in said(lines)
@@ -302,7 +303,7 @@ def test_amplification_without_the_floor():
 def test_reports_that_know_nothing_of_ridges():
     lines = layers(4, [1.0, 2.0])
     for line in lines:
-        for field in ("ridge", "raised", "amplification"):
+        for field in ("ridge", "raised", "bounded", "amplification"):
             del line[field]
     summary = summarize(report_of(lines))
     assert summary["raised"] == 0
