@@ -140,7 +140,12 @@ def test_results_are_kept_and_not_repeated(benchmark, tmp_path, capsys):
     lines = quality.read_results(path)
     assert [line["published"]["mean"] for line in lines] == [0.6, 0.7]
     assert len(path.read_text().splitlines()) == 3
-    benchmark("evidence.results").print_tables([*lines, {**lines[0], "experts": 8}])
+    results, place = benchmark("evidence.results"), {"family": "f", "experts": 4, "seed": 0}
+    assert results.is_known(place, "ties", known)
+    assert not results.is_known(place, "sce", known)
+    known[quality.key({**place, "row": "ties"})]["code"] = "of another version"
+    assert not results.is_known(place, "ties", known)
+    results.print_tables([*lines, {**lines[0], "experts": 8}])
     text = capsys.readouterr().out
     assert text.count("| ties | 0.650 ± 0.050 (old 0.90) | 0.600 (old 0.90) |") == 2
     assert "| | f, 4 experts | f, 8 experts |" in text

@@ -10,8 +10,8 @@ keys and values of `llama-grouped` have just as many rows, over all experts, as 
 those of its two sisters 0.92 and 1.08 times as many. A family stored in bfloat16 is rounded once,
 base and experts, and merged with `dtype: float32`. Per ε the tables give the accuracy on the
 experts' tasks, then how far the worst smaller ε falls behind the best one, and the amplification
-‖X‖ / max ‖Δ_t‖ by kind of tensor. Results are kept in `results-epsilons.jsonl`: what is there is
-not repeated.
+‖X‖ / max ‖Δ_t‖ by kind of tensor. Results are kept in `results-epsilons.jsonl`: what this
+code has made is not repeated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 import torch
 from evidence.arguments import family_parser, parse_families
 from evidence.families import GROUPED_FAMILIES, LANGUAGE_FAMILIES, make_family
-from evidence.results import keep, key, read_results, table
+from evidence.results import is_known, keep, key, read_results, table
 from evidence.rows import Row
 from evidence.scoring import Examiner, State
 
@@ -91,7 +91,7 @@ def examine(arguments: argparse.Namespace, results: dict[tuple, dict]) -> None:
                 head = {"family": f"{name}, {stored}", "seed": seed}
                 family = make_family(name, seed, None, arguments.folder, arguments.steps)
                 head["experts"] = len(family.tasks)
-                missing = [row for row in rows if key({**head, "row": row.name}) not in results]
+                missing = [row for row in rows if not is_known(head, row.name, results)]
                 if not missing:
                     continue
                 family.train()

@@ -6,7 +6,8 @@
 
 Families are those of `quality.py`, trained where they are not there yet. Samples ask every second
 word of the experts' languages; a row is scored by the words that no sample asks, and beside that by
-those that they do ask. Results are kept in `results-measured.jsonl`: what is there is not repeated.
+those that they do ask. Results are kept in `results-measured.jsonl`: what this
+code has made is not repeated.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from evidence.arguments import family_parser, parse_families
 from evidence.families import GROUPED_FAMILIES, LANGUAGE_FAMILIES, Family, make_family
-from evidence.results import keep, key, print_tables, read_results
+from evidence.results import is_known, keep, key, print_tables, read_results
 from evidence.rows import Row
 from evidence.scoring import Examiner
 
@@ -89,7 +90,7 @@ def examine(arguments: argparse.Namespace, results: dict[tuple, dict]) -> None:
             head = {"family": name, "seed": seed, "experts": len(family.tasks)}
             for samples in arguments.samples:
                 for row in make_rows(samples):
-                    if key({**head, "row": row.name}) in results:
+                    if is_known(head, row.name, results):
                         continue
                     line = examine_row(examiner, row, measure(family, samples))
                     keep([{**head, "row": row.name, "group": row.group, **line}], results,

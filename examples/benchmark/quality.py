@@ -9,7 +9,8 @@
 once, in `families/`; nothing is downloaded. Merges run through mergekit's own `merge_state_dicts`.
 Each method is examined at its published defaults and at the
 best λ of one grid, the same for all, chosen on a validation split. Results are kept in
-`results-quality.jsonl`: what is there is not repeated, so a run that was stopped goes on.
+`results-quality.jsonl`: what is there is not repeated, so a run that was stopped goes on; but all
+of it is, row by row, once the code of the package has changed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from evidence.arguments import family_parser, parse_families
 from evidence.families import CONTROLS, FAMILIES, GROUPED_FAMILIES, make_family
-from evidence.results import changes, keep, key, print_tables, read_results, write_summary
+from evidence.results import changes, is_known, keep, key, print_tables, read_results, write_summary
 from evidence.rows import (
     ENTROPY,
     GENERALISED,
@@ -146,11 +147,11 @@ def examine(arguments: argparse.Namespace, results: dict[tuple, dict]) -> None:
             examiner = Examiner(family)
             head = {"family": name, "seed": seed, "experts": len(family.tasks)}
             lines = []
-            if key({**head, "row": "base"}) not in results:
+            if not is_known(head, "base", results):
                 lines = [{**head, **line, "group": "table"} for line in examine_family(examiner)]
                 keep(lines, results, arguments.results)
             for row in rows:
-                if key({**head, "row": row.name}) in results:
+                if is_known(head, row.name, results):
                     continue
                 line = examine_row(examiner, row)
                 keep([{**head, "row": row.name, "group": row.group, **line}], results,

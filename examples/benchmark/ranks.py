@@ -8,7 +8,7 @@ times: full models through mergekit's own `merge_state_dicts`; the experts' adap
 `mergekit-ace adapter`; and these cut to each rank by `--rank`. The tables give the accuracy on the
 experts' tasks, on the old languages in brackets where that is below 0.99, by how many of 3072
 right answers the first two differ, and the share of ‖X‖² that a rank loses. Results are kept in
-`results-ranks.jsonl`: what is there is not repeated.
+`results-ranks.jsonl`: what this code has made is not repeated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import yaml
 from evidence.arguments import family_parser, parse_families
 from evidence.dictionaries import OLD, ROUNDS, WORDS
 from evidence.families import ADAPTER, make_family
-from evidence.results import cell, keep, key, read_results
+from evidence.results import cell, is_known, keep, key, read_results
 from evidence.rows import TABLE, Row
 from evidence.scoring import Examiner, Score, State
 from mergekit.options import MergeOptions
@@ -120,7 +120,7 @@ def examine(arguments: argparse.Namespace, results: dict[tuple, dict]) -> None:
         for name in arguments.families:
             family = make_family(name, seed, None, arguments.folder, arguments.steps)
             head = {"family": name, "seed": seed, "experts": len(family.tasks)}
-            missing = [row for row in ROWS if key({**head, "row": row.name}) not in results]
+            missing = [row for row in ROWS if not is_known(head, row.name, results)]
             if missing:
                 family.train()
                 examiner = Examiner(family)

@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
+import mergekit_ace
+
+# Folders of the package that results come from.
+CODE = ("algebra", "coefficients", "methods", "training")
 # With 1,536 answers a family and seed, a difference below this is noise.
 NOISE = 0.03
 Summary = dict[str, dict[str, float]]
@@ -21,6 +27,19 @@ KEPT = 0.99  # share of what the base knew that needs no mention
 def key(line: dict) -> tuple:
     """Return what identifies a result."""
     return tuple(line[part] for part in ("family", "seed", "experts", "row"))
+
+
+@cache
+def code_version() -> str:
+    """Return eight digits that stand for the code that merges, and that learns coefficients."""
+    package = Path(mergekit_ace.__file__).parent
+    files = sorted(file for folder in CODE for file in (package / folder).rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
+
+
+def is_known(head: dict, row: str, results: Mapping[tuple, dict]) -> bool:
+    """Tell whether the row of a family has a result that this code has made."""
+    return results.get(key({**head, "row": row}), {}).get("code") == code_version()
 
 
 def read_results(path: Path) -> list[dict]:
@@ -38,6 +57,7 @@ def keep(lines: list[dict], results: dict, path: Path) -> None:
     """Add lines to the results and to the file, and print them."""
     with open(path, "a", encoding="utf-8") as file:
         for line in lines:
+            line = {**line, "code": code_version()}
             results[key(line)] = line
             file.write(json.dumps(line) + "\n")
             best = ""
