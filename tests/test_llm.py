@@ -91,7 +91,8 @@ def study(llm, base, data, tmp_path, monkeypatch):
     return run
 
 
-def test_the_program_from_end_to_end(study, capsys):
+def test_the_program_from_end_to_end(study, monkeypatch, capsys):
+    monkeypatch.setattr("mergekit_ace.training.own_texts.LENGTH", 16)  # a hundred texts are written
     flags = ["--rows", "mean", "task_arithmetic", "sce", "ace, e", "ace_relative, 16 samples"]
     flags += ["fisher", "ace, mix 0.5", "ace, own", "calibrated ace_"]
     out = study(*flags)
