@@ -101,6 +101,7 @@ def test_what_a_smaller_epsilon_loses(benchmark):
     assert regret(lines(a=math.nan, b=0.3, c=0.5)) == (1e-2, pytest.approx(0.2), True)
     two_seeds = lines(a=0.1, b=0.3, c=0.5) + lines(a=0.5, b=0.3, c=0.1)
     assert regret(two_seeds) == (1e-2, 0.0, False)
+    assert all(map(math.isnan, regret(lines(a=math.nan, b=math.nan))[:2]))
 
 
 def test_amplification_is_that_of_matrices_in_layers(benchmark):

@@ -115,6 +115,8 @@ def regret(lines: Sequence[dict]) -> tuple[float, float, bool]:
         scores[line["epsilon"]].append(line["published"]["mean"])
     means = {e: sum(found) / len(found) for e, found in scores.items()}
     valid = {e: mean for e, mean in means.items() if not math.isnan(mean)}
+    if not valid:
+        return math.nan, math.nan, True
     best = max(valid, key=lambda e: (valid[e], e))
     worst = min(mean for e, mean in valid.items() if e <= best)
     return best, valid[best] - worst, any(e not in valid for e in means if e <= best)
