@@ -240,6 +240,14 @@ def test_training_goes_on_where_it_was(llm, base, data, tmp_path, monkeypatch):
             assert tensor.dtype == torch.bfloat16
             assert torch.equal(tensor, stopped[name]), (kind, name)
         assert any(not torch.equal(start[n].bfloat16(), tensor) for n, tensor in whole.items())
+        recipe = experts.Recipe(kind, 0, 6, "float32")
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.optim.AdamW, "step", None)  # all steps are done
+            expert = experts.train_expert(base, texts, recipe, folder)
+        precise = llm("measure").read_tensors(expert)
+        for name, tensor in precise.items():
+            assert tensor.dtype == torch.float32
+            assert torch.equal(tensor.bfloat16(), whole[name]), (kind, name)
 
 
 def test_adapters_begin_apart(llm, data, tmp_path):

@@ -206,10 +206,10 @@ def main() -> None:
     base = prepare_base(settings.base, settings.output / "models", settings.untied)
     known = Known.read(settings.output / "results.jsonl")
     for kind, steps, seed in product(settings.kinds, sorted(settings.steps), settings.seeds):
-        recipe = Recipe(kind, seed, steps)
+        recipe = Recipe(kind, seed, steps, settings.stored)
         study = Study(base, recipe, texts, untrained, known, settings, data)
         table = calibrated_table(study)
-        print(f"## {kind}, {steps} steps, seed {seed}: {', '.join(texts)}\n\n{table}\n", flush=True)
+        print(f"## {recipe.title}: {', '.join(texts)}\n\n{table}\n", flush=True)
 
 
 if __name__ == "__main__":

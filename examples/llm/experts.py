@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base model and its experts: ordinary checkpoints in bfloat16, made once.
+"""The base model and its experts: ordinary checkpoints, made once.
 
 A run saves an expert at each of `STRENGTHS` that it passes, and the state of the training, so that
 it continues where it was if it was stopped or is to go further.
@@ -52,19 +52,27 @@ class Recipe:
         seed: of the order of the data, and of adapters, each of which begins at random weights of
             its own, as those of different authors do.
         steps: of LENGTH · BATCH tokens.
+        stored: dtype of the checkpoint. All training is in float32, so that one run serves both.
     """
 
     kind: str = "full"
     seed: int = 0
     steps: int = 40
+    stored: str = "bfloat16"
 
     @property
     def run(self) -> dict:
         """What all experts of one run have in common."""
         said = asdict(self)
-        del said["steps"]
+        del said["steps"], said["stored"]
         return said | {"rate": RATES[self.kind], "batch": BATCH, "warm_up": WARM_UP,
                        "rank": RANK if self.is_adapter else None, "length": LENGTH}  # fmt: skip
+
+    @property
+    def title(self) -> str:
+        """How the experts of a table were made."""
+        stored = "" if self.stored == "bfloat16" else f", stored in {self.stored}"
+        return f"{self.kind}, {self.steps} steps, seed {self.seed}{stored}"
 
     @property
     def is_adapter(self) -> bool:
@@ -90,14 +98,18 @@ def digest_of_files(*places: Path) -> str:
 
 
 def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: Path, made_of: dict
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    target: Path,
+    made_of: dict,
+    stored: str = "bfloat16",
 ) -> None:
-    """Write a checkpoint in bfloat16, whole or not at all, and what it was made of."""
+    """Write a checkpoint, whole or not at all, and what it was made of."""
     if target.exists():
         return
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(partial)
+    copy.deepcopy(model).to(getattr(torch, stored)).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     (partial / "made_of.json").write_text(json.dumps(made_of, indent=1) + "\n")
     os.replace(partial, target)
@@ -176,7 +188,8 @@ def expert_folder(base: Path, texts: Texts, recipe: Recipe, folder: Path) -> Pat
         folder: for all models.
     """
     run = f"{recipe.kind}-seed{recipe.seed}-{digest(ingredients(base, texts, recipe))}"
-    return folder / f"{texts.source.name}-{run}-{recipe.steps}"
+    stored = "" if recipe.stored == "bfloat16" else f"-{recipe.stored}"
+    return folder / f"{texts.source.name}-{run}-{recipe.steps}{stored}"
 
 
 def train_expert(base: Path, texts: Texts, recipe: Recipe, folder: Path) -> Path:
@@ -184,7 +197,7 @@ def train_expert(base: Path, texts: Texts, recipe: Recipe, folder: Path) -> Path
     target = expert_folder(base, texts, recipe, folder)
     if target.exists():
         return target
-    name = target.name.rpartition("-")[0]
+    name, _, end = target.name.rpartition(f"-{recipe.steps}")
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(DEVICE)
     if recipe.is_adapter:
@@ -194,7 +207,7 @@ def train_expert(base: Path, texts: Texts, recipe: Recipe, folder: Path) -> Path
     for steps in train(model, texts, tokenizer, recipe, folder / "states" / f"{name}.pt"):
         trained = copy.deepcopy(model).merge_and_unload() if recipe.is_adapter else model
         made_of = ingredients(base, texts, recipe) | {"steps": steps}
-        save_model(trained, tokenizer, folder / f"{name}-{steps}", made_of)
+        save_model(trained, tokenizer, folder / f"{name}-{steps}{end}", made_of, recipe.stored)
     return target
 
 

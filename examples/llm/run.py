@@ -183,8 +183,7 @@ class Study:
             with suppress(NotMeasured):
                 for line in self.lines_of(row):
                     merges.append(line)
-        said = self.recipe
-        title = f"{said.kind}, {said.steps} steps, seed {said.seed}: {', '.join(self.texts)}"
+        title = f"{self.recipe.title}: {', '.join(self.texts)}"
         family = Family(title, base, experts, merges, list(self.untrained))
         answers = {"base": self.measure(self.base)["answers"]}
         answers |= {f"expert {n}": self.measure(p)["answers"] for n, p in self.experts.items()}
@@ -203,6 +202,8 @@ def family_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--kinds", nargs="+", choices=RATES, default=["full"], help="of training")
     parser.add_argument("--steps", nargs="+", type=int, default=[40], help="of training")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of training")
+    parser.add_argument("--stored", choices=["bfloat16", "float32"], default="bfloat16",
+                        help="dtype of the experts' checkpoints")  # fmt: skip
     parser.add_argument("--only-print", action="store_true", help="the table of what is known")
     parser.add_argument(
         "--sizes", nargs=3, type=int, default=[12, 16, 8], metavar=("VALIDATION", "TEST", "OTHER"),
@@ -262,7 +263,8 @@ def main() -> None:
     known = Known.read(settings.output / "results.jsonl")
     families, answered = [], []
     for kind, steps, seed in product(settings.kinds, sorted(settings.steps), settings.seeds):
-        study = Study(base, Recipe(kind, seed, steps), texts, untrained, known, settings, data)
+        recipe = Recipe(kind, seed, steps, settings.stored)
+        study = Study(base, recipe, texts, untrained, known, settings, data)
         family, answers = study.run(rows)
         seconds.update(study.seconds)
         families.append(family)
