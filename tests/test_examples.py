@@ -173,9 +173,12 @@ def test_corrupted_images(training):
     torch.testing.assert_close(faint.mean((1, 2, 3)), images.mean((1, 2, 3)))
 
 
-def test_what_generalises_at_its_smallest(small_training, tmp_path):
+def test_what_generalises_at_its_smallest(small_training, tmp_path, capsys):
     program = small_training("generalisation")
     family = program.Images("resnet", tmp_path, steps=1)
+    capsys.readouterr()
+    program.print_table(["a", "b"], [iter([("row", [0.5, x])]) for x in (0.1, 0.2)])
+    assert "| row | 0.500 ± 0.000 | 0.150 ± 0.050 |" in capsys.readouterr().out
     tasks = program.TASKS[:2]
     change = program.LEARNED["learned coefficients of `ace`"]
     for backbone in (

@@ -5,19 +5,20 @@
     python examples/training/generalisation.py resnet    # and by whose statistics of BatchNorm
     python examples/training/generalisation.py vit --teachers resnet     # and the other way round
 
-Families of `images.py`, one seed. A merge is scored with the experts' heads on their test images:
+Families of `images.py`. A merge is scored with the experts' heads on their test images:
 clean ones, with noise, blurred, and with little contrast. Then a task is left out of the merge in
 turn, and its images are told by the class means of the merge's features; and coefficients are
 learned from answers of which a part is wrong. With `--teachers`, the digits' expert is distilled
-from that of the other family, and coefficients are carried over from there by depth. Models lie in
-`generalisation/`.
+from that of the other family, and coefficients are carried over from there by depth. Figures are
+the mean over `--seeds`, ± half the range. Models lie in `generalisation/`.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cache, cached_property
 from pathlib import Path
@@ -40,6 +41,7 @@ from mergekit_ace.training.run import run_training
 
 SAMPLES = 64  # of each expert's unlabelled images, for statistics
 WEIGHTS = (0.2, 0.25, 0.3, 0.4, 0.5, 0.7)
+Scores = tuple[str, list[float]]  # of a row, by column
 LEARNED = {
     "learned coefficients of task vectors": {"training": {"learning_rate": 1e-2}},
     "learned coefficients of `ace`": {"basis": "ace", "training": {"learning_rate": 1e-2}},
@@ -79,11 +81,13 @@ class Images:
         architecture: of `images.ARCHITECTURES`.
         folder: for everything.
         steps: at most so many per training, to see that it runs.
+        seed: of the family's initialisation and order, and of what is learned.
     """
 
-    def __init__(self, architecture: str, folder: Path, steps: int | None = None):
-        self.own, self.kind, self.steps = folder / architecture, architecture, steps
-        train_family(self.own, architecture=architecture, teacher=False, steps=steps)
+    def __init__(self, architecture: str, folder: Path, steps: int | None = None, seed: int = 0):
+        self.own = folder / f"{architecture}-{seed}"
+        self.kind, self.steps, self.seed = architecture, steps, seed
+        train_family(self.own, seed, architecture=architecture, teacher=False, steps=steps)
         self.experts = {
             task: AutoModelForImageClassification.from_pretrained(self.own / task).eval()
             for task in TASKS
@@ -126,7 +130,12 @@ class Images:
             "compare": {"direct": False, "task_arithmetic": []},
             **change,
         }
-        config["training"] = {"epochs": 10, "batch_size": 16, **change["training"]}
+        config["training"] = {
+            "epochs": 10,
+            "batch_size": 16,
+            "seed": self.seed,
+            **change["training"],
+        }
         if self.steps is not None:
             config["training"]["max_steps"] = self.steps
         out = self.own / "learned"
@@ -286,76 +295,94 @@ def makers(family: Images) -> dict[str, Callable[[tuple[str, ...]], nn.Module]]:
     return rows
 
 
-def print_shifts(family: Images) -> None:
-    """Print a merge per row, on clean and on corrupted images, and on a task left out of it."""
-    print(f"| merge | {' | '.join(CORRUPTIONS)} | a task left out |", flush=True)
-    print("|---" * (len(CORRUPTIONS) + 2) + "|")
+def shifts(family: Images) -> Iterator[Scores]:
+    """Yield a merge per row, on clean and on corrupted images, and on a task left out of it."""
     own = {task: expert.base_model for task, expert in family.experts.items()}
     scores = [
         mean([family.accuracy(own[task], task, corrupt) for task in TASKS])
         for corrupt in CORRUPTIONS.values()
     ]
     scores.append(mean([family.told_by_means(own[task], task) for task in TASKS]))
-    print(f"| each expert on its own task | {' | '.join(f'{s:.3f}' for s in scores)} |")
+    yield "each expert on its own task", scores
     for name, make in makers(family).items():
         merged = make(TASKS)
         scores = [family.mean_accuracy(merged, corrupt) for corrupt in CORRUPTIONS.values()]
         others = {task: tuple(other for other in TASKS if other != task) for task in TASKS}
         scores.append(mean([family.told_by_means(make(o), t) for t, o in others.items()]))
-        print(f"| {name} | {' | '.join(f'{score:.3f}' for score in scores)} |", flush=True)
+        yield name, scores
 
 
-def print_mistakes(family: Images) -> None:
-    """Print the accuracy of coefficients that were learned from answers some of which are wrong."""
-    print("\n| share of wrong answers | clean |\n|---|---|")
+def mistakes(family: Images) -> Iterator[Scores]:
+    """Yield the accuracy of coefficients learned from answers of which a share is wrong."""
     for name, change in LEARNED.items():
         for wrong in (0.2, 0.4, 0.6):
             score = family.mean_accuracy(family.learned(TASKS, change, wrong))
-            print(f"| {name}, {wrong:.0%} | {score:.3f} |", flush=True)
+            yield f"{name}, {wrong:.0%}", [score]
 
 
-def print_teachers(family: Images, other: Images, task: str = "digits") -> None:
-    """Print what a student of another architecture knows, and what its merges do."""
-    accuracy, tasks = CORRUPTIONS["clean"], {"own expert": family, "teacher": other}
-    print(f"| {task} | accuracy |\n|---|---|")
-    for name, one in tasks.items():
-        score = one.accuracy(one.experts[task].base_model, task, accuracy)
-        print(f"| {name} | {score:.3f} |", flush=True)
+def teachers(family: Images, other: Images, task: str = "digits") -> Iterator[Scores]:
+    """Yield what a student of another architecture knows of a task, and merges of all tasks."""
+    clean = CORRUPTIONS["clean"]
+    for name, one in {"own expert": family, "teacher": other}.items():
+        yield f"{task}: {name}", [one.accuracy(one.experts[task].base_model, task, clean)]
     other.learned(TASKS, LEARNED["learned coefficients of task vectors"])
-    rows = {
-        "task arithmetic": family.merge("statsmerging", TASKS, weight=family.weight),
-        "coefficients of the other architecture, by depth": family.carried_over(
-            other.own / "learned" / "coefficients.safetensors"
-        ),
-    }
+    best = family.merge("statsmerging", TASKS, weight=family.weight)
+    yield "all tasks: task arithmetic, best weight", [family.mean_accuracy(best)]
+    carried = family.carried_over(other.own / "learned" / "coefficients.safetensors")
+    yield (
+        "all tasks: coefficients of the other architecture, by depth",
+        [family.mean_accuracy(carried)],
+    )
     student = AutoModelForImageClassification.from_pretrained(
         family.distilled(other.own / task, task)
     ).eval()
-    scores = {name: family.mean_accuracy(merged) for name, merged in rows.items()}
+    yield f"{task}: student", [family.accuracy(student.base_model, task, clean)]
     family.experts[task] = student
     family.keep_backbone(task, student)
-    print(f"| student | {family.accuracy(student.base_model, task, accuracy):.3f} |", flush=True)
-    scores["`ace` with the student"] = family.mean_accuracy(family.merge("ace", TASKS))
-    print("\n| merge of all tasks | mean accuracy |\n|---|---|")
-    for name, score in scores.items():
-        print(f"| {name} | {score:.3f} |", flush=True)
+    merged = family.merge("ace", TASKS)
+    yield "all tasks: `ace` with the student", [family.mean_accuracy(merged)]
+
+
+def print_table(columns: list[str], seeds: list[Iterator[Scores]]) -> None:
+    """Print the mean of every score over seeds, ± half the range; and each as soon as it is known.
+
+    Args:
+        columns: titles of the scores.
+        seeds: rows of every seed, the same in each.
+    """
+    known: defaultdict[str, list[list[float]]] = defaultdict(list)
+    for number, rows in enumerate(seeds):
+        for name, scores in rows:
+            print(f"family {number}, {name}: {' '.join(f'{s:.3f}' for s in scores)}", flush=True)
+            known[name].append(scores)
+    print(f"\n|  | {' | '.join(columns)} |\n{'|---' * (len(columns) + 1)}|")
+    for name, scores in known.items():
+        cells = [
+            f"{mean(column):.3f}" + f" ± {(max(column) - min(column)) / 2:.3f}" * (len(column) > 1)
+            for column in map(list, zip(*scores, strict=True))
+        ]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    print()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("architecture", choices=tuple(ARCHITECTURES))
     parser.add_argument("--teachers", choices=tuple(ARCHITECTURES), help="only: distil from these")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the families")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "generalisation")
     parser.add_argument("--steps", type=int, help="at most so many per training, to see it run")
     arguments = parser.parse_args()
     disable_progress_bars()
-    folder = arguments.folder.resolve()
-    family = Images(arguments.architecture, folder, arguments.steps)
+    folder, steps = arguments.folder.resolve(), arguments.steps
+    families = [Images(arguments.architecture, folder, steps, n) for n in arguments.seeds]
     if arguments.teachers:
-        print_teachers(family, Images(arguments.teachers, folder, arguments.steps))
+        others = [Images(arguments.teachers, folder, steps, n) for n in arguments.seeds]
+        pairs = zip(families, others, strict=True)
+        print_table(["accuracy"], [teachers(own, other) for own, other in pairs])
         return
-    print_shifts(family)
-    print_mistakes(family)
+    print_table([*CORRUPTIONS, "a task left out"], [shifts(family) for family in families])
+    print_table(["clean, a share of wrong answers"], [mistakes(family) for family in families])
 
 
 if __name__ == "__main__":
