@@ -72,6 +72,7 @@ def test_a_row_that_fails_is_told(benchmark, tmp_path, monkeypatch, capsys):
         def merge(self, row):
             raise ValueError("ace: 'v_proj' cannot be merged")
 
+    assert {row.method for row in epsilons.make_rows({}, ["ace"])} == {"ace"}
     (row, *_) = epsilons.make_rows({})
     head = {"family": "llama-grouped, float32", "seed": 0, "experts": 4, "row": row.name}
     line = {**head, "group": row.group, "epsilon": 0.0, **epsilons.examine_row(Failing(), row)}

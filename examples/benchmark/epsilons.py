@@ -45,13 +45,13 @@ STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RESULTS = Path(__file__).resolve().parent / "results-epsilons.jsonl"
 
 
-def make_rows(parameters: Mapping[str, Any]) -> list[Row]:
-    """Return both methods at every ε, with further parameters."""
+def make_rows(parameters: Mapping[str, Any], methods: Sequence[str] = METHODS) -> list[Row]:
+    """Return methods at every ε, with further parameters."""
     further = "".join(f", {name}: {json.dumps(value)}" for name, value in parameters.items())
     return [
         Row(f"{method}{further}, ε = {e:g}", method, {**parameters, "epsilon": e},
             group=f"{method}{further}")
-        for method in METHODS
+        for method in methods
         for e in EPSILONS
     ]  # fmt: skip
 
@@ -84,7 +84,7 @@ def examine_row(examiner: Examiner, row: Row) -> dict:
 
 def examine(arguments: argparse.Namespace, results: dict[tuple, dict]) -> None:
     """Train, merge and examine what is not among the results yet, and add it there."""
-    rows = [row for given in arguments.parameters for row in make_rows(given)]
+    rows = [row for given in arguments.parameters for row in make_rows(given, arguments.methods)]
     for seed in arguments.seeds:
         for name in arguments.families:
             for stored in arguments.stored:
@@ -174,9 +174,10 @@ def in_order(lines: Sequence[dict]) -> list[dict]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = family_parser(__doc__, NAMES, NEAR_THRESHOLD, [0], RESULTS)
     parser.add_argument("--stored", nargs="+", choices=STORED, default=list(STORED))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument(
         "--parameters", nargs="+", type=json.loads, default=[{}], metavar="JSON",
-        help="further parameters of both methods; a sweep for each object",
+        help="further parameters of the methods; a sweep for each object",
     )  # fmt: skip
     parser.add_argument("--only-print", action="store_true", help="the tables of what is known")
     return parse_families(parser, arguments)
