@@ -153,7 +153,7 @@ def naive_spectral_ridges(
 ) -> list[float]:
     """Return the ridges that `ace_relative` does not go below, in mean eigenvalues of each G.
 
-    They are 0.003 tr(G²)/tr(G), and at least 0.03.
+    They are 0.003 tr(G²)/tr(G), and at least 0.01.
     """
     ridges = []
     for expert in experts:
@@ -161,7 +161,7 @@ def naive_spectral_ridges(
         delta = delta - delta.mean(dim=0) if centred else delta
         values = torch.linalg.svdvals(delta).square()
         weighted = values.square().sum() / values.sum().square().clamp(min=1e-300)
-        ridges.append(max(0.03, 0.003 * base.shape[1] * float(weighted)))
+        ridges.append(max(0.01, 0.003 * base.shape[1] * float(weighted)))
     return ridges
 
 

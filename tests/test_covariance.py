@@ -33,7 +33,7 @@ def test_against_their_definitions(rng, monkeypatch, normalized, relative, plain
         experts,
         [2.0, 1.0, 3.0],
         normalized=normalized,
-        epsilon=0.1,
+        epsilon=0.01,
         epsilon_scale="relative" if relative else "absolute",
     )
     assert (got.unit == 1) == plain
@@ -44,7 +44,7 @@ def test_against_their_definitions(rng, monkeypatch, normalized, relative, plain
         centred = delta - delta.mean(dim=0)
         gram = centred.T @ centred
         s = w * (gram / gram.trace() if normalized else gram)
-        eps = 0.1 * float(s.trace()) / 30 if relative else 0.1 * w
+        eps = 0.01 * float(s.trace()) / 30 if relative else 0.01 * w
         if normalized and not relative:
             eps /= float(gram.trace())
         task = got.tasks[t]

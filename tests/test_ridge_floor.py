@@ -32,14 +32,6 @@ def noise_family(rng, shape, experts=3, spread=0.0):
     return base, [base + 10.0 ** (spread * t) * delta for t, delta in enumerate(deltas)]
 
 
-def falling_family(rng, shape, decades):
-    """Task vectors of norm 1 whose columns fall by so many decades, each by its own."""
-    base, experts = noise_family(rng, shape, len(decades))
-    falls = [10.0 ** -torch.linspace(0, d, shape[1], dtype=torch.float64) for d in decades]
-    deltas = [(e - base) * fall for e, fall in zip(experts, falls, strict=True)]
-    return base, [base + delta / delta.norm() for delta in deltas]
-
-
 def energies(base, experts):
     return [float((expert - base).square().sum()) for expert in experts]
 
@@ -111,12 +103,19 @@ def test_x_is_the_closed_form_at_the_ridge_of_the_record(rng, shape, spread):
         assert record.ridge > max(epsilon, 1e-4)
 
 
-@pytest.mark.parametrize(("shape", "decades"), [("wide", (0, 2, 4)), ("tall", (0, 4, 12))])
+@pytest.mark.parametrize("shape", ["wide", "tall"])
 @pytest.mark.parametrize("centred", [False, True])
-def test_the_ridge_of_the_relative_errors_follows_each_spectrum(rng, shape, decades, centred):
-    base, experts = falling_family(rng, SHAPES[shape], decades)
+def test_the_ridge_of_the_relative_errors_follows_each_spectrum(rng, shape, centred):
+    rows, columns = SHAPES[shape]
+    base, experts = noise_family(rng, (rows, columns))
+    falls = [
+        10.0 ** -torch.linspace(0, decades, columns, dtype=torch.float64)
+        for decades in (0.0, 2.0, 4.0)
+    ]
+    deltas = [(e - base) * fall for e, fall in zip(experts, falls, strict=True)]
+    experts = [base + delta / delta.norm() for delta in deltas]
     least = naive_spectral_ridges(base, experts, centred)
-    assert max(least) > 1.5 * min(least)
+    assert max(least) > 2 * min(least)
     for epsilon in (0.0, 0.01, 1.5 * min(least), 2 * max(least)):
         ridges = [max(epsilon, each) for each in least]
         merged, record = relative(base, experts, epsilon, centred=centred)
@@ -255,8 +254,7 @@ def test_the_global_random_numbers_stay_as_they_are(rng):
 
 @pytest.mark.parametrize("method", [ace, relative])
 def test_the_record_says_whether_the_ridge_was_raised(rng, method):
-    near = falling_family(rng, SHAPES["wide"], (0, 4, 12))
-    far = noise_family(rng, SHAPES["tall"])
+    near, far = (noise_family(rng, SHAPES[shape]) for shape in ("1", "tall"))
     for (base, experts), epsilon, raised, bounded in [
         (near, 1e-8, True, True),
         (near, 1e3, False, False),

@@ -27,9 +27,9 @@ ALL = slice(None)
 LEAST_RIDGE = 1e-6
 # The least one with `ridge_floor`. Weights of real models that are stored in float32 have weak
 # directions, all over, that no rounding noise hides; a language model that was tried keeps two
-# points more with 0.01 than with 1e-6, and half a point more with 0.03. Dictionary families keep
-# what they had (examples/benchmark/epsilons.py).
-FLOOR_RIDGE = 0.03
+# points more with 0.01 than with 1e-6, and dictionary families keep what they had
+# (examples/benchmark/epsilons.py).
+FLOOR_RIDGE = 1e-2
 # The largest, also without it: from there on X is the mean of the Δ_t with weights ε_t to ten
 # digits, while R, in which the ridges cancel, would be nothing but their rounding.
 LARGEST_RIDGE = 1e10

@@ -43,7 +43,7 @@ LARGEST_MEAN_RIDGE = 0.3
 RIDGE_FLOOR = Field(
     True,
     description="Whether ε is raised where the merge would otherwise be far larger than what the "
-    "experts hold, as it is where their rows just determine it (T·o = i), and to at least 0.03 "
+    "experts hold, as it is where their rows just determine it (T·o = i), and to at least 0.01 "
     "mean eigenvalues. false is the paper's formula, with which a small ε can let such a merge "
     "grow without bound.",
 )

@@ -9,7 +9,7 @@ form
 
 which is Eq. 14 of ACE-Merging with s_t = w_t / τ_t and ε_t = w_t ε / i: every form of its solve
 serves. It has no γ and no branch, ε has no unit, and scaling all weights scales X. With
-`ridge_floor`, a Σ_t has a ridge of its own, max(ε, 0.03, 0.003 i tr(G_t²)/tr(G_t)²).
+`ridge_floor`, a Σ_t has a ridge of its own, max(ε, 0.01, 0.003 i tr(G_t²)/tr(G_t)²).
 
 A table whose rows are looked up, such as token embeddings, is a special case. Looking up row v
 multiplies the table, read as (d, n), by the v-th unit vector. So the covariance of its inputs is
