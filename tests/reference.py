@@ -2,8 +2,9 @@
 """ACE-Merging line by line in float64, as slow and as plain as it gets: the judge of the package.
 
 Explicit inverse, full SVD, one Gram matrix per expert. It shares no code with `mergekit_ace`.
-By default its refinement has the plain mean of the estimates, as that of the package; with
-`refinement_mean="ridged"` it is the paper's.
+By default it departs from the paper where the package does: γ counts only where log τ spreads, and
+the refinement has the plain mean of the estimates. `heterogeneity="gamma"` and
+`refinement_mean="ridged"` are the paper's. The ridge is raised with `floor` alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def naive_ace(
     lambda_: float = 1.0,
     epsilon: float = 1e-5,
     epsilon_scale: str = "absolute",
-    heterogeneity: str = "gamma",
+    heterogeneity: str = "auto",
     heterogeneity_threshold: float = 0.3,
     adaptive_normalization: str = "auto",
     structural_prior: bool = True,
@@ -33,6 +34,7 @@ def naive_ace(
     coefficients: list[float] | None = None,
     measured: list[Tensor] | None = None,
     mix: float = 0.0,
+    floor: bool = False,
 ) -> Tensor:
     """The merged matrix, (o, i), in float64; every input (o, i), what was measured (i, i)."""
     *own, refinement = [1.0] * (len(experts) + 1) if coefficients is None else coefficients
@@ -55,8 +57,11 @@ def naive_ace(
     logs = [math.log(value) for value in tau]
     mean_log = sum(logs) / len(logs)
     log_variance = sum((v - mean_log) ** 2 for v in logs) / (len(logs) - 1)
-    statistic = log_variance / mean_log**2 if heterogeneity == "gamma" else log_variance
+    gamma = log_variance / mean_log**2
+    statistic = log_variance if heterogeneity == "log_variance" else gamma
     heterogeneous = statistic > heterogeneity_threshold
+    if heterogeneity == "auto":
+        heterogeneous = heterogeneous and log_variance > 1
     normalize = {"auto": heterogeneous, "always": True, "never": False}[adaptive_normalization]
     refine = {"auto": heterogeneous, "always": True, "never": False}[spectral_refinement]
 
@@ -71,6 +76,9 @@ def naive_ace(
         eps = [epsilon / tr if normalize else epsilon for tr in trace]
     s = [w_t * x for w_t, x in zip(w, s, strict=True)]
     eps = [w_t * e for w_t, e in zip(w, eps, strict=True)]
+    if floor:
+        raised = max(1.0, naive_spectral_ridge(sum(s)) / sum(eps))
+        eps = [raised * e for e in eps]
 
     c = (ones.T @ sum(s)) / i
     if normalize:
@@ -101,27 +109,21 @@ def naive_relative(
     weight: list[float] | None = None,
     *,
     lambda_: float = 1.0,
-    epsilon: float | list[float] | None = 0.03,
+    epsilon: float = 0.03,
     centred: bool = False,
     structural_prior: bool = False,
     diagonal: bool = False,
     coefficients: list[float] | None = None,
     measured: list[Tensor] | None = None,
     mix: float = 0.0,
+    floor: bool = False,
 ) -> Tensor:
-    """`ace_relative` of one matrix, (o, i), in float64; `diagonal`: inputs are unit vectors.
-
-    `epsilon` may be a list, a ridge for each expert; None stands for what `ridge_floor` makes of
-    0.03 where no row is looked up.
-    """
+    """`ace_relative` of one matrix, (o, i), in float64; `diagonal`: inputs are unit vectors."""
     weight = [1.0] * len(experts) if weight is None else weight
     own = [1.0] * len(experts) if coefficients is None else coefficients
     base = base.double()
     deltas = [expert.double() - base for expert in experts]
-    if epsilon is None:
-        epsilon = [max(0.03, ridge) for ridge in naive_spectral_ridges(base, experts, centred)]
-    ridges = epsilon if isinstance(epsilon, list) else [epsilon] * len(experts)
-    given = zip(deltas, weight, own, measured or [None] * len(experts), ridges, strict=True)
+    given = zip(deltas, weight, own, measured or [None] * len(experts), strict=True)
     members = [each for each in given if each[1] > 0 and each[0].abs().max() > 0]
     if not members:
         return base
@@ -129,40 +131,33 @@ def naive_relative(
         return base + lambda_ * members[0][2] * members[0][0]
     i = base.shape[1]
     identity = torch.eye(i, dtype=torch.float64)
-    numerator, system, total = 0, 0, 0
-    for delta, w, a, m, ridge in members:
+    terms = []
+    for delta, w, a, m in members:
         if centred:
             delta = delta - delta.mean(dim=0, keepdim=True)
         gram = delta.T @ delta
         if diagonal:
             gram = gram.diagonal().diag()
         (gram,) = with_measured([gram], None if m is None else [m], mix)
-        sigma = gram / gram.trace() + ridge / i * identity
-        w = w / float((delta @ sigma @ delta.T).trace())
-        numerator = numerator + a * w * delta @ sigma
-        system = system + w * sigma
-        total = total + w * gram / gram.trace()
+        gram = gram / gram.trace()
+        error = delta @ (gram + epsilon / i * identity) @ delta.T
+        terms.append((delta, w / float(error.trace()), a, gram))
+    total = sum(w * gram for _, w, _, gram in terms)
+    ridge = epsilon / i
+    if floor:
+        ridge = max(ridge, naive_spectral_ridge(total) / sum(w for _, w, _, _ in terms))
+    numerator = sum(a * w * delta @ (gram + ridge * identity) for delta, w, a, gram in terms)
+    system = sum(w * (gram + ridge * identity) for _, w, _, gram in terms)
     if structural_prior:
         ones = torch.ones(i, 1, dtype=torch.float64)
         system = system + ones @ (ones.T @ total) / i
     return base + lambda_ * numerator @ torch.linalg.inv(system)
 
 
-def naive_spectral_ridges(
-    base: Tensor, experts: list[Tensor], centred: bool = False
-) -> list[float]:
-    """Return the ridges that `ace_relative` does not go below, in mean eigenvalues of each G.
-
-    They are 0.003 tr(G²)/tr(G), and at least 0.01.
-    """
-    ridges = []
-    for expert in experts:
-        delta = expert.double() - base.double()
-        delta = delta - delta.mean(dim=0) if centred else delta
-        values = torch.linalg.svdvals(delta).square()
-        weighted = values.square().sum() / values.sum().square().clamp(min=1e-300)
-        ridges.append(max(0.01, 0.003 * base.shape[1] * float(weighted)))
-    return ridges
+def naive_spectral_ridge(total: Tensor) -> float:
+    """Return the ridge in all that `ridge_floor` does not go below: 0.005 ‖S‖² / tr(S)."""
+    values = torch.linalg.eigvalsh(total).clamp(min=0)
+    return 0.005 * float(values.square().sum() / values.sum())
 
 
 def with_measured(gram: list[Tensor], measured: list[Tensor] | None, mix: float) -> list[Tensor]:

@@ -172,6 +172,23 @@ def test_the_threshold_decides_the_branch(rng, statistic):
         assert task_vector_error(merged, naive_ace(base, experts, **switches), base) <= 5e-5
 
 
+@pytest.mark.parametrize("spread", [1.5, 4.0])
+@pytest.mark.parametrize("unit", [1.0, 1e-3])
+def test_gamma_counts_where_the_experts_differ_as_well(rng, spread, unit):
+    """Near τ = 1 γ is large whatever the experts are; far from it, small."""
+    base, experts = family(rng, 20, 20, 3, scales=[1 / spread, 1.0, spread])
+    size = unit / (experts[1] - base).norm()
+    base, experts = base * size, [expert * size for expert in experts]
+    records = {
+        statistic: merge_matrix(base, experts, options=AceOptions(heterogeneity=statistic))[1]
+        for statistic in ("auto", "gamma", "log_variance")
+    }
+    assert (records["auto"].log_variance > 1) == (spread == 4)
+    assert (records["auto"].gamma > 0.3) == records["gamma"].heterogeneous == (unit == 1)
+    assert records["auto"].heterogeneous == (spread == 4 and unit == 1)
+    assert AceOptions().heterogeneity == "auto"
+
+
 def test_float64_tensors_are_not_rounded(rng):
     base, experts = family(rng, 12, 10, 3)
     base, experts = base.double(), [e.double() + 1e-9 for e in experts]

@@ -53,7 +53,7 @@ def test_ace_relative(rng, form):
     shape = {"dual": (20, 90), "tall": (120, 24)}.get(form, (50, 60))
     base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS, noise=0.3)
     for options in ({}, {"centred": True, "structural_prior": True}):
-        expected = naive_relative(base, experts, epsilon=None, coefficients=OWN, **options)
+        expected = naive_relative(base, experts, floor=True, coefficients=OWN, **options)
         chosen = RelativeOptions(compute_dtype="float64", **options)
         merged, _ = merge_tensor_relative(base, experts, None, chosen, "matrix", OWN, attempts=only)
         assert task_vector_error(merged, expected, base) <= 1e-9

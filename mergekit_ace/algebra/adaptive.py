@@ -37,6 +37,11 @@ from mergekit_ace.algebra.task_vectors import (
     select_active,
 )
 
+# The least Var_t[log τ_t] at which γ is believed: τ_t that differ by a factor of e. Matrices below
+# it are better off without normalisation and refinement, on families of images and of dictionaries
+# and in a language model (examples/benchmark/EVIDENCE.md).
+CLEARLY_APART = 1.0
+
 
 @dataclass(frozen=True)
 class Branch:
@@ -222,14 +227,19 @@ def decide_branch(base: Tensor, active: ActiveExperts, options: AceOptions) -> B
     """Take step 1: how much do the experts differ in scale, and what follows from it (Eq. 7)?
 
     What counts of τ_t is what is not the rounding of the expert's checkpoint, τ_t − r_t². (In the
-    paper it is τ_t, which is the same unless an expert is stored in a coarser precision.)
+    paper it is τ_t, which is the same unless an expert is stored in a coarser precision.) γ divides
+    by (mean log τ)²: where τ is near 1 it is large whatever the experts are. So ``auto`` asks for
+    some spread as well (departure).
     """
     given = zip(active.experts, active.tau, strict=True)
     statistics = measure_heterogeneity(
         [tau * genuine_share(expert, base, tau) for expert, tau in given]
     )
-    value = statistics.gamma if options.heterogeneity == "gamma" else statistics.log_variance
+    variance = statistics.log_variance
+    value = variance if options.heterogeneity == "log_variance" else statistics.gamma
     heterogeneous = value > options.heterogeneity_threshold
+    if options.heterogeneity == "auto":
+        heterogeneous = heterogeneous and variance > CLEARLY_APART
     switch = {"auto": heterogeneous, "always": True, "never": False}
     rank = int(options.rank_fraction * min(active.shape))
     return Branch(

@@ -41,7 +41,7 @@ from mergekit_ace.algebra.relative import (
     genuine_weights,
     merge_tensor_relative,
 )
-from mergekit_ace.algebra.ridge_floor import apply_floor, is_amplified
+from mergekit_ace.algebra.ridge_floor import is_amplified, raise_ridge
 from mergekit_ace.algebra.task_vectors import ActiveExperts, nested_sets, select_active, task_vector
 
 CONDITION_LIMIT = 1e13  # beyond it, even a factor in float64 is noise
@@ -185,9 +185,9 @@ def _components(
     if not floor:
         return split(floor=False)
     with suppress(IllConditionedError):  # as in `closed_form.solve`
-        _, parts = split(floor=False)
+        raised, parts = split(floor=False)
         if not is_amplified(sum(parts[1:], parts[0]), covariances):
-            return covariances, parts
+            return raised, parts
     return split(floor=True)
 
 
@@ -200,8 +200,7 @@ def _through_columns(
     for task in covariances.tasks:
         covariances.add_estimate(system, task)
     common = mirror(system).mean(dim=0) / covariances.mean_tau
-    if floor:
-        covariances = apply_floor(covariances, system)
+    covariances = raise_ridge(covariances, system, bound=floor)
     system.diagonal().add_(covariances.ridge)
     lower, _ = factorize_within(system, CONDITION_LIMIT)
     inverse = solve_(common[None].clone(), lower).squeeze(0)  # A⁻¹c
@@ -226,8 +225,7 @@ def _through_rows(
     stack = torch.cat([task.centred() for task in covariances.tasks])
     size = len(stack)
     system = mirror(add_gram(covariances.new(size, size), stack))
-    if floor:
-        covariances = apply_floor(covariances, system, dual=True)
+    covariances = raise_ridge(covariances, system, bound=floor, dual=True)
     roots = stack.new_tensor([task.scale**0.5 for task in covariances.tasks])
     roots = roots.repeat_interleave(rows)[:, None]
     stack.mul_(roots)

@@ -23,13 +23,9 @@ from mergekit_ace.algebra.records import AceOptions, tolerance
 from mergekit_ace.algebra.task_vectors import ActiveExperts, Moments, squared_norm
 
 ALL = slice(None)
-# The least ridge ε̄, in mean eigenvalues of Σ S_t: products in float32 are noise below it.
+# The least ridge ε̄ with `ridge_floor`, in mean eigenvalues of Σ S_t: products in float32 are noise
+# below it. See also `ridge_floor`.
 LEAST_RIDGE = 1e-6
-# The least one with `ridge_floor`. Weights of real models that are stored in float32 have weak
-# directions, all over, that no rounding noise hides; a language model that was tried keeps two
-# points more with 0.01 than with 1e-6, and dictionary families keep what they had
-# (examples/benchmark/epsilons.py).
-FLOOR_RIDGE = 1e-2
 # The largest, also without it: from there on X is the mean of the Δ_t with weights ε_t to ten
 # digits, while R, in which the ridges cancel, would be nothing but their rounding.
 LARGEST_RIDGE = 1e10
@@ -123,6 +119,7 @@ class Covariances:
         taus: ‖Δ_t‖² of the experts in use, in units of unit².
         refined: whether the refinement of the spectrum follows.
         trace: Σ_t tr(S_t), in the unit of S_t.
+        floored: whether the ridge is at least what the spectrum asks for, see `raise_ridge`.
         raised: whether the ε_t are larger than was asked for; bounded: whether ‖X‖ needed it.
         noise: of the experts' rounding in X, see `rounding_in_merge`.
         space: of which the matrices are cores; None for matrices that stand for themselves.
@@ -139,6 +136,7 @@ class Covariances:
     taus: tuple[float, ...] = ()
     refined: bool = False
     trace: float = 0.0
+    floored: bool = False
     raised: bool = False
     bounded: bool = False
     noise: float = 0.0
@@ -370,7 +368,7 @@ def estimate_covariances(
     epsilon, unit_ridge = options.epsilon, _unit_ridge(estimated, total, columns)
     plain = options.refinement_mean == "plain"  # the paper's to the letter otherwise
     if options.ridge_floor:
-        epsilon = max(epsilon, (FLOOR_RIDGE if plain else LEAST_RIDGE) * unit_ridge)
+        epsilon = max(epsilon, LEAST_RIDGE * unit_ridge)
     if plain and unit_ridge > 0:
         epsilon = min(epsilon, LARGEST_RIDGE * unit_ridge)
     covariance_unit = 1.0 if normalized else unit**2
@@ -386,6 +384,7 @@ def estimate_covariances(
         taus=tuple(tau / unit**2 for tau in active.tau),
         refined=refined,
         trace=total,
+        floored=options.ridge_floor and plain,
         raised=epsilon > options.epsilon,
         noise=noise,
         space=active.space,

@@ -35,7 +35,7 @@ from mergekit_ace.algebra.linalg import (
     solve_,
 )
 from mergekit_ace.algebra.records import IllConditionedError
-from mergekit_ace.algebra.ridge_floor import apply_floor
+from mergekit_ace.algebra.ridge_floor import raise_ridge
 from mergekit_ace.algebra.task_vectors import squared_norm
 
 CONDITION_LIMIT = {torch.float32: 1e7, torch.float64: 1e14}
@@ -52,7 +52,7 @@ def solve_dual(
         covariances: the estimates of at least one task.
         prior: whether the structural prior enters.
         refined: whether F is wanted.
-        floor: whether the ridge is raised where X would be amplified, see `apply_floor`.
+        floor: whether the ridge is raised where X would be amplified, see `raise_ridge`.
 
     Raises:
         IllConditionedError: K has no factor, A a condition number beyond `CONDITION_LIMIT`, or the
@@ -61,8 +61,7 @@ def solve_dual(
     if covariances.ridge == 0:
         raise IllConditionedError(math.inf)
     products, sides = _products(covariances)
-    if floor:
-        covariances = apply_floor(covariances, mirror(products), dual=True)
+    covariances = raise_ridge(covariances, mirror(products), bound=floor, dual=True)
     merged, target, condition, growth, spread = _coefficients(
         covariances, products, sides, prior, refined
     )

@@ -43,7 +43,7 @@ from mergekit_ace.algebra.linalg import (
     solve_,
 )
 from mergekit_ace.algebra.records import IllConditionedError
-from mergekit_ace.algebra.ridge_floor import apply_floor
+from mergekit_ace.algebra.ridge_floor import raise_ridge
 from mergekit_ace.algebra.task_vectors import squared_norm
 
 # Beyond these, even a Cholesky factor is noise; mixing matrices are solved for in float64.
@@ -62,17 +62,15 @@ def solve_primal(
         covariances: the estimates of at least one task.
         prior: whether the structural prior enters.
         refined: whether F is wanted.
-        floor: whether the ridge is raised where X would be amplified, see `apply_floor`.
+        floor: whether the ridge is raised where X would be amplified, see `raise_ridge`.
 
     Raises:
         IllConditionedError: A has no factor, a condition number beyond `CONDITION_LIMIT`, or the
             error by `_error` is beyond `Covariances.tolerance`.
     """
     total, numerator, turned = _sum_up(covariances)
-    if floor:
-        raised = apply_floor(covariances, total)
-        _add_ridge(covariances, numerator, raised.ridge / covariances.ridge - 1)
-        covariances = raised
+    covariances = raise_ridge(covariances, total, bound=floor)
+    _add_ridge(covariances, numerator)
     common = total.mean(dim=0) / covariances.mean_tau if prior else None
     total.diagonal().add_(covariances.ridge)
     centre = residual_row(covariances, total, turned) if refined else None
@@ -104,7 +102,10 @@ def _error(growth: float, unit: float) -> float:
 
 
 def _sum_up(covariances: Covariances) -> tuple[Tensor, Tensor, Tensor]:
-    """Return S, (i, i), the numerator B, (o, i), and Σ_{t≠r} S_t (μ_t − μ_r), (i,)."""
+    """Return S, (i, i), and over the t ≠ r Σ (C_t − C_r) S_t, (o, i), and Σ S_t (μ_t − μ_r), (i,).
+
+    The second is the numerator B but for its ridges, see `_add_ridge`.
+    """
     rows, columns = covariances.shape
     total = covariances.new(columns, columns)
     numerator, turned = covariances.new(rows, columns), covariances.new(columns)
@@ -119,7 +120,6 @@ def _sum_up(covariances: Covariances) -> tuple[Tensor, Tensor, Tensor]:
             covariances.add_estimate(gram.zero_(), task)
             total.add_(gram)
             turned.addmv_(mirror(gram), task.mean - reference.mean)
-            gram.diagonal().add_(task.ridge)
             for block in blocks(rows, columns):
                 first = covariances.reference_block(block)
                 difference = covariances.difference(task, block, first)
@@ -143,16 +143,15 @@ def _add_through_rows(
     difference.add_(centred, alpha=task.coefficient)
     small = product(difference, centred.mT)
     add_product_(numerator, small, centred, task.scale)
-    numerator.add_(difference, alpha=task.ridge)
 
 
-def _add_ridge(covariances: Covariances, numerator: Tensor, factor: float) -> None:
-    """Add Σ ε_t (C_t − C_r), times a factor, to B, (o, i)."""
-    for block in blocks(*numerator.shape) if factor > 0 else ():
+def _add_ridge(covariances: Covariances, numerator: Tensor) -> None:
+    """Add Σ_{t≠r} ε_t (C_t − C_r) to the numerator, (o, i)."""
+    for block in blocks(*numerator.shape):
         first = covariances.reference_block(block)
         for task in covariances.others:
             moved = covariances.difference(task, block, first)
-            numerator[block].add_(moved, alpha=factor * task.ridge)
+            numerator[block].add_(moved, alpha=task.ridge)
 
 
 def solve_tall(
@@ -167,7 +166,7 @@ def solve_tall(
         covariances: the estimates of at least one task.
         prior: whether the structural prior enters.
         refined: whether F is wanted.
-        floor: whether the ridge is raised where X would be amplified, see `apply_floor`.
+        floor: whether the ridge is raised where X would be amplified, see `raise_ridge`.
 
     Raises:
         IllConditionedError: A has no factor, a condition number beyond `MIXING_LIMIT`, or the
@@ -189,8 +188,7 @@ def _solve_by_mixing(
 ) -> Solution:
     split = max(0, len(covariances.tasks) - 1 - kept)
     total, matrices = _covariances(covariances, split)
-    if floor:
-        covariances = apply_floor(covariances, total)
+    covariances = raise_ridge(covariances, total, bound=floor)
     reference, others = covariances.reference_task, covariances.others
     forgotten, remembered = others[:split], others[split:]
     common = total.mean(dim=0) / covariances.mean_tau if prior else None

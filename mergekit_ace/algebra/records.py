@@ -18,7 +18,7 @@ RelativeLayout = Literal["auto", "matrix", "transposed", "stacked", "flattened",
 Form = Literal["primal", "tall", "lean", "dual"]
 Stage = Literal["closed form", "refined"]
 Observer = Callable[[Stage, Tensor], None]
-Statistic = Literal["gamma", "log_variance"]
+Statistic = Literal["auto", "gamma", "log_variance"]
 
 
 def _number(value: Any) -> Any:
@@ -43,16 +43,17 @@ LARGEST_MEAN_RIDGE = 0.3
 RIDGE_FLOOR = Field(
     True,
     description="Whether ε is raised where the merge would otherwise be far larger than what the "
-    "experts hold, as it is where their rows just determine it (T·o = i), and to at least 0.01 "
-    "mean eigenvalues. false is the paper's formula, with which a small ε can let such a merge "
-    "grow without bound.",
+    "experts hold, as it is where their rows just determine it (T·o = i), and to at least 0.005 "
+    "mean eigenvalues of Σ S_t, weighted by themselves. false is the paper's formula, with which a "
+    "small ε can let such a merge grow without bound.",
 )
 
 
 class AceOptions(BaseModel):
     """What may be chosen per tensor.
 
-    Defaults are the paper's (arXiv 2603.02945) but for ``ridge_floor`` and ``refinement_mean``.
+    Defaults are the paper's (arXiv 2603.02945) but for ``ridge_floor``, ``heterogeneity`` and
+    ``refinement_mean``.
 
     Every field says what it is in its description; mergekit's name for ``scale`` is ``lambda``,
     which Python reserves.
@@ -70,9 +71,10 @@ class AceOptions(BaseModel):
     )
     ridge_floor: bool = RIDGE_FLOOR
     heterogeneity: Statistic = Field(
-        "gamma",
-        description="The statistic that is compared with the threshold: gamma (Eq. 7), or "
-        "log_variance, Var_t[log τ_t], which ignores the unit of the weights.",
+        "auto",
+        description="The statistic that is compared with the threshold: gamma (Eq. 7), which has a "
+        "pole at τ = 1, or log_variance, Var_t[log τ_t], which ignores the unit of the weights. "
+        "auto: gamma, but only where Var_t[log τ_t] exceeds 1.",
     )
     heterogeneity_threshold: NonNegative = Field(
         0.3, description="Above it a matrix counts as heterogeneous."

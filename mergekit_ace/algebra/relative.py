@@ -8,8 +8,7 @@ form
     X = (Σ_t w_t Δ_t Σ_t)(Σ_t w_t Σ_t)⁻¹,   w_t = 1 / tr(Δ_t Σ_t Δ_tᵀ) = 1 / (‖G_t‖²/τ_t + ε τ_t/i),
 
 which is Eq. 14 of ACE-Merging with s_t = w_t / τ_t and ε_t = w_t ε / i: every form of its solve
-serves. It has no γ and no branch, ε has no unit, and scaling all weights scales X. With
-`ridge_floor`, a Σ_t has a ridge of its own, max(ε, 0.01, 0.003 i tr(G_t²)/tr(G_t)²).
+serves. It has no γ and no branch, ε has no unit, and scaling all weights scales X.
 
 A table whose rows are looked up, such as token embeddings, is a special case. Looking up row v
 multiplies the table, read as (d, n), by the v-th unit vector. So the covariance of its inputs is
@@ -37,7 +36,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.closed_form import merge_by_ridge
 from mergekit_ace.algebra.covariance import (
-    FLOOR_RIDGE,
+    LEAST_RIDGE,
     Covariances,
     Task,
     centred_trace,
@@ -67,12 +66,6 @@ from mergekit_ace.algebra.task_vectors import (
     squared_norm,
 )
 
-# The least ridge with `ridge_floor`, in mean eigenvalues of G_t weighted by energy. A spectrum that
-# falls fast asks for more plain mean eigenvalues than a flat one: a language model that was tried
-# keeps most with 0.1 of them, dictionary families with 0.01 to 0.03
-# (examples/benchmark/epsilons.py).
-SPECTRAL_RIDGE = 3e-3
-
 
 class RelativeOptions(BaseModel):
     """What may be chosen per tensor; see `AceOptions`."""
@@ -83,8 +76,8 @@ class RelativeOptions(BaseModel):
     epsilon: Ridge = Field(
         0.03,
         description="Least ridge ε, in mean eigenvalues of a task's covariance estimate G_t; "
-        "`ridge_floor` raises it to at least 0.003 tr(G_t²)/tr(G_t), which is the more of them the "
-        "faster the spectrum falls.",
+        "`ridge_floor` raises it to what the spectrum asks for, which is the more of them the "
+        "faster that falls.",
     )
     ridge_floor: bool = RIDGE_FLOOR
     centred: bool = Field(
@@ -208,6 +201,7 @@ def estimate_relative(
     unit = choose_unit(active, base.numel())
     least = (8 * torch.finfo(active.dtype).eps) ** 2
     columns = active.shape[1]
+    epsilon = max(options.epsilon, LEAST_RIDGE if options.ridge_floor else 0)
     # all G_t together take less memory than a Δ_t then
     remembered = len(base) >= len(active.experts) * base.shape[1]
     measured, members = measured or MeasuredInputs(), []
@@ -222,27 +216,22 @@ def estimate_relative(
         mean = mean if options.centred else torch.zeros_like(mean)
         task = Task(expert, base, mean, 1, 0, unit, coefficient)
         if trace <= least * tau:
-            members.append((task, None, trace, 0.0, 0.0))
+            members.append((task, None, trace, 0.0))
             continue
         norm, gram = gram_norm(task)
-        epsilon = options.epsilon
-        if options.ridge_floor:
-            epsilon = max(epsilon, FLOOR_RIDGE, SPECTRAL_RIDGE * columns * norm / trace**2)
         own = measured.covariance(position)
         if own is not None:
             energy = measured_energy(task, own) * trace / own.trace
             norm = (1 - measured.mix) * norm + measured.mix * energy
         error = norm / trace + epsilon * trace / columns
         task = replace(task, gram=gram if remembered else None)
-        members.append((task, own, trace, epsilon, weight / error))
+        members.append((task, own, trace, weight / error))
     total = math.fsum(share for *_, share in members) or 1.0
     shares = tuple(share / total for *_, share in members)
     tasks, order = [], []
-    raised = False
     for member, share, moments in zip(members, shares, active.moments, strict=True):
         if share > 0:
-            task, own, trace, epsilon, _ = member
-            raised = raised or epsilon > options.epsilon
+            task, own, trace, _ = member
             scaled = replace(task, scale=share / trace, ridge=share * epsilon / columns)
             tasks.append(scaled.mixed_with(own, measured.mix, trace))
             order.append((share, moments.tau))
@@ -256,7 +245,8 @@ def estimate_relative(
         centred=options.centred,
         taus=tuple(tau / unit**2 for tau in active.tau),
         trace=math.fsum(shares),
-        raised=raised,
+        floored=options.ridge_floor,
+        raised=epsilon > options.epsilon,
         noise=noise,
         space=active.space,
     )

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A floor for the ridge: how far the closed form may amplify what the experts hold. Ours.
+"""A floor for the ridge: what the spectrum asks for, and what keeps X from being amplified. Ours.
+
+A ridge damps directions of S = Σ S_t with eigenvalues below it. Where real models are stored in
+float32, no rounding noise hides their weak directions, all over. How many mean eigenvalues of S are
+the right ridge depends on how fast its spectrum falls. So ε̄ is at least `SPECTRAL_RIDGE` times the
+mean of the eigenvalues weighted by themselves, ‖S‖_F² / tr(S), which counts those that matter.
 
 The rows of all task vectors are the equations that X is fitted to, T·o for i unknowns a row. Where
 they just determine it (T·o = i, as in keys and values of models with grouped heads), the smallest
-eigenvalues of S = Σ S_t touch zero, and with a small ridge ‖X‖ peaks: the interpolation threshold.
+eigenvalues of S touch zero, and with a small ridge ‖X‖ peaks: the interpolation threshold.
 Experts that are orthogonal to one another give ‖X‖² = Σ_t ‖Δ_t‖², experts that agree less. What is
 far above that fits noise; so the ridge ε̄ is raised until
 
@@ -13,8 +18,8 @@ LIMIT · Σ_t ‖Δ_t‖² for experts of one strength. With the sum in its plac
 strongest would have no say, and its noise may be far larger than all that they have learned. A
 refinement adds up to ‖X‖ once more, so that where one follows a quarter of it is the bound.
 
-No factorisation is needed to find it. With D̄ = Σ_t ε_t C_t / ε̄, which stays as it is when all ε_t
-grow alike,
+No factorisation is needed to find the latter. With D̄ = Σ_t ε_t C_t / ε̄, which stays as it is when
+all ε_t grow alike,
 
     X = D̄ + E (S + ε̄ I)⁻¹,   E = Σ_t (C_t − D̄) S_t,
 
@@ -42,6 +47,9 @@ from mergekit_ace.algebra.covariance import Covariances
 from mergekit_ace.algebra.linalg import blocks, mirror, product
 from mergekit_ace.algebra.task_vectors import squared_norm
 
+# Of 0.003, 0.005, 0.01 and 0.02, dictionary families keep most of their experts with the first two,
+# and a language model that was tried with the last two (examples/benchmark/epsilons.py).
+SPECTRAL_RIDGE = 5e-3
 # Dictionary families keep most of their experts at 2 to 3 (examples/benchmark/epsilons.py), a real
 # language model that was tried at 1 to 2.5.
 LIMIT = 2.5
@@ -104,18 +112,50 @@ def largest_energy(covariances: Covariances) -> float:
     return largest / 4 if covariances.refined else largest
 
 
-def apply_floor(covariances: Covariances, system: Tensor, *, dual: bool = False) -> Covariances:
-    """Return the estimates with the smallest ridge, from the given one up, that keeps to a bound.
-
-    The bound is that of `largest_energy`.
+def raise_ridge(
+    covariances: Covariances, system: Tensor, *, bound: bool, dual: bool = False
+) -> Covariances:
+    """Return the estimates with the ridge that the spectrum and a bound on ‖X‖ ask for.
 
     Args:
-        covariances: the estimates.
+        covariances: the estimates; without `floored` the spectrum asks for nothing.
         system: S, (i, i); with `dual` [C_s C_tᵀ]_st, (N, N). Both triangles are read.
-        dual: which of the two it is.
+        bound: whether ‖X‖² is kept to `largest_energy`.
+        dual: which of the two the system is.
     """
-    if covariances.ridge == 0:  # nothing to raise: no S_t has a trace
+    if covariances.ridge == 0 or covariances.trace == 0:  # nothing to raise: S is 0
         return covariances
+    if covariances.floored:
+        covariances = _follow_spectrum(covariances, _energy(covariances, system, dual))
+    return _keep_to_bound(covariances, system, dual) if bound else covariances
+
+
+def _energy(covariances: Covariances, system: Tensor, dual: bool) -> float:
+    """Return ‖S‖_F²."""
+    if not dual:
+        return squared_norm(system)
+    rows = covariances.shape[0]
+    scaled = [
+        first.scale * second.scale * squared_norm(part)
+        for first, band in zip(covariances.tasks, system.split(rows), strict=True)
+        for second, part in zip(covariances.tasks, band.split(rows, dim=1), strict=True)
+    ]
+    return math.fsum(scaled)
+
+
+def _follow_spectrum(covariances: Covariances, energy: float) -> Covariances:
+    """Return the estimates with ε̄ at least a share of ‖S‖_F² / tr(S), given ‖S‖_F²."""
+    least = SPECTRAL_RIDGE * energy / covariances.trace
+    if covariances.ridge >= least:
+        return covariances
+    return replace(covariances.times_ridge(least / covariances.ridge), raised=True)
+
+
+def _keep_to_bound(covariances: Covariances, system: Tensor, dual: bool) -> Covariances:
+    """Return the estimates with the smallest ridge, from the given one up, that keeps to a bound.
+
+    The bound is that of `largest_energy`; arguments as of `raise_ridge`.
+    """
     bound, before = largest_energy(covariances), math.inf
     for probes in _probes(covariances.unweighted(), system, dual):
         ridge = _least_ridge(probes, covariances.ridge, bound)

@@ -94,6 +94,13 @@ def by_unit_alone(row: Row) -> bool:
     return matrix.statistic == "gamma" and matrix.log_variance <= matrix.threshold
 
 
+def held_back(row: Row) -> bool:
+    """Return whether γ exceeds the threshold and ``auto`` does not believe it."""
+    matrix = row.matrix
+    above = matrix.statistic == "auto" and matrix.gamma > matrix.threshold
+    return above and not matrix.heterogeneous
+
+
 def sentences(report: Report) -> Iterator[str]:
     """Yield the summary, most important first."""
     yield _overview(report)
@@ -277,12 +284,23 @@ def _branches(report: Report) -> Iterator[str]:
     if not solved:
         return
     exceeding = [row for row in solved if row.matrix.heterogeneous]
-    statistic = "γ" if solved[0].matrix.statistic == "gamma" else "The variance of log τ"
-    if not exceeding:
+    held = [row for row in solved if held_back(row)]
+    if held:
         yield (
-            f"{statistic} stays below the threshold in all {len(solved)} matrices: the experts "
-            "differ little in scale, and nothing is normalised or refined unless you ask for it."
+            f"γ exceeds the threshold in {len(held)} of {len(solved)} matrices only because τ is "
+            "close to 1: the experts hardly differ in scale there, and these do not count as "
+            "heterogeneous."
         )
+    spread = solved[0].matrix.statistic == "log_variance"
+    statistic = "The variance of log τ" if spread else "γ"
+    if not exceeding:
+        rest = len(solved) - len(held)
+        if rest:
+            yield (
+                f"{statistic} stays below the threshold in {'the other' if held else 'all'} {rest} "
+                "matrices: the experts differ little in scale, and nothing is normalised or "
+                "refined unless you ask for it."
+            )
         return
     alone = [row for row in exceeding if by_unit_alone(row)]
     text = f"{statistic} exceeds the threshold in {len(exceeding)} of {len(solved)} matrices"

@@ -54,6 +54,24 @@ def test_gamma_because_of_the_unit():
     assert "heterogeneity: log_variance" in text
 
 
+def test_gamma_that_is_not_believed():
+    lines = layers(10, [1.0, 2.0], statistic="auto")
+    for line in lines[:4]:
+        line |= {"gamma": 0.95, "log_variance": 0.05}
+    text = said(lines)
+    assert "γ exceeds the threshold in 4 of 10 matrices only because τ is close to 1" in text
+    assert "γ stays below the threshold in the other 6 matrices" in text
+    lines[4] |= {"heterogeneous": True, "refined": True, "gamma": 2.0, "log_variance": 1.5}
+    summary = summarize(report_of(lines))
+    assert (summary["heterogeneous"], summary["heterogeneous_by_unit"]) == (1, 0)
+    assert "γ exceeds the threshold in 1 of 10 matrices." in "\n".join(summary["sentences"])
+    for line in lines:
+        line |= {"heterogeneous": False, "gamma": 0.95, "log_variance": 0.05}
+    text = said(lines)
+    assert "γ exceeds the threshold in 10 of 10 matrices only because" in text
+    assert "below the threshold" not in text
+
+
 def test_log_variance_has_no_unit():
     lines = layers(3, [1.0, 2.0], statistic="log_variance")
     lines[0] |= {"heterogeneous": True, "refined": True, "log_variance": 0.31}
