@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mergekit_ace.algebra import ridge_floor
 
-def test_the_program_at_its_smallest(benchmark, run_example, tmp_path, monkeypatch):
+
+def test_the_program_at_its_smallest(benchmark, run_example, tmp_path):
     epsilons = benchmark("epsilons")
-    monkeypatch.setattr(epsilons, "EPSILONS", (0.0, 1e-2))
-    flags = ["--families", "llama-grouped", "--small", tmp_path]
+    flags = ["--families", "llama-grouped", "--small", tmp_path, "--epsilons", 0, 0.01]
     flags += ["--parameters", "{}", '{"lambda": 0.5}']
     shown = run_example("benchmark", "epsilons", *flags)
     assert "\n| | llama-grouped, float32 | llama-grouped, bfloat16 |\n" in shown
@@ -29,6 +30,18 @@ def test_the_program_at_its_smallest(benchmark, run_example, tmp_path, monkeypat
     again = run_example("benchmark", "epsilons", *flags)
     assert results.read_bytes() == before, "something was repeated"
     assert again in shown, "the tables are the last that a run prints"
+    usual = ridge_floor.SPECTRAL_RIDGE
+    shown = run_example("benchmark", "epsilons", *flags[:-3], "--epsilons", 0, "--methods", "ace",
+                        "--stored", "float32", "--spectral", usual, 30.0)  # fmt: skip
+    assert "\nace, 30 of the spectrum: accuracy" in shown
+    assert ridge_floor.SPECTRAL_RIDGE == usual
+    new = epsilons.read_results(results)[len(lines) :]
+    assert [line["row"] for line in new] == ["ace, 30 of the spectrum, ε = 0"]
+    (plain,) = (line for line in lines if (line["row"], line["family"]) == (
+        "ace, ε = 0", "llama-grouped, float32"))  # fmt: skip
+    assert all(
+        new[0]["amplification"][kind] != sizes for kind, sizes in plain["amplification"].items()
+    )
 
 
 def test_experts_of_grouped_heads_meet_the_threshold(benchmark):

@@ -4,14 +4,16 @@
     python examples/benchmark/epsilons.py                   # three families, stored in two ways
     python examples/benchmark/epsilons.py --families llama-grouped \\
         --parameters '{"ridge_floor": true}' '{"ridge_floor": false}'
+    python examples/benchmark/epsilons.py --methods ace --epsilons 1e-5 --spectral 0.003 0.005 0.01
 
 Families are those of `quality.py`, trained where they are not there yet. With four experts the
 keys and values of `llama-grouped` have just as many rows, over all experts, as columns (T·o/i = 1),
 those of its two sisters 0.92 and 1.08 times as many. A family stored in bfloat16 is rounded once,
 base and experts, and merged with `dtype: float32`. Per ε the tables give the accuracy on the
 experts' tasks, then how far the worst smaller ε falls behind the best one, and the amplification
-‖X‖ / max ‖Δ_t‖ by kind of tensor. Results are kept in `results-epsilons.jsonl`: what this
-code has made is not repeated.
+‖X‖ / max ‖Δ_t‖ by kind of tensor. `--spectral` puts other values in the place of `SPECTRAL_RIDGE`,
+the share of tr(S²)/tr(S) below which `ridge_floor` lets no ridge fall. Results are kept in
+`results-epsilons.jsonl`: what this code has made is not repeated.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch starts its threads
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
@@ -37,6 +40,8 @@ from evidence.results import is_known, keep, key, read_results, table
 from evidence.rows import Row
 from evidence.scoring import Examiner, State
 
+from mergekit_ace.algebra import ridge_floor
+
 METHODS = ("ace", "ace_relative")
 EPSILONS = (0.0, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 NAMES = (*LANGUAGE_FAMILIES, *GROUPED_FAMILIES)
@@ -45,15 +50,36 @@ STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RESULTS = Path(__file__).resolve().parent / "results-epsilons.jsonl"
 
 
-def make_rows(parameters: Mapping[str, Any], methods: Sequence[str] = METHODS) -> list[Row]:
-    """Return methods at every ε, with further parameters."""
-    further = "".join(f", {name}: {json.dumps(value)}" for name, value in parameters.items())
+def make_rows(
+    parameters: Mapping[str, Any],
+    methods: Sequence[str] = METHODS,
+    epsilons: Sequence[float] = EPSILONS,
+    more: str = "",
+) -> list[Row]:
+    """Return methods at every ε, with further parameters, and something more in their names."""
+    further = "".join(f", {name}: {json.dumps(value)}" for name, value in parameters.items()) + more
     return [
         Row(f"{method}{further}, ε = {e:g}", method, {**parameters, "epsilon": e},
             group=f"{method}{further}")
         for method in methods
-        for e in EPSILONS
+        for e in epsilons
     ]  # fmt: skip
+
+
+def all_rows(arguments: argparse.Namespace) -> list[tuple[float, Row]]:
+    """Return the rows that are asked for, each with the `SPECTRAL_RIDGE` that it is merged with."""
+    usual = ridge_floor.SPECTRAL_RIDGE
+    return [
+        (share, row)
+        for share in arguments.spectral or [usual]
+        for given in arguments.parameters
+        for row in make_rows(
+            given,
+            arguments.methods,
+            arguments.epsilons,
+            "" if share == usual else f", {share:g} of the spectrum",
+        )
+    ]
 
 
 def amplification(base: State, experts: Sequence[State], merged: State) -> dict[str, list[float]]:
@@ -84,24 +110,26 @@ def examine_row(examiner: Examiner, row: Row) -> dict:
 
 def examine(arguments: argparse.Namespace, results: dict[tuple, dict]) -> None:
     """Train, merge and examine what is not among the results yet, and add it there."""
-    rows = [row for given in arguments.parameters for row in make_rows(given, arguments.methods)]
+    rows = all_rows(arguments)
     for seed in arguments.seeds:
         for name in arguments.families:
             for stored in arguments.stored:
                 head = {"family": f"{name}, {stored}", "seed": seed}
                 family = make_family(name, seed, None, arguments.folder, arguments.steps)
                 head["experts"] = len(family.tasks)
-                missing = [row for row in rows if not is_known(head, row.name, results)]
+                missing = [pair for pair in rows if not is_known(head, pair[1].name, results)]
                 if not missing:
                     continue
                 family.train()
                 if stored != "float32":
                     family.store_as(STORED[stored])
                 examiner = Examiner(family)
-                for row in missing:
+                for share, row in missing:
                     line = {**head, "row": row.name, "group": row.group,
                             "epsilon": row.parameters["epsilon"]}  # fmt: skip
-                    keep([line | examine_row(examiner, row)], results, arguments.results)
+                    with mock.patch.object(ridge_floor, "SPECTRAL_RIDGE", share):
+                        line |= examine_row(examiner, row)
+                    keep([line], results, arguments.results)
 
 
 def regret(lines: Sequence[dict]) -> tuple[float, float, bool]:
@@ -175,6 +203,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = family_parser(__doc__, NAMES, NEAR_THRESHOLD, [0], RESULTS)
     parser.add_argument("--stored", nargs="+", choices=STORED, default=list(STORED))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--epsilons", nargs="+", type=float, default=EPSILONS)
+    parser.add_argument("--spectral", nargs="+", type=float, help="in place of SPECTRAL_RIDGE")
     parser.add_argument(
         "--parameters", nargs="+", type=json.loads, default=[{}], metavar="JSON",
         help="further parameters of the methods; a sweep for each object",
