@@ -34,7 +34,7 @@ def test_the_program_at_its_smallest(benchmark, run_example, tmp_path):
     shown = run_example("benchmark", "epsilons", *flags[:-3], "--epsilons", 0, "--methods", "ace",
                         "--stored", "float32", "--spectral", usual, 30.0)  # fmt: skip
     assert "\nace, 30 of the spectrum: accuracy" in shown
-    assert ridge_floor.SPECTRAL_RIDGE == usual
+    assert usual == ridge_floor.SPECTRAL_RIDGE
     new = epsilons.read_results(results)[len(lines) :]
     assert [line["row"] for line in new] == ["ace, 30 of the spectrum, ε = 0"]
     (plain,) = (line for line in lines if (line["row"], line["family"]) == (

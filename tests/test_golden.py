@@ -52,7 +52,7 @@ def test_the_reference_itself(case):
     layout = parameters.pop("layout", "matrix" if base.ndim == 2 else "mean")
     if "lambda" in parameters:
         parameters["lambda_"] = parameters.pop("lambda")
-    expected = naive_tensor(base, experts, layout, **PAPER, **parameters)
+    expected = naive_tensor(base, experts, layout, **{**PAPER, **parameters})
     assert task_vector_error(expected, TENSORS[f"{case}.merged"], base) <= 1e-10
 
 

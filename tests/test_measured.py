@@ -16,7 +16,7 @@ from mergekit_ace.algebra.forms import choose_forms
 from mergekit_ace.algebra.measured import MeasuredCovariance, MeasuredInputs, pack, packed_size
 from mergekit_ace.algebra.records import AceOptions
 from mergekit_ace.algebra.relative import RelativeOptions, merge_relative, merge_table
-from mergekit_ace.algebra.ridge_floor import LIMIT
+from mergekit_ace.algebra.ridge_floor import LIMIT, SPECTRAL_RIDGE
 from mergekit_ace.algebra.task_vectors import select_active
 
 SHAPES = {"wide": (10, 40), "tall": (50, 12), "square": (24, 24)}
@@ -153,6 +153,18 @@ def test_the_floor_of_the_ridge_holds(rng, rows):
     assert before.amplification > 1.2 * LIMIT
     assert record.raised
     assert record.amplification <= LIMIT * 1.001
+
+
+@pytest.mark.parametrize("mix", [0.25, 1.0])
+def test_a_measurement_asks_for_the_ridge_of_a_flat_spectrum(rng, mix):
+    base, experts = family(rng, 90, 30, 3, noise=1.0)
+    covariances = [random_covariance(rng, 30, rank=40) for _ in experts]
+    options = AceOptions(epsilon=0, compute_dtype="float64")
+    _, record = merge_matrix(base, experts, options=options, measured=measured(covariances, mix))
+    assert record.ridge == pytest.approx(SPECTRAL_RIDGE, rel=1e-6)
+    assert record.bounded is False
+    _, estimated = merge_matrix(base, experts, options=options)
+    assert estimated.ridge > 1.5 * record.ridge
 
 
 @pytest.mark.parametrize("mix", [0.25, 1.0])

@@ -4,7 +4,9 @@
 A ridge damps directions of S = Σ S_t with eigenvalues below it. Where real models are stored in
 float32, no rounding noise hides their weak directions, all over. How many mean eigenvalues of S are
 the right ridge depends on how fast its spectrum falls. So ε̄ is at least `SPECTRAL_RIDGE` times the
-mean of the eigenvalues weighted by themselves, ‖S‖_F² / tr(S), which counts those that matter.
+mean of the eigenvalues weighted by themselves, ‖S‖_F² / tr(S), which counts those that matter. A
+covariance that was measured is no noise in its weak directions, and its largest eigenvalues stand
+out far more: where one is mixed in, the plain mean tr(S) / i takes the place of the weighted one.
 
 The rows of all task vectors are the equations that X is fitted to, T·o for i unknowns a row. Where
 they just determine it (T·o = i, as in keys and values of models with grouped heads), the smallest
@@ -131,7 +133,9 @@ def raise_ridge(
 
 
 def _energy(covariances: Covariances, system: Tensor, dual: bool) -> float:
-    """Return ‖S‖_F²."""
+    """Return ‖S‖_F²; where a measurement is mixed in, that of a flat spectrum."""
+    if covariances.is_measured:
+        return covariances.trace**2 / covariances.whole_shape[1]
     if not dual:
         return squared_norm(system)
     rows = covariances.shape[0]
