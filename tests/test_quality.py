@@ -59,6 +59,13 @@ def test_the_program_at_its_smallest(benchmark, run_example, tmp_path):
     }  # fmt: skip
 
 
+def test_a_whole_name_is_that_row_alone(benchmark):
+    quality = benchmark("quality")
+    rows = quality.choose_rows(quality.parse(["--rows", "ace_relative", "ace E"]))
+    names = ["ace E1 (ridge only)", "ace E2 (+ normalisation)", "ace E3 (+ prior)", "ace_relative"]
+    assert [row.name for row in rows] == names
+
+
 def test_rows_that_do_not_exist(benchmark, tmp_path):
     quality = benchmark("quality")
     flags = ["--small", str(tmp_path), "--rows", "ties", "direct"]

@@ -106,7 +106,7 @@ def examine_family(examiner: Examiner) -> list[dict]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = family_parser(__doc__, NAMES, FAMILIES, [0, 1, 2], RESULTS)
     parser.add_argument("--experts", type=int, help="only the first so many of a family")
-    parser.add_argument("--rows", nargs="+", help="only rows whose name starts with one of these")
+    parser.add_argument("--rows", nargs="+", help="only these, or those that start so")
     parser.add_argument("--sweeps", action="store_true", help="ε over eight decades as well")
     parser.add_argument("--studies", action="store_true", help="rules for ε, λ and a balance, too")
     parser.add_argument(
@@ -133,7 +133,9 @@ def choose_rows(arguments: argparse.Namespace) -> list[Row]:
                 f"There are: {'; '.join(row.name for row in rows)}."
             )
     if arguments.rows:
-        rows = [row for row in rows if row.name.startswith(tuple(arguments.rows))]
+        exact = {row.name for row in rows}.intersection(arguments.rows)
+        starts = tuple(start for start in arguments.rows if start not in exact)
+        rows = [row for row in rows if row.name in exact or row.name.startswith(starts)]
     return rows
 
 

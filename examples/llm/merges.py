@@ -120,6 +120,7 @@ ROWS = [
 # By `--rows` alone: how else embeddings may be read, and what samples or own texts are worth.
 ON_DEMAND = [
     Row("ace, embeddings averaged", "ace", layout("mean")),
+    Row("ace, paper's γ", "ace", {"heterogeneity": "gamma"}),
     *(
         Row(f"ace_relative, embeddings {reading}", "ace_relative", layout(value))
         for reading, value in (("averaged", "mean"), ("as table", "table"), ("as matrix", "matrix"))
