@@ -39,7 +39,7 @@ from mergekit_ace.algebra.task_vectors import (
 
 # The least Var_t[log τ_t] at which γ is believed: τ_t that differ by a factor of e. Matrices below
 # it are better off without normalisation and refinement, on families of images and of dictionaries
-# and in a language model (examples/benchmark/EVIDENCE.md).
+# and in a language model (examples/benchmark/README.md).
 CLEARLY_APART = 1.0
 
 

@@ -49,8 +49,8 @@ from mergekit_ace.algebra.covariance import Covariances
 from mergekit_ace.algebra.linalg import blocks, mirror, product
 from mergekit_ace.algebra.task_vectors import squared_norm
 
-# Of 0.003, 0.005, 0.01 and 0.02, dictionary families keep most of their experts with the first two,
-# and a language model that was tried with the last two (examples/benchmark/epsilons.py).
+# Dictionary families keep as much with it as without, and less with 0.01 or 0.02; a language model
+# that was tried keeps one to two points more with it (examples/benchmark/epsilons.py).
 SPECTRAL_RIDGE = 5e-3
 # Dictionary families keep most of their experts at 2 to 3 (examples/benchmark/epsilons.py), a real
 # language model that was tried at 1 to 2.5.
