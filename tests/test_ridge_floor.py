@@ -134,7 +134,7 @@ def test_the_ridge_follows_the_spectrum(rng, method, shape, centred):
         for epsilon in (0.01 * least, 0.5 * least, 2 * least):
             merged, record = method(base, members, epsilon, **given)
             expected = naive(base, members, epsilon=epsilon, floor=True, **given, **more)
-            assert task_vector_error(merged, expected, base) <= 1e-7
+            assert task_vector_error(merged, expected, base) <= 1e-8
             assert record.raised is (epsilon < least)
             assert record.bounded is False
         merged, record = method(base, members, 0.5 * least, **given, ridge_floor=False)
@@ -190,7 +190,7 @@ def test_the_strongest_expert_does_not_speak_for_all(rng, method, shape, spread)
     assert float((merged - base).square().sum()) <= bound
     if method is ace:
         _, ridged = ace(base, experts, 0.0, **steps, refinement_mean="ridged")
-        assert ridged.ridge < record.ridge or not record.bounded
+        assert ridged.ridge < record.ridge
 
 
 @pytest.mark.parametrize("form", ["primal", "tall", "lean", "dual"])
@@ -210,14 +210,17 @@ def test_every_form_finds_the_same_ridge(rng, form, precision):
     assert task_vector_error(merged, expected, base) <= 1e-2
 
 
-@pytest.mark.parametrize("rows", [2, 7])
+@pytest.mark.parametrize("rows", [3, 5, 7])
 def test_few_rows_are_looked_at_one_by_one(rng, rows):
     """There is no chance in it then: the bound holds to the precision of the search."""
-    base, experts = noise_family(rng, (rows, 2 * rows), 2)
+    base, experts = noise_family(rng, (rows, 3 * rows))
+    fall = 10.0 ** -torch.linspace(0, 1, 3 * rows, dtype=torch.float64)
+    experts = [base + (expert - base) * fall for expert in experts]
     _, record = ace(base, experts, 0.0, **PLAIN)
     limit = naive_limit(base, experts)
-    assert record.amplification <= limit * 1.001 or not record.bounded
-    assert record.amplification == pytest.approx(limit, rel=0.02) or not record.bounded
+    assert record.bounded
+    assert record.amplification <= limit * 1.001
+    assert record.amplification == pytest.approx(limit, rel=0.02)
 
 
 def test_no_ridge_and_rank_deficient_covariances(rng):

@@ -54,10 +54,11 @@ def make_rows(
     parameters: Mapping[str, Any],
     methods: Sequence[str] = METHODS,
     epsilons: Sequence[float] = EPSILONS,
-    more: str = "",
+    suffix: str = "",
 ) -> list[Row]:
-    """Return methods at every ε, with further parameters, and something more in their names."""
-    further = "".join(f", {name}: {json.dumps(value)}" for name, value in parameters.items()) + more
+    """Return methods at every ε, with further parameters, which their names say before a suffix."""
+    further = "".join(f", {name}: {json.dumps(value)}" for name, value in parameters.items())
+    further += suffix
     return [
         Row(f"{method}{further}, ε = {e:g}", method, {**parameters, "epsilon": e},
             group=f"{method}{further}")
@@ -117,7 +118,7 @@ def examine(arguments: argparse.Namespace, results: dict[tuple, dict]) -> None:
                 head = {"family": f"{name}, {stored}", "seed": seed}
                 family = make_family(name, seed, None, arguments.folder, arguments.steps)
                 head["experts"] = len(family.tasks)
-                missing = [pair for pair in rows if not is_known(head, pair[1].name, results)]
+                missing = [(s, row) for s, row in rows if not is_known(head, row.name, results)]
                 if not missing:
                     continue
                 family.train()

@@ -27,7 +27,6 @@ import mergekit_ace
 SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0)
 # Ridges from the paper's heaviest down to none, by `--rows` alone.
 EPSILONS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 0.1, 0.3)
-RELATIVE_EPSILONS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)  # in mean eigenvalues
 WITHOUT_BASE = ("linear", "karcher")
 MERGEKITS_OWN = (*WITHOUT_BASE, "task_arithmetic", "ties", "dare_ties", "sce")
 EMBEDDINGS = "embed"  # part of the names of tables of embeddings
@@ -129,15 +128,6 @@ ON_DEMAND = [
         Row(f"{method}, ε = {e:g}", method, {"epsilon": e}, scaled=False)
         for method in ("ace", "ace_relative")
         for e in EPSILONS
-    ),
-    *(
-        Row(
-            f"ace, relative ε = {e:g}",
-            "ace",
-            {"epsilon": e, "epsilon_scale": "relative"},
-            scaled=False,
-        )
-        for e in RELATIVE_EPSILONS
     ),
     *(
         Row(f"{method}, {samples} samples", method, scaled=False, learn=learn, samples=samples)

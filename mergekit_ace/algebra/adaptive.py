@@ -49,7 +49,7 @@ class Branch:
 
     Attributes:
         statistics: both measures of heterogeneity.
-        heterogeneous: whether the chosen one exceeds the threshold.
+        heterogeneous: whether the matrix counts as heterogeneous.
         normalized: whether covariances are divided by their traces.
         rank: k of the refinement; 0 without.
     """

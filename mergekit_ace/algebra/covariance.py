@@ -24,7 +24,7 @@ from mergekit_ace.algebra.task_vectors import ActiveExperts, Moments, squared_no
 
 ALL = slice(None)
 # The least ridge ε̄ with `ridge_floor`, in mean eigenvalues of Σ S_t: products in float32 are noise
-# below it. See also `ridge_floor`.
+# below it. What a spectrum asks for is in `ridge_floor`.
 LEAST_RIDGE = 1e-6
 # The largest, also without it: from there on X is the mean of the Δ_t with weights ε_t to ten
 # digits, while R, in which the ridges cancel, would be nothing but their rounding.

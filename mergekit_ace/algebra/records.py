@@ -135,8 +135,8 @@ class MatrixRecord:
             the expert are mixed.
         noise: ν_t², the energy of the rounding noise in τ_t; None where nobody asked for it.
         gamma, log_variance: the two statistics of heterogeneity; None with fewer than two experts.
-        statistic, threshold: which of the two is compared, and with what.
-        heterogeneous: whether it exceeds the threshold.
+        statistic, threshold: how heterogeneity is told, see `AceOptions`, and above what.
+        heterogeneous: whether the matrix counts as heterogeneous.
         normalized, prior, refined: which steps were taken; a prior or a refinement that would turn
             the merge against the experts is not.
         epsilon: ε_t of Eqs. 9-10 times w_t; None for an expert that is not in use.
