@@ -13,8 +13,9 @@ What it does not imitate: kernels. Rounding is the CPU's, and threads do not sha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 GPU = torch.device("meta")
 CPU = torch.device("cpu")
@@ -76,8 +76,8 @@ class ImitatedGpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, arguments=(), options=None):
         options = options or {}
-        given, _ = tree_flatten((arguments, options))
-        tensors = [value for value in given if isinstance(value, Tensor)]
+        tensors: list[Tensor] = []
+        plain_arguments, plain_options = _each((arguments, options), partial(_values, tensors))
         on_gpu = any(isinstance(tensor, GpuTensor) for tensor in tensors)
         wanted = options.get("device")
         here = on_gpu if wanted is None else torch.device(wanted).type == GPU.type
@@ -87,8 +87,7 @@ class ImitatedGpu(TorchDispatchMode):
         if on_gpu and (packet is ATEN._local_scalar_dense or not here):
             self.waits += 1
         if wanted is not None:
-            options = {**options, "device": CPU}
-        plain_arguments, plain_options = tree_map(_values, (arguments, options))
+            plain_options["device"] = CPU
         results = operation(*plain_arguments, **plain_options)
         known = {id(tensor.values): tensor for tensor in tensors if isinstance(tensor, GpuTensor)}
         if packet is ATEN.copy_:
@@ -102,7 +101,7 @@ class ImitatedGpu(TorchDispatchMode):
                 return value
             return known[id(value)] if id(value) in known else self._place(value)
 
-        return tree_map(wrap, results)
+        return _each(results, wrap)
 
     def _check_devices(self, packet: Any, tensors: list[Tensor]) -> None:
         strangers = [t for t in tensors if not isinstance(t, GpuTensor) and t.ndim > 0]
@@ -116,8 +115,7 @@ class ImitatedGpu(TorchDispatchMode):
         storage = values.untyped_storage()
         held, size = StorageWeakRef(storage), storage.nbytes()
         if size and held.cdata not in self._held:
-            self._held = {key: one for key, one in self._held.items() if not one[0].expired()}
-            if size + self.used > self.memory:
+            if self.memory < math.inf and size + self.used > self.memory:
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes")
             self._held[held.cdata] = held, size
         return GpuTensor(values)
@@ -125,7 +123,8 @@ class ImitatedGpu(TorchDispatchMode):
     @property
     def used(self) -> int:
         """Bytes that are allocated."""
-        return sum(size for held, size in self._held.values() if not held.expired())
+        self._held = {key: one for key, one in self._held.items() if not one[0].expired()}
+        return sum(size for _, size in self._held.values())
 
 
 class MadeFromNumbers(TorchFunctionMode):
@@ -142,7 +141,22 @@ class MadeFromNumbers(TorchFunctionMode):
         return function(*arguments, **options)
 
 
-def _values(value: Any) -> Any:
+def _each(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return what an operation takes or gives, with the function applied to everything in it.
+
+    Torch's `tree_map` does the same for any class, and takes longer than the operations themselves.
+    """
+    if isinstance(value, (tuple, list)):
+        return type(value)([_each(item, function) for item in value])
+    if isinstance(value, dict):
+        return {key: _each(item, function) for key, item in value.items()}
+    return function(value)
+
+
+def _values(tensors: list[Tensor], value: Any) -> Any:
+    """Return the numbers of a tensor of the GPU, anything else as it is; note all tensors."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
     return value.values if isinstance(value, GpuTensor) else value
 
 
