@@ -20,12 +20,15 @@ from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import click
 import pytest
-import torch
 import yaml
 from click.testing import CliRunner
+
+if TYPE_CHECKING:
+    import torch  # what starts the workers, and tests nothing, has no use for it
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "msedge")
@@ -43,6 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let folders come first: their files are the longest, and should not be the last, either."""
+    items.sort(key=lambda item: item.path.parent == Path(__file__).parent)
+
+
 def pytest_collection_finish() -> None:
     """Let the garbage collector pass over all that was imported, which takes a third of a second.
 
@@ -54,6 +62,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def rng() -> torch.Generator:
+    import torch
+
     return torch.Generator().manual_seed(0)
 
 
@@ -74,6 +84,7 @@ def no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def gpu(monkeypatch) -> Iterator[torch.device]:
     """The GPU of this machine, or an imitated one, see `imitated_gpu`."""
+    import torch
     from imitated_gpu import GPU, imitated_gpu
 
     if torch.cuda.is_available():

@@ -16,7 +16,6 @@ import transformers as tf
 import yaml
 from checkpoints import LLAMA, fine_tuned, tiny_llama
 from configs import check_merge_config
-from scipy.stats import pearsonr, spearmanr
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -237,6 +236,8 @@ def glue_suite(tmp_path):
 @torch.no_grad()
 def plain_correlations(model: tf.PreTrainedModel, samples: list[dict]) -> float:
     """The score on the task `degree`, one sample at a time, so that nothing is padded."""
+    from scipy.stats import pearsonr, spearmanr  # slow to import, for every worker
+
     predicted = []
     for sample in samples:
         words = f"{sample['one']} {sample['two']}".split()

@@ -7,7 +7,6 @@ import pytest
 import torch
 from matrices import HETEROGENEOUS, family
 from reference import naive_relative, naive_relative_errors
-from sklearn.covariance import ledoit_wolf_shrinkage
 
 
 @pytest.fixture
@@ -35,6 +34,8 @@ def test_the_fixed_one_is_the_method(studies, deltas):
 
 
 def test_intensities(studies, rng):
+    from sklearn.covariance import ledoit_wolf_shrinkage  # two seconds for every worker otherwise
+
     for rows, width in ((40, 10), (10, 40), (200, 20)):
         sample = torch.randn(rows, width, generator=rng, dtype=torch.float64)
         sample[:, 0] *= 5

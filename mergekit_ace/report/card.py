@@ -29,7 +29,12 @@ from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
 from mergekit_ace.model_files import add_model_files, config_donor
 from mergekit_ace.planning import read_merge_config
 from mergekit_ace.preflight.loading import NotLoadedError, merged_model, verify_model
-from mergekit_ace.report.figures import Picture, draw_pictures
+from mergekit_ace.report.figures import (
+    Picture,
+    draw_heterogeneity,
+    draw_similarity,
+    draw_strength,
+)
 from mergekit_ace.report.jsonl import Line, ReportError, read_lines
 from mergekit_ace.report.markdown import citation_blocks, markdown_text, method_link
 from mergekit_ace.report.summary import summarize
@@ -299,10 +304,9 @@ def save_pictures(report: Report, folder: Path) -> dict[str, str]:
     """
     from matplotlib.figure import Figure
 
-    found = {picture.name: picture for picture in draw_pictures(report)}
     chosen = {
-        "merge_task_vectors.png": found.get("tau"),
-        "merge_experts.png": found.get("similarity") or found.get("gamma"),
+        "merge_task_vectors.png": draw_strength(report),
+        "merge_experts.png": draw_similarity(report) or draw_heterogeneity(report),
     }
     saved = {}
     for file, picture in chosen.items():

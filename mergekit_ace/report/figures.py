@@ -50,7 +50,8 @@ def draw_pictures(report: Report) -> list[Picture]:
     return [picture for picture in made if picture is not None]
 
 
-def _strength(report: Report) -> Picture | None:
+def draw_strength(report: Report) -> Picture | None:
+    """Draw how far each expert moved, if any did."""
     rows = [row for row in report.rows if any(row.matrix.tau)]
     return _by_depth(
         "tau",
@@ -81,7 +82,8 @@ def _relative(report: Report) -> Picture | None:
     )
 
 
-def _heterogeneity(report: Report) -> Picture | None:
+def draw_heterogeneity(report: Report) -> Picture | None:
+    """Draw how much the experts differ in scale, for a method that asks."""
     rows = report.solved
     named = (("γ", "gamma"), ("variance of log τ", "log_variance"))
     series = {name: [getattr(row.matrix, field) for row in rows] for name, field in named}
@@ -99,7 +101,8 @@ def _heterogeneity(report: Report) -> Picture | None:
     )
 
 
-def _similarity(report: Report) -> Picture | None:
+def draw_similarity(report: Report) -> Picture | None:
+    """Draw how alike the experts are, if there are two."""
     if len(report.models) < 2 or not report.looked_at:
         return None
     views = [
@@ -246,10 +249,10 @@ def _agreement(report: Report) -> Picture | None:
 
 
 MAKERS: tuple[Callable[[Report], Picture | None], ...] = (
-    _strength,
+    draw_strength,
     _relative,
-    _heterogeneity,
-    _similarity,
+    draw_heterogeneity,
+    draw_similarity,
     _coefficients,
     _spectra,
     _stable_rank,
