@@ -194,6 +194,14 @@ def test_what_generalises_at_its_smallest(small_training, tmp_path, capsys):
     assert given["test"]["class"] == known["test"]["class"]
     right = [a == b for a, b in zip(known["train"]["class"], given["train"]["class"], strict=True)]
     assert 0.35 < sum(right) / len(right) < 0.65
+    path = family.distilled(family.own / "digits", "digits")
+    family.set_expert("digits", path)
+    student = program.AutoModelForImageClassification.from_pretrained(path).eval()
+    pixels, classes = program.splits("digits")["test"]
+    with torch.no_grad():
+        answers = student(pixel_values=pixels).logits.argmax(-1)
+    score = family.accuracy(student.base_model, "digits", program.CORRUPTIONS["clean"])
+    assert score == float((answers == classes).float().mean()), "by its own head"
 
 
 @pytest.mark.usefixtures("in_process")

@@ -88,12 +88,9 @@ class Images:
         self.own = folder / f"{architecture}-{seed}"
         self.kind, self.steps, self.seed = architecture, steps, seed
         train_family(self.own, seed, architecture=architecture, teacher=False, steps=steps)
-        self.experts = {
-            task: AutoModelForImageClassification.from_pretrained(self.own / task).eval()
-            for task in TASKS
-        }
-        for task, expert in self.experts.items():
-            self.keep_backbone(task, expert)
+        self.experts: dict[str, PreTrainedModel] = {}
+        for task in TASKS:
+            self.set_expert(task, self.own / task)
         base = AutoModelForImageClassification.from_pretrained(self.own / "base")
         self.keep_backbone("base", base)
 
@@ -159,6 +156,11 @@ class Images:
         out = self.own / f"{task}-student"
         run_distillation(DistillConfig.model_validate(config), out, quiet=True)
         return out
+
+    def set_expert(self, task: str, model: Path) -> None:
+        """Take a model, with its own head, for the expert of a task."""
+        self.experts[task] = AutoModelForImageClassification.from_pretrained(model).eval()
+        self.keep_backbone(task, self.experts[task])
 
     def carried_over(self, coefficients: Path) -> nn.Module:
         """Return the merge of all experts with coefficients of another architecture, by depth."""
@@ -333,12 +335,9 @@ def teachers(family: Images, other: Images, task: str = "digits") -> Iterator[Sc
         "all tasks: coefficients of the other architecture, by depth",
         [family.mean_accuracy(carried)],
     )
-    student = AutoModelForImageClassification.from_pretrained(
-        family.distilled(other.own / task, task)
-    ).eval()
-    yield f"{task}: student", [family.accuracy(student.base_model, task, clean)]
-    family.experts[task] = student
-    family.keep_backbone(task, student)
+    family.set_expert(task, family.distilled(other.own / task, task))
+    student = family.experts[task].base_model
+    yield f"{task}: student", [family.accuracy(student, task, clean)]
     merged = family.merge("ace", TASKS)
     yield "all tasks: `ace` with the student", [family.mean_accuracy(merged)]
 
