@@ -28,7 +28,7 @@ import yaml
 from click.testing import CliRunner
 
 if TYPE_CHECKING:
-    import torch  # what starts the workers, and tests nothing, has no use for it
+    import torch  # for names alone: the process that only starts the workers need not wait for it
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "msedge")

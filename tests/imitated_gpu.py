@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +76,13 @@ class ImitatedGpu(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, arguments=(), options=None):
         options = options or {}
         tensors: list[Tensor] = []
-        plain_arguments, plain_options = _each((arguments, options), partial(_values, tensors))
+
+        def unwrap(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                tensors.append(value)
+            return value.values if isinstance(value, GpuTensor) else value
+
+        plain_arguments, plain_options = _each((arguments, options), unwrap)
         on_gpu = any(isinstance(tensor, GpuTensor) for tensor in tensors)
         wanted = options.get("device")
         here = on_gpu if wanted is None else torch.device(wanted).type == GPU.type
@@ -115,6 +120,7 @@ class ImitatedGpu(TorchDispatchMode):
         storage = values.untyped_storage()
         held, size = StorageWeakRef(storage), storage.nbytes()
         if size and held.cdata not in self._held:
+            # What is used takes long to count, so only where there is a limit.
             if self.memory < math.inf and size + self.used > self.memory:
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes")
             self._held[held.cdata] = held, size
@@ -151,13 +157,6 @@ def _each(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {key: _each(item, function) for key, item in value.items()}
     return function(value)
-
-
-def _values(tensors: list[Tensor], value: Any) -> Any:
-    """Return the numbers of a tensor of the GPU, anything else as it is; note all tensors."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-    return value.values if isinstance(value, GpuTensor) else value
 
 
 @contextmanager

@@ -236,7 +236,7 @@ def glue_suite(tmp_path):
 @torch.no_grad()
 def plain_correlations(model: tf.PreTrainedModel, samples: list[dict]) -> float:
     """The score on the task `degree`, one sample at a time, so that nothing is padded."""
-    from scipy.stats import pearsonr, spearmanr  # slow to import, for every worker
+    from scipy.stats import pearsonr, spearmanr  # they take long, and only this needs them
 
     predicted = []
     for sample in samples:

@@ -34,7 +34,7 @@ def test_the_fixed_one_is_the_method(studies, deltas):
 
 
 def test_intensities(studies, rng):
-    from sklearn.covariance import ledoit_wolf_shrinkage  # two seconds for every worker otherwise
+    from sklearn.covariance import ledoit_wolf_shrinkage  # takes seconds, and no other needs it
 
     for rows, width in ((40, 10), (10, 40), (200, 20)):
         sample = torch.randn(rows, width, generator=rng, dtype=torch.float64)

@@ -158,7 +158,7 @@ class Images:
         return out
 
     def set_expert(self, task: str, model: Path) -> None:
-        """Take a model, with its own head, for the expert of a task."""
+        """Make a model, with its own head, the expert of a task."""
         self.experts[task] = AutoModelForImageClassification.from_pretrained(model).eval()
         self.keep_backbone(task, self.experts[task])
 

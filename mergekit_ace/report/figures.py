@@ -83,7 +83,7 @@ def _relative(report: Report) -> Picture | None:
 
 
 def draw_heterogeneity(report: Report) -> Picture | None:
-    """Draw how much the experts differ in scale, for a method that asks."""
+    """Draw how much the experts differ in scale, if the method measures that."""
     rows = report.solved
     named = (("γ", "gamma"), ("variance of log τ", "log_variance"))
     series = {name: [getattr(row.matrix, field) for row in rows] for name, field in named}
@@ -102,7 +102,7 @@ def draw_heterogeneity(report: Report) -> Picture | None:
 
 
 def draw_similarity(report: Report) -> Picture | None:
-    """Draw how alike the experts are, if there are two."""
+    """Draw how alike the experts are, if there are at least two."""
     if len(report.models) < 2 or not report.looked_at:
         return None
     views = [

@@ -39,7 +39,7 @@ def cluster():
     soon = {"health_check_period_ms": 500, "health_check_initial_delay_ms": 0}  # a node is missed
     head = {"num_cpus": 1, "include_dashboard": False, "_system_config": soon}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_worker_niceness", "0")  # not behind what else computes here, for minutes
+        patch.setenv("RAY_worker_niceness", "0")  # or they wait for minutes while others compute
         nodes = Cluster(initialize_head=True, head_node_args=head)
         nodes.add_node(num_cpus=1)
         yield nodes
