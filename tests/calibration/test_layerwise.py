@@ -128,3 +128,19 @@ def test_attention_that_sees_later_tokens_is_refused(rng):
     start = base.state_dict()
     with pytest.raises(TrainingError, match=r"model\.layers\.0 of LlamaForCausalLM"):
         calibrated(base, start, [SampleTeacher(start, [draw(base, rng)], 1.0)])
+
+
+@pytest.mark.parametrize(
+    ("known", "times", "faster"),
+    [
+        ({"avx512_bf16": True}, (1.0, 2.0), True),
+        ({"amx_bf16": True}, (2.0, 1.0), False),  # it has bfloat16, and is slower in it
+        ({"avx2": True}, (1.0, 2.0), False),  # not even tried
+    ],
+)
+def test_whether_half_precision_is_faster_is_measured(monkeypatch, known, times, faster):
+    half, whole = times
+    seconds = iter([[9.0, half], [9.0, whole]])
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known, raising=False)
+    monkeypatch.setattr(layerwise.timeit, "repeat", lambda *_, **__: next(seconds))
+    assert layerwise._half_is_faster.__wrapped__() is faster
