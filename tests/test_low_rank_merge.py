@@ -36,7 +36,7 @@ def settings_of(method, experts, layout="matrix", coefficients=None, **parameter
 
 SAME = (
     "rule", "weight", "heterogeneous", "normalized", "refined", "prior", "rank", "raised",
-    "bounded",
+    "bounded", "side",
 )  # fmt: skip
 NEAR = ("tau", "gamma", "ridge", "sigma_iso", "amplification", "changed")
 
@@ -86,9 +86,12 @@ CASES = {
         {"lambda": 0.6, "weight": [1.0, 2.0, 0.5]},
         {"weight": [1.0, 0.0, 0.5]},
         {"epsilon": 0.0},
+        {"side": "outputs"},
+        {**REFINED, "side": "outputs"},
     ],
     "ace_relative": [
         {},
+        {"side": "outputs"},
         {"centred": True},
         {"structural_prior": True},
         {"epsilon": 1.0},

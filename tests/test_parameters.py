@@ -30,7 +30,7 @@ def test_every_option_is_a_parameter_with_the_same_default():
     assert offered == AceOptions().model_dump(by_alias=True)
     assert options_from(AceOptions, {**offered, "layout": "auto"}) == AceOptions()
     names = [p.name for p in AceMerge.spec.parameters]
-    others = ["layout", "coefficients", "covariances", "mix", "task", "report"]
+    others = ["side", "layout", "coefficients", "covariances", "mix", "task", "report"]
     assert names == ["weight", *OPTIONS, *others]
 
 

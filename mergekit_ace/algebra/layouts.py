@@ -45,6 +45,22 @@ def resolve_layout(
     return layout if fits else "mean"
 
 
+def other_side(layout: FixedLayout, ndim: int) -> FixedLayout:
+    """Return the layout that reads the transposes of the matrices that a layout reads.
+
+    Tables, means and kernels, of which there is no other reading, keep theirs.
+
+    Args:
+        layout: of a tensor.
+        ndim: its axes.
+    """
+    if layout in ("matrix", "stacked"):
+        return "transposed"
+    if layout == "transposed":
+        return "matrix" if ndim == 2 else "stacked"
+    return layout
+
+
 def as_matrices(tensor: Tensor, layout: FixedLayout) -> tuple[Tensor, ...]:
     """Return the matrices (o, i) of a tensor, as views where strides allow."""
     if layout == "flattened":

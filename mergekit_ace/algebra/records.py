@@ -13,6 +13,7 @@ from torch import Tensor
 
 FixedLayout = Literal["matrix", "transposed", "stacked", "flattened", "mean", "table"]
 Layout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean"]
+Side = Literal["auto", "inputs", "outputs"]
 RelativeLayout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean", "table"]
 
 Form = Literal["primal", "tall", "lean", "dual"]
@@ -154,6 +155,8 @@ class MatrixRecord:
         precision: dtype of the sums and the solve.
         tolerance: the relative error of X that was allowed; None for a solve in float64.
         mix: share of what was measured on samples in the covariances; None where nothing was.
+        side: of which covariances were estimated; None where none were. With ``outputs``, i above
+            is the number of outputs.
     """
 
     rule: str
@@ -182,6 +185,7 @@ class MatrixRecord:
     precision: str | None = None
     tolerance: float | None = None
     mix: float | None = None
+    side: Literal["inputs", "outputs"] | None = None
 
     @property
     def ridge_turns_refinement(self) -> bool:

@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel
 from torch import Tensor
 
 from mergekit_ace.algebra.adaptive import merge_tensor
 from mergekit_ace.algebra.forms import COSTS, choose_forms
+from mergekit_ace.algebra.layouts import other_side
 from mergekit_ace.algebra.linalg import LARGEST_BLOCK
+from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.records import LARGEST_MEAN_RIDGE, AceOptions, TensorRecord
 from mergekit_ace.algebra.refinement import decomposition_memory
 from mergekit_ace.algebra.ridge_floor import is_near_threshold, rows_per_column
+from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import (
     Citation,
     Merged,
@@ -32,6 +36,7 @@ from mergekit_ace.methods.parameters import (
     COVARIANCES,
     LAYOUT,
     MIX,
+    SIDE,
     TASK,
     WEIGHT,
     NamedParameter,
@@ -49,6 +54,7 @@ ACE_CITATION = Citation(
     arxiv="2603.02945",
     booktitle="Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition",
 )
+_KNOWN_INPUTS = ("coefficients", "covariances")  # files that hold what was estimated or measured
 _LEFT_OUT = (
     "{name}: in {{tensors}} the {step} would have turned the merge against the experts, and was "
     "left out"
@@ -60,7 +66,7 @@ def ridge_parameters(
 ) -> tuple[NamedParameter, ...]:
     """Return the parameters of a `RidgeMethod`: the fields of its options, and the shared ones."""
     own = option_parameters(options_class)
-    return (WEIGHT, *own, layout, COEFFICIENTS, COVARIANCES, MIX, TASK)
+    return (WEIGHT, *own, SIDE, layout, COEFFICIENTS, COVARIANCES, MIX, TASK)
 
 
 class RidgeMethod(TaskVectorMethod):
@@ -81,20 +87,32 @@ class RidgeMethod(TaskVectorMethod):
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         lookup, mix = self.lookup(settings), settings.parameters.get("mix", 1.0)
-        return self.merge_versions(
+        read = _as_solved(settings, tensors[0].ndim)
+        merged, record = self.merge_versions(
             tensors[0],
             tensors[1:],
             self.weights(settings),
             options_from(self.options_class, settings.parameters),
-            settings.layout,
+            read.layout,
             settings.coefficients,
             least_memory=settings.least_memory,
-            observe=settings.observe,
-            space=settings.space,
+            observe=read.observe,
+            space=read.space,
             measured=lookup and lookup.inputs(tensors[0].shape, mix),
         )
+        if read is settings:
+            return merged, _with_side(record, "inputs")
+        if record.layout == read.layout:  # and not averaged after all
+            record = replace(record, layout=settings.layout)
+        return merged, _with_side(record, "outputs")
 
     def check_settings(self, settings: TensorSettings) -> None:
+        known = next((n for n in _KNOWN_INPUTS if settings.parameters.get(n) is not None), None)
+        if known and settings.parameters.get("side") == "outputs":
+            raise ValueError(
+                f"{self.spec.name}: `{known}` belongs to covariances of inputs; leave it out, or "
+                "side: outputs"
+            )
         if self.lookup(settings) and settings.parameters.get("coefficients") is not None:
             raise ValueError(
                 f"{self.spec.name}: the coefficients were learned for a merge with estimated "
@@ -121,7 +139,8 @@ class RidgeMethod(TaskVectorMethod):
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         """Return the cost of the forms that would be chosen, if all experts changed the tensor."""
-        found = matrices_in(shape, settings.layout)
+        read = _as_solved(settings, len(shape))
+        found = matrices_in(shape, read.layout)
         if found is None or experts < 2:
             return super().work(settings, shape, experts)
         count, *matrix = found
@@ -159,6 +178,42 @@ class RidgeMethod(TaskVectorMethod):
     def extra_operations(self, rows: int, columns: int, experts: int, refined: bool) -> float:
         """Return the operations beside the closed form for a matrix (o, i)."""
         return 0.0
+
+
+def _of_outputs(settings: TensorSettings) -> bool:
+    """Tell whether covariances are estimated at the outputs of a layer, see `SIDE`.
+
+    A of a LoRA adapter starts at random and hardly moves, so that the rows of Δ = B A, unlike those
+    of a full fine-tune, do not tell the task's inputs. B starts at zero, and holds gradients alone.
+    """
+    side = settings.parameters.get("side", "inputs")
+    if side == "inputs" or is_table(settings.base, settings.name):
+        return False
+    if side == "outputs":
+        return True
+    if any(settings.parameters.get(name) is not None for name in _KNOWN_INPUTS):
+        return False
+    return all(getattr(model, "lora", None) is not None for model in settings.experts)
+
+
+def _as_solved(settings: TensorSettings, ndim: int) -> TensorSettings:
+    """Return settings by which matrices are solved for: those of the outputs' side, transposed."""
+    layout = other_side(settings.layout, ndim)
+    if layout == settings.layout or not _of_outputs(settings):
+        return settings
+    space, observe = settings.space, settings.observe
+    return replace(
+        settings,
+        layout=layout,
+        space=space and CoreSpace(space.right, space.left),
+        observe=observe and (lambda stage, merged: observe(stage, merged.mT)),
+    )
+
+
+def _with_side(record: TensorRecord, side: Literal["inputs", "outputs"]) -> TensorRecord:
+    """Return a record that says of which side its estimates are."""
+    solved = (m if m.ridge is None else replace(m, side=side) for m in record.matrices)
+    return replace(record, matrices=tuple(solved))
 
 
 def _is_measured(parameters: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from mergekit_ace.algebra.records import Factor, Fraction, Layout, NonNegative
+from mergekit_ace.algebra.records import Factor, Fraction, Layout, NonNegative, Side
 from mergekit_ace.coefficients.file import load_coefficients
 from mergekit_ace.measurements import load_statistics
 
@@ -198,6 +198,15 @@ LAYOUT = shared(
     "auto",
     "How the tensor is read: as a matrix (out, in), its transpose, a stack of matrices, a kernel "
     "flattened to (out, rest), or no matrix at all (mean). auto asks the architecture.",
+)
+SIDE = shared(
+    "side",
+    Side,
+    "auto",
+    "What covariances are estimated of: a layer's inputs, by ΔᵀΔ as in the paper, or the gradients "
+    "at its outputs, by ΔΔᵀ. auto: outputs where all experts are LoRA adapters, whose rows tell of "
+    "random numbers instead of inputs, and neither coefficients nor covariances are given; else "
+    "inputs. Tables of embeddings keep inputs.",
 )
 COEFFICIENTS = shared(
     "coefficients", CoefficientPath | None, None, "The file with learned coefficients."

@@ -283,6 +283,12 @@ def _branches(report: Report) -> Iterator[str]:
     solved = report.solved
     if not solved:
         return
+    outputs = [row for row in solved if row.matrix.side == "outputs"]
+    if outputs:
+        yield (
+            f"The covariances of {_count(len(outputs), 'matrix', 'matrices')} are estimated at the "
+            "outputs, by ΔΔᵀ, as `side` has it."
+        )
     exceeding = [row for row in solved if row.matrix.heterogeneous]
     held = [row for row in solved if held_back(row)]
     if held:

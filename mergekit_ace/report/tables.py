@@ -49,7 +49,10 @@ class Row:
         found = matrices_in(self.line.shape, self.line.layout)
         if found is None or self.matrix.ridge is None:
             return None
-        return rows_per_column(*found[1:], sum(w > 0 for w in self.matrix.weight))
+        outputs, inputs = found[1:]
+        if self.matrix.side == "outputs":
+            outputs, inputs = inputs, outputs
+        return rows_per_column(outputs, inputs, sum(w > 0 for w in self.matrix.weight))
 
     @property
     def own_cosines(self) -> list[float]:

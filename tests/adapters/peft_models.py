@@ -254,9 +254,14 @@ def config_of(paths: list[str], method: str, **parameters) -> dict:
 
 
 def of_full_models(config: dict, cache: Path) -> dict:
-    """The config with adapters merged into full models, in float32."""
+    """The config with adapters merged into full models, in float32.
+
+    What `side: auto` means for adapters has to be said of full models.
+    """
     models = []
     for one in config["models"]:
         model = ModelReference.model_validate(one["model"])
         models.append({**one, "model": model.merged(str(cache), False, "float32").model.path})
+    if config["merge_method"] in ("ace", "ace_relative"):
+        config = {**config, "parameters": {"side": "outputs", **config.get("parameters", {})}}
     return {**config, "models": models}

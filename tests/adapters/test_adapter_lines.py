@@ -97,7 +97,6 @@ METHODS = [
     ("ace", {"spectral_refinement": "always", "adaptive_normalization": "always"}),
     ("ace_relative", {}),
     ("tsv_m", {}),
-    ("ties", {"weight": 1.0}),
 ]
 
 
@@ -118,6 +117,18 @@ def test_lines_are_those_of_the_full_models(tmp_path, method, parameters):
     page = (tmp_path / "report" / "report.html").read_text()
     assert "adapter1" in page
     assert (tmp_path / "report" / "summary.json").exists()
+
+
+def test_methods_of_mergekit_are_shown_with_the_decisions_of_ace(tmp_path):
+    settings = {"target_modules": LINEAR, "r": 16, "lora_alpha": 4}
+    paths = save_adapters(tmp_path, tiny_llama, settings, settings)
+    inspect(config_of(paths, "ace"), tmp_path / "ace")
+    inspect(config_of(paths, "ties", weight=1.0), tmp_path / "ties")
+    expected, found = lines_of(tmp_path / "ace"), lines_of(tmp_path / "ties")
+    assert found.keys() == expected.keys()
+    for name, line in expected.items():
+        assert found[name]["decisions_of"] == "ace"
+        check_line(found[name], {**line, "method": "ties", "decisions_of": "ace"})
 
 
 KINDS = {

@@ -301,6 +301,14 @@ def test_experts_of_no_weight_have_no_rows():
     assert [row.rows_per_column for row in report_of([line]).rows] == [pytest.approx(2 / 3)]
 
 
+def test_what_is_estimated_at_the_outputs():
+    (_, line, *_) = grouped_heads(1)
+    line |= {"shape": [20, 60], "side": "outputs"}
+    assert [row.rows_per_column for row in report_of([line]).rows] == [pytest.approx(9)]
+    assert "covariances of 1 matrix are estimated at the outputs" in said([line])
+    assert "at the outputs" not in said([{**line, "side": "inputs"}])
+
+
 def test_amplification_without_the_floor():
     lines = grouped_heads(3)
     for n, line in enumerate(lines):

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`side`: covariances of a layer's inputs, or of the gradients at its outputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from matrices import family
+from mergekit import merge_methods
+from mergekit.common import ModelReference
+from mergekit.merge_methods import merge_tensors
+from test_low_rank_merge import settings_of
+from torch import Tensor
+
+from mergekit_ace.methods.inputs import TensorSettings
+
+METHODS = ["ace", "ace_relative"]
+PARAMETERS = {
+    "plain": {},
+    "refined": {"adaptive_normalization": "always", "spectral_refinement": "always"},
+    "weighted": {"weight": [1.0, 2.0, 0.5], "lambda": 0.7},
+}
+CASES = [(m, p) for m in METHODS for p in PARAMETERS if m == "ace" or p != "refined"]
+
+
+def merge(method: str, tensors: list[Tensor], **parameters) -> Tensor:
+    return merge_tensors(tensors, method, base_index=0, parameters=parameters)
+
+
+def members(rng: torch.Generator, shape: tuple[int, int] = (24, 40)) -> list[Tensor]:
+    base, experts = family(rng, *shape, 3, scales=[1.0, 3.0, 0.5])
+    return [0.02 * tensor.double() for tensor in (base, *experts)]
+
+
+def far(one: Tensor, other: Tensor, base: Tensor) -> float:
+    """The difference of two merges, in units of the task vector of the second."""
+    return float((one - other).norm() / (other - base).norm())
+
+
+@pytest.mark.parametrize(("method", "parameters"), CASES)
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (6, 90)])
+def test_outputs_are_the_inputs_of_the_transposes(rng, method, parameters, shape):
+    tensors, given = members(rng, shape), PARAMETERS[parameters]
+    got = merge(method, tensors, side="outputs", **given)
+    wanted = merge(method, [tensor.mT.contiguous() for tensor in tensors], **given).mT
+    assert far(got, wanted, tensors[0]) <= 1e-9
+    assert far(got, merge(method, tensors, **given), tensors[0]) >= 0.01
+
+
+@pytest.mark.parametrize("epsilon", [0.3, 3.0])
+def test_the_closed_form_by_outputs(rng, epsilon):
+    """X = (Σ w_t Σ_t)⁻¹ Σ w_t Σ_t Δ_t with Σ_t = Δ_t Δ_tᵀ / ‖Δ_t‖² + (ε/o) I."""
+    base, *experts = members(rng)
+    deltas = [expert - base for expert in experts]
+    outputs = len(base)
+    system, sums = torch.zeros(outputs, outputs).double(), torch.zeros_like(base)
+    for delta in deltas:
+        estimate = delta @ delta.mT / delta.square().sum()
+        estimate += epsilon / outputs * torch.eye(outputs, dtype=torch.float64)
+        estimate /= (delta.mT @ estimate @ delta).trace()
+        system += estimate
+        sums += estimate @ delta
+    given = {"side": "outputs", "epsilon": epsilon, "ridge_floor": False}
+    got = merge("ace_relative", [base, *experts], **given) - base
+    wanted = torch.linalg.solve(system, sums)
+    assert float((got - wanted).norm()) <= 1e-9 * float(wanted.norm())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_layout_has_another_side(rng, method):
+    tensors = members(rng)
+    wanted = merge(method, tensors, side="outputs")
+    turned = [tensor.mT.contiguous() for tensor in tensors]
+    got = merge(method, turned, side="outputs", layout="transposed")
+    assert far(got.mT, wanted, tensors[0]) <= 1e-9
+    stacked = [torch.stack([tensor, 2 * tensor]) for tensor in tensors]
+    got = merge(method, stacked, side="outputs", layout="stacked")
+    assert far(got[0], wanted, tensors[0]) <= 1e-9
+    got = merge(method, [s.mT.contiguous() for s in stacked], side="outputs", layout="transposed")
+    assert far(got[0].mT, wanted, tensors[0]) <= 1e-9
+    averaged = [merge(method, tensors, side=side, layout="mean") for side in ("inputs", "outputs")]
+    assert torch.equal(*averaged)
+    kernels = [tensor.reshape(24, 10, 2, 2) for tensor in tensors]
+    kept = [merge(method, kernels, side=s, layout="flattened") for s in ("inputs", "outputs")]
+    assert torch.equal(*kept)
+
+
+def of_models(method: str, names: list[str], **parameters) -> TensorSettings:
+    """Settings of a merge of models by these references."""
+    settings = settings_of(merge_methods.get(method), len(names), **parameters)
+    models = tuple(ModelReference.parse(name) for name in names)
+    own = {
+        name: dict(zip(models, value.values(), strict=True)) if isinstance(value, dict) else value
+        for name, value in settings.parameters.items()
+    }
+    return replace(settings, experts=models, parameters=own)
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "expected"),
+    [
+        (["base+one", "base+two", "base+three"], {}, "outputs"),
+        (["base+one", "base+two", "full"], {}, "inputs"),
+        (["one", "two", "full"], {}, "inputs"),
+        (["base+one", "base+two", "base+three"], {"side": "inputs"}, "inputs"),
+        (["one", "two", "full"], {"side": "outputs"}, "outputs"),
+    ],
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_adapters_are_read_from_their_outputs(rng, method, names, given, expected):
+    tensors = members(rng)
+    settings = of_models(method, names, **given)
+    merged, record = merge_methods.get(method).merge(tensors, settings)
+    assert record.matrices[0].side == expected
+    assert record.layout == "matrix"
+    assert torch.equal(merged, merge(method, tensors, side=expected))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_vectors_and_single_experts_have_no_side(rng, method):
+    base, *experts = members(rng)
+    settings = of_models(method, ["base+one", "base+two", "base+three"])
+    _, record = merge_methods.get(method).merge([base, experts[0], base, base], settings)
+    assert record.matrices[0].side is None
+    merged, record = merge_methods.get(method).merge(
+        [tensor[0] for tensor in (base, *experts)], replace(settings, layout="mean")
+    )
+    assert record.matrices[0].side is None
+    assert record.layout == "mean"
+    assert torch.equal(merged, merge(method, [tensor[0] for tensor in (base, *experts)]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("known", ["coefficients", "covariances"])
+def test_outputs_have_nothing_measured_or_learned(method, known):
+    settings = settings_of(merge_methods.get(method), 2, side="outputs")
+    settings = replace(settings, parameters={**settings.parameters, known: "file"})
+    with pytest.raises(ValueError, match=f"`{known}` belongs to covariances of inputs"):
+        merge_methods.get(method).check_settings(settings)
+
+
+def test_costs_are_those_of_the_other_side():
+    """Of a matrix with many outputs, the system of the outputs is the large one."""
+    method = merge_methods.get("ace")
+    by = {
+        side: method.work(settings_of(method, 2, side=side), (900, 100), 2)
+        for side in ("inputs", "outputs")
+    }
+    assert by["inputs"].rows_per_column == pytest.approx(18)
+    assert by["outputs"].rows_per_column == pytest.approx(2 / 9)
+    assert by["outputs"] == method.work(settings_of(method, 2), (100, 900), 2)
