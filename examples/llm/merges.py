@@ -116,9 +116,15 @@ ROWS = [
     Row("ace", "ace"),
     Row("ace_relative", "ace_relative"),
 ]
-# By `--rows` alone: how else embeddings may be read, and what samples or own texts are worth.
+# By `--rows` alone: how else embeddings may be read, of which side covariances may be (adapters are
+# saved as full models here), and what samples or own texts are worth.
 ON_DEMAND = [
     Row("ace, embeddings averaged", "ace", layout("mean")),
+    *(
+        Row(f"{method}, from {side}", method, {"side": side})
+        for method in ("ace", "ace_relative")
+        for side in ("inputs", "outputs")
+    ),
     Row("ace, paper's γ", "ace", {"heterogeneity": "gamma"}),
     *(
         Row(f"ace_relative, embeddings {reading}", "ace_relative", layout(value))
