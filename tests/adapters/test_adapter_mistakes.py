@@ -208,7 +208,7 @@ def test_what_is_seldom_meant_is_said(family, tmp_path):
 
 
 def test_several_adapters_at_a_lambda_of_one(family, tmp_path):
-    words = "may undo what the base knew"
+    words = "may together undo what the base knew"
     assert words not in run(config_of(family, "ace"), tmp_path).output
     paths = [*family, save_adapter(family[0], tmp_path / "third", 3)]
     assert words in run(config_of(paths, "ace"), tmp_path, "--overwrite").output
