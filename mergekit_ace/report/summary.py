@@ -283,12 +283,6 @@ def _branches(report: Report) -> Iterator[str]:
     solved = report.solved
     if not solved:
         return
-    outputs = [row for row in solved if row.matrix.side == "outputs"]
-    if outputs:
-        yield (
-            f"The covariances of {_count(len(outputs), 'matrix', 'matrices')} are estimated at the "
-            "outputs, by ΔΔᵀ, as `side` has it."
-        )
     exceeding = [row for row in solved if row.matrix.heterogeneous]
     held = [row for row in solved if held_back(row)]
     if held:
@@ -329,8 +323,14 @@ def _branches(report: Report) -> Iterator[str]:
 
 
 def _ridges(report: Report) -> Iterator[str]:
-    """Tell where the ridge was raised, and where it should have been."""
+    """Tell of which side covariances are, and where the ridge was raised, or should have been."""
     ridges = report.rows_with("ridge")
+    outputs = [row for row in ridges if row.matrix.side == "outputs"]
+    if outputs:
+        yield (
+            f"The covariances of {_count(len(outputs), 'matrix', 'matrices')} are estimated at the "
+            "outputs, by ΔΔᵀ, as `side` has it."
+        )
     up = [row for row in ridges if row.matrix.raised]
     bounded = [row for row in up if row.matrix.bounded]
     rest = [row for row in up if not row.matrix.bounded]

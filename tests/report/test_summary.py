@@ -307,6 +307,8 @@ def test_what_is_estimated_at_the_outputs():
     assert [row.rows_per_column for row in report_of([line]).rows] == [pytest.approx(9)]
     assert "covariances of 1 matrix are estimated at the outputs" in said([line])
     assert "at the outputs" not in said([{**line, "side": "inputs"}])
+    relative = {**line, "method": "ace_relative", "rule": "ace_relative", "statistic": None}
+    assert "at the outputs" in said([relative])
 
 
 def test_amplification_without_the_floor():
