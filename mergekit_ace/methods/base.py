@@ -247,8 +247,8 @@ class TaskVectorMethod(GroupMergeMethod):
         adapters = sum(getattr(model, "lora", None) is not None for model in settings.experts)
         if self.whole and adapters > MOST_ADAPTERS and settings.parameters.get("lambda") == 1:
             yield (
-                "with lambda: 1, several LoRA adapters, if trained at a high rate, may together undo "
-                "what the base knew",
+                "with lambda: 1, several LoRA adapters, if trained at a high rate, may together "
+                "undo what the base knew",
                 "try lambda from 0.3 to 0.7 on text that no adapter was trained on",
             )
         files = [settings.parameters.get(name) for name in FILE_PARAMETERS]
