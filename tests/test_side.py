@@ -141,6 +141,15 @@ def test_outputs_have_nothing_measured_or_learned(method, known):
         merge_methods.get(method).check_settings(settings)
 
 
+@pytest.mark.parametrize("known", ["coefficients", "covariances"])
+@pytest.mark.parametrize("method", METHODS)
+def test_adapters_keep_inputs_with_what_was_measured_or_learned(method, known):
+    merger, adapters = merge_methods.get(method), of_models(method, ["base+one", "base+two"])
+    assert merger.work(adapters, (900, 100), 2).rows_per_column == pytest.approx(2 / 9)
+    given = replace(adapters, parameters={**adapters.parameters, known: "file"})
+    assert merger.work(given, (900, 100), 2).rows_per_column == pytest.approx(18)
+
+
 def test_costs_are_those_of_the_other_side():
     """Of a matrix with many outputs, the system of the outputs is the large one."""
     method = merge_methods.get("ace")

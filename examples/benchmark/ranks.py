@@ -17,7 +17,6 @@ import argparse
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch starts its threads
@@ -38,15 +37,12 @@ from peft import PeftModel
 from mergekit_ace.adapters.adapter_run import merge_adapters
 
 NAMES = ("llama-lora", "llama-lora-gentle", "llama-lora-grouped", "llama-lora-gentle-grouped")
-CHOSEN = ("task_arithmetic", "tsv_m", "iso_c", "wudi (exact)", "ace_relative")
+CHOSEN = ("task_arithmetic", "tsv_m", "iso_c", "wudi (exact)")
 OUTPUTS = {"side": "outputs"}  # as adapters have it by themselves; full models have to be told
 ROWS = (
     Row("ace", "ace", OUTPUTS),
-    *(
-        replace(row, parameters=row.parameters | OUTPUTS) if row.method == "ace_relative" else row
-        for row in TABLE
-        if row.name in CHOSEN
-    ),
+    *(row for row in TABLE if row.name in CHOSEN),
+    Row("ace_relative", "ace_relative", OUTPUTS),
 )
 RANKS = (32, 16, 8)
 RESULTS = Path(__file__).resolve().parent / "results-ranks.jsonl"

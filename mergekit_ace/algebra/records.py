@@ -13,8 +13,8 @@ from torch import Tensor
 
 FixedLayout = Literal["matrix", "transposed", "stacked", "flattened", "mean", "table"]
 Layout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean"]
-Side = Literal["auto", "inputs", "outputs"]
 RelativeLayout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean", "table"]
+Side = Literal["inputs", "outputs"]  # of a weight
 
 Form = Literal["primal", "tall", "lean", "dual"]
 Stage = Literal["closed form", "refined"]
@@ -185,7 +185,7 @@ class MatrixRecord:
     precision: str | None = None
     tolerance: float | None = None
     mix: float | None = None
-    side: Literal["inputs", "outputs"] | None = None
+    side: Side | None = None
 
     @property
     def ridge_turns_refinement(self) -> bool:

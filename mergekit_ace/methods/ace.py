@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import BaseModel
 from torch import Tensor
@@ -15,7 +15,7 @@ from mergekit_ace.algebra.forms import COSTS, choose_forms
 from mergekit_ace.algebra.layouts import other_side
 from mergekit_ace.algebra.linalg import LARGEST_BLOCK
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.records import LARGEST_MEAN_RIDGE, AceOptions, TensorRecord
+from mergekit_ace.algebra.records import LARGEST_MEAN_RIDGE, AceOptions, Side, TensorRecord
 from mergekit_ace.algebra.refinement import decomposition_memory
 from mergekit_ace.algebra.ridge_floor import is_near_threshold, rows_per_column
 from mergekit_ace.methods.architecture import is_table
@@ -54,7 +54,7 @@ ACE_CITATION = Citation(
     arxiv="2603.02945",
     booktitle="Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition",
 )
-_KNOWN_INPUTS = ("coefficients", "covariances")  # files that hold what was estimated or measured
+_OF_INPUTS = ("coefficients", "covariances")  # files that belong to covariances of inputs
 _LEFT_OUT = (
     "{name}: in {{tensors}} the {step} would have turned the merge against the experts, and was "
     "left out"
@@ -100,14 +100,14 @@ class RidgeMethod(TaskVectorMethod):
             space=read.space,
             measured=lookup and lookup.inputs(tensors[0].shape, mix),
         )
-        if read is settings:
-            return merged, _with_side(record, "inputs")
+        if "side" in settings.parameters:
+            record = _with_side(record, "inputs" if read is settings else "outputs")
         if record.layout == read.layout:  # and not averaged after all
             record = replace(record, layout=settings.layout)
-        return merged, _with_side(record, "outputs")
+        return merged, record
 
     def check_settings(self, settings: TensorSettings) -> None:
-        known = next((n for n in _KNOWN_INPUTS if settings.parameters.get(n) is not None), None)
+        known = next((n for n in _OF_INPUTS if settings.parameters.get(n) is not None), None)
         if known and settings.parameters.get("side") == "outputs":
             raise ValueError(
                 f"{self.spec.name}: `{known}` belongs to covariances of inputs; leave it out, or "
@@ -191,7 +191,7 @@ def _of_outputs(settings: TensorSettings) -> bool:
         return False
     if side == "outputs":
         return True
-    if any(settings.parameters.get(name) is not None for name in _KNOWN_INPUTS):
+    if any(settings.parameters.get(name) is not None for name in _OF_INPUTS):
         return False
     return all(getattr(model, "lora", None) is not None for model in settings.experts)
 
@@ -210,8 +210,8 @@ def _as_solved(settings: TensorSettings, ndim: int) -> TensorSettings:
     )
 
 
-def _with_side(record: TensorRecord, side: Literal["inputs", "outputs"]) -> TensorRecord:
-    """Return a record that says of which side its estimates are."""
+def _with_side(record: TensorRecord, side: Side) -> TensorRecord:
+    """Return a record whose solved matrices say of which side their estimates are."""
     solved = (m if m.ridge is None else replace(m, side=side) for m in record.matrices)
     return replace(record, matrices=tuple(solved))
 

@@ -142,7 +142,7 @@ class TaskVectorMethod(GroupMergeMethod):
         remedy: what else helps against a result that is too large for its dtype.
         timed: whether the time that a merge takes can be told from its `work`.
         ill_conditioned: what helps where a system cannot be solved.
-        whole: whether experts that share few inputs all come back nearly whole where `lambda` is 1.
+        whole: whether experts that share few directions all come back nearly whole at `lambda: 1`.
     """
 
     summary: ClassVar[str]

@@ -201,7 +201,7 @@ LAYOUT = shared(
 )
 SIDE = shared(
     "side",
-    Side,
+    Literal["auto", Side],
     "auto",
     "What covariances are estimated of: a layer's inputs, by ΔᵀΔ as in the paper, or the gradients "
     "at its outputs, by ΔΔᵀ. auto: outputs where all experts are LoRA adapters, whose rows tell of "

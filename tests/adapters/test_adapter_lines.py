@@ -121,7 +121,8 @@ def test_lines_are_those_of_the_full_models(tmp_path, method, parameters):
 
 def test_methods_of_mergekit_are_shown_with_the_decisions_of_ace(tmp_path):
     settings = {"target_modules": LINEAR, "r": 16, "lora_alpha": 4}
-    paths = save_adapters(tmp_path, tiny_llama, settings, settings)
+    some = {**settings, "target_modules": ["q_proj", "up_proj"]}
+    paths = save_adapters(tmp_path, tiny_llama, settings, settings, some)
     inspect(config_of(paths, "ace"), tmp_path / "ace")
     inspect(config_of(paths, "ties", weight=1.0), tmp_path / "ties")
     expected, found = lines_of(tmp_path / "ace"), lines_of(tmp_path / "ties")
