@@ -174,6 +174,7 @@ ON_DEMAND = [
         Row(f"calibrated {method}", method, scaled=False, calibrated=True)
         for method in ("ace", "tsv_m")
     ),
+    Row("calibrated ace, from outputs", "ace", {"side": "outputs"}, scaled=False, calibrated=True),
     Row(
         "calibrated ace_relative, own texts",
         "ace_relative",
