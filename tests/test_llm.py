@@ -151,6 +151,8 @@ def test_calibration_from_end_to_end(llm, base, data, tmp_path, monkeypatch, cap
         tables("--only-print", "--ridge", 0.2)
     others = tables("--nothing-kept", "--ridge", 0.1)
     assert not {row for row in others.splitlines() if "calibrated," in row} & {*first.splitlines()}
+    with pytest.raises(SystemExit, match="not measured yet"):
+        tables("--only-print", "--row", "ace, from outputs")
     monkeypatch.setattr(program, "KEEP", "english")
     with pytest.raises(SystemExit, match=r"has no text 'english' .* --nothing-kept"):
         tables()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibrate `ace` merges of a real language model on a few texts, and measure what that gains.
+"""Calibrate merges of a real language model on a few texts, and measure what that gains.
 
-    python examples/llm/calibration.py --scale 0.7
-    python examples/llm/calibration.py --scale 0.5 --kinds lora --experts spanish indonesian python
+    python examples/llm/calibration.py
+    python examples/llm/calibration.py --kinds lora --row "ace, from outputs" --scale 0.7
 
 The experts, texts and results are those of run.py, in the same output folder. Merges are calibrated
 as by `mergekit-ace calibrate`, on sequences from all over the training texts.
@@ -26,9 +26,9 @@ os.environ.setdefault("TQDM_DISABLE", "1")  # or every model read draws a bar
 import torch
 from experts import DEVICE, Recipe, digest, digest_of_files, prepare_base
 from measure import State, read_tensors
-from merges import PACKAGE, ROWS, Merge
+from merges import PACKAGE, Merge
 from results import Family, Known, markdown, own_cells, root_of_squares, share_of_right
-from run import Study, choose_texts, family_parser, parse
+from run import Study, choose_rows, choose_texts, family_parser, parse
 from safetensors.torch import save_file
 from sources import Texts, end_token, read_sources
 from torch import Tensor
@@ -126,12 +126,12 @@ def tokens_before_padding(ids: Tensor, end: int) -> Tensor:
 def calibrated_table(study: Study) -> str:
     """Measure a merge before and after it is calibrated; return the table that compares them."""
     settings = study.settings
-    (row,) = (row for row in ROWS if row.name == "ace")
+    row = choose_rows([settings.row])[0]
     start = study.merge(row, settings.scale)
     own = {name: getattr(start, name) for name in Merge.__dataclass_fields__}
     keep = None if settings.nothing_kept else study.untrained[KEEP]
     ways = {"calibrated, all of the way": 1.0, "calibrated, half of the way": 0.5}
-    merges: dict[str, Merge] = {f"ace, λ {settings.scale:g}": start} | {
+    merges: dict[str, Merge] = {f"{row.name}, λ {settings.scale:g}": start} | {
         name: Calibrated(**own, way=way, samples=settings.samples, ridge=settings.ridge, keep=keep)
         for name, way in ways.items()
     }
@@ -191,7 +191,8 @@ def loss_difference(
 
 def main() -> None:
     parser = family_parser(__doc__)
-    parser.add_argument("--scale", type=float, default=1.0, help="λ of ace")
+    parser.add_argument("--row", default="ace", help="of run.py: the merge to start from")
+    parser.add_argument("--scale", type=float, default=1.0, help="its λ")
     parser.add_argument("--samples", type=int, default=64, help="sequences of each text")
     parser.add_argument("--ridge", type=float, default=RIDGE, help="λ of the calibration")
     parser.add_argument("--nothing-kept", action="store_true", help=f"without {KEEP} to keep")

@@ -126,6 +126,10 @@ ON_DEMAND = [
         for side in ("inputs", "outputs")
     ),
     Row("ace, paper's γ", "ace", {"heterogeneity": "gamma"}),
+    Row("ace, rows not centred", "ace", {"centred": False}, scaled=False),
+    Row("ace, without prior", "ace", {"structural_prior": False}, scaled=False),
+    Row("ace_relative, rows centred", "ace_relative", {"centred": True}, scaled=False),
+    Row("ace_relative, with prior", "ace_relative", {"structural_prior": True}, scaled=False),
     *(
         Row(f"ace_relative, embeddings {reading}", "ace_relative", layout(value))
         for reading, value in (("averaged", "mean"), ("as table", "table"), ("as matrix", "matrix"))
