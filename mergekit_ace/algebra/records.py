@@ -44,9 +44,9 @@ LARGEST_MEAN_RIDGE = 0.3
 RIDGE_FLOOR = Field(
     True,
     description="Whether ε is raised where the merge would otherwise be far larger than what the "
-    "experts hold, as it is where their rows just determine it (T·o = i), and to at least 0.005 "
-    "mean eigenvalues of Σ S_t, weighted by themselves. false is the paper's formula, with which a "
-    "small ε can let such a merge grow without bound.",
+    "experts hold, as it is where their rows just determine it (T·o = i), and until Σ ε_t is at "
+    "least 0.005 tr(S²) / tr(S) with S = Σ S_t. false is the paper's formula, with which a small ε "
+    "can let such a merge grow without bound.",
 )
 
 
