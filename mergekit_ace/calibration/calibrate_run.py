@@ -19,7 +19,14 @@ from tqdm import tqdm
 from mergekit_ace.adapters.adapter_plan import base_of, with_base
 from mergekit_ace.adapters.adapter_tasks import AdaptedWeights
 from mergekit_ace.adapters.peft_adapter import adapter_folder
-from mergekit_ace.calibration.layerwise import RIDGE, STEP, Calibration, SampleTeacher, Weights
+from mergekit_ace.calibration.layerwise import (
+    RIDGE,
+    STEP,
+    STEP_OF_ADAPTERS,
+    Calibration,
+    SampleTeacher,
+    Weights,
+)
 from mergekit_ace.calibration.scaling import ChosenScale, ScaleSearch, WeightsBetween
 from mergekit_ace.checkpoint_files import weight_files
 from mergekit_ace.files import locked, package_versions, save_tensors
@@ -113,7 +120,7 @@ def run_calibration(
 
 def _calibrate(config: CalibrateConfig, out: Path, work: Path, quiet: bool) -> None:
     """Calibrate a merge by way of a folder for what is unfinished."""
-    folder, calibration, chosen = _prepare(config, out, work, quiet)
+    folder, calibration, step, chosen = _prepare(config, out, work, quiet)
     if chosen is not None and not quiet:
         print(chosen)
     start, new = calibration.start, {}
@@ -121,20 +128,24 @@ def _calibrate(config: CalibrateConfig, out: Path, work: Path, quiet: bool) -> N
     bar = tqdm(calibration.layers(), "calibrating layers", depth, disable=quiet)
     for place, solved in enumerate(bar):
         path = str(work / f"layer-{place}.safetensors")
-        parts = {n: torch.lerp(start[n].float(), solved[n], STEP) for n in solved}
+        parts = {n: torch.lerp(start[n].float(), solved[n], step) for n in solved}
         save_tensors(path, {name: part.to(start[name].dtype) for name, part in parts.items()})
         new |= map_tensors({name: (path, name) for name in parts})
     write_checkpoint(folder, work / "result", new.get)
     with open(work / "result" / "README.md", "a", encoding="utf-8") as card:
-        card.write(f"\n\n{card_section(config, calibration.teachers, chosen)}\n")
+        card.write(f"\n\n{card_section(config, calibration.teachers, step, chosen)}\n")
     shutil.rmtree(out, ignore_errors=True)
     os.replace(work / "result", out)
 
 
 def _prepare(
     config: CalibrateConfig, out: Path, work: Path, quiet: bool
-) -> tuple[Path, Calibration, ChosenScale | None]:
-    """Find and check the models, read the texts, choose λ; return the folder to start from, too."""
+) -> tuple[Path, Calibration, float, ChosenScale | None]:
+    """Find and check the models, read the texts, choose λ.
+
+    Returns:
+        The folder to start from, what is to be solved, the share of the way that weights go, and λ.
+    """
     experts, folders = _find_models(config, work / "adapters")
     _check_apart(config, out, [*folders, *(adapter_folder(e.lora) for e in experts if e.lora)])
     model = load_skeleton(folders[0], CausalLanguageModel(), config)
@@ -163,7 +174,8 @@ def _prepare(
         SampleTeacher(tensors, calibration_batches(own), share)
         for tensors, own, share in zip((*weights, start), texts, shares, strict=True)
     ]
-    return folder, Calibration(model, start, teachers, device), chosen
+    step = STEP_OF_ADAPTERS if all(one.lora for one in experts) else STEP
+    return folder, Calibration(model, start, teachers, device), step, chosen
 
 
 def _find_models(config: CalibrateConfig, adapters: Path) -> tuple[list[ModelReference], list[str]]:
@@ -348,12 +360,14 @@ def write_checkpoint(start: Path, folder: Path, changed: Callable[[str], Tensor 
 
 
 def card_section(
-    config: CalibrateConfig, teachers: Sequence[SampleTeacher], chosen: ChosenScale | None
-) -> str:
+    config: CalibrateConfig, teachers: Sequence[SampleTeacher], step: float,
+    chosen: ChosenScale | None,
+) -> str:  # fmt: skip
     """Return the section; it names no folder of this machine.
 
     Args:
         teachers: the experts, and last the merge itself on what should stay.
+        step: share of the way from the merge to the solution.
     """
     names = short_names([expert.task for expert in config.models])
     rows = ["| texts of | sequences | tokens | from |", "|---|---|---|---|"]
@@ -363,14 +377,15 @@ def card_section(
         tokens = sum(int(used.sum()) for _, used in teacher.batches)
         writer = "data" if data is not None else "a model, which wrote them itself"
         rows.append(f"| {markdown_text(name)} | {sequences} | {tokens} | {writer} |")
-    way = "" if chosen is None else f"{chosen} "
+    before = "" if chosen is None else f"{chosen} "
+    share = "all" if step == 1.0 else f"{step:g}"
     (version,) = package_versions("mergekit-ace").values()
     return "\n\n".join([
         "## Calibration",
         f"The merge was then calibrated by `mergekit-ace calibrate` (version {version}): every "
         "linear of attention and MLP was solved anew, so that it does on some texts of each expert "
         "what the expert does, and on others what it did before. All other tensors are those of "
-        f"the merge. {way}The ridge was {RIDGE:g}, in mean eigenvalues of the inputs' covariance, "
-        f"and the weights went {STEP:g} of the way from the merge to the solution.",
+        f"the merge. {before}The ridge was {RIDGE:g}, in mean eigenvalues of the inputs' "
+        f"covariance, and the weights went {share} of the way from the merge to the solution.",
         "\n".join(rows),
     ])  # fmt: skip

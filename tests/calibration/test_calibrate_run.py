@@ -200,10 +200,36 @@ def test_an_adapter_is_an_expert(config, tmp_path, named):
         assert result.exit_code == 0, result.output
         found.append(state(LlamaForCausalLM, out)[1])
     start = state(LlamaForCausalLM, config["merged_model"])[1]
+    assert "went 0.5 of the way" in (out / "README.md").read_text()
     for key, tensor in found[0].items():
         moved = (tensor - start[key]).norm()
         assert (found[1][key] - tensor).norm() <= 0.02 * moved, key
     assert f"| adapter | {20 if first else 64} |" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
+def test_adapters_alone_go_all_of_the_way(config, tmp_path):
+    """Weights are what the layers are solved to, twice as far away as beside a full fine-tune."""
+    made = train_by_chance(tiny_llama, tmp_path / "adapter", target_modules=["q_proj"], r=4)
+    whole = tiny_llama()
+    whole.load_state_dict(made.merged)
+    for folder, model in (("base", made.base), ("whole", whole)):
+        model.save_pretrained(tmp_path / folder)
+        tokenizer().save_pretrained(tmp_path / folder)
+    adapter = f"{tmp_path / 'base'}+{tmp_path / 'adapter'}"
+    data = [one["data"] for one in config["models"]]
+    found = {}
+    for kind, name in (("adapter", adapter), ("whole", str(tmp_path / "whole"))):
+        models = [{"model": name, "data": one, "task": f"t{k}"} for k, one in enumerate(data)]
+        result = calibrate({**config, "models": models}, tmp_path / f"{kind}-out")
+        assert result.exit_code == 0, result.output
+        found[kind] = state(LlamaForCausalLM, tmp_path / f"{kind}-out")[1]
+    assert "went all of the way" in (tmp_path / "adapter-out" / "README.md").read_text()
+    start = state(LlamaForCausalLM, config["merged_model"])[1]
+    for key, first in start.items():
+        all_of_it, half = found["adapter"][key] - first, found["whole"][key] - first
+        assert (all_of_it - 2 * half).norm() <= 0.05 * all_of_it.norm(), key  # bfloat16
+    assert any((found["adapter"][key] != first).any() for key, first in start.items())
 
 
 @pytest.mark.parametrize("config", [False], indirect=True)
