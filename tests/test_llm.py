@@ -153,6 +153,8 @@ def test_calibration_from_end_to_end(llm, base, data, tmp_path, monkeypatch, cap
     assert not {row for row in others.splitlines() if "calibrated," in row} & {*first.splitlines()}
     with pytest.raises(SystemExit, match="not measured yet"):
         tables("--only-print", "--row", "ace, from outputs")
+    with pytest.raises(SystemExit, match="'ace, from' begins several rows"):
+        tables("--only-print", "--row", "ace, from")
     monkeypatch.setattr(program, "KEEP", "english")
     with pytest.raises(SystemExit, match=r"has no text 'english' .* --nothing-kept"):
         tables()

@@ -126,7 +126,9 @@ def tokens_before_padding(ids: Tensor, end: int) -> Tensor:
 def calibrated_table(study: Study) -> str:
     """Measure a merge before and after it is calibrated; return the table that compares them."""
     settings = study.settings
-    row = choose_rows([settings.row])[0]
+    row, *others = choose_rows([settings.row])
+    if others:
+        raise SystemExit(f"{settings.row!r} begins several rows; give the name of one.")
     start = study.merge(row, settings.scale)
     own = {name: getattr(start, name) for name in Merge.__dataclass_fields__}
     keep = None if settings.nothing_kept else study.untrained[KEEP]

@@ -117,7 +117,7 @@ ROWS = [
     Row("ace_relative", "ace_relative"),
 ]
 # By `--rows` alone: how else embeddings may be read, of which side covariances may be (adapters are
-# saved as full models here), and what samples or own texts are worth.
+# saved as full models here), centring and the prior, and what samples or own texts are worth.
 ON_DEMAND = [
     Row("ace, embeddings averaged", "ace", layout("mean")),
     *(

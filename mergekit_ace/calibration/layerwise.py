@@ -25,10 +25,6 @@ from mergekit_ace.algebra.least_squares import mean_product, ridge_factor, solve
 from mergekit_ace.training.state import TrainingError
 
 RIDGE = 1.0
-# Of the way from the merge to what the layers are solved to: for full fine-tunes half of it gains
-# nearly as much on held-out texts and costs less elsewhere; for adapters all of it gains more and
-# costs nothing (examples/llm/README.md).
-STEP, STEP_OF_ADAPTERS = 0.5, 1.0
 # Linears with the same input, in the order of the forward pass.
 GROUPS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
