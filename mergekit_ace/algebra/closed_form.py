@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -16,13 +16,12 @@ from mergekit_ace.algebra.forms import Attempt, choose_attempts, first_success
 from mergekit_ace.algebra.primal import solve_lean, solve_primal, solve_tall
 from mergekit_ace.algebra.records import (
     Form,
-    IllConditionedError,
     MatrixRecord,
     Observer,
     show,
 )
 from mergekit_ace.algebra.refinement import IsotropicComponent, refine
-from mergekit_ace.algebra.ridge_floor import amplification, is_amplified
+from mergekit_ace.algebra.ridge_floor import amplification, solve_within_bound
 from mergekit_ace.algebra.task_vectors import ActiveExperts, merge_mean
 
 SOLVERS = {"primal": solve_primal, "tall": solve_tall, "lean": solve_lean, "dual": solve_dual}
@@ -135,21 +134,19 @@ def solve(
         covariances: the estimates of at least one task; all coefficients are 1.
         form: of the closed form.
         prior, refined: see `solve_primal`.
-        floor: whether the ridge is raised where X comes out amplified (`is_amplified`); any other
-            takes no more time.
+        floor: whether the ridge is raised where X would be amplified (`solve_within_bound`).
 
     Raises:
         IllConditionedError: the form has too few digits at that precision.
     """
     solver = partial(SOLVERS[form], prior=prior, refined=refined)
-    if not floor or covariances.ridge == 0:  # a ridge of 0 is not raised: no S_t has a trace
+    if not floor:
         return solver(covariances)
-    with suppress(IllConditionedError):  # more ridge is a remedy for that, too
-        solution = solver(covariances)
-        if not is_amplified(solution.merged, covariances):
-            return solution
-        del solution  # its memory is needed
-    return solver(covariances, floor=True)
+    return solve_within_bound(
+        covariances,
+        lambda bound: solver(covariances, floor=bound),
+        attrgetter("merged"),
+    )
 
 
 def solve_guarded(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 
 import torch
@@ -41,7 +40,7 @@ from mergekit_ace.algebra.relative import (
     genuine_weights,
     merge_tensor_relative,
 )
-from mergekit_ace.algebra.ridge_floor import is_amplified, raise_ridge
+from mergekit_ace.algebra.ridge_floor import raise_ridge, solve_within_bound
 from mergekit_ace.algebra.task_vectors import ActiveExperts, nested_sets, select_active, task_vector
 
 CONDITION_LIMIT = 1e13  # beyond it, even a factor in float64 is noise
@@ -184,11 +183,11 @@ def _components(
     split = partial(_through_rows if wide else _through_columns, covariances, prior, dtype=dtype)
     if not floor:
         return split(floor=False)
-    with suppress(IllConditionedError):  # as in `closed_form.solve`
-        raised, parts = split(floor=False)
-        if not is_amplified(sum(parts[1:], parts[0]), covariances):
-            return raised, parts
-    return split(floor=True)
+    return solve_within_bound(
+        covariances,
+        lambda bound: split(floor=bound),
+        lambda found: sum(found[1][1:], found[1][0]),
+    )
 
 
 def _through_columns(

@@ -39,14 +39,17 @@ The structural prior, of rank one, is left out of all that, and coefficients cou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.covariance import Covariances
 from mergekit_ace.algebra.linalg import blocks, mirror, product
+from mergekit_ace.algebra.records import IllConditionedError
 from mergekit_ace.algebra.task_vectors import squared_norm
 
 # Dictionary families keep as much with it as without, and less with 0.01 or 0.02; a language model
@@ -66,6 +69,7 @@ PROBES = 24
 CHECK_EVERY, MOST_STEPS = 12, 96
 WORTH_MORE = 1.1
 PRECISION = 1.01  # of the ridge
+Solved = TypeVar("Solved")
 PRESCRIBED = 1e-10  # of the largest eigenvalue: what rounding leaves of 0
 SPENT = 1e-6  # of the largest eigenvalue: what rounding leaves is no direction
 
@@ -95,9 +99,30 @@ def amplification(merged: Tensor, covariances: Covariances) -> float:
     return squared_norm(merged) / covariances.energy
 
 
-def is_amplified(merged: Tensor, covariances: Covariances) -> bool:
-    """Tell whether X, (o, i), is so large that it is worth solving again with more ridge."""
-    return squared_norm(merged) > TOLERATED * largest_energy(covariances)
+def solve_within_bound(
+    covariances: Covariances,
+    solve: Callable[[bool], Solved],
+    merged: Callable[[Solved], Tensor],
+) -> Solved:
+    """Solve for an X that is not amplified, with as little work as that takes.
+
+    The bound of a merge that is refined is so much lower that nearly every one needs more ridge,
+    which is looked for at once. Few others do: they are solved without, and looked at.
+
+    Args:
+        covariances: what is solved.
+        solve: solves it, told whether to raise the ridge where X would be amplified.
+        merged: returns X, (o, i), of what that returns.
+    """
+    if covariances.ridge == 0:  # it is not raised: no S_t has a trace
+        return solve(False)
+    if not covariances.refined:
+        with suppress(IllConditionedError):  # more ridge is a remedy for that, too
+            solution = solve(False)
+            if squared_norm(merged(solution)) <= TOLERATED * largest_energy(covariances):
+                return solution
+            del solution  # its memory is needed
+    return solve(True)
 
 
 def largest_energy(covariances: Covariances) -> float:
@@ -222,7 +247,7 @@ class _Probes:
 
 
 def _probes(covariances: Covariances, system: Tensor, dual: bool) -> Iterator[_Probes]:
-    """Iterate over ever better estimates, see `apply_floor`."""
+    """Iterate over ever better estimates, see `_keep_to_bound`."""
     signs = _signs(covariances.whole_shape[0]).to(covariances.tasks[0].mean)
     exact = len(signs) <= PROBES
     if covariances.space:  # Xᵀz is V times that of the core and Uᵀz
