@@ -84,6 +84,24 @@ def test_float32_targets(rng, kind, shape):
     assert (component - expected).norm() <= 1e-6 * expected.norm()
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("shape", [(60, 90), (90, 60)])
+@pytest.mark.parametrize("kind", ["flat", "a hundredfold"])
+def test_products_in_few_digits_are_hidden(rng, kind, shape, noise):
+    """What products in float32 cost cannot be seen behind what the rounding of experts costs."""
+    target = with_values(rng, shape, SPECTRA[kind].double()).float()
+    size = float(target.norm())
+    covariances = Covariances((), 0, 1.0, 1.0, (), 1.0, taus=(size**2,), noise=noise)
+    solution = Solution(target.clone(), target.clone(), 1.0, 0.0, covariances)
+    expected = isotropic_component(target.double(), 18).matrix
+    error = (refine(solution, 18).matrix - expected).norm()
+    moved = torch.randn(shape, generator=rng, dtype=torch.float64)
+    moved = target + moved * (noise * size / moved.norm())
+    hidden = 0.02 * (isotropic_component(moved, 18).matrix - expected).norm()
+    assert error <= max(2e-5 * size, hidden)
+    assert error > 1e-8 * size  # they were in float32
+
+
 def test_a_zero_matrix_has_no_directions():
     found = isotropic_component(torch.zeros(4, 6), 2)
     component, strength = found.matrix, found.strength

@@ -62,13 +62,16 @@ def refine(solution: Solution, rank: int) -> IsotropicComponent:
     assert solution.target is not None
     space = solution.covariances.space
     leading = decompose(solution.target, rank, space.shape if space else None)
-    if solution.target.dtype == torch.float32:
-        size = solution.covariances.size(solution.merged)
-        given = solution.error * size + 4 * rounding(torch.float32) * leading.energy**0.5
-        error = leading.blur(given)
-        if error > _allowed(solution, leading):
-            raise IllConditionedError(solution.condition, error / size)
-    return leading.component_()
+    if solution.target.dtype == torch.float64:
+        return leading.component_()
+    size, unit = solution.covariances.size(solution.merged), rounding(torch.float32)
+    given = solution.error * size + 4 * unit * leading.energy**0.5
+    error, allowed = leading.blur(given), _allowed(solution, leading)
+    if error > allowed:
+        raise IllConditionedError(solution.condition, error / size)
+    # every p_jᵀF is rounded against all of F
+    rounded = leading.blur(given + (len(leading.vectors) * leading.energy) ** 0.5 * unit)
+    return leading.component_(torch.float32 if rounded <= allowed else torch.float64)
 
 
 def _allowed(solution: Solution, leading: Leading) -> float:
@@ -137,13 +140,14 @@ class Leading:
         blurred = estimate_blur(self.sigma, self.rank, tuple(self.matrix.shape), error)
         return self.strength * self.rank**0.5 * blurred
 
-    def component_(self) -> IsotropicComponent:
-        """Write the component over F."""
+    def component_(self, dtype: torch.dtype = torch.float64) -> IsotropicComponent:
+        """Write the component over F, by products in some dtype."""
         wide, strength = on_shorter_side(self.matrix), self.strength
         vectors = self.vectors[:, : self.kept]
-        scaled = vectors * (strength / self.sigma[: self.kept])
+        scaled = (vectors * (strength / self.sigma[: self.kept])).to(dtype)
+        vectors = vectors.to(dtype)
         for columns in blocks(wide.shape[1], len(wide)):
-            part = wide[:, columns].double()
+            part = wide[:, columns].to(dtype)
             wide[:, columns] = product(scaled, product(vectors.mT, part))
         return IsotropicComponent(self.matrix, strength)
 
