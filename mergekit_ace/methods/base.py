@@ -308,20 +308,17 @@ class TaskVectorMethod(GroupMergeMethod):
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> Tensor:
         """Merge one tensor; the result has the dtype of the inputs."""
         start = time.perf_counter()
-        check_finite(self.spec.name, group)
-        assert group.base is not None  # the contract requires it
-        settings = self.settings(group, parameters)
-        tensors = [group.base.tensor, *(expert.tensor for expert in group.non_base)]
-        device, work = tensors[0].device, partial(self._merge_on, tensors, settings)
+        work, name = partial(self._merge_on, group, parameters), group.metadata.name
         try:
-            merged, record = first_that_fits(device, work, self.spec.name, settings.name)
+            device = group.tensors[0].device
+            merged, record, settings = first_that_fits(device, work, self.spec.name, name)
         except MERGE_ERRORS as error:
-            raise ValueError(self.explain(error, settings)) from error
+            raise ValueError(self.explain(error, TensorSettings.of(group, parameters))) from error
         self.check_size(merged, settings)
         self.mention(settings, record)
         if settings.recorded:
             seconds = time.perf_counter() - start
-            record = measure_noise(record, [tensor.to(merged.device) for tensor in tensors])
+            record = measure_noise(record, _versions(_moved(group, merged.device)))
             append_report(self.spec.name, settings, record, seconds)
         return merged
 
@@ -345,16 +342,30 @@ class TaskVectorMethod(GroupMergeMethod):
 
     def _merge_on(
         self,
-        tensors: Sequence[Tensor],
-        settings: TensorSettings,
+        group: TensorGroup,
+        parameters: Mapping[str, Any],
         device: torch.device,
         least_memory: bool,
-    ) -> Merged:
-        moved = [tensor.to(device) for tensor in tensors]
-        merged, record = self.merge(moved, replace(settings, least_memory=least_memory))
+    ) -> tuple[Tensor, TensorRecord, TensorSettings]:
+        group = _moved(group, device)
+        check_finite(self.spec.name, group)
+        settings = replace(self.settings(group, parameters), least_memory=least_memory)
+        tensors = _versions(group)
+        merged, record = self.merge(tensors, settings)
         if is_running_statistic(settings.name or ""):  # sums of changes may be negative variances
-            merged = clamp_to_versions(merged, moved)
-        return merged.to(tensors[0].dtype), record
+            merged = clamp_to_versions(merged, tensors)
+        return merged.to(tensors[0].dtype), record, settings
+
+
+def _moved(group: TensorGroup, device: torch.device) -> TensorGroup:
+    entries = [replace(entry, tensor=entry.tensor.to(device)) for entry in group.entries]
+    return replace(group, entries=tuple(entries))
+
+
+def _versions(group: TensorGroup) -> list[Tensor]:
+    """Return the base's tensor, then the experts'."""
+    assert group.base is not None  # the contract requires it
+    return [group.base.tensor, *(expert.tensor for expert in group.non_base)]
 
 
 def sweep(shape: Sequence[int], experts: int) -> Work:
