@@ -185,14 +185,13 @@ def _keep_to_bound(covariances: Covariances, system: Tensor, dual: bool) -> Cova
 
     The bound is that of `largest_energy`; arguments as of `raise_ridge`.
     """
-    bound, before = largest_energy(covariances), math.inf
-    for probes in _probes(covariances.unweighted(), system, dual):
-        ridge = _least_ridge(probes, covariances.ridge, bound)
-        if ridge == covariances.ridge:
-            return covariances
-        if ridge * WORTH_MORE > before:
+    bound = largest_energy(covariances)
+    for upper, lower in _probes(covariances.unweighted(), system, dual):
+        ridge = _least_ridge(upper, covariances.ridge, bound)
+        if ridge <= WORTH_MORE * _least_ridge(lower, covariances.ridge, bound):
             break
-        before = ridge
+    if ridge == covariances.ridge:
+        return covariances
     return replace(covariances.times_ridge(ridge / covariances.ridge), raised=True, bounded=True)
 
 
@@ -246,8 +245,10 @@ class _Probes:
         return self.share * float((self.mean + parts.sum(dim=1)).sum())
 
 
-def _probes(covariances: Covariances, system: Tensor, dual: bool) -> Iterator[_Probes]:
-    """Iterate over ever better estimates, see `_keep_to_bound`."""
+def _probes(
+    covariances: Covariances, system: Tensor, dual: bool
+) -> Iterator[tuple[_Probes, _Probes]]:
+    """Iterate over ever better estimates, one too large and one too small, or both exact."""
     signs = _signs(covariances.whole_shape[0]).to(covariances.tasks[0].mean)
     exact = len(signs) <= PROBES
     if covariances.space:  # Xᵀz is V times that of the core and Uᵀz
@@ -258,19 +259,24 @@ def _probes(covariances: Covariances, system: Tensor, dual: bool) -> Iterator[_P
         scales = [task.scale**0.5 for task in covariances.tasks]
         roots = system.new_tensor(scales).repeat_interleave(covariances.shape[0])
     start, along = (part.mT.to(system.dtype).contiguous() for part in (start, along))
+    mean, length = means.square().sum(dim=0).double().cpu(), start.norm(dim=1).double().cpu()
     for basis, matrix in _tridiagonalise(system, start, roots):
-        values, vectors = torch.linalg.eigh(matrix)
-        values = values.clamp(min=0)
         found = (basis @ along[:, :, None]).mT.double().cpu()
-        yield _Probes(
-            share=1 if exact else 1 / PROBES,
-            mean=means.square().sum(dim=0).double().cpu(),
-            start=start.norm(dim=1).double().cpu(),
-            along=(found @ vectors).squeeze(1),
-            values=values,
-            first=vectors[:, 0, :],
-            dual=dual,
-        )
+
+        def read(matrix: Tensor, found: Tensor = found) -> _Probes:
+            values, vectors = torch.linalg.eigh(matrix)
+            return _Probes(
+                share=1 if exact else 1 / PROBES,
+                mean=mean,
+                start=length,
+                along=(found @ vectors).squeeze(1),
+                values=values.clamp(min=0),
+                first=vectors[:, 0, :],
+                dual=dual,
+            )
+
+        ends = matrix.shape[1] == len(system)
+        yield read(matrix if ends else _with_eigenvalue_zero(matrix)), read(matrix)
 
 
 def _signs(rows: int) -> Tensor:
@@ -333,11 +339,11 @@ def _tridiagonalise(
 
     Yields:
         After every `CHECK_EVERY` steps the bases, (p, k, m), and the tridiagonal matrices,
-        (p, k, k), in float64 on the CPU; the last with an eigenvalue at 0, unless it is exact.
+        (p, k, k), in float64 on the CPU; exact where k is m.
     """
     count, size = start.shape
     most = min(MOST_STEPS, size)
-    basis = start.new_empty(count, 0, size)
+    basis = start.new_empty(count, most, size)
     matrix = start.new_zeros(count, most, most)  # there, so that no step waits for a GPU
     vector, largest = start, start.new_zeros(())
     for step in range(most):
@@ -347,17 +353,17 @@ def _tridiagonalise(
             beyond = length.masked_fill(spent, 0).squeeze(1)
             matrix[:, step, step - 1] = matrix[:, step - 1, step] = beyond
         new = (vector / length).masked_fill(spent, 0)
-        basis = torch.cat([basis, new[:, None]], dim=1)
+        basis[:, step] = new
+        known = basis[:, : step + 1]
         if step > 0 and step % CHECK_EVERY == 0:
-            yield basis, _with_eigenvalue_zero(matrix[:, : step + 1, : step + 1].double().cpu())
+            yield known, matrix[:, : step + 1, : step + 1].double().cpu()
         vector = product(new, system) if roots is None else product(new * roots, system) * roots
         largest = torch.maximum(largest, vector.norm(dim=1).max())
         for _ in range(2):  # once is not enough in the presence of rounding
-            along = basis @ vector[:, :, None]
-            vector = vector - (along.mT @ basis).squeeze(1)
+            along = known @ vector[:, :, None]
+            vector = vector - (along.mT @ known).squeeze(1)
             matrix[:, step, step] += along[:, step, 0]
-    matrix = matrix.double().cpu()
-    yield basis, matrix if most == size else _with_eigenvalue_zero(matrix)
+    yield basis, matrix.double().cpu()
 
 
 def _with_eigenvalue_zero(matrix: Tensor) -> Tensor:
