@@ -22,7 +22,6 @@ from mergekit_ace.algebra.covariance import Covariances, Task, estimate_covarian
 from mergekit_ace.algebra.layouts import as_matrices, from_matrices
 from mergekit_ace.algebra.linalg import (
     add_gram,
-    blocks,
     factorize,
     factorize_within,
     full_precision,
@@ -206,7 +205,7 @@ def _through_columns(
     parts = []
     for task in covariances.tasks:
         part, estimate = covariances.new(rows, columns, dtype=dtype), _Estimate(covariances, task)
-        for block in blocks(rows, columns):
+        for block in covariances.row_blocks():
             centred = task.centred(block)
             found = solve_(estimate.times(centred).add_(centred, alpha=task.ridge), lower)
             part[block] = _with_prior(found, inverse) if prior else found
@@ -281,13 +280,13 @@ def _residual(covariances: Covariances) -> Tensor:
     """Return R = Σ_t (Δ_t − D/T) S_t − ρ D/T with D = Σ_t Δ_t, (o, i), in the unit of F."""
     mean = covariances.new(*covariances.shape)  # D/T
     for task in covariances.tasks:
-        for block in blocks(*mean.shape):
+        for block in covariances.row_blocks():
             mean[block].add_(task.centred(block).add_(task.mean))
     mean.div_(len(covariances.tasks))
     total = mean * -covariances.mean_ridge  # ρ
     for task in covariances.tasks:
         estimate = _Estimate(covariances, task)
-        for block in blocks(*mean.shape):
+        for block in covariances.row_blocks():
             beyond = task.centred(block).add_(task.mean).sub_(mean[block])
             total[block].add_(estimate.times(beyond))
     return total.mul_(covariances.covariance_unit)

@@ -170,10 +170,18 @@ class Covariances:
         """Return the relative error that float32 may leave in X, for A's condition number."""
         return tolerance(condition, self.noise)
 
-    def column_blocks(self) -> Iterator[slice]:
-        """Iterate over blocks of columns of a task vector."""
-        rows, columns = self.shape
-        return blocks(columns, rows)
+    @property
+    def device(self) -> torch.device:
+        """Where the task vectors are."""
+        return self.tasks[0].mean.device
+
+    def row_blocks(self) -> Iterator[slice]:
+        """Iterate over blocks of rows of a task vector."""
+        return blocks(*self.shape, self.device)
+
+    def column_blocks(self, rows: int | None = None) -> Iterator[slice]:
+        """Iterate over blocks of columns of a task vector, or of what has so many rows."""
+        return blocks(self.shape[1], self.shape[0] if rows is None else rows, self.device)
 
     def buffer(self, name: str, rows: int, columns: int) -> Tensor:
         """Return room for a block, (rows, columns), the same memory for the same name.
@@ -213,22 +221,21 @@ class Covariances:
             return total
         if task.gram is not None:
             return total.add_(task.gram, alpha=task.scale)
-        rows, columns = self.shape
-        for block in blocks(rows, columns):
-            room = self.buffer("task", block.stop - block.start, columns)
+        for block in self.row_blocks():
+            room = self.buffer("task", block.stop - block.start, self.shape[1])
             centred = task.centred(block, out=room)
             add_gram(total, centred.mT, task.scale)
         return total
 
     def points_against(self, matrix: Tensor) -> bool:
         """Tell whether ⟨M, Σ_t Δ_t⟩ < 0 for M, (o, i): whether M undoes what the experts share."""
-        total = 0.0
-        for block in blocks(*self.shape):
+        total = matrix.new_zeros((), dtype=torch.float64)  # there, so that no task waits for a GPU
+        for block in self.row_blocks():
             room = self.buffer("task", block.stop - block.start, self.shape[1])
             part = matrix[block].reshape(-1).to(room)
             for task in self.tasks:
-                total += float(task.delta(block, out=room).view(-1).dot(part))
-        return total < 0
+                total += task.delta(block, out=room).view(-1).dot(part)
+        return bool(total < 0)
 
     def size(self, merged: Tensor) -> float:
         """Return ‖X‖, in units, by which errors are divided; at least `CANCELLED` of the experts'.
@@ -431,7 +438,7 @@ def centred_trace(
         return trace
     # the means make up nearly all of τ_t, and the difference would lose its digits
     task = Task(expert, base, mean.to(dtype), 1.0, 0.0, unit)
-    return math.fsum(squared_norm(task.centred(rows)) for rows in blocks(*base.shape))
+    return math.fsum(squared_norm(task.centred(rows)) for rows in blocks(*base.shape, base.device))
 
 
 def _ridge(options: AceOptions, trace: float, columns: int, unit: float, normalized: bool) -> float:

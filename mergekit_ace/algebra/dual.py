@@ -25,7 +25,6 @@ from torch import Tensor
 from mergekit_ace.algebra.covariance import Covariances, Solution
 from mergekit_ace.algebra.linalg import (
     add_gram,
-    blocks,
     factorize,
     inverse_trace,
     largest_eigenvalue,
@@ -136,12 +135,11 @@ def _stack(covariances: Covariances, columns: slice) -> Tensor:
 
 def _products(covariances: Covariances) -> tuple[Tensor, Tensor]:
     """Return [C_s C_tᵀ]_{st}, (N, N), its lower triangle, and [C_s 1, C_s μ_1, …, C_s μ_T]_s."""
-    rows, columns = covariances.shape
-    size = rows * len(covariances.tasks)
+    size = covariances.shape[0] * len(covariances.tasks)
     means = [task.mean for task in covariances.tasks]
     vectors = torch.stack([torch.ones_like(means[0]), *means], dim=1)
     products, sides = covariances.new(size, size), covariances.new(size, vectors.shape[1])
-    for block in blocks(columns, size):
+    for block in covariances.column_blocks(size):
         stack = _stack(covariances, block)
         add_gram(products, stack)
         sides.addmm_(stack, vectors[block])
@@ -254,7 +252,7 @@ def _expand(
     merged = covariances.new(rows, columns)
     target = covariances.new(rows, columns) if target_left is not None else None
     row = covariances.mean * (covariances.mean_ridge * covariances.covariance_unit)
-    for block in blocks(columns, left.shape[1]):
+    for block in covariances.column_blocks(left.shape[1]):
         stack = _stack(covariances, block)
         set_product_(merged[:, block], left, stack)
         if target is not None:

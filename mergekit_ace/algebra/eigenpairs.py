@@ -26,7 +26,7 @@ def smaller_gram(matrix: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     rows = on_shorter_side(matrix)
     side, length = rows.shape
     gram = torch.zeros(side, side, dtype=dtype, device=rows.device)
-    for columns in blocks(length, side):
+    for columns in blocks(length, side, rows.device):
         add_gram(gram, rows[:, columns].to(dtype))
     return gram
 

@@ -21,11 +21,14 @@ from torch import Tensor
 
 from mergekit_ace.algebra.records import IllConditionedError
 
-# 4 MiB in float32, at which products of blocks run at nine tenths of their speed, and 16 MiB.
+# 4 MiB in float32, at which products of blocks run at nine tenths of their speed, and 16 MiB; on a
+# GPU, which has done a smaller block before it is told of the next, 32 MiB.
 BLOCK_ENTRIES = 2**20
 LARGEST_BLOCK = 4 * BLOCK_ENTRIES
+GPU_BLOCK = 8 * BLOCK_ENTRIES
 # Rows of a symmetric product that torch, which has none, forms at once up to the diagonal.
 GRAM_ROWS = 512
+CPU = torch.device("cpu")
 
 
 def block_entries(entries: int) -> int:
@@ -33,15 +36,21 @@ def block_entries(entries: int) -> int:
     return min(max(BLOCK_ENTRIES, entries // 8), LARGEST_BLOCK)
 
 
-def blocks(length: int, width: int, entries: int | None = None) -> Iterator[slice]:
+def blocks(
+    length: int, width: int, device: torch.device = CPU, *, entries: int | None = None
+) -> Iterator[slice]:
     """Iterate over slices of 0…length, so that a large matrix never exists twice.
 
     Args:
         length: how many items.
         width: entries of one.
-        entries: of a block; by default see `block_entries`.
+        device: that works on the blocks.
+        entries: of a block on a CPU; by default see `block_entries`.
     """
-    entries = block_entries(length * width) if entries is None else entries
+    if device.type != "cpu":
+        entries = GPU_BLOCK
+    elif entries is None:
+        entries = block_entries(length * width)
     step = max(1, entries // max(1, width))
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
@@ -90,13 +99,13 @@ class Torch:
 
     @staticmethod
     def add_gram(total: Tensor, factor: Tensor, alpha: float) -> None:
-        for rows in blocks(len(total), 1, GRAM_ROWS):
+        for rows in blocks(len(total), 1, entries=GRAM_ROWS):
             total[rows, : rows.stop].addmm_(factor[rows], factor[: rows.stop].mT, alpha=alpha)
 
     @staticmethod
     def cholesky_(matrix: Tensor) -> bool:
         factor, info = torch.linalg.cholesky_ex(matrix)
-        for rows in blocks(len(matrix), 1, GRAM_ROWS):
+        for rows in blocks(len(matrix), 1, entries=GRAM_ROWS):
             matrix[rows, : rows.start] = factor[rows, : rows.start]
             matrix[rows, rows] = factor[rows, rows].tril() + matrix[rows, rows].triu(1)
         return bool((info == 0) & factor.diagonal().isfinite().all())  # NaN is no pivot
@@ -212,7 +221,7 @@ def add_gram(total: Tensor, factor: Tensor, alpha: float = 1.0) -> Tensor:
 
 def mirror(matrix: Tensor) -> Tensor:
     """Copy the lower triangle above the diagonal, in place."""
-    for rows in blocks(len(matrix), 1, GRAM_ROWS):
+    for rows in blocks(len(matrix), 1, entries=GRAM_ROWS):
         square = matrix[rows, rows].tril_()
         square.add_(square.tril(-1).mT)
         matrix[: rows.start, rows] = matrix[rows, : rows.start].mT
@@ -303,13 +312,12 @@ def largest_eigenvalue(*factors: Tensor, steps: int = 5) -> float:
         factors: one or more whose product is positive semidefinite, (n, n) each, all of them valid.
         steps: iterations of 2 n² operations for each factor.
     """
-    vector, value = _start(factors[0]), 0.0
+    vector = _start(factors[0])
     for _ in range(steps):
         vector = vector / torch.linalg.vector_norm(vector)
         for factor in factors:
             vector = vector @ factor
-        value = float(torch.linalg.vector_norm(vector))
-    return value
+    return float(torch.linalg.vector_norm(vector))
 
 
 def smallest_eigenvalue(lower: Tensor, steps: int = 5) -> float:
@@ -319,10 +327,10 @@ def smallest_eigenvalue(lower: Tensor, steps: int = 5) -> float:
         lower: L, (n, n), of which the lower triangle is read.
         steps: iterations of 2 n² operations.
     """
-    vector, value = _start(lower), 0.0
+    vector = _start(lower)
     for _ in range(steps):
         vector = solve_(vector / torch.linalg.vector_norm(vector), lower)
-        value = float(torch.linalg.vector_norm(vector))
+    value = float(torch.linalg.vector_norm(vector))
     return 1 / value if value else float("inf")
 
 

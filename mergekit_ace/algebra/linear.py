@@ -110,9 +110,8 @@ def merge_linear(base: Tensor, experts: Sequence[Tensor], coefficients: Sequence
         return used[0][0].to(dtype)
     merged = torch.empty_like(base, dtype=dtype, memory_format=torch.contiguous_format)
     rows = [as_rows(tensor) for tensor in (base, merged, *(expert for expert, _ in used))]
-    # on a CPU what stays in a cache
-    entries = BLOCK_ENTRIES // 4 if base.device.type == "cpu" else None
-    for block in blocks(*rows[0].shape, entries):
+    cached = BLOCK_ENTRIES // 4
+    for block in blocks(*rows[0].shape, base.device, entries=cached):
         origin, out, *versions = (part[block] for part in rows)
         out.zero_()
         for version, (_, coefficient) in zip(versions, used, strict=True):

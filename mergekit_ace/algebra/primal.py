@@ -120,7 +120,7 @@ def _sum_up(covariances: Covariances) -> tuple[Tensor, Tensor, Tensor]:
             covariances.add_estimate(gram.zero_(), task)
             total.add_(gram)
             turned.addmv_(mirror(gram), task.mean - reference.mean)
-            for block in blocks(rows, columns):
+            for block in covariances.row_blocks():
                 first = covariances.reference_block(block)
                 difference = covariances.difference(task, block, first)
                 add_product_(numerator[block], difference, gram)
@@ -147,7 +147,7 @@ def _add_through_rows(
 
 def _add_ridge(covariances: Covariances, numerator: Tensor) -> None:
     """Add Σ_{t≠r} ε_t (C_t − C_r) to the numerator, (o, i)."""
-    for block in blocks(*numerator.shape):
+    for block in covariances.row_blocks():
         first = covariances.reference_block(block)
         for task in covariances.others:
             moved = covariances.difference(task, block, first)
@@ -238,7 +238,7 @@ def _covariances(covariances: Covariances, split: int) -> tuple[Tensor, list[Ten
 
 def _widen(total: Tensor, part: Tensor) -> None:
     """Add a lower triangle to that of a wider dtype, in blocks: torch would widen it whole."""
-    for block in blocks(*total.shape):
+    for block in blocks(*total.shape, total.device):
         total[block, : block.stop].add_(part[block, : block.stop])
 
 
@@ -275,7 +275,7 @@ def _mixing_error(growth: float, columns: int, unit: float) -> float:
 def _mix(matrix: Tensor, ridge: float, lower: Tensor) -> None:
     """Write W_t over S_t, (i, i), which is symmetric: a row of it times A⁻¹ is a row of W_t."""
     matrix.diagonal().add_(ridge)
-    for block in blocks(*matrix.shape):
+    for block in blocks(*matrix.shape, matrix.device):
         part = matrix[block]
         part.copy_(solve_(part.to(lower.dtype), lower))
 
@@ -284,7 +284,7 @@ def _add_products(
     covariances: Covariances, total: Tensor, tasks: list[Task], matrices: list[Tensor]
 ) -> None:
     """Add Σ (C_t − C_r) W_t, (o, i)."""
-    for block in blocks(*total.shape):
+    for block in covariances.row_blocks():
         first = covariances.reference_block(block)
         for task, matrix in zip(tasks, matrices, strict=True):
             add_product_(total[block], covariances.difference(task, block, first), matrix)
@@ -326,7 +326,7 @@ def complete_(
     shared = (covariances.ridge - covariances.mean_ridge) / count
     target = None if residual is None else torch.empty_like(merged)
     energy = 0.0  # ‖Y − C̄‖²
-    for block in blocks(*merged.shape):
+    for block in covariances.row_blocks():
         part = merged[block]
         first = covariances.reference_block(block)
         if target is not None and residual is not None:

@@ -146,7 +146,7 @@ class Leading:
         vectors = self.vectors[:, : self.kept]
         scaled = (vectors * (strength / self.sigma[: self.kept])).to(dtype)
         vectors = vectors.to(dtype)
-        for columns in blocks(wide.shape[1], len(wide)):
+        for columns in blocks(wide.shape[1], len(wide), wide.device):
             part = wide[:, columns].to(dtype)
             wide[:, columns] = product(scaled, product(vectors.mT, part))
         return IsotropicComponent(self.matrix, strength)

@@ -283,7 +283,7 @@ def gram_norm(task: Task) -> tuple[float, Tensor | None]:
 def measured_energy(task: Task, measured: MeasuredCovariance) -> float:
     """Return tr(C_t M_t C_tᵀ), what the task vector makes of the inputs that were measured."""
     matrix, energy = measured.matrix(task.mean), 0.0
-    for block in blocks(*task.base.shape):
+    for block in blocks(*task.base.shape, task.base.device):
         centred = task.centred(block)
         energy += float((centred @ matrix).mul_(centred).sum(dtype=torch.float64))
     return energy
@@ -323,7 +323,7 @@ def merge_table(
     measured, mixed = measured or MeasuredInputs(), False
     given = zip(counts, active.experts, weights, active.positions, strict=True)
     for count, expert, weight, position in given:
-        for block in blocks(rows, width):
+        for block in blocks(rows, width, base.device):
             # in float64: squares of a far weaker expert's entries leave the range of float32
             norms = torch.linalg.vector_norm(moved(expert, block), dim=1, dtype=torch.float64)
             count[block] = norms.square()
@@ -342,7 +342,7 @@ def merge_table(
     counts.div_(torch.where(total > 0, total, 1.0))  # with ε = 0, rows that nobody has moved
     merged = base.to(active.dtype, copy=True)
     counts.mul_(counts.new_tensor(active.coefficients)[:, None])
-    for block in blocks(rows, width):
+    for block in blocks(rows, width, base.device):
         sum_ = torch.zeros_like(merged[block])
         for count, expert in zip(counts, active.experts, strict=True):
             sum_ += moved(expert, block) * count[block, None].to(active.dtype)

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.covariance import Covariances
-from mergekit_ace.algebra.linalg import blocks, mirror, product
+from mergekit_ace.algebra.linalg import mirror, product
 from mergekit_ace.algebra.records import IllConditionedError
 from mergekit_ace.algebra.task_vectors import squared_norm
 
@@ -64,10 +64,10 @@ TOLERATED = 1.2
 NEAR_THRESHOLD = (0.8, 1.25)
 # Rows z.
 PROBES = 24
-# Steps of Lanczos' algorithm after which the ridge is looked at, and at most in all; and by how
-# much it then falls where more steps are worth their time.
-CHECK_EVERY, MOST_STEPS = 12, 96
-WORTH_MORE = 1.1
+# Steps of Lanczos' algorithm after which the ridge is looked at, and at most in all; and how far
+# it then may be from an estimate that is too small.
+CHECKED, MOST_STEPS = (6, 12, 24, 48), 96
+SURE = 1.05
 PRECISION = 1.01  # of the ridge
 Solved = TypeVar("Solved")
 PRESCRIBED = 1e-10  # of the largest eigenvalue: what rounding leaves of 0
@@ -188,7 +188,7 @@ def _keep_to_bound(covariances: Covariances, system: Tensor, dual: bool) -> Cova
     bound = largest_energy(covariances)
     for upper, lower in _probes(covariances.unweighted(), system, dual):
         ridge = _least_ridge(upper, covariances.ridge, bound)
-        if ridge <= WORTH_MORE * _least_ridge(lower, covariances.ridge, bound):
+        if ridge <= SURE * _least_ridge(lower, covariances.ridge, bound):
             break
     if ridge == covariances.ridge:
         return covariances
@@ -320,10 +320,9 @@ def _sweep(
     covariances: Covariances, parts: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, float, slice, Tensor]]:
     """Iterate over blocks of rows of all C_t, each with its task's part and s_t."""
-    rows, columns = covariances.shape
     for task, part in zip(covariances.tasks, parts, strict=True):
-        for block in blocks(rows, columns):
-            room = covariances.buffer("task", block.stop - block.start, columns)
+        for block in covariances.row_blocks():
+            room = covariances.buffer("task", block.stop - block.start, covariances.shape[1])
             yield part, task.scale, block, task.centred(block, out=room)
 
 
@@ -338,8 +337,8 @@ def _tridiagonalise(
         roots: (m,); what is reduced is the system with rows and columns multiplied by them.
 
     Yields:
-        After every `CHECK_EVERY` steps the bases, (p, k, m), and the tridiagonal matrices,
-        (p, k, k), in float64 on the CPU; exact where k is m.
+        After the steps of `CHECKED`, and at the end, the bases, (p, k, m), and the tridiagonal
+        matrices, (p, k, k), in float64 on the CPU; exact where k is m.
     """
     count, size = start.shape
     most = min(MOST_STEPS, size)
@@ -355,7 +354,7 @@ def _tridiagonalise(
         new = (vector / length).masked_fill(spent, 0)
         basis[:, step] = new
         known = basis[:, : step + 1]
-        if step > 0 and step % CHECK_EVERY == 0:
+        if step in CHECKED:
             yield known, matrix[:, : step + 1, : step + 1].double().cpu()
         vector = product(new, system) if roots is None else product(new * roots, system) * roots
         largest = torch.maximum(largest, vector.norm(dim=1).max())

@@ -221,15 +221,14 @@ def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """
     rows = [as_rows(tensor) for tensor in tensors]
     types = [torch.promote_types(torch.float32, tensor.dtype) for tensor in tensors]
-    entries = CHUNK if tensors[0].device.type == "cpu" else None
-    for block in blocks(*rows[0].shape, entries):
+    for block in blocks(*rows[0].shape, tensors[0].device, entries=CHUNK):
         yield tuple(r[block].to(d, copy=True) for r, d in zip(rows, types, strict=True))
 
 
 def _lower_halves(tensor: Tensor) -> Iterator[Tensor]:
     """Iterate over the lower 16 bits of the entries of a float32 tensor, in blocks."""
     rows = as_rows(tensor)
-    for block in blocks(*rows.shape, CHUNK if tensor.device.type == "cpu" else None):
+    for block in blocks(*rows.shape, tensor.device, entries=CHUNK):
         entries = rows[block].reshape(-1)
         if entries.stride(0) != 1:  # which contiguous() leaves to a single entry
             entries = entries.new_empty(len(entries)).copy_(entries)

@@ -64,7 +64,7 @@ def measure(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Moments:
     tau, size = [], []
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=base.device)
     room = None
-    for block in blocks(*rows.shape):
+    for block in blocks(*rows.shape, rows.device):
         if room is None:  # the first block is the largest; fresh memory would cost page by page
             room = torch.empty_like(rows[block], dtype=dtype)
         delta = room[: block.stop - block.start].copy_(versions[block])

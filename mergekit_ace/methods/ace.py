@@ -13,7 +13,7 @@ from torch import Tensor
 from mergekit_ace.algebra.adaptive import merge_tensor
 from mergekit_ace.algebra.forms import COSTS, choose_forms
 from mergekit_ace.algebra.layouts import other_side
-from mergekit_ace.algebra.linalg import LARGEST_BLOCK
+from mergekit_ace.algebra.linalg import GPU_BLOCK
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.records import LARGEST_MEAN_RIDGE, AceOptions, Side, TensorRecord
 from mergekit_ace.algebra.refinement import decomposition_memory
@@ -44,7 +44,7 @@ from mergekit_ace.methods.parameters import (
     options_from,
 )
 
-BLOCKS = 6 * LARGEST_BLOCK * 4  # bytes, beside what the forms count
+BLOCKS = 6 * GPU_BLOCK * 4  # bytes, beside what the forms count
 ACE_CITATION = Citation(
     key="xu2026ace",
     authors="Xu, Bo and Wu, Haotian and Lin, Hehai and Huang, Weiquan and Zhu, Beier and Shu, Yao "
