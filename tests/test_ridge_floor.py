@@ -11,6 +11,7 @@ from matrices import HETEROGENEOUS, family
 from reference import naive_ace, naive_relative, naive_spectral_ridge, task_vector_error
 
 from mergekit_ace.algebra.adaptive import merge_matrix
+from mergekit_ace.algebra.closed_form import SOLVERS
 from mergekit_ace.algebra.components import split_tensor
 from mergekit_ace.algebra.forms import Attempt
 from mergekit_ace.algebra.records import AceOptions
@@ -93,6 +94,20 @@ def test_the_ridge_is_that_of_a_dense_search(rng, shape):
         assert record.amplification == pytest.approx(LIMIT, rel=0.2)
         assert expected / 2 <= record.ridge <= 2 * expected
     assert (shape in ("0.9", "1", "1.1")) == (expected > 1e-3)
+
+
+@pytest.mark.parametrize("shape", ["0.9", "1", "1.1", "wide"])
+@pytest.mark.parametrize("spread", [0.0, 0.5], ids=["even", "uneven"])
+def test_a_refined_merge_has_a_quarter_of_the_bound(rng, shape, spread):
+    """The ridge is large there, and found in few steps."""
+    base, experts = noise_family(rng, SHAPES[shape], spread=spread)
+    refined = {**PLAIN, "spectral_refinement": "always"}
+    _, record = ace(base, experts, 1e-8, epsilon_scale="relative", **refined)
+    plain = {"epsilon_scale": "relative", "structural_prior": False, **PLAIN}
+    x = naive_ace(base, experts, epsilon=record.ridge, **plain) - base
+    bound = naive_limit(base, experts) * sum(energies(base, experts)) / 4
+    assert record.bounded
+    assert float(x.square().sum()) == pytest.approx(bound, rel=0.2)
 
 
 @pytest.mark.parametrize("shape", ["0.9", "1", "1.1"])
@@ -257,6 +272,28 @@ def test_coefficients_do_not_move_the_ridge(rng):
         merged, record = merge_matrix(base, experts, options=options, coefficients=[*own, 1.0])
         assert record.ridge == pytest.approx(plain.ridge, rel=1e-6)
         assert merged.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "shape, switch, solves", [("1", "always", 1), ("1", "never", 2), ("tall", "never", 1)]
+)
+def test_matrices_are_solved_as_seldom_as_can_be(rng, monkeypatch, shape, switch, solves):
+    """Once; twice where only the solution tells that it needs more ridge."""
+    calls = []
+
+    def counted(solver):
+        def solve(*given, **options):
+            calls.append(solver)
+            return solver(*given, **options)
+
+        return solve
+
+    for form, solver in SOLVERS.items():
+        monkeypatch.setitem(SOLVERS, form, counted(solver))
+    options = {"adaptive_normalization": switch, "spectral_refinement": switch}
+    _, record = ace(*noise_family(rng, SHAPES[shape]), 1e-8, **options)
+    assert record.bounded is (shape == "1")
+    assert len(calls) == solves
 
 
 def test_the_global_random_numbers_stay_as_they_are(rng):
