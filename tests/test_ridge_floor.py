@@ -101,10 +101,10 @@ def test_the_ridge_is_that_of_a_dense_search(rng, shape):
 def test_a_refined_merge_has_a_quarter_of_the_bound(rng, shape, spread):
     """The ridge is large there, and found in few steps."""
     base, experts = noise_family(rng, SHAPES[shape], spread=spread)
-    refined = {**PLAIN, "spectral_refinement": "always"}
-    _, record = ace(base, experts, 1e-8, epsilon_scale="relative", **refined)
-    plain = {"epsilon_scale": "relative", "structural_prior": False, **PLAIN}
-    x = naive_ace(base, experts, epsilon=record.ridge, **plain) - base
+    given = {"epsilon_scale": "relative", "adaptive_normalization": "always"}
+    _, record = ace(base, experts, 1e-8, spectral_refinement="always", **given)
+    given |= {"epsilon": record.ridge, "spectral_refinement": "never", "structural_prior": False}
+    x = naive_ace(base, experts, **given) - base
     bound = naive_limit(base, experts) * sum(energies(base, experts)) / 4
     assert record.bounded
     assert float(x.square().sum()) == pytest.approx(bound, rel=0.2)
@@ -275,7 +275,7 @@ def test_coefficients_do_not_move_the_ridge(rng):
 
 
 @pytest.mark.parametrize(
-    "shape, switch, solves", [("1", "always", 1), ("1", "never", 2), ("tall", "never", 1)]
+    ("shape", "switch", "solves"), [("1", "always", 1), ("1", "never", 2), ("tall", "never", 1)]
 )
 def test_matrices_are_solved_as_seldom_as_can_be(rng, monkeypatch, shape, switch, solves):
     """Once; twice where only the solution tells that it needs more ridge."""
