@@ -12,16 +12,16 @@ from covering import covered
 from matrices import HETEROGENEOUS, family
 
 from mergekit_ace.algebra import linalg
-from mergekit_ace.algebra.covariance import estimate_covariances
-from mergekit_ace.algebra.dual import solve_dual
-from mergekit_ace.algebra.forms import COSTS, MATRICES, choose_forms
-from mergekit_ace.algebra.linalg import (
+from mergekit_ace.algebra.conditioning import (
     factorize,
     inverse_norm,
     inverse_trace,
     largest_eigenvalue,
     smallest_eigenvalue,
 )
+from mergekit_ace.algebra.covariance import estimate_covariances
+from mergekit_ace.algebra.dual import solve_dual
+from mergekit_ace.algebra.forms import COSTS, MATRICES, choose_forms
 from mergekit_ace.algebra.primal import prior_row, solve_lean, solve_primal, solve_tall
 from mergekit_ace.algebra.records import AceOptions, IllConditionedError, tolerance
 from mergekit_ace.algebra.task_vectors import select_active

@@ -18,14 +18,12 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.adaptive import decide_branch, merge_tensor
+from mergekit_ace.algebra.conditioning import factorize, factorize_within, largest_eigenvalue
 from mergekit_ace.algebra.covariance import Covariances, Task, estimate_covariances
 from mergekit_ace.algebra.layouts import as_matrices, from_matrices
 from mergekit_ace.algebra.linalg import (
     add_gram,
-    factorize,
-    factorize_within,
     full_precision,
-    largest_eigenvalue,
     mirror,
     product,
     solve_,

@@ -22,12 +22,10 @@ import math
 import torch
 from torch import Tensor
 
+from mergekit_ace.algebra.conditioning import factorize, inverse_trace, largest_eigenvalue
 from mergekit_ace.algebra.covariance import Covariances, Solution
 from mergekit_ace.algebra.linalg import (
     add_gram,
-    factorize,
-    inverse_trace,
-    largest_eigenvalue,
     mirror,
     rounding,
     set_product_,

@@ -19,8 +19,6 @@ from scipy.linalg import get_blas_funcs, get_lapack_funcs
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
-from mergekit_ace.algebra.records import IllConditionedError
-
 # 4 MiB in float32, at which products of blocks run at nine tenths of their speed, and 16 MiB; on a
 # GPU, which has done a smaller block before it is told of the next, 32 MiB.
 BLOCK_ENTRIES = 2**20
@@ -273,92 +271,6 @@ def orthonormal(columns: Tensor) -> Tensor:
     if columns.ndim == 2:
         return library(columns).orthonormal(columns)
     return torch.stack([orthonormal(part) for part in columns])
-
-
-def factorize(matrix: Tensor) -> Tensor:
-    """Overwrite the lower triangle of a symmetric positive definite matrix by its Cholesky factor.
-
-    Args:
-        matrix: (n, n), its lower triangle; what is above the diagonal stays, see `cholesky_`.
-
-    Raises:
-        IllConditionedError: there is no factor.
-    """
-    if not cholesky_(matrix):
-        raise IllConditionedError(float("inf"))
-    return matrix
-
-
-def factorize_within(matrix: Tensor, limit: float) -> tuple[Tensor, float]:
-    """Do what `factorize` does to a matrix of which all is valid; return its condition number, too.
-
-    Raises:
-        IllConditionedError: there is no factor, or the condition number is beyond `limit`.
-    """
-    largest = largest_eigenvalue(matrix)
-    lower = factorize(matrix)
-    condition = largest / smallest_eigenvalue(lower)
-    if not condition <= limit:  # NaN, too, is no answer
-        raise IllConditionedError(condition)
-    return lower, condition
-
-
-def largest_eigenvalue(*factors: Tensor, steps: int = 5) -> float:
-    """Estimate λ_max of a symmetric matrix from below by power iterations.
-
-    What comes out is nearly always at least half of it.
-
-    Args:
-        factors: one or more whose product is positive semidefinite, (n, n) each, all of them valid.
-        steps: iterations of 2 n² operations for each factor.
-    """
-    vector = _start(factors[0])
-    for _ in range(steps):
-        vector = vector / torch.linalg.vector_norm(vector)
-        for factor in factors:
-            vector = vector @ factor
-    return float(torch.linalg.vector_norm(vector))
-
-
-def smallest_eigenvalue(lower: Tensor, steps: int = 5) -> float:
-    """Estimate λ_min of L Lᵀ by inverse iterations: from above, like `largest_eigenvalue`.
-
-    Args:
-        lower: L, (n, n), of which the lower triangle is read.
-        steps: iterations of 2 n² operations.
-    """
-    vector = _start(lower)
-    for _ in range(steps):
-        vector = solve_(vector / torch.linalg.vector_norm(vector), lower)
-    value = float(torch.linalg.vector_norm(vector))
-    return 1 / value if value else float("inf")
-
-
-def inverse_norm(lower: Tensor, probes: int = 8) -> float:
-    """Estimate ‖(L Lᵀ)⁻¹‖_F/√n, the root mean square eigenvalue of the inverse, by random vectors.
-
-    Args:
-        lower: L, (n, n), of which the lower triangle is read.
-        probes: how many random vectors.
-    """
-    sides = _start(lower, probes)
-    norm = torch.linalg.vector_norm(sides)
-    return float(torch.linalg.vector_norm(solve_(sides, lower)) / norm)
-
-
-def inverse_trace(lower: Tensor, probes: int = 8) -> float:
-    """Estimate tr (L Lᵀ)⁻¹ by random vectors; arguments as of `inverse_norm`."""
-    sides = _start(lower, probes)
-    return max(0.0, float((sides * solve_(sides.clone(), lower)).sum()) / probes)
-
-
-def _start(lower: Tensor, rows: int = 1) -> Tensor:
-    # The same start everywhere, and none of the global random numbers. Named devices, because
-    # mergekit's --multi-gpu merges inside of `with torch.device(…)`.
-    generator = torch.Generator("cpu").manual_seed(0)
-    shape = (rows, len(lower))
-    start = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    return start.to(lower)
 
 
 @functools.cache

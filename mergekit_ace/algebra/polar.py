@@ -16,15 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mergekit_ace.algebra.conditioning import inverse_norm, largest_eigenvalue, smallest_eigenvalue
 from mergekit_ace.algebra.eigenpairs import smaller_gram
 from mergekit_ace.algebra.linalg import (
     cholesky_,
-    inverse_norm,
-    largest_eigenvalue,
     mirror,
     product,
     rounding,
-    smallest_eigenvalue,
     solve_,
     squared_norm,
 )

@@ -29,13 +29,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mergekit_ace.algebra.conditioning import factorize_within, inverse_norm
 from mergekit_ace.algebra.covariance import Covariances, Solution, Task
 from mergekit_ace.algebra.linalg import (
     add_gram,
     add_product_,
     blocks,
-    factorize_within,
-    inverse_norm,
     mirror,
     product,
     restore_,

@@ -15,11 +15,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from mergekit_ace.algebra.conditioning import factorize_within, inverse_norm
 from mergekit_ace.algebra.covariance import CANCELLED
 from mergekit_ace.algebra.linalg import (
     add_gram,
-    factorize_within,
-    inverse_norm,
     mirror,
     product,
     rounding,
