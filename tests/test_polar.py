@@ -63,6 +63,61 @@ def test_directions_that_are_rounding_are_left_out(rng, shape):
     assert distance(polar_factor(singular), naive_polar(singular, 1e-3)) <= 1e-9
 
 
+@pytest.fixture
+def attempts(monkeypatch) -> list[tuple[torch.dtype, bool]]:
+    """The dtypes that were tried, and whether they had the digits."""
+    seen = []
+
+    def recorded(tall, *arguments):
+        found = by_steps(tall, *arguments)
+        seen.append((tall.dtype, found is not None))
+        return found
+
+    by_steps = polar._by_steps
+    monkeypatch.setattr(polar, "_by_steps", recorded)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("weakest", "tolerance"), [(1e-3, 4e-4), (1e-4, 4e-4), (1e-5, 4e-4), (1e-5, 2e-3)]
+)
+def test_a_lone_weak_direction_needs_no_float64(rng, attempts, weakest, tolerance):
+    """It is found without its size being known beforehand: float32's Gram matrix has lost it."""
+    sigma = torch.linspace(1, 0.1, SIDE, dtype=torch.float64)
+    sigma[-1] = weakest
+    matrix = with_values(rng, (SIDE, SIDE), sigma).float()
+    found = polar_factor(matrix, tolerance=tolerance)
+    assert attempts == [(torch.float32, True)]
+    assert distance(found, naive_polar(matrix)) <= tolerance
+
+
+def test_many_weak_directions_need_float64(rng, attempts):
+    matrix = with_values(rng, (SIDE, SIDE), SPECTRA["very steep"]).float()
+    found = polar_factor(matrix, tolerance=4e-4)
+    assert attempts == [(torch.float32, False), (torch.float64, True)]
+    assert distance(found, naive_polar(matrix)) <= 4e-4
+
+
+@pytest.mark.parametrize("floor", [1e-5, 1e-3])
+def test_a_direction_below_the_floor_is_left_out_in_float32(rng, floor):
+    """Also where the floor is below what float32's Gram matrix can tell from zero."""
+    sigma = torch.linspace(1, 0.1, SIDE, dtype=torch.float64)
+    sigma[-1] = floor / 4
+    matrix = with_values(rng, (SIDE, SIDE), sigma).float()
+    found = polar_factor(matrix, floor=floor, tolerance=2e-3)
+    assert distance(found, naive_polar(matrix, floor)) <= 2e-3
+
+
+@pytest.mark.parametrize("weight", [1.0, 1e3, 1e6])
+def test_the_error_of_a_step_is_known(rng, weight):
+    step = with_values(rng, (SIDE + 40, SIDE), SPECTRA["steep"]).float()
+    moved, error = polar._through_inverse(step, None, weight, torch.float32)
+    exact = step.double()
+    system = torch.eye(SIDE, dtype=torch.float64) + weight * exact.mT @ exact
+    real = float((moved.double() - exact @ torch.linalg.inv(system)).norm()) / SIDE**0.5
+    assert real / 2 <= error <= 2 * real + 1e-7  # a measurement in float32
+
+
 def test_a_step_maps_singular_values_near_to_one():
     for ratio in (1e-6, 1e-3, 0.1, 0.9):
         a, b, c = polar.step_weights(ratio)

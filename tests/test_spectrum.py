@@ -134,6 +134,34 @@ def test_a_large_matrix_of_low_rank(rng, shape, rank):
     torch.testing.assert_close(found.matrix, matrix)
 
 
+def test_float32_where_noise_exchanges_directions_anyway(rng, monkeypatch):
+    """Two directions about the cut are so close that float32 tells them apart with few digits."""
+    sigma = spectrum("slow", 300)
+    sigma[99] = sigma[100] * (1 + 3e-4)
+    matrix = with_values(rng, (300, 300), sigma).float()
+    noise = 0.05 * float(matrix.norm())
+    dtypes = []
+    monkeypatch.setattr(
+        spectrum_module,
+        "leading_eigenpairs",
+        lambda gram, count: dtypes.append(gram.dtype) or leading_eigenpairs(gram, count),
+    )
+    singular_directions(matrix, 100, tolerance=2e-4)
+    assert dtypes == [torch.float32, torch.float64]
+    dtypes.clear()
+    found = singular_directions(matrix, 100, tolerance=2e-4, noise=noise)
+    assert dtypes == [torch.float32]
+    moved = matrix + noise / 300 * torch.randn(300, 300, generator=rng)
+    exact, after = (
+        left[:, :100] @ right[:100]
+        for left, _, right in (torch.linalg.svd(m.double()) for m in (matrix, moved))
+    )
+    change = float((after - exact).norm()) / 100**0.5
+    assert 0.5 * change <= found.blur <= 2 * change
+    error = float((found.left @ found.right.mT - exact).norm()) / 100**0.5
+    assert error <= min(0.01 * change, 2e-3)
+
+
 @pytest.mark.parametrize("angle", [1e-6, 1e-4, 1e-2])
 def test_bad_eigenvectors_know_their_error(rng, monkeypatch, angle):
     """What is wrong with float32's eigenvectors shows in their residuals, and float64 follows."""

@@ -50,7 +50,7 @@ def largest_eigenvalue(*factors: Tensor, steps: int = 5) -> float:
         factors: one or more whose product is positive semidefinite, (n, n) each, all of them valid.
         steps: iterations of 2 n² operations for each factor.
     """
-    vector = _start(factors[0])
+    vector = probes(factors[0])
     for _ in range(steps):
         vector = vector / torch.linalg.vector_norm(vector)
         for factor in factors:
@@ -65,35 +65,38 @@ def smallest_eigenvalue(lower: Tensor, steps: int = 5) -> float:
         lower: L, (n, n), of which the lower triangle is read.
         steps: iterations of 2 n² operations.
     """
-    vector = _start(lower)
+    vector = probes(lower)
     for _ in range(steps):
         vector = solve_(vector / torch.linalg.vector_norm(vector), lower)
     value = float(torch.linalg.vector_norm(vector))
     return 1 / value if value else float("inf")
 
 
-def inverse_norm(lower: Tensor, probes: int = 8) -> float:
+def inverse_norm(lower: Tensor, count: int = 8) -> float:
     """Estimate ‖(L Lᵀ)⁻¹‖_F/√n, the root mean square eigenvalue of the inverse, by random vectors.
 
     Args:
         lower: L, (n, n), of which the lower triangle is read.
-        probes: how many random vectors.
+        count: how many random vectors.
     """
-    sides = _start(lower, probes)
+    sides = probes(lower, count)
     norm = torch.linalg.vector_norm(sides)
     return float(torch.linalg.vector_norm(solve_(sides, lower)) / norm)
 
 
-def inverse_trace(lower: Tensor, probes: int = 8) -> float:
+def inverse_trace(lower: Tensor, count: int = 8) -> float:
     """Estimate tr (L Lᵀ)⁻¹ by random vectors; arguments as of `inverse_norm`."""
-    sides = _start(lower, probes)
-    return max(0.0, float((sides * solve_(sides.clone(), lower)).sum()) / probes)
+    sides = probes(lower, count)
+    return max(0.0, float((sides * solve_(sides.clone(), lower)).sum()) / count)
 
 
-def _start(lower: Tensor, rows: int = 1) -> Tensor:
-    # The same start everywhere, and none of the global random numbers. Named devices, because
-    # mergekit's --multi-gpu merges inside of `with torch.device(…)`.
+def probes(like: Tensor, rows: int = 1) -> Tensor:
+    """Return random rows of the length, the dtype and the device of a matrix, (rows, len(like)).
+
+    The same start everywhere, and none of the global random numbers.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
-    shape = (rows, len(lower))
+    # Named devices, because mergekit's --multi-gpu merges inside of `with torch.device(…)`.
+    shape = (rows, len(like))
     start = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    return start.to(lower)
+    return start.to(like)

@@ -4,8 +4,11 @@
 A matrix that is much longer than wide goes by the eigenpairs of its Gram matrix. Others are brought
 to P by a few steps of a rational function of the singular values (QDWH; Nakatsukasa, Bai and Gygi,
 2010), X ← X (b/c + (a − b/c)(I + c XᵀX)⁻¹), which maps [l, 1] as near to 1 as one step can: three
-take singular values from 1e-5 to 0.9995. They consist of products, Cholesky factors and solves,
-and those that magnify no rounding by much are done in float32 where the caller allows for it.
+take singular values from 1e-5 to 0.9995. They consist of products, Cholesky factors and solves.
+
+What rounding adds in a step is measured: (I + c XᵀX) z is known for random z, and so is what
+X (I + c XᵀX)⁻¹ makes of it, which is X z. Most matrices allow for float32 throughout, where the
+caller does: a step that magnifies weak directions a thousandfold meets few of them.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.conditioning import inverse_norm, largest_eigenvalue, smallest_eigenvalue
+from mergekit_ace.algebra.conditioning import largest_eigenvalue, probes, smallest_eigenvalue
 from mergekit_ace.algebra.eigenpairs import smaller_gram
 from mergekit_ace.algebra.linalg import (
     cholesky_,
@@ -32,6 +35,13 @@ from mergekit_ace.algebra.spectrum import DEFAULT_TOLERANCE, SMALL_SIDE, singula
 LONG = 2
 # The smallest σ / σ_1 that a Gram matrix in float64 tells from zero.
 LEAST_RATIO = 1e-7
+# Random vectors by which errors are measured: their norms come out within a third.
+PROBES = 16
+# A Gram matrix is wrong by up to six units of rounding in the Frobenius norm, and in the spectral
+# norm, as random entries are, by 2/√n of that.
+GRAM_ERROR = 12
+# A step from [l, 1] magnifies by up to 2.5 l^(-2/3).
+GROWTH, GROWTH_POWER = 2.5, 1.5
 
 
 def polar_factor(
@@ -53,9 +63,11 @@ def polar_factor(
     short, long = sorted(matrix.shape)
     if short > SMALL_SIDE and long < LONG * short:
         turned = matrix.shape[0] < matrix.shape[1]
-        found = _by_steps(matrix.mT if turned else matrix, floor, tolerance)
-        if found is not None:
-            return found.mT if turned else found
+        tall = matrix.mT if turned else matrix
+        for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
+            found = _by_steps(tall.to(dtype), floor, tolerance)
+            if found is not None:
+                return (found.mT if turned else found).to(matrix.dtype)
     directions = singular_directions(matrix, floor=floor, tolerance=tolerance)
     return product(directions.left, directions.right.mT)
 
@@ -76,32 +88,56 @@ def nearest_orthonormal(columns: Sequence[Tensor], tolerance: float = DEFAULT_TO
 
 
 def _by_steps(tall: Tensor, floor: float, tolerance: float) -> Tensor | None:
-    """Return the orthonormal factor of a matrix (n, m), n ≥ m; None if it is nearly singular."""
-    gram = mirror(smaller_gram(tall.mT, torch.float64))
-    smallest, largest = _bounds(gram)
-    if not (smallest > LEAST_RATIO * largest and smallest > floor):
+    """Return the orthonormal factor of a matrix (n, m), n ≥ m.
+
+    None if it is nearly singular, or its dtype has too few digits.
+    """
+    gram = mirror(smaller_gram(tall.mT, tall.dtype))
+    largest, smallest = (1.2 * largest_eigenvalue(gram, steps=10)) ** 0.5, _least_value(gram)
+    assumed = largest * least_ratio(tolerance) if tall.dtype == torch.float32 else 0.0
+    known, ratio = smallest >= assumed, max(smallest, assumed) / largest
+    least = max(floor / largest, LEAST_RATIO)
+    if not ratio > least:
         return None
-    ratio, step = smallest / largest, tall / largest
+    step, spent = tall / largest, 0.0
     gram.div_(largest**2)
     while 1 - ratio > 1.5 * tolerance:
         a, b, c = step_weights(ratio)
-        moved = _through_inverse(step, gram, c, tolerance)
-        if moved is None:
+        narrow = 8 * a * rounding(torch.float32) <= tolerance
+        moved, error = _through_inverse(step, gram, c, torch.float32 if narrow else tall.dtype)
+        if narrow and not (a - b / c) * error <= tolerance / 8 and tall.dtype != torch.float32:
+            moved, error = _through_inverse(step, gram, c, tall.dtype)
+        spent += (a - b / c) * error
+        if not spent <= tolerance / 3:  # nor is NaN an answer
             return None
         step, gram = moved.mul_(a - b / c).add_(step, alpha=b / c), None
         ratio *= (a + b * ratio**2) / (1 + c * ratio**2)
-    return step.mul_(2 / (1 + ratio)).to(tall.dtype)  # from [ratio, 1] to both sides of 1
+        if not known:  # smaller ones than assumed, a times as large now, can be seen
+            gram = mirror(smaller_gram(step.mT, step.dtype))
+            ratio, known = _least_value(gram), True
+            if not ratio > a * least:
+                return None
+    step.mul_(2 / (1 + ratio))  # from [ratio, 1] to both sides of 1
+    return step if _distance_from_orthonormal(step) <= tolerance else None
 
 
-def _bounds(gram: Tensor) -> tuple[float, float]:
-    """Return what no singular value is below, 0 if one is 0, and what none is above.
+def _least_value(gram: Tensor) -> float:
+    """Return what no singular value of X is below, 0 if XᵀX, (m, m), cannot tell.
 
-    Powers of XᵀX, (m, m), and of its inverse find both but for a factor, which is allowed for.
+    Powers of its inverse find the smallest one but for a factor, which is allowed for.
     """
-    largest = largest_eigenvalue(gram, steps=10)
+    unknown = GRAM_ERROR * rounding(gram.dtype) * squared_norm(gram) ** 0.5 / len(gram) ** 0.5
     lower = gram.clone()
-    smallest = smallest_eigenvalue(lower) if cholesky_(lower) else 0.0
-    return (smallest / 2) ** 0.5, (1.2 * largest) ** 0.5
+    smallest = smallest_eigenvalue(lower) - unknown if cholesky_(lower) else 0.0
+    return (max(0.0, smallest) / 2) ** 0.5
+
+
+def least_ratio(tolerance: float) -> float:
+    """Return the smallest l for which a step from [l, 1] in float32 stays within a tolerance.
+
+    Of a matrix with independent entries, whose weak directions are few, it spends a tenth of it.
+    """
+    return (16 * GROWTH * rounding(torch.float32) / tolerance) ** GROWTH_POWER
 
 
 def step_weights(ratio: float) -> tuple[float, float, float]:
@@ -119,27 +155,32 @@ def step_weights(ratio: float) -> tuple[float, float, float]:
 
 
 def _through_inverse(
-    step: Tensor, gram: Tensor | None, weight: float, tolerance: float
-) -> Tensor | None:
-    """Return X (I + c XᵀX)⁻¹ in the first precision that has the digits; None if none has.
+    step: Tensor, gram: Tensor | None, weight: float, dtype: torch.dtype
+) -> tuple[Tensor, float]:
+    """Return X (I + c XᵀX)⁻¹, and its error in the Frobenius norm over √m; inf if it has no digits.
 
     Args:
         step: X, (n, m), n ≥ m, singular values up to 1.
-        gram: XᵀX in float64, if that is known; overwritten.
+        gram: XᵀX, if that is known; overwritten if it is of the dtype that is asked for.
         weight: c.
-        tolerance: of the orthonormal factor.
+        dtype: of the result.
     """
-    narrow = weight * rounding(torch.float32) <= tolerance / 8
-    for dtype in (torch.float32, torch.float64) if narrow else (torch.float64,):
-        known = gram is not None and gram.dtype == dtype
-        system = gram if known else mirror(smaller_gram(step.mT, dtype))
-        system.mul_(weight).diagonal().add_(1)
-        size = squared_norm(system) ** 0.5
-        if not cholesky_(system):
-            continue
-        # what the rounding of XᵀX amounts to, magnified by the inverse
-        error = rounding(dtype) * (4 + size * inverse_norm(system) / 2)
-        if error <= tolerance / 4:
-            rows = step.to(dtype, copy=True, memory_format=torch.contiguous_format)
-            return solve_(rows, system)
-    return None
+    known = gram is not None and gram.dtype == dtype
+    system = gram if known else mirror(smaller_gram(step.mT, dtype))
+    system.mul_(weight).diagonal().add_(1)
+    given = step.to(dtype)
+    if not cholesky_(system):
+        return given, math.inf
+    moved = solve_(given.clone(memory_format=torch.contiguous_format), system)
+    some = solve_(probes(system, PROBES), system)
+    images = product(some, given.mT)
+    some.add_(product(images, given), alpha=weight)  # about the probes again, but known exactly
+    wrong = product(some, moved.mT).sub_(images)
+    return moved, float(torch.linalg.vector_norm(wrong)) / (PROBES * len(system)) ** 0.5
+
+
+def _distance_from_orthonormal(columns: Tensor) -> float:
+    """Measure ‖P − P'‖ / √m of P, (n, m), and the nearest P' with orthonormal columns."""
+    some = probes(columns.mT, PROBES)
+    wrong = product(product(some, columns.mT), columns).sub_(some)
+    return float(torch.linalg.vector_norm(wrong) / torch.linalg.vector_norm(some)) / 2

@@ -249,6 +249,11 @@ def is_noisy(noise: float) -> bool:
     return HIDDEN_SHARE * noise > CLEARLY_HIDDEN
 
 
+def hidden_error(noise: float) -> float:
+    """Return the relative error that is hidden by noise, a share of the norm of what has it."""
+    return min(HIDDEN_SHARE * noise, LARGEST_HIDDEN)
+
+
 def tolerance(condition: float, noise: float = 0.0) -> float:
     """Return the relative error that float32 may leave in a merged task vector.
 
@@ -258,5 +263,4 @@ def tolerance(condition: float, noise: float = 0.0) -> float:
         condition: the condition number of A.
         noise: of the experts' rounding in X, see `rounding_in_merge`.
     """
-    hidden = min(HIDDEN_SHARE * noise, LARGEST_HIDDEN)
-    return max(2e-5, min(2e-7 * condition, 1e-3), hidden)
+    return max(2e-5, min(2e-7 * condition, 1e-3), hidden_error(noise))

@@ -27,12 +27,7 @@ from mergekit_ace.algebra.eigenpairs import (
     smaller_gram,
 )
 from mergekit_ace.algebra.linalg import blocks, product, rounding
-from mergekit_ace.algebra.records import (
-    HIDDEN_SHARE,
-    LARGEST_HIDDEN,
-    IllConditionedError,
-    tolerance,
-)
+from mergekit_ace.algebra.records import IllConditionedError, hidden_error, tolerance
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ def _allowed(solution: Solution, leading: Leading) -> float:
     allowed = tolerance(solution.condition) * size
     if covariances.noise > 0:
         blurred = leading.blur(covariances.noise * covariances.energy**0.5)
-        allowed = max(allowed, min(HIDDEN_SHARE * blurred, LARGEST_HIDDEN * size))
+        allowed = max(allowed, hidden_error(blurred / size) * size)
     return allowed
 
 

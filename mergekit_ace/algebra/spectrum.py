@@ -24,6 +24,7 @@ from mergekit_ace.algebra.eigenpairs import (
     smaller_gram,
 )
 from mergekit_ace.algebra.linalg import product
+from mergekit_ace.algebra.records import hidden_error
 
 EPS64 = torch.finfo(torch.float64).eps
 # Up to this side a decomposition in float64 takes milliseconds.
@@ -53,12 +54,14 @@ class Directions:
         values: σ, (k,), float64.
         right: V, (i, k).
         rest: an orthonormal basis of all that is orthogonal to U, (o, o − k), where that is known.
+        blur: the relative change of U Vᵀ by noise that the matrix is said to have, where estimated.
     """
 
     left: Tensor
     values: Tensor
     right: Tensor
     rest: Tensor | None = None
+    blur: float = 0.0
 
     @property
     def matrix(self) -> Tensor:
@@ -68,7 +71,8 @@ class Directions:
     def to(self, dtype: torch.dtype) -> Directions:
         """Return them with vectors of another dtype."""
         rest = None if self.rest is None else self.rest.to(dtype)
-        return Directions(self.left.to(dtype), self.values, self.right.to(dtype), rest)
+        left, right = self.left.to(dtype), self.right.to(dtype)
+        return Directions(left, self.values, right, rest, self.blur)
 
     def leading(self, rank: int) -> Directions:
         """Return the first `rank` of them, or all."""
@@ -80,6 +84,7 @@ def singular_directions(
     rank: int | None = None,
     floor: float = 0.0,
     tolerance: float = DEFAULT_TOLERANCE,
+    noise: float = 0.0,
 ) -> Directions:
     """Return the leading singular triplets of a matrix, as many as it has.
 
@@ -91,6 +96,7 @@ def singular_directions(
         rank: how many at most; all of them by default.
         floor: what is no larger is left out as well, see `noise_edge`.
         tolerance: the relative error of U_k V_kᵀ that is allowed, in the Frobenius norm.
+        noise: ‖N‖ of what else has rounded the matrix; what that hides in U_k V_kᵀ is allowed, too.
 
     Returns:
         Them, σ in float64, U and V in the dtype of the matrix.
@@ -98,7 +104,7 @@ def singular_directions(
     count = min(matrix.shape) if rank is None else min(rank, *matrix.shape)
     if count and min(matrix.shape) > SMALL_SIDE:
         for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
-            found = _directions_by_gram(matrix.to(dtype), count, floor, tolerance)
+            found = _directions_by_gram(matrix.to(dtype), count, floor, tolerance, noise)
             if found is not None:
                 return found.to(matrix.dtype)
     left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
@@ -122,33 +128,34 @@ def noise_edge(energy: float, shape: Sequence[int]) -> float:
 
 
 def _directions_by_gram(
-    matrix: Tensor, count: int, floor: float, tolerance: float
+    matrix: Tensor, count: int, floor: float, tolerance: float, noise: float
 ) -> Directions | None:
     """Return leading singular triplets by the smaller Gram matrix; None if it has too few digits.
 
     Args:
         matrix: (o, i), float32 or float64.
         count: how many, at least one.
-        floor, tolerance: see `singular_directions`.
+        floor, tolerance, noise: see `singular_directions`.
     """
     rows = on_shorter_side(matrix)
-    side, length = rows.shape
+    side = len(rows)
     most = 2 * count > side
-    if matrix.dtype == torch.float32 and most and length < 2 * side:
-        return None  # the weak directions of a nearly square matrix need more digits
     gram = smaller_gram(matrix, matrix.dtype)
     squares, short = leading_eigenpairs(gram, side if most else count + 1)
     sigma = squares.clamp(min=0).sqrt()
     kept = int((sigma[:count] > floor).sum())
     short, rest = short[:, :kept], short[:, kept:] if most else None
     long = product(rows.mT, short)
-    if kept and not MARGIN * _blur(rows, short, long, sigma) <= tolerance:  # nor is NaN an answer
-        return None
+    blur = estimate_blur(sigma, kept, rows.shape, noise) if kept and noise > 0 else 0.0
+    if kept:
+        allowed = max(tolerance, hidden_error(blur))
+        if not MARGIN * _blur(rows, short, long, sigma) <= allowed:  # nor is NaN an answer
+            return None
     values = torch.linalg.vector_norm(long, dim=0, dtype=torch.float64)
     long /= values.to(long)
     if rows is matrix:
-        return Directions(short, values, long, rest)
-    return Directions(long, values, short)
+        return Directions(short, values, long, rest, blur)
+    return Directions(long, values, short, blur=blur)
 
 
 def _blur(rows: Tensor, short: Tensor, long: Tensor, sigma: Tensor) -> float:

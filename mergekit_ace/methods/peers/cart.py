@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,10 +26,14 @@ def merge_centred(matrices: TaskMatrices, rank: int, scale: float) -> Tensor:
         rank: k.
         scale: λ.
     """
-    mean = matrices.total().div_(len(matrices.deltas))
-    merged = mean.clone()
-    for delta in matrices.deltas if rank else ():
-        directions = singular_directions(delta - mean, rank, tolerance=matrices.tolerance)
+    experts = len(matrices.deltas)
+    mean = matrices.total().div_(experts)
+    merged, others = mean.clone(), math.fsum(matrices.rounding) / experts**2
+    for delta, own in zip(matrices.deltas, matrices.rounding, strict=True) if rank else ():
+        noise = (own * (1 - 2 / experts) + others) ** 0.5  # of (1 − 1/T) Δ_t − Σ_(s≠t) Δ_s / T
+        directions = singular_directions(
+            delta - mean, rank, tolerance=matrices.tolerance, noise=noise
+        )
         merged.add_(directions.matrix, alpha=scale)
     return merged
 

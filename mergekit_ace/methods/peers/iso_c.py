@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,9 @@ def merge_isotropic(matrices: TaskMatrices) -> Tensor:
     decomposition returns arbitrary vectors there).
     """
     total = matrices.total()
-    merged = polar_factor(total, matrices.edge(), matrices.tolerance)
+    size = float(torch.linalg.vector_norm(total))
+    share = math.fsum(matrices.rounding) ** 0.5 / size if size > 0 else 0.0
+    merged = polar_factor(total, matrices.edge(), matrices.allowed(share))
     strength = float(total.mul_(merged).sum(dtype=torch.float64)) / min(matrices.shape)
     return merged.mul_(strength)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,29 +37,34 @@ def merge_common_and_specific(matrices: TaskMatrices, each: int) -> Tensor:
     """
     deltas, full, tolerance = matrices.deltas, min(matrices.shape), matrices.tolerance
     size = full - each * len(deltas)
-    common = singular_directions(matrices.total(), size, matrices.edge(), tolerance)
-    parts = []
-    for delta, edge in zip(deltas, matrices.edges(), strict=True) if each else ():
+    noise = math.fsum(matrices.rounding) ** 0.5
+    common = singular_directions(matrices.total(), size, matrices.edge(), tolerance, noise)
+    parts, outside = [], 1 - size / matrices.shape[0]
+    given = zip(deltas, matrices.edges(), matrices.rounding, strict=True)
+    for delta, edge, energy in given if each else ():
         # what is inside of the common subspace must not come back as a rounding error
         least = 1e4 * rounding(delta.dtype) * float(torch.linalg.vector_norm(delta))
-        parts.append(_directions_outside(delta, common, each, max(edge, least), tolerance))
+        floor, noise = max(edge, least), (outside * energy) ** 0.5
+        parts.append(_directions_outside(delta, common, each, floor, tolerance, noise))
     strength = sum(float(part.values.sum()) for part in (common, *parts)) / full
     left, right = [common.left], [common.right, *(part.right for part in parts)]
+    allowed = matrices.allowed(min(part.blur for part in (common, *parts)))
     if parts:  # already orthogonal to the common ones
-        left.append(nearest_orthonormal([part.left for part in parts], tolerance))
-    merged = product(torch.cat(left, dim=1), nearest_orthonormal(right, tolerance).mT)
+        left.append(nearest_orthonormal([part.left for part in parts], allowed))
+    merged = product(torch.cat(left, dim=1), nearest_orthonormal(right, allowed).mT)
     return merged.mul_(strength)
 
 
 def _directions_outside(
-    delta: Tensor, common: Directions, count: int, floor: float, tolerance: float
+    delta: Tensor, common: Directions, count: int, floor: float, tolerance: float, noise: float
 ) -> Directions:
     """Return leading directions of (I − U Uᵀ) Δ, U the common left ones."""
     if common.rest is None:
         outside = delta - product(common.left, product(common.left.mT, delta))
-        return singular_directions(outside, count, floor, tolerance)
-    found = singular_directions(product(common.rest.mT, delta), count, floor, tolerance)
-    return Directions(product(common.rest, found.left), found.values, found.right)
+        return singular_directions(outside, count, floor, tolerance, noise)
+    found = singular_directions(product(common.rest.mT, delta), count, floor, tolerance, noise)
+    left = product(common.rest, found.left)
+    return Directions(left, found.values, found.right, blur=found.blur)
 
 
 class IsoCtsMerge(MatrixMethod):

@@ -23,7 +23,14 @@ from torch import Tensor
 from mergekit_ace.algebra.covariance import choose_unit
 from mergekit_ace.algebra.forms import rounding_in_merge
 from mergekit_ace.algebra.linalg import full_precision
-from mergekit_ace.algebra.records import MatrixRecord, is_noisy, show, tolerance
+from mergekit_ace.algebra.records import (
+    MatrixRecord,
+    hidden_error,
+    is_noisy,
+    show,
+    tolerance,
+)
+from mergekit_ace.algebra.rounding_noise import estimate_rounding
 from mergekit_ace.algebra.spectrum import DEFAULT_TOLERANCE, SMALL_SIDE, noise_edge
 from mergekit_ace.algebra.task_vectors import ActiveExperts, by_layout, select_active, task_vector
 from mergekit_ace.methods.base import Merged, TaskVectorMethod, Work, matrices_in
@@ -40,13 +47,16 @@ class TaskMatrices:
         unit: a power of two.
         shape: (o, i); that of the task vectors, unless these are cores.
         noise: what of ‖Δ_t‖² is float32's rounding, in unit².
-        tolerance: the relative error that is allowed in what is made of them.
+        rounding: what of it is the rounding of the checkpoints, in unit²; 0 where that is small.
+        tolerance: the relative error that is allowed in what is made of them, but for what that
+            rounding hides.
     """
 
     deltas: tuple[Tensor, ...]
     unit: float
     shape: tuple[int, ...]
     noise: tuple[float, ...]
+    rounding: tuple[float, ...]
     tolerance: float
 
     def total(self) -> Tensor:
@@ -64,6 +74,10 @@ class TaskMatrices:
     def edge(self) -> float:
         """Return the same of the sum of all task vectors."""
         return noise_edge(math.fsum(self.noise), self.shape)
+
+    def allowed(self, share: float) -> float:
+        """Return the relative error that is allowed in what has such a share of rounding."""
+        return max(self.tolerance, hidden_error(share))
 
 
 class MatrixMethod(TaskVectorMethod):
@@ -88,10 +102,10 @@ class MatrixMethod(TaskVectorMethod):
     ) -> tuple[Tensor, MatrixRecord]:
         parameters, shape = settings.parameters, active.shape
         unit = choose_unit(active, base.numel())
-        dtype, allowed = _precision(base, active)
+        dtype, stored, allowed = _precision(base, active)
         deltas = [task_vector(w, base, dtype).div_(unit) for w in active.experts]
-        noise = _rounding(base, active, unit)
-        matrices = TaskMatrices(tuple(deltas), unit, shape, noise, allowed)
+        noise, stored = _rounding(base, active, unit), tuple(energy / unit**2 for energy in stored)
+        matrices = TaskMatrices(tuple(deltas), unit, shape, noise, stored, allowed)
         merged = self.combine(matrices, parameters)
         show(settings.observe, "closed form", merged, unit)
         record = active.record(
@@ -135,17 +149,22 @@ class MatrixMethod(TaskVectorMethod):
         return (experts + 2) * decomposition_operations(rows, columns)
 
 
-def _precision(base: Tensor, active: ActiveExperts) -> tuple[torch.dtype, float]:
-    """Return the dtype of task vectors, and the relative error that is allowed in a merge.
+def _precision(base: Tensor, active: ActiveExperts) -> tuple[torch.dtype, tuple[float, ...], float]:
+    """Return the dtype of task vectors, their rounding, and the error that is allowed in a merge.
 
     Small matrices, and cores, take milliseconds in float64.
     """
+    none = (0.0,) * len(active.experts)
     wide = torch.float64 in (active.experts[0].dtype, base.dtype)
     if wide or active.space:
-        return torch.float64, DEFAULT_TOLERANCE
-    noise = rounding_in_merge(base, active) if min(base.shape) > SMALL_SIDE else 0.0
-    dtype = torch.float32 if is_noisy(noise) else torch.float64
-    return dtype, tolerance(1.0, noise)
+        return torch.float64, none, DEFAULT_TOLERANCE
+    if min(base.shape) <= SMALL_SIDE:
+        return torch.float64, none, tolerance(1.0)
+    stored = tuple(estimate_rounding(expert, base) for expert in active.experts)
+    noise = rounding_in_merge(base, active)
+    if not is_noisy(noise):
+        return torch.float64, none, tolerance(1.0, noise)
+    return torch.float32, stored, tolerance(1.0, noise)
 
 
 def _rounding(base: Tensor, active: ActiveExperts, unit: float) -> tuple[float, ...]:

@@ -30,11 +30,14 @@ def merge_singular_vectors(matrices: TaskMatrices, rank: int) -> Tensor:
             has by float32's rounding alone are left out (departure: as vectors of length 1
             they would bend all others, however small their σ).
     """
-    tolerance = matrices.tolerance
-    pairs = zip(matrices.deltas, matrices.edges(), strict=True)
-    parts = [singular_directions(delta, rank, edge, tolerance) for delta, edge in pairs]
-    left = nearest_orthonormal([part.left for part in parts], tolerance)
-    right = nearest_orthonormal([part.right for part in parts], tolerance)
+    given = zip(matrices.deltas, matrices.edges(), matrices.rounding, strict=True)
+    parts = [
+        singular_directions(delta, rank, edge, matrices.tolerance, energy**0.5)
+        for delta, edge, energy in given
+    ]
+    allowed = matrices.allowed(min(part.blur for part in parts))
+    left = nearest_orthonormal([part.left for part in parts], allowed)
+    right = nearest_orthonormal([part.right for part in parts], allowed)
     values = torch.cat([part.values for part in parts]).to(left)
     return product(left * values, right.mT)
 
