@@ -81,7 +81,13 @@ def leading_eigenpairs(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, rows.mT
 
 
-def estimate_blur(sigma: Tensor, rank: int, shape: tuple[int, ...], error: float | Tensor) -> float:
+def estimate_blur(
+    sigma: Tensor,
+    rank: int,
+    shape: tuple[int, ...],
+    error: float | Tensor,
+    exchanged: float | None = None,
+) -> float:
     """Estimate the relative error of U_k V_kᵀ when A has the error ‖δA‖_F = `error`.
 
     To first order, noise of standard deviation s in the entries moves U_k V_kᵀ, whose norm is √k,
@@ -94,11 +100,14 @@ def estimate_blur(sigma: Tensor, rank: int, shape: tuple[int, ...], error: float
         rank: k.
         shape: of A, or of its transpose.
         error: of A; or of A as it shows in every one of the directions, shaped as `sigma`.
+        exchanged: the part of it that comes from the cut at k, where that was measured.
     """
     rows, columns = shape
     sigma = sigma.cpu()  # numbers are wanted in any case
     noise = torch.as_tensor(error).cpu().expand_as(sigma) / (rows * columns) ** 0.5
     turned = (rows + columns) * float((noise / sigma)[:rank].square().mean())
-    gap = float(sigma[rank - 1] - sigma[rank]) if rank < len(sigma) else math.inf
-    exchanged = min(1.0, float(noise[rank - 1]) / gap) if gap > 0 else 1.0
-    return (turned + 2 / rank * exchanged**2) ** 0.5
+    if exchanged is None:
+        gap = float(sigma[rank - 1] - sigma[rank]) if rank < len(sigma) else math.inf
+        angle = min(1.0, float(noise[rank - 1]) / gap) if gap > 0 else 1.0
+        exchanged = (2 / rank) ** 0.5 * angle
+    return (turned + exchanged**2) ** 0.5
