@@ -28,6 +28,8 @@ READING_FLAGS = """
     allow_crimes transformers_cache lora_merge_cache lora_merge_dtype cuda device trust_remote_code
     lazy_unpickle read_to_gpu
 """.split()
+# Those for a merge in one process: `merge` refuses them, and says what to give instead.
+ONE_PROCESS_FLAGS = ("multi_gpu", "gpu_rich", "async_write", "write_threads")
 
 
 def run_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -83,6 +85,8 @@ def _mergekit() -> click.Command:
     for parameter in command.params:
         if parameter.name == "out_shard_size":
             parameter.type = ShardSize()
+        if parameter.name in ONE_PROCESS_FLAGS:
+            parameter.hidden = True
     return command
 
 

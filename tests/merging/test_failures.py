@@ -27,7 +27,7 @@ from sharded import (
     write_config,
 )
 
-from mergekit_ace.cli import main
+from mergekit_ace.cli import ONE_PROCESS_FLAGS, main
 from mergekit_ace.merging.output import LOCK_FILE
 from mergekit_ace.merging.worker import ShardWorker
 
@@ -185,6 +185,7 @@ def test_what_mergekit_says(tmp_path, where):
     [
         (("--multi-gpu",), "with --cuda for GPUs"),
         (("--async-write",), "one computes while another writes"),
+        (("--write-threads", "2"), "one computes while another writes"),
         (("--workers", "2", "--device", "cuda:1"), "every worker sees one GPU, which is its first"),
         (("--workers", "2", "--gpus-per-worker", "2"), "a worker computes on one GPU"),
         (("--workers", "200", "--gpus-per-worker", "0.5"), "are more than the"),
@@ -192,6 +193,12 @@ def test_what_mergekit_says(tmp_path, where):
 )
 def test_flags(tmp_path, config, flags, expected):
     assert expected in refusal(config, tmp_path / "merged", *flags)
+
+
+def test_help_leaves_out_what_is_refused():
+    text = CliRunner().invoke(main, ["merge", "--help"]).output
+    assert "--read-to-gpu" in text
+    assert not any(f"--{name.replace('_', '-')}" in text for name in ONE_PROCESS_FLAGS)
 
 
 @pytest.mark.parametrize("method", ["ace", "task_arithmetic"])
