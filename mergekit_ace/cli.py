@@ -263,7 +263,7 @@ def check(config: Path, out: Path | None, as_json: bool, **flags: Any) -> None:
     """Check a merge before it starts.
 
     The exit status is 1 if something is wrong. CONFIG is that of the merge. Only configs,
-    tokenizers and the headers of files are read.
+    tokenizers, the headers of files and a few matrices are read.
     """
     import json
 

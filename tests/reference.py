@@ -169,7 +169,7 @@ def with_measured(gram: list[Tensor], measured: list[Tensor] | None, mix: float)
 
 
 def naive_relative_errors(merged: Tensor, deltas: list[Tensor], epsilon: float) -> list[float]:
-    """‖(X − Δ_t) Σ_t^½‖² / ‖Δ_t Σ_t^½‖² per expert: 0 where it lost nothing, 1 where all."""
+    """‖(X − Δ_t) K_t^½‖² / ‖Δ_t K_t^½‖² per expert: 0 where it lost nothing, 1 where all."""
     errors = []
     for delta in deltas:
         gram = delta.T @ delta

@@ -141,7 +141,7 @@ class MatrixRecord:
         normalized, prior, refined: which steps were taken; a prior or a refinement that would turn
             the merge against the experts is not.
         epsilon: ε_t of Eqs. 9-10 times w_t; None for an expert that is not in use.
-        share: of ``ace_relative``: 1 / ‖Δ_t Σ_t^½‖² times w_t, and times the share of τ_t that is
+        share: of ``ace_relative``: 1 / ‖Δ_t K_t^½‖² times w_t, and times the share of τ_t that is
             not rounding (`genuine_share`), divided by their sum; None for an expert that is not in
             use.
         ridge: ε̄ = Σ ε_t in mean eigenvalues of Σ S_t, as used.

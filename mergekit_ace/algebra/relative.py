@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """ACE's ridge regression with the sum of *relative* errors as its objective; ours, not the paper's.
 
-The merge minimises Σ_t ‖(X − Δ_t) Σ_t^½‖² / ‖Δ_t Σ_t^½‖² with Σ_t = G_t / tr(G_t) + (ε/i) I,
+The merge minimises Σ_t ‖(X − Δ_t) K_t^½‖² / ‖Δ_t K_t^½‖² with K_t = G_t / tr(G_t) + (ε/i) I,
 G_t = Δ_tᵀΔ_t: what it costs every task, as a share of what its fine-tuning had changed. In closed
 form
 
-    X = (Σ_t w_t Δ_t Σ_t)(Σ_t w_t Σ_t)⁻¹,   w_t = 1 / tr(Δ_t Σ_t Δ_tᵀ) = 1 / (‖G_t‖²/τ_t + ε τ_t/i),
+    X = (Σ_t w_t Δ_t K_t)(Σ_t w_t K_t)⁻¹,   w_t = 1 / tr(Δ_t K_t Δ_tᵀ) = 1 / (‖G_t‖²/τ_t + ε τ_t/i),
 
 which is Eq. 14 of ACE-Merging with s_t = w_t / τ_t and ε_t = w_t ε / i: every form of its solve
 serves. It has no γ and no branch, ε has no unit, and scaling all weights scales X.
@@ -256,7 +256,7 @@ def estimate_relative(
 def genuine_weights(base: Tensor, active: ActiveExperts) -> list[float]:
     """Return w_t (1 − r_t²/τ_t) of the active experts, see `genuine_share`.
 
-    1/‖Δ_t Σ_t^½‖² gives a weak expert a large weight, and the weaker what it has learned, the more
+    1/‖Δ_t K_t^½‖² gives a weak expert a large weight, and the weaker what it has learned, the more
     of Δ_t is the rounding of its checkpoint. With the factor the weights come close to what they
     would be without rounding, and vanish where nothing else is left.
     """
