@@ -85,6 +85,7 @@ def _mergekit() -> click.Command:
     for parameter in command.params:
         if parameter.name == "out_shard_size":
             parameter.type = ShardSize()
+            parameter.help = "Bytes of a file of the result, such as 2B for 2 GB"
         if parameter.name in ONE_PROCESS_FLAGS:
             parameter.hidden = True
     return command
@@ -166,8 +167,8 @@ def distill(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
 def calibrate_merge(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
     """Fit a merged language model to its experts on a few texts.
 
-    OUT gets the calibrated model. No gradient is needed: every linear is solved for, one decoder
-    layer in memory at a time.
+    OUT gets the calibrated model. No gradient is needed: every linear layer is solved for,
+    with one decoder layer in memory at a time.
     """
     from mergekit_ace.calibration.calibrate_run import CalibrateConfig, run_calibration
 

@@ -184,7 +184,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(
-            f"{path} is damaged: it is no JSON ({error}); download or save it again"
+            f"{path} is damaged: it is not JSON ({error}); download or save it again"
         ) from error
     if not isinstance(content, dict):
         raise DamagedFileError(

@@ -16,8 +16,11 @@ import transformers as tf
 import yaml
 from checkpoints import LLAMA, fine_tuned, tiny_llama
 from configs import check_merge_config
+from measured_files import needs_statistics
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+
+from mergekit_ace.plugin import our_methods
 
 SUITES = sorted((Path(__file__).parents[1] / "examples" / "llm" / "suites").glob("*.yml"))
 WORDS = "<s> </s> ? a photo of it is red blue big old not very".split()
@@ -369,7 +372,11 @@ def test_suites_are_whole(llm, path):
     assert {"mean", "task_arithmetic", "ties", "dare_ties", "ace", "ace_relative", "wudi"} <= set(
         rows
     )
+    known = {method.spec.name: method for method in our_methods()}
     for row in rows.values():
+        method = row["merge_method"]
+        assert method != "statsmerging"
+        assert method not in known or not needs_statistics(known[method])
         check_merge_config({**row, "base_model": "base", "models": [{"model": "expert"}]})
     for row in suite.published:
         assert set(row.scores) in (set(), set(suite.tasks)), row.row

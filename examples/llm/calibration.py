@@ -48,7 +48,7 @@ class Calibrated(Merge):
     Attributes:
         way: share of the way from the merge to what its layers were solved to.
         samples: sequences per teacher.
-        ridge: λ of the closed form.
+        ridge: of the closed form, in mean squares s̄ of the inputs.
         keep: text on which the merge should stay as it is, if any.
     """
 
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--row", default="ace", help="of run.py: the merge to start from")
     parser.add_argument("--scale", type=float, default=1.0, help="its λ")
     parser.add_argument("--samples", type=int, default=64, help="sequences of each text")
-    parser.add_argument("--ridge", type=float, default=RIDGE, help="λ of the calibration")
+    parser.add_argument("--ridge", type=float, default=RIDGE, help="of the calibration")
     parser.add_argument("--nothing-kept", action="store_true", help=f"without {KEEP} to keep")
     settings = parse(parser)
     data = read_sources(settings.data)

@@ -35,7 +35,8 @@ from mergekit_ace.plugin import our_methods
 
 BASE = "base"
 NEEDS = {"harness": "lm_eval", "glue": "sklearn", "clip": "PIL"}
-NEEDS_SAMPLES = ("statsmerging",)  # mergekit-ace train would have to learn its coefficients first
+# `mergekit-ace train` or `mergekit-ace statistics` would have to run first.
+NEEDS_SAMPLES = ("statsmerging", "regmean", "fisher")
 
 
 def merge_configs(suite: Suite) -> dict[str, dict]:

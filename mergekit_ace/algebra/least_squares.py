@@ -33,7 +33,7 @@ def mean_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def ridge_factor(gram: Tensor, ridge: float) -> Tensor:
-    """Return the Cholesky factor of C + λ s̄ I, (i, i), for all linears with the same inputs.
+    """Return the Cholesky factor of C + λ s̄ I, (i, i), for all linear layers with the same inputs.
 
     Args:
         gram: C, (i, i), float64.

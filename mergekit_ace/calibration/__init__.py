@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`calibrate`: the linears of a merge solved anew on a few samples, one decoder layer at a time."""
+"""`calibrate`: the linear layers of a merge solved anew on samples, one decoder layer at a time."""

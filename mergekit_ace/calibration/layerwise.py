@@ -39,7 +39,7 @@ Rotary: TypeAlias = tuple[Tensor, Tensor]
 
 
 class DecoderStep(NamedTuple):
-    """What a group of linears reads, (n, length, i), and the residual stream there."""
+    """What a group of linear layers reads, (n, length, i), and the residual stream there."""
 
     inputs: Tensor
     stream: Tensor
@@ -51,7 +51,7 @@ def decoder_steps(layer: nn.Module, hidden: Tensor, rotary: Rotary) -> Iterator[
     The last step is the output of the layer.
 
     Args:
-        layer: with norms before attention and MLP, and linears of the names in `GROUPS`.
+        layer: with norms before attention and MLP, and linear layers of the names in `GROUPS`.
         hidden: its input, (n, length, features).
         rotary: cosines and sines of the positions.
     """

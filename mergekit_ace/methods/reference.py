@@ -19,13 +19,13 @@ the base with o rows (outputs) and i columns (inputs), Δ_t the task vector of e
 expert's weight minus W0, and W0 + X the merge. [What is computed](../algebra/README.md#notation)
 explains the other symbols, among them the estimated covariances S_t and the strengths τ_t.
 
-This page is what `mergekit-ace methods --markdown` prints, and a test keeps it so. Who adds a
-method writes one file with a class on `TaskVectorMethod` (`base.py`), and one line in
+This page is what `mergekit-ace methods --markdown` prints, and a test keeps it so. To add a
+method, write one file with a subclass of `TaskVectorMethod` (`base.py`), and one line in
 the list of `plugin.py`. The class carries all that is known of the method: its `spec` (name, title,
 reference and parameters, each with its type, default and a sentence), a `summary`, `citations`, the
 words for what it does with a tensor (`own_rule`) and the `merge` of one tensor. Methods that work
 on matrices need only a formula: see `peers/matrix_method.py`. The commands `check`,
-`inspect`, `report`, `card` and `methods` ask that object, and nobody compares names of methods.
+`inspect`, `report`, `card` and `methods` ask that object, and no code compares names of methods.
 """
 
 

@@ -198,7 +198,7 @@ def read_lines(path: Path) -> list[Line]:
             wrong = str(error)
             if isinstance(error, json.JSONDecodeError | RecursionError):
                 cut = number == len(texts)  # each line ends in a line break
-                wrong = "it was cut off" if cut else f"it is no JSON ({error})"
+                wrong = "it was cut off" if cut else f"it is not JSON ({error})"
             raise ReportError(
                 f"line {number} of {path} is not the line of a report: {wrong}; remove it, or give "
                 "the file that `report:` of a merge, or `mergekit-ace inspect`, wrote"

@@ -130,7 +130,7 @@ def test_fields_of_later_versions_are_left_alone():
         (lambda text: text[:-40], "line 3 of {path} is not the line of a report: it was cut off"),
         (lambda text: text + "\0\0\0", "line 4 of {path} is not the line of a report: it was cut"),
         (lambda text: text[:200] + text[300:], "line 1 of {path} is not the line of a report: it"),
-        (lambda text: f"[{text}]", "line 1 of {path} is not the line of a report: it is no JSON"),
+        (lambda text: f"[{text}]", "line 1 of {path} is not the line of a report: it is not JSON"),
         (lambda text: "7\n", "line 1 of {path} is not the line of a report: it holds 7 instead"),
         (lambda text: "[1]\n", "line 1 of {path} is not the line of a report: it holds [1] inst"),
         (lambda text: "[" * 99_999 + "\n", "line 1 of {path} is not the line of a report: it is"),
