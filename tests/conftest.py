@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
@@ -71,7 +70,7 @@ def rng() -> torch.Generator:
 def no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
     """Hide matplotlib where tests train: its pictures take a third of a small training.
 
-    They have tests of their own, and test_examples.py has trainings that draw them.
+    They have tests of their own.
     """
     path = request.path
     trains = path.parent.name == "training" or path.stem == "test_checkpoint_files"
@@ -164,12 +163,6 @@ def examples() -> Iterator[Callable[[str, str], ModuleType]]:
 def example() -> Iterator[Callable[[str, str], ModuleType]]:
     with examples() as load:
         yield load
-
-
-@pytest.fixture
-def benchmark(example: Callable[[str, str], ModuleType]) -> Callable[[str], ModuleType]:
-    """Import a module of the benchmark."""
-    return partial(example, "benchmark")
 
 
 @pytest.fixture

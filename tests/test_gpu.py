@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program for a machine with a GPU: its stages, what is kept of them, and its tables."""
+"""The program for a machine with a GPU: its stages, and what is kept and told of them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def test_a_failure_ends_no_other_stage(run, tmp_path):
     assert known["good"]["state"] == "done"
     assert known["good"]["figures"] == {"rows": []}
     assert not list((tmp_path / "work").iterdir()), "what stages write is removed"
-    assert "| bad | failed |" in (tmp_path / "out" / "gpu.md").read_text()
+    told = (tmp_path / "out" / "gpu.md").read_text()
+    assert "| bad | failed |" in told
+    assert "    why\n" in told
 
 
 def test_a_stage_beyond_its_limit_is_killed_with_its_children(run):
@@ -154,55 +156,36 @@ def test_small_stages(run_example, tmp_path):
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.md"]
     table = (tmp_path / "gpu.md").read_text()
-    assert "processors" in table
-    assert "| Llama-3.2-1B | 3 | homogeneous |" in table
+    assert "    processors: " in table
+    assert "    Llama-3.2-1B, 3 experts, homogeneous" in table
+    assert "  all together: ours " in table
     assert "python examples/benchmark/kernels.py --model Llama-3.2-1B" in table
+    figures = known["kernels-1B"]["figures"]
+    assert [total["heterogeneous"] for total in figures["totals"]] == [False, True]
+    assert known["machine"]["figures"]["processors"] >= 1
 
 
-FIGURES = {
-    "machine": {
-        "machine": {
-            "gpu": "A GPU", "gpu_memory": 8e10, "processors": 16, "memory": 128e9,
-            "torch": "2.11", "python": "3.12",
-        }
-    },
-    "tests": {"passed": 5, "failed": 0, "skipped": 1},
-    "checkpoint-1B": {
-        "size": "1B", "layers": 16, "heterogeneous": True,
-        "rows": [
-            {"method": "linear", "wall": 10, "compute": 5, "resident_bytes": 2e9},
-            {"method": "ace", "wall": 15, "compute": 9, "resident_bytes": 3e9, "device_bytes": 4e9},
-        ],
-    },
-    "trainer": {
-        "memory": [{"experts": 2, "models": 0.3}, {"experts": 4, "models": 0.4}],
-        "time": [
-            {"experts": 4, "storage": "device", "ratio": 1.5, "seconds": 2},
-            {"experts": 4, "storage": "disk", "ratio": 1.25, "seconds": 1},
-        ],
-    },
-    "adapters": {"rows": {"ace": [{"wall": 2, "resident_bytes": 1e9}], "peft-linear": []}},
-    "cluster": {"rates": {"flops": 3e13}},
-}  # fmt: skip
-
-
-def test_tables(example):
-    tables = example("benchmark", "gpu_tables")
-    results = {
-        name: {"state": "done", "seconds": 1.5, "command": f"python {name}.py", "figures": figures}
-        for name, figures in FIGURES.items()
-    }
-    text = tables.markdown({**results, "kernels-1B": {"state": "failed", "command": "x"}})
-    for line in (
-        "A GPU (80 GB), 16 processors, 128 GB of memory, torch 2.11, Python 3.12",
-        "Tests on the device: 5 passed, 0 failed, 1 left out.",
-        "| 1B, 16 layers | refined | ace | 15.0 s | 1.50 | 9.0 s | 3.00 GB | 4.00 GB |",
-        "| 4 | on disk | 0.40 | 1.25 | 1.00 s |",
-        "| 2 | on disk | 0.30 |  |  |",
-        "| ace | 2.0 s | 1.00 | 1.00 GB |",
-        "| flops | 3e+13 |",
-        "    python checkpoint-1B.py",
+def test_what_is_told_of_stages(gpu_program):
+    text = gpu_program.markdown({
+        "adapters": {
+            "state": "done", "seconds": 1.5, "command": "python adapters.py", "tail": "a 1\n\nb 2\n"
+        },
+        "kernels-1B": {"state": "failed", "command": "python kernels.py"},
+    })  # fmt: skip
+    assert text.splitlines() == [
+        "| stage | result | seconds |",
+        "|---|---|---|",
+        "| adapters | done | 1.5 |",
         "| kernels-1B | failed |  |",
-    ):
-        assert line in text.splitlines()
-    assert "Single matrices" not in text
+        "",
+        "**adapters**",
+        "",
+        "    $ python adapters.py",
+        "    a 1",
+        "    ",
+        "    b 2",
+        "",
+        "**kernels-1B**",
+        "",
+        "    $ python kernels.py",
+    ]

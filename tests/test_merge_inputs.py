@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ace_config, check_merge, fine_tuned, save_family, state, tiny_llama
+from checkpoints import (
+    ace_config,
+    check_merge,
+    default_config,
+    fine_tuned,
+    save_family,
+    state,
+    tiny_llama,
+)
+from mergekit.common import ModelReference
+from mergekit.merge_methods import merge_state_dicts
 from reference import naive_tensor, task_vector_error
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -23,6 +33,15 @@ def test_single_files(tmp_path, mergekit_yaml):
     paths = save_family(tiny_llama(), tmp_path, experts=3, scales=[0.001, 0.02, 0.3])
     out = mergekit_yaml(ace_config(paths))
     check_merge(LlamaForCausalLM, paths, out)
+
+
+def test_tensors_in_memory_are_merged_like_checkpoints(tmp_path, mergekit_yaml):
+    paths, parameters = save_family(tiny_llama(), tmp_path, experts=3), {"epsilon": 1e-3}
+    models = {ModelReference.model_validate(path): checkpoint(path) for path in paths}
+    merged = merge_state_dicts(models, "ace", base=next(iter(models)), parameters=parameters)
+    on_disk = checkpoint(mergekit_yaml(default_config(paths, parameters=parameters)))
+    for name, tensor in on_disk.items():
+        assert torch.equal(merged[name], tensor), name
 
 
 def test_shards_in_and_out(tmp_path, mergekit_yaml):

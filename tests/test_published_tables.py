@@ -445,6 +445,7 @@ def test_means_and_shares(llm):
     source["published"] = [
         {"row": "experts", "source": "A", "scores": {"arc_fr": 50.0}},
         {"row": "other", "source": "B", "scores": {"arc_fr": 40.0}, "share": 77.0},
+        {"row": "only a mean", "source": "C", "mean": 60.1},
     ]
     suite = llm("suite").HarnessSuite.model_validate(source)
     ours = {
@@ -456,3 +457,41 @@ def test_means_and_shares(llm):
     assert "| ace | 75.0 | 100.0 | 50.0 | 75.0 |" in shown
     assert "| *other* [2] | – | 40.0 | – | – |" in shown
     assert "| *other* [2] | – | 80.0 | – | 77.0 |" in shown
+    assert shown.count("| *only a mean* [3] | – | – | – | 60.1 |") == 1
+    assert shown.count("only a mean") == 1  # it has no share
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "mean"),
+    [
+        ("clip-8", "RegMean", "82.4"),
+        ("clip-8", "RegMean++", "84.4"),  # 84.35 by the rounded scores
+        ("clip-8", "Fisher merging", "70.6"),
+        ("clip-8", "AdaMerging, layer-wise", "82.6"),
+        ("clip-8", "FeatCal after task_arithmetic", "85.5"),
+        ("glue-gpt2", "RegMean", "68.8"),
+        ("glue-gpt2", "Fisher merging", "58.7"),
+        ("mergebench-3b", "task_arithmetic, Llama-3.2-3B", "60.1"),
+        ("mergebench-3b", "FeatCal after task_arithmetic, Llama-3.2-3B", "62.1"),
+    ],
+)
+def test_published_means(llm, name, row, mean):
+    suite = llm("suite").load_suite(name)
+    shown = llm("comparison").compare(suite, list(suite.tasks), {"experts": {}})
+    (line,) = [x for x in shown.partition("\n\n")[0].splitlines() if x.startswith(f"| *{row}* ")]
+    assert line.endswith(f" {mean} |")
+
+
+def test_a_published_mean_of_other_tasks(llm):
+    """With some tasks left out, the mean is formed from the scores of the others."""
+    suite = llm("suite").load_suite("clip-8")
+    shown = llm("comparison").compare(suite, ["cars", "mnist"], {"experts": {}})
+    assert re.search(r"\| \*RegMean\+\+\* \[\d+\] \| 70\.5 \| 99\.0 \| 84\.8 \|", shown)
+
+
+def test_the_threshold_of_the_authors(llm):
+    """Two rows of RoBERTa differ in nothing but the threshold."""
+    rows = llm("suite").load_suite("glue-roberta").rows
+    paper = rows["ace as in the paper"].parameters
+    authors = rows["ace as in the paper, threshold 0.5"].parameters
+    assert authors == paper | {"heterogeneity_threshold": 0.5}

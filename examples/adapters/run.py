@@ -4,8 +4,8 @@
     python examples/adapters/run.py            # train once, merge, compare
     python examples/adapters/run.py --fresh    # forget what was trained first
 
-`mergekit-ace adapter` makes an adapter, and `mergekit-yaml` merges the adapters into the base first
-and makes a full model. With the adapter merged into it, the base has the same weights as that.
+`mergekit-ace adapter` makes an adapter. `mergekit-yaml` merges each adapter into the base first and
+makes a full model, whose weights are those of the base with the merged adapter.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import statistics
 import struct
@@ -30,49 +31,36 @@ from pathlib import Path
 
 import torch
 import yaml
-from checkpoint import measure
-from kernels import machine
-from llamas import SIZES, make_tensor, shapes, write_model
+from checkpoint import TIMED, measure
+from kernels import print_machine
+from llamas import INDEX, SIZES, make_config, make_tensor, shapes, write_model
 from transformers import LlamaConfig
 
 from mergekit_ace.files import write_text
 
-ROWS = ["ace", "peft-linear", "peft-ties", "peft-svd", "full-ace"]
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True)
 class Family:
-    """Adapters of one base.
-
-    Attributes:
-        folder: of `base`, `adapter1`, `adapter2`, … and `merge.yml`.
-        config: of the base.
-        count: of adapters.
-        rank: of every module.
-        dtype: of the factors.
-    """
+    """Adapters of one base, in `base`, `adapter1`, `adapter2`, … and `merge.yml` of a folder."""
 
     folder: Path
-    config: LlamaConfig
-    count: int
+    config: LlamaConfig  # of the base
+    count: int  # of adapters
     rank: int
-    dtype: str
+    dtype: str  # of the factors
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the folders of the adapters."""
+        """The names of the adapters' folders."""
         return [f"adapter{number}" for number in range(1, self.count + 1)]
 
     def write(self, weights: bool) -> None:
-        """Write what is not there yet.
-
-        Args:
-            weights: of the base as well.
-        """
+        """Write what is not there yet; of the base its config, or its `weights` as well."""
         base = self.folder / "base"
-        if weights and not (base / "model.safetensors.index.json").exists():
+        if weights and not (base / INDEX).exists():
             made = ((n, make_tensor(n, shape, 0, 1.0, "cpu")) for n, shape in shapes(self.config))
             write_model(base, self.config, made)
         self.config.save_pretrained(base)
@@ -80,27 +68,20 @@ class Family:
             if not (self.folder / name / "adapter_config.json").exists():
                 self._write_adapter(self.folder / name, number)
 
-    def write_config(self, method: str) -> None:
-        """Write `merge.yml`, with paths relative to the folder."""
-        models = [{"model": f"./base+./{name}"} for name in self.adapters]
-        config = {"merge_method": method, "base_model": "./base", "models": models}
-        (self.folder / "merge.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
-
     def _write_adapter(self, folder: Path, number: int) -> None:
         """Write an adapter factor by factor: the memory of this process counts as its child's."""
         folder.mkdir(parents=True, exist_ok=True)
-        header, end, size = {}, 0, getattr(torch, self.dtype).itemsize
+        header, end, dtype = {}, 0, getattr(torch, self.dtype)
         for name, shape in self._factors():
-            begin, end = end, end + size * shape[0] * shape[1]
-            entry = {"dtype": DTYPES[self.dtype], "shape": shape, "data_offsets": [begin, end]}
-            header[name] = entry
+            place = [end, end := end + dtype.itemsize * math.prod(shape)]
+            header[name] = {"dtype": DTYPES[self.dtype], "shape": shape, "data_offsets": place}
         text = json.dumps(header).encode()
         rng = torch.Generator().manual_seed(number)
         with open(folder / "adapter_model.safetensors", "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             for _, shape in self._factors():
                 factor = 0.02 * torch.randn(shape, generator=rng)
-                file.write(factor.to(getattr(torch, self.dtype)).view(torch.uint8).numpy())
+                file.write(factor.to(dtype).view(torch.uint8).numpy())
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -121,34 +102,37 @@ class Family:
 
 
 def command_of(row: str, family: Family, more: list[str]) -> list[str]:
-    """Return the command that a row is, with more flags of mergekit."""
-    here = Path(__file__).resolve().parent
+    """Return the command that a row is, with more flags of mergekit; write its `merge.yml`."""
     kind, _, method = row.partition("-")
     if kind == "peft":
-        program = str(here / "weighted_adapter.py")
+        program = str(Path(__file__).resolve().with_name("weighted_adapter.py"))
         return [sys.executable, program, "figures.json", method, "merged", "base", *family.adapters]
-    family.write_config(method if kind == "full" else row)
+    config = {
+        "merge_method": method if kind == "full" else row,
+        "base_model": "./base",
+        "models": [{"model": f"./base+./{name}"} for name in family.adapters],
+    }
+    (family.folder / "merge.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
     if kind == "full":
-        program = [str(here / "stages.py"), "figures.json"]
         flags = ["--quiet", "--lora-merge-cache", "models", "--lora-merge-dtype", "bfloat16"]
-        return [sys.executable, *program, "merge.yml", "merged", *flags, *more]
-    program = ["-m", "mergekit_ace.cli", "adapter"]
-    return [sys.executable, *program, "merge.yml", "merged", "--quiet", *more]
+        return [*TIMED, "merge.yml", "merged", *flags, *more]
+    ours = [sys.executable, "-m", "mergekit_ace.cli", "adapter"]
+    return [*ours, "merge.yml", "merged", "--quiet", *more]
 
 
 def run(row: str, family: Family, layers: int, flags: list[str]) -> dict[str, float]:
     """Run a row; return seconds, as if the model had so many layers, and bytes of memory."""
-    figures = family.folder / "figures.json"
+    figures, held = family.folder / "figures.json", family.config.num_hidden_layers
+    results = [family.folder / "merged", family.folder / "models"]
+    for old in results:
+        shutil.rmtree(old, ignore_errors=True)
     figures.unlink(missing_ok=True)
-    for name in ("merged", "models"):
-        shutil.rmtree(family.folder / name, ignore_errors=True)
     measured = measure(command_of(row, family, flags), family.folder)
-    held = family.config.num_hidden_layers
     if held < layers:
         once = json.loads(figures.read_text(encoding="utf-8"))["merge"]
         measured["wall"] += (layers / held - 1) * once
-    for name in ("merged", "models"):
-        shutil.rmtree(family.folder / name, ignore_errors=True)
+    for new in results:
+        shutil.rmtree(new, ignore_errors=True)
     return {**measured, "layers": held}
 
 
@@ -159,22 +143,20 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=3)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the adapters")
-    parser.add_argument("--rows", nargs="+", default=ROWS, metavar="ROW")
+    usual = ["ace", "peft-linear", "peft-ties", "peft-svd", "full-ace"]
+    parser.add_argument("--rows", nargs="+", default=usual, metavar="ROW")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, required=True, help="for the adapters; stays")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("flags", nargs="*", help="of mergekit, after --")
     arguments = parser.parse_args()
-    settings = dict(SIZES[arguments.size], tie_word_embeddings=False)
-    layers = arguments.layers or settings["num_hidden_layers"]
+    layers = arguments.layers or SIZES[arguments.size]["num_hidden_layers"]
 
     def family(name: str, **changes: int) -> Family:
         about = f"{arguments.size}-rank{arguments.rank}-{arguments.dtype}-{name}"
-        config = LlamaConfig(
-            dtype="bfloat16", architectures=["LlamaForCausalLM"], **{**settings, **changes}
-        )
-        folder = arguments.folder.resolve() / about
-        return Family(folder, config, arguments.adapters, arguments.rank, arguments.dtype)
+        config = make_config(arguments.size, tie_word_embeddings=False, **changes)
+        own = config, arguments.adapters, arguments.rank, arguments.dtype
+        return Family(arguments.folder.resolve() / about, *own)
 
     whole = family(f"{layers}-layers", num_hidden_layers=layers)
     whole.write(weights=False)
@@ -182,13 +164,10 @@ def main() -> None:
     extended = [row for row in arguments.rows if row == "peft-svd" or row.startswith("full-")]
     if extended:
         single.write(weights=True)
-    about = machine("cuda" if "--cuda" in arguments.flags else "cpu")
-    print(f"{about['device']}, {about['threads']} threads, torch {about['torch']}")
-    print(
-        f"{arguments.size}, {layers} layers, {arguments.adapters} adapters of rank "
-        f"{arguments.rank} in {arguments.dtype}"
-    )
-    print("row              wall s  x first   RSS GB  measured")
+    about = print_machine("cuda" if "--cuda" in arguments.flags else "cpu")
+    adapters = f"{arguments.adapters} adapters of rank {arguments.rank} in {arguments.dtype}"
+    print(f"{arguments.size}, {layers} layers, {adapters}")
+    print("row              wall s  x first   RSS GB  layers")
     seconds: dict[str, list[dict[str, float]]] = {row: [] for row in arguments.rows}
     for _ in range(arguments.rounds):
         for row in arguments.rows:
@@ -209,9 +188,7 @@ def print_row(row: str, rounds: list[dict[str, float]], first: list[dict[str, fl
     wall = statistics.median(one["wall"] for one in rounds)
     ratio = statistics.median(a["wall"] / b["wall"] for a, b in zip(rounds, first, strict=True))
     memory = max(one["resident_bytes"] for one in rounds) / 1e9
-    layers = rounds[0]["layers"]
-    measured = f"{layers} layers" if layers > 1 else "1 layer"
-    print(f"{row:14} {wall:8.1f} {ratio:8.2f} {memory:8.2f}  {measured}", flush=True)
+    print(f"{row:14} {wall:8.1f} {ratio:8.2f} {memory:8.2f}  {rounds[0]['layers']}", flush=True)
 
 
 if __name__ == "__main__":

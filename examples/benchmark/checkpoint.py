@@ -6,8 +6,7 @@
 writes the family (once; nothing is downloaded), merges it in turn by each method, and prints wall
 time, time per stage, peak resident memory and, on a GPU, peak device memory. Every merge is a
 process of its own. What follows `--` is passed on to mergekit-yaml, for example `-- --cuda`.
-`--methods ace inspect` compares a merge by `ace` with `mergekit-ace inspect` of the same config;
-`--methods ace ace_relative tsv_m` our methods with each other.
+`--methods ace inspect` compares a merge by `ace` with `mergekit-ace inspect` of the same config.
 """
 
 from __future__ import annotations
@@ -22,43 +21,35 @@ import time
 from pathlib import Path
 
 import yaml
-from kernels import machine
+from kernels import print_machine
 from llamas import SIZES, write_family
 
 from mergekit_ace.files import write_text
 
-METHODS = ["task_arithmetic", "ties", "ace"]
-EXPERT_PARAMETERS = {
-    "task_arithmetic": {"weight": 0.3},
-    "ties": {"weight": 0.3, "density": 0.5},
-}
+# A process that is `mergekit-yaml`, and writes its times by stages to `figures.json`.
+TIMED = [sys.executable, str(Path(__file__).resolve()), "--timed", "figures.json"]
+EXPERT_PARAMETERS = {"task_arithmetic": {"weight": 0.3}, "ties": {"weight": 0.3, "density": 0.5}}
 
 
 def merge(method: str, models: list[Path], folder: Path, flags: list[str]) -> dict[str, float]:
     """Merge in a process of its own; return seconds by stage, and bytes of memory."""
-    listed = [
-        {"model": f"./{path.relative_to(folder)}", "parameters": EXPERT_PARAMETERS.get(method, {})}
-        for path in models[1:]
-    ]
+    base, *experts = (f"./{path.relative_to(folder)}" for path in models)
+    own = EXPERT_PARAMETERS.get(method, {})
     config = {
         "merge_method": "ace" if method == "inspect" else method,
-        "base_model": f"./{models[0].relative_to(folder)}",
-        "models": listed,
+        "base_model": base,
+        "models": [{"model": expert, "parameters": own} for expert in experts],
         "dtype": "bfloat16",
     }
     (folder / "merge.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
     shutil.rmtree(folder / "merged", ignore_errors=True)
-    program = Path(__file__).with_name("stages.py").resolve()
-    command = [sys.executable, str(program), "figures.json", "merge.yml", "merged", *flags]
-    if method == "inspect":
-        command = [sys.executable, "-m", "mergekit_ace.cli", "inspect", "merge.yml", "merged"]
-        command += flags
-    measured = measure(command, folder)
+    inspect = [sys.executable, "-m", "mergekit_ace.cli", "inspect"]
+    command = inspect if method == "inspect" else TIMED
+    measured = measure([*command, "merge.yml", "merged", *flags], folder)
     shutil.rmtree(folder / "merged")
-    figures = dict.fromkeys(("read", "compute", "write"), float("nan"))
-    if method != "inspect":
-        figures = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
-    return {**measured, **figures}
+    if method == "inspect":
+        return {**measured, **dict.fromkeys(("read", "compute", "write"), float("nan"))}
+    return {**measured, **json.loads((folder / "figures.json").read_text(encoding="utf-8"))}
 
 
 def measure(command: list[str], folder: Path) -> dict[str, float]:
@@ -78,42 +69,80 @@ def measure(command: list[str], folder: Path) -> dict[str, float]:
     return {"wall": wall, "resident_bytes": usage.ru_maxrss * 1024}
 
 
+def merge_timed(figures: str, arguments: list[str]) -> None:
+    """Run mergekit-yaml in this process; write seconds by stage, and bytes of device memory.
+
+    Reading and writing are the tasks of mergekit that do just that; a checkpoint that is
+    memory-mapped is read when it is first touched, which may be later. The rest is planning and
+    computation.
+    """
+    import torch
+    from mergekit.io.tasks import FinalizeModel, LoadTensor, SaveTensor
+    from mergekit.scripts.run_yaml import main as mergekit_yaml
+
+    from mergekit_ace.plugin import register
+
+    seconds = {"read": 0.0, "write": 0.0}
+
+    def clock(task: type, stage: str) -> None:
+        execute = task.execute
+
+        def timed(self, *args, **kwargs):
+            start = time.perf_counter()
+            try:
+                return execute(self, *args, **kwargs)
+            finally:
+                seconds[stage] += time.perf_counter() - start
+
+        task.execute = timed
+
+    for task, stage in ((LoadTensor, "read"), (SaveTensor, "write"), (FinalizeModel, "write")):
+        clock(task, stage)
+    register()  # where the package is not installed, but on the path
+    start = time.perf_counter()
+    mergekit_yaml(arguments, standalone_mode=False)
+    seconds["merge"] = time.perf_counter() - start
+    seconds["compute"] = seconds["merge"] - seconds["read"] - seconds["write"]
+    if torch.cuda.is_available():
+        seconds["device_bytes"] = torch.cuda.max_memory_allocated()
+    Path(figures).write_text(json.dumps(seconds), encoding="utf-8")
+
+
 def print_figures(method: str, figures: dict[str, float], first: dict[str, float]) -> None:
     stages = " ".join(f"{figures[stage]:9.1f}" for stage in ("wall", "read", "compute", "write"))
+    memory = [figures[kind] for kind in ("resident_bytes", "device_bytes") if kind in figures]
     line = f"{method:16} {stages} {figures['wall'] / first['wall']:8.2f}"
-    line += f" {figures['resident_bytes'] / 1e9:9.2f}"
-    if "device_bytes" in figures:
-        line += f" {figures['device_bytes'] / 1e9:9.2f}"
-    print(line, flush=True)
+    print(line, *(f"{size / 1e9:9.2f}" for size in memory), flush=True)
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--timed"]:
+        merge_timed(sys.argv[2], sys.argv[3:])
+        return
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--size", choices=SIZES, default="160M")
     parser.add_argument("--layers", type=int, help="fewer layers than the size has")
     parser.add_argument("--experts", type=int, default=3)
     parser.add_argument("--heterogeneous", action="store_true", help="experts of unequal scale")
-    parser.add_argument("--methods", nargs="+", default=METHODS, metavar="METHOD")
+    usual = ["task_arithmetic", "ties", "ace"]
+    parser.add_argument("--methods", nargs="+", default=usual, metavar="METHOD")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, required=True, help="for the family; stays")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("flags", nargs="*", help="of mergekit-yaml, after --")
     arguments = parser.parse_args()
+    size, layers = arguments.size, arguments.layers
     branch = "heterogeneous" if arguments.heterogeneous else "homogeneous"
-    folder = arguments.folder.resolve() / f"{arguments.size}-{arguments.layers or 'all'}-{branch}"
-    models = write_family(
-        folder, arguments.size, arguments.experts, arguments.heterogeneous, arguments.layers
-    )
-    about = machine("cuda" if "--cuda" in arguments.flags else "cpu")
-    print(f"{about['device']}, {about['threads']} threads, torch {about['torch']}")
-    print(f"{arguments.size}, {arguments.experts} experts, {branch}, bfloat16")
-    print("method             wall s    read s compute s   write s  x first     RSS GB  device GB")
+    folder = arguments.folder.resolve() / f"{size}-{layers or 'all'}-{branch}"
+    models = write_family(folder, size, arguments.experts, arguments.heterogeneous, layers)
     known = {
-        "machine": about,
-        "size": arguments.size,
-        "layers": arguments.layers or SIZES[arguments.size]["num_hidden_layers"],
+        "machine": print_machine("cuda" if "--cuda" in arguments.flags else "cpu"),
+        "size": size,
+        "layers": layers or SIZES[size]["num_hidden_layers"],
         "heterogeneous": arguments.heterogeneous,
     }
+    print(f"{size}, {known['layers']} layers, {arguments.experts} experts, {branch}, bfloat16")
+    print("method             wall s    read s compute s   write s  x first     RSS GB  device GB")
     rows = []
     for _ in range(arguments.rounds):
         first = None

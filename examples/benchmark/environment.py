@@ -19,12 +19,13 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+# Large, and expected to be there; the others can be brought along.
 PRESENT = ("torch>=2.6", "transformers>=5.0,<6", "accelerate>=1.6.0", "safetensors>=0.5.2")
 TO_BRING = Path(__file__).with_name("gpu_packages.txt")
 
 
 def needed() -> list[Requirement]:
-    """Return what must be installed; what is large and expected to be there comes first."""
+    """Return what must be installed."""
     lines = (line.partition("#")[0].strip() for line in TO_BRING.read_text().splitlines())
     return [Requirement(line) for line in (*PRESENT, *filter(None, lines))]
 
@@ -55,8 +56,8 @@ def describe_machine(folder: Path) -> dict[str, object]:
     try:
         import torch
     except ImportError as error:
-        return {**about, "torch": None, "error": str(error)}
-    about |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+        return {**about, "error": str(error)}
+    about["cuda"] = torch.version.cuda
     if torch.cuda.is_available():
         known = torch.cuda.get_device_properties(0)
         about |= {"gpu": known.name, "gpu_memory": known.total_memory}
@@ -71,23 +72,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk that is meant")
     parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args()
-    packages = {
-        requirement.name: {
-            "installed": installed(requirement.name),
-            "needed": str(requirement.specifier),
-            "met": is_met(requirement),
-        }
-        for requirement in needed()
-    }
-    found = {"machine": describe_machine(arguments.folder), "packages": packages}
+    about = describe_machine(arguments.folder)
+    about |= {requirement.name: installed(requirement.name) for requirement in needed()}
+    print("\n".join(f"{name}: {value}" for name, value in about.items()))
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    for name, value in found["machine"].items():
-        print(f"{name}: {value}")
-    for name, package in packages.items():
-        print(f"{name} {package['installed'] or 'is missing'} (needed: {package['needed']})")
-    if not all(package["met"] for package in packages.values()):
-        sys.exit("packages are missing, or too old: bring their wheels (--wheels)")
+        arguments.json.write_text(json.dumps(about, indent=1), encoding="utf-8")
+    lacking = [str(requirement) for requirement in needed() if not is_met(requirement)]
+    if lacking:
+        sys.exit(f"missing, or too old: {', '.join(lacking)}; bring the wheels (--wheels)")
 
 
 if __name__ == "__main__":

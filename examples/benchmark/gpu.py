@@ -4,9 +4,9 @@
     python examples/benchmark/gpu.py --out gpu --minutes 9
 
 Every stage is a process with a time limit, and a failure of one ends no other. What is known of a
-stage is in `gpu.json` as soon as it ends, and the tables of `gpu.md` are written anew. Called
-again, the program goes on with the stages that have no result yet. It starts without torch: what
-is missing on the machine is told by its first stage, and taken from the folder `--wheels`.
+stage is in `gpu.json` and `gpu.md` as soon as it ends. Called again, the program goes on with the
+stages that have no result yet. It starts without torch: what is missing on the machine is told by
+its first stage, and taken from the folder `--wheels`.
 """
 
 from __future__ import annotations
@@ -27,60 +27,39 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from environment import installed, is_met, needed
-from gpu_tables import markdown
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
-TAIL = 4000  # characters of a stage's output that are kept
+TAIL = 6000  # characters of a stage's output that are kept
 STOPPING = 5  # seconds that are left for what comes after a stage
+FIGURES, FOLDER = "FIGURES", "FOLDER"
 MACHINE = "machine"  # the stage that every call begins with
 WHOLE_8B = 110e9  # bytes of disk for four models of 8B, and the merged one
-# Tests of what a GPU computes.
 TESTS = ("test_cuda.py", "test_devices.py", "adapters/test_adapter_devices.py")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One thing that is tested or measured.
+    """One thing that is tested or measured, by a process in the folder of the checkout."""
 
-    Attributes:
-        name: on the command line, and in the files.
-        limit: seconds that it may take.
-        least: seconds below which it is not worth starting.
-        command: of the process, in the folder of the checkout; `FIGURES` and `FOLDER` stand for
-            the JSON file that it writes, and for a folder of its own.
-    """
-
-    name: str
-    limit: float
-    least: float
-    command: tuple[str, ...]
-
-
-FIGURES, FOLDER = "FIGURES", "FOLDER"
+    name: str  # on the command line, and in the files
+    limit: float  # seconds that it may take
+    least: float  # seconds below which it is not worth starting
+    command: tuple[str, ...]  # with `FIGURES` for its JSON file, and `FOLDER` for its own folder
 
 
 def all_stages(small: bool, cuda: bool, free_disk: float) -> list[Stage]:
-    """Return the stages, the most valuable ones first.
-
-    Args:
-        small: whether they are to be as small as possible, to see that they run.
-        cuda: whether there is a GPU.
-        free_disk: bytes.
-    """
+    """Return the stages, the most valuable ones first; `small` ones only show that they run."""
     device = "cuda" if cuda else "cpu"
     flags = ["--", "--cuda"] if cuda else []
 
     def stage(name: str, limit: float, least: float, program: str, *more: object) -> Stage:
-        path = str((HERE / program).resolve())
-        arguments = [str(one) for one in more]
-        at = arguments.index("--") if "--" in arguments else len(arguments)
-        arguments[at:at] = ["--json", FIGURES]
-        return Stage(name, limit, least, (sys.executable, path, *arguments))
+        arguments = ["--json", FIGURES, *map(str, more)]
+        return Stage(name, limit, least, (sys.executable, str(HERE / program), *arguments))
 
-    def kernels(name: str, model: str, experts: int) -> Stage:
+    def kernels(name: str, model: str, experts: int, *more: object) -> Stage:
         size = ["--divide", 64, "--rounds", 1] if small else ["--rounds", 3]
-        given = ["--model", model, "--experts", experts, "--device", device, "--no-plain"]
+        given = ["--model", model, "--experts", experts, "--device", device, *more]
         return stage(f"kernels-{name}", 150, 30, "kernels.py", *given, *size)
 
     def checkpoint(name: str, limit: float, size: Sequence[object], *more: object) -> Stage:
@@ -95,15 +74,18 @@ def all_stages(small: bool, cuda: bool, free_disk: float) -> list[Stage]:
     if not small:
         model = ["--size", "1B", "--layers", 4, "--tokens", 512, "--timed", 2, 4, 8]
     adapters = ["--size", "tiny", "--adapters", 2, "--rank", 3] if small else ["--size", "8B"]
-    layer = ["--layer-of", "tiny", "--sample", 2**24, "--sizes", "tiny"] if small else []
+    pytest = ["-vv", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
+    pytest += [str(CHECKOUT / "tests" / name) for name in TESTS]
+    pytest += ["-k", "homogeneous_square or libraries"] if small else []
     return [
         stage(MACHINE, 90, 10, "environment.py", "--folder", FOLDER),
-        _tests(small),
+        Stage("tests", 300, 30, (sys.executable, "-m", "pytest", *pytest)),
         kernels("1B", "Llama-3.2-1B", 3),
         checkpoint("1B", 240, ["--size", "1B"]),
         kernels("ViT-L-14", "ViT-L/14", 8),
         kernels("GPT-2", "GPT-2", 7),
-        kernels("8B", "Llama-3.1-8B", 3),
+        kernels("8B", "Llama-3.1-8B", 3, "--branch", "homogeneous"),
+        kernels("8B-refined", "Llama-3.1-8B", 3, "--branch", "heterogeneous", "--no-plain"),
         checkpoint("1B-refined", 240, ["--size", "1B"], *refined),
         stage(
             "trainer", 300, 60, "trainer.py", "--device", device, "--dtype", "bfloat16",
@@ -113,60 +95,46 @@ def all_stages(small: bool, cuda: bool, free_disk: float) -> list[Stage]:
             "adapters", 150, 30, "adapters.py", "--folder", FOLDER, "--rows", "ace", "peft-linear",
             *adapters, *flags,
         ),
-        stage("cluster", 120, 20, "../cluster/estimate.py", "--measure", FOLDER, "--device", device,
-              *layer),
         checkpoint("8B", 480, ["--size", "8B", *quarter]),
         checkpoint("8B-refined", 480, ["--size", "8B", *quarter], *refined),
     ]  # fmt: skip
 
 
-def _tests(small: bool) -> Stage:
-    """Return the stage that runs the tests of what a GPU computes."""
-    files = [str(CHECKOUT / "tests" / name) for name in TESTS]
-    flags = ["-vv", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *flags]
-    chosen = ["-k", "homogeneous_square or libraries"] if small else []
-    return Stage("tests", 300, 30, (*command, f"--junit-xml={FIGURES}", *files, *chosen))
-
-
 class Results:
-    """What is known of the stages, in `gpu.json` and `gpu.md` of a folder.
-
-    Attributes:
-        stages: by name: state, seconds, command, figures and the end of the output.
-    """
+    """What is known of the stages by name, in `gpu.json` and `gpu.md` of a folder."""
 
     def __init__(self, folder: Path):
-        self._json, self._table = folder / "gpu.json", folder / "gpu.md"
         folder.mkdir(parents=True, exist_ok=True)
-        self.stages: dict[str, dict] = {}
-        if self._json.exists():
-            self.stages = json.loads(self._json.read_text(encoding="utf-8"))
+        self.folder, known = folder, folder / "gpu.json"
+        self.stages: dict[str, dict] = json.loads(known.read_text()) if known.exists() else {}
 
     def keep(self, name: str, result: dict) -> None:
         """Add the result of a stage, and write both files anew."""
         self.stages[name] = result
-        _write(self._json, json.dumps(self.stages, indent=1))
-        _write(self._table, markdown(self.stages))
+        files = {"gpu.json": json.dumps(self.stages, indent=1), "gpu.md": markdown(self.stages)}
+        for file, text in files.items():
+            partial = self.folder / f"{file}.partial"
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, self.folder / file)
 
     def is_known(self, name: str) -> bool:
         """Tell whether a stage has a result: one that the budget has cut short has none."""
         return self.stages.get(name, {}).get("state") in ("done", "failed", "beyond its limit")
 
 
-def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+def markdown(stages: dict[str, dict]) -> str:
+    """Return what became of every stage as a table, and its command and the end of its output."""
+    lines = ["| stage | result | seconds |", "|---|---|---|"]
+    for name, result in stages.items():
+        lines.append(f"| {name} | {result['state']} | {result.get('seconds', '')} |")
+    for name, result in stages.items():
+        told = [f"$ {result['command']}", *result.get("tail", "").splitlines()]
+        lines += ["", f"**{name}**", "", *(f"    {line}" for line in told)]
+    return "\n".join(lines) + "\n"
 
 
 def run(stage: Stage, seconds: float, folder: Path, environment: dict[str, str]) -> dict:
-    """Run a stage for so many seconds at most; return what is known of it.
-
-    Args:
-        folder: for what it writes; it is removed afterwards.
-        environment: of its process.
-    """
+    """Run a stage for so many seconds at most; return what is known of it, and remove the rest."""
     own = folder / stage.name
     shutil.rmtree(own, ignore_errors=True)
     (own / "work").mkdir(parents=True)
@@ -176,24 +144,24 @@ def run(stage: Stage, seconds: float, folder: Path, environment: dict[str, str])
     start = time.monotonic()
     try:
         status = _status(command, log, seconds, environment)
+        state = "failed" if status else "done"
+        if status is None:
+            state = "cut short" if seconds < stage.limit else "beyond its limit"
         result = {
-            "state": _state(status, seconds < stage.limit),
+            "state": state,
             "status": status,
             "seconds": round(time.monotonic() - start, 1),
             "command": _shown(stage),
             "tail": log.read_text(encoding="utf-8", errors="replace")[-TAIL:],
         }
         if figures.exists():
-            text = figures.read_text(encoding="utf-8")
-            result["figures"] = _tests_told(text) if stage.name == "tests" else json.loads(text)
+            result["figures"] = json.loads(figures.read_text(encoding="utf-8"))
     finally:
         shutil.rmtree(own, ignore_errors=True)
     return result
 
 
-def _status(
-    command: list[str], log: Path, seconds: float, environment: dict[str, str]
-) -> int | None:
+def _status(command: list[str], log: Path, seconds: float, environment: dict) -> int | None:
     """Run a command; return its exit status, or None if it was killed with all that it started."""
     with open(log, "wb") as file:
         process = subprocess.Popen(
@@ -210,25 +178,10 @@ def _status(
             process.wait()
 
 
-def _state(status: int | None, cut: bool) -> str:
-    if status is None:
-        return "cut short" if cut else "beyond its limit"
-    return "failed" if status else "done"
-
-
 def _shown(stage: Stage) -> str:
     """Return the command of a stage as one would type it."""
     line = " ".join(("python", *stage.command[1:])).replace(f" --json {FIGURES}", "")
     return line.replace(f"{CHECKOUT}/", "").replace(FOLDER, "folder")
-
-
-def _tests_told(text: str) -> dict[str, object]:
-    """Return how many tests passed, were left out and failed, by JUnit's file."""
-    (head,) = re.findall(r"<testsuite .*?>", text)
-    count = {name: int(number) for name, number in re.findall(r'(\w+)="(\d+)"', head)}
-    wrong = count["failures"] + count["errors"]
-    passed = count["tests"] - wrong - count["skipped"]
-    return {"passed": passed, "skipped": count["skipped"], "failed": wrong}
 
 
 def unpack(wheels: Path, target: Path) -> None:
@@ -268,16 +221,6 @@ def environment_of(packages: Path) -> dict[str, str]:
     }
 
 
-def has_gpu(environment: dict[str, str]) -> bool:
-    """Tell whether torch sees a GPU, asked in a process of its own."""
-    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    command = [sys.executable, "-c", code]
-    try:
-        return subprocess.run(command, env=environment, timeout=120).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
-
-
 def run_stages(
     stages: Sequence[Stage],
     results: Results,
@@ -286,12 +229,7 @@ def run_stages(
     folder: Path,
     environment: dict[str, str],
 ) -> None:
-    """Run the stages that have no result yet, as long as there is time.
-
-    Args:
-        again: names of stages that are run though they have one.
-        left: seconds that are left.
-    """
+    """Run the stages that have no result yet, or are named in `again`, while seconds are left."""
     for stage in stages:
         if results.is_known(stage.name) and stage.name not in again:
             print(f"{stage.name}: known already", flush=True)
@@ -311,57 +249,47 @@ def run_stages(
             print(result["tail"][-1000:], flush=True)
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def run_all(arguments: argparse.Namespace, folder: Path, left: Callable[[], float]) -> None:
+    """Run what is asked for; nothing but the first stage on a machine where that has failed."""
+    results, packages = Results(arguments.out), folder / "packages"
+    describe_checkout(packages)
+    if arguments.wheels:
+        unpack(arguments.wheels, packages)
+    environment = environment_of(packages)
+    if MACHINE not in arguments.skip:
+        machine, *_ = all_stages(arguments.small, cuda=False, free_disk=0)
+        run_stages([machine], results, [MACHINE], left, folder, environment)
+        if results.stages.get(MACHINE, {}).get("state") != "done":
+            sys.exit("the machine lacks something; --skip machine goes on nevertheless")
+    cuda = bool(results.stages.get(MACHINE, {}).get("figures", {}).get("gpu"))
+    if not cuda and not arguments.small:
+        sys.exit("torch sees no GPU here, without which only --small runs")
+    wanted = set(arguments.only) - {MACHINE, *arguments.skip}
+    stages = all_stages(arguments.small, cuda, shutil.disk_usage(folder).free)
+    stages = [stage for stage in stages if stage.name in wanted]
+    run_stages(stages, results, arguments.again, left, folder, environment)
+
+
+def main() -> None:
+    began = time.monotonic()
     names = [stage.name for stage in all_stages(small=True, cuda=False, free_disk=0)]
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="for gpu.json and gpu.md")
     parser.add_argument("--minutes", type=float, default=60, help="after which it ends")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STAGE")
     parser.add_argument("--skip", nargs="+", choices=names, default=[], metavar="STAGE")
-    parser.add_argument(
-        "--again", nargs="+", choices=names, default=[], metavar="STAGE", help="known or not"
-    )
+    parser.add_argument("--again", nargs="+", choices=names, default=[], metavar="STAGE")
     parser.add_argument("--wheels", type=Path, help="folder of packages that may be missing here")
     parser.add_argument("--folder", type=Path, help="for models, by default in --out; 20 to 120 GB")
     parser.add_argument("--small", action="store_true", help="only to see that all stages run")
-    return parser.parse_args(arguments)
-
-
-def run_all(arguments: argparse.Namespace, folder: Path, left: Callable[[], float]) -> None:
-    """Run what is asked for; nothing but the first stage on a machine where that has failed.
-
-    Args:
-        arguments: see `parse`.
-        folder: for packages and models.
-        left: seconds that are left.
-    """
-    results, packages = Results(arguments.out), folder / "packages"
-    describe_checkout(packages)
-    if arguments.wheels:
-        unpack(arguments.wheels, packages)
-    environment = environment_of(packages)
-    cuda, free_disk = has_gpu(environment), shutil.disk_usage(folder).free
-    wanted = set(arguments.only) - set(arguments.skip)
-    stages = all_stages(arguments.small, cuda, free_disk)
-    machine, *others = [stage for stage in stages if stage.name in (MACHINE, *wanted)]
-    if MACHINE not in arguments.skip:
-        run_stages([machine], results, [MACHINE], left, folder, environment)
-        if results.stages[MACHINE]["state"] != "done":
-            sys.exit("the machine lacks something; --skip machine goes on nevertheless")
-    if not cuda and not arguments.small:
-        sys.exit("torch sees no GPU here, without which only --small runs")
-    run_stages(others, results, arguments.again, left, folder, environment)
-
-
-def main() -> None:
-    began, arguments = time.monotonic(), parse()
+    arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # stages end, too
     folder = (arguments.folder or arguments.out).resolve() / "gpu-stages"
     try:
         run_all(arguments, folder, lambda: began + 60 * arguments.minutes - time.monotonic())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(f"{arguments.out / 'gpu.md'} has the tables")
+    print(f"{arguments.out / 'gpu.md'} has the results")
 
 
 if __name__ == "__main__":

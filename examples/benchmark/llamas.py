@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,66 +14,29 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+_SETTINGS = """hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads vocab_size""".split()
+_SHAPES = {
+    "tiny": (64, 128, 2, 4, 2, 256),  # to see that a program runs
+    "53M": (512, 1536, 12, 8, 8, 8192),
+    "160M": (768, 3072, 12, 12, 12, 32000),
+    "1B": (2048, 8192, 16, 32, 8, 128256),
+    "8B": (4096, 14336, 32, 32, 8, 128256),
+    "70B": (8192, 28672, 80, 64, 8, 128256),
+}
+# Settings of LlamaConfig; the head of 1B is its embedding.
 SIZES = {
-    "tiny": {  # to see that a program runs
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-    },
-    "53M": {
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "vocab_size": 8192,
-    },
-    "160M": {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 12,
-        "vocab_size": 32000,
-    },
-    "1B": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-    },
-    "8B": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    "70B": {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    "405B": {
-        "hidden_size": 16384,
-        "intermediate_size": 53248,
-        "num_hidden_layers": 126,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
+    size: dict(zip(_SETTINGS, shape, strict=True), tie_word_embeddings=size == "1B")
+    for size, shape in _SHAPES.items()
 }
 SHARD_BYTES = 2**30
+INDEX = "model.safetensors.index.json"
+
+
+def make_config(size: str, **changes: int | bool) -> LlamaConfig:
+    """Return the config of a size with changed settings; weights are stored in bfloat16."""
+    settings = {**SIZES[size], **changes}
+    return LlamaConfig(dtype="bfloat16", architectures=["LlamaForCausalLM"], **settings)
 
 
 def write_family(
@@ -85,16 +47,11 @@ def write_family(
     Task vectors are of rank 16 plus noise, and in a heterogeneous family differ in scale by a
     factor of 30. A model that is there already is left alone.
     """
-    settings = dict(SIZES[size])
-    if layers is not None:
-        settings["num_hidden_layers"] = layers
-    config = LlamaConfig(dtype="bfloat16", architectures=["LlamaForCausalLM"], **settings)
+    config = make_config(size, **({} if layers is None else {"num_hidden_layers": layers}))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    paths = []
-    for model in range(experts + 1):
-        path = folder / ("base" if model == 0 else f"expert{model}")
-        paths.append(path)
-        if (path / "model.safetensors.index.json").exists():
+    paths = [folder / "base", *(folder / f"expert{model + 1}" for model in range(experts))]
+    for model, path in enumerate(paths):
+        if (path / INDEX).exists():
             continue
         scale = 30 ** ((model - 1) / max(experts - 1, 1) - 0.5) if heterogeneous and model else 1.0
         tensors = (
@@ -102,38 +59,6 @@ def write_family(
         )
         write_model(path, config, tensors)
     return paths
-
-
-def write_headers(folder: Path, size: str, experts: int) -> list[Path]:
-    """Write the same family without weights: files of full length that take no room on the disk."""
-    config = LlamaConfig(dtype="bfloat16", architectures=["LlamaForCausalLM"], **SIZES[size])
-    paths = []
-    for model in range(experts + 1):
-        path = folder / ("base" if model == 0 else f"expert{model}")
-        path.mkdir(parents=True, exist_ok=True)
-        places, shard, number = {}, {}, 1
-        for name, shape in [*shapes(config), ("", ())]:
-            begin = max((entry["data_offsets"][1] for entry in shard.values()), default=0)
-            end = begin + 2 * math.prod(shape)
-            if shard and (not name or end > 5 * SHARD_BYTES):
-                write_hollow(path / f"model-{number:05d}.safetensors", shard)
-                shard, number, begin, end = {}, number + 1, 0, end - begin
-            if name:
-                shard[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
-                places[name] = f"model-{number:05d}.safetensors"
-        config.save_pretrained(path)
-        index = json.dumps({"metadata": {}, "weight_map": places})
-        (path / "model.safetensors.index.json").write_text(index, encoding="utf-8")
-        paths.append(path)
-    return paths
-
-
-def write_hollow(path: Path, entries: dict) -> None:
-    """Write a safetensors file whose weights are a hole in the file."""
-    header = json.dumps(entries).encode()
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + max(e["data_offsets"][1] for e in entries.values()))
 
 
 def shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -194,4 +119,4 @@ def write_model(path: Path, config: LlamaConfig, tensors: Iterator[tuple[str, Te
     flush()
     config.save_pretrained(path)
     index = {"metadata": {"total_size": total}, "weight_map": places}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (path / INDEX).write_text(json.dumps(index), encoding="utf-8")

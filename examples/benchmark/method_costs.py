@@ -6,32 +6,30 @@
 
 Every method runs in a process of its own, on experts stored in bfloat16 whose task vectors have a
 slowly falling spectrum. A model's total counts every matrix as often as the model has it: a layer
-of a Llama, a block of ViT-L/14, the whole of GPT-2. Memory is the peak beside the inputs.
+of a Llama, a block of ViT-L/14, the whole of GPT-2. Memory is the peak beside the inputs. `--plain`
+adds the peers' formulas line by line in float64, by which the tests judge the methods.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-import torch
-from kernels import MODELS, Kind, family, machine
+from kernels import MODELS, family, print_machine, process_bytes, timed
 from mergekit.merge_methods import merge_tensors
-from plain import PLAIN_PEERS
 from torch import Tensor
 
-Shape = tuple[int, int]
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+
+import naive_peers
 
 # The number of experts, and how many matrices there are of each shape.
-CASES: dict[str, tuple[int, dict[Shape, int]]] = {
+CASES: dict[str, tuple[int, dict[tuple[int, int], int]]] = {
     "Llama-3.2-1B": (3, MODELS["Llama-3.2-1B"]),
     "ViT-L/14": (8, {shape: count // 24 for shape, count in MODELS["ViT-L/14"].items()}),
     "GPT-2": (7, MODELS["GPT-2"]),
@@ -41,10 +39,7 @@ CASES: dict[str, tuple[int, dict[Shape, int]]] = {
 # mergekit's name, and parameters that are not the default.
 METHODS: dict[str, tuple[str, dict]] = {
     "ace": ("ace", {}),
-    "ace (refined)": (
-        "ace",
-        {"adaptive_normalization": "always", "spectral_refinement": "always"},
-    ),
+    "ace (refined)": ("ace", {"adaptive_normalization": "always", "spectral_refinement": "always"}),
     "ace_relative": ("ace_relative", {}),
     "tsv_m": ("tsv_m", {}),
     "iso_c": ("iso_c", {}),
@@ -58,47 +53,44 @@ METHODS: dict[str, tuple[str, dict]] = {
     "ties": ("ties", {"weight": 1.0, "density": 0.2}),
 }
 
-
-@dataclass(frozen=True)
-class MatrixCost:
-    """What a method takes for one matrix.
-
-    Attributes:
-        seconds: the median over rounds.
-        memory: bytes at its peak beside the inputs; None where the system does not tell.
-    """
-
-    seconds: float
-    memory: int | None
+# Of task vectors in float64.
+PLAIN = {
+    "tsv_m": naive_peers.naive_tsv_m,
+    "iso_c": naive_peers.naive_iso_c,
+    "iso_cts": naive_peers.naive_iso_cts,
+    "cart": naive_peers.naive_cart,
+    "wudi (exact)": naive_peers.naive_wudi_exact,
+}
 
 
-def merge_by(method: str, base: Tensor, experts: list[Tensor]) -> Tensor:
-    """Merge matrices by a method of mergekit."""
+def merge_by(method: str, plain: bool, base: Tensor, experts: list[Tensor]) -> Tensor:
+    """Merge matrices by a method of mergekit, or by its plain transcription."""
+    if plain:
+        return base + PLAIN[method]([expert.double() - base for expert in experts])
     name, parameters = METHODS[method]
     return merge_tensors([base, *experts], name, base_index=0, parameters=parameters)
 
 
-def merge_plainly(method: str, base: Tensor, experts: list[Tensor]) -> Tensor:
-    """Merge them by the plain transcription of a method."""
-    return base + PLAIN_PEERS[method]([expert.double() - base for expert in experts])
+def measure_here(model: str, method: str, plain: bool, rounds: int, divide: int) -> dict:
+    """Return seconds and memory of a method for all matrices of a model together.
 
-
-def measure_method(
-    merge: Callable[[Tensor, list[Tensor]], Tensor], shape: Shape, experts: int, rounds: int
-) -> MatrixCost:
-    """Time a merge of one matrix in some rounds, and measure its memory."""
-    kind = Kind(heterogeneous=False, stored=torch.bfloat16, spectrum="slow")
-    base, members = family(*shape, experts, kind, "cpu")
-    small = [member[:300, :300].clone() for member in (base, *members)]
-    merge(small[0], small[1:])  # libraries are loaded, and allocate buffers of their own
-    seconds, memory = [], None
-    for _ in range(rounds):
-        before = reset_peak()
-        started = time.perf_counter()
-        merge(base, members)
-        seconds.append(time.perf_counter() - started)
-        memory = peak() - before if before is not None else None
-    return MatrixCost(statistics.median(seconds), memory)
+    `seconds` adds up medians over rounds; `memory` is the most bytes beside the inputs, None where
+    the system does not tell.
+    """
+    experts, matrices = CASES[model]
+    total, memory = 0.0, None
+    for (rows, columns), count in matrices.items():
+        models = family((rows // divide, columns // divide), experts)
+        small = [one[:300, :300].clone() for one in (models[0], *models[1])]
+        merge_by(method, plain, small[0], small[1:])  # libraries are loaded, and allocate buffers
+        seconds = []
+        for _ in range(rounds):
+            before = reset_peak()
+            seconds.append(timed(partial(merge_by, method, plain, *models), "cpu")[0])
+            if before is not None:
+                memory = max(memory or 0, process_bytes("VmHWM") - before)
+        total += count * statistics.median(seconds)
+    return {"seconds": total, "memory": memory}
 
 
 def reset_peak() -> int | None:
@@ -107,38 +99,12 @@ def reset_peak() -> int | None:
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     except OSError:
         return None
-    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
-    return pages * resource.getpagesize()
+    return process_bytes("VmRSS")
 
 
-def peak() -> int:
-    """Return the peak of resident memory in bytes, on Linux."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-
-def measure_here(model: str, method: str, plain: bool, rounds: int, divide: int) -> dict:
-    """Return seconds and memory of a method for all matrices of a model together."""
-    experts, matrices = CASES[model]
-    merge = merge_plainly if plain else merge_by
-    seconds, memory = 0.0, None
-    for (rows, columns), count in matrices.items():
-        cost = measure_method(
-            lambda base, members: merge(method, base, members),
-            (rows // divide, columns // divide),
-            experts,
-            rounds,
-        )
-        seconds += count * cost.seconds
-        memory = None if cost.memory is None else max(memory or 0, cost.memory)
-    return asdict(MatrixCost(seconds, memory))
-
-
-def measure_apart(arguments: argparse.Namespace, model: str, method: str, plain: bool) -> dict:
+def measure_apart(*given: object) -> dict:
     """Return the same, measured in a process of its own."""
-    command = [sys.executable, __file__, "--model", model, "--here", "--method", method]
-    command += ["--rounds", str(arguments.rounds), "--divide", str(arguments.divide)]
-    command += ["--plain"] if plain else []
+    command = [sys.executable, __file__, "--here", json.dumps(given)]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(found.stdout.splitlines()[-1])
 
@@ -152,19 +118,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--divide", type=int, default=1, help="sides of all matrices by that")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--here", action="store_true", help="one method, in this process")
+    parser.add_argument("--here", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.here:
-        given = arguments.model[0], arguments.method[0], arguments.plain
-        print(json.dumps(measure_here(*given, arguments.rounds, arguments.divide)))
+        print(json.dumps(measure_here(*arguments.here)))
         return
-    about, rows = machine("cpu"), []
-    print(f"{about['device']}, {about['threads']} threads, torch {about['torch']}", flush=True)
+    about, rows = print_machine("cpu"), []
     for model in arguments.model:
         print(f"{model}, {CASES[model][0]} experts\n{'':16} {'seconds':>8} {'MB':>6}")
         for method in arguments.method:
-            for plain in (False, True) if arguments.plain and method in PLAIN_PEERS else (False,):
-                row = measure_apart(arguments, model, method, plain)
+            for plain in (False, True) if arguments.plain and method in PLAIN else (False,):
+                row = measure_apart(model, method, plain, arguments.rounds, arguments.divide)
                 memory = "" if row["memory"] is None else f"{row['memory'] / 1e6:6.0f}"
                 name = "  plainly" if plain else method
                 print(f"{name:16} {row['seconds']:8.3f} {memory}", flush=True)

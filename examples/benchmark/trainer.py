@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure time and memory of a training step beside those of a plain one of one model.
 
-python examples/benchmark/trainer.py
-python examples/benchmark/trainer.py --basis components
-python examples/benchmark/trainer.py --device cuda --dtype bfloat16 --size 1B
+    python examples/benchmark/trainer.py
+    python examples/benchmark/trainer.py --device cuda --dtype bfloat16 --size 1B
 
 A Llama of random weights and its experts are written to a temporary folder first. Each number of
 experts is measured in a process of its own: memory as what is not mapped from files (RssAnon) on a
@@ -20,14 +19,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
-from kernels import machine
+from kernels import machine, process_bytes, timed
 from llamas import SIZES
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -36,14 +34,11 @@ from mergekit_ace.files import write_text
 from mergekit_ace.training.mapped_weights import map_folder
 from mergekit_ace.training.merged import MergedModel
 
-EXPERTS = (2, 4, 8)
-
 
 def new_model(options: argparse.Namespace) -> LlamaForCausalLM:
     """Return a Llama of random weights, in the dtype and on the device of the options."""
     settings = dict(SIZES[options.size])
-    if options.layers is not None:
-        settings["num_hidden_layers"] = options.layers
+    settings["num_hidden_layers"] = options.layers or settings["num_hidden_layers"]
     torch.manual_seed(0)
     with torch.device(options.device):
         return LlamaForCausalLM(LlamaConfig(**settings)).eval().to(getattr(torch, options.dtype))
@@ -51,51 +46,32 @@ def new_model(options: argparse.Namespace) -> LlamaForCausalLM:
 
 def write_family(folder: Path, experts: int, options: argparse.Namespace) -> None:
     """Write the base and its experts, or their components, a file each."""
-    model, basis = new_model(options).cpu(), options.basis
+    model = new_model(options).cpu()
     for k in range(experts + 1):
         (folder / str(k)).mkdir()
-        state = {n: p.detach() + 0.001 * k for n, p in model.named_parameters()}
-        if k > 0 and basis == "components":
-            state = {n: torch.full_like(p, 0.001 * k) for n, p in state.items()}
+        share = 0.0 if k > 0 and options.basis == "components" else 1.0
+        state = {n: share * p.detach() + 0.001 * k for n, p in model.named_parameters()}
         save_file(state, folder / str(k) / "model.safetensors")
 
 
-def weights(folder: Path, k: int) -> dict[str, torch.Tensor]:
-    return map_folder(folder / str(k))
+def peak_memory(run: Callable[[], object], device: str) -> int:
+    """Return the most bytes that are in use while something runs three times."""
+    peak, done = 0, threading.Event()
 
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, process_bytes("RssAnon"))
 
-class PeakMemory:
-    """The most memory that was in use while this context was entered, in bytes."""
-
-    def __init__(self, device: str):
-        self.cuda = device == "cuda"
-        self.peak = 0
-
-    def __enter__(self) -> PeakMemory:
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._stop.set()
-        self._thread.join()
-        if self.cuda:
-            self.peak = torch.cuda.max_memory_allocated()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.002):
-            self.peak = max(self.peak, anonymous())
-
-
-def anonymous() -> int:
-    """Return the resident memory of this process that no file backs, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("this system does not tell RssAnon")
+    watcher = threading.Thread(target=watch, daemon=True)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    watcher.start()
+    for _ in range(3):
+        run()
+    done.set()
+    watcher.join()
+    return torch.cuda.max_memory_allocated() if device == "cuda" else peak
 
 
 def batch(options: argparse.Namespace) -> dict[str, torch.Tensor]:
@@ -104,40 +80,22 @@ def batch(options: argparse.Namespace) -> dict[str, torch.Tensor]:
     return {"input_ids": ids.to(options.device), "labels": ids.to(options.device)}
 
 
-def timed(run: Callable[[], None], device: str) -> float:
-    start = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def measure_plain(options: argparse.Namespace) -> dict:
-    """Memory of one model and its activations: forward passes that could be followed by backward
-    ones.
-    """
+    """Return the memory of forward passes that could be followed by backward ones."""
     model, inputs = new_model(options), batch(options)
-    with PeakMemory(options.device) as memory:
-        for _ in range(3):
-            model(**inputs).loss.item()
+    peak = peak_memory(lambda: model(**inputs).loss.item(), options.device)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    return {"model_bytes": size, "peak_bytes": memory.peak}
+    return {"model_bytes": size, "peak_bytes": peak}
 
 
-def measure(folder: Path, experts: int, storage: str, options: argparse.Namespace) -> dict:
+def measure(
+    folder: Path, experts: int, storage: str, timing: bool, options: argparse.Namespace
+) -> dict:
     """Return the memory of training steps, or their time beside that of plain ones."""
     device, inputs = options.device, batch(options)
-    family = [weights(folder, k) for k in range(experts + 1)]
-    names = list(family[0])
-    components = options.basis == "components"
-    merged = MergedModel(
-        new_model(options),
-        family[0],
-        family[1:],
-        names,
-        storage,
-        components=components,
-    )
+    base, *family = (map_folder(folder / str(k)) for k in range(experts + 1))
+    names, components = list(base), options.basis == "components"
+    merged = MergedModel(new_model(options), base, family, names, storage, components=components)
     coefficients = torch.full((experts, len(names)), 0.3)
 
     def step() -> None:
@@ -147,11 +105,8 @@ def measure(folder: Path, experts: int, storage: str, options: argparse.Namespac
             merged.module(**inputs).loss.backward()
             merged.collect()
 
-    if not options.time:
-        with PeakMemory(device) as memory:
-            for _ in range(3):
-                step()
-        return {"peak_bytes": memory.peak}
+    if not timing:
+        return {"peak_bytes": peak_memory(step, device)}
     twin = new_model(options)
 
     def plain_step() -> None:
@@ -159,42 +114,35 @@ def measure(folder: Path, experts: int, storage: str, options: argparse.Namespac
             twin(**inputs).loss.backward()
         twin.zero_grad()
 
-    timed(step, device), timed(plain_step, device)  # warms up
-    pairs = [(timed(step, device), timed(plain_step, device)) for _ in range(options.rounds)]
+    pairs = [
+        (timed(step, device)[0], timed(plain_step, device)[0]) for _ in range(options.rounds + 1)
+    ][1:]  # the first one warms up
     return {
         "seconds": statistics.median(ours for ours, _ in pairs),
         "ratio": statistics.median(ours / plain for ours, plain in pairs),
     }
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--basis", default="experts", choices=("experts", "components"))
     parser.add_argument("--batch", type=int, default=8, help="sequences in a backward pass")
     parser.add_argument("--tokens", type=int, default=64, help="in a sequence")
     parser.add_argument("--rounds", type=int, default=3, help="that are timed")
-    parser.add_argument("--experts", nargs="+", type=int, default=EXPERTS)
+    parser.add_argument("--experts", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--size", choices=SIZES, default="53M", help="of the model")
     parser.add_argument("--layers", type=int, help="fewer layers than the size has")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--timed", nargs="+", type=int, help="experts; by default the middle one")
     parser.add_argument("--folder", type=Path, help="for the models, while it runs")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--time", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
-
-
-def main() -> None:
-    options = parse()
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
     if options.child:
-        folder, experts, storage = json.loads(options.child)
-        plain = experts == 0
-        result = (
-            measure_plain(options) if plain else measure(Path(folder), experts, storage, options)
-        )
-        print(json.dumps(result))
+        folder, experts, storage, timing = options.child
+        own = Path(folder), experts, storage, timing, options
+        print(json.dumps(measure(*own) if experts else measure_plain(options)))
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         write_family(Path(folder), max(options.experts), options)
@@ -203,17 +151,17 @@ def main() -> None:
 
 def measure_all(folder: str, options: argparse.Namespace) -> None:
     """Measure and print memory, then time; the JSON file is written after each figure."""
-    about = machine(options.device)
-    known: dict = {"machine": about, "size": options.size, "memory": [], "time": []}
+    known: dict = {"machine": machine(options.device), "size": options.size}
+    known |= {"memory": [], "time": []}
 
     def keep(kind: str, row: dict) -> None:
         known[kind].append(row)
         if options.json:
             write_text(options.json, json.dumps(known, indent=1))
 
-    plain = child([folder, 0, ""])
+    plain = child(folder, 0, "", False)
     for experts in options.experts:
-        ours = child([folder, experts, "disk"])
+        ours = child(folder, experts, "disk", False)
         above = (ours["peak_bytes"] - plain["peak_bytes"]) / plain["model_bytes"]
         keep("memory", {"experts": experts, "models": above, **ours})
         print(
@@ -222,9 +170,9 @@ def measure_all(folder: str, options: argparse.Namespace) -> None:
             flush=True,
         )
     middle = options.experts[len(options.experts) // 2]
-    timed = [(experts, "disk") for experts in options.timed or [middle]]
-    for experts, storage in ((middle, "device"), *timed):
-        result = child([folder, experts, storage], "--time")
+    on_disk = [(experts, "disk") for experts in options.timed or [middle]]
+    for experts, storage in ((middle, "device"), *on_disk):
+        result = child(folder, experts, storage, True)
         keep("time", {"experts": experts, "storage": storage, **result})
         print(
             f"K = {experts}, {storage}: a step takes {result['ratio']:.2f} times as long as a "
@@ -233,9 +181,9 @@ def measure_all(folder: str, options: argparse.Namespace) -> None:
         )
 
 
-def child(what: list, *flags: str) -> dict:
+def child(*given: object) -> dict:
     """Measure in a process of its own; return the result, its last line."""
-    command = [sys.executable, __file__, *sys.argv[1:], *flags, "--child", json.dumps(what)]
+    command = [sys.executable, __file__, *sys.argv[1:], "--child", json.dumps(given)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
 

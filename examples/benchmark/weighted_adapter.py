@@ -20,13 +20,8 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-OPTIONS = {
-    "linear": {},
-    "cat": {},
-    "ties": {"density": 0.5},
-    # of the full change, without the vectors beyond it; PEFT computes these, too, unless told so
-    "svd": {"svd_full_matrices": False},
-}
+# `svd` is of the full change: PEFT computes the vectors beyond it as well, unless told otherwise.
+OPTIONS = {"ties": {"density": 0.5}, "svd": {"svd_full_matrices": False}}
 
 
 def hollow_model(base: str) -> nn.Module:
@@ -49,14 +44,13 @@ def main() -> None:
     for name, adapter in zip(names[1:], adapters[1:], strict=True):
         model.load_adapter(adapter, adapter_name=name, low_cpu_mem_usage=True)
     start = time.perf_counter()
-    options = dict(OPTIONS[kind])
+    options = {"combination_type": kind, **OPTIONS.get(kind, {})}
     if kind == "svd":
         options["svd_rank"] = sum(model.peft_config[name].r for name in names)
-    weights = [1.0] * len(names)
-    model.add_weighted_adapter(names, weights, "merged", combination_type=kind, **options)
+    model.add_weighted_adapter(names, [1.0] * len(names), "merged", **options)
     model.save_pretrained(out, selected_adapters=["merged"])
-    merge = time.perf_counter() - start
-    Path(figures).write_text(json.dumps({"merge": merge}), encoding="utf-8")
+    seconds = {"merge": time.perf_counter() - start}
+    Path(figures).write_text(json.dumps(seconds), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -35,9 +35,12 @@ def _table(
 ) -> Iterator[str]:
     yield f"| {heading} | " + " | ".join([*tasks, "mean"]) + " |"
     yield "|---" * (len(tasks) + 2) + "|"
-    for title, scores, known in lines:
+    for title, scores, published in lines:
         mean = mean_over_experts(suite, tasks, scores)
-        values = [*map(scores.get, tasks), known if mean is None else mean]
+        # Scores are rounded, so that the mean as published is the better one, if of these tasks.
+        if published is not None and (mean is None or set(tasks) == set(suite.tasks)):
+            mean = published
+        values = [*map(scores.get, tasks), mean]
         if any(value is not None for value in values):
             cells = ["–" if value is None else f"{value:.1f}" for value in values]
             yield "| " + " | ".join([title, *cells]) + " |"

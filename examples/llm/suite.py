@@ -101,7 +101,7 @@ class Published(Strict):
     Attributes:
         source: paper and table, or repository and file.
         scores: by task.
-        mean: of a row whose tasks are not known.
+        mean: as published; where it is missing, it is formed from the scores.
         share: mean share of the experts' scores, where only that is known.
     """
 

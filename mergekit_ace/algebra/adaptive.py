@@ -37,9 +37,8 @@ from mergekit_ace.algebra.task_vectors import (
     select_active,
 )
 
-# The least Var_t[log τ_t] at which γ is believed: τ_t that differ by a factor of e. Matrices below
-# it are better off without normalisation and refinement, on families of images and of dictionaries
-# and in a language model (examples/benchmark/README.md).
+# The least Var_t[log τ_t] at which γ is believed: τ_t that differ by a factor of e. Where τ is
+# near 1, γ is large whatever the experts are, and normalisation and refinement gain nothing.
 CLEARLY_APART = 1.0
 
 

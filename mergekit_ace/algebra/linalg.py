@@ -3,7 +3,7 @@
 
 On a CPU all of them are SciPy's BLAS and LAPACK, elsewhere torch's. torch leaves a CPU's work to
 MKL, which takes up to twice as long on other makers' processors, and neither factors in place nor
-halves the work of a symmetric product (`examples/benchmark/bound.py` compares them).
+halves the work of a symmetric product.
 """
 
 from __future__ import annotations

@@ -43,10 +43,9 @@ LARGEST_MEAN_RIDGE = 0.3
 
 RIDGE_FLOOR = Field(
     True,
-    description="Whether ε is raised where the merge would otherwise be far larger than what the "
-    "experts hold, as it is where their rows just determine it (T·o = i), and until Σ ε_t is at "
-    "least 0.005 tr(S²) / tr(S) with S = Σ S_t. false is the paper's formula, with which a small ε "
-    "can let such a merge grow without bound.",
+    description="Raises ε until Σ ε_t is at least 0.005 tr(S²) / tr(S), with S = Σ S_t, and "
+    "further where X would be much larger than the task vectors. false is the paper's formula, by "
+    "which X can grow without bound.",
 )
 
 
@@ -62,7 +61,7 @@ class AceOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
-    scale: Factor = Field(1.0, alias="lambda", description="λ of W0 + λ X.")
+    scale: Factor = Field(1.0, alias="lambda", description="Scale λ; the result is W0 + λ X.")
     epsilon: Ridge = Field(
         1e-5, description="Ridge ε, added to every task's covariance estimate (Eq. 9)."
     )
@@ -74,8 +73,8 @@ class AceOptions(BaseModel):
     heterogeneity: Statistic = Field(
         "auto",
         description="The statistic that is compared with the threshold: gamma (Eq. 7), which has a "
-        "pole at τ = 1, or log_variance, Var_t[log τ_t], which ignores the unit of the weights. "
-        "auto: gamma, but only where Var_t[log τ_t] exceeds 1.",
+        "pole at τ = 1, or log_variance, Var_t[log τ_t]. auto: gamma, but only where "
+        "Var_t[log τ_t] exceeds 1.",
     )
     heterogeneity_threshold: NonNegative = Field(
         0.3, description="Above it a matrix counts as heterogeneous."
@@ -87,33 +86,31 @@ class AceOptions(BaseModel):
     )
     structural_prior: bool = Field(
         True,
-        description="Whether the rank-one prior 1 cᵀ enters (Eqs. 11-13). It halves what the merge "
-        "makes of the all-ones input; where estimates are normalised it multiplies that by "
-        "τ / (1 + τ), τ the mean τ_t. Left out where it would turn the merge against the experts.",
+        description="Whether the rank-one prior 1 cᵀ enters (Eqs. 11-13), which damps the merge's "
+        "response to the all-ones input. Left out where it would turn the merge against the "
+        "experts.",
     )
     spectral_refinement: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Whether the spectrum is refined (Eqs. 15-19); auto: in heterogeneous "
-        "matrices. It is meant for normalised estimates: with others, its residual is of the third "
-        "power of the weights.",
+        "matrices. Use it with normalised estimates.",
     )
     refinement_mean: Literal["plain", "ridged"] = Field(
         "plain",
-        description="Whether the mean that the refinement compares estimates with holds their "
-        "ridges: ridged is the paper's (Eq. 15), which turns against the experts where Σ ε_t is "
-        "above 0.3; below 0.1 both are nearly the same. With plain, a refinement that would do so "
-        "is left out.",
+        description="Whether the refinement's mean of the estimates holds their ridges. ridged is "
+        "the paper's (Eq. 15), and turns against the experts where Σ ε_t exceeds 0.3. With plain, "
+        "a refinement that would do so is left out.",
     )
     rank_fraction: Fraction = Field(
         0.3, description="Share k / min(o, i) of the directions that are refined."
     )
     centred: bool = Field(
         True,
-        description="Whether the column means of Δ_t are taken out (Eq. 5). The closed form then "
-        "has nothing of the mean rows of the task vectors; a model with RMSNorm may miss them.",
+        description="Whether the column means of Δ_t are taken out (Eq. 5). X then has no mean "
+        "row: a shift of all outputs alike is lost.",
     )
     compute_dtype: Literal["float32", "float64"] = Field(
-        "float32", description="In which task vectors are formed, unless the tensors are wider."
+        "float32", description="The dtype of task vectors, unless the tensors are wider."
     )
 
     @property

@@ -61,7 +61,7 @@ class RegressionOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
-    scale: Factor = Field(1.0, alias="lambda", description="λ of W0 + λ X.")
+    scale: Factor = Field(1.0, alias="lambda", description="Scale λ; the result is W0 + λ X.")
     off_diagonal: Fraction = Field(
         0.9,
         description="α, by which entries of X_tᵀX_t off its diagonal are multiplied; the paper's "
@@ -69,8 +69,8 @@ class RegressionOptions(BaseModel):
     )
     epsilon: Ridge = Field(
         0.0,
-        description="A ridge in the place of α (write off_diagonal: 1), or beside it, in mean "
-        "eigenvalues of X_tᵀX_t; never below 1e-6.",
+        description="A ridge beside α, or instead of it with off_diagonal: 1, in mean eigenvalues "
+        "of X_tᵀX_t; never below 1e-6.",
     )
 
 

@@ -72,12 +72,11 @@ class RelativeOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
-    scale: Factor = Field(1.0, alias="lambda", description="λ of W0 + λ X.")
+    scale: Factor = Field(1.0, alias="lambda", description="Scale λ; the result is W0 + λ X.")
     epsilon: Ridge = Field(
         0.03,
         description="Least ridge ε, in mean eigenvalues of a task's covariance estimate G_t; "
-        "`ridge_floor` raises it to what the spectrum asks for, which is the more of them the "
-        "faster that falls.",
+        "`ridge_floor` raises it.",
     )
     ridge_floor: bool = RIDGE_FLOOR
     centred: bool = Field(
@@ -89,7 +88,7 @@ class RelativeOptions(BaseModel):
         False, description="Whether ACE's rank-one prior enters (Eqs. 11-13); not for tables."
     )
     compute_dtype: Literal["float32", "float64"] = Field(
-        "float32", description="In which task vectors are formed, unless the tensors are wider."
+        "float32", description="The dtype of task vectors, unless the tensors are wider."
     )
 
     @property

@@ -52,11 +52,11 @@ from mergekit_ace.algebra.linalg import mirror, product
 from mergekit_ace.algebra.records import IllConditionedError
 from mergekit_ace.algebra.task_vectors import squared_norm
 
-# Dictionary families keep as much with it as without, and less with 0.01 or 0.02; a language model
-# that was tried keeps one to two points more with it (examples/benchmark/epsilons.py).
+# It damps the weak directions of real models; a larger one also damps directions that experts of
+# small models need.
 SPECTRAL_RIDGE = 5e-3
-# Dictionary families keep most of their experts at 2 to 3 (examples/benchmark/epsilons.py), a real
-# language model that was tried at 1 to 2.5.
+# Orthogonal experts have 1, experts that agree less. A limit near 1 would also bound merges that do
+# not fit noise.
 LIMIT = 2.5
 # Times the limit: an X that is within it is not worth a second solve.
 TOLERATED = 1.2

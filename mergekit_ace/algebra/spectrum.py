@@ -35,8 +35,7 @@ DEFAULT_TOLERANCE = 1e-9
 SAMPLE = 32
 # How many on either side of a cut are told apart in float64.
 NEAR = 8
-# Errors in float32 were 0.1 to 3.6 times the estimate, by median once, over task vectors of ten
-# fine-tunes of SmolLM2 and the spectra of the tests.
+# Errors in float32 may be so many times the estimate.
 MARGIN = 4
 # Width of the random block, and after how many products with it convergence is looked at.
 BLOCK = 32

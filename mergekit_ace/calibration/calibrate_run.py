@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Of the way from the merge to what the layers are solved to: for full fine-tunes half of it gains
-# nearly as much on held-out texts and costs less elsewhere; for adapters all of it gains more and
-# costs nothing (examples/llm/README.md).
+# Share of the way from the merge to the solution that weights go. For full fine-tunes, half of it
+# gains nearly as much on held-out texts, and changes less of what the samples do not show. Adapters
+# gain more by all of it.
 STEP, STEP_OF_ADAPTERS = 0.5, 1.0
 SAMPLES = 64  # of each teacher, unless its data says otherwise
 SEED = 0  # of the draw of samples

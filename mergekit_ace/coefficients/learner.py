@@ -147,8 +147,7 @@ class LearnerConfig(BaseModel):
         rank: r, how many singular values, 1 to 64.
         statistics_of: the expert's task vector Δ_k or its weights θ_k.
         activation: over the raw outputs: ``softmax`` over the experts, ``relu`` or ``identity``.
-            The paper has merges with and without softmax; the default is what did better on both
-            families of examples/training.
+            The paper has merges with and without softmax; the default leaves coefficients free.
         initial: what every coefficient starts at with ``relu`` and ``identity``. Softmax starts
             at 1/K.
     """

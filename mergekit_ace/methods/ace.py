@@ -228,8 +228,8 @@ class AceMerge(RidgeMethod):
         "ace", "ACE-Merging", "https://arxiv.org/abs/2603.02945", ridge_parameters(AceOptions)
     )
     summary = (
-        "Merges every matrix by one ridge regression in closed form, with covariances of the "
-        "layers' inputs that are estimated from the task vectors; no data is needed."
+        "Solves one ridge regression per matrix in closed form, with covariances that are "
+        "estimated from the task vectors; needs no data."
     )
     citations = (ACE_CITATION,)
     own_rule = "merged by the closed form"

@@ -14,7 +14,7 @@ from mergekit_ace.methods.parameters import LAYOUT
 RELATIVE_LAYOUT = replace(
     LAYOUT,
     value_type=RelativeLayout,
-    description=f"{LAYOUT.description} table: rows that are looked up, as of embeddings.",
+    description=f"{LAYOUT.description} table merges rows that are looked up, as of embeddings.",
 )
 
 
@@ -28,8 +28,8 @@ class RelativeAceMerge(RidgeMethod):
         ridge_parameters(RelativeOptions, RELATIVE_LAYOUT),
     )
     summary = (
-        "Merges every matrix as ACE-Merging does, but minimises the sum of the tasks' relative "
-        "errors, and embeddings row by row unless they are the head, too; ours, not the paper's."
+        "Minimises the sum of the tasks' relative errors by the closed form of ACE-Merging, and "
+        "merges embeddings row by row unless they are also the head; ours, not the paper's."
     )
     citations = (ACE_CITATION,)
     own_rule = "merged by the closed form of relative errors"

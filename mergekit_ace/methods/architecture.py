@@ -82,17 +82,16 @@ def stored_layout(
 ) -> FixedLayout:
     """Return how a tensor of a checkpoint is read.
 
-    Kernels (o, i, k, k) are matrices (o, i·k·k) in networks of convolutions, where that is worth 13
-    points (examples/training/README.md), and means elsewhere, as that of a ViT's patches.
+    Kernels (o, i, k, k) are matrices (o, i·k·k) in networks of convolutions, which have few other
+    weights. Elsewhere they are averaged, as that of a ViT's patches.
 
     Args:
         chosen: as configured.
         model, tensor_name: see `is_transposed`.
         ndim: of the tensor.
         tables: whether the merge method has a rule for tables of rows. Embeddings that are the
-            head as well are matrices, unless they have fewer rows than columns, as in toys only.
-            Read row by row, the merge of SmolLM2 loses five points (examples/llm/README.md), and
-            families with 113 tokens gain two to nine (examples/benchmark/README.md).
+            head as well are matrices, because the head multiplies by them. Those with fewer rows
+            than columns, as in toy models only, stay tables, which serves these better.
     """
     rows = tables and is_table(model, tensor_name) and not _is_head(model, tensor_name)
     return resolve_layout(

@@ -54,7 +54,7 @@ SHARED_RULES = {
     "single": "taken from the only expert that changed them",
     "base": "as in the base (changed by no expert)",
 }
-# So many adapters were merged without harm where `lambda` was 1 (examples/benchmark/README.md).
+# The most adapters that are merged without a warning where `lambda` is 1.
 MOST_ADAPTERS = 2
 MERGE_ERRORS = (IllConditionedError, OverflowError, torch.linalg.LinAlgError)
 

@@ -185,7 +185,7 @@ TaskName = Annotated[
     str, Meaning("the name that the expert has in the file of coefficients or statistics")
 ]
 
-LAMBDA = shared("lambda", Factor, 1.0, "λ of W0 + λ X: what the merged task vector is scaled by.")
+LAMBDA = shared("lambda", Factor, 1.0, "Scale λ; the result is W0 + λ X.")
 WEIGHT = per_expert(
     "weight",
     NonNegative,
@@ -196,17 +196,15 @@ LAYOUT = shared(
     "layout",
     Layout,
     "auto",
-    "How the tensor is read: as a matrix (out, in), its transpose, a stack of matrices, a kernel "
-    "flattened to (out, rest), or no matrix at all (mean). auto asks the architecture.",
+    "How the tensor is read as matrices; mean averages it. auto asks the architecture of the base.",
 )
 SIDE = shared(
     "side",
     Literal["auto", Side],
     "auto",
-    "What covariances are estimated of: a layer's inputs, by ΔᵀΔ as in the paper, or the gradients "
-    "at its outputs, by ΔΔᵀ. auto: outputs where all experts are LoRA adapters, whose rows tell of "
-    "random numbers instead of inputs, and neither coefficients nor covariances are given; else "
-    "inputs. Tables of embeddings keep inputs.",
+    "Whose covariances are estimated: a layer's inputs, by ΔᵀΔ as in the paper, or the gradients "
+    "at its outputs, by ΔΔᵀ. auto: outputs if all experts are LoRA adapters and neither "
+    "coefficients nor covariances are given, else inputs. Embeddings always use inputs.",
 )
 COEFFICIENTS = shared(
     "coefficients", CoefficientPath | None, None, "The file with learned coefficients."
@@ -215,7 +213,7 @@ TASK = per_expert(
     "task",
     TaskName | None,
     None,
-    "Which expert of the file of coefficients or statistics this is, if not by path.",
+    "Needed where the file knows the expert by another path.",
 )
 STATISTICS = shared(
     "statistics",
@@ -227,19 +225,18 @@ COVARIANCES = shared(
     "covariances",
     StatisticsPath | None,
     None,
-    "What `mergekit-ace statistics` measured on samples: covariances that take the place of a "
-    "share of the estimates. Tensors of which nothing was measured keep the estimate.",
+    "Covariances that `mergekit-ace statistics` measured on samples; they replace a share of the "
+    "estimates. Tensors without a measurement keep their estimate.",
 )
 MIX = shared(
     "mix",
     Fraction,
     0.25,
-    "That share; both are brought to one trace first. 0 is the estimate alone, 1 the measured "
-    "alone.",
+    "Share of the measured covariance: 0 is the estimate alone, 1 the measurement alone.",
 )
 REPORT = shared(
     "report",
     ReportPath | None,
     None,
-    "Where a JSON line per tensor is appended that says what was done to it.",
+    "The merge appends a JSON line per tensor to it.",
 )

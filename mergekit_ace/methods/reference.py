@@ -14,18 +14,16 @@ from mergekit_ace.methods.base import TaskVectorMethod
 HEAD = """\
 # Merge methods
 
-Every method with all its parameters, which stand under `parameters:` of a config. W0 is a weight of
-the base with o rows (outputs) and i columns (inputs), Δ_t the task vector of expert t of T, the
-expert's weight minus W0, and W0 + X the merge. [What is computed](../algebra/README.md#notation)
-explains the other symbols, among them the estimated covariances S_t and the strengths τ_t.
+Look up what a method does, and its parameters, which stand under `parameters:` of a config. W0 is
+a weight of the base with o rows (outputs) and i columns (inputs), Δ_t the task vector of expert t
+of T, which is the expert's weight minus W0, and X the merged task vector.
+[What is computed](../algebra/README.md#notation) explains the other symbols and
+[every `layout`](../algebra/README.md#layouts).
 
-This page is what `mergekit-ace methods --markdown` prints, and a test keeps it so. To add a
-method, write one file with a subclass of `TaskVectorMethod` (`base.py`), and one line in
-the list of `plugin.py`. The class carries all that is known of the method: its `spec` (name, title,
-reference and parameters, each with its type, default and a sentence), a `summary`, `citations`, the
-words for what it does with a tensor (`own_rule`) and the `merge` of one tensor. Methods that work
-on matrices need only a formula: see `peers/matrix_method.py`. The commands `check`,
-`inspect`, `report`, `card` and `methods` ask that object, and no code compares names of methods.
+`mergekit-ace methods --markdown` prints this page, and a test compares both. To add a method, write
+a subclass of `TaskVectorMethod` (`base.py`) and list it in `plugin.py`. The class holds its `spec`
+(name, title, reference, parameters), `summary`, `citations`, `own_rule` (words for reports) and
+`merge`. A method on matrices needs only a formula: see `peers/matrix_method.py`.
 """
 
 

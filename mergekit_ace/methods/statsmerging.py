@@ -53,8 +53,8 @@ class StatsMerge(TaskVectorMethod):
                 "match",
                 Literal["name", "depth"],
                 "name",
-                "How tensors are found in the file; depth: of another architecture, by relative "
-                "depth.",
+                "How tensors are found in the file; depth: by relative depth, for another "
+                "architecture.",
             ),
         ),
     )

@@ -281,7 +281,7 @@ class TrainConfig(Strict):
     def penalty(self) -> float:
         """Penalty as given, or 3 where components of a language model are learned unrehearsed.
 
-        Nothing else would hold what nobody's samples ask for: see the README, "With a little data".
+        Nothing else would hold what no sample asks for.
         """
         if self.training.penalty is not None:
             return self.training.penalty

@@ -305,8 +305,8 @@ def running_statistics(model: nn.Module) -> dict[str, Tensor]:
 def average_statistics(model: nn.Module, experts: Sequence[Mapping[str, Tensor]]) -> None:
     """Give a model the mean of the experts' statistics, as `ace` merges them.
 
-    They do not depend on coefficients. Measured anew for every merge, they cost a pass and learned
-    five points less (examples/training/README.md).
+    They do not depend on coefficients. To measure them anew for every merge would cost a pass over
+    the data, and coefficients learned with such statistics are worse.
     """
     buffers = dict(model.named_buffers())
     for name in experts[0].keys() & buffers.keys():

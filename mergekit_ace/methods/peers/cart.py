@@ -50,7 +50,7 @@ class CartMerge(MatrixMethod):
         "CART",
         "https://arxiv.org/abs/2412.12153",
         (
-            replace(LAMBDA, description="λ: what is added to the average is scaled by it."),
+            replace(LAMBDA, description="Scale λ of what is added to the average."),
             LAYOUT,
             shared(
                 "rank_fraction",

@@ -23,9 +23,8 @@ class RegMeanMerge(RidgeMethod):
         (STATISTICS, WEIGHT, *option_parameters(RegressionOptions), LAYOUT, TASK),
     )
     summary = (
-        "Merges every linear layer by the regression onto the experts' outputs on their own "
-        "samples, whose covariances `mergekit-ace statistics` has measured; all others, "
-        "embeddings among them, are averaged."
+        "Fits every linear layer to the experts' outputs on their own samples, whose covariances "
+        "`mergekit-ace statistics` has measured; averages all other tensors, embeddings included."
     )
     citations = (
         Citation(

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make every table and the picture of the documents from results.json: in pages, between marks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean, variance
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RESULTS, PICTURE = HERE / "results.json", HERE / "frontiers.png"
+PAGES = (HERE / "README.md", HERE.parents[1] / "README.md")
+MARK = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+SMALL = ("llama", "llama-strengths", "llama-muon", "gpt2", "roberta", "images")
+HEADLINE = "smollm, 40 steps"
+DRAWN = {"ace": "tab:red", "ace_relative": "tab:orange", "tsv_m": "tab:blue",
+         "iso_c": "tab:green", "task_arithmetic": "black", "ties": "tab:gray"}  # fmt: skip
+Figure = tuple[float, float]  # with its standard error
+Result = dict[str, Any]
+
+
+def read_results(path: Path = RESULTS) -> list[Result]:
+    """Return all results of a file, which may not be there yet."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+def pool(figures: list[Figure]) -> Figure:
+    """Return the mean over seeds; sequences are the same in all seeds, so their error stays."""
+    values = [value for value, _ in figures]
+    between = variance(values) / len(values) if len(values) > 1 else 0.0
+    return mean(values), (mean(error**2 for _, error in figures) + between) ** 0.5
+
+
+def by_family(results: list[Result]) -> dict[str, dict[str, list[Result]]]:
+    """Return results by the title of their family, and by method."""
+    families: dict[str, dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
+    for result in results:
+        if "method" in result:
+            title = ", ".join(filter(None, (result["family"], result["variant"])))
+            families[title][result["method"]].append(result)
+    return families
+
+
+def at_scale(result: Result, scale: float, what: str) -> Figure:
+    """Return `kept` or `forgot` of a result at a λ that was measured."""
+    return result[what][result["scales"].index(scale)]
+
+
+def show(figure: Figure) -> str:
+    return "{:.3f} ± {:.3f}".format(*figure)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def family_table(methods: dict[str, list[Result]]) -> str:
+    """Return a family's table: kept at the budget, and both scores at the default λ."""
+    lines = []
+    for name, results in methods.items():
+        budget = pool([result["at_budget"] for result in results])
+        scale = mean(result["best_scale"] for result in results)
+        kept, forgot = (
+            pool([at_scale(result, 1.0, what) for result in results]) for what in ("kept", "forgot")
+        )
+        line = [show(budget), f"{scale:.2f}", show(kept), f"{forgot[0]:+.3f}"]
+        lines.append((budget[0], [f"`{name}`", *line]))
+    lines.sort(reverse=True)
+    head = ["method", "kept at the budget", "at λ", "kept at λ = 1", "forgot at λ = 1"]
+    return table(head, [line for _, line in lines])
+
+
+def small_table(families: dict[str, dict[str, list[Result]]]) -> str:
+    """Return what each method keeps of the small families at the budget."""
+    names = [name for name in SMALL if name in families]
+    methods = list(dict.fromkeys(method for name in names for method in families[name]))
+    rows = []
+    for method in methods:
+        cells = [families[name].get(method) for name in names]
+        figures = [pool([one["at_budget"] for one in cell]) if cell else None for cell in cells]
+        shown = ["–" if figure is None else show(figure) for figure in figures]
+        rows.append((mean(f[0] for f in figures if f), [f"`{method}`", *shown]))
+    rows.sort(reverse=True)
+    return table(["method", *names], [row for _, row in rows])
+
+
+def experts_table(results: list[Result]) -> str:
+    """Return the losses in nats per token of the headline's base and experts, seed 0."""
+    named = (one for one in results if f"{one['family']}, {one['variant']}" == HEADLINE)
+    facts = next(one["facts"] for one in named if "facts" in one)
+    experts = facts["experts"]
+    untrained = [text for text in facts["base"] if text not in experts]
+    rows = []
+    for name, losses in experts.items():
+        changes = [f"{losses[text] - facts['base'][text]:+.2f}" for text in untrained]
+        rows.append([name, f"{facts['base'][name]:.2f}", f"{losses[name]:.2f}", *changes])
+    return table(["expert", "base", "expert", *(f"{text}, change" for text in untrained)], rows)
+
+
+def make_tables(results: list[Result]) -> dict[str, str]:
+    """Return every table by its name: of a family, `small families`, `experts`."""
+    families = by_family(results)
+    tables = {title: family_table(methods) for title, methods in families.items()}
+    tables["small families"] = small_table(families)
+    if HEADLINE in families:
+        tables["experts"] = experts_table(results)
+    return tables
+
+
+def fill_in(text: str, tables: dict[str, str]) -> str:
+    """Return a page with the present tables between its marks."""
+    return MARK.sub(lambda mark: mark[1] + tables[mark[2]] + mark[3], text)
+
+
+def digest(path: Path = RESULTS) -> str:
+    """Return what the picture bears as the mark of the results that it was drawn from."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def draw(results: list[Result], path: Path = PICTURE) -> None:
+    """Draw the frontiers of the headline family: kept over forgot, with λ = 1 as a dot."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for name, seeds in by_family(results)[HEADLINE].items():
+        if name in DRAWN:
+            scales = seeds[0]["scales"]
+            points = [
+                [pool([at_scale(one, scale, what) for one in seeds])[0] for scale in scales]
+                for what in ("forgot", "kept")
+            ]
+            axes.plot(*points, ".-", color=DRAWN[name], label=name, markersize=4)
+            default = [part[scales.index(1.0)] for part in points]
+            axes.plot(*default, "o", color=DRAWN[name])
+    axes.axvline(0.05, color="silver", zorder=0)
+    axes.set(xlim=(None, 0.5), ylim=(0.2, 1.0), ylabel="kept", xlabel="forgot, nats per token")
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=110, metadata={"Results": digest()})
+
+
+def main() -> None:
+    results = read_results()
+    for page in PAGES:
+        page.write_text(fill_in(page.read_text("utf-8"), make_tables(results)), encoding="utf-8")
+    draw(results)
+
+
+if __name__ == "__main__":
+    main()
