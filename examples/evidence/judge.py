@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,10 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Return the commit of the checkout, with a + where files differ from it."""
-    command, folder = "git describe --always --dirty=+ --exclude=*".split(), Path(__file__).parent
-    described = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    return described.stdout.strip() or "unknown"
+    """Return the commit of the checkout, with a + where a program differs from it."""
+    git = partial(subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True)
+    head = git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip() or "unknown"
+    return head + "+" * git(["git", "diff", "--quiet", "HEAD", "--", ":/*.py"]).returncode
 
 
 def keep(result: dict[str, Any], path: Path) -> None:

@@ -41,7 +41,7 @@ class Row:
     @property
     def code(self) -> str:
         """What stands for the code that a result comes from."""
-        if self.method in ("task_arithmetic", "ties", "dare_ties", "sce"):
+        if self.method in ("task_arithmetic", "ties", "dare_ties"):
             return f"mergekit {version('mergekit')}"
         return code_digest("algebra", "methods", *["coefficients", "training"] * bool(self.samples))
 
@@ -64,7 +64,6 @@ ROWS = [
     Row("task_arithmetic", "task_arithmetic", {"weight": 0.4}),
     Row("ties", "ties", {"weight": 1.0, "density": 0.2}),
     Row("dare_ties", "dare_ties", {"weight": 0.4, "density": 0.3}),
-    Row("sce", "sce", {"select_topk": 0.1}),
     Row("consensus_ta", "consensus_ta"),
     Row("lines", "lines"),
     Row("tsv_m", "tsv_m"),
