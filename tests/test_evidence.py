@@ -276,6 +276,11 @@ def test_experts_of_a_language_model(evidence, language, monkeypatch, name):
     assert {text: len(rows) for text, rows in losses.items()} == dict.fromkeys("abc", 3) | {
         "y": min(8, len(losses["y"])), "z": min(8, len(losses["z"])),
     }  # fmt: skip
+    judge = evidence("judge").Judge(family, cache)
+    result = judge.judge(next(row for row in methods.ROWS if row.name == "ace"))
+    assert np.isfinite(result["kept"]).all()
+    assert np.isfinite(result["forgot"]).all()
+    assert list(judge.describe()["experts"]) == ["a", "b", "c"]
     scored = next(iter(losses["c"]))[1]
     assert scored < losses["a"][0][1] == 255, "of questions, answers alone are scored"
 
