@@ -84,7 +84,7 @@ def small_table(families: dict[str, dict[str, list[Result]]]) -> str:
     for method in methods:
         cells = [families[name].get(method) for name in names]
         figures = [pool([one["at_budget"] for one in cell]) if cell else None for cell in cells]
-        shown = ["–" if figure is None else show(figure) for figure in figures]
+        shown = [f"{f[0]:.3f}({1000 * f[1]:.0f})" if f else "–" for f in figures]
         rows.append((mean(f[0] for f in figures if f), [f"`{method}`", *shown]))
     rows.sort(reverse=True)
     return table(["method", *names], [row for _, row in rows])
