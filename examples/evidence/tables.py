@@ -98,9 +98,9 @@ def experts_table(results: list[Result]) -> str:
     untrained = [text for text in facts["base"] if text not in experts]
     rows = []
     for name, losses in experts.items():
-        changes = [f"{losses[text] - facts['base'][text]:+.2f}" for text in untrained]
-        rows.append([name, f"{facts['base'][name]:.2f}", f"{losses[name]:.2f}", *changes])
-    return table(["expert", "base", "expert", *(f"{text}, change" for text in untrained)], rows)
+        forgot = mean(losses[text] - facts["base"][text] for text in untrained)
+        rows.append([name, f"{facts['base'][name]:.2f}", f"{losses[name]:.2f}", f"{forgot:+.2f}"])
+    return table(["expert", "base", "expert", "forgot"], rows)
 
 
 def make_tables(results: list[Result]) -> dict[str, str]:
