@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from families import DEVICE, Family, Losses, make_optimizers, save_whole
+from family import DEVICE, Family, Losses, make_optimizers, save_whole
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -28,8 +28,7 @@ from transformers import (
 
 WORDS, PAIRS = 48, 6
 PAD, BOS, EQUALS, END, MASK = range(5)
-OLD_LANGUAGES, NEW_LANGUAGES = range(4), range(4, 8)
-LANGUAGES = 12
+LANGUAGES, OLD_LANGUAGES, NEW_LANGUAGES = 12, range(4), range(4, 8)
 FIRST_KEY = MASK + 1 + LANGUAGES
 FIRST_VALUE = FIRST_KEY + WORDS
 VOCABULARY = FIRST_VALUE + WORDS

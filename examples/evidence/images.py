@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, DatasetDict
-from families import DEVICE, Family, Losses, save_whole
+from family import DEVICE, Family, Losses, save_whole
 from sklearn.datasets import load_breast_cancer, load_digits, load_sample_images
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy, unfold

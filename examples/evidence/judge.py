@@ -31,7 +31,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")  # or every model that is read draws 
 import numpy as np
 import torch
 from dictionaries import DICTIONARIES, Dictionaries
-from families import DEVICE, Family, Losses
+from family import DEVICE, Family, Losses, write_whole
 from images import Images
 from language import RATES, SHORT, LanguageFamily, prepare_packages
 from methods import ROWS, Row, merge_family, put_merge, read_state
@@ -81,7 +81,7 @@ class Judge:
         file = self.exams / name.replace("/", "-")
         if not file.exists():
             put_merge(self.model, self.base, state, scale)
-            file.write_text(json.dumps(self.family.examine(self.model)))
+            write_whole(json.dumps(self.family.examine(self.model)), file)
         return json.loads(file.read_text())
 
     def judge(self, row: Row) -> dict[str, Any]:
@@ -126,9 +126,7 @@ def keep(result: dict[str, Any], path: Path) -> None:
     place = {identity(one): one for one in read_results(path)}
     place[identity(result)] = result
     rows = [json.dumps(place[key]) for key in sorted(place)]
-    partial = path.with_suffix(".partial")
-    partial.write_text("[\n" + ",\n".join(rows) + "\n]\n")
-    os.replace(partial, path)
+    write_whole("[\n" + ",\n".join(rows) + "\n]\n", path)
 
 
 def identity(result: dict[str, Any]) -> tuple[str, ...]:

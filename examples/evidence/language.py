@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from families import DEVICE, Family, Losses, make_optimizers, save_whole
+from family import DEVICE, Family, Losses, make_optimizers, save_whole
 from peft import LoraConfig, get_peft_model
 from texts import fetch_package, prepare_texts, read_sequences, read_sources
 from torch import Tensor, nn
@@ -213,15 +213,14 @@ def train_expert(base: Path, name: str, recipe: Recipe, seed: int, cache: Path) 
         return target
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(DEVICE)
-    learner: nn.Module = model
     if recipe.optimizer == "lora":
         torch.manual_seed(int(digest(name, seed), 16))  # authors of adapters share no seed
         config = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
-        learner = get_peft_model(model, config)
+        model = get_peft_model(model, config)
     texts = prepare_texts(name, read_sources("experts")[name], cache)
     ids, labels = read_sequences(texts, "train", tokenizer)
-    for steps in train(learner, ids, labels, recipe, seed, target.name):
-        trained = copy.deepcopy(learner)
+    for steps in train(model, ids, labels, recipe, seed, target.name):
+        trained = copy.deepcopy(model)
         if recipe.optimizer == "lora":  # in float32, as adapters lose nothing to rounding
             trained = trained.merge_and_unload()
         else:
@@ -239,14 +238,10 @@ def train(
     title: str,
     watch: Callable[[int], None] = lambda step: None,
 ) -> Iterator[int]:
-    """Train in place; yield the number of steps after SHORT ones and at the end.
+    """Train a model, or adapters on it, in place; yield the number of steps after SHORT and all.
 
-    Args:
-        learner: a model, or adapters on it.
-        ids, labels: all sequences, (n, SEQUENCE).
-        recipe, title: how, and what is printed.
-        seed: of the order of the sequences, which begins alike for every number of steps.
-        watch: is called after every step with their number.
+    `ids` and `labels` are all sequences, (n, SEQUENCE); their order begins alike for every number
+    of steps. `watch` is called after every step with their number.
     """
     adapters = recipe.optimizer == "lora"
     model = learner.get_base_model() if adapters else learner

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from families import Family
+from family import Family
 from mergekit.common import ModelReference
 from mergekit.merge_methods import merge_state_dicts
 from torch import Tensor, nn
@@ -40,10 +40,12 @@ class Row:
 
     @property
     def code(self) -> str:
-        """What stands for the code that a result comes from."""
+        """What stands for code and parameters that a result comes from."""
+        said = "".join(f" {name}={value}" for name, value in self.parameters.items())
         if self.method in ("task_arithmetic", "ties", "dare_ties"):
-            return f"mergekit {version('mergekit')}"
-        return code_digest("algebra", "methods", *["coefficients", "training"] * bool(self.samples))
+            return f"mergekit {version('mergekit')}{said}"
+        learned = ["coefficients", "training"] * bool(self.samples)
+        return code_digest("algebra", "methods", *learned) + said
 
 
 @cache

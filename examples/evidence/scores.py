@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from families import Losses
+from family import Losses
 
 SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5)  # λ
 BUDGET = 0.05  # nats per token, or share of answers, that a merge may forget

@@ -19,8 +19,7 @@ SMALL = ("llama", "llama-strengths", "llama-muon", "gpt2", "roberta", "images")
 HEADLINE = "smollm, 40 steps"
 DRAWN = {"ace": "tab:red", "ace_relative": "tab:orange", "tsv_m": "tab:blue",
          "iso_c": "tab:green", "task_arithmetic": "black", "ties": "tab:gray"}  # fmt: skip
-Figure = tuple[float, float]  # with its standard error
-Result = dict[str, Any]
+Figure, Result = tuple[float, float], dict[str, Any]  # a number with its standard error
 
 
 def read_results(path: Path = RESULTS) -> list[Result]:

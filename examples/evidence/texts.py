@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from families import save_whole
+from family import save_whole
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
