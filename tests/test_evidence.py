@@ -136,8 +136,7 @@ def test_the_budget_on_lines_between_points(evidence):
 )
 def test_the_program_at_its_smallest(evidence, run_example, tmp_path, monkeypatch, family, methods):
     results = tmp_path / "results.json"
-    flags = ["--families", family, "--seeds", 0, "--small", "--cache", tmp_path / "cache"]
-    flags += ["--results", results, "--methods", *methods]
+    flags = ["--families", family, "--seeds", 0, "--small", tmp_path, "--methods", *methods]
     shown = run_example("evidence", "judge", *flags)
     facts, *rows = sorted(json.loads(results.read_text()), key=lambda row: row.get("method", ""))
     assert set(facts["facts"]["experts"]) <= set(facts["facts"]["base"])

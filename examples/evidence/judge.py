@@ -146,11 +146,11 @@ def parse() -> argparse.Namespace:
     add("--base", help="folder or Hub name of another base model, which is not repaired; `raw` for "
         "SmolLM2 as its wheel has it")  # fmt: skip
     add("--cache", type=Path, default=CACHE, help="folder of all that is made once")
-    add("--results", type=Path, default=RESULTS)
     add("--prepare", action="store_true", help="only fetch what needs a network")
-    add("--small", action="store_true", help="two steps a training, to see that all runs")
+    add("--small", type=Path, help="folder of a trial with two steps a training, results included")
     settings = parser.parse_args()
-    settings.cache = settings.cache.resolve()
+    settings.results = settings.small / "results.json" if settings.small else RESULTS
+    settings.cache = (settings.small or settings.cache).resolve()
     settings.families = FAMILIES if "all" in settings.families else settings.families
     return settings
 

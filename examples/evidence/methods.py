@@ -111,7 +111,7 @@ def merge_family(row: Row, family: Family, base: State, experts: Mapping[str, St
 
 
 def learn_coefficients(row: Row, family: Family) -> Path:
-    """Return the file of coefficients that the trainer learns by its defaults."""
+    """Return the file of coefficients that the trainer learns in a hundred steps."""
     folder = family.base.with_name(f"learned-{row.method}-{row.samples}-{row.code}")
     file = folder / "coefficients.safetensors"
     if not file.exists():

@@ -19,7 +19,7 @@ SMALL = ("llama", "llama-strengths", "llama-muon", "gpt2", "roberta", "images")
 HEADLINE = "smollm, 40 steps"
 DRAWN = {"ace": "tab:red", "ace_relative": "tab:orange", "tsv_m": "tab:blue",
          "iso_c": "tab:green", "task_arithmetic": "black", "ties": "tab:gray"}  # fmt: skip
-Figure, Result = tuple[float, float], dict[str, Any]  # a number with its standard error
+Figure, Result = tuple[float, float], dict[str, Any]  # number and standard error; a row
 
 
 def read_results(path: Path = RESULTS) -> list[Result]:
