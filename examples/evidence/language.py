@@ -75,7 +75,8 @@ class LanguageFamily(Family):
 
     def __init__(self, name: str, seed: int, steps: int, cache: Path, base: str | None = None):
         origin = {None: "", "raw": ", raw base"}.get(base, f", {base}")
-        super().__init__(name, seed, f"{steps} steps{origin}")
+        rounding = ", bfloat16" * (DEVICE.type == "cuda")  # of activations; see `language_loss`
+        super().__init__(name, seed, f"{steps} steps{origin}{rounding}")
         optimizer, rate = RATES[name]
         self.recipe = Recipe(optimizer, rate, steps)
         self.cache, self.source = cache, base
