@@ -26,14 +26,14 @@ _HOMES = {
     "IllConditionedError": "algebra.records",
     "MatrixRecord": "algebra.records",
     "TensorRecord": "algebra.records",
-    "merge_matrix": "algebra.adaptive",
-    "merge_tensor": "algebra.adaptive",
+    "merge_matrix": "algebra.ace",
+    "merge_tensor": "algebra.ace",
     "register": "plugin",
 }
 
 TYPE_CHECKING = False  # typing itself would cost every Python process its import
 if TYPE_CHECKING:
-    from mergekit_ace.algebra.adaptive import merge_matrix, merge_tensor
+    from mergekit_ace.algebra.ace import merge_matrix, merge_tensor
     from mergekit_ace.algebra.records import (
         AceOptions,
         IllConditionedError,

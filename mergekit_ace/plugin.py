@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from importlib import import_module
@@ -12,20 +13,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mergekit.merge_methods import MergeMethod
 
-# Module and class of every merge method. A new one is a file, and a line here.
+LOG = logging.getLogger(__name__)
+# Module and class of every merge method. A new one is a class, and a line here.
 METHODS = (
     "mergekit_ace.methods.ace:AceMerge",
-    "mergekit_ace.methods.ace_relative:RelativeAceMerge",
+    "mergekit_ace.methods.ace:RelativeAceMerge",
     "mergekit_ace.methods.statsmerging:StatsMerge",
-    "mergekit_ace.methods.peers.tsv_m:TsvMerge",
-    "mergekit_ace.methods.peers.iso_c:IsoCMerge",
-    "mergekit_ace.methods.peers.iso_cts:IsoCtsMerge",
-    "mergekit_ace.methods.peers.wudi:WudiMerge",
-    "mergekit_ace.methods.peers.cart:CartMerge",
-    "mergekit_ace.methods.peers.consensus_ta:ConsensusMerge",
-    "mergekit_ace.methods.peers.lines:LinesMerge",
+    "mergekit_ace.methods.peers.spectral:TsvMerge",
+    "mergekit_ace.methods.peers.spectral:IsoCMerge",
+    "mergekit_ace.methods.peers.spectral:IsoCtsMerge",
+    "mergekit_ace.methods.peers.spectral:WudiMerge",
+    "mergekit_ace.methods.peers.spectral:CartMerge",
+    "mergekit_ace.methods.peers.entries:ConsensusMerge",
+    "mergekit_ace.methods.peers.entries:LinesMerge",
     "mergekit_ace.methods.peers.regmean:RegMeanMerge",
-    "mergekit_ace.methods.peers.fisher:FisherMerge",
+    "mergekit_ace.methods.peers.measured_means:FisherMerge",
 )
 SUPPORTED = "mergekit >=0.1.5,<0.2"
 _FIRST, _BEYOND = (0, 1, 5), (0, 2)
@@ -46,9 +48,10 @@ def register(listed: Sequence[str] = METHODS) -> None:
     Args:
         listed: module and class of each, see `METHODS`.
 
+    A name that another method has taken is left to it, with a warning; the others are registered.
+
     Raises:
         RuntimeError: the installed mergekit is not one that we work with.
-        ValueError: another method has taken one of our names.
     """
     _check_version(version("mergekit"))
     from mergekit import merge_methods
@@ -59,9 +62,10 @@ def register(listed: Sequence[str] = METHODS) -> None:
         if name not in known:
             merge_methods.register(method)
         elif type(known[name]) is not type(method):
-            raise ValueError(
-                f"merge method {name!r} is already registered by {type(known[name]).__module__}"
-            )
+            LOG.warning(
+                "merge method %r is left to %s, which has taken that name before mergekit-ace",
+                name, type(known[name]).__module__,
+            )  # fmt: skip
 
 
 def _check_version(installed: str) -> None:

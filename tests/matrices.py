@@ -8,9 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.forms import Attempt, choose_forms
-from mergekit_ace.algebra.rounding_noise import changed_share
-
 
 def family(
     rng: torch.Generator,
@@ -40,25 +37,7 @@ def deltas_of(base: Tensor, experts: list[Tensor]) -> list[Tensor]:
     return [expert.double() - base.double() for expert in experts]
 
 
-def hardly_changed(base: Tensor) -> Tensor:
-    """The base, saved as bfloat16, with some entries moved by an ulp: s is neither 0 nor 1."""
-    saved = base.bfloat16().float()
-    for count in range(base.numel()):
-        nearly = saved.clone()
-        nearly.view(-1)[:count] *= 1 + 2**-7
-        nearly = nearly.bfloat16().float()
-        if 0.1 < changed_share(nearly, base, float((nearly - base).square().sum())) < 0.9:
-            return nearly
-    raise AssertionError("every step is too large")
-
-
 HETEROGENEOUS = [0.1, 1.0, 10.0]
-
-
-def as_if_large(shape: tuple[int, ...], tasks: int, *, refined: bool) -> list[Attempt]:
-    """The attempts of a matrix of this shape if it were so large that float64 took long."""
-    forms = choose_forms(*shape, tasks, refined=refined)
-    return [*(Attempt(form, torch.float32) for form in forms), Attempt(forms[0], torch.float64)]
 
 
 def with_values(rng: torch.Generator, shape: tuple[int, int], sigma: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ def naive_ace(
     weight: list[float] | None = None,
     *,
     lambda_: float = 1.0,
-    epsilon: float = 1e-5,
-    epsilon_scale: str = "absolute",
+    epsilon: float | None = None,
+    epsilon_scale: str = "spectrum",
     heterogeneity: str = "auto",
     heterogeneity_threshold: float = 0.3,
     adaptive_normalization: str = "auto",
@@ -34,7 +34,6 @@ def naive_ace(
     coefficients: list[float] | None = None,
     measured: list[Tensor] | None = None,
     mix: float = 0.0,
-    floor: bool = False,
 ) -> Tensor:
     """The merged matrix, (o, i), in float64; every input (o, i), what was measured (i, i)."""
     *own, refinement = [1.0] * (len(experts) + 1) if coefficients is None else coefficients
@@ -61,7 +60,7 @@ def naive_ace(
     statistic = log_variance if heterogeneity == "log_variance" else gamma
     heterogeneous = statistic > heterogeneity_threshold
     if heterogeneity == "auto":
-        heterogeneous = heterogeneous and log_variance > 1
+        heterogeneous = log_variance > 1
     normalize = {"auto": heterogeneous, "always": True, "never": False}[adaptive_normalization]
     refine = {"auto": heterogeneous, "always": True, "never": False}[spectral_refinement]
 
@@ -70,15 +69,8 @@ def naive_ace(
     trace = [float(g.trace()) for g in gram]
     gram = with_measured(gram, measured and [measured[t] for t in kept], mix)
     s = [g / tr if normalize else g for g, tr in zip(gram, trace, strict=True)]
-    if epsilon_scale == "relative":
-        eps = [epsilon * float(x.trace()) / i for x in s]
-    else:
-        eps = [epsilon / tr if normalize else epsilon for tr in trace]
     s = [w_t * x for w_t, x in zip(w, s, strict=True)]
-    eps = [w_t * e for w_t, e in zip(w, eps, strict=True)]
-    if floor:
-        raised = max(1.0, naive_spectral_ridge(sum(s)) / sum(eps))
-        eps = [raised * e for e in eps]
+    eps = naive_ridges(s, w, trace if normalize else [1.0] * len(s), epsilon, epsilon_scale)
 
     c = (ones.T @ sum(s)) / i
     if normalize:
@@ -86,20 +78,16 @@ def naive_ace(
     ridged = [x + e * identity for x, e in zip(s, eps, strict=True)]
     inverse = torch.linalg.inv(sum(ridged) + (ones @ c if structural_prior else 0))
     x = sum(ct @ r for ct, r in zip(used, ridged, strict=True)) @ inverse
-    literal = refinement_mean == "ridged"
-    if structural_prior and not literal and (x * sum(deltas)).sum() < 0:  # departure: no prior
-        inverse = torch.linalg.inv(sum(ridged))
-        x = sum(ct @ r for ct, r in zip(used, ridged, strict=True)) @ inverse
     chosen = sum(a * ct @ r @ inverse for a, ct, r in zip(own, used, ridged, strict=True))
     k = int(rank_fraction * min(o, i))
     if refine and k > 0:
-        mean_s = sum(ridged if literal else s) / len(s)
+        mean_s = sum(ridged if refinement_mean == "ridged" else s) / len(s)
         residual = sum(delta @ (st - mean_s) for delta, st in zip(deltas, s, strict=True))
         u, sigma, vh = torch.linalg.svd(residual + x, full_matrices=False)
-        component = sigma[:k].mean() * (u[:, :k] @ vh[:k])
-        # departure, unless the paper's formula is asked for
-        if literal or (component * sum(deltas)).sum() >= 0:
-            chosen = chosen + refinement * component
+        refined = x + sigma[:k].mean() * (u[:, :k] @ vh[:k])
+        if refinement_mean == "plain":
+            refined = refined * x.norm() / refined.norm()
+        chosen = chosen + refinement * (refined - x)
     return base + lambda_ * chosen
 
 
@@ -108,56 +96,39 @@ def naive_relative(
     experts: list[Tensor],
     weight: list[float] | None = None,
     *,
-    lambda_: float = 1.0,
-    epsilon: float = 0.03,
+    epsilon: float | None = None,
     centred: bool = False,
     structural_prior: bool = False,
-    diagonal: bool = False,
     coefficients: list[float] | None = None,
-    measured: list[Tensor] | None = None,
-    mix: float = 0.0,
-    floor: bool = False,
+    **parameters,
 ) -> Tensor:
-    """`ace_relative` of one matrix, (o, i), in float64; `diagonal`: inputs are unit vectors."""
-    weight = [1.0] * len(experts) if weight is None else weight
-    own = [1.0] * len(experts) if coefficients is None else coefficients
-    base = base.double()
-    deltas = [expert.double() - base for expert in experts]
-    given = zip(deltas, weight, own, measured or [None] * len(experts), strict=True)
-    members = [each for each in given if each[1] > 0 and each[0].abs().max() > 0]
-    if not members:
-        return base
-    if len(members) == 1:
-        return base + lambda_ * members[0][2] * members[0][0]
-    i = base.shape[1]
-    identity = torch.eye(i, dtype=torch.float64)
-    terms = []
-    for delta, w, a, m in members:
-        if centred:
-            delta = delta - delta.mean(dim=0, keepdim=True)
-        gram = delta.T @ delta
-        if diagonal:
-            gram = gram.diagonal().diag()
-        (gram,) = with_measured([gram], None if m is None else [m], mix)
-        gram = gram / gram.trace()
-        error = delta @ (gram + epsilon / i * identity) @ delta.T
-        terms.append((delta, w / float(error.trace()), a, gram))
-    total = sum(w * gram for _, w, _, gram in terms)
-    ridge = epsilon / i
-    if floor:
-        ridge = max(ridge, naive_spectral_ridge(total) / sum(w for _, w, _, _ in terms))
-    numerator = sum(a * w * delta @ (gram + ridge * identity) for delta, w, a, gram in terms)
-    system = sum(w * (gram + ridge * identity) for _, w, _, gram in terms)
-    if structural_prior:
-        ones = torch.ones(i, 1, dtype=torch.float64)
-        system = system + ones @ (ones.T @ total) / i
-    return base + lambda_ * numerator @ torch.linalg.inv(system)
+    """`ace_relative` of one matrix, (o, i), in float64."""
+    return naive_ace(
+        base,
+        experts,
+        weight,
+        epsilon=epsilon,
+        adaptive_normalization="always",
+        spectral_refinement="never",
+        centred=centred,
+        structural_prior=structural_prior,
+        coefficients=coefficients and [*coefficients, 1.0],
+        **parameters,
+    )
 
 
-def naive_spectral_ridge(total: Tensor) -> float:
-    """Return the ridge in all that `ridge_floor` does not go below: 0.005 ‖S‖² / tr(S)."""
-    values = torch.linalg.eigvalsh(total).clamp(min=0)
-    return 0.005 * float(values.square().sum() / values.sum())
+def naive_ridges(
+    s: list[Tensor], w: list[float], trace: list[float], epsilon: float | None, scale: str
+) -> list[float]:
+    """ε_t of every expert: w_t shares of 0.01 ‖S‖² / tr(S), or as the paper has them."""
+    if scale == "spectrum":
+        values = torch.linalg.eigvalsh(sum(s)).clamp(min=0)
+        whole = (0.01 if epsilon is None else epsilon) * values.square().sum() / values.sum()
+        return [float(whole) * w_t / sum(w) for w_t in w]
+    epsilon = 1e-5 if epsilon is None else epsilon
+    if scale == "relative":
+        return [epsilon * float(x.trace()) / len(x) for x in s]
+    return [w_t * epsilon / tr for w_t, tr in zip(w, trace, strict=True)]
 
 
 def with_measured(gram: list[Tensor], measured: list[Tensor] | None, mix: float) -> list[Tensor]:
@@ -180,10 +151,30 @@ def naive_relative_errors(merged: Tensor, deltas: list[Tensor], epsilon: float) 
     return errors
 
 
-def naive_table(base: Tensor, experts: list[Tensor], *arguments, **parameters) -> Tensor:
-    """`ace_relative` of a table of rows, (n, d): a matrix (d, n) that multiplies unit vectors."""
-    turned = [expert.T for expert in experts]
-    return naive_relative(base.T, turned, *arguments, diagonal=True, **parameters).T
+def naive_table(
+    base: Tensor,
+    experts: list[Tensor],
+    weight: list[float] | None = None,
+    *,
+    lambda_: float = 1.0,
+    epsilon: float = 0.01,
+    coefficients: list[float] | None = None,
+) -> Tensor:
+    """`ace_relative` of a table of rows, (n, d): the mean of each row, by who has moved it."""
+    weight = [1.0] * len(experts) if weight is None else weight
+    own = [1.0] * len(experts) if coefficients is None else coefficients
+    merged = base.double().clone()
+    deltas = [expert.double() - base.double() for expert in experts]
+    kept = [t for t in range(len(experts)) if weight[t] > 0 and deltas[t].any()]
+    for v in range(len(base)):
+        counts = {
+            t: weight[t]
+            * (deltas[t][v].square().sum() / deltas[t].square().sum() + epsilon / len(base))
+            for t in kept
+        }
+        moved = sum(own[t] * counts[t] * deltas[t][v] for t in kept) / sum(counts.values())
+        merged[v] += lambda_ * moved
+    return merged
 
 
 def naive_mean(

@@ -77,7 +77,7 @@ ROWS = [
     Row("ace", "ace"),
     Row("ace_relative", "ace_relative"),
     Row("ace, paper's letter", "ace",
-        {"ridge_floor": False, "heterogeneity": "gamma", "refinement_mean": "ridged"}),
+        {"epsilon_scale": "absolute", "heterogeneity": "gamma", "refinement_mean": "ridged"}),
     Row("statsmerging", "statsmerging", samples=128),
 ]  # fmt: skip
 

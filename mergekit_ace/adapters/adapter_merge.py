@@ -18,7 +18,7 @@ from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor, names
 from mergekit_ace.adapters.peft_adapter import Change
 from mergekit_ace.algebra.low_rank import LowRank, compress
 from mergekit_ace.algebra.records import TensorRecord
-from mergekit_ace.algebra.spectrum import leading_directions
+from mergekit_ace.algebra.directions import leading_directions
 from mergekit_ace.methods.base import MERGE_ERRORS, TaskVectorMethod
 from mergekit_ace.methods.devices import first_that_fits
 from mergekit_ace.methods.inputs import TensorSettings
@@ -115,7 +115,6 @@ class AdapterMerge:
         tensor: ChangedTensor,
         factors: Sequence[LowRank | None],
         device: torch.device,
-        least_memory: bool,
     ) -> MergedChange:
         deltas = [delta and delta.to(device) for delta in factors]
         if leaves_span(tensor.planned):

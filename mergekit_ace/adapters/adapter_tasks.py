@@ -160,7 +160,7 @@ class MergeProducts(ExecuteMergeMethodTask):
 
 
 def _add_products(
-    planned: PlannedTensor, base: Tensor, device: torch.device, least_memory: bool
+    planned: PlannedTensor, base: Tensor, device: torch.device
 ) -> tuple[Tensor, MergedChange]:
     """Merge what adapters change of a tensor, and add it to the base's; both on a device."""
     adapted, base = planned.gather.adapted, base.to(device)

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mergekit_ace.algebra.directions import leading_directions
 from mergekit_ace.algebra.inspection import SUBSPACE, PairTable
 from mergekit_ace.algebra.linalg import full_precision, squared_norm
 from mergekit_ace.algebra.measured import MeasuredCovariance
-from mergekit_ace.algebra.spectrum import leading_directions
 from mergekit_ace.algebra.task_vectors import task_vector
 
 AngleTable = tuple[tuple[float, ...] | None, ...]

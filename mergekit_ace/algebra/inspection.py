@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.layouts import as_matrices
-from mergekit_ace.algebra.linalg import full_precision
+from mergekit_ace.algebra.linalg import full_precision, squared_norm
 from mergekit_ace.algebra.records import (
     FixedLayout,
     MatrixRecord,
@@ -19,9 +19,8 @@ from mergekit_ace.algebra.records import (
     Stage,
     TensorRecord,
 )
-from mergekit_ace.algebra.rounding_noise import noise_energy
-from mergekit_ace.algebra.spectrum import Directions, leading_directions
-from mergekit_ace.algebra.task_vectors import squared_norm, task_vector
+from mergekit_ace.algebra.directions import Directions, leading_directions
+from mergekit_ace.algebra.task_vectors import task_vector
 
 # A histogram reaches from −REACH to REACH root mean squares of all task vectors of the tensor.
 REACH = 5.0
@@ -305,22 +304,6 @@ def inspect_tensor(
         for number, stack in enumerate(stacks)
     )
     return TensorInspection(tuple(base.shape), layout, comparison, matrices)
-
-
-def measure_noise(record: TensorRecord, tensors: Sequence[Tensor]) -> TensorRecord:
-    """Return a record with the rounding noise ν_t² of every matrix.
-
-    Args:
-        record: of the merge of a tensor.
-        tensors: W0 and the W_t, as stored.
-    """
-    layout = record.layout
-    views = [[t] if layout == "mean" else as_matrices(t, layout) for t in tensors]
-    matrices = tuple(
-        replace(matrix, noise=tuple(noise_energy(expert, base) for expert in experts))
-        for matrix, base, *experts in zip(record.matrices, *views, strict=True)
-    )
-    return replace(record, matrices=matrices)
 
 
 def evenly_spaced(count: int, wanted: int) -> list[int]:

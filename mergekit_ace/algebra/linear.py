@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.linalg import BLOCK_ENTRIES, as_rows, blocks
 from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
-from mergekit_ace.algebra.task_vectors import measure_changes, task_vector
+from mergekit_ace.algebra.task_vectors import select_active, task_vector
 
 DENSITY = 0.2  # share of the entries that is kept
 
@@ -28,7 +28,7 @@ def elected_task_vectors(
     Differs from the published implementations in that the largest entries are those of a tensor,
     as everywhere in mergekit, not those of a whole model, which a merge tensor by tensor never
     sees; in that where the sum is 0, nothing is kept; and in that a task vector counts, and votes,
-    times s_k: not at all where it is nothing but rounding, see `changed_share`.
+    not at all where the expert is the base in another precision.
 
     Args:
         base: θ_0, any shape.
@@ -40,7 +40,7 @@ def elected_task_vectors(
         One per expert, shaped as `base`, in float32, or in float64 where the base is.
     """
     dtype = torch.promote_types(torch.float32, base.dtype)
-    _, changed = measure_changes(base, experts, dtype)
+    changed = select_active(base, experts, [1.0] * len(experts), dtype).changed
     trimmed = [
         _trimmed(task_vector(expert, base, dtype), density).mul_(share)
         for expert, share in zip(experts, changed, strict=True)
@@ -70,7 +70,7 @@ def _trimmed(delta: Tensor, density: float) -> Tensor:
 def merge_entries(
     base: Tensor, experts: Sequence[Tensor], coefficients: Sequence[float], rule: str
 ) -> tuple[Tensor, TensorRecord]:
-    """Return θ_0 + Σ_k s_k λ_k (θ_k − θ_0), which is what `merge_by_change` makes of a linear rule.
+    """Return θ_0 + Σ_k s_k λ_k (θ_k − θ_0), s_k being 0 where an expert is the base in another precision, else 1.
 
     Args:
         base, experts, coefficients: see `merge_linear`.
@@ -84,9 +84,8 @@ def merge_entries(
 
 def record_of_entries(rule: str, base: Tensor, experts: Sequence[Tensor]) -> TensorRecord:
     """Return the record of a merge entry by entry; its layout is that of what is no matrix."""
-    moments, changed = measure_changes(base, experts, torch.float32)
-    tau = tuple(m.tau for m in moments)
-    record = MatrixRecord(rule, (1.0,) * len(tau), tau, changed)
+    active = select_active(base, experts, [1.0] * len(experts), torch.float32)
+    record = MatrixRecord(rule, (1.0,) * len(experts), active.all_tau, active.changed)
     return TensorRecord(tuple(base.shape), "mean", (record,))
 
 

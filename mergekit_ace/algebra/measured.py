@@ -15,8 +15,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import blocks, mirror
-
 
 def packed_size(columns: int) -> int:
     """Return how many entries the lower triangle of a matrix (i, i) has."""
@@ -56,24 +54,15 @@ class MeasuredCovariance:
         """tr(M_t)."""
         return float(self.diagonal.sum())
 
-    def add_to(self, total: Tensor, scale: float) -> Tensor:
-        """Add a multiple of M_t to the lower triangle of a matrix, (i, i), in place."""
-        for block in blocks(self.columns, self.columns):
-            start = packed_size(block.start)
-            rows = self.packed[start : packed_size(block.stop)].to(total)
-            for row in range(block.start, block.stop):
-                own = packed_size(row) - start
-                part = rows[own : own + row + 1]
-                total[row, : row + 1].add_(part, alpha=scale * self.off_diagonal)
-        if self.off_diagonal != 1:
-            rest = scale * (1 - self.off_diagonal)
-            total.diagonal().add_(self.diagonal.to(total), alpha=rest)
-        return total
-
     def matrix(self, like: Tensor) -> Tensor:
         """Return M_t, (i, i), in the dtype of a tensor, where that is."""
-        empty = torch.zeros(self.columns, self.columns, dtype=like.dtype, device=like.device)
-        return mirror(self.add_to(empty, 1.0))
+        size = (self.columns, self.columns)
+        places = torch.tril_indices(*size, device="cpu")
+        lower = torch.zeros(size, dtype=like.dtype)
+        lower[places[0], places[1]] = self.packed.to("cpu", like.dtype)
+        full = (lower + lower.tril(-1).mT).mul_(self.off_diagonal)
+        full.diagonal().copy_(self.diagonal)
+        return full.to(like.device)
 
 
 @dataclass(frozen=True)

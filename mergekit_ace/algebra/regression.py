@@ -21,22 +21,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from mergekit_ace.algebra.closed_form import merge_by_ridge
-from mergekit_ace.algebra.covariance import (
-    LEAST_RIDGE,
-    Covariances,
-    Task,
-    choose_reference,
-    choose_unit,
-)
-from mergekit_ace.algebra.forms import Attempt
-from mergekit_ace.algebra.linalg import full_precision
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.measured import MeasuredInputs
 from mergekit_ace.algebra.records import (
@@ -48,12 +37,16 @@ from mergekit_ace.algebra.records import (
     Ridge,
     TensorRecord,
 )
+from mergekit_ace.algebra.ridge import Estimate, Problem, TaskVectors, merge_by_ridge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     by_layout,
     merge_mean,
     select_active,
 )
+
+
+LEAST_RIDGE = 1e-6  # in mean eigenvalues
 
 
 class RegressionOptions(BaseModel):
@@ -82,7 +75,6 @@ def merge_tensor_by_regression(
     layout: FixedLayout,
     coefficients: Sequence[float] | None = None,
     *,
-    least_memory: bool = False,
     observe: Observer | None = None,
     space: CoreSpace | None = None,
     measured: MeasuredInputs | None = None,
@@ -98,73 +90,49 @@ def merge_tensor_by_regression(
         merge_by_regression,
         options=options,
         measured=measured or MeasuredInputs(),
-        least_memory=least_memory,
         observe=observe,
     )
     return by_layout(base, experts, layout, select, options.scale, formula)
 
 
-@full_precision()
 def merge_by_regression(
     base: Tensor,
     active: ActiveExperts,
     options: RegressionOptions,
     measured: MeasuredInputs,
-    least_memory: bool = False,
     observe: Observer | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge one matrix that at least two experts changed; arguments as of `merge_tensor`."""
     if measured.of(active.positions) is None:
         return merge_mean(base, active, options.scale)
-
-    def estimate(attempt: Attempt) -> tuple[Covariances, dict[str, Any]]:
-        return _covariances(base, active, options, measured, attempt), {"rule": "regmean"}
-
-    return merge_by_ridge(
-        base,
-        active,
-        estimate,
-        options.scale,
-        measured=True,
-        least_memory=least_memory,
-        observe=observe,
-    )
+    problem = partial(_problem, base, active, options, measured)
+    return merge_by_ridge(base, active, problem, options.scale, observe=observe, rule="regmean")
 
 
-def _covariances(
+def _problem(
     base: Tensor,
     active: ActiveExperts,
     options: RegressionOptions,
     measured: MeasuredInputs,
-    attempt: Attempt,
-) -> Covariances:
-    """Return w_t G_t of the experts that were measured, all scaled to mean eigenvalue 1 of A."""
+    dtype: torch.dtype,
+) -> Problem:
+    """Return the regression by w_t G_t of the experts that were measured, of mean eigenvalue 1."""
     found = [measured.covariance(position) for position in active.positions]
     total = math.fsum(w * m.trace for w, m in zip(active.weights, found, strict=True) if m)
-    unit, columns = choose_unit(active, base.numel()), base.shape[1]
-    epsilon = max(options.epsilon, LEAST_RIDGE)
-    tasks, order = [], []
-    nothing = torch.zeros(columns, dtype=attempt.dtype, device=base.device)
-    given = zip(active.experts, active.weights, active.coefficients, active.tau, found, strict=True)
-    for expert, weight, coefficient, tau, own in given:
-        if own is not None:
-            share = weight * own.trace / total
-            task = Task(
-                expert, base, nothing, scale=0.0, ridge=epsilon * share, unit=unit,
-                coefficient=coefficient, measured=replace(own, off_diagonal=options.off_diagonal),
+    epsilon, columns = max(options.epsilon, LEAST_RIDGE), base.shape[1]
+    given = zip(active.experts, active.weights, active.coefficients, found, strict=True)
+    experts, estimates = [], []
+    for expert, weight, coefficient, own in given:
+        if own is None:
+            continue
+        experts.append(expert)
+        estimates.append(
+            Estimate(
+                scale=0.0,
+                ridge=epsilon * weight * own.trace / total,
+                coefficient=coefficient,
+                measured=replace(own, off_diagonal=options.off_diagonal),
                 measured_scale=weight * columns / total,
-            )  # fmt: skip
-            tasks.append(task)
-            order.append((share, tau))
-    return Covariances(
-        tasks=tuple(tasks),
-        reference=choose_reference(order),
-        unit=unit,
-        covariance_unit=1.0,
-        epsilon=(),
-        mean_tau=1.0,
-        centred=False,
-        taus=tuple(tau / unit**2 for tau in active.tau),
-        trace=float(columns),
-        noise=attempt.noise,
-    )
+            )
+        )
+    return Problem(TaskVectors(base, experts, dtype, centred=False), estimates)

@@ -17,12 +17,19 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.layouts import as_matrices, from_matrices
-from mergekit_ace.algebra.linalg import as_rows, blocks, squared_norm
+from mergekit_ace.algebra.linalg import as_rows, blocks
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.records import FixedLayout, MatrixRecord, TensorRecord
-from mergekit_ace.algebra.rounding_noise import changed_share
 
 T = TypeVar("T")
+# Precisions that checkpoints are saved in, maybe one after the other, the last one first.
+GRIDS = (
+    (torch.bfloat16,),
+    (torch.float16,),
+    (torch.float32,),
+    (torch.bfloat16, torch.float16),
+    (torch.float16, torch.bfloat16),
+)
 
 
 def task_vector(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,73 +47,97 @@ def task_vector(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Moments:
-    """What is measured of a task vector before anything is decided.
+    """What is measured of the task vectors of one tensor before anything is decided.
 
     Attributes:
-        tau: τ = ‖Δ‖_F² (Eq. 43).
-        size: ‖W‖_F².
-        mean: μ, the means over Δ's first axis, float64; of a matrix (o, i): its column means, (i,).
+        tau: τ_t = ‖Δ_t‖_F² (Eq. 43) of every expert.
+        shift: o ‖μ_t‖², with μ_t the means over Δ_t's first axis: of it tr(G_t) is τ_t less.
+        size: ‖W0‖_F².
     """
 
-    tau: float
+    tau: tuple[float, ...]
+    shift: tuple[float, ...]
     size: float
-    mean: Tensor
 
 
-def measure(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Moments:
-    """Measure τ and μ of one task vector, in one sweep over blocks of its first axis.
-
-    Args:
-        expert, base: W and W0, of one shape.
-        dtype: in which W − W0 is formed.
-    """
-    rows, versions = as_rows(base), as_rows(expert)
-    tau, size = [], []
-    total = torch.zeros(rows.shape[1], dtype=torch.float64, device=base.device)
-    room = None
-    for block in blocks(*rows.shape, rows.device):
-        if room is None:  # the first block is the largest; fresh memory would cost page by page
-            room = torch.empty_like(rows[block], dtype=dtype)
-        delta = room[: block.stop - block.start].copy_(versions[block])
-        size.append(squared_norm(delta))
-        tau.append(squared_norm(delta.sub_(rows[block])))
-        for part in delta.split(1024):  # short sums in float32, long ones in float64
-            total += part.sum(dim=0)
-    mean = total.div_(max(1, len(rows))).reshape(base.shape[1:])
-    return Moments(math.fsum(tau), math.fsum(size), mean)
-
-
-def measure_changes(
-    base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype
-) -> tuple[tuple[Moments, ...], tuple[float, ...]]:
-    """Return the moments of every task vector, and s_t of every expert, see `changed_share`.
+def measure(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype) -> Moments:
+    """Measure all task vectors; one transfer from a GPU.
 
     Args:
         base, experts: W0 and the W_t, of one shape.
-        dtype: in which W − W0 is formed, unless the base is wider.
+        dtype: in which W − W0 is formed.
     """
-    dtype = torch.promote_types(dtype, base.dtype)
-    moments = tuple(measure(expert, base, dtype) for expert in experts)
-    measured = zip(experts, moments, strict=True)
-    return moments, tuple(changed_share(expert, base, m.tau, m.size) for expert, m in measured)
+    origin, *versions = (as_rows(tensor) for tensor in (base, *experts))
+    entries = None if base.device.type == "cpu" else LARGEST_STACK
+    means: list[Tensor] = []
+    squares = torch.zeros(len(experts) + 1, dtype=torch.float64, device=base.device)
+    for block in blocks(*origin.shape, base.device, entries=entries):
+        rows = origin[block].to(dtype)
+        room = torch.empty_like(rows)
+        norms, sums = [torch.linalg.vector_norm(rows, dim=1)], []
+        for version in versions:
+            delta = room.copy_(version[block]).sub_(rows)
+            norms.append(torch.linalg.vector_norm(delta, dim=1))
+            sums.append(delta.sum(dim=0))
+        squares += torch.stack(norms).double().square_().sum(dim=1)
+        means.append(torch.stack(sums))
+    shifts = torch.zeros_like(squares[1:])
+    if means:
+        total = torch.stack(means).double().sum(dim=0)
+        shifts = total.square_().sum(dim=1) / len(origin)
+    size, *found = torch.cat([squares, shifts]).tolist()
+    tau, shift = found[: len(experts)], found[len(experts) :]
+    # Squares of the tiniest and the largest entries leave the range of float32.
+    odd = [e for e, t in zip(experts, tau, strict=True) if not 1e-25 < t < 1e35]
+    if dtype == torch.float32 and any(bool((expert != base).any()) for expert in odd):
+        return measure(base, experts, torch.float64)
+    return Moments(tuple(tau), tuple(shift), size)
+
+
+def is_base_rounded(expert: Tensor, base: Tensor, tau: float, size: float) -> bool:
+    """Tell whether an expert is the base, saved through a coarser precision, and nothing else.
+
+    Such an expert differs from the base in nearly every entry, and would decide a merge whose
+    experts count by what they changed.
+
+    Args:
+        expert, base: W and W0, of one shape.
+        tau: ‖W − W0‖².
+        size: ‖W0‖².
+    """
+    if not base.is_floating_point():
+        return False
+    for grids in GRIDS:
+        coarsest = max(torch.finfo(grid).eps for grid in grids)
+        lossless = coarsest <= torch.finfo(base.dtype).eps
+        tiny = max(torch.finfo(grid).tiny * torch.finfo(grid).eps for grid in grids)
+        most = (0.0 if lossless else size * coarsest**2) + base.numel() * tiny**2
+        if tau > most:
+            continue
+        saved = base
+        for grid in reversed(grids):
+            saved = saved.to(grid)
+        if torch.equal(saved.to(torch.float64), expert.to(torch.float64)):
+            return True
+    return False
 
 
 @dataclass(frozen=True)
 class ActiveExperts:
     """The experts that take part in one matrix: those with positive weight that changed it.
 
-    An expert that left a tensor as it was, but for the rounding of its checkpoint, says nothing
-    about it. Kept in, it would make log τ_t meaningless, and in the heterogeneous branch its ridge
-    ε/tr(G_t) would swallow all others.
+    An expert that left a tensor as it was, or is the base in another precision, says nothing about
+    it. Kept in, it would make log τ_t meaningless.
 
     Attributes:
         experts: weights W_t of the active experts, each shaped as the base.
         weights: w_t, rescaled to mean 1 over the active experts.
-        moments: τ_t and μ_t of the active experts.
         coefficients: λ_t of the active experts, by which their components of a merge are
             multiplied; 1 unless learned.
         all_tau: τ_t of *all* experts given, in their order; 0 where unchanged.
-        changed: s_t of all experts given, see `changed_share`.
+        traces: tr(G_t) of the active experts, of centred task vectors; to about 1e-6 τ_t.
+        changed: of all experts given: 0 for one that is the base, maybe rounded, else 1.
+        size: ‖W0‖_F².
         positions: where the active ones stand among those given.
         dtype: in which task vectors are formed.
         space: of which the matrices are cores; None for matrices that stand for themselves.
@@ -115,9 +146,10 @@ class ActiveExperts:
     experts: tuple[Tensor, ...]
     weights: tuple[float, ...]
     coefficients: tuple[float, ...]
-    moments: tuple[Moments, ...]
     all_tau: tuple[float, ...]
-    changed: tuple[float, ...]
+    traces: tuple[float, ...]
+    changed: tuple[int, ...]
+    size: float
     positions: tuple[int, ...]
     dtype: torch.dtype
     space: CoreSpace | None = None
@@ -130,7 +162,7 @@ class ActiveExperts:
     @property
     def tau(self) -> tuple[float, ...]:
         """τ_t of the active experts."""
-        return tuple(moments.tau for moments in self.moments)
+        return tuple(self.all_tau[position] for position in self.positions)
 
     def record(self, rule: str, **fields: Any) -> MatrixRecord:
         """Return the record of a merge of these experts by a rule."""
@@ -207,21 +239,26 @@ def select_active(
 
     Raises:
         ValueError: an expert or the base contains NaN or Inf.
-        OverflowError: the squared norm of a task vector does not fit `dtype`'s or float64's range.
+        OverflowError: a task vector does not fit `dtype`, or its squared norm float64.
     """
     dtype = torch.promote_types(dtype, base.dtype)
-    moments, changed = measure_changes(base, experts, dtype)
-    tau = tuple(m.tau for m in moments)
-    for position, value in enumerate(tau):
-        if not value < float("inf"):
-            if not (experts[position].isfinite().all() and base.isfinite().all()):
-                raise ValueError(f"expert {position} or the base contains NaN or Inf")
+    moments = measure(base, experts, dtype)
+    tau = moments.tau
+    for position, (expert, value) in enumerate(zip(experts, tau, strict=True)):
+        if value < 1e76:  # no entry can be too large for float32
+            continue
+        if not (expert.isfinite().all() and base.isfinite().all()):
+            raise ValueError(f"expert {position} or the base contains NaN or Inf")
+        if value == math.inf or not task_vector(expert, base, dtype).isfinite().all():
             raise OverflowError(
                 f"the task vector of expert {position} overflows {dtype}"
                 + ("; compute_dtype: float64 has room for it" if dtype == torch.float32 else "")
             )
-    used = zip(weights, changed, strict=True)
-    positions = tuple(t for t, (w, s) in enumerate(used) if w > 0 and s > 0)
+    changed = tuple(
+        int(value > 0 and not is_base_rounded(expert, base, value, moments.size))
+        for expert, value in zip(experts, tau, strict=True)
+    )
+    positions = tuple(t for t, weight in enumerate(weights) if weight > 0 and changed[t])
     # Dividing by the largest first keeps the sum of very large or very small weights in range.
     top = max((weights[p] for p in positions), default=1.0)
     share = [weights[p] / top for p in positions]
@@ -230,9 +267,10 @@ def select_active(
         experts=tuple(experts[p] for p in positions),
         weights=tuple(s / mean for s in share),
         coefficients=tuple(coefficients[p] if coefficients else 1.0 for p in positions),
-        moments=tuple(moments[p] for p in positions),
         all_tau=tau,
+        traces=tuple(tau[p] - moments.shift[p] for p in positions),
         changed=changed,
+        size=moments.size,
         positions=positions,
         dtype=dtype,
         space=space,
@@ -304,8 +342,6 @@ def merge_mean(base: Tensor, active: ActiveExperts, scale: float) -> tuple[Tenso
     return merged, active.record(rule)
 
 
-# From W0 and the W_t, or from W0 and those of them that take part, to the merge and its record.
-MatrixRule = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, MatrixRecord]]
 Formula = Callable[[Tensor, ActiveExperts], tuple[Tensor, MatrixRecord]]
 Selection = Callable[[Tensor, Sequence[Tensor]], ActiveExperts]
 
@@ -329,12 +365,10 @@ def by_layout(
         scale: λ, where no formula is needed: one expert, one row, or no matrix at all.
         formula: for a matrix, (o, i), that at least two experts changed.
         entrywise: whether the formula is for what is no matrix, too.
-
-    All of that is applied by `merge_by_change`.
     """
     has_matrices = layout != "mean" and base.numel() > 0
 
-    def rule(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
+    def merge(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
         active = select(base, experts)
         # One row is its own column mean: a vector in the shape of a matrix.
         if len(active.experts) < 2 or not (entrywise or (has_matrices and active.shape[0] > 1)):
@@ -342,68 +376,11 @@ def by_layout(
         return formula(base, active)
 
     if not has_matrices:
-        merged, record = merge_by_change(base, experts, rule)
+        merged, record = merge(base, experts)
         return merged, TensorRecord(tuple(base.shape), "mean", (record,))
     views = [as_matrices(tensor, layout) for tensor in (base, *experts)]
-    parts, records = [], []
-    for matrices in zip(*views, strict=True):
-        part, record = merge_by_change(matrices[0], matrices[1:], rule)
-        parts.append(part)
-        records.append(record)
+    parts, records = zip(*(merge(own[0], own[1:]) for own in zip(*views, strict=True)), strict=True)
     merged = base
     if any(record.rule != "base" for record in records):
         merged = from_matrices(parts, base.shape, layout)
     return merged, TensorRecord(tuple(base.shape), layout, tuple(records))
-
-
-def merge_by_change(
-    base: Tensor, experts: Sequence[Tensor], rule: MatrixRule
-) -> tuple[Tensor, MatrixRecord]:
-    """Merge the versions of one matrix such that no expert enters or leaves with a jump.
-
-    Every rule leaves out the experts with s_t = 0 (see `select_active`) and takes all others for
-    whole, so that at s_t = 0 it jumps. With the s_t in descending order, s_(1) ≥ s_(2) ≥ …, the
-    result here is
-
-        Σ_k (s_(k) − s_(k+1)) merge(the experts with s_t ≥ s_(k)) + (1 − s_(1)) W0,
-
-    the Lovász extension (Choquet integral) of the merge as a function of sets of experts. It is
-    continuous in the s_t, and one merge unless some lie strictly between 0 and 1.
-
-    Args:
-        base, experts: W0 and the W_t, of one shape.
-        rule: to the merged tensor, and a record with weights and s_t.
-
-    Returns:
-        The merged tensor, and the record of the merge of all experts with s_t > 0.
-    """
-    merged, record = rule(base, experts)
-    (first, _), *others = nested_sets(record.changed, record.weight) or [(1.0, ())]
-    if first == 1:
-        return merged, record
-    total = base.to(merged.dtype).mul(1 - first).add_(merged, alpha=first)
-    for share, kept in others:
-        chosen = [expert if k else base for expert, k in zip(experts, kept, strict=True)]
-        total.add_(rule(base, chosen)[0].to(total.dtype).sub(base), alpha=share)
-    return total, record
-
-
-def nested_sets(
-    changed: Sequence[float], weights: Sequence[float]
-) -> list[tuple[float, tuple[bool, ...]]]:
-    """Return the sets of experts that `merge_by_change` merges, and the share of each merge.
-
-    Args:
-        changed: s_t.
-        weights: w_t; experts of weight 0 make no set of their own.
-
-    Returns:
-        Shares, of sum max s_t, with whether each expert belongs to the set; the largest set first,
-        none at all where nobody has changed anything.
-    """
-    levels = sorted({s for s, w in zip(changed, weights, strict=True) if s > 0 and w != 0})
-    below = [0.0, *levels]
-    return [
-        (level - lower, tuple(s >= level for s in changed))
-        for lower, level in zip(below, levels, strict=False)
-    ]

@@ -19,13 +19,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
+from mergekit_ace.algebra.directions import leading_directions
 from mergekit_ace.algebra.records import Integer, Number
-from mergekit_ace.algebra.spectrum import leading_directions
 
 HEADS = 4
 Statistic = Literal["mean", "variance", "magnitude", "singular_values"]
-# Relative error of the sum of squares of the leading singular values.
-TOLERANCE = 1e-5
 STATISTICS: tuple[Statistic, ...] = ("mean", "variance", "magnitude", "singular_values")
 
 
@@ -117,7 +115,7 @@ def leading_singular_values(tensor: Tensor, rank: int) -> tuple[float, ...]:
     rank = min(rank, *matrix.shape)
     if rank == 0:
         return ()
-    return tuple(leading_directions(matrix, rank, TOLERANCE).values.tolist())
+    return tuple(leading_directions(matrix, rank).values.tolist())
 
 
 def _centred_sums(tensor: Tensor) -> tuple[float, float]:

@@ -10,14 +10,16 @@ from typing import Any, ClassVar
 from pydantic import BaseModel
 from torch import Tensor
 
-from mergekit_ace.algebra.adaptive import merge_tensor
-from mergekit_ace.algebra.forms import COSTS, choose_forms
+from mergekit_ace.algebra.ace import merge_tensor, merge_tensor_relative
 from mergekit_ace.algebra.layouts import other_side
-from mergekit_ace.algebra.linalg import GPU_BLOCK
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.records import LARGEST_MEAN_RIDGE, AceOptions, Side, TensorRecord
-from mergekit_ace.algebra.refinement import decomposition_memory
-from mergekit_ace.algebra.ridge_floor import is_near_threshold, rows_per_column
+from mergekit_ace.algebra.records import (
+    AceOptions,
+    RelativeLayout,
+    RelativeOptions,
+    Side,
+    TensorRecord,
+)
 from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import (
     Citation,
@@ -44,7 +46,6 @@ from mergekit_ace.methods.parameters import (
     options_from,
 )
 
-BLOCKS = 6 * GPU_BLOCK * 4  # bytes, beside what the forms count
 ACE_CITATION = Citation(
     key="xu2026ace",
     authors="Xu, Bo and Wu, Haotian and Lin, Hehai and Huang, Weiquan and Zhu, Beier and Shu, Yao "
@@ -55,10 +56,6 @@ ACE_CITATION = Citation(
     booktitle="Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition",
 )
 _OF_INPUTS = ("coefficients", "covariances")  # files that belong to covariances of inputs
-_LEFT_OUT = (
-    "{name}: in {{tensors}} the {step} would have turned the merge against the experts, and was "
-    "left out"
-)
 
 
 def ridge_parameters(
@@ -95,7 +92,6 @@ class RidgeMethod(TaskVectorMethod):
             options_from(self.options_class, settings.parameters),
             read.layout,
             settings.coefficients,
-            least_memory=settings.least_memory,
             observe=read.observe,
             space=read.space,
             measured=lookup and lookup.inputs(tensors[0].shape, mix),
@@ -138,46 +134,42 @@ class RidgeMethod(TaskVectorMethod):
         return [0.0] * len(settings.experts) if left_out else settings.weights
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        """Return the cost of the forms that would be chosen, if all experts changed the tensor."""
+        """Return what the closed form takes, if all experts changed the tensor."""
         read = _as_solved(settings, len(shape))
         found = matrices_in(shape, read.layout)
         if found is None or experts < 2:
             return super().work(settings, shape, experts)
-        count, *matrix = found
+        count, rows, columns = found
         measured = _is_measured(settings.parameters)
-        memory = [self.refines * decomposition_memory(*matrix)]
-        forms, operations, moved = [], [], []
-        for refined in (False, self.refines):
-            form = choose_forms(*matrix, experts, refined=refined, measured=measured)[0]
-            cost = COSTS[form](*matrix, experts, refined)
-            extra = self.extra_operations(*matrix, experts, refined)
-            forms.append(form)
-            operations.append(count * (cost.operations + extra))
-            moved.append(count * cost.bytes)
-            memory.append(cost.memory)
-        working, ratio = int(max(memory)) + BLOCKS, rows_per_column(*matrix, experts)
-        return Work(tuple(operations), tuple(moved), working, tuple(forms), ratio)
+        plain = operations(rows, columns, experts, measured=measured)
+        small, large = sorted((rows, columns))
+        # Of the residual, the Gram matrix of F in float64 and its eigenvectors.
+        refined = 2 * rows * columns**2 + small**2 * large + 9.0 * small**3
+        moved = 12.0 * 4 * experts * rows * columns
+        memory = 4 * (experts + 4) * max(rows * columns, min(columns, experts * rows) ** 2)
+        return Work(
+            operations=(count * plain, count * (plain + self.refines * refined)),
+            moved=(count * moved, count * moved),
+            working=memory + self.refines * 24 * small**2,
+            form=(form_of(rows, columns, experts, measured=measured),) * 2,
+            rows_per_column=experts * rows / columns,
+        )
 
-    def doubts(
-        self, settings: TensorSettings, rows_per_column: float | None
-    ) -> Iterator[tuple[str, str]]:
-        yield from super().doubts(settings, rows_per_column)
-        if settings.parameters.get("ridge_floor") is False and is_near_threshold(rows_per_column):
-            yield (
-                "with ridge_floor: false, a small epsilon lets the merge grow far beyond any "
-                "expert where the rows of all experts just determine it (T·o/i near 1)",
-                "leave ridge_floor out, or raise epsilon for these tensors by a filter",
-            )
 
-    def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
-        super().mention(settings, record)
-        asked = settings.parameters.get("structural_prior")
-        if asked and any(matrix.prior is False for matrix in record.matrices):
-            notice(_LEFT_OUT.format(name=self.spec.name, step="structural prior"))
+def form_of(rows: int, columns: int, experts: int, *, measured: bool = False) -> str:
+    """Return whether the system of the columns or that of all rows is solved."""
+    return "dual" if experts * rows < columns and not measured else "primal"
 
-    def extra_operations(self, rows: int, columns: int, experts: int, refined: bool) -> float:
-        """Return the operations beside the closed form for a matrix (o, i)."""
-        return 0.0
+
+def operations(rows: int, columns: int, experts: int, *, measured: bool = False) -> float:
+    """Return the operations of products, factor and solve of one matrix."""
+    area = rows * columns
+    if form_of(rows, columns, experts, measured=measured) == "dual":
+        size = experts * rows
+        return size**2 * columns + size**3 / 3 + 2 * size**2 * rows + 2 * size * area
+    numerator = 4 * area * rows if columns > 2 * rows else 2 * area * columns
+    solved = columns**3 / 3 + 2 * area * columns
+    return experts * area * columns + (experts - 1) * numerator + solved
 
 
 def _of_outputs(settings: TensorSettings) -> bool:
@@ -256,40 +248,29 @@ class AceMerge(RidgeMethod):
                 "task vectors and everything for large ones",
                 "write adaptive_normalization: always, or auto for both",
             )
-        if options.refinement_mean == "ridged" and refined and normalized:
-            yield from _doubt_of_ridges(options, len(settings.experts))
-
-    def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
-        super().mention(settings, record)
-        options = options_from(AceOptions, settings.parameters)
-        if any(matrix.rank and not matrix.refined for matrix in record.matrices):
-            notice(_LEFT_OUT.format(name=self.spec.name, step="refinement"))
-        ridged = options.refinement_mean == "ridged"
-        if ridged and any(matrix.ridge_turns_refinement for matrix in record.matrices):
-            notice(
-                f"{self.spec.name}: refinement_mean: ridged has turned the refinement of "
-                f"{{tensors}} against the experts: Σ ε_t is above {LARGEST_MEAN_RIDGE:g} there. "
-                "Leave refinement_mean out, or lower epsilon"
-            )
-
-    def extra_operations(self, rows: int, columns: int, experts: int, refined: bool) -> float:
-        """Return those of the Gram matrix of F and its decomposition, about 9 m³ in all."""
-        small, large = sorted((rows, columns))
-        return small**2 * large + 9.0 * small**3 if refined else 0.0
 
 
-def _doubt_of_ridges(options: AceOptions, experts: int) -> Iterator[tuple[str, str]]:
-    """Yield where ridges in the refinement's mean are too large, as far as headers can tell."""
-    if options.epsilon_scale == "relative":  # Σ ε_t = T ε / i
-        columns = experts * options.epsilon / LARGEST_MEAN_RIDGE
-        if columns <= 1:
-            return
-        where = f"in matrices of fewer than {columns:.0f} columns"
-    else:  # T ε / ‖C‖², if all are of one size
-        norm = (experts * options.epsilon / LARGEST_MEAN_RIDGE) ** 0.5
-        where = f"wherever the task vectors of a matrix have norms below about {norm:.1g}"
-    yield (
-        f"refinement_mean: ridged turns the refinement against the experts {where} "
-        f"(Σ ε_t above {LARGEST_MEAN_RIDGE:g}); mergekit-ace inspect counts these matrices",
-        "leave refinement_mean out, or lower epsilon",
+RELATIVE_LAYOUT = replace(
+    LAYOUT,
+    value_type=RelativeLayout,
+    description=f"{LAYOUT.description} table merges rows that are looked up, as of embeddings.",
+)
+
+
+class RelativeAceMerge(RidgeMethod):
+    """ACE's ridge regression with covariances of trace 1 and nothing else; ours."""
+
+    spec = method_spec(
+        "ace_relative",
+        "ACE-Merging with relative covariances",
+        "https://arxiv.org/abs/2603.02945",
+        ridge_parameters(RelativeOptions, RELATIVE_LAYOUT),
     )
+    summary = (
+        "Solves the ridge regression of ACE-Merging with all covariances brought to trace 1, and "
+        "merges embeddings row by row unless they are also the head; ours, not the paper's."
+    )
+    citations = (ACE_CITATION,)
+    own_rule = "merged by the closed form of relative covariances"
+    options_class = RelativeOptions
+    merge_versions = staticmethod(merge_tensor_relative)

@@ -2,7 +2,7 @@
 """What every merge method here is: one object that knows all that is to be known of the method.
 
 A tensor's way: mergekit gathers its versions and calls `merge_group`, which checks them, resolves
-the settings, calls the method's own `merge` (again, with less memory, where the device is full),
+the settings, calls the method's own `merge` (again on the CPU, where the device is full),
 checks the result and writes the line of the report.
 """
 
@@ -27,7 +27,6 @@ from mergekit.merge_methods.base import (
 )
 from torch import Tensor
 
-from mergekit_ace.algebra.inspection import measure_noise
 from mergekit_ace.algebra.records import FixedLayout, IllConditionedError, TensorRecord
 from mergekit_ace.algebra.task_vectors import clamp_to_versions
 from mergekit_ace.methods.architecture import is_transposed, stored_layout
@@ -97,8 +96,7 @@ class Work:
         moved: bytes to and from memory, where they are not part of a product.
         working: bytes beside inputs and result, the larger of both.
         form: of the closed form; None for what needs none.
-        rows_per_column: T·o/i of the matrices that a closed form is solved for, see
-            `ridge_floor`; None without one.
+        rows_per_column: T·o/i of the matrices that a closed form is solved for; None without one.
     """
 
     operations: tuple[float, float]
@@ -267,8 +265,8 @@ class TaskVectorMethod(GroupMergeMethod):
         for t, model in enumerate(settings.models):
             if any(matrix.tau[t] > 0 and matrix.changed[t] == 0 for matrix in record.matrices):
                 notice(
-                    f"{self.spec.name}: {model} is left out of {{tensors}}, where it is the base "
-                    "but for the rounding of its checkpoint"
+                    f"{self.spec.name}: {model} is left out of {{tensors}}, where it is the base, "
+                    "saved in another precision"
                 )
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
@@ -318,7 +316,6 @@ class TaskVectorMethod(GroupMergeMethod):
         self.mention(settings, record)
         if settings.recorded:
             seconds = time.perf_counter() - start
-            record = measure_noise(record, _versions(_moved(group, merged.device)))
             append_report(self.spec.name, settings, record, seconds)
         return merged
 
@@ -345,11 +342,10 @@ class TaskVectorMethod(GroupMergeMethod):
         group: TensorGroup,
         parameters: Mapping[str, Any],
         device: torch.device,
-        least_memory: bool,
     ) -> tuple[Tensor, TensorRecord, TensorSettings]:
         group = _moved(group, device)
         check_finite(self.spec.name, group)
-        settings = replace(self.settings(group, parameters), least_memory=least_memory)
+        settings = self.settings(group, parameters)
         tensors = _versions(group)
         merged, record = self.merge(tensors, settings)
         if is_running_statistic(settings.name or ""):  # sums of changes may be negative variances

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a tensor is merged: on its device, on a full one with the least memory, then on the CPU."""
+"""Where a tensor is merged: on its device, or on the CPU where that is full."""
 
 from __future__ import annotations
 
@@ -14,12 +14,6 @@ from mergekit_ace.methods.inputs import describe
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Device, form of the merge, and what a warning says of them, ever leaner.
-ATTEMPTS = (
-    ("", False, ""),
-    ("", True, "there in the form that takes the least of it"),
-    ("cpu", True, "on the CPU instead, which takes longer"),
-)
 # In the messages of libraries that allocate memory of their own, which torch passes on as errors
 # of another kind.
 OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
@@ -38,41 +32,34 @@ def check_device(device: str) -> None:
 
 
 def first_that_fits(
-    device: torch.device,
-    work: Callable[[torch.device, bool], T],
-    method: str,
-    name: str | None,
+    device: torch.device, work: Callable[[torch.device], T], method: str, name: str | None
 ) -> T:
-    """Work on a device; if it is full, there with least memory, then on the CPU.
+    """Work on a device; if it is full, on the CPU.
 
     Args:
         device: where the tensors are, or are meant to go.
-        work: from a device, to which it moves the tensors, and whether it is to take the least
-            memory, to a result.
-        method, name: of the merge and of the tensor, for the one warning.
+        work: from a device, to which it moves the tensors, to a result.
+        method, name: of the merge and of the tensor, for the warning.
 
     Raises:
         torch.OutOfMemoryError: there is no memory on the CPU either.
     """
-    for where, least_memory, words in ATTEMPTS:
+    for where in (device, torch.device("cpu")):
         try:
-            result = work(torch.device(where) if where else device, least_memory)
+            return work(where)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            result = None  # goes on below: the error holds on to the tensors of its frames
-        if result is None:
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            continue
-        if words:
-            LOG.warning(
-                "%s: %s does not fit into the free memory of %s; merged %s. Other work on the "
-                "device, or tensors that --read-to-gpu and --low-cpu-memory keep there, leave it "
-                "less.",
-                method, describe(name), device, words,
-            )  # fmt: skip
-        return result
+        if torch.cuda.is_available():  # out here: the error holds on to the tensors of its frames
+            torch.cuda.empty_cache()
+        if where.type == "cpu":
+            break
+        LOG.warning(
+            "%s: %s does not fit into the free memory of %s; merged on the CPU instead, which takes "
+            "longer. Other work on the device, or tensors that --read-to-gpu and --low-cpu-memory "
+            "keep there, leave it less.",
+            method, describe(name), device,
+        )  # fmt: skip
     raise torch.OutOfMemoryError(f"{method}: there is no memory left to merge {describe(name)}")
 
 

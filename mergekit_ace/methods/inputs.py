@@ -29,7 +29,6 @@ class TensorSettings:
         coefficients: that its merge uses; None where it has none.
         recorded: whether somebody will read the record of the merge.
         space: of which the tensors are cores, where all task vectors are of low rank.
-        least_memory: whether the merge takes the least working memory instead of the shortest time.
         observe: called with the merged task vector of a matrix, where the method can show it.
     """
 
@@ -41,7 +40,6 @@ class TensorSettings:
     coefficients: Sequence[float] | None = None
     recorded: bool = False
     space: CoreSpace | None = None
-    least_memory: bool = False
     observe: Observer | None = None
 
     @classmethod

@@ -19,7 +19,6 @@ from mergekit.io import LazyTensorLoader, ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 from safetensors import safe_open
 
-from mergekit_ace.algebra.rounding_noise import storage_grid
 from mergekit_ace.checkpoint_files import (
     INDEX_FILES,
     check_reference,
@@ -138,6 +137,14 @@ class Checkpoint:
     def bytes(self) -> int:
         """The bytes of all tensors."""
         return sum(header.bytes for header in self.headers.values())
+
+
+def storage_grid(tensor: torch.Tensor) -> torch.dtype:
+    """Return the coarsest precision that holds every value of a tensor."""
+    coarser = (torch.bfloat16, torch.float16, torch.float32)
+    return next(
+        (g for g in coarser if torch.equal(tensor.to(g).to(tensor.dtype), tensor)), tensor.dtype
+    )
 
 
 Checkpoints = Mapping[ModelReference, Checkpoint]

@@ -78,8 +78,7 @@ _LINE = TypeAdapter(Line)
 _COMPARED = ("norm", "base_norm", "unchanged", "cosine", "unit", "histogram")
 # What `ace` decides with a statistic, and what comes with a ridge.
 _DECIDED = (
-    "gamma", "log_variance", "threshold", "heterogeneous", "normalized", "refined", "epsilon",
-    "condition", "rank",
+    "gamma", "log_variance", "threshold", "heterogeneous", "normalized", "refined", "rank",
 )  # fmt: skip
 _WITH_RIDGE = ("ridge", "amplification")
 

@@ -30,10 +30,7 @@ _FIELDS = {
     "form": ("form", "How it is computed"),
     "gamma": ("γ", "Heterogeneity, Eq. 7"),
     "log_variance": ("var log τ", "Variance of log τ, which has no unit"),
-    "condition": ("condition", "Estimated condition number of A"),
     "ridge": ("ridge", "ε̄ in mean eigenvalues of Σ S_t, as used"),
-    "raised": ("raised", "Whether ridge_floor raised the ridge"),
-    "bounded": ("bounded", "Whether it was raised so far that ‖X‖ keeps to its bound"),
     "amplification": ("amplification", "‖X‖² / Σ ‖Δ_t‖² of the closed form"),
 }
 
@@ -137,10 +134,6 @@ def _columns(report: Report) -> list[Column]:
     add("T·o/i", "Rows of all experts over columns", lambda row: row.rows_per_column)
     for t, name in enumerate(report.experts):
         add(f"τ {name}", f"Squared norm of the task vector of {name}", tau(t))
-    add(
-        "rounding", "Largest share of τ that is the rounding of the checkpoints, over the experts",
-        _rounding, share=True,
-    )  # fmt: skip
     add("agreement", "Mean cosine of ΔᵀΔ and what was measured, over the experts", _agreement)
     add(
         "largest ‖Δ‖/‖W0‖", "Largest over the experts",
@@ -169,11 +162,6 @@ def _cell(value: Value, share: bool) -> tuple[str, float | None]:
 
 def _largest(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
-
-
-def _rounding(row: Row) -> Value:
-    pairs = zip(row.matrix.noise or (), row.matrix.tau, strict=False)
-    return _largest(min(1.0, noise / tau) for noise, tau in pairs if tau)
 
 
 def _agreement(row: Row) -> Value:

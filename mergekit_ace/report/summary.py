@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mergekit_ace.algebra.ridge_floor import LIMIT, is_near_threshold
 from mergekit_ace.files import write_text
 from mergekit_ace.methods.report_lines import finite
 from mergekit_ace.naming import module_of, without_numbers
@@ -25,9 +24,8 @@ ALIKE, OPPOSED = 0.9, -0.1
 WEAK = 0.1  # of the strongest expert's norm
 FAR = 0.3  # ‖Δ‖/‖W0‖ at which an expert is hardly a fine-tune of this base
 ADAPTER = 0.3  # share of unchanged entries that is worth a word
-ROUNDED = 0.5  # share of an expert's change in a layer that is rounding noise
-ILL_CONDITIONED = 1e5
-DOMINANT = 0.7  # mean share of the weight in the sum of relative errors
+LARGE = 2.5  # ‖X‖² / Σ ‖Δ_t‖² of a merge that follows noise
+NEAR_THRESHOLD = (0.8, 1.25)  # T·o/i where the rows of all experts just determine X
 MOSTLY = 0.9  # share of matrices that is worth the names of their modules
 CROWDED = 3.0  # times the overlap of random subspaces
 
@@ -55,19 +53,16 @@ def summarize(report: Report) -> dict[str, Any]:
         "norm": report.norms,
         "relative_size": report.relative_sizes,
         "unchanged": report.unchanged,
-        "noise": noise_shares(report),
         "cosine": report.cosines,
         "heterogeneous": len(exceeding),
         "heterogeneous_by_unit": len([row for row in exceeding if by_unit_alone(row)]),
         "refined": len([row for row in report.solved if row.matrix.refined]),
-        "largest_condition": _largest(report, "condition"),
-        "raised": len([row for row in report.rows if row.matrix.raised]),
         "largest_ridge": _largest(report, "ridge"),
         "largest_amplification": _largest(report, "amplification"),
         "near_threshold": {
             without_numbers(row.line.name): row.rows_per_column
             for row in ridges
-            if is_near_threshold(row.rows_per_column)
+            if NEAR_THRESHOLD[0] <= (row.rows_per_column or 0) <= NEAR_THRESHOLD[1]
         },
         "agreement": agreement_by_kind(report),
         "sentences": list(sentences(report)),
@@ -79,12 +74,6 @@ def _largest(report: Report, field: str) -> float | None:
     return max((getattr(row.matrix, field) for row in rows), default=None)
 
 
-def noise_shares(report: Report) -> list[float | None]:
-    """Return ν_t²/τ_t over the whole model, how much of a change is rounding; None without one."""
-    pairs = zip(report.noise.sum(axis=0), report.squares.sum(axis=0), strict=True)
-    return [float(noise / change) if change else None for noise, change in pairs]
-
-
 def by_unit_alone(row: Row) -> bool:
     """Return whether γ calls a matrix heterogeneous though the experts' log τ hardly spread.
 
@@ -92,13 +81,6 @@ def by_unit_alone(row: Row) -> bool:
     """
     matrix = row.matrix
     return matrix.statistic == "gamma" and matrix.log_variance <= matrix.threshold
-
-
-def held_back(row: Row) -> bool:
-    """Return whether γ exceeds the threshold and ``auto`` does not believe it."""
-    matrix = row.matrix
-    above = matrix.statistic == "auto" and matrix.gamma > matrix.threshold
-    return above and not matrix.heterogeneous
 
 
 def sentences(report: Report) -> Iterator[str]:
@@ -111,12 +93,10 @@ def sentences(report: Report) -> Iterator[str]:
             "of these experts with its defaults."
         )
     yield from _experts(report)
-    yield from _rounding(report)
+    yield from _left_out(report)
     yield from _pairs(report)
-    yield from _shares(report)
     yield from _branches(report)
     yield from _ridges(report)
-    yield from _numerics(report)
     if report.skipped:
         yield (
             f"{_count(len(report.skipped), 'tensor')} cannot be compared: "
@@ -163,43 +143,20 @@ def _experts(report: Report) -> Iterator[str]:
             )
 
 
-def _rounding(report: Report) -> Iterator[str]:
-    """Find layers where an expert's change is mostly the rounding of the checkpoints."""
+def _left_out(report: Report) -> Iterator[str]:
+    """Tell of experts that are the base in another precision."""
     for t, name in enumerate(report.experts):
-        parts = []
-        for first, last in rounded_layers(report, t):
-            run = [n for n in report.layer_squares if first <= n <= last]
-            noise = sum(report.layer_noise[n][t] for n in run)
-            share = min(1.0, noise / sum(report.layer_squares[n][t] for n in run))
-            where = f"layers {first}–{last}" if first < last else f"layer {first}"
-            parts.append(f"{share:.0%} of {name}'s change in {where}")
-        if parts:
-            yield f"{_listed(parts)} {'is' if len(parts) == 1 else 'are'} rounding."
-        left_out = {row.line.name for row in report.rows if _is_rounding(report, row, t)}
-        if left_out:
+        tensors = {row.line.name for row in report.rows if _is_base(report, row, t)}
+        if tensors:
             yield (
-                f"{name} is left out of {_count(len(left_out), 'tensor')}, where it is the base "
-                "but for the rounding of its checkpoint."
+                f"{name} is left out of {_count(len(tensors), 'tensor')}, where it is the base, "
+                "saved in another precision."
             )
 
 
-def _is_rounding(report: Report, row: Row, expert: int) -> bool:
+def _is_base(report: Report, row: Row, expert: int) -> bool:
     tau, changed = (report.spread(row.line, v) for v in (row.matrix.tau, row.matrix.changed))
     return bool(tau[expert]) and changed[expert] == 0
-
-
-def rounded_layers(report: Report, expert: int) -> list[tuple[int, int]]:
-    """Return the runs of layers in which most of an expert's change is rounding noise."""
-    runs: list[tuple[int, int]] = []
-    before = None
-    for layer, squares in report.layer_squares.items():
-        if 0 < ROUNDED * squares[expert] <= report.layer_noise[layer][expert]:
-            if runs and runs[-1][1] == before:
-                runs[-1] = (runs[-1][0], layer)
-            else:
-                runs.append((layer, layer))
-        before = layer
-    return runs
 
 
 def changed_layers(report: Report, expert: int) -> tuple[int, int] | None:
@@ -263,44 +220,17 @@ def input_overlap(report: Report) -> tuple[float | None, float]:
     return math.fsum(values) / len(values), math.fsum(chances) / len(chances)
 
 
-def _shares(report: Report) -> Iterator[str]:
-    """Find experts that relative errors weigh very differently from their neighbours."""
-    columns: list[list[float]] = [[] for _ in report.models]
-    for row in report.rows_with("share"):
-        for t, value in enumerate(report.spread(row.line, row.matrix.share or ())):
-            if value is not None:
-                columns[t].append(value)
-    for name, values in zip(report.experts, columns, strict=True):
-        mean = math.fsum(values) / max(1, len(values))
-        if mean > DOMINANT:
-            yield (
-                f"{name} has {mean:.0%} of the weight in the sum of relative errors, because it "
-                "moved less than the others: where they overlap, it wins."
-            )
-
-
 def _branches(report: Report) -> Iterator[str]:
     solved = report.solved
     if not solved:
         return
     exceeding = [row for row in solved if row.matrix.heterogeneous]
-    held = [row for row in solved if held_back(row)]
-    if held:
-        yield (
-            f"γ exceeds the threshold in {len(held)} of {len(solved)} matrices only because τ is "
-            "close to 1: the experts hardly differ in scale there, and these do not count as "
-            "heterogeneous."
-        )
-    spread = solved[0].matrix.statistic == "log_variance"
-    statistic = "The variance of log τ" if spread else "γ"
+    statistic = "γ" if solved[0].matrix.statistic == "gamma" else "The variance of log τ"
     if not exceeding:
-        rest = len(solved) - len(held)
-        if rest:
-            yield (
-                f"{statistic} stays below the threshold in {'the other' if held else 'all'} {rest} "
-                "matrices: the experts differ little in scale, and nothing is normalised or "
-                "refined unless you ask for it."
-            )
+        yield (
+            f"{statistic} stays below the threshold in all {len(solved)} matrices: the experts "
+            "differ little in scale, and nothing is normalised or refined unless you ask for it."
+        )
         return
     alone = [row for row in exceeding if by_unit_alone(row)]
     text = f"{statistic} exceeds the threshold in {len(exceeding)} of {len(solved)} matrices"
@@ -331,31 +261,14 @@ def _ridges(report: Report) -> Iterator[str]:
             f"The covariances of {_count(len(outputs), 'matrix', 'matrices')} are estimated at the "
             "outputs, by ΔΔᵀ, as `side` has it."
         )
-    up = [row for row in ridges if row.matrix.raised]
-    bounded = [row for row in up if row.matrix.bounded]
-    rest = [row for row in up if not row.matrix.bounded]
-    large = [row for row in ridges if row.matrix.amplification > LIMIT]
-    amplified = [row for row in large if row.matrix.raised is None]  # the floor was off
-    if bounded:
-        most = max(row.matrix.ridge for row in bounded)
-        yield (
-            f"The ridge was raised in {_part(bounded, ridges)}, up to {most:.2g} mean eigenvalues: "
-            "with less, the merge is larger than what the experts hold (‖X‖² above "
-            f"{LIMIT:g} Σ ‖Δ_t‖²)."
-        )
-    if rest:
-        most = max(row.matrix.ridge for row in rest)
-        yield (
-            f"ε was raised in {_count(len(rest), 'matrix', 'matrices')}, up to {most:.2g} mean "
-            "eigenvalues: below that, a merge follows the noise in its weakest directions."
-        )
-    if amplified:
-        worst = sorted(amplified, key=lambda row: -row.matrix.amplification)[:3]
+    large = [row for row in ridges if row.matrix.amplification > LARGE]
+    if large:
+        worst = sorted(large, key=lambda row: -row.matrix.amplification)[:3]
         named = [f"{row.matrix.amplification:.3g} in {row.label}" for row in worst]
         yield (
-            f"The merge is larger than what the experts hold in {_part(amplified, ridges)}: "
+            f"The merge is larger than what the experts hold in {_part(large, ridges)}: "
             f"‖X‖² / Σ ‖Δ_t‖² is {_listed(named)}. A ridge that is too small amplifies noise "
-            "there; leave `ridge_floor` out, or raise `epsilon` for these tensors by a filter."
+            "there; leave `epsilon_scale` out, or raise `epsilon` for these tensors by a filter."
         )
 
 
@@ -371,17 +284,6 @@ def _part(rows: Sequence[Row], whole: Sequence[Row]) -> str:
     span = " to ".join(dict.fromkeys(f"{ratio:.3g}" for ratio in (ratios[0], ratios[-1])))
     mostly = "" if len(shown) == len(modules) else "mostly "
     return f"{len(rows)} of {len(whole)} matrices, {mostly}{_listed(shown)} (T·o/i = {span})"
-
-
-def _numerics(report: Report) -> Iterator[str]:
-    bad = [r for r in report.rows_with("condition") if r.matrix.condition > ILL_CONDITIONED]
-    if bad:
-        worst = max(bad, key=lambda row: row.matrix.condition)
-        yield (
-            f"The condition number exceeds {ILL_CONDITIONED:.0e} in "
-            f"{_count(len(bad), 'matrix', 'matrices')} (at most {worst.matrix.condition:.0e}, "
-            f"{worst.label}): the merge is exact, but sensitive there; a larger epsilon calms it."
-        )
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:

@@ -13,7 +13,6 @@ import numpy as np
 from mergekit import merge_methods
 
 from mergekit_ace.algebra.inspection import PairTable
-from mergekit_ace.algebra.ridge_floor import rows_per_column
 from mergekit_ace.methods.base import SHARED_RULES, TaskVectorMethod, matrices_in
 from mergekit_ace.methods.reference import known_methods
 from mergekit_ace.naming import layer_of, natural_order, relative_depths, short_names
@@ -52,7 +51,7 @@ class Row:
         outputs, inputs = found[1:]
         if self.matrix.side == "outputs":
             outputs, inputs = inputs, outputs
-        return rows_per_column(outputs, inputs, sum(w > 0 for w in self.matrix.weight))
+        return sum(w > 0 for w in self.matrix.weight) * outputs / inputs
 
     @property
     def own_cosines(self) -> list[float]:
@@ -185,11 +184,6 @@ class Report:
         """‖Δ_t‖² per line and expert, from τ_t."""
         return self._totals("tau")
 
-    @cached_property
-    def noise(self) -> np.ndarray:
-        """ν_t², the energy of rounding noise in Δ_t, per line and expert; 0 if nobody looked."""
-        return self._totals("noise")
-
     def _totals(self, field: str) -> np.ndarray:
         totals = np.zeros((len(self.lines), len(self.models)))
         for row, line in zip(totals, self.lines, strict=True):
@@ -242,11 +236,6 @@ class Report:
     def layer_squares(self) -> dict[int, np.ndarray]:
         """‖Δ_t‖² per layer and expert, for tensors inside of layers, by the layer's number."""
         return self._by_layer(self.squares)
-
-    @cached_property
-    def layer_noise(self) -> dict[int, np.ndarray]:
-        """ν_t² per layer and expert, for tensors inside of layers, by the layer's number."""
-        return self._by_layer(self.noise)
 
     def _by_layer(self, values: np.ndarray) -> dict[int, np.ndarray]:
         layers: dict[int, np.ndarray] = {}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor
 from mergekit_ace.algebra.covariance_agreement import compare_covariances
-from mergekit_ace.algebra.inspection import TensorInspection, inspect_tensor, measure_noise
+from mergekit_ace.algebra.inspection import TensorInspection, inspect_tensor
 from mergekit_ace.algebra.layouts import as_matrices
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank
 from mergekit_ace.algebra.low_rank_inspection import inspect_products
@@ -138,9 +138,8 @@ def _inspect(
     settings: TensorSettings,
     layout: FixedLayout,
     device: torch.device,
-    least_memory: bool,
 ) -> TensorInspection:
-    merge = partial(_merge, method, settings, least_memory)
+    merge = partial(_merge, method, settings)
     dtype = getattr(torch, settings.parameters.get("compute_dtype", "float32"))
     base, *experts = (tensor.to(device) for tensor in tensors)
     return inspect_tensor(base, experts, layout, merge, dtype)
@@ -149,14 +148,12 @@ def _inspect(
 def _merge(
     method: TaskVectorMethod,
     settings: TensorSettings,
-    least_memory: bool,
     tensors: Sequence[Tensor],
     layout: FixedLayout,
     observe: Observer | None,
 ) -> Merged:
-    settings = replace(settings, layout=layout, least_memory=least_memory, observe=observe)
-    merged, record = method.merge(tensors, settings)
-    return merged, measure_noise(record, tensors)
+    settings = replace(settings, layout=layout, observe=observe)
+    return method.merge(tensors, settings)
 
 
 def _short_line(planned: PlannedTensor, reason: str) -> LineJson:

@@ -7,8 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mergekit_ace.algebra.records import AceOptions, Fraction, Integer, NonNegative, Number
-from mergekit_ace.algebra.relative import RelativeOptions
+from mergekit_ace.algebra.records import (
+    AceOptions,
+    Fraction,
+    Integer,
+    NonNegative,
+    Number,
+    RelativeOptions,
+)
 from mergekit_ace.coefficients.file import Basis, Granularity
 from mergekit_ace.coefficients.learner import LearnerConfig
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from mergekit_ace.algebra.linalg import add_gram, full_precision
+from mergekit_ace.algebra.linalg import add_product_, full_precision
 from mergekit_ace.algebra.measured import pack
 
 LINEAR, TABLE = (nn.Linear, Conv1D), (nn.Embedding,)
@@ -106,7 +106,8 @@ def sum_inputs(
     def add(name: str, given: Tensor) -> None:
         inputs = given.reshape(-1, given.shape[-1]).float()
         total = sums[name]
-        add_gram(total, inputs.to(total.device).mT)
+        inputs = inputs.to(total.device)
+        add_product_(total, inputs.mT, inputs)
         rows[name] += len(inputs)
 
     def count(name: str, given: Tensor) -> None:

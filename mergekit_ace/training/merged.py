@@ -3,7 +3,7 @@
 
 The merge θ_0 + Σ_k λ_k s_k Δ_k is linear in the coefficients, so for any loss
 ∂L/∂λ_k^l = s_k^l ⟨∂L/∂θ^l, Δ_k^l⟩. s_k tells whether the expert changed the tensor at all, and is
-nearly always 1 (see `changed_share`). As soon as a parameter's gradient is ready, its K inner
+0 where it is the base in another precision. As soon as a parameter's gradient is ready, its K inner
 products with the experts' task vectors are taken and the gradient is freed. Task vectors are formed
 in blocks from the stored weights, so that beyond the model, its activations and one gradient there
 is one block in memory, however many experts there are.
@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mergekit_ace.algebra.task_vectors import measure_changes
+from mergekit_ace.algebra.task_vectors import select_active
 from mergekit_ace.training.config import Storage
 
 # Entries that are read at once: 1 MiB in float32 stays in a core's cache. On a GPU every operation
@@ -65,7 +65,8 @@ class MergedModel:
         self._changed = torch.ones(len(experts), len(names))  # s_k, as `merge_entries` has them
         for column, name in enumerate(names if not components else ()):
             versions = [expert[name] for expert in experts]
-            _, changed = measure_changes(base[name], versions, torch.float32)
+            ones = [1.0] * len(versions)
+            changed = select_active(base[name], versions, ones, torch.float32).changed
             self._changed[:, column] = torch.tensor(changed)
         self._base, *self._experts = (self._store(w, storage) for w in (base, *experts))
         self._partial: list[Tensor | None] = [None] * len(names)

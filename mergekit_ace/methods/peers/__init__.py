@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data-free merge methods that ACE-Merging is compared with, a file each, named after it."""
+"""Published merge methods that ACE-Merging is compared with, by what they work on."""

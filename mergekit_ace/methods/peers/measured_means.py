@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`merge_method: fisher`: Matena and Raffel, "Merging Models with Fisher-Weighted Averaging"."""
+"""Means weighted by what was measured on samples: `fisher`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ from mergekit_ace.algebra.task_vectors import ActiveExperts, by_layout, merge_me
 from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
 from mergekit_ace.methods.inputs import TensorSettings
 from mergekit_ace.methods.measured_lookup import required_lookup
-from mergekit_ace.methods.parameters import (
-    LAMBDA,
-    STATISTICS,
-    TASK,
-    WEIGHT,
-    shared,
-)
+from mergekit_ace.methods.parameters import LAMBDA, STATISTICS, TASK, WEIGHT, shared
 
 
 def merge_by_fisher(
@@ -88,12 +82,12 @@ class FisherMerge(TaskVectorMethod):
     )
     citations = (
         Citation(
-            key="matena2022fisher",
-            authors="Matena, Michael and Raffel, Colin",
-            title="Merging Models with {Fisher}-Weighted Averaging",
-            year=2022,
-            arxiv="2111.09832",
-            booktitle="Advances in Neural Information Processing Systems",
+            "matena2022fisher",
+            "Matena, Michael and Raffel, Colin",
+            "Merging Models with {Fisher}-Weighted Averaging",
+            2022,
+            "2111.09832",
+            "Advances in Neural Information Processing Systems",
         ),
     )
     own_rule = "averaged by their Fisher information"

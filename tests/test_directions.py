@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Singular directions and orthonormal factors against full decompositions in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from matrices import SPECTRA, spectrum, with_values
+from mergekit.merge_methods import merge_tensors
+from torch import Tensor
+
+from mergekit_ace.algebra.directions import (
+    SMALL_SIDE,
+    Directions,
+    leading_directions,
+    orthogonal_factor,
+    present_directions,
+)
+
+SMALL = [(20, 50), (50, 20), (30, 30)]
+LARGE = [(280, 400), (400, 280), (280, 280)]  # where a Gram matrix is decomposed
+UNITS = [1e-170, 1e-20, 1e15]  # squares of the first leave the range of float64
+
+
+def svd(matrix: Tensor, count: int) -> Directions:
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    return Directions(left[:, :count], values[:count], right[:count].mT)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def polar(found: Directions) -> Tensor:
+    return found.left @ found.right.mT
+
+
+def is_orthonormal(columns: Tensor) -> bool:
+    identity = torch.eye(columns.shape[1], dtype=torch.float64)
+    return float((columns.mT @ columns - identity).abs().max()) <= 1e-7
+
+
+def test_large_matrices_are_those_whose_gram_matrix_is_decomposed():
+    assert max(min(shape) for shape in SMALL) <= SMALL_SIDE < min(min(shape) for shape in LARGE)
+
+
+@pytest.mark.parametrize("shape", SMALL + LARGE)
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("share", [0.05, 0.7, 1.0])  # by some of the eigenvectors, or all
+def test_leading_directions(rng, shape, unit, share):
+    matrix = unit * with_values(rng, shape, spectrum("slow", min(shape)))
+    count = max(1, int(share * min(shape)))
+    found, expected = leading_directions(matrix, count), svd(matrix, count)
+    torch.testing.assert_close(found.values / unit, expected.values / unit)
+    assert distance(found.matrix / unit, expected.matrix / unit) <= 1e-9
+    assert distance(polar(found), polar(expected)) <= 1e-9
+    assert is_orthonormal(found.left)
+    assert is_orthonormal(found.right)
+
+
+@pytest.mark.parametrize("shape", [SMALL[0], *LARGE[:2]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_stored_in_few_digits_is_decomposed_in_float64(rng, shape, dtype):
+    matrix = torch.randn(shape, generator=rng).to(dtype)
+    found, expected = leading_directions(matrix, 5), svd(matrix, 5)
+    assert found.left.dtype == found.values.dtype == found.right.dtype == torch.float64
+    assert distance(found.matrix, expected.matrix) <= 1e-9
+
+
+@pytest.mark.parametrize("shape", SMALL + LARGE)
+@pytest.mark.parametrize("unit", UNITS)
+def test_directions_that_a_matrix_does_not_have(rng, shape, unit):
+    """They are orthonormal among leading ones, and missing among those that are present."""
+    matrix = unit * with_values(rng, shape, torch.linspace(2, 1, 6, dtype=torch.float64))
+    found, expected = leading_directions(matrix, 9), svd(matrix, 6)
+    assert is_orthonormal(found.left)
+    assert is_orthonormal(found.right)
+    torch.testing.assert_close(found.values[:6] / unit, expected.values / unit)
+    assert (found.values[6:] <= 1e-12 * unit).all()
+    assert len(present_directions(matrix).values) == 6
+    assert len(present_directions(matrix, 4).values) == 4
+    assert distance(orthogonal_factor(matrix), polar(expected)) <= 1e-9
+
+
+@pytest.mark.parametrize("shape", [*SMALL, *LARGE, (30, 0)])
+def test_a_matrix_without_directions(shape):
+    zeros = torch.zeros(shape)
+    assert present_directions(zeros).left.shape == (shape[0], 0)
+    assert torch.equal(orthogonal_factor(zeros), zeros.double())
+    if zeros.numel():
+        found = leading_directions(zeros, 3)
+        assert not found.values.any()
+        assert is_orthonormal(found.left)
+        assert is_orthonormal(found.right)
+
+
+@pytest.mark.parametrize("shape", LARGE)
+@pytest.mark.parametrize("kind", SPECTRA)
+def test_the_orthogonal_factor(rng, shape, kind):
+    """Also where values are equal, and where a Gram matrix has lost the weakest directions."""
+    matrix = with_values(rng, shape, spectrum(kind, 280))
+    found, count = orthogonal_factor(matrix), 280
+    assert distance(found, polar(svd(matrix, count))) <= 1e-7
+    assert is_orthonormal(found if shape[0] > shape[1] else found.mT)
+
+
+@pytest.mark.parametrize("shape", LARGE)
+@pytest.mark.parametrize("kind", SPECTRA)
+def test_a_cut_between_directions(rng, shape, kind):
+    matrix = with_values(rng, shape, spectrum(kind, 280))
+    sigma = spectrum(kind, 280)
+    for count in (20, 200):
+        if sigma[count - 1] == sigma[count]:
+            continue  # which of them are kept is arbitrary
+        found, expected = present_directions(matrix, count), svd(matrix, count)
+        torch.testing.assert_close(found.values, expected.values, rtol=1e-7, atol=0)
+        assert distance(polar(found), polar(expected)) <= 1e-6
+
+
+@pytest.mark.parametrize("shape", SMALL + LARGE)
+@pytest.mark.parametrize("repeated", [1.0, 3.0])
+def test_equal_singular_values(rng, shape, repeated):
+    """Vectors are arbitrary within their span, which is compared, as is U diag(σ) Vᵀ."""
+    sigma = torch.cat([torch.full((6,), repeated), torch.full((7,), repeated / 2)]).double()
+    matrix = with_values(rng, shape, sigma)
+    found, expected = leading_directions(matrix, 6), svd(matrix, 6)
+    for name in ("left", "right"):
+        basis, exact = getattr(found, name), getattr(expected, name)
+        assert distance(basis @ basis.mT, exact @ exact.mT) <= 1e-9
+    assert distance(found.matrix, expected.matrix) <= 1e-9
+
+
+@pytest.mark.parametrize("shape", SMALL + LARGE)
+def test_what_is_below_a_floor_is_left_out(rng, shape):
+    sigma = torch.cat([torch.ones(8), torch.full((min(shape) - 8,), 1e-7)]).double()
+    matrix = with_values(rng, shape, sigma)
+    assert distance(polar(present_directions(matrix, floor=1e-3)), polar(svd(matrix, 8))) <= 1e-9
+    assert len(present_directions(matrix).values) == min(shape)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("angle", [1.0, 1e-2, 0.0])
+def test_columns_made_orthonormal(rng, unit, angle):
+    """Half of them are turned from the other half by an angle: at 0 they repeat them."""
+    basis = torch.linalg.qr(torch.randn(400, 300, generator=rng, dtype=torch.float64)).Q
+    columns = basis.clone()
+    columns[:, 150:] = columns[:, :150] + angle * columns[:, 150:]
+    found = orthogonal_factor(unit * columns)
+    assert distance(found, polar(svd(columns, 300 if angle else 150))) <= 1e-9
+    assert int(torch.linalg.matrix_rank(found)) == (300 if angle else 150)
+
+
+@pytest.mark.parametrize("method", ["tsv_m", "iso_c", "iso_cts"])
+@pytest.mark.parametrize("shape", [(40, 60), (280, 300)])
+def test_the_rounding_of_float32_adds_no_directions(rng, method, shape):
+    """Adapters that were added to float32 weights are merged as those added to nothing."""
+    base = torch.randn(shape, generator=rng)
+    deltas = [0.1 * with_values(rng, shape, torch.ones(3).double()) for _ in range(3)]
+    expected = merge_tensors([torch.zeros_like(deltas[0]), *deltas], method, base_index=0)
+    stored = [base, *((base + delta).float() for delta in deltas)]
+    merged = merge_tensors(stored, method, base_index=0).double() - base
+    assert distance(merged, expected) <= 2e-3  # of the result itself
