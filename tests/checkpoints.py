@@ -79,7 +79,7 @@ def save_family(
     return paths
 
 
-def default_config(paths: list[str], **config) -> dict:
+def ace_config(paths: list[str], **config) -> dict:
     """A mergekit configuration that merges `paths[1:]` on the base `paths[0]` by `ace`."""
     return {
         "merge_method": "ace",
@@ -90,11 +90,7 @@ def default_config(paths: list[str], **config) -> dict:
     }
 
 
-def ace_config(paths: list[str], **config) -> dict:
-    """The same with the ridge that is given, as the naive references have it."""
-    if config.get("merge_method", "ace") in ("ace", "ace_relative"):
-        config["parameters"] = {"ridge_floor": False, **config.get("parameters", {})}
-    return default_config(paths, **config)
+default_config = ace_config
 
 
 def state(model_class: type, path: str | Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:

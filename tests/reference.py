@@ -139,18 +139,6 @@ def with_measured(gram: list[Tensor], measured: list[Tensor] | None, mix: float)
     return [(1 - mix) * g + mix * g.trace() / m.trace() * m for g, m in pairs]
 
 
-def naive_relative_errors(merged: Tensor, deltas: list[Tensor], epsilon: float) -> list[float]:
-    """‖(X − Δ_t) K_t^½‖² / ‖Δ_t K_t^½‖² per expert: 0 where it lost nothing, 1 where all."""
-    errors = []
-    for delta in deltas:
-        gram = delta.T @ delta
-        sigma = gram / gram.trace() + epsilon / len(gram) * torch.eye(len(gram), dtype=gram.dtype)
-        missing = merged - delta
-        lost, whole = (float((m @ sigma @ m.T).trace()) for m in (missing, delta))
-        errors.append(lost / whole)
-    return errors
-
-
 def naive_table(
     base: Tensor,
     experts: list[Tensor],
@@ -159,6 +147,8 @@ def naive_table(
     lambda_: float = 1.0,
     epsilon: float = 0.01,
     coefficients: list[float] | None = None,
+    counts: list[Tensor] | None = None,
+    mix: float = 0.0,
 ) -> Tensor:
     """`ace_relative` of a table of rows, (n, d): the mean of each row, by who has moved it."""
     weight = [1.0] * len(experts) if weight is None else weight
@@ -167,13 +157,15 @@ def naive_table(
     deltas = [expert.double() - base.double() for expert in experts]
     kept = [t for t in range(len(experts)) if weight[t] > 0 and deltas[t].any()]
     for v in range(len(base)):
-        counts = {
-            t: weight[t]
-            * (deltas[t][v].square().sum() / deltas[t].square().sum() + epsilon / len(base))
-            for t in kept
-        }
-        moved = sum(own[t] * counts[t] * deltas[t][v] for t in kept) / sum(counts.values())
-        merged[v] += lambda_ * moved
+        asked = {}
+        for t in kept:
+            share = deltas[t][v].square().sum() / deltas[t].square().sum()
+            if counts is not None:
+                share = (1 - mix) * share + mix * counts[t][v] / counts[t].sum()
+            asked[t] = weight[t] * (share + epsilon / len(base))
+        total = sum(asked.values())
+        if total > 0:
+            merged[v] += lambda_ * sum(own[t] * asked[t] * deltas[t][v] for t in kept) / total
     return merged
 
 

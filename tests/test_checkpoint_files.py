@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from checkpoints import default_config
+from checkpoints import ace_config
 from click.testing import CliRunner
 from families import llama_family
 from safetensors.torch import load_file, save_file
@@ -49,7 +49,7 @@ def family(intact, tmp_path) -> Path:
 def commands(family: Path, *names: str) -> list[list[str]]:
     """Write the configs of a merge and a training of these folders; how each command is called."""
     out, paths = family / "out", [str(family / name) for name in names or ("base", "expert0")]
-    (family / "merge.yml").write_text(yaml.safe_dump(default_config(paths)))
+    (family / "merge.yml").write_text(yaml.safe_dump(ace_config(paths)))
     config = json.loads((family / "train.json").read_text())
     config["base_model"], experts = paths[0], paths[1:]
     config["training"]["max_steps"] = 1

@@ -8,54 +8,44 @@ import torch
 from matrices import HETEROGENEOUS, family
 from reference import naive_ace, naive_relative, naive_table, task_vector_error
 
-from mergekit_ace.algebra.adaptive import merge_tensor
+from mergekit_ace.algebra.ace import merge_tensor, merge_tensor_relative
 from mergekit_ace.algebra.components import split_tensor
-from mergekit_ace.algebra.forms import Attempt
-from mergekit_ace.algebra.records import AceOptions, tolerance
-from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
+from mergekit_ace.algebra.records import AceOptions, RelativeOptions
 
 OWN = [1.7, 0.0, -0.6]
 REFINEMENT = 0.4
+SHAPES = [(20, 90), (120, 24), (50, 60), (22, 55)]
 
 
 @pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["even", "uneven"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("form", ["primal", "tall", "lean", "dual"])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("switches", [{}, {"refinement_mean": "ridged"}, {"centred": False}])
-def test_ace(rng, switches, form, dtype, scales):
-    wide = torch.float64 if dtype == "float64" else torch.float32
-    both = [Attempt(form, wide), Attempt(form, torch.float64)]
-    shape = {"dual": (20, 90), "tall": (120, 24)}.get(form, (50, 60))
+def test_ace(rng, switches, shape, dtype, scales):
     base, experts = family(rng, *shape, 3, scales=scales, noise=0.3)
     epsilon = 1e-4 if scales is None else 1e-2
-    options = AceOptions(
-        epsilon=epsilon, scale=0.8, compute_dtype=dtype, ridge_floor=False, **switches
-    )
+    options = AceOptions(epsilon=epsilon, scale=0.8, compute_dtype=dtype, **switches)
     for weights in (None, [1.0, 0.2, 3.0]):
         for own in (OWN, [0.0, 0.0, 2.0], [1.0, 1.0, 1.0]):
             given = [*own, REFINEMENT]
-            merged, record = merge_tensor(
-                base, experts, weights, options, "matrix", given, attempts=both
-            )
+            merged, record = merge_tensor(base, experts, weights, options, "matrix", given)
             expected = naive_ace(
                 base, experts, weights,
                 lambda_=0.8, epsilon=epsilon, coefficients=given, **switches,
             )  # fmt: skip
             (matrix,) = record.matrices
             assert matrix.refined == (scales is not None)
-            bar = 1e-8 if dtype == "float64" else 3 * tolerance(matrix.condition)
+            bar = 1e-8 if dtype == "float64" else 5e-4
             assert task_vector_error(merged, expected, base) <= bar
 
 
-@pytest.mark.parametrize("form", ["primal", "tall", "lean", "dual"])
-def test_ace_relative(rng, form):
-    only = [Attempt(form, torch.float64)]
-    shape = {"dual": (20, 90), "tall": (120, 24)}.get(form, (50, 60))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ace_relative(rng, shape):
     base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS, noise=0.3)
     for options in ({}, {"centred": True, "structural_prior": True}):
-        expected = naive_relative(base, experts, floor=True, coefficients=OWN, **options)
+        expected = naive_relative(base, experts, coefficients=OWN, **options)
         chosen = RelativeOptions(compute_dtype="float64", **options)
-        merged, _ = merge_tensor_relative(base, experts, None, chosen, "matrix", OWN, attempts=only)
+        merged, _ = merge_tensor_relative(base, experts, None, chosen, "matrix", OWN)
         assert task_vector_error(merged, expected, base) <= 1e-9
     expected = naive_table(base, experts, coefficients=OWN)
     merged, _ = merge_tensor_relative(base, experts, None, chosen, "table", OWN)
@@ -72,7 +62,7 @@ def test_ones_change_no_bit(rng):
 @pytest.mark.parametrize("method", ["ace", "ace_relative"])
 def test_components_add_up(rng, method, layout):
     base, experts = family(rng, 12, 16, 3, scales=HETEROGENEOUS)
-    experts.append(base.clone())  # left the tensor as it was
+    experts.append(base.bfloat16().float())  # left the tensor as it was
     if layout == "stacked":
         other, more = family(rng, 12, 16, 4)
         base = torch.stack([base, other])
@@ -88,33 +78,6 @@ def test_components_add_up(rng, method, layout):
     wide = kind(epsilon=1e-2, scale=0.5, compute_dtype="float64")
     merged, _ = merge(base, experts, None, wide, layout, given)
     expected = base.double() + 0.5 * sum(a * p for a, p in zip(given, parts, strict=True)).double()
-    assert task_vector_error(merged, expected, base) <= 1e-4
-
-
-@pytest.mark.parametrize("layout", ["matrix", "transposed", "mean", "stacked", "table"])
-@pytest.mark.parametrize("method", ["ace", "ace_relative"])
-def test_components_of_experts_that_hardly_changed_add_up(rng, method, layout):
-    """One expert is the base, saved through bfloat16; another one is mixed in by a share."""
-    if method == "ace" and layout == "table":
-        pytest.skip("ace has no such layout")
-    base, experts = family(rng, 12, 16, 2, scales=[0.03, 0.1])
-    nearly = base.bfloat16().float()
-    nearly[0, 0] *= 1 + 2**-7
-    experts += [base.bfloat16().float(), nearly.bfloat16().float()]
-    if layout == "stacked":
-        base, experts = torch.stack([base] * 2), [torch.stack([e] * 2) for e in experts]
-    merge = merge_tensor if method == "ace" else merge_tensor_relative
-    kind = AceOptions if method == "ace" else RelativeOptions
-    options = kind(epsilon=1e-2)
-    parts = split_tensor(base, experts, options, layout)
-    assert not parts[2].any()
-    given = [0.3, 1.0, 7.0, 2.0, -1.0][: len(parts)]
-    wide = kind(epsilon=1e-2, compute_dtype="float64")
-    merged, record = merge(base, experts, None, wide, layout, given)
-    changed = record.matrices[0].changed
-    assert changed[:3] == (1, 1, 0)
-    assert 0.1 < changed[3] < 0.9
-    expected = base.double() + sum(a * p for a, p in zip(given, parts, strict=True)).double()
     assert task_vector_error(merged, expected, base) <= 1e-4
 
 

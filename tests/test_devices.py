@@ -31,18 +31,15 @@ from torch import Tensor
 
 from mergekit_ace import AceOptions, merge_matrix, merge_tensor
 from mergekit_ace.algebra.components import split_tensor
-from mergekit_ace.algebra.forms import Attempt
 from mergekit_ace.algebra.inspection import inspect_tensor
-from mergekit_ace.algebra.linalg import Torch, library
-from mergekit_ace.algebra.records import tolerance
-from mergekit_ace.algebra.relative import RelativeOptions
+from mergekit_ace.algebra.records import RelativeOptions
 from mergekit_ace.cli import main
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.devices import first_that_fits, is_out_of_memory
 from mergekit_ace.plugin import our_methods
 from mergekit_ace.report import tensor_lines
 
-FORMS = {"dual": (48, 200), "primal": (90, 80), "tall": (200, 60), "lean": (90, 80)}
+SHAPES = [(48, 200), (90, 80), (200, 60), (60, 150)]
 FLOAT = torch.float32
 PARAMETERS = {"statsmerging": {"weight": [0.2, 0.3, 0.4]}, "wudi": {"steps": 5}}
 
@@ -79,6 +76,11 @@ def families(shape: tuple[int, ...], stored: torch.dtype = FLOAT) -> list[Tensor
     return [tensor.to(stored) for tensor in (base, *experts)]
 
 
+def is_near(merged: Tensor, expected: Tensor, base: Tensor) -> bool:
+    """Up to what rounding exchanges of neighbouring singular directions at a cut between them."""
+    return bool((merged.cpu() - expected).norm() <= 5e-3 * (expected - base).norm())
+
+
 @pytest.mark.parametrize(
     ("case", "dtype", "bar"),  # test_golden.py has all cases with both
     [(case, *((("float32", 5e-5), ("float64", 1e-10))[n % 2])) for n, case in enumerate(CASES)],
@@ -99,24 +101,25 @@ def test_golden_cases(gpu, case, dtype, bar):
 
 @covered(
     strength=3,
-    form=FORMS,
-    dtype=[torch.float32, torch.float64],
+    shape=SHAPES,
+    dtype=["float32", "float64"],
     switch=["never", "always"],
-    floor=[True, False],
+    scale=["spectrum", "absolute"],
     stored=[torch.float32, torch.bfloat16],
 )
-def test_every_form_agrees_with_the_cpu(gpu, form, dtype, switch, floor, stored):
-    tensors = families(FORMS[form], stored)
+def test_every_form_agrees_with_the_cpu(gpu, shape, dtype, switch, scale, stored):
+    tensors = families(shape, stored)
     options = AceOptions(
-        adaptive_normalization=switch, spectral_refinement=switch, ridge_floor=floor
+        adaptive_normalization=switch,
+        spectral_refinement=switch,
+        epsilon_scale=scale,
+        compute_dtype=dtype,
     )
-    attempts = [Attempt(form, dtype), Attempt(form, torch.float64)]
-    expected, _ = merge_matrix(tensors[0], tensors[1:], options=options, attempts=attempts)
+    expected, _ = merge_matrix(tensors[0], tensors[1:], options=options)
     base, *experts = moved(tensors, gpu)
-    assert library(base) is Torch
-    merged, record = merge_matrix(base, experts, options=options, attempts=attempts)
+    merged, _ = merge_matrix(base, experts, options=options)
     assert merged.device == gpu
-    bar = 2 * tolerance(record.condition)  # each may have that error
+    bar = 5e-4 if dtype == "float32" else 1e-8
     assert task_vector_error(merged.cpu(), expected, tensors[0]) <= bar
 
 
@@ -133,7 +136,7 @@ def test_every_method(gpu, tmp_path, method, shape):
         with context:
             merged = merge_tensors(given, name, base_index=0, parameters=parameters, name="w")
         assert merged.device == gpu
-        torch.testing.assert_close(merged.cpu(), expected, atol=1e-4, rtol=1e-4)
+        assert is_near(merged, expected, tensors[0])
     lines = (tmp_path / "lines.jsonl").read_text().splitlines()
     assert [json.loads(line)["method"] for line in lines] == [name] * 2
 
@@ -232,8 +235,8 @@ class Full:
     def __init__(self, message: str, failures: int):
         self.message, self.failures, self.seen = message, failures, []
 
-    def __call__(self, device: torch.device, least_memory: bool) -> str:
-        self.seen.append((device.type, least_memory))
+    def __call__(self, device: torch.device) -> str:
+        self.seen.append(device.type)
         if len(self.seen) <= self.failures:
             raise RuntimeError(self.message)
         return "merged"
@@ -243,16 +246,13 @@ FULL = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle
 
 
 @pytest.mark.parametrize("message", [FULL, "CUDA error: out of memory"])
-@pytest.mark.parametrize(
-    ("failures", "where"), [(1, "in the form that takes the least"), (2, "on the CPU")]
-)
-def test_devices_without_memory(caplog, message, failures, where):
-    work = Full(message, failures)
+def test_devices_without_memory(caplog, message):
+    work = Full(message, 1)
     assert first_that_fits(torch.device("meta"), work, "ace", "a.weight") == "merged"
-    assert work.seen == [("meta", False), ("meta", True), ("cpu", True)][: failures + 1]
+    assert work.seen == ["meta", "cpu"]
     (text,) = caplog.messages
     assert text.startswith("ace: tensor a.weight does not fit into the free memory of meta; merged")
-    assert where in text
+    assert "on the CPU" in text
 
 
 def test_no_memory_anywhere():
@@ -313,7 +313,7 @@ def test_full_devices(monkeypatch, caplog, tmp_path, method):
                 assert 0 < device.waits <= 100
                 assert not caplog.messages
                 parameters["report"] = str(tmp_path / "lines.jsonl")
-            torch.testing.assert_close(merged.cpu(), expected, atol=1e-4, rtol=1e-4)
+            assert is_near(merged, expected, tensors[0])
             del merged  # nor may it take room
     assert [text.startswith(f"{name}: tensor w does not fit") for text in caplog.messages] == [True]
     assert "on the CPU" in caplog.text

@@ -23,7 +23,7 @@ from mergekit_ace.algebra.task_vectors import measure_heterogeneity
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "ace.json").read_text())
-PAPER = {"heterogeneity": "gamma", "refinement_mean": "ridged"}
+PAPER = {"epsilon_scale": "absolute", "heterogeneity": "gamma", "refinement_mean": "ridged"}
 TENSORS = load_file(GOLDEN / "ace.safetensors")
 
 

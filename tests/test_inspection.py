@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 from matrices import HETEROGENEOUS, deltas_of, family
+from mergekit_ace.algebra.ace import merge_tensor
 from reference import naive_ace
 from torch import Tensor
 
 from mergekit_ace.algebra import inspection as comparison
-from mergekit_ace.algebra.adaptive import merge_tensor
 from mergekit_ace.algebra.inspection import (
     BINS,
     REACH,

@@ -12,7 +12,6 @@ import torch
 from checkpoints import (
     ace_config,
     check_merge,
-    default_config,
     fine_tuned,
     save_family,
     state,
@@ -39,7 +38,7 @@ def test_tensors_in_memory_are_merged_like_checkpoints(tmp_path, mergekit_yaml):
     paths, parameters = save_family(tiny_llama(), tmp_path, experts=3), {"epsilon": 1e-3}
     models = {ModelReference.model_validate(path): checkpoint(path) for path in paths}
     merged = merge_state_dicts(models, "ace", base=next(iter(models)), parameters=parameters)
-    on_disk = checkpoint(mergekit_yaml(default_config(paths, parameters=parameters)))
+    on_disk = checkpoint(mergekit_yaml(ace_config(paths, parameters=parameters)))
     for name, tensor in on_disk.items():
         assert torch.equal(merged[name], tensor), name
 

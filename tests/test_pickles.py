@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from checkpoints import default_config, save_family, tiny_llama
+from checkpoints import ace_config, save_family, tiny_llama
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
@@ -103,7 +103,7 @@ def hostile(request, tmp_path) -> tuple[Path, Path]:
 
 def write_config(folder: Path, paths: list[str]) -> Path:
     config = folder / "merge.yml"
-    config.write_text(yaml.safe_dump(default_config(paths)))
+    config.write_text(yaml.safe_dump(ace_config(paths)))
     return config
 
 

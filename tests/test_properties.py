@@ -11,12 +11,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from matrices import as_if_large, family
+from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
 from reference import naive_ace, task_vector_error
 from torch import Tensor
 
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix
 from mergekit_ace.algebra.components import split_tensor
-from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
 
 settings.register_profile("ours", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("ours")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -14,24 +13,19 @@ from mergekit.merge_methods import merge_tensors
 from reference import (
     naive_mean,
     naive_relative,
-    naive_relative_errors,
     naive_table,
     task_vector_error,
 )
-from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from mergekit_ace.algebra.forms import Attempt
-from mergekit_ace.algebra.records import tolerance
-from mergekit_ace.algebra.relative import RelativeOptions, merge_tensor_relative
-from mergekit_ace.algebra.rounding_noise import genuine_share
-from mergekit_ace.algebra.task_vectors import squared_norm
+from mergekit_ace.algebra.ace import merge_tensor_relative
+from mergekit_ace.algebra.records import RelativeOptions
 
 SHAPES = {"dual": (20, 90), "primal": (50, 60), "tall": (120, 24), "square": (32, 32)}
 VARIANTS = [
     {},
     {"epsilon": 1.0},
-    {"epsilon": 1e-4},
+    {"epsilon": 1e-4, "epsilon_scale": "relative"},
     {"centred": True},
     {"structural_prior": True},
     {"centred": True, "structural_prior": True},
@@ -49,54 +43,30 @@ def test_against_the_transcription(rng, shape, options, scales):
     base, experts = family(rng, *SHAPES[shape], 3, scales=scales, noise=0.3)
     for weights in (None, [1.0, 0.2, 3.0], [0.0, 1.0, 1.0]):
         expected = naive_relative(base, experts, weights, lambda_=0.8, **options)
-        literal = {**options, "scale": 0.8, "ridge_floor": False}
+        literal = {**options, "scale": 0.8}
         exact, record = merge(base, experts, weights, compute_dtype="float64", **literal)
         assert record.matrices[0].rule == "ace_relative"
         assert task_vector_error(exact, expected, base) <= 1e-9
         merged, _ = merge(base, experts, weights, **literal)
-        assert task_vector_error(merged, expected, base) <= 5e-5
+        assert task_vector_error(merged, expected, base) <= 2e-4
 
 
-@pytest.mark.parametrize("kind", ["noise", "low rank", "near-duplicates"])
-@pytest.mark.parametrize("form", ["primal", "tall", "lean", "dual"])
-def test_float32_forms(rng, form, kind):
-    """The forms are those of `ace`, and so is their bar, but uncentred."""
-    both = [Attempt(form, torch.float32), Attempt(form, torch.float64)]
-    rows, columns = {"dual": (48, 200), "tall": (200, 60)}.get(form, (90, 80))
-    shared = torch.randn(rows, columns, generator=rng)
-    for epsilon in (1e-4, 1e-2, 1.0):
-        base = 1e-6 * torch.randn(rows, columns, generator=rng)
-        experts = []
-        for scale in (0.01, 0.1, 1.0):
-            delta = torch.randn(rows, columns, generator=rng)
-            if kind == "low rank":
-                delta = delta[:, :4] @ torch.randn(4, columns, generator=rng)
-            elif kind == "near-duplicates":
-                delta = shared + 1e-3 * delta
-            experts.append(base + scale * delta)
-        expected = naive_relative(base, experts, epsilon=epsilon)
-        options = RelativeOptions(epsilon=epsilon, ridge_floor=False)
-        merged, record = merge_tensor_relative(base, experts, None, options, attempts=both)
-        error = task_vector_error(merged, expected, base)
-        assert error <= tolerance(record.matrices[0].condition), record
-
-
-def test_minimises_the_sum_of_relative_errors(rng):
+def test_minimises_the_sum_of_errors_on_covariances_of_trace_one(rng):
     base, experts = family(rng, 9, 7, 3, scales=HETEROGENEOUS)
     base, experts = base.double(), [expert.double() for expert in experts]
     deltas = [expert - base for expert in experts]
-    options = RelativeOptions(epsilon=0.05)
-    merged, _ = merge_tensor_relative(base, experts, None, options)
-    least = sum(naive_relative_errors(merged - base, deltas, 0.05))
-    assert 0 < least < len(deltas)
-    size = (merged - base).norm() / 100
+    merged, record = merge_tensor_relative(base, experts)
+    ridge = sum(record.matrices[0].epsilon) / 3 * torch.eye(7, dtype=torch.float64)
+
+    def error(x: torch.Tensor) -> float:
+        kernels = [d.T @ d / d.square().sum() + ridge for d in deltas]
+        pairs = zip(deltas, kernels, strict=True)
+        return float(sum(((x - d) @ k @ (x - d).T).trace() for d, k in pairs))
+
+    least = error(merged - base)
     for _ in range(50):
         step = torch.randn(9, 7, generator=rng, dtype=torch.float64)
-        near = merged - base + size * step / step.norm()
-        assert sum(naive_relative_errors(near, deltas, 0.05)) > least
-    # an expert alone loses nothing, the base everything
-    assert naive_relative_errors(deltas[0], deltas[:1], 0.05) == pytest.approx([0.0])
-    assert naive_relative_errors(0 * deltas[0], deltas, 0.05) == pytest.approx([1.0] * 3)
+        assert error(merged - base + (merged - base).norm() / 100 * step / step.norm()) > least
 
 
 @pytest.mark.parametrize("centred", [False, True])
@@ -104,32 +74,9 @@ def test_minimises_the_sum_of_relative_errors(rng):
 def test_has_no_unit(rng, exponent, centred):
     base, experts = family(rng, 12, 10, 3, scales=HETEROGENEOUS)
     unit = 2.0**exponent
-    merged, record = merge(base, experts, centred=centred)
-    again, scaled = merge(base * unit, [e * unit for e in experts], centred=centred)
-    assert task_vector_error(again.double() / unit, merged.double(), base) <= 1e-5
-    assert scaled.matrices[0].share == pytest.approx(record.matrices[0].share, rel=1e-5)
-
-
-def test_an_expert_in_another_unit_keeps_its_direction(rng):
-    """The weaker expert's error counts relative to its size: it is not drowned."""
-    base, (strong, weak) = family(rng, 40, 30, 2)
-    base, strong, weak = base.double(), strong.double(), weak.double()
-    weak = base + (weak - base) / 100
-    merged, _ = merge(base, [strong, weak])
-    deltas = [strong - base, weak - base]
-    ours = naive_relative_errors(merged - base, deltas, 0.03)
-    mean = naive_relative_errors(sum(deltas) / 2, deltas, 0.03)
-    assert max(ours) < 1 < max(mean)
-
-
-def test_a_large_ridge_weighs_by_size(rng):
-    base, experts = family(rng, 8, 6, 3, scales=HETEROGENEOUS)
-    base, experts = base.double(), [expert.double() for expert in experts]
-    deltas = [expert - base for expert in experts]
-    shares = [1 / float(delta.square().sum()) for delta in deltas]
-    expected = base + sum(s * d for s, d in zip(shares, deltas, strict=True)) / sum(shares)
-    merged, _ = merge(base, experts, epsilon=1e8)
-    assert task_vector_error(merged, expected, base) <= 1e-6
+    merged, _ = merge(base, experts, centred=centred)
+    again, _ = merge(base * unit, [e * unit for e in experts], centred=centred)
+    assert task_vector_error(again.double() / unit, merged.double(), base) <= 2e-4
 
 
 def test_frozen_single_and_no_matrix(rng):
@@ -154,7 +101,7 @@ def test_experts_that_moved_all_rows_alike(rng):
     assert record.matrices[0].rule == "mean"
     torch.testing.assert_close(merged, naive_mean(base, experts))
     merged, _ = merge(base, experts)
-    assert task_vector_error(merged, naive_relative(base, experts, floor=True), base) <= 1e-9
+    assert task_vector_error(merged, naive_relative(base, experts), base) <= 1e-9
 
 
 @pytest.mark.parametrize("exponent", [0, -60, 55])
@@ -175,8 +122,6 @@ def test_a_table_of_rows(rng, epsilon, scales, exponent):
         rounding = 2**-24 * float(expected.norm() / (expected - base.double()).norm())
         assert task_vector_error(merged, expected, base) <= 5e-6 + rounding
         assert record.layout == "table"
-        shares = [share for share in record.matrices[0].share if share is not None]
-        assert sum(shares) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("weak", [1e-20, 1e-28, 1e-36])
@@ -218,7 +163,7 @@ def test_an_epsilon_of_zero_says_what_to_do(rng):
             [base, *experts],
             "ace_relative",
             base_index=0,
-            parameters={"epsilon": 0, "ridge_floor": False},
+            parameters={"epsilon": 0},
             name="w",
         )
 
@@ -260,29 +205,4 @@ def test_a_checkpoint_through_mergekit_yaml(tmp_path, mergekit_yaml, build):
         rounding = 2**-23 * float(expected.norm() / (expected - versions[0].double()).norm())
         assert task_vector_error(got, expected, versions[0]) <= 5e-5 + rounding, name
     lines = [json.loads(line) for line in report.read_text().splitlines()]
-    shares = [line["share"] for line in lines if line["rule"] == "ace_relative"]
-    assert shares
     assert any(line["layout"] == "table" for line in lines)
-    assert all(sum(share) == pytest.approx(1) for share in shares)
-
-
-@pytest.mark.parametrize("layout", ["matrix", "table"])
-def test_weights_count_what_is_not_rounding(rng, layout):
-    """A weak expert in bfloat16, of a float32 base, has the weight that it had in float32."""
-    base, experts = family(rng, 60, 80, 3, scales=[1.0, 1.0, 0.5], rank=2, noise=0.5)
-    base, experts = 0.02 * base, [0.02 * expert for expert in experts]
-    saved = [*experts[:2], experts[2].bfloat16().float()]
-
-    def shares(given: list[Tensor]) -> Tensor:
-        _, record = merge_tensor_relative(base, given, layout=layout)
-        return torch.tensor(record.matrices[0].share)
-
-    plain = shares(experts)
-    assert torch.allclose(shares(saved), plain, atol=0.04)
-    given = [1.0, 1.0, float(genuine_share(saved[2], base, squared_norm(saved[2] - base)))]
-    assert 0.3 < given[2] < 0.98
-    doubles = [expert.double() for expert in saved]
-    reference = naive_table if layout == "table" else partial(naive_relative, floor=True)
-    merged, _ = merge_tensor_relative(base, saved, layout=layout)
-    expected = reference(base.double(), doubles, given)
-    assert task_vector_error(merged, expected, base) <= 1e-4

@@ -12,8 +12,6 @@ from matrices import HETEROGENEOUS, family
 from mergekit.merge_methods import merge_tensors
 from safetensors.torch import load_file
 
-from mergekit_ace.algebra.rounding_noise import noise_energy
-
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -90,7 +88,6 @@ def test_what_other_methods_say(rng, tmp_path, method, parameters, recorded):
     assert line["tau"] == pytest.approx(tau)
 
 
-def test_rounding_noise_is_in_every_line(rng, tmp_path):
     base, experts = family(rng, 20, 10, 2)
     saved = [experts[0].bfloat16().float(), base.bfloat16().float()]
     for method in ("ace", "ace_relative", "tsv_m", "consensus_ta", "lines"):

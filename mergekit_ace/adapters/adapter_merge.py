@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor, names_in_memory
 from mergekit_ace.adapters.peft_adapter import Change
+from mergekit_ace.algebra.directions import leading_directions
 from mergekit_ace.algebra.low_rank import LowRank, compress
 from mergekit_ace.algebra.records import TensorRecord
-from mergekit_ace.algebra.directions import leading_directions
 from mergekit_ace.methods.base import MERGE_ERRORS, TaskVectorMethod
 from mergekit_ace.methods.devices import first_that_fits
 from mergekit_ace.methods.inputs import TensorSettings

@@ -120,7 +120,7 @@ def merge_adapters(
     base, revision = _published_base(plan)
     with headers_only(plan.checkpoints), _few_threads(plan):
         merge.check()
-        found = [*check_reach(plan.merge), *check_method_settings(plan.merge, {})]
+        found = [*check_reach(plan.merge), *check_method_settings(plan.merge)]
         _check(found, quiet=options.quiet)
         merged = _merged(plan, merge, summary, programs, quiet=options.quiet or as_json)
         write_adapter(out, plan.adapters, merged, base, _dtype(plan), revision)

@@ -6,10 +6,10 @@ divided by their traces, and with which ridge and prior the closed form is solve
 
 ``ace_relative`` is ours: the same regression with all covariances brought to trace 1 and nothing
 else, so that it minimises Σ_t w_t ‖(X − Δ_t) K_t^½‖² with K_t = Δ_tᵀΔ_t / τ_t and a ridge. A table
-whose rows are looked up, such as token embeddings, is a special case: read as (d, n), it multiplies
+whose rows are looked up, such as token embeddings, is a special case. Read as (d, n), it multiplies
 unit vectors, so that the covariance of its inputs is diagonal whatever the task: how often each row
-is asked for. Of the estimate Δ_tΔ_tᵀ, with Δ_t stored (n, d), the diagonal is left, and the merge is
-a mean row by row, X[v] = Σ_t w_t c_tv Δ_t[v] / Σ_t w_t c_tv with c_tv = ‖Δ_t[v]‖² / τ_t + ε/n.
+is asked for. Of the estimate Δ_tΔ_tᵀ, with Δ_t stored (n, d), the diagonal is left, and the merge
+is a mean row by row, X[v] = Σ_t w_t c_tv Δ_t[v] / Σ_t w_t c_tv with c_tv = ‖Δ_t[v]‖² / τ_t + ε/n.
 """
 
 from __future__ import annotations
@@ -101,7 +101,12 @@ def merge_tensor(
     check_versions(base, experts, weights, coefficients, len(experts) + 1)
     own = coefficients and coefficients[: len(experts)]
     select = partial(
-        select_active, weights=weights, dtype=options.dtype, coefficients=own, space=space
+        select_active,
+        weights=weights,
+        dtype=options.dtype,
+        coefficients=own,
+        space=space,
+        keep=True,
     )
     refinement = coefficients[-1] if coefficients else 1.0
     formula = partial(
@@ -155,7 +160,12 @@ def merge_tensor_relative(
     weights = weights if weights is not None else [1.0] * len(experts)
     check_versions(base, experts, weights, coefficients, len(experts))
     select = partial(
-        select_active, weights=weights, dtype=options.dtype, coefficients=coefficients, space=space
+        select_active,
+        weights=weights,
+        dtype=options.dtype,
+        coefficients=coefficients,
+        space=space,
+        keep=True,
     )
     fixed = resolve_layout(layout, None, base.ndim)
     given = {"options": options, "measured": measured}
@@ -310,8 +320,13 @@ def make_problem(
     prior = 0.0
     if options.structural_prior:
         prior = sum(active.tau) / len(active.tau) if branch.normalized else 1.0
+    experts = [active.experts[t] for t in traces]
+    kept = len(experts) == len(active.experts) and dtype == active.dtype
+    stack = active.stack if kept and active.stack is not None else None
+    if stack is not None and stack.dtype != dtype:
+        stack = None
     return Problem(
-        TaskVectors(base, [active.experts[t] for t in traces], dtype, centred=options.centred),
+        TaskVectors(base, experts, dtype, centred=options.centred, stack=stack),
         estimates,
         spectral=epsilon if scale == "spectrum" else None,
         prior=prior,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.ace import merge_tensor, merge_tensor_relative
+from mergekit_ace.algebra.layouts import as_matrices, from_matrices
 from mergekit_ace.algebra.records import AceOptions, FixedLayout, RelativeOptions
 from mergekit_ace.algebra.task_vectors import select_active, task_vector
 
@@ -43,6 +44,13 @@ def split_tensor(
     """
     options = options.model_copy(update={"scale": 1.0})
     weights = [1.0] * len(experts) if weights is None else weights
+    if layout not in ("mean", "table", "matrix") and base.numel():
+        views = [as_matrices(tensor, layout) for tensor in (base, *experts)]
+        split = [
+            split_tensor(own[0], own[1:], options, "matrix", weights)
+            for own in zip(*views, strict=True)
+        ]
+        return [from_matrices(parts, base.shape, layout) for parts in zip(*split, strict=True)]
     active = select_active(base, experts, weights, options.dtype)
     used = active.spread(active.weights, 0.0)
     origin = torch.zeros_like(base, dtype=active.dtype)

@@ -20,7 +20,7 @@ from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
 # Entries that are worked on at once where a tensor need not exist twice: 4 MiB in float32, which
-# stay in a CPU's cache; on a GPU, which has done a smaller block before it is told of the next, 128.
+# stay in a CPU's cache; on a GPU, which has done a smaller block before it hears of the next, 128.
 BLOCK_ENTRIES = 2**20
 GPU_BLOCK = 2**25
 # Entries of all task vectors of a matrix that are in memory at once: 1 GiB in float32.
@@ -104,7 +104,7 @@ def factorize(matrix: Tensor) -> tuple[Tensor, Tensor]:
         return torch.linalg.cholesky_ex(matrix)
     (potrf,) = scipy.linalg.get_lapack_funcs(["potrf"], [matrix.numpy()])
     lower, info = potrf(matrix.numpy().T, lower=1, overwrite_a=1, clean=1)
-    return torch.from_numpy(lower), torch.tensor(info)
+    return torch.from_numpy(lower), torch.tensor(info, device="cpu")
 
 
 def solve(rows: Tensor, lower: Tensor) -> Tensor:

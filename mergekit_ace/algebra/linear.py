@@ -70,7 +70,7 @@ def _trimmed(delta: Tensor, density: float) -> Tensor:
 def merge_entries(
     base: Tensor, experts: Sequence[Tensor], coefficients: Sequence[float], rule: str
 ) -> tuple[Tensor, TensorRecord]:
-    """Return θ_0 + Σ_k s_k λ_k (θ_k − θ_0), s_k being 0 where an expert is the base in another precision, else 1.
+    """Return θ_0 + Σ_k s_k λ_k (θ_k − θ_0), s_k being 0 where nothing changed, else 1.
 
     Args:
         base, experts, coefficients: see `merge_linear`.

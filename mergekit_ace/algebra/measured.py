@@ -58,7 +58,7 @@ class MeasuredCovariance:
         """Return M_t, (i, i), in the dtype of a tensor, where that is."""
         size = (self.columns, self.columns)
         places = torch.tril_indices(*size, device="cpu")
-        lower = torch.zeros(size, dtype=like.dtype)
+        lower = torch.zeros(size, dtype=like.dtype, device="cpu")
         lower[places[0], places[1]] = self.packed.to("cpu", like.dtype)
         full = (lower + lower.tril(-1).mT).mul_(self.off_diagonal)
         full.diagonal().copy_(self.diagonal)

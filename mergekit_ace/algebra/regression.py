@@ -45,7 +45,6 @@ from mergekit_ace.algebra.task_vectors import (
     select_active,
 )
 
-
 LEAST_RIDGE = 1e-6  # in mean eigenvalues
 
 

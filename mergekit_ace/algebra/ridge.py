@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ridge regression that covariances of tasks define, for one matrix: one solver for all methods.
+"""The ridge regression that covariances of tasks define for one matrix: one solver for all.
 
 With the centred task vectors C_t = Δ_t − 1μ_tᵀ, (o, i), and S_t = s_t C_tᵀC_t + m_t M_t,
 
@@ -11,15 +11,15 @@ With the centred task vectors C_t = Δ_t − 1μ_tᵀ, (o, i), and S_t = s_t C_t
 expert r can be the origin, Y = λ_r C_r + Σ_{t≠r} (λ_t C_t − λ_r C_r)(S_t + ε_t I) A⁻¹: a product
 less, and nothing is left to the solve where experts agree.
 
-``dual`` serves where all task vectors together have N = T·o < i rows. With M = [√s_t C_t]_t, (N, i),
-and K = MMᵀ, M A⁻¹ is (K + ε̄ I)⁻¹ M and ε̄ A⁻¹ is I − Mᵀ(K + ε̄ I)⁻¹M, so that
+``dual`` serves where all task vectors together have N = T·o < i rows. With M = [√s_t C_t]_t,
+(N, i), and K = MMᵀ, M A⁻¹ is (K + ε̄ I)⁻¹ M and ε̄ A⁻¹ is I − Mᵀ(K + ε̄ I)⁻¹M, so that
 
     Y = D̄ + H (K + ε̄ I)⁻¹ M,  D̄ = Σ_t λ_t ε_t C_t / ε̄,
     H = [λ_t K_tt / √s_t]_t − Σ_r (λ_r ε_r / ε̄) K_r / √s_r,  K_r the rows of r in K.
 
 All of it is in the precision of the task vectors: float32 at first. How large the error of Y is, is
-measured: Σ_t (Y − λ_t C_t)(S_t + ε_t I) is 0, and what some rows of it are instead, times A⁻¹, is the
-error of these rows. Where it is too large, everything is done once more in float64.
+measured: Σ_t (Y − λ_t C_t)(S_t + ε_t I) is 0, and what some rows of it are instead, times A⁻¹, is
+the error of these rows. Where it is too large, everything is done once more in float64.
 """
 
 from __future__ import annotations
@@ -43,15 +43,17 @@ from mergekit_ace.algebra.linalg import (
 )
 from mergekit_ace.algebra.measured import MeasuredCovariance
 from mergekit_ace.algebra.records import IllConditionedError, MatrixRecord, Observer
-from mergekit_ace.algebra.task_vectors import ActiveExperts
+from mergekit_ace.algebra.task_vectors import ActiveExperts, form_stack
 
 # The relative error of X that float32 may leave: storing X in bfloat16 costs a thousand times that.
-TOLERANCE = 4e-5
+TOLERANCE = 1e-4
 # An error that float64 leaves only where A is singular.
 SINGULAR = 1e-3
 PROBED_ROWS = 8
 # Root mean square entries of task vectors outside of these have third powers that float32 lacks.
 FLOAT32_RANGE = (1e-9, 1e9)
+# Entries of all C_tᵀC_t that a GPU forms by one command; of more, each is work enough.
+SMALL_SQUARES = 2**25
 ALL = slice(None)
 
 
@@ -64,9 +66,15 @@ class TaskVectors:
     """
 
     def __init__(
-        self, base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype, *, centred: bool
+        self,
+        base: Tensor,
+        experts: Sequence[Tensor],
+        dtype: torch.dtype,
+        *,
+        centred: bool,
+        stack: Tensor | None = None,
     ):
-        """Form W_t − W0 of matrices (o, i) in a dtype."""
+        """Form W_t − W0 of matrices (o, i) in a dtype, or take them from a stack, (T, o, i)."""
         self._base, self._experts, self._dtype = base, experts, dtype
         self.shape: tuple[int, int] = (base.shape[0], base.shape[1])
         count, (rows, columns) = len(experts), self.shape
@@ -74,7 +82,9 @@ class TaskVectors:
         if count * rows < columns:  # the dual form needs all of them
             self._step = rows
         self.means = base.new_zeros(count, columns, dtype=dtype)
-        whole = self._form(ALL) if self._step >= rows else None
+        whole = stack
+        if whole is None and self._step >= rows:
+            whole = self._form(ALL)
         if centred:
             parts = (self._form(block) for block in self.rows()) if whole is None else (whole,)
             self.means = sum(part.sum(dim=1) for part in parts).div_(rows)
@@ -94,8 +104,30 @@ class TaskVectors:
         part = self._experts[t][rows].to(self._dtype, copy=True)
         return part.sub_(self._base[rows]).sub_(self.means[t])
 
-    def covariance(self, t: int) -> Tensor:
-        """Return C_tᵀC_t, (i, i)."""
+    def combined(self, rows: slice, weights: Sequence[float]) -> Tensor:
+        """Return Σ_t a_t C_t of a block of rows, in new memory."""
+        if self.whole is not None:
+            return torch.tensordot(self.whole.new_tensor(weights), self.whole[:, rows], dims=1)
+        total = self.block(rows, 0) * weights[0]
+        for t, weight in enumerate(weights[1:], 1):
+            total.add_(self.block(rows, t), alpha=weight)
+        return total
+
+    def sample(self, step: int) -> Tensor:
+        """Return every so many row of all C_t, (T, rows, i)."""
+        if self.whole is not None:
+            return self.whole[:, ::step]
+        chosen = [one[::step] for one in self._experts]
+        return form_stack(self._base[::step], chosen, self._dtype).sub_(self.means[:, None])
+
+    def covariances(self) -> Callable[[int], Tensor]:
+        """Return what gives C_tᵀC_t, (i, i), of an expert: small ones are formed all at once."""
+        entries = len(self.means) * self.shape[1] ** 2
+        if self.whole is None or self.whole.device.type == "cpu" or entries > SMALL_SQUARES:
+            return self._covariance
+        return list(self.whole.mT @ self.whole).__getitem__
+
+    def _covariance(self, t: int) -> Tensor:
         first, *rest = (gram(self.block(rows, t).mT) for rows in self.rows())
         for part in rest:
             first += part
@@ -107,11 +139,7 @@ class TaskVectors:
 
     def _form(self, rows: slice) -> Tensor:
         """Return the Δ_t of a block of rows, (T, rows, i)."""
-        origin = self._base[rows]
-        stack = origin.new_empty((len(self._experts), *origin.shape), dtype=self._dtype)
-        for delta, expert in zip(stack, self._experts, strict=True):
-            delta.copy_(expert[rows])
-        return stack.sub_(origin)  # widened entry by entry
+        return form_stack(self._base[rows], [one[rows] for one in self._experts], self._dtype)
 
 
 @dataclass(frozen=True)
@@ -221,32 +249,31 @@ def _solve_primal(problem: Problem) -> Solution:
     rows, columns = vectors.shape
     through_rows = columns > 2 * rows and not problem.is_measured
     origin = min(range(len(estimates)), key=lambda t: estimates[t].ridge)
-    system = vectors.zeros(columns, columns)
-    row = vectors.zeros(columns)  # Σ_t S_t (μ_t − μ̄)
+    centre = vectors.means.mean(dim=0)
     sums = [vectors.zeros(rows, columns) for _ in problem.coefficients]
-    ridged = [vectors.zeros(rows, columns) for _ in problem.coefficients]
-    squares: list[Tensor] = []
+    system, row = vectors.zeros(columns, columns), vectors.zeros(columns)  # Σ_t S_t (μ_t − μ̄)
+    squares = [] if through_rows else vectors.covariances()
+    kept: list[Tensor] = []
     for t, estimate in enumerate(estimates):
-        away, factor = vectors.means[t] - vectors.means.mean(dim=0), estimate.scale
+        factor = estimate.scale
         if through_rows:
-            part = vectors.block(ALL, t)
+            square, part = None, vectors.block(ALL, t)
             add_product_(system, part.mT, part, factor)
             if problem.refined:
-                row.addmv_(part.mT, part @ away, alpha=factor)
+                row.addmv_(part.mT, part @ (vectors.means[t] - centre), alpha=factor)
         else:
-            square = vectors.covariance(t) if factor else vectors.zeros(columns, columns)
+            square = squares(t) if factor else vectors.zeros(columns, columns)
             if problem.is_measured:
                 square, factor = _with_measured(square.mul_(factor), estimate), 1.0
-                squares.append(square)
+                kept.append(square)
             system.add_(square, alpha=factor)
             if problem.refined:
-                row.addmv_(square, away, alpha=factor)
+                row.addmv_(square, vectors.means[t] - centre, alpha=factor)
         for block in vectors.rows() if t != origin else ():
             own, first = vectors.block(block, t), vectors.block(block, origin)
-            for total, ridges, given in zip(sums, ridged, problem.coefficients, strict=True):
+            for total, given in zip(sums, problem.coefficients, strict=True):
                 moved = _times(own, given[t]) - _times(first, given[origin])
-                ridges[block].add_(moved, alpha=estimate.ridge)
-                if through_rows:
+                if square is None:
                     add_product_(total, product(moved, own.mT), own, factor)
                 else:
                     add_product_(total[block], moved, square, factor)
@@ -254,31 +281,35 @@ def _solve_primal(problem: Problem) -> Solution:
     target = None
     if problem.refined:  # Σ_t C_t S_t − C̄ S + 1(Σ_t S_t (μ_t − μ̄))ᵀ
         target = sums[-1].clone()
+        mean = [1 / len(estimates)] * len(estimates)
         for block in vectors.rows():
-            beyond = vectors.block(block, origin) - _mean_block(vectors, block)
+            beyond = vectors.block(block, origin) - vectors.combined(block, mean)
             add_product_(target[block], beyond, system)
             if problem.ridged_mean:
-                mean = _mean_block(vectors, block) + vectors.means.mean(dim=0)
-                target[block].sub_(mean.mul_(ridge))
+                target[block].sub_((vectors.combined(block, mean) + centre).mul_(ridge))
         target += row
     common = system.mean(dim=0)[None] / problem.prior if problem.prior else None
     system.diagonal().add_(ridge)
     lower, failed = factorize(system)
-    found = []
-    for total, ridges, given in zip(sums, ridged, problem.coefficients, strict=True):
-        total.addcmul_(ridges, _factor(problem, ridge))
+    ridges, found = [estimate.ridge for estimate in estimates], []
+    for total, given in zip(sums, problem.coefficients, strict=True):
+        shares = [share * a for share, a in zip(ridges, given, strict=True)]
+        shares[origin] -= given[origin] * sum(ridges)  # Σ_t ε_t (λ_t C_t − λ_r C_r)
+        for block in vectors.rows():
+            total[block].addcmul_(vectors.combined(block, shares), _factor(problem, ridge))
         merged = solve(total, lower)
         for block in vectors.rows():
             merged[block].add_(vectors.block(block, origin), alpha=given[origin])
         found.append(merged)
-    del sums, ridged
-    residual, size = _residual(problem, found[0], ridge, squares)
-    error = torch.linalg.vector_norm(solve(residual, lower)) / size
+    del sums
+    residual, size = _residual(problem, found[0], ridge, kept)
+    probes = residual if common is None else torch.cat([residual, common])
+    probes = solve(probes, lower)
+    error = torch.linalg.vector_norm(probes[: len(residual)]) / size
     if common is not None:
-        common = solve(common, lower)
-        found = [_with_prior_(merged, common[0]) for merged in found]
+        found = [_with_prior_(merged, probes[-1]) for merged in found]
     target = None if target is None else target.add_(found[-1])
-    return Solution(found[0], found[-1], target, ridge, trace, _nan_where(failed, error))
+    return Solution(found[0], found[-1], target, ridge, trace, _checked(error, lower, failed))
 
 
 def _factor(problem: Problem, ridge: Tensor) -> Tensor:
@@ -296,13 +327,6 @@ def _times(matrix: Tensor, coefficient: float) -> Tensor:
     return matrix if coefficient == 1 else matrix * coefficient
 
 
-def _mean_block(vectors: TaskVectors, rows: slice) -> Tensor:
-    """Return C̄, the mean of the C_t, of a block of rows."""
-    if vectors.whole is not None:
-        return vectors.whole[:, rows].mean(dim=0)
-    return sum(vectors.block(rows, t) for t in range(len(vectors.means))) / len(vectors.means)
-
-
 def _residual(
     problem: Problem, merged: Tensor, ridge: Tensor, squares: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
@@ -315,21 +339,25 @@ def _residual(
     """
     vectors, factor = problem.vectors, _factor(problem, ridge)
     step = max(1, vectors.shape[0] // PROBED_ROWS)
-    residual, size = torch.zeros_like(merged[::step]), 0.0
-    for t, estimate in enumerate(problem.estimates):
-        own = torch.cat([vectors.block(slice(r, r + 1), t) for r in range(0, len(merged), step)])
-        size = size + own.square().sum()
-        away = merged[::step] - _times(own, estimate.coefficient)
-        residual.addcmul_(away, factor, value=estimate.ridge)
-        if squares:
-            residual.add_(away @ squares[t])
-            continue
-        for rows in vectors.rows():
-            part = vectors.block(rows, t)
-            residual.addmm_(away @ part.mT, part, alpha=estimate.scale)
-    own_size = torch.linalg.vector_norm(merged[::step])
+    probed = merged[::step]
+    own = vectors.sample(step)
+    size = torch.linalg.vector_norm(own)
+    given = own.new_tensor(problem.coefficients[0])[:, None, None]
+    away = probed - own * given
+    ridges = own.new_tensor([estimate.ridge for estimate in problem.estimates])
+    residual = torch.tensordot(ridges, away, dims=1) * factor
+    scales = own.new_tensor([estimate.scale for estimate in problem.estimates])[:, None, None]
+    if squares:
+        residual += (away @ torch.stack(list(squares))).sum(dim=0)
+    elif vectors.whole is not None:
+        residual += ((away * scales) @ vectors.whole.mT @ vectors.whole).sum(dim=0)
+    else:
+        for t, estimate in enumerate(problem.estimates):
+            for rows in vectors.rows():
+                part = vectors.block(rows, t)
+                residual.addmm_(away[t] @ part.mT, part, alpha=estimate.scale)
     # Where experts cancel one another Y is nothing but rounding, and no digit of it counts.
-    return residual, torch.maximum(own_size, size.sqrt() * 1e-6)
+    return residual, torch.maximum(torch.linalg.vector_norm(probed), 1e-6 * size)
 
 
 def _solve_dual(problem: Problem) -> Solution:
@@ -387,7 +415,9 @@ def _solve_dual(problem: Problem) -> Solution:
         common = common[0] / (columns * problem.prior)  # A⁻¹c
         found = [_with_prior_(merged, common) for merged in found]
     target = None if target is None else target.add_(found[-1])
-    return Solution(found[0], found[-1], target, ridge, trace, _nan_where(failed, error / size))
+    return Solution(
+        found[0], found[-1], target, ridge, trace, _checked(error / size, lower, failed)
+    )
 
 
 def _with_prior_(merged: Tensor, inverse: Tensor) -> Tensor:
@@ -395,8 +425,11 @@ def _with_prior_(merged: Tensor, inverse: Tensor) -> Tensor:
     return merged.addr_(merged.sum(dim=1), inverse / (1 + inverse.sum()), alpha=-1)
 
 
-def _nan_where(failed: Tensor, error: Tensor) -> Tensor:
-    return torch.where(failed.to(error.device) == 0, error, torch.nan)
+def _checked(error: Tensor, lower: Tensor, failed: Tensor) -> Tensor:
+    """Return an error, or NaN where a system has no factor, or one whose pivots are rounding."""
+    low, high = torch.aminmax(lower.diagonal())
+    regular = (low / high).square() > 64 * torch.finfo(lower.dtype).eps
+    return torch.where(regular & (failed.to(error.device) == 0), error, torch.nan)
 
 
 @dataclass(frozen=True)
@@ -484,13 +517,10 @@ def merge_by_ridge(
             component = isotropic_component(solution.target, rank)
             if not problem.ridged_mean:
                 component = _of_size(solution.plain, component)
-        numbers = [solution.error, solution.ridge, solution.trace]
-        numbers += [torch.linalg.vector_norm(merged), torch.linalg.vector_norm(base.new_zeros(1))]
-        if component is not None:
-            numbers[-1] = component.strength
-        error, ridge, trace, size, strength = torch.stack(
-            [number.double() for number in numbers]
-        ).tolist()
+        strength = solution.ridge if component is None else component.strength.to(dtype)
+        size = torch.linalg.vector_norm(merged)
+        numbers = [solution.error, solution.ridge, solution.trace, size, strength]
+        error, ridge, trace, size, strength = torch.stack(numbers).tolist()
         if error <= (TOLERANCE if dtype == torch.float32 else SINGULAR):
             break
     else:
@@ -504,7 +534,7 @@ def merge_by_ridge(
             observe("refined", merged)
     ridges = [estimate.ridge for estimate in problem.estimates]
     if problem.spectral is not None:
-        ridges = [share * ridge for share in problem.shares()]
+        ridges = [ridge * share / sum(ridges) for share in ridges]
     record = active.record(
         epsilon=active.spread(ridges, None) if len(ridges) == len(active.experts) else None,
         prior=problem.prior != 0,

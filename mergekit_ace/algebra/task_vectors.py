@@ -45,6 +45,19 @@ def task_vector(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
     return expert.to(dtype, copy=True).sub_(base)  # base is widened entry by entry
 
 
+class NonFiniteError(ValueError):
+    """A version of a tensor contains NaN or Inf.
+
+    Attributes:
+        position: of the expert; None for the base.
+    """
+
+    def __init__(self, position: int | None):
+        name = "the base" if position is None else f"expert {position}"
+        super().__init__(f"{name} contains NaN or Inf")
+        self.position = position
+
+
 @dataclass(frozen=True)
 class Moments:
     """What is measured of the task vectors of one tensor before anything is decided.
@@ -53,11 +66,21 @@ class Moments:
         tau: τ_t = ‖Δ_t‖_F² (Eq. 43) of every expert.
         shift: o ‖μ_t‖², with μ_t the means over Δ_t's first axis: of it tr(G_t) is τ_t less.
         size: ‖W0‖_F².
+        stack: the Δ_t themselves, (T, o, i), where all of them were formed at once.
     """
 
     tau: tuple[float, ...]
     shift: tuple[float, ...]
     size: float
+    stack: Tensor | None = None
+
+
+def form_stack(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Form all Δ_t of matrices, (T, o, i), or of blocks of their rows."""
+    stack = base.new_empty((len(experts), *base.shape), dtype=dtype)
+    for delta, expert in zip(stack, experts, strict=True):
+        delta.copy_(expert)
+    return stack.sub_(base)  # widened entry by entry
 
 
 def measure(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype) -> Moments:
@@ -68,30 +91,24 @@ def measure(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype) -> Mome
         dtype: in which W − W0 is formed.
     """
     origin, *versions = (as_rows(tensor) for tensor in (base, *experts))
-    entries = None if base.device.type == "cpu" else LARGEST_STACK
-    means: list[Tensor] = []
     squares = torch.zeros(len(experts) + 1, dtype=torch.float64, device=base.device)
-    for block in blocks(*origin.shape, base.device, entries=entries):
-        rows = origin[block].to(dtype)
-        room = torch.empty_like(rows)
-        norms, sums = [torch.linalg.vector_norm(rows, dim=1)], []
-        for version in versions:
-            delta = room.copy_(version[block]).sub_(rows)
-            norms.append(torch.linalg.vector_norm(delta, dim=1))
-            sums.append(delta.sum(dim=0))
-        squares += torch.stack(norms).double().square_().sum(dim=1)
-        means.append(torch.stack(sums))
-    shifts = torch.zeros_like(squares[1:])
-    if means:
-        total = torch.stack(means).double().sum(dim=0)
-        shifts = total.square_().sum(dim=1) / len(origin)
+    sums = squares.new_zeros(len(experts), origin.shape[1])
+    width, stack = len(experts) * origin.shape[1], None
+    for rows in blocks(len(origin), width, base.device):
+        stack = form_stack(origin[rows], [version[rows] for version in versions], dtype)
+        norms = torch.linalg.vector_norm(stack, dim=2)
+        own = torch.linalg.vector_norm(origin[rows], dim=1, dtype=dtype)
+        squares += torch.cat([own[None], norms]).double().square_().sum(dim=1)
+        sums += stack.sum(dim=1)
+    shifts = sums.square_().sum(dim=1) / max(1, len(origin))
     size, *found = torch.cat([squares, shifts]).tolist()
     tau, shift = found[: len(experts)], found[len(experts) :]
     # Squares of the tiniest and the largest entries leave the range of float32.
     odd = [e for e, t in zip(experts, tau, strict=True) if not 1e-25 < t < 1e35]
     if dtype == torch.float32 and any(bool((expert != base).any()) for expert in odd):
         return measure(base, experts, torch.float64)
-    return Moments(tuple(tau), tuple(shift), size)
+    whole = stack if stack is not None and stack[0].numel() == base.numel() else None
+    return Moments(tuple(tau), tuple(shift), size, whole)
 
 
 def is_base_rounded(expert: Tensor, base: Tensor, tau: float, size: float) -> bool:
@@ -141,6 +158,7 @@ class ActiveExperts:
         positions: where the active ones stand among those given.
         dtype: in which task vectors are formed.
         space: of which the matrices are cores; None for matrices that stand for themselves.
+        stack: the Δ_t, (T, o, i), where they were kept; to be overwritten.
     """
 
     experts: tuple[Tensor, ...]
@@ -153,6 +171,7 @@ class ActiveExperts:
     positions: tuple[int, ...]
     dtype: torch.dtype
     space: CoreSpace | None = None
+    stack: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -226,6 +245,8 @@ def select_active(
     dtype: torch.dtype,
     coefficients: Sequence[float] | None = None,
     space: CoreSpace | None = None,
+    *,
+    keep: bool = False,
 ) -> ActiveExperts:
     """Measure τ_t and keep the experts that have something to say.
 
@@ -236,9 +257,10 @@ def select_active(
         dtype: where the task vectors are formed, unless the tensors are wider themselves.
         coefficients: λ_t, one per expert; 1 by default.
         space: of which the tensors are cores, if they are.
+        keep: whether the task vectors of a matrix are kept, if all are formed at once.
 
     Raises:
-        ValueError: an expert or the base contains NaN or Inf.
+        NonFiniteError: an expert or the base contains NaN or Inf.
         OverflowError: a task vector does not fit `dtype`, or its squared norm float64.
     """
     dtype = torch.promote_types(dtype, base.dtype)
@@ -247,8 +269,9 @@ def select_active(
     for position, (expert, value) in enumerate(zip(experts, tau, strict=True)):
         if value < 1e76:  # no entry can be too large for float32
             continue
-        if not (expert.isfinite().all() and base.isfinite().all()):
-            raise ValueError(f"expert {position} or the base contains NaN or Inf")
+        for place, version in ((None, base), (position, expert)):
+            if not version.isfinite().all():
+                raise NonFiniteError(place)
         if value == math.inf or not task_vector(expert, base, dtype).isfinite().all():
             raise OverflowError(
                 f"the task vector of expert {position} overflows {dtype}"
@@ -274,7 +297,13 @@ def select_active(
         positions=positions,
         dtype=dtype,
         space=space,
+        stack=_chosen(moments.stack, positions) if keep and base.ndim == 2 else None,
     )
+
+
+def _chosen(stack: Tensor | None, positions: Sequence[int]) -> Tensor | None:
+    every = stack is None or len(positions) == len(stack)
+    return stack if every else torch.stack([stack[position] for position in positions])
 
 
 @dataclass(frozen=True)

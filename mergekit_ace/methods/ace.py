@@ -32,7 +32,6 @@ from mergekit_ace.methods.base import (
 from mergekit_ace.methods.inputs import TensorSettings
 from mergekit_ace.methods.lookup import component_coefficients
 from mergekit_ace.methods.measured_lookup import MeasuredLookup
-from mergekit_ace.methods.notices import notice
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
     COVARIANCES,
@@ -151,8 +150,7 @@ class RidgeMethod(TaskVectorMethod):
             operations=(count * plain, count * (plain + self.refines * refined)),
             moved=(count * moved, count * moved),
             working=memory + self.refines * 24 * small**2,
-            form=(form_of(rows, columns, experts, measured=measured),) * 2,
-            rows_per_column=experts * rows / columns,
+            form=form_of(rows, columns, experts, measured=measured),
         )
 
 
@@ -234,10 +232,8 @@ class AceMerge(RidgeMethod):
         "adapts it to their size."
     )
 
-    def doubts(
-        self, settings: TensorSettings, rows_per_column: float | None
-    ) -> Iterator[tuple[str, str]]:
-        yield from super().doubts(settings, rows_per_column)
+    def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
+        yield from super().doubts(settings)
         options = options_from(AceOptions, settings.parameters)
         refined = options.spectral_refinement != "never" and options.rank_fraction > 0
         normalized = options.adaptive_normalization != "never"

@@ -28,7 +28,7 @@ from mergekit.merge_methods.base import (
 from torch import Tensor
 
 from mergekit_ace.algebra.records import FixedLayout, IllConditionedError, TensorRecord
-from mergekit_ace.algebra.task_vectors import clamp_to_versions
+from mergekit_ace.algebra.task_vectors import NonFiniteError, clamp_to_versions
 from mergekit_ace.methods.architecture import is_transposed, stored_layout
 from mergekit_ace.methods.devices import first_that_fits
 from mergekit_ace.methods.inputs import (
@@ -96,14 +96,12 @@ class Work:
         moved: bytes to and from memory, where they are not part of a product.
         working: bytes beside inputs and result, the larger of both.
         form: of the closed form; None for what needs none.
-        rows_per_column: T·o/i of the matrices that a closed form is solved for; None without one.
     """
 
     operations: tuple[float, float]
     moved: tuple[float, float]
     working: int
-    form: tuple[str, str] | None = None
-    rows_per_column: float | None = None
+    form: str | None = None
 
 
 def method_spec(
@@ -233,13 +231,8 @@ class TaskVectorMethod(GroupMergeMethod):
         """Return why task vectors of low rank have no merge of low rank; empty where they have."""
         return ""
 
-    def doubts(
-        self, settings: TensorSettings, rows_per_column: float | None
-    ) -> Iterator[tuple[str, str]]:
-        """Yield what is allowed, but seldom meant, in the settings of a tensor, and remedies.
-
-        `rows_per_column` is T·o/i of its matrices, see `Work`; None where that means nothing.
-        """
+    def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
+        """Yield what is allowed, but seldom meant, in the settings of a tensor, and remedies."""
         if settings.parameters.get("lambda") == 0:
             yield "lambda: 0 leaves tensors as the base has them", "leave lambda out, or raise it"
         adapters = sum(getattr(model, "lora", None) is not None for model in settings.experts)
@@ -310,6 +303,9 @@ class TaskVectorMethod(GroupMergeMethod):
         try:
             device = group.tensors[0].device
             merged, record, settings = first_that_fits(device, work, self.spec.name, name)
+        except NonFiniteError:
+            check_finite(self.spec.name, group)  # which names the model
+            raise
         except MERGE_ERRORS as error:
             raise ValueError(self.explain(error, TensorSettings.of(group, parameters))) from error
         self.check_size(merged, settings)
@@ -344,7 +340,6 @@ class TaskVectorMethod(GroupMergeMethod):
         device: torch.device,
     ) -> tuple[Tensor, TensorRecord, TensorSettings]:
         group = _moved(group, device)
-        check_finite(self.spec.name, group)
         settings = self.settings(group, parameters)
         tensors = _versions(group)
         merged, record = self.merge(tensors, settings)

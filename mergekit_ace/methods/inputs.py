@@ -112,7 +112,7 @@ def check_shapes_in_memory(method: str, group: TensorGroup) -> None:
 
 
 def check_finite(method: str, group: TensorGroup) -> None:
-    """Raise before anything is computed from NaN or Inf, naming the tensor and the model."""
+    """Raise a `ValueError` where there is NaN or Inf, naming the tensor and the model."""
     for entry in group.entries:
         if not is_finite(entry.tensor):
             raise ValueError(
@@ -131,8 +131,7 @@ def largest_size(tensor: Tensor) -> float:
     """Return max |x| over the entries; 0 without any, NaN or Inf where there is one."""
     if tensor.numel() == 0:
         return 0.0
-    low, high = torch.aminmax(tensor)  # both are NaN if any entry is
-    return max(-float(low), float(high))
+    return float(torch.stack(torch.aminmax(tensor)).abs().max())  # both are NaN if an entry is
 
 
 def describe(name: str | None) -> str:

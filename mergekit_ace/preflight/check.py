@@ -139,8 +139,7 @@ def check_merge(
     findings += check_reach(merged)
     rates = calibrate(options.device or "cpu") if unplanned is None else NOMINAL
     estimate = estimate_merge(plan, checkpoints, rates)
-    rows = {tensor.name: tensor.rows_per_column for tensor in estimate.tensors}
-    findings += check_method_settings(merged, rows)
+    findings += check_method_settings(merged)
     if unplanned is None:
         findings += check_model_files(config, options)
         findings += _check_disk(estimate, out or Path("."))

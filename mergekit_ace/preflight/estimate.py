@@ -34,26 +34,23 @@ class TensorEstimate:
 
     Attributes:
         rule: `matrix`, `stacked`, … as it is read; the method's name if it reads entries.
-        form: of the closed form, without and with the refinement; None for what needs none.
+        form: of the closed form; None for what needs none.
         operations: of the merge, without the refinement and with it.
         moved: bytes to and from memory, likewise.
         inputs: bytes of all versions in the dtype of the merge.
         working: bytes beside inputs and result, the larger of both branches.
-        rows_per_column: T·o/i of its matrices, with T the experts whose weight is not 0; None where
-            no closed form is solved.
     """
 
     name: str
     shape: tuple[int, ...]
     rule: str
-    form: tuple[str, str] | None
+    form: str | None
     operations: tuple[float, float]
     moved: tuple[float, float]
     read: int
     written: int
     inputs: int
     working: int
-    rows_per_column: float | None = None
 
     def seconds(self, rates: Rates, refined: bool) -> float:
         """Return how long it takes on a machine."""
@@ -159,7 +156,6 @@ def estimate_tensor(
         written=entries * item_size(written_in),
         inputs=len(found) * entries * item_size(merged_in),
         working=work.working + 4 * entries,  # and the result in float32
-        rows_per_column=work.rows_per_column,
     )
 
 
@@ -175,7 +171,7 @@ def estimate_merge(
     on_device = plan.options.device not in (None, "cpu")
     return Estimate(
         rules=dict(Counter(part.rule for part in known)),
-        forms=dict(Counter(part.form[0] for part in known if part.form)),
+        forms=dict(Counter(part.form for part in known if part.form)),
         operations=(operations[0], operations[1]),
         seconds=(seconds[0], seconds[1]) if timed else None,
         memory=_peak(known, plan.options.out_shard_size, on_device),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mergekit.common import ModelReference
@@ -123,15 +123,10 @@ def _check_shares(plan: PlannedMerge) -> Iterator[Finding]:
         )
 
 
-def check_method_settings(
-    plan: PlannedMerge, rows_per_column: Mapping[str, float | None]
-) -> Iterator[Finding]:
+def check_method_settings(plan: PlannedMerge) -> Iterator[Finding]:
     """Say what a merge would when it comes to the first tensor that its settings do not fit.
 
     Where they fit, say what is seldom meant; what a method knows of its own.
-
-    Args:
-        rows_per_column: T·o/i of tensors, by name, see `TensorEstimate`.
     """
     method = plan.method
     if not isinstance(method, TaskVectorMethod):
@@ -149,7 +144,7 @@ def check_method_settings(
             return
         if known is not None and len(set(settings.weights)) > 1:
             weighted.append(tensor.name)
-        for doubt in method.doubts(settings, rows_per_column.get(tensor.name)):
+        for doubt in method.doubts(settings):
             doubts.setdefault(doubt, []).append(tensor.name)
     if weighted:
         yield Finding.warning(

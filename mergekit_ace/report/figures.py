@@ -91,9 +91,8 @@ def draw_heterogeneity(report: Report) -> Picture | None:
         "gamma",
         "How much the experts differ in scale, by depth",
         "Where the chosen statistic lies above the dashed line, a matrix counts as heterogeneous: "
-        "it is normalised and refined; by default, only if the variance exceeds 1 as well. Good: "
-        "both agree on which side a matrix is. γ far above the other means that τ happens to be "
-        "close to 1 there.",
+        "it is normalised and refined. By default that is the variance. Good: both agree on which "
+        "side a matrix is. γ far above the other means that τ happens to be close to 1 there.",
         "variance of log τ, and γ (no unit)",
         rows,
         series,

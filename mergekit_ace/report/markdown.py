@@ -7,7 +7,7 @@ import re
 
 from mergekit.merge_methods import MergeMethod
 
-# Settings that our own sentences name, such as `ridge_floor`; letters cannot do any harm.
+# Settings that our own sentences name, such as `epsilon_scale`; letters cannot do any harm.
 _SETTING = re.compile(r"(`[\w: ]+`)")
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;"}
 _SPECIAL = re.compile(

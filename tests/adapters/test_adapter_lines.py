@@ -26,8 +26,7 @@ from mergekit_ace.cli import main
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SAME = (
     "tensor", "method", "decisions_of", "shape", "layout", "rule", "weight", "heterogeneous",
-    "normalized", "refined", "statistic", "rank", "prior", "raised", "bounded",
-    "coefficients",
+    "normalized", "refined", "statistic", "rank", "prior", "coefficients",
 )  # fmt: skip
 NEAR = (
     "norm", "unit", "tau", "gamma", "log_variance", "threshold", "epsilon", "ridge", "sigma_iso",

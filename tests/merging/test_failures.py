@@ -10,7 +10,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from checkpoints import ace_config, default_config
+from checkpoints import ace_config
 from click.testing import CliRunner
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
@@ -207,7 +207,7 @@ def test_a_result_beyond_float16(tmp_path, method, key):
     """mergekit-yaml would write Inf for `out_dtype`, and for its own methods."""
     paths = save_llamas(tmp_path)
     parameters = {"lambda": 1e8, **({"weight": 1} if method == "task_arithmetic" else {})}
-    config = default_config(paths, merge_method=method, parameters=parameters, **{key: "float16"})
+    config = ace_config(paths, merge_method=method, parameters=parameters, **{key: "float16"})
     out = tmp_path / "merged"
     text = refusal(write_config(tmp_path / "merge.yml", config), out, *SHARDS)
     assert "came out too large for" in text

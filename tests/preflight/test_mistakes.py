@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from catalogue import findings
-from checkpoints import default_config, save_family, tiny_llama
+from checkpoints import ace_config, save_family, tiny_llama
 
 from mergekit_ace.planning import ConfigError, read_merge_config
 
@@ -24,7 +24,7 @@ def family(tmp_path_factory) -> Path:
 
 
 def default(folder: Path) -> dict:
-    return default_config([str(folder / name) for name in ("base", "expert0", "expert1")])
+    return ace_config([str(folder / name) for name in ("base", "expert0", "expert1")])
 
 
 def parameters(**given) -> Change:
@@ -112,7 +112,7 @@ REST = {"value": 1e-5}
 ERRORS: list[tuple[str, Change, str]] = [
     # Keys that nobody reads.
     ("a parameter with a slip", parameters(epsilom=1), "did you mean 'epsilon'?"),
-    ("a hyphen", parameters(**{"ridge-floor": True}), "did you mean 'ridge_floor'?"),
+    ("a hyphen", parameters(**{"epsilon-scale": "absolute"}), "did you mean 'epsilon_scale'?"),
     ("American spelling", parameters(centered=True), "did you mean 'centred'?"),
     ("a Greek letter", parameters(λ=1), "no parameter 'λ' of ace"),
     (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from catalogue import findings
-from checkpoints import default_config, fine_tuned, save_family, tiny_llama
+from checkpoints import ace_config, fine_tuned, save_family, tiny_llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_check import configure, rewrite, save_tokenizer
@@ -418,7 +418,7 @@ WARNINGS: list[tuple[str, str, Make, str]] = [
 def test_mistakes_in_checkpoints(families, tmp_path, family, make, level, message):
     shutil.copytree(families[family], tmp_path, dirs_exist_ok=True)
     paths = [str(tmp_path / name) for name in ("base", "expert0", "expert1")]
-    config = default_config(paths)
+    config = ace_config(paths)
     flags = make(paths, config) or ()
     told = findings(tmp_path, config, *flags)
     assert message in told[level]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from catalogue import findings
-from checkpoints import LLAMA, default_config, save_family, tiny_llama
+from checkpoints import LLAMA, ace_config, save_family, tiny_llama
 from measured_files import measured_checkpoints, needs_statistics
 from safetensors.torch import load_file
 from test_architectures import MODELS
@@ -65,7 +65,7 @@ def family(tmp_path_factory) -> Path:
 
 
 def default(folder: Path) -> dict:
-    return default_config([str(folder / name) for name in ("base", "expert0", "expert1")])
+    return ace_config([str(folder / name) for name in ("base", "expert0", "expert1")])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -148,7 +148,7 @@ CHECKPOINTS: dict[str, Make] = {
 def test_checkpoints(family, tmp_path, name):
     shutil.copytree(family, tmp_path, dirs_exist_ok=True)
     paths = [str(tmp_path / name) for name in ("base", "expert0", "expert1")]
-    config = default_config(paths)
+    config = ace_config(paths)
     flags = CHECKPOINTS[name](paths, config) or ()
     assert findings(tmp_path, config, *flags) == {"error": "", "warning": ""}
 
@@ -156,7 +156,7 @@ def test_checkpoints(family, tmp_path, name):
 @pytest.mark.parametrize("stored", [(0,), (1,), (0, 1, 2)])
 def test_tied_heads_that_some_models_store(tmp_path, stored):
     paths = save_family(tiny_llama(tie_word_embeddings=True), tmp_path)
-    config = default_config(paths)
+    config = ace_config(paths)
     head_stored(*stored)(paths, config)
     config["parameters"] = {"layout": [{"filter": "lm_head", "value": "mean"}, {"value": "auto"}]}
     assert findings(tmp_path, config) == {"error": "", "warning": ""}
@@ -190,7 +190,7 @@ def test_examples(tmp_path, monkeypatch, name):
         save_tokenizer(path, list("abcd"))
     flags = ()
     if name == "lora-experts":
-        single = default_config(paths)
+        single = ace_config(paths)
         flags = adapter()(paths, single) or ()
         paths = [paths[0], single["models"][0]["model"]]
         config["models"] = config["models"][:1]

@@ -11,7 +11,7 @@ from mergekit_ace.report.tables import Report
 
 # What a line has only where a closed form was solved.
 OF_MATRICES = """gamma log_variance statistic threshold heterogeneous normalized refined epsilon
-    ridge raised bounded amplification rank form condition precision subspaces spectrum""".split()
+    ridge amplification rank form precision error subspaces spectrum""".split()
 
 
 def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:
         "rule": "ace",
         "weight": [1.0] * count,
         "tau": tau,
-        "changed": [1.0] * count,
+        "changed": [1] * count,
         "gamma": 0.01,
         "log_variance": 0.02,
         "statistic": "gamma",
@@ -45,13 +45,11 @@ def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:
         "refined": False,
         "epsilon": [1e-5] * count,
         "ridge": 0.5,
-        "raised": False,
-        "bounded": False,
         "amplification": 1.0,
         "rank": 0,
         "form": "primal",
-        "condition": 1000.0,
         "precision": "float32",
+        "error": 1e-6,
         "subspaces": {
             "size": 2,
             "stable_rank": [3.0] * count,

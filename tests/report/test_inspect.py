@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from checkpoints import ace_config, default_config, fine_tuned, save_family, tiny_llama
+from checkpoints import ace_config, fine_tuned, save_family, tiny_llama
 from click.testing import CliRunner
 from coefficient_files import make_file
 from filelock import FileLock
@@ -23,9 +23,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from mergekit_ace.algebra.rounding_noise import noise_energy
 from mergekit_ace.cli import main
-from mergekit_ace.methods.ace import AceMerge
 from mergekit_ace.plugin import our_methods
 from mergekit_ace.report.inspect import LOCK_FILE
 from mergekit_ace.report.tensor_lines import InspectTensor
@@ -60,14 +58,14 @@ def tensors_of(path: str) -> dict[str, Tensor]:
     return {n: t.double() for n, t in load_file(Path(path) / "model.safetensors").items()}
 
 
-def naive_condition(deltas: list[Tensor], heterogeneous: bool, ridges: list[float]) -> float:
+def naive_ridge(deltas: list[Tensor], normalized: bool) -> float:
+    """ε̄ in mean eigenvalues of the sum of the covariances."""
     total = 0
-    for delta, ridge in zip(deltas, ridges, strict=True):
+    for delta in deltas:
         centred = delta - delta.mean(0)
         gram = centred.T @ centred
-        trace = float(gram.trace()) if heterogeneous else 1.0
-        total = total + gram / trace + ridge * torch.eye(len(gram), dtype=gram.dtype)
-    return float(torch.linalg.cond(total))
+        total = total + gram / (float(gram.trace()) if normalized else 1.0)
+    return 0.01 * len(total) * float(total.square().sum() / total.trace() ** 2)
 
 
 @pytest.mark.parametrize(
@@ -100,13 +98,12 @@ def test_every_number_against_float64(tmp_path, inspect, scales, branches):
         assert line["log_variance"] == pytest.approx(variance)
         # where τ is close to 1 it has a pole, and float32's last digits show
         assert line["gamma"] == pytest.approx(variance / mean**2, rel=1e-4)
-        heterogeneous = variance / mean**2 > 0.3 and variance > 1
+        heterogeneous = variance > 1
         assert line["heterogeneous"] == line["refined"] == heterogeneous
         seen.add(line["heterogeneous"])
         sigma = torch.linalg.matrix_norm(deltas[1], 2)
         assert line["subspaces"]["stable_rank"][1] == pytest.approx(float(tau[1] / sigma**2), 1e-4)
-        exact = naive_condition(deltas, line["normalized"], line["epsilon"])
-        assert exact / 2.5 < line["condition"] < 1.1 * exact
+        assert line["ridge"] == pytest.approx(naive_ridge(deltas, line["normalized"]))
     assert seen == branches
 
 
@@ -167,7 +164,8 @@ def test_a_killed_inspection_goes_on(tmp_path, inspect, monkeypatch):
 def test_another_inspection_in_the_folder(tmp_path, inspect):
     config = ace_config(save_family(tiny_llama(), tmp_path))
     inspect(config)
-    config["parameters"] = {"epsilon": 1.0, "adaptive_normalization": "never"}
+    absolute = {"epsilon": 1.0, "epsilon_scale": "absolute"}
+    config["parameters"] = {**absolute, "adaptive_normalization": "never"}
     message = inspect(config, fails=True)
     assert "changed since then: config.parameters" in message
     assert "--overwrite" in message
@@ -215,14 +213,14 @@ def test_conv1d_weights_are_looked_at_as_they_are_merged(tmp_path, inspect):
     assert lines[name]["layout"] == "transposed"
     stored = name if name in base else name.removeprefix("transformer.")
     deltas = [(expert[stored] - base[stored]).T for expert in experts]
-    exact = naive_condition(deltas, False, lines[name]["epsilon"])
-    assert exact / 2.5 < lines[name]["condition"] < 1.1 * exact
+    assert lines[name]["ridge"] == pytest.approx(naive_ridge(deltas, False))
 
 
 def test_parameters_with_filters_and_layer_gradients(tmp_path, inspect):
     config = ace_config(save_family(tiny_llama(num_hidden_layers=3), tmp_path))
     config["parameters"] = {
         "epsilon": [0.1, 0.3],
+        "epsilon_scale": "absolute",
         "adaptive_normalization": "never",
         "layout": [{"filter": "embed", "value": "mean"}, {"value": "auto"}],
     }
@@ -267,10 +265,10 @@ def test_vocabularies_are_aligned_as_in_the_merge(tmp_path, inspect):
 def test_other_methods_are_looked_at_with_the_defaults_of_ace(tmp_path, inspect):
     paths = save_family(tiny_llama(), tmp_path)
     config = ace_config(paths, merge_method="task_arithmetic", parameters={"weight": 0.5})
-    expected = lines_of(inspect(default_config(paths), out="ace"))
+    expected = lines_of(inspect(ace_config(paths), out="ace"))
     found = lines_of(inspect(config))
     assert found[QUERY]["tau"] == expected[QUERY]["tau"]
-    assert found[QUERY]["condition"] == expected[QUERY]["condition"]
+    assert found[QUERY]["ridge"] == expected[QUERY]["ridge"]
     assert found[QUERY]["method"] == "task_arithmetic"
     page = (tmp_path / "report" / "report.html").read_text()
     assert "Task Arithmetic: expert0, expert1" in page
@@ -338,29 +336,6 @@ def test_tied_heads_and_a_model_without_a_base(tmp_path, inspect):
     linear = {"merge_method": "linear", "models": [{"model": p} for p in paths]}
     linear["parameters"] = {"weight": 1}
     assert "add a line base_model:" in inspect(linear, out="linear", fails=True)
-
-
-def test_a_device_that_is_full(tmp_path, inspect, monkeypatch, caplog):
-    """Simulated: the tensor is done in the leanest form on the CPU, with a warning."""
-    config = ace_config(save_family(tiny_llama(), tmp_path))
-    expected = lines_of(inspect(config, out="expected"))
-    real, failed = AceMerge.merge, []
-
-    def full(self, tensors, settings):
-        if len(failed) < 2 and tensors[0].shape == (48, 32):
-            failed.append(settings.least_memory)
-            raise torch.OutOfMemoryError("simulated")
-        return real(self, tensors, settings)
-
-    monkeypatch.setattr(AceMerge, "merge", full)
-    found = lines_of(inspect(config))
-    name = "model.layers.0.mlp.gate_proj.weight"
-    assert failed == [False, True]
-    assert found[name]["tau"] == expected[name]["tau"]
-    assert found[name]["spectrum"]["before"] == pytest.approx(
-        expected[name]["spectrum"]["before"], rel=1e-4
-    )
-    assert name in caplog.text
 
 
 def test_nan_names_tensor_and_model(tmp_path, inspect):
@@ -441,7 +416,5 @@ def test_an_expert_that_is_the_base_saved_through_bfloat16(tmp_path, inspect):
         if torch.equal(saved[name], base):
             changed[1] = 0
         assert line["changed"] == changed
-        assert line["noise"][1] == pytest.approx(noise_energy(saved[name], base))
     said = (folder / "summary.json").read_text()
-    assert "of expert1's change in layer 0 is rounding." in said
     assert "expert1 is left out of" in said

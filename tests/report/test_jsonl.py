@@ -44,7 +44,7 @@ def refused(path: Path) -> str:
 NEEDED = [
     "tensor", "models", "method", "shape", "layout", "rule", "weight", "tau", "gamma",
     "log_variance",
-    "threshold", "heterogeneous", "normalized", "refined", "epsilon", "condition", "rank", "ridge",
+    "threshold", "heterogeneous", "normalized", "refined", "rank", "ridge",
     "amplification", "norm", "base_norm", "unchanged", "unit", "histogram", "cosine",
     "relative_size",
 ]  # fmt: skip
@@ -60,7 +60,7 @@ def test_a_field_that_is_missing(tmp_path, name):
     assert "give the file that `report:` of a merge" in text
 
 
-NUMBERS = ["gamma", "ridge", "condition", "threshold", "base_norm", "unit"]
+NUMBERS = ["gamma", "ridge", "threshold", "base_norm", "unit"]
 LISTS = ["tau", "weight", "norm", "unchanged", "epsilon"]
 
 

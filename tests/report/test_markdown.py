@@ -64,8 +64,8 @@ def test_any_text(name):
 
 
 def test_our_own_settings_stay_code():
-    text = markdown_text("leave `ridge_floor` out; `heterogeneity: log_variance` of a<b")
-    assert text == "leave `ridge_floor` out; `heterogeneity: log_variance` of a&lt;b"
+    text = markdown_text("leave `epsilon_scale` out; `heterogeneity: log_variance` of a<b")
+    assert text == "leave `epsilon_scale` out; `heterogeneity: log_variance` of a&lt;b"
 
 
 def test_paths_stay_as_they_are():

@@ -64,7 +64,7 @@ def report_page(tmp_path_factory) -> Path:
         refined=True,
         gamma=3.0,
         log_variance=11.0,
-        condition=5e4,
+        amplification=1.5,
         spectrum={
             "leading": 2,
             "before": [2.0, 1.0],
@@ -150,9 +150,9 @@ def test_what_clicks_do(report_page, visit):
     )
     heading.click()
     assert column(page, by_name) == names[::-1]
-    page.get_by_role("button", name="condition").click()
-    assert page.locator("th[aria-sort=ascending]").inner_text().startswith("condition")
-    page.get_by_role("button", name="condition").click()
+    page.get_by_role("button", name="amplification").click()
+    assert page.locator("th[aria-sort=ascending]").inner_text().startswith("amplification")
+    page.get_by_role("button", name="amplification").click()
     assert column(page, by_name)[0] == "model.layers.3.mlp.down_proj.weight"
     assert column(page, by_name)[-1] == "model.norm.weight"  # no number: last either way
     page.get_by_label("Only tensors with").fill("down")

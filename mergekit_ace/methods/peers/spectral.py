@@ -196,9 +196,7 @@ class CartMerge(MatrixMethod):
     )
     own_rule = "merged as the average and low-rank differences from it"
 
-    def doubts(
-        self, settings: TensorSettings, rows_per_column: float | None
-    ) -> Iterator[tuple[str, str]]:
+    def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
         return iter(())  # with λ = 0 it is the average of the experts
 
     def scale(self, parameters: Mapping[str, Any]) -> float:
