@@ -84,10 +84,12 @@ def naive_ace(
         mean_s = sum(ridged if refinement_mean == "ridged" else s) / len(s)
         residual = sum(delta @ (st - mean_s) for delta, st in zip(deltas, s, strict=True))
         u, sigma, vh = torch.linalg.svd(residual + x, full_matrices=False)
-        refined = x + sigma[:k].mean() * (u[:, :k] @ vh[:k])
+        component = sigma[:k].mean() * (u[:, :k] @ vh[:k])
+        refined = x + component
         if refinement_mean == "plain":
             refined = refined * x.norm() / refined.norm()
-        chosen = chosen + refinement * (refined - x)
+        if refinement_mean == "ridged" or (component * sum(deltas)).sum() >= 0:
+            chosen = chosen + refinement * (refined - x)
     return base + lambda_ * chosen
 
 

@@ -41,7 +41,7 @@ WRONG = [
     ("epsilon", True, "a number, 0 or greater"),
     ("epsilon", [1e-5, -1e-5], "a number, 0 or greater"),
     ("lambda", "nan", "a finite number"),
-    ("epsilon_scale", "percent", "one of absolute, relative"),
+    ("epsilon_scale", "percent", "one of spectrum, absolute, relative"),
     ("heterogeneity", "variance", "one of auto, gamma, log_variance"),
     ("heterogeneity_threshold", -0.1, "a number, 0 or greater"),
     ("adaptive_normalization", True, "one of auto, always, never"),

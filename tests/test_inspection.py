@@ -24,7 +24,7 @@ from mergekit_ace.algebra.inspection import (
 )
 from mergekit_ace.algebra.records import AceOptions, MatrixRecord, TensorRecord
 
-OPTIONS = AceOptions(ridge_floor=False)  # as in the references
+OPTIONS = AceOptions()
 
 
 def look(base, experts, weights, options, layout) -> TensorInspection:
@@ -164,7 +164,7 @@ def test_the_spectrum_of_the_merge(rng, shape, heterogeneous):
 def test_the_branch_is_the_merges_own(rng):
     """`inspect` says what a merge would do, with its options."""
     base, experts = family(rng, 20, 30, 3, scales=HETEROGENEOUS)
-    options = OPTIONS.model_copy(update={"heterogeneity_threshold": 1e9})
+    options = OPTIONS.model_copy(update={"heterogeneity": "log_variance", "heterogeneity_threshold": 1e9})
     record = look(base, experts, [1, 1, 0], options, "matrix").matrices[0].record
     assert not record.heterogeneous
     assert record.weight[2] == 0
@@ -206,7 +206,7 @@ def test_a_merge_that_shows_nothing_of_itself(rng):
 
     def merge(tensors, layout, observe):
         merged = tensors[0] + 0.5 * (tensors[1] - tensors[0])
-        record = MatrixRecord("half", (1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
+        record = MatrixRecord("half", (1.0, 1.0), (1.0, 1.0), (1, 1))
         return merged, TensorRecord(tuple(base.shape), layout, (record,))
 
     (matrix,) = inspect_tensor(base, experts, "matrix", merge).matrices

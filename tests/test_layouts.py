@@ -9,7 +9,7 @@ from reference import naive_tensor, task_vector_error
 from mergekit_ace import AceOptions, merge_tensor
 from mergekit_ace.algebra.layouts import resolve_layout
 
-EXACT = AceOptions(compute_dtype="float64", ridge_floor=False)
+EXACT = AceOptions(compute_dtype="float64")
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,10 @@ import logging
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from matrices import HETEROGENEOUS, family
 from mergekit.merge_methods import merge_tensors
 
 from mergekit_ace.methods import notices
@@ -52,41 +50,6 @@ def test_the_end_of_a_process_flushes():
         check=True,
     )
     assert "ace: 1 tensor" in done.stderr
-
-
-@pytest.mark.parametrize("mean", ["plain", "ridged"])
-@pytest.mark.parametrize(("epsilon", "large"), [(1e-5, False), (1.0, True)])
-def test_ridges_in_the_mean(rng, said, mean, epsilon, large):
-    parameters = {
-        "refinement_mean": mean,
-        "epsilon": epsilon,
-        "heterogeneity": "log_variance",
-        "structural_prior": False,
-    }
-    for _ in range(2):
-        base, experts = family(rng, 12, 14, 3, scales=HETEROGENEOUS, noise=0.5)
-        merge = partial(merge_tensors, [base, *experts], "ace", base_index=0)
-        merge(parameters=parameters)
-    messages = said()
-    assert len(messages) == (mean == "ridged" and large)
-    if messages:
-        assert "the refinement of 2 tensors against the experts" in messages[0]
-
-
-def test_steps_that_are_left_out(said):
-    rng = torch.Generator().manual_seed(3)
-    shared = torch.randn(8, 1, generator=rng) @ torch.randn(1, 24, generator=rng)
-    experts = [s * (shared + 0.03 * torch.randn(8, 24, generator=rng)) for s in (0.1, 0.001)]
-    parameters = {"adaptive_normalization": "always", "spectral_refinement": "always"}
-    weight = [0.03, 1.0]
-    merge_tensors(
-        [torch.zeros(8, 24), *experts],
-        "ace",
-        base_index=0,
-        parameters={"epsilon": 1e-4, **parameters, "weight": weight},
-    )
-    (message,) = said()
-    assert "in 1 tensor the refinement would have turned the merge against the experts" in message
 
 
 def test_a_result_that_float16_could_not_hold(said):

@@ -33,8 +33,8 @@ def test_a_line_per_tensor(tmp_path, mergekit_yaml):
         assert line["tau"] == pytest.approx([float(d.double().square().sum()) for d in deltas])
     line = entries["model.layers.0.mlp.up_proj.weight"]
     assert line["rule"] == "ace"
-    assert line["heterogeneous"] == (line["gamma"] > 0.3)
-    assert {"log_variance", "normalized", "refined", "epsilon", "rank", "condition"} <= line.keys()
+    assert line["heterogeneous"] == (line["log_variance"] > 1)
+    assert {"gamma", "normalized", "refined", "epsilon", "rank", "error"} <= line.keys()
 
 
 def test_what_a_line_says_about_the_heterogeneous_branch(rng, tmp_path):
@@ -47,7 +47,7 @@ def test_what_a_line_says_about_the_heterogeneous_branch(rng, tmp_path):
     assert line["rank"] == 3
     assert line["sigma_iso"] > 0
     assert len(line["epsilon"]) == 3
-    assert line["precision"] == "float64"
+    assert line["error"] < 1e-4
 
 
 def test_stacked_tensors_have_a_list_of_matrices(rng, tmp_path):
@@ -88,6 +88,7 @@ def test_what_other_methods_say(rng, tmp_path, method, parameters, recorded):
     assert line["tau"] == pytest.approx(tau)
 
 
+def test_an_expert_that_is_the_base_in_another_precision(rng, tmp_path):
     base, experts = family(rng, 20, 10, 2)
     saved = [experts[0].bfloat16().float(), base.bfloat16().float()]
     for method in ("ace", "ace_relative", "tsv_m", "consensus_ta", "lines"):
@@ -96,8 +97,6 @@ def test_what_other_methods_say(rng, tmp_path, method, parameters, recorded):
         merge_tensors([base, *saved], method, base_index=0, parameters=options)
         (line,) = lines(report)
         assert line["changed"] == [1, 0]
-        assert line["noise"] == pytest.approx([noise_energy(w, base) for w in saved])
-        assert line["noise"][1] == pytest.approx(line["tau"][1], rel=0.3)
 
 
 def test_infinite_gamma_is_still_json(tmp_path):

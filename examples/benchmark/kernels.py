@@ -187,9 +187,8 @@ def main() -> None:
     if min(arguments.experts) < 2:
         parser.error("a merge of matrices takes at least two experts")
     figures: dict = {"machine": print_machine(arguments.device), "rows": [], "totals": []}
-    print(
-        "    matrix       T  branch         form   solved in   error      ours      lean   over     plain  faster"
-    )
+    heads = "    matrix       T  branch         form   solved in   error      ours      lean   over"
+    print(f"{heads}     plain  faster")
 
     def keep(kind: str, figure: dict) -> None:
         figures[kind].append(figure)

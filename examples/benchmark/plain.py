@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """ACE-Merging as its formulas are written down: what a fast merge is compared with.
 
-`plain_ace`: one Gram matrix per task, an explicit inverse, a full singular value decomposition, every matrix
-kept in the dtype of the weights. `lean_ace`: all experts in one tensor,
-Cholesky factors instead of inverses, and eigenvectors instead of singular ones. They share no code
-with the package.
+`plain_ace`: one Gram matrix per task, an explicit inverse, a full singular value decomposition, all
+of it kept in the dtype of the weights. `lean_ace`: all experts in one tensor, Cholesky factors for
+inverses, and eigenvectors for singular ones. They share no code with the package.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def lean_ace(
     epsilon: float = 1e-5,
     rank_fraction: float = 0.3,
 ) -> Tensor:
-    """Return what `plain_ace` does, with the prior by Sherman and Morrison, and N = T·o < i dual."""
+    """Return what `plain_ace` does, where all experts have fewer rows than columns by the dual."""
     deltas = torch.stack(experts) - base
     means = deltas.mean(dim=1)
     centred = deltas - means[:, None]

@@ -49,7 +49,6 @@ class Recipe:
 
 BASE = Recipe(700, 1e-3)
 EVEN = (Recipe(250, 5e-4),)
-# Fine-tunes of different hands: the largest ‖Δ‖² is some forty times the smallest.
 STRENGTHS = (Recipe(500, 1.5e-4), Recipe(200, 2e-3), Recipe(250, 5e-4), Recipe(350, 2.5e-4))
 # By family: architecture, and the experts' recipes in turn.
 DICTIONARIES: dict[str, tuple[str, Sequence[Recipe]]] = {

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A family of small vision transformers on the images that scikit-learn brings along.
 
-Four tasks that look nothing like each other, as grey images of 8 × 8 pixels: handwritten digits,
-how a digit is turned, patches of two photographs, and the thirty measurements of a breast tumour.
-The base has learned to tell how any of these images is turned or mirrored, and of which kind it is;
-each expert has learned one task, with a head of its own.
+Four tasks as grey images of 8 × 8 pixels: handwritten digits, how a digit is turned, patches of two
+photographs, and the measurements of a breast tumour. The base has learned to tell how an image is
+turned or mirrored, and of which kind it is; each expert one task, with a head of its own.
 """
 
 from __future__ import annotations

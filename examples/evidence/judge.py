@@ -5,9 +5,8 @@
     python examples/evidence/judge.py --prepare  # fetch all that needs a network
     python examples/evidence/judge.py --families all --cache FOLDER
 
-`pip install '.[evidence]'` first. Texts, models and exams are kept in ~/.cache/mergekit-ace/judge,
-so that the same command goes on where it was stopped. Results go to results.json, from which
-tables.py makes all tables and the picture.
+`pip install '.[evidence]'` first. Texts, models and exams stay in ~/.cache/mergekit-ace/judge, so
+that a stopped command goes on. From its results.json tables.py makes all tables and the picture.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ def make_families(settings: argparse.Namespace) -> Iterator[Family]:
 
                 yield Images(seed, settings.cache, few)
             else:
-                for steps in settings.steps:
-                    yield LanguageFamily(name, seed, steps, settings.cache, settings.base)
+                given = settings.cache, settings.base
+                yield from (LanguageFamily(name, seed, n, *given) for n in settings.steps)
 
 
 class Judge:

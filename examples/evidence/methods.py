@@ -72,7 +72,6 @@ ROWS = [
     Row("iso_c", "iso_c"),
     Row("iso_cts", "iso_cts"),
     Row("cart", "cart"),
-    # The authors' descent would take longer than all other merges together.
     Row("wudi", "wudi", {"solver": "exact"}),
     Row("ace", "ace"),
     Row("ace_relative", "ace_relative"),

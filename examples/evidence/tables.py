@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, variance
 from typing import Any
@@ -16,6 +17,8 @@ RESULTS, PICTURE = HERE / "results.json", HERE / "frontiers.png"
 PAGES = (HERE / "README.md", HERE.parents[1] / "README.md")
 MARK = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 SMALL = ("llama", "llama-strengths", "llama-muon", "gpt2", "roberta", "images")
+LANGUAGE = ("smollm, 160", "smollm-control, 40", "smollm-muon, 160", "smollm-sparse, 40",
+            "smollm-lora, 40", "smollm-lora-fast, 40")  # fmt: skip
 HEADLINE = "smollm, 40 steps"
 DRAWN = {"ace": "tab:red", "ace_relative": "tab:orange", "tsv_m": "tab:blue",
          "iso_c": "tab:green", "task_arithmetic": "black", "ties": "tab:gray"}  # fmt: skip
@@ -49,10 +52,6 @@ def at_scale(result: Result, scale: float, what: str) -> Figure:
     return result[what][result["scales"].index(scale)]
 
 
-def show(figure: Figure) -> str:
-    return "{:.3f} ± {:.3f}".format(*figure)
-
-
 def table(head: list[str], rows: list[list[str]]) -> str:
     """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
@@ -68,16 +67,17 @@ def family_table(methods: dict[str, list[Result]]) -> str:
         kept, forgot = (
             pool([at_scale(result, 1.0, what) for result in results]) for what in ("kept", "forgot")
         )
-        line = [show(budget), f"{scale:.2f}", show(kept), f"{forgot[0]:+.3f}"]
+        both = ("{:.3f} ± {:.3f}".format(*figure) for figure in (budget, kept))
+        line = [next(both), f"{scale:.2f}", next(both), f"{forgot[0]:+.3f}"]
         lines.append((budget[0], [f"`{name}`", *line]))
     lines.sort(reverse=True)
     head = ["method", "kept at the budget", "at λ", "kept at λ = 1", "forgot at λ = 1"]
     return table(head, [line for _, line in lines])
 
 
-def small_table(families: dict[str, dict[str, list[Result]]]) -> str:
-    """Return what each method keeps of the small families at the budget."""
-    names = [name for name in SMALL if name in families]
+def compared(families: dict[str, dict[str, list[Result]]], wanted: Iterable[str]) -> str:
+    """Return what each method keeps of some families at the budget."""
+    names = [name for name in wanted if name in families]
     methods = list(dict.fromkeys(method for name in names for method in families[name]))
     rows = []
     for method in methods:
@@ -86,7 +86,8 @@ def small_table(families: dict[str, dict[str, list[Result]]]) -> str:
         shown = [f"{f[0]:.3f}({1000 * f[1]:.0f})" if f else "–" for f in figures]
         rows.append((mean(f[0] for f in figures if f), [f"`{method}`", *shown]))
     rows.sort(reverse=True)
-    return table(["method", *names], [row for _, row in rows])
+    titles = [name.removeprefix("smollm-").partition(",")[0] for name in names]
+    return table(["method", *titles], [row for _, row in rows])
 
 
 def experts_table(results: list[Result]) -> str:
@@ -103,10 +104,12 @@ def experts_table(results: list[Result]) -> str:
 
 
 def make_tables(results: list[Result]) -> dict[str, str]:
-    """Return every table by its name: of a family, `small families`, `experts`."""
+    """Return every table by its name: of a family, of several, and of the experts' losses."""
     families = by_family(results)
     tables = {title: family_table(methods) for title, methods in families.items()}
-    tables["small families"] = small_table(families)
+    tables["small families"] = compared(families, SMALL)
+    on_gpu = (f"{name} steps, bfloat16" for name in LANGUAGE)
+    tables["language families"] = compared(families, on_gpu)
     if HEADLINE in families:
         tables["experts"] = experts_table(results)
     return tables
@@ -135,8 +138,7 @@ def draw(results: list[Result], path: Path = PICTURE) -> None:
                 for what in ("forgot", "kept")
             ]
             axes.plot(*points, ".-", color=DRAWN[name], label=name, markersize=4)
-            default = [part[scales.index(1.0)] for part in points]
-            axes.plot(*default, "o", color=DRAWN[name])
+            axes.plot(*(part[scales.index(1.0)] for part in points), "o", color=DRAWN[name])
     axes.axvline(0.05, color="silver", zorder=0)
     axes.set(xlim=(None, 0.5), ylim=(0.2, 1.0), ylabel="kept", xlabel="forgot, nats per token")
     axes.legend(loc="lower right")

@@ -107,7 +107,8 @@ class AceOptions(RidgeOptions):
         "plain",
         description="Whether the refinement's mean of the estimates holds their ridges. ridged is "
         "the paper's (Eq. 15), and turns against the experts where Σ ε_t exceeds 0.3. With plain, "
-        "the refined merge is scaled to the size that it had.",
+        "the refined merge is scaled to the size that it had, and a refinement that would turn "
+        "against the experts is left out.",
     )
     rank_fraction: Fraction = Field(
         0.3, description="Share k / min(o, i) of the directions that are refined."

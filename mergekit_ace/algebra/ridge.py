@@ -113,6 +113,10 @@ class TaskVectors:
             total.add_(self.block(rows, t), alpha=weight)
         return total
 
+    def total(self, rows: slice) -> Tensor:
+        """Return Σ_t Δ_t of a block of rows."""
+        return self.combined(rows, [1.0] * len(self.means)) + self.means.sum(dim=0)
+
     def sample(self, step: int) -> Tensor:
         """Return every so many row of all C_t, (T, rows, i)."""
         if self.whole is not None:
@@ -468,11 +472,21 @@ def isotropic_component(target: Tensor, rank: int) -> Component:
     return Component(matrix if wide is target else matrix.mT, strength)
 
 
-def _of_size(merged: Tensor, component: Component) -> Component:
-    """Return what leaves X + the component as large as X: λ scales a merge, not the refinement."""
+def _guarded(problem: Problem, merged: Tensor, component: Component) -> Component:
+    """Return what leaves X as large as it was, and nothing that points against the experts' sum.
+
+    λ is the scale of a merge, not the refinement (departure). Estimates of experts that differ much
+    in weight or strength can have an R that undoes what the experts share (departure).
+    """
+    vectors = problem.vectors
+    along = sum(
+        (component.matrix[rows] * vectors.total(rows)).sum(dtype=torch.float64)
+        for rows in vectors.rows()
+    )
     refined = merged + component.matrix
     refined *= torch.linalg.vector_norm(merged) / torch.linalg.vector_norm(refined)
-    return Component(refined.sub_(merged), component.strength)
+    kept = (along >= 0).to(merged.dtype)
+    return Component(refined.sub_(merged).mul_(kept), component.strength * kept)
 
 
 @full_precision()
@@ -516,7 +530,7 @@ def merge_by_ridge(
         if rank:
             component = isotropic_component(solution.target, rank)
             if not problem.ridged_mean:
-                component = _of_size(solution.plain, component)
+                component = _guarded(problem, solution.plain, component)
         strength = solution.ridge if component is None else component.strength.to(dtype)
         size = torch.linalg.vector_norm(merged)
         numbers = [solution.error, solution.ridge, solution.trace, size, strength]
@@ -529,7 +543,7 @@ def merge_by_ridge(
         observe("closed form", merged)
     if component is not None:
         merged.add_(component.matrix, alpha=refinement)
-        known |= {"refined": True, "sigma_iso": strength}
+        known |= {"refined": strength != 0, "sigma_iso": strength}
         if observe is not None:
             observe("refined", merged)
     ridges = [estimate.ridge for estimate in problem.estimates]

@@ -302,7 +302,9 @@ def select_active(
 
 
 def _chosen(stack: Tensor | None, positions: Sequence[int]) -> Tensor | None:
-    every = stack is None or len(positions) == len(stack)
+    if stack is None or not positions:
+        return None
+    every = len(positions) == len(stack)
     return stack if every else torch.stack([stack[position] for position in positions])
 
 

@@ -32,6 +32,7 @@ from mergekit_ace.methods.base import (
 from mergekit_ace.methods.inputs import TensorSettings
 from mergekit_ace.methods.lookup import component_coefficients
 from mergekit_ace.methods.measured_lookup import MeasuredLookup
+from mergekit_ace.methods.notices import notice
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
     COVARIANCES,
@@ -243,6 +244,14 @@ class AceMerge(RidgeMethod):
                 "residual of the third power of the weights, which is next to nothing for small "
                 "task vectors and everything for large ones",
                 "write adaptive_normalization: always, or auto for both",
+            )
+
+    def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
+        super().mention(settings, record)
+        if any(matrix.rank and not matrix.refined for matrix in record.matrices):
+            notice(
+                "ace: in {tensors} the refinement would have turned the merge against the "
+                "experts, and was left out"
             )
 
 

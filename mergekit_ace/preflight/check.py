@@ -39,7 +39,7 @@ from mergekit_ace.preflight.config_keys import check_keys, nearest_method
 from mergekit_ace.preflight.dtype_rules import check_dtypes, check_tensor_dtypes
 from mergekit_ace.preflight.estimate import (
     NOMINAL,
-    Estimate,
+    MergeEstimate,
     calibrate,
     estimate_merge,
     in_bytes,
@@ -74,7 +74,7 @@ class Preflight:
     method: str = ""
     models: tuple[dict[str, Any], ...] = ()
     tensors: int | None = None
-    estimate: Estimate | None = None
+    estimate: MergeEstimate | None = None
 
     @property
     def ok(self) -> bool:
@@ -237,7 +237,7 @@ def _warnings() -> Iterator[list[str]]:
         root.handlers[:] = others
 
 
-def _check_disk(estimate: Estimate, out: Path) -> Iterator[Finding]:
+def _check_disk(estimate: MergeEstimate, out: Path) -> Iterator[Finding]:
     place = out.absolute()
     while not place.exists():
         place = place.parent
@@ -303,7 +303,7 @@ def _text_lines(result: Preflight) -> Iterator[str]:
         )
 
 
-def _estimate_lines(estimate: Estimate) -> Iterator[str]:
+def _estimate_lines(estimate: MergeEstimate) -> Iterator[str]:
     if estimate.seconds is not None:
         fast, slow = (in_time(seconds) for seconds in estimate.seconds)
         yield f"  time  about {fast}" + (f", {slow} if all is refined" if slow != fast else "")

@@ -59,7 +59,7 @@ class TensorEstimate:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MergeEstimate:
     """A whole merge; pairs are of the homogeneous and the heterogeneous branch everywhere.
 
     Attributes:
@@ -161,7 +161,7 @@ def estimate_tensor(
 
 def estimate_merge(
     plan: PlannedMerge, checkpoints: Mapping[ModelReference, Checkpoint], rates: Rates
-) -> Estimate:
+) -> MergeEstimate:
     """Return what all tensors take that can be estimated."""
     parts = [estimate_tensor(t, sources(t, checkpoints), plan) for t in plan.tensors]
     known = [part for part in parts if part is not None]
@@ -169,7 +169,7 @@ def estimate_merge(
     seconds = tuple(sum(part.seconds(rates, bool(n)) for part in known) for n in range(2))
     timed = isinstance(plan.method, TaskVectorMethod) and plan.method.timed
     on_device = plan.options.device not in (None, "cpu")
-    return Estimate(
+    return MergeEstimate(
         rules=dict(Counter(part.rule for part in known)),
         forms=dict(Counter(part.form for part in known if part.form)),
         operations=(operations[0], operations[1]),

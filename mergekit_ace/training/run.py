@@ -265,7 +265,8 @@ def merge_config(
         return config | _inline_weights(file, experts)
     named = zip(experts, contents.experts, strict=True)
     config["models"] = [{"model": m, "parameters": {"task": one.task}} for m, one in named]
-    config["parameters"] = {**contents.parameters, "coefficients": str(path.resolve())}
+    known = {name: value for name, value in contents.parameters.items() if value is not None}
+    config["parameters"] = {**known, "coefficients": str(path.resolve())}
     return config
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from checkpoints import fine_tuned, tiny_llama
 from covering import covered
-from matrices import hardly_changed
 from mergekit.merge_methods import merge_tensors
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -204,19 +203,13 @@ def test_the_written_merge_is_the_formula(sizes):
 
 
 @pytest.mark.parametrize("small", [0, 2**14])
-def test_experts_of_rounding_count_as_in_the_method(rng, small):
-    """One expert is the base, saved through bfloat16, and another one nearly so."""
+def test_the_base_in_another_precision_counts_as_in_the_method(rng, small):
     base = nn.Linear(64, 48, bias=False)
     origin = base.weight.detach().clone()
-    nearly = hardly_changed(origin)
-    versions = [
-        origin + 0.01 * torch.randn(48, 64, generator=rng),
-        origin.bfloat16(),
-        nearly.bfloat16(),
-    ]
+    versions = [origin + 0.01 * torch.randn(48, 64, generator=rng), origin.bfloat16()]
     experts = [{"weight": version} for version in versions]
     merged = MergedModel(base, {"weight": origin}, experts, ["weight"], small=small)
-    given = [0.5, 2.0, -3.0]
+    given = [0.5, 2.0]
     merged.write(torch.tensor(given)[:, None])
     wide = [version.float() for version in versions]
     parameters = {"weight": given}
@@ -224,8 +217,5 @@ def test_experts_of_rounding_count_as_in_the_method(rng, small):
     torch.testing.assert_close(base.weight.detach(), expected, rtol=0, atol=1e-7)
     (base.weight * torch.ones(48, 64)).sum().backward()
     merged.collect()
-    slopes = [float((version - origin).double().sum()) for version in wide]
-    found = merged.products[:, 0].tolist()
-    assert found[0] == pytest.approx(slopes[0], rel=1e-5)
-    assert found[1] == 0
-    assert 0 < found[2] / slopes[2] < 1
+    slope = float((versions[0] - origin).double().sum())
+    assert merged.products[:, 0].tolist() == pytest.approx([slope, 0], rel=1e-5)
