@@ -243,8 +243,7 @@ def test_names_on_the_hub(tmp_path):
         (folder / "refs" / "main").write_text(commit)
         (folder / "snapshots").mkdir()
         Path(path).rename(folder / "snapshots" / commit)
-    parameters = {"adaptive_normalization": "always", "spectral_refinement": "always"}
-    parameters |= {"refinement_mean": "ridged", "epsilon": 1.0}
+    parameters = {"lambda": 1e7}  # entries that float16 does not hold, which is a notice
     settings = ace_config(names, tokenizer={"source": "base"}, parameters=parameters)
     config = write_config(tmp_path / "merge.yml", settings)
     theirs, ours = tmp_path / "theirs" / "merged", tmp_path / "ours" / "merged"
@@ -262,7 +261,7 @@ def test_names_on_the_hub(tmp_path):
     assert_same(theirs, ours)
     assert set(Manifest.read(ours).identity["inputs"]) == set(names)
     # mergekit-yaml in the first process, and one or two workers
-    assert 2 <= done.stderr.count("refinement_mean: ridged has turned the refinement of") <= 3
+    assert 2 <= done.stderr.count("came out with entries above 65504") <= 3
     assert "resource_tracker" not in done.stderr
     assert "leaked" not in done.stderr
 
