@@ -78,12 +78,21 @@ def test_training_steps(run_example, in_process, basis):
 
 
 @pytest.mark.parametrize("heterogeneous", [False, True])
-def test_the_plain_transcription(example, rng, heterogeneous):
-    base, experts = family(rng, 14, 9, 3, scales=HETEROGENEOUS, noise=0.5)
-    plain = example("benchmark", "plain").plain_ace
-    merged = plain(base.double(), [e.double() for e in experts], heterogeneous=heterogeneous)
+@pytest.mark.parametrize("way", ["plain_ace", "lean_ace"])
+@pytest.mark.parametrize("shape", [(14, 9), (9, 14), (5, 20)])
+def test_transcriptions(example, rng, way, shape, heterogeneous):
+    base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS, noise=0.5)
+    transcribed = getattr(example("benchmark", "plain"), way)
+    merged = transcribed(base.double(), [e.double() for e in experts], heterogeneous=heterogeneous)
     switch = "always" if heterogeneous else "never"
-    expected = naive_ace(base, experts, adaptive_normalization=switch, spectral_refinement=switch)
+    expected = naive_ace(
+        base,
+        experts,
+        adaptive_normalization=switch,
+        spectral_refinement=switch,
+        epsilon_scale="absolute",
+        refinement_mean="ridged",
+    )
     torch.testing.assert_close(merged, expected)
 
 

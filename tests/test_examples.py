@@ -124,7 +124,6 @@ def test_the_gpt2_config_on_classifiers_with_heads_of_different_sizes(tmp_path, 
         classifier.save_pretrained(tmp_path / f"expert{t}")
         experts.append(classifier.transformer.state_dict())
         member["model"]["model"]["path"] = str(tmp_path / f"expert{t}")
-    source.setdefault("parameters", {})["ridge_floor"] = False  # as in the reference
     out = mergekit_yaml(source)
     merged = state(GPT2LMHeadModel, out)[1]
     for name, tensor in base.transformer.state_dict().items():

@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 from matrices import HETEROGENEOUS, deltas_of, family
-from mergekit_ace.algebra.ace import merge_tensor
 from reference import naive_ace
 from torch import Tensor
 
 from mergekit_ace.algebra import inspection as comparison
+from mergekit_ace.algebra.ace import merge_tensor
 from mergekit_ace.algebra.inspection import (
     BINS,
     REACH,
@@ -164,7 +164,9 @@ def test_the_spectrum_of_the_merge(rng, shape, heterogeneous):
 def test_the_branch_is_the_merges_own(rng):
     """`inspect` says what a merge would do, with its options."""
     base, experts = family(rng, 20, 30, 3, scales=HETEROGENEOUS)
-    options = OPTIONS.model_copy(update={"heterogeneity": "log_variance", "heterogeneity_threshold": 1e9})
+    options = OPTIONS.model_copy(
+        update={"heterogeneity": "log_variance", "heterogeneity_threshold": 1e9}
+    )
     record = look(base, experts, [1, 1, 0], options, "matrix").matrices[0].record
     assert not record.heterogeneous
     assert record.weight[2] == 0

@@ -5,11 +5,17 @@ import os
 from typing import Annotated, Literal
 
 import pytest
-from mergekit_ace.algebra.records import RelativeOptions
 from pydantic import Field
 
 from mergekit_ace import AceOptions
-from mergekit_ace.algebra.records import Factor, Fraction, NonNegative, Number, Ridge
+from mergekit_ace.algebra.records import (
+    Factor,
+    Fraction,
+    NonNegative,
+    Number,
+    RelativeOptions,
+    Ridge,
+)
 from mergekit_ace.methods.ace import AceMerge
 from mergekit_ace.methods.parameters import (
     LAYOUT,

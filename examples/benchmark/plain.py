@@ -20,10 +20,7 @@ def plain_ace(
     epsilon: float = 1e-5,
     rank_fraction: float = 0.3,
 ) -> Tensor:
-    """Return the merged matrix, (o, i), by Eqs. 5-19 with the branch given.
-
-    The mean of the refinement is the plain one, without ridges, as by default of the package.
-    """
+    """Return the merged matrix, (o, i), by Eqs. 5-19 with the branch given."""
     deltas = [expert - base for expert in experts]
     centred = [delta - delta.mean(dim=0) for delta in deltas]
     identity = torch.eye(base.shape[1], dtype=base.dtype, device=base.device)
@@ -39,7 +36,7 @@ def plain_ace(
     numerator = sum(c @ s for c, s in zip(centred, ridged, strict=True))
     merged = numerator @ torch.linalg.inv(sum(ridged) + prior)
     if heterogeneous:
-        mean = sum(covariances) / len(covariances)
+        mean = sum(ridged) / len(ridged)
         residual = sum(d @ (s - mean) for d, s in zip(deltas, covariances, strict=True))
         left, sigma, right = torch.linalg.svd(residual + merged, full_matrices=False)
         rank = int(rank_fraction * min(base.shape))
@@ -89,6 +86,7 @@ def lean_ace(
         prior = prior / deltas.square().sum(dim=(1, 2)).mean()
     merged = merged - merged.sum(dim=1, keepdim=True) * prior / (1 + prior.sum())
     if heterogeneous:
+        residual = residual - ridge * deltas.mean(dim=0)
         moved = (centred @ (means - means.mean(dim=0))[:, :, None]) * scales[:, None, None]
         target = residual + (moved.mT @ centred).sum(dim=0) + merged
         wide = target if rows <= columns else target.T

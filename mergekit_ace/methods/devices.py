@@ -55,9 +55,9 @@ def first_that_fits(
         if where.type == "cpu":
             break
         LOG.warning(
-            "%s: %s does not fit into the free memory of %s; merged on the CPU instead, which takes "
-            "longer. Other work on the device, or tensors that --read-to-gpu and --low-cpu-memory "
-            "keep there, leave it less.",
+            "%s: %s does not fit into the free memory of %s; merged on the CPU instead, which "
+            "takes longer. Other work on the device, or tensors that --read-to-gpu and "
+            "--low-cpu-memory keep there, leave it less.",
             method, describe(name), device,
         )  # fmt: skip
     raise torch.OutOfMemoryError(f"{method}: there is no memory left to merge {describe(name)}")

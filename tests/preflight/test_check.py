@@ -315,9 +315,7 @@ def test_a_model_on_the_hub_is_judged_by_its_headers(check, paths, hub):
         "vocabulary": None, "place": "on the Hub",
     }  # fmt: skip
     headers["model.norm.weight"] = Info("F32", [31])
-    assert "shapes: org/expert has 1 tensors" in texts(
-        check(ace_config([*paths, "org/expert"]))
-    )
+    assert "shapes: org/expert has 1 tensors" in texts(check(ace_config([*paths, "org/expert"])))
 
 
 def test_a_model_of_the_hub_that_was_looked_at(check, paths, tmp_path, hub):
