@@ -130,9 +130,7 @@ def test_both_means_of_the_refinement_agree_where_the_ridge_is_small(rng):
     for epsilon in (1e-5, 1.0):
         found = {}
         for mean in ("plain", "ridged"):
-            options = AceOptions(
-                epsilon=epsilon, epsilon_scale="absolute", refinement_mean=mean
-            )
+            options = AceOptions(epsilon=epsilon, epsilon_scale="absolute", refinement_mean=mean)
             merged, record = merge_matrix(base, experts, options=options)
             found[mean] = merged.double() - base.double()
             assert record.refined

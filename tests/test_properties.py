@@ -10,12 +10,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from matrices import family
-from mergekit_ace.algebra.ace import merge_tensor_relative
-from mergekit_ace.algebra.records import RelativeOptions
 from reference import naive_ace, task_vector_error
 from torch import Tensor
 
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix
+from mergekit_ace.algebra.ace import merge_tensor_relative
+from mergekit_ace.algebra.records import RelativeOptions
 
 settings.register_profile("ours", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("ours")
