@@ -446,6 +446,18 @@ def test_without_a_ridge_there_may_be_no_solution(rng, shape):
             merge_matrix(base, experts, options=AceOptions(epsilon=0, epsilon_scale=scale))
 
 
+def test_a_refinement_adds_no_directions_of_rounding(rng):
+    """Experts of rank 2, as adapters are, and more directions to refine than they have."""
+    base = 0.02 * torch.randn(32, 48, generator=rng)
+    low = [torch.randn(n, 2, generator=rng) for n in (32, 48, 32, 48)]
+    experts = [base + 0.05 * low[0] @ low[1].T, base + 0.05 * low[2] @ low[3].T]
+    options = AceOptions(spectral_refinement="always", adaptive_normalization="always")
+    merged, record = merge_matrix(base, experts, options=options)
+    assert record.refined
+    exact, _ = merge_matrix(base.double(), [e.double() for e in experts], options=options)
+    assert task_vector_error(merged, exact, base) <= 1e-3
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("merge", [merge_tensor, merge_tensor_relative])
 def test_an_expert_that_is_the_base_in_another_precision_takes_no_part(rng, dtype, merge):

@@ -52,6 +52,19 @@ def test_the_end_of_a_process_flushes():
     assert "ace: 1 tensor" in done.stderr
 
 
+def test_refinements_that_are_left_out(said):
+    rng = torch.Generator().manual_seed(3)
+    shared = torch.randn(8, 1, generator=rng) @ torch.randn(1, 24, generator=rng)
+    experts = [s * (shared + 0.03 * torch.randn(8, 24, generator=rng)) for s in (0.1, 0.001)]
+    parameters = {"adaptive_normalization": "always", "spectral_refinement": "always"}
+    for weight, told in (([1.0, 1.0], 0), ([0.03, 1.0], 1)):
+        given = {**parameters, "weight": weight}
+        merge_tensors([torch.zeros(8, 24), *experts], "ace", base_index=0, parameters=given)
+        messages = said()
+        assert len(messages) == told
+    assert "in 1 tensor the refinement would have turned the merge against the" in messages[0]
+
+
 def test_a_result_that_float16_could_not_hold(said):
     """mergekit does not tell a method in which dtype its result is written."""
     base = torch.zeros(4, 3)

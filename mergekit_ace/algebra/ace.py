@@ -181,12 +181,14 @@ class Branch:
 
     Attributes:
         statistics: both measures of heterogeneity.
-        heterogeneous: whether the matrix counts as heterogeneous.
+        threshold: above which a statistic tells a heterogeneous matrix.
+        heterogeneous: whether it counts as one.
         normalized: whether covariances are divided by their traces.
         rank: k of the refinement; 0 without.
     """
 
     statistics: Heterogeneity
+    threshold: float
     heterogeneous: bool
     normalized: bool
     rank: int
@@ -201,16 +203,16 @@ def decide_branch(active: ActiveExperts, options: AceOptions | RelativeOptions) 
     statistics = measure_heterogeneity(active.tau)
     variance = statistics.log_variance
     if isinstance(options, RelativeOptions):
-        return Branch(statistics, False, True, 0)
-    if options.heterogeneity == "auto":
-        heterogeneous = variance > CLEARLY_APART
-    else:
-        value = variance if options.heterogeneity == "log_variance" else statistics.gamma
-        heterogeneous = value > options.heterogeneity_threshold
+        return Branch(statistics, CLEARLY_APART, False, True, 0)
+    value = statistics.gamma if options.heterogeneity == "gamma" else variance
+    auto = options.heterogeneity == "auto"
+    threshold = CLEARLY_APART if auto else options.heterogeneity_threshold
+    heterogeneous = value > threshold
     switch = {"auto": heterogeneous, "always": True, "never": False}
     rank = int(options.rank_fraction * min(active.shape))
     return Branch(
         statistics=statistics,
+        threshold=threshold,
         heterogeneous=heterogeneous,
         normalized=switch[options.adaptive_normalization],
         rank=rank if switch[options.spectral_refinement] else 0,
@@ -242,7 +244,7 @@ def merge_changed(
             "gamma": branch.statistics.gamma,
             "log_variance": branch.statistics.log_variance,
             "statistic": options.heterogeneity,
-            "threshold": options.heterogeneity_threshold,
+            "threshold": branch.threshold,
             "heterogeneous": branch.heterogeneous,
             "normalized": branch.normalized,
             "refined": False,

@@ -454,7 +454,7 @@ def isotropic_component(target: Tensor, rank: int) -> Component:
 
     With the eigenvectors P of the smaller Gram matrix of F, U_k V_kᵀ is P_k diag(1/σ) P_kᵀ F, or
     its mirror image. The Gram matrix squares the condition number, so it is float64. Directions
-    below the rounding error are not F's own but noise: they count in σ_iso and add no direction.
+    below the rounding error of F are not its own but noise: they count in σ_iso and add nothing.
 
     Args:
         target: F, (o, i).
@@ -465,7 +465,9 @@ def isotropic_component(target: Tensor, rank: int) -> Component:
     values, vectors = leading_eigenpairs(squares, min(rank, len(squares)))
     sigma = values.clamp(min=0).sqrt()
     strength = sigma.sum() / rank
-    least = (len(squares) * torch.finfo(torch.float64).eps) ** 0.5 / 2 * sigma[:1]
+    exact = (len(squares) * torch.finfo(torch.float64).eps) ** 0.5 / 2
+    rounded = 32 * torch.finfo(target.dtype).eps * max(target.shape) ** 0.5
+    least = max(exact, rounded) * sigma[:1]
     scaled = vectors * torch.where(sigma > least, strength / sigma, 0.0)
     vectors, scaled = vectors.to(target.dtype), scaled.to(target.dtype)
     matrix = product(scaled, product(vectors.mT, wide))
