@@ -17,6 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mergekit_ace import __version__
+
 T = TypeVar("T")
 _BLOCK = 2**22
 
@@ -142,8 +144,8 @@ def file_states(paths: Iterable[str]) -> dict[str, list[int]]:
 
 @lru_cache
 def package_versions(*names: str) -> dict[str, str]:
-    """Return the versions of installed packages."""
-    return {name: version(name) for name in names}
+    """Return the versions of packages; ours is known where a checkout was never installed, too."""
+    return {name: __version__ if name == "mergekit-ace" else version(name) for name in names}
 
 
 def differences(one: Any, other: Any, free: Set[Key] = frozenset(), path: Key = ()) -> list[str]:
