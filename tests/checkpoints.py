@@ -90,9 +90,6 @@ def ace_config(paths: list[str], **config) -> dict:
     }
 
 
-default_config = ace_config
-
-
 def state(model_class: type, path: str | Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """The checkpoint as a user loads it; nothing may be missing or left over."""
     model, info = model_class.from_pretrained(path, output_loading_info=True, dtype=torch.float32)

@@ -513,3 +513,13 @@ def test_a_weak_expert_does_not_decide_the_merge(rng, merge, kind, shape, unit):
         if before is not None:
             assert (merged - before).norm() <= 0.35 * alone.norm()
         before = merged
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (3, 20)])
+def test_a_refinement_of_nothing_is_nothing(rng, shape):
+    """An expert and its negative leave X at 0, maybe to the last bit."""
+    delta = torch.zeros(shape, dtype=torch.float64)
+    delta[0, 0], delta[1, 0] = 1.0, -1.0
+    options = AceOptions(adaptive_normalization="always", spectral_refinement="always")
+    merged, _ = merge_matrix(torch.zeros_like(delta), [delta, -delta], options=options)
+    assert merged.abs().max() <= 1e-12

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from checkpoints import default_config, save_family, tiny_llama
+from checkpoints import ace_config, save_family, tiny_llama
 from matrices import HETEROGENEOUS, family
 from reference import naive_ace, task_vector_error
 from safetensors.torch import load_file
@@ -148,7 +148,7 @@ FLAGS = [["--cuda"], ["--cuda", "--read-to-gpu"], ["--cuda", "--low-cpu-memory"]
 @pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
 @pytest.mark.parametrize("method", ["ace", "ace_relative", "tsv_m"])
 def test_flags_of_mergekit(tmp_path, mergekit_yaml, method, flags):
-    config = default_config(save_family(tiny_llama(), tmp_path), merge_method=method)
+    config = ace_config(save_family(tiny_llama(), tmp_path), merge_method=method)
     expected = load_file(mergekit_yaml(config, out="cpu") / "model.safetensors")
     merged = load_file(mergekit_yaml(config, *flags, out="gpu") / "model.safetensors")
     assert merged.keys() == expected.keys()
@@ -158,7 +158,7 @@ def test_flags_of_mergekit(tmp_path, mergekit_yaml, method, flags):
 
 def test_workers_that_share_a_gpu(tmp_path, mergekit_yaml):
     """They are forked from a process that has imported torch, and must not have looked for GPUs."""
-    config = default_config(save_family(tiny_llama(), tmp_path))
+    config = ace_config(save_family(tiny_llama(), tmp_path))
     expected = load_file(mergekit_yaml(config, out="cpu") / "model.safetensors")
     command = [sys.executable, "-m", "mergekit_ace.cli", "merge", "cpu.yml", "gpu", "--quiet"]
     command += ["--cuda", "--workers", "2", "--gpus-per-worker", "0.5"]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from checkpoints import default_config, save_family, tiny_llama
+from checkpoints import ace_config, save_family, tiny_llama
 from click.testing import CliRunner
 from coefficient_files import make_file
 from covering import covered
@@ -177,12 +177,12 @@ def test_inspection(gpu, shape):
 def test_checkpoints(gpu, tmp_path, mergekit_yaml, key):
     """And coefficients that are learned, or predicted from statistics of the tensors."""
     paths = save_family(tiny_llama(num_hidden_layers=1), tmp_path)
-    config = default_config(paths)
+    config = ace_config(paths)
     if key:
         names = sorted(load_file(Path(paths[0]) / "model.safetensors"))
         make_file(names, paths[1:], granularity="tensor").save(tmp_path / "c.safetensors")
         parameters = {key: str(tmp_path / "c.safetensors")}
-        config = default_config(paths, merge_method="statsmerging", parameters=parameters)
+        config = ace_config(paths, merge_method="statsmerging", parameters=parameters)
     expected = load_file(mergekit_yaml(config, out="cpu") / "model.safetensors")
     merged = mergekit_yaml(config, "--device", str(gpu), out="gpu")
     for name, tensor in load_file(merged / "model.safetensors").items():
@@ -210,7 +210,7 @@ def lines_of(config: dict, folder: Path, device: torch.device | str) -> dict[str
 def test_inspections_of_checkpoints(monkeypatch, tmp_path, caplog, full):
     """Also on a GPU that has room for the tensors alone."""
     pytest.importorskip("plotly", reason="the page of an inspection is not what is tested here")
-    config = default_config(save_family(tiny_llama(num_hidden_layers=1), tmp_path))
+    config = ace_config(save_family(tiny_llama(num_hidden_layers=1), tmp_path))
     expected = lines_of(config, tmp_path, "cpu")
     with imitated_gpu(monkeypatch) as device:
 

@@ -323,9 +323,8 @@ def make_problem(
     if options.structural_prior:
         prior = sum(active.tau) / len(active.tau) if branch.normalized else 1.0
     experts = [active.experts[t] for t in traces]
-    kept = len(experts) == len(active.experts) and dtype == active.dtype
-    stack = active.stack if kept and active.stack is not None else None
-    if stack is not None and stack.dtype != dtype:
+    stack = active.stack
+    if stack is not None and (len(stack), stack.dtype) != (len(experts), dtype):
         stack = None
     return Problem(
         TaskVectors(base, experts, dtype, centred=options.centred, stack=stack),

@@ -486,7 +486,9 @@ def _guarded(problem: Problem, merged: Tensor, component: Component) -> Componen
         for rows in vectors.rows()
     )
     refined = merged + component.matrix
-    refined *= torch.linalg.vector_norm(merged) / torch.linalg.vector_norm(refined)
+    least = torch.finfo(merged.dtype).tiny  # experts may cancel one another to the last bit
+    size = torch.linalg.vector_norm(refined).clamp(min=least)
+    refined *= torch.linalg.vector_norm(merged) / size
     kept = (along >= 0).to(merged.dtype)
     return Component(refined.sub_(merged).mul_(kept), component.strength * kept)
 
