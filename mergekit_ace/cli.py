@@ -18,7 +18,7 @@ import mergekit_ace
 if TYPE_CHECKING:
     from mergekit.options import MergeOptions
 
-    from mergekit_ace.preflight.unplanned_rules import Treatment
+    from mergekit_ace.check.unplanned_rules import Treatment
 
 M = TypeVar("M", bound=BaseModel)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -268,7 +268,7 @@ def check(config: Path, out: Path | None, as_json: bool, **flags: Any) -> None:
     """
     import json
 
-    from mergekit_ace.preflight.check import check_merge, result_text
+    from mergekit_ace.check.check import check_merge, result_text
 
     with failures():
         result = check_merge(config, take_options(flags, quiet=True), out)
@@ -371,8 +371,8 @@ def read_config(path: Path, model: type[M]) -> M:
     Raises:
         click.ClickException: the file is no YAML, or says something that `model` does not allow.
     """
+    from mergekit_ace.check.config_keys import repeated_keys
     from mergekit_ace.planning import explain_validation, read_yaml
-    from mergekit_ace.preflight.config_keys import repeated_keys
 
     with failures():
         content, source = read_yaml(path)

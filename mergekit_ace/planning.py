@@ -37,7 +37,7 @@ from pydantic import ValidationError
 from transformers import PretrainedConfig
 
 from mergekit_ace.algebra.records import FixedLayout
-from mergekit_ace.checkpoint_files import check_reference, find_on_hub
+from mergekit_ace.files.checkpoints import check_reference, find_on_hub
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.inputs import TensorSettings

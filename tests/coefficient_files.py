@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mergekit_ace.coefficients.file import CoefficientFile, Contents, Expert, MergedTensor
-from mergekit_ace.coefficients.learner import Learner, LearnerConfig
+from mergekit_ace.files.coefficients import CoefficientFile, Contents, Expert, MergedTensor
+from mergekit_ace.learner import Learner, LearnerConfig
 from mergekit_ace.naming import relative_depths
 
 

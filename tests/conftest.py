@@ -73,7 +73,7 @@ def no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
     They have tests of their own.
     """
     path = request.path
-    trains = path.parent.name == "training" or path.stem == "test_checkpoint_files"
+    trains = path.parent.name == "training" or path.stem == "test_checkpoints"
     with pytest.MonkeyPatch.context() as patch:
         if trains and path.stem != "test_pictures":
             patch.setitem(sys.modules, "matplotlib.figure", None)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mergekit_ace.algebra.measured import MeasuredCovariance, pack
-from mergekit_ace.files import save_tensors
-from mergekit_ace.measurements import (
+from mergekit_ace.files.saving import save_tensors
+from mergekit_ace.files.statistics import (
     INDEX_FILE,
     MeasuredExpert,
     MeasuredTensor,

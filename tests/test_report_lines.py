@@ -14,7 +14,7 @@ from mergekit.merge_methods import merge_tensors
 from safetensors.torch import load_file
 
 import mergekit_ace
-from mergekit_ace import files
+from mergekit_ace.files import saving
 
 
 def lines(path: Path) -> list[dict]:
@@ -148,6 +148,6 @@ def test_the_versions_of_a_checkout_that_was_never_installed(monkeypatch):
             raise PackageNotFoundError(name)
         return "1.2"
 
-    monkeypatch.setattr(files, "version", version)
-    found = files.package_versions("torch", "mergekit-ace")
+    monkeypatch.setattr(saving, "version", version)
+    found = saving.package_versions("torch", "mergekit-ace")
     assert found == {"torch": "1.2", "mergekit-ace": mergekit_ace.__version__}

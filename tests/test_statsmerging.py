@@ -15,8 +15,8 @@ from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from safetensors.torch import load_file
 
 from mergekit_ace.cli import main
-from mergekit_ace.coefficients.file import CoefficientFileError
-from mergekit_ace.coefficients.learner import LearnerConfig, features, measure_moments
+from mergekit_ace.files.coefficients import CoefficientFileError
+from mergekit_ace.learner import LearnerConfig, features, measure_moments
 from mergekit_ace.naming import relative_depths
 from mergekit_ace.training.run import merge_config
 

@@ -36,7 +36,7 @@ from kernels import print_machine
 from llamas import INDEX, SIZES, make_config, make_tensor, shapes, write_model
 from transformers import LlamaConfig
 
-from mergekit_ace.files import write_text
+from mergekit_ace.files.saving import write_text
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}

@@ -24,7 +24,7 @@ import yaml
 from kernels import print_machine
 from llamas import SIZES, write_family
 
-from mergekit_ace.files import write_text
+from mergekit_ace.files.saving import write_text
 
 # A process that is `mergekit-yaml`, and writes its times by stages to `figures.json`.
 TIMED = [sys.executable, str(Path(__file__).resolve()), "--timed", "figures.json"]

@@ -24,7 +24,7 @@ from plain import lean_ace, plain_ace
 from torch import Tensor
 
 from mergekit_ace import AceOptions, merge_matrix
-from mergekit_ace.files import write_text
+from mergekit_ace.files.saving import write_text
 
 Result = TypeVar("Result")
 # (out, in): how many there are

@@ -30,7 +30,7 @@ from llamas import SIZES
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mergekit_ace.files import write_text
+from mergekit_ace.files.saving import write_text
 from mergekit_ace.training.mapped_weights import map_folder
 from mergekit_ace.training.merged import MergedModel
 

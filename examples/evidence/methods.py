@@ -44,7 +44,7 @@ class Row:
         said = "".join(f" {name}={value}" for name, value in self.parameters.items())
         if self.method in ("task_arithmetic", "ties", "dare_ties"):
             return f"mergekit {version('mergekit')}{said}"
-        learned = ["coefficients", "training"] * bool(self.samples)
+        learned = ["training"] * bool(self.samples)
         return code_digest("algebra", "methods", *learned) + said
 
 

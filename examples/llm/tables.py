@@ -30,7 +30,7 @@ from comparison import EXPERTS, compare
 from evaluators import device, load_encoder, scorer
 from suite import Checkpoint, HarnessSuite, Suite, load_suite, suite_file
 
-from mergekit_ace.files import write_text
+from mergekit_ace.files.saving import write_text
 from mergekit_ace.plugin import our_methods
 
 BASE = "base"

@@ -23,8 +23,11 @@ from torch import Tensor, nn
 from mergekit_ace.adapters.lora_config import read_lora_config
 from mergekit_ace.adapters.peft_adapter import Adapter, Change, adapter_folder, read_adapter
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.checkpoint_files import check_name, existing_folder
-from mergekit_ace.headers import DamagedFileError, TensorHeader
+from mergekit_ace.check.checkpoint_rules import same_name
+from mergekit_ace.check.checkpoints import DTYPE_NAMES, Checkpoint, headers_only
+from mergekit_ace.check.findings import listed
+from mergekit_ace.files.checkpoints import check_name, existing_folder
+from mergekit_ace.files.headers import DamagedFileError, TensorHeader
 from mergekit_ace.methods.architecture import empty_network
 from mergekit_ace.planning import (
     ConfigError,
@@ -34,9 +37,6 @@ from mergekit_ace.planning import (
     find_architecture,
     plan_merge,
 )
-from mergekit_ace.preflight.checkpoint_rules import same_name
-from mergekit_ace.preflight.checkpoints import DTYPE_NAMES, Checkpoint, headers_only
-from mergekit_ace.preflight.findings import listed
 
 LOG = logging.getLogger(__name__)
 

@@ -27,18 +27,18 @@ from mergekit_ace.adapters.adapter_plan import AdapterPlan, plan_adapters
 from mergekit_ace.adapters.peft_adapter import Change
 from mergekit_ace.adapters.writing import check_together, write_adapter
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.files import package_versions, write_text
+from mergekit_ace.check.check import check_method
+from mergekit_ace.check.checkpoint_rules import same_name
+from mergekit_ace.check.checkpoints import headers_only
+from mergekit_ace.check.estimate import in_bytes, in_time
+from mergekit_ace.check.findings import Finding, listed, shown_errors
+from mergekit_ace.check.reach_rules import check_method_settings, check_reach
+from mergekit_ace.check.value_rules import check_values
+from mergekit_ace.files.model_files import TOKENIZER_FILES
+from mergekit_ace.files.saving import package_versions, write_text
 from mergekit_ace.methods.notices import flush_notices
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES, append_report
-from mergekit_ace.model_files import TOKENIZER_FILES
 from mergekit_ace.planning import ConfigError, read_merge_config
-from mergekit_ace.preflight.check import check_method
-from mergekit_ace.preflight.checkpoint_rules import same_name
-from mergekit_ace.preflight.checkpoints import headers_only
-from mergekit_ace.preflight.estimate import in_bytes, in_time
-from mergekit_ace.preflight.findings import Finding, listed, shown_errors
-from mergekit_ace.preflight.reach_rules import check_method_settings, check_reach
-from mergekit_ace.preflight.value_rules import check_values
 from mergekit_ace.report.markdown import citation_blocks, markdown_text, method_link
 
 # Up to this sum of ranks a product of factors takes less time than its threads take to meet.

@@ -9,7 +9,7 @@ from pathlib import Path
 import peft
 from peft import LoraConfig
 
-from mergekit_ace.headers import DamagedFileError, read_json
+from mergekit_ace.files.headers import DamagedFileError, read_json
 
 MERGE_MODELS = "merge full models with mergekit-yaml, made by peft's merge_and_unload"
 # Settings by which an adapter is more than scaled products of A and B, added to weights: those that

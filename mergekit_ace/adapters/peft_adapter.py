@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from mergekit_ace.adapters.lora_config import MERGE_MODELS, OtherAdapterError, read_lora_config
 from mergekit_ace.adapters.tensor_file import Kind, TensorFile, from_peft
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.checkpoint_files import (
+from mergekit_ace.files.checkpoints import (
     PEFT_PREFIX,
     adapter_files,
     check_adapter_folder,
     existing_folder,
     hub_file,
 )
-from mergekit_ace.headers import DamagedFileError
+from mergekit_ace.files.headers import DamagedFileError
 
 _NAME = "default"  # of the adapter, within PEFT
 _COPY = re.compile(r"\.(?:original_module|modules_to_save)\.")

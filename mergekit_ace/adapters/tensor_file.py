@@ -17,7 +17,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.headers import DTYPES, FLOATING, DamagedFileError, read_file_header, read_pickle
+from mergekit_ace.files.headers import (
+    DTYPES,
+    FLOATING,
+    DamagedFileError,
+    read_file_header,
+    read_pickle,
+)
 
 Kind = Literal["linear", "transposed", "embedding", "convolution", "parameter", "saved"]
 

@@ -19,8 +19,8 @@ from mergekit_ace.adapters.lora_config import MERGE_MODELS
 from mergekit_ace.adapters.peft_adapter import Adapter, Change
 from mergekit_ace.adapters.tensor_file import to_peft
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.checkpoint_files import PEFT_PREFIX
-from mergekit_ace.files import flush_to_disk, save_tensors, write_text
+from mergekit_ace.files.checkpoints import PEFT_PREFIX
+from mergekit_ace.files.saving import flush_to_disk, save_tensors, write_text
 
 _NO_MODULES = "dummy-target-modules"  # PEFT's word for an adapter of saved modules alone
 Part = tuple[Change, str, Tensor]  # A, B, or nothing for a whole tensor

@@ -21,9 +21,9 @@ from mergekit_ace.adapters.adapter_tasks import AdaptedWeights
 from mergekit_ace.adapters.peft_adapter import adapter_folder
 from mergekit_ace.calibration.layerwise import RIDGE, Calibration, SampleTeacher, Weights
 from mergekit_ace.calibration.scaling import ChosenScale, ScaleSearch, WeightsBetween
-from mergekit_ace.checkpoint_files import weight_files
-from mergekit_ace.files import locked, package_versions, save_tensors
-from mergekit_ace.headers import DamagedFileError
+from mergekit_ace.files.checkpoints import weight_files
+from mergekit_ace.files.headers import DamagedFileError
+from mergekit_ace.files.saving import locked, package_versions, save_tensors
 from mergekit_ace.merging.manifest import MANIFEST_FILE
 from mergekit_ace.naming import short_names
 from mergekit_ace.report.markdown import markdown_text

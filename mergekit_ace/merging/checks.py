@@ -13,16 +13,16 @@ from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
+from mergekit_ace.check.check import check_merge
+from mergekit_ace.check.checkpoints import Checkpoint
+from mergekit_ace.check.findings import Finding, shown_errors
+from mergekit_ace.check.loading import NotLoadedError, verify_model
+from mergekit_ace.check.unplanned_rules import Treatment, find_unplanned, treat_unplanned
+from mergekit_ace.files.model_files import config_donor
 from mergekit_ace.merging.job import MergeError
 from mergekit_ace.merging.progress import MergeProgress
 from mergekit_ace.merging.trial import check_trial, try_prompt
-from mergekit_ace.model_files import config_donor
 from mergekit_ace.planning import PlannedMerge, read_merge_config
-from mergekit_ace.preflight.check import check_merge
-from mergekit_ace.preflight.checkpoints import Checkpoint
-from mergekit_ace.preflight.findings import Finding, shown_errors
-from mergekit_ace.preflight.loading import NotLoadedError, verify_model
-from mergekit_ace.preflight.unplanned_rules import Treatment, find_unplanned, treat_unplanned
 from mergekit_ace.unplanned import UnplannedTensor
 
 
@@ -43,7 +43,7 @@ class MergeChecks:
 
 
 def check_before(config: Path, options: MergeOptions, checks: MergeChecks) -> None:
-    """Run the preflight, and show what it warns of, unless mergekit's flags say `--quiet`.
+    """Run `check`, and show what it warns of, unless mergekit's flags say `--quiet`.
 
     Raises:
         MergeError: something is wrong; the message names all of it, with the remedies.

@@ -21,7 +21,8 @@ from mergekit.tokenizer import TokenizerInfo
 
 from mergekit_ace.adapters.adapter_plan import base_of
 from mergekit_ace.adapters.adapter_tasks import show_bases
-from mergekit_ace.files import package_versions
+from mergekit_ace.check.checkpoints import Checkpoint, own_loaders
+from mergekit_ace.files.saving import package_versions
 from mergekit_ace.merging.checks import MergeChecks, check_after, check_before, find_extra
 from mergekit_ace.merging.job import (
     MERGE_PACKAGES,
@@ -53,7 +54,6 @@ from mergekit_ace.planning import (
     model_folders,
     read_merge_config,
 )
-from mergekit_ace.preflight.checkpoints import Checkpoint, own_loaders
 
 ATTEMPTS = 3  # to compute one shard
 

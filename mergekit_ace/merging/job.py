@@ -23,10 +23,10 @@ from pydantic import PrivateAttr
 from transformers import PreTrainedTokenizerFast
 
 from mergekit_ace.adapters.adapter_tasks import read_adapters, use_adapters
-from mergekit_ace.headers import DTYPES
+from mergekit_ace.check.checkpoints import Checkpoint, checkpoint_of
+from mergekit_ace.check.estimate import NOMINAL, estimate_merge
+from mergekit_ace.files.headers import DTYPES
 from mergekit_ace.planning import PlannedMerge, PlannedTensor, plan_merge
-from mergekit_ace.preflight.checkpoints import Checkpoint, checkpoint_of
-from mergekit_ace.preflight.estimate import NOMINAL, estimate_merge
 from mergekit_ace.unplanned import UnplannedTensor
 
 # On whose versions a result depends.

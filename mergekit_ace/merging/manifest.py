@@ -24,7 +24,7 @@ from mergekit.io.tasks import LoaderCache
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from mergekit_ace.adapters.peft_adapter import adapter_folder
-from mergekit_ace.files import differences, file_states, package_versions, sha256, write_text
+from mergekit_ace.files.saving import differences, file_states, package_versions, sha256, write_text
 from mergekit_ace.merging.job import MERGE_PACKAGES, MergeError, Shard
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
 from mergekit_ace.planning import PlannedMerge, config_content

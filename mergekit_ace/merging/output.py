@@ -30,11 +30,16 @@ from mergekit.merge import (
 from mergekit.tokenizer import TokenizerInfo
 
 from mergekit_ace.adapters.adapter_plan import base_of
-from mergekit_ace.files import flush_to_disk, locked, sha256, write_text
-from mergekit_ace.headers import read_file_header
+from mergekit_ace.files.headers import read_file_header
+from mergekit_ace.files.model_files import (
+    MORE_TEMPLATES,
+    READ_BESIDE,
+    add_model_files,
+    config_donor,
+)
+from mergekit_ace.files.saving import flush_to_disk, locked, sha256, write_text
 from mergekit_ace.merging.job import MergeError, OutputError, Shard, index_file
 from mergekit_ace.merging.manifest import MANIFEST_FILE
-from mergekit_ace.model_files import MORE_TEMPLATES, READ_BESIDE, add_model_files, config_donor
 from mergekit_ace.planning import PlannedMerge
 
 _LOG = logging.getLogger(__name__)

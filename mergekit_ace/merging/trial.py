@@ -13,9 +13,9 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mergekit_ace.check.loading import merged_model, quiet_transformers
 from mergekit_ace.merging.job import MergeError
 from mergekit_ace.methods.architecture import model_class
-from mergekit_ace.preflight.loading import merged_model, quiet_transformers
 
 _TOKENS = 20  # that are generated
 

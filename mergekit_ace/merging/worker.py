@@ -20,7 +20,7 @@ from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
 from safetensors import SafetensorError
 
-from mergekit_ace.files import flush_to_disk, package_versions, sha256
+from mergekit_ace.files.saving import flush_to_disk, package_versions, sha256
 from mergekit_ace.merging.job import MERGE_PACKAGES, MergeError, MergeJob, OutputError
 from mergekit_ace.methods.inputs import is_finite
 from mergekit_ace.methods.notices import flush_notices

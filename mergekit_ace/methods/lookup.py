@@ -12,8 +12,8 @@ from mergekit.merge_methods.base import TensorGroup
 from pydantic import BaseModel
 from torch import Tensor
 
-from mergekit_ace.coefficients.file import CoefficientFile, CoefficientFileError, load_coefficients
-from mergekit_ace.coefficients.learner import features, measure_moments
+from mergekit_ace.files.coefficients import CoefficientFile, CoefficientFileError, load_coefficients
+from mergekit_ace.learner import features, measure_moments
 from mergekit_ace.methods.inputs import TensorSettings, describe
 from mergekit_ace.methods.shapes import tensor_names
 from mergekit_ace.naming import relative_depths, within_block

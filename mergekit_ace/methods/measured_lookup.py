@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mergekit_ace.algebra.measured import MeasuredCovariance, MeasuredInputs, packed_size
-from mergekit_ace.measurements import (
+from mergekit_ace.files.statistics import (
     Measure,
     MeasuredTensor,
     Statistics,

@@ -18,8 +18,8 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from mergekit_ace.algebra.records import Factor, Fraction, Layout, NonNegative, Side
-from mergekit_ace.coefficients.file import load_coefficients
-from mergekit_ace.measurements import load_statistics
+from mergekit_ace.files.coefficients import load_coefficients
+from mergekit_ace.files.statistics import load_statistics
 
 Options = TypeVar("Options", bound=BaseModel)
 # Those that name files whose content goes into the result, and in which experts have names.

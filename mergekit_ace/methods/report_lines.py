@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
-from mergekit_ace.files import package_versions
+from mergekit_ace.files.saving import package_versions
 from mergekit_ace.methods.inputs import TensorSettings
 
 # Whose versions are in a report.

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergekit_ace.headers import DamagedFileError, read_file_header
+from mergekit_ace.files.headers import DamagedFileError, read_file_header
 from mergekit_ace.naming import without_numbers
 
 if TYPE_CHECKING:

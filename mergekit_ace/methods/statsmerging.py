@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.linear import merge_elected, merge_entries, record_of_entries
 from mergekit_ace.algebra.records import Factor
-from mergekit_ace.coefficients.file import load_coefficients
+from mergekit_ace.files.coefficients import load_coefficients
 from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
 from mergekit_ace.methods.inputs import TensorSettings, describe
 from mergekit_ace.methods.lookup import FileCoefficients, load_learner, predict_coefficients

@@ -21,14 +21,14 @@ from mergekit.common import ModelPath
 from mergekit.config import MergeConfiguration
 from tqdm import tqdm
 
-from mergekit_ace.checkpoint_files import adapter_files, weight_files
-from mergekit_ace.files import package_versions, sha256, write_text
-from mergekit_ace.headers import DamagedFileError, TensorHeader, read_file_header
+from mergekit_ace.check.loading import NotLoadedError, merged_model, verify_model
+from mergekit_ace.files.checkpoints import adapter_files, weight_files
+from mergekit_ace.files.headers import DamagedFileError, TensorHeader, read_file_header
+from mergekit_ace.files.model_files import add_model_files, config_donor
+from mergekit_ace.files.saving import package_versions, sha256, write_text
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
-from mergekit_ace.model_files import add_model_files, config_donor
 from mergekit_ace.planning import read_merge_config
-from mergekit_ace.preflight.loading import NotLoadedError, merged_model, verify_model
 from mergekit_ace.report.figures import (
     Picture,
     draw_heterogeneity,

@@ -20,9 +20,12 @@ from tqdm import tqdm
 import mergekit_ace
 from mergekit_ace.adapters.adapter_plan import AdapterPlan, names_adapters, plan_adapters
 from mergekit_ace.algebra.inspection import evenly_spaced
-from mergekit_ace.files import differences, file_states, locked, write_text
-from mergekit_ace.headers import DamagedFileError, json_or_empty
-from mergekit_ace.measurements import load_statistics
+from mergekit_ace.check.checkpoint_rules import check_tensors
+from mergekit_ace.check.checkpoints import headers_only, read_checkpoint
+from mergekit_ace.check.dtype_rules import check_dtypes, check_tensor_dtypes
+from mergekit_ace.files.headers import DamagedFileError, json_or_empty
+from mergekit_ace.files.saving import differences, file_states, locked, write_text
+from mergekit_ace.files.statistics import load_statistics
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
 from mergekit_ace.naming import natural_order, without_numbers
@@ -35,9 +38,6 @@ from mergekit_ace.planning import (
     plan_merge,
     read_merge_config,
 )
-from mergekit_ace.preflight.checkpoint_rules import check_tensors
-from mergekit_ace.preflight.checkpoints import headers_only, read_checkpoint
-from mergekit_ace.preflight.dtype_rules import check_dtypes, check_tensor_dtypes
 from mergekit_ace.report.jsonl import Line, ReportError, complete_lines, read_lines
 from mergekit_ace.report.page import write_page
 from mergekit_ace.report.summary import write_summary

@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from plotly.io import to_json
 from plotly.offline import get_plotlyjs
 
-from mergekit_ace.files import write_text
+from mergekit_ace.files.saving import write_text
 from mergekit_ace.report.figures import draw_pictures
 from mergekit_ace.report.jsonl import Line, ReportError, read_lines
 from mergekit_ace.report.summary import summarize

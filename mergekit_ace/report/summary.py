@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mergekit_ace.files import write_text
+from mergekit_ace.files.saving import write_text
 from mergekit_ace.methods.report_lines import finite
 from mergekit_ace.naming import module_of, without_numbers
 from mergekit_ace.report.jsonl import Line

@@ -24,7 +24,7 @@ from mergekit_ace.algebra.layouts import as_matrices
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank
 from mergekit_ace.algebra.low_rank_inspection import inspect_products
 from mergekit_ace.algebra.records import FixedLayout, Observer
-from mergekit_ace.headers import FLOATING, TensorHeader
+from mergekit_ace.files.headers import FLOATING, TensorHeader
 from mergekit_ace.methods.ace import AceMerge
 from mergekit_ace.methods.base import MERGE_ERRORS, Merged, TaskVectorMethod
 from mergekit_ace.methods.devices import first_that_fits

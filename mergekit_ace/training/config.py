@@ -15,8 +15,8 @@ from mergekit_ace.algebra.records import (
     Number,
     RelativeOptions,
 )
-from mergekit_ace.coefficients.file import Basis, Granularity
-from mergekit_ace.coefficients.learner import LearnerConfig
+from mergekit_ace.files.coefficients import Basis, Granularity
+from mergekit_ace.learner import LearnerConfig
 
 Task = Literal[
     "causal-lm",

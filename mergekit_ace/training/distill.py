@@ -18,7 +18,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
-from mergekit_ace.files import with_prefix, write_text
+from mergekit_ace.files.saving import with_prefix, write_text
 from mergekit_ace.training.config import DistillConfig, DistillTraining
 from mergekit_ace.training.data import (
     Example,

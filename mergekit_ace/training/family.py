@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mergekit_ace.coefficients.learner import (
+from mergekit_ace.check.dtype_rules import DEQUANTISE
+from mergekit_ace.files.headers import read_json
+from mergekit_ace.learner import (
     LearnerInputs,
     WeightMoments,
     combine,
     features,
     measure_moments,
 )
-from mergekit_ace.headers import read_json
 from mergekit_ace.methods.inputs import is_finite
 from mergekit_ace.naming import block_of, relative_depths, within_block
-from mergekit_ace.preflight.dtype_rules import DEQUANTISE
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.data import load_rows, unpack_examples
 from mergekit_ace.training.mapped_weights import (

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from mergekit_ace.files import with_prefix
+from mergekit_ace.files.saving import with_prefix
 from mergekit_ace.training.config import LoopConfig
 from mergekit_ace.training.state import (
     Diverged,

@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 import mergekit_ace
 from mergekit_ace.algebra.measured import packed_size
-from mergekit_ace.files import save_tensors, write_text
-from mergekit_ace.measurements import (
+from mergekit_ace.files.saving import save_tensors, write_text
+from mergekit_ace.files.statistics import (
     INDEX_FILE,
     Measure,
     MeasuredExpert,

@@ -18,15 +18,15 @@ from huggingface_hub import snapshot_download
 from mergekit.common import ModelReference
 from torch import Tensor, nn
 
-from mergekit_ace.checkpoint_files import (
+from mergekit_ace.check.loading import quiet_transformers
+from mergekit_ace.files.checkpoints import (
     check_model_folder,
     check_reference,
     find_on_hub,
     weight_files,
 )
-from mergekit_ace.files import file_states
+from mergekit_ace.files.saving import file_states
 from mergekit_ace.naming import is_counter, is_running_statistic
-from mergekit_ace.preflight.loading import quiet_transformers
 from mergekit_ace.training.mapped_weights import rewrite_tensors
 from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import (

@@ -18,7 +18,7 @@ from accelerate.utils import gather_object, send_to_device
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from mergekit_ace.coefficients.learner import Learner, LearnerConfig, LearnerInputs
+from mergekit_ace.learner import Learner, LearnerConfig, LearnerInputs
 from mergekit_ace.training.config import Labels, TrainingConfig
 from mergekit_ace.training.data import Example, step_indices
 from mergekit_ace.training.loop import ModuleTraining, TrainingProgress

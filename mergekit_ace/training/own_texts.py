@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from mergekit_ace.files import write_text
+from mergekit_ace.files.saving import write_text
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.language import longest_input
 from mergekit_ace.training.state import TrainingError

@@ -18,12 +18,12 @@ from mergekit.common import ModelReference
 from transformers import AutoConfig
 
 import mergekit_ace
-from mergekit_ace.coefficients.file import CoefficientFile, Contents, Expert, MergedTensor
-from mergekit_ace.files import write_text
+from mergekit_ace.check.checkpoints import read_checkpoint
+from mergekit_ace.files.coefficients import CoefficientFile, Contents, Expert, MergedTensor
+from mergekit_ace.files.saving import write_text
 from mergekit_ace.methods.architecture import lacks_embeddings
 from mergekit_ace.methods.lookup import METHODS_OF_BASES
 from mergekit_ace.naming import short_names
-from mergekit_ace.preflight.checkpoints import read_checkpoint
 from mergekit_ace.report.markdown import markdown_text
 from mergekit_ace.training.config import LanguageTask, TrainConfig
 from mergekit_ace.training.family import Family, ModelFolders

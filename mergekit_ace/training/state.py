@@ -22,8 +22,8 @@ from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mergekit_ace.files import differences, file_states, locked, save_tensors, write_text
-from mergekit_ace.headers import json_or_empty
+from mergekit_ace.files.headers import json_or_empty
+from mergekit_ace.files.saving import differences, file_states, locked, save_tensors, write_text
 from mergekit_ace.training.config import LoopConfig
 
 # Settings that do not change the result: a run may go on with others.

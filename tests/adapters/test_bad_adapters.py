@@ -16,7 +16,7 @@ from peft_models import Convolutions, Trained, tied_llama, train_by_chance, trai
 from safetensors.torch import load_file, save_file
 
 from mergekit_ace.adapters.peft_adapter import read_adapter
-from mergekit_ace.headers import DamagedFileError
+from mergekit_ace.files.headers import DamagedFileError
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mergekit_ace.adapters.peft_adapter import read_adapter
 from mergekit_ace.adapters.writing import write_adapter
-from mergekit_ace.headers import DamagedFileError
+from mergekit_ace.files.headers import DamagedFileError
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,7 +11,7 @@ from checkpoints import ace_config
 from mergekit.config import MergeConfiguration
 from sharded import command, linear, save_speakers, write_config
 
-from mergekit_ace.model_files import add_model_files, lost_model_files
+from mergekit_ace.files.model_files import add_model_files, lost_model_files
 
 GENERATION = {"eos_token_id": [7, 9], "do_sample": False}
 FILES = {

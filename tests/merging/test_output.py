@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from sharded import command, linear, refusal, save_llamas, write_config
 
+from mergekit_ace.files.model_files import MORE_TEMPLATES
 from mergekit_ace.merging.job import MergeError
 from mergekit_ace.merging.manifest import MANIFEST_FILE
 from mergekit_ace.merging.output import (
@@ -18,7 +19,6 @@ from mergekit_ace.merging.output import (
     append_lines,
     drop_lines,
 )
-from mergekit_ace.model_files import MORE_TEMPLATES
 
 
 def test_reports(tmp_path):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from mergekit.options import MergeOptions
 
-from mergekit_ace.files import package_versions
+from mergekit_ace.files.saving import package_versions
 from mergekit_ace.merging.job import MERGE_PACKAGES, MergeJob
 from mergekit_ace.merging.worker import ShardWorker
 

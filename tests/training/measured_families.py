@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mergekit_ace.measurements import Statistics, load_statistics
+from mergekit_ace.files.statistics import Statistics, load_statistics
 from mergekit_ace.training.measuring import StatisticsConfig, measure_statistics
 
 

@@ -25,8 +25,8 @@ from reference import naive_relative, task_vector_error
 from safetensors.torch import load_file
 from transformers import MixtralForCausalLM
 
-from mergekit_ace.coefficients.file import CoefficientFile, CoefficientFileError
-from mergekit_ace.preflight.check import check_merge
+from mergekit_ace.check.check import check_merge
+from mergekit_ace.files.coefficients import CoefficientFile, CoefficientFileError
 from mergekit_ace.training import mapped_weights as components_module
 from mergekit_ace.training.run import run_training
 

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.algebra.measured import MeasuredCovariance
 from mergekit_ace.cli import main
-from mergekit_ace.measurements import load_statistics
+from mergekit_ace.files.statistics import load_statistics
 from mergekit_ace.report.jsonl import read_lines
 
 FAMILIES = {"llama": (llama_family, LlamaForCausalLM), "gpt2": (gpt2_family, GPT2LMHeadModel)}

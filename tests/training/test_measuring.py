@@ -37,7 +37,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.algebra.measured import MeasuredCovariance
-from mergekit_ace.measurements import Statistics, StatisticsFileError
+from mergekit_ace.files.statistics import Statistics, StatisticsFileError
 from mergekit_ace.training import measuring
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.input_sums import sum_fisher

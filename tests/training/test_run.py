@@ -39,8 +39,8 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
-from mergekit_ace.coefficients.file import CoefficientFile
-from mergekit_ace.headers import DamagedFileError
+from mergekit_ace.files.coefficients import CoefficientFile
+from mergekit_ace.files.headers import DamagedFileError
 from mergekit_ace.training import family as family_module
 from mergekit_ace.training import objective as objective_module
 from mergekit_ace.training import run as run_module

@@ -18,7 +18,7 @@ from families import distil, image_distillation, llama_family, parsed, record
 from measured_families import measure
 
 from mergekit_ace.cli import main
-from mergekit_ace.coefficients.file import CoefficientFile
+from mergekit_ace.files.coefficients import CoefficientFile
 from mergekit_ace.training.run import run_training
 from mergekit_ace.training.state import (
     TrainingError,

@@ -14,10 +14,10 @@ from mergekit.common import ModelPath, ModelReference
 from mergekit.io import ShardedTensorIndex
 from transformers.utils import logging as transformers_logging
 
-from mergekit_ace.headers import DTYPES, TensorHeader, read_headers
+from mergekit_ace.check.findings import listed
+from mergekit_ace.files.headers import DTYPES, TensorHeader, read_headers
 from mergekit_ace.methods.architecture import model_class
 from mergekit_ace.naming import without_numbers
-from mergekit_ace.preflight.findings import listed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

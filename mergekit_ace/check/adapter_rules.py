@@ -12,11 +12,11 @@ from mergekit.options import MergeOptions
 
 from mergekit_ace.adapters.adapter_tasks import read_adapters
 from mergekit_ace.adapters.lora_config import OtherAdapterError
-from mergekit_ace.headers import DamagedFileError, json_or_empty
+from mergekit_ace.check.checkpoint_rules import same_name
+from mergekit_ace.check.checkpoints import Checkpoints
+from mergekit_ace.check.findings import Finding, listed
+from mergekit_ace.files.headers import DamagedFileError, json_or_empty
 from mergekit_ace.planning import ConfigError
-from mergekit_ace.preflight.checkpoint_rules import same_name
-from mergekit_ace.preflight.checkpoints import Checkpoints
-from mergekit_ace.preflight.findings import Finding, listed
 
 
 def check_adapters(

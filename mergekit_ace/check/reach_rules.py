@@ -9,13 +9,13 @@ from typing import Any
 from mergekit.common import ModelReference
 from mergekit.config import ConditionalParameter, MergeConfiguration
 
-from mergekit_ace.coefficients.file import CoefficientFileError
+from mergekit_ace.check.checkpoint_rules import HEADS
+from mergekit_ace.check.findings import Finding, listed
+from mergekit_ace.check.value_rules import config_parts
+from mergekit_ace.files.coefficients import CoefficientFileError
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.naming import without_numbers
 from mergekit_ace.planning import PlannedMerge, PlannedTensor
-from mergekit_ace.preflight.checkpoint_rules import HEADS
-from mergekit_ace.preflight.findings import Finding, listed
-from mergekit_ace.preflight.value_rules import config_parts
 
 
 def check_reach(plan: PlannedMerge) -> Iterator[Finding]:

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from test_architectures import MODELS, SAVE
 from transformers import GemmaConfig, GemmaForCausalLM
 
+from mergekit_ace.check.checkpoints import read_checkpoint
+from mergekit_ace.check.unplanned_rules import find_unplanned, treat_unplanned
 from mergekit_ace.planning import plan_merge, read_merge_config
-from mergekit_ace.preflight.checkpoints import read_checkpoint
-from mergekit_ace.preflight.unplanned_rules import find_unplanned, treat_unplanned
 
 OPTIONS = MergeOptions()
 EMBEDDING = "model.embed_tokens.weight"

@@ -15,7 +15,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.merge_methods.base import MergeMethodSpec, ParameterScope
 from pydantic import BaseModel
 
-from mergekit_ace.preflight.findings import Finding
+from mergekit_ace.check.findings import Finding
 
 SETTINGS = frozenset(MergeConfiguration.model_fields)
 

@@ -10,11 +10,11 @@ import torch
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 
-from mergekit_ace.headers import DTYPES, FLOATING
+from mergekit_ace.check.checkpoint_rules import dtype_name, sources
+from mergekit_ace.check.checkpoints import Checkpoint, Checkpoints
+from mergekit_ace.check.findings import Finding, listed
+from mergekit_ace.files.headers import DTYPES, FLOATING
 from mergekit_ace.planning import PlannedTensor
-from mergekit_ace.preflight.checkpoint_rules import dtype_name, sources
-from mergekit_ace.preflight.checkpoints import Checkpoint, Checkpoints
-from mergekit_ace.preflight.findings import Finding, listed
 
 # Share of whole numbers in the entries of a model that masks and counters stay below, and a
 # quantised model does not.

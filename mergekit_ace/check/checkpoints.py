@@ -19,13 +19,13 @@ from mergekit.io import LazyTensorLoader, ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 from safetensors import safe_open
 
-from mergekit_ace.checkpoint_files import (
+from mergekit_ace.files.checkpoints import (
     INDEX_FILES,
     check_reference,
     existing_folder,
     weight_files,
 )
-from mergekit_ace.headers import (
+from mergekit_ace.files.headers import (
     DTYPE_NAMES,
     DTYPES,
     FLOATING,
@@ -34,7 +34,7 @@ from mergekit_ace.headers import (
     json_or_empty,
     read_headers,
 )
-from mergekit_ace.model_files import find_model_file
+from mergekit_ace.files.model_files import find_model_file
 from mergekit_ace.naming import layer_of
 
 SAMPLED_ENTRIES = 2**18  # of a matrix, to tell the precision of a checkpoint

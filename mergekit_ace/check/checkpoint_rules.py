@@ -11,10 +11,10 @@ from mergekit.config import MergeConfiguration
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 from transformers import CONFIG_MAPPING
 
-from mergekit_ace.headers import TensorHeader
+from mergekit_ace.check.checkpoints import Checkpoint, Checkpoints
+from mergekit_ace.check.findings import Finding, listed
+from mergekit_ace.files.headers import TensorHeader
 from mergekit_ace.planning import PlannedTensor
-from mergekit_ace.preflight.checkpoints import Checkpoint, Checkpoints
-from mergekit_ace.preflight.findings import Finding, listed
 
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 NAMES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}

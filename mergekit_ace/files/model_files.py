@@ -13,7 +13,7 @@ from pathlib import Path
 from mergekit.common import ModelPath, ModelReference
 from mergekit.config import MergeConfiguration
 
-from mergekit_ace.headers import json_or_empty
+from mergekit_ace.files.headers import json_or_empty
 
 GENERATION = "generation_config.json"
 _PROCESSORS = (

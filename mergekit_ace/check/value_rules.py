@@ -18,7 +18,7 @@ from mergekit.config import (
 )
 from mergekit.merge import _set_chat_template
 
-from mergekit_ace.preflight.findings import Finding
+from mergekit_ace.check.findings import Finding
 
 DTYPES_OF_RESULTS = ("bfloat16", "float16", "float32", "float64")
 

@@ -9,12 +9,12 @@ from coefficient_files import make_file
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from mergekit_ace.coefficients.file import (
+from mergekit_ace.files.coefficients import (
     CoefficientFile,
     CoefficientFileError,
     load_coefficients,
 )
-from mergekit_ace.coefficients.learner import LearnerConfig
+from mergekit_ace.learner import LearnerConfig
 from mergekit_ace.methods.lookup import resample
 
 NAMES = ["embed.weight", "layers.0.up.weight", "layers.1.up.weight", "norm.weight"]

@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 from test_architectures import MODELS
 from transformers import AutoConfig
 
-from mergekit_ace.headers import TensorHeader, read_file_header
-from mergekit_ace.methods.architecture import build_empty
-from mergekit_ace.preflight.loading import (
+from mergekit_ace.check.loading import (
     NotLoadedError,
     load_headers,
     merged_model,
     verify_model,
     wanted_names,
 )
+from mergekit_ace.files.headers import TensorHeader, read_file_header
+from mergekit_ace.methods.architecture import build_empty
 
 
 def saved(folder: Path, name: str) -> tuple[AutoConfig, dict[str, TensorHeader]]:

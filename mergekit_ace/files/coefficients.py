@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mergekit_ace.coefficients.learner import Learner, LearnerConfig
-from mergekit_ace.files import read_once, save_tensors, with_prefix
-from mergekit_ace.headers import DamagedFileError, check_content
+from mergekit_ace.files.headers import DamagedFileError, check_content
+from mergekit_ace.files.saving import read_once, save_tensors, with_prefix
+from mergekit_ace.learner import Learner, LearnerConfig
 
 FORMAT = "mergekit-ace coefficients"
 VERSION = 1

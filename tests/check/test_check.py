@@ -25,9 +25,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, ViTConfig, ViTModel
 
+from mergekit_ace.check import check as check_module
 from mergekit_ace.cli import READING_FLAGS, main
 from mergekit_ace.plugin import our_methods
-from mergekit_ace.preflight import check as check_module
 
 Info = namedtuple("Info", "dtype shape")
 

@@ -21,9 +21,9 @@ from click.testing import CliRunner
 from families import llama_family
 from safetensors.torch import load_file, save_file
 
-from mergekit_ace.checkpoint_files import check_adapter_folder, weight_files
 from mergekit_ace.cli import main
-from mergekit_ace.headers import DamagedFileError
+from mergekit_ace.files.checkpoints import check_adapter_folder, weight_files
+from mergekit_ace.files.headers import DamagedFileError
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4997\n"
 PAGE = "<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>"

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergekit_ace.headers import DamagedFileError, read_file_header, read_headers, read_json
+from mergekit_ace.files.headers import DamagedFileError, read_file_header, read_headers, read_json
 
 if TYPE_CHECKING:
     from mergekit.common import ModelPath, ModelReference

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from mergekit_ace.adapters.adapter_tasks import MergeProducts
 from mergekit_ace.algebra.linalg import product
-from mergekit_ace.headers import TensorHeader, item_size
+from mergekit_ace.check.checkpoint_rules import dtype_name, sources
+from mergekit_ace.check.checkpoints import Checkpoint
+from mergekit_ace.files.headers import TensorHeader, item_size
 from mergekit_ace.methods.base import TaskVectorMethod, sweep
 from mergekit_ace.planning import PlannedMerge, PlannedTensor
-from mergekit_ace.preflight.checkpoint_rules import dtype_name, sources
-from mergekit_ace.preflight.checkpoints import Checkpoint
 
 PROCESS = 700_000_000  # bytes: python with torch, transformers and mergekit
 SIDE = 1536  # of the products: a few milliseconds on anything

@@ -22,9 +22,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
-from mergekit_ace.coefficients.file import Expert, MergedTensor, find_expert
-from mergekit_ace.files import read_once, write_text
-from mergekit_ace.headers import DamagedFileError, TensorHeader, read_file_header
+from mergekit_ace.files.coefficients import Expert, MergedTensor, find_expert
+from mergekit_ace.files.headers import DamagedFileError, TensorHeader, read_file_header
+from mergekit_ace.files.saving import read_once, write_text
 
 INDEX_FILE = "statistics.json"
 Measure = Literal["covariances", "fisher"]

@@ -9,10 +9,10 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from tokenizers import Tokenizer
 
-from mergekit_ace.headers import DamagedFileError
-from mergekit_ace.model_files import VOCABULARY_FILES
-from mergekit_ace.preflight.checkpoints import Checkpoint, Checkpoints
-from mergekit_ace.preflight.findings import Finding, listed
+from mergekit_ace.check.checkpoints import Checkpoint, Checkpoints
+from mergekit_ace.check.findings import Finding, listed
+from mergekit_ace.files.headers import DamagedFileError
+from mergekit_ace.files.model_files import VOCABULARY_FILES
 
 ALIGN = "add the line `tokenizer: {source: base}` (or union), which aligns the embeddings"
 

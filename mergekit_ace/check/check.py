@@ -17,7 +17,36 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
-from mergekit_ace.headers import DamagedFileError
+from mergekit_ace.check.adapter_rules import check_adapters
+from mergekit_ace.check.checkpoint_rules import (
+    check_class_names,
+    check_configs,
+    check_heads,
+    check_tensors,
+    compare_shapes,
+)
+from mergekit_ace.check.checkpoints import Checkpoint, headers_only, read_checkpoint
+from mergekit_ace.check.config_keys import check_keys, nearest_method
+from mergekit_ace.check.dtype_rules import check_dtypes, check_tensor_dtypes
+from mergekit_ace.check.estimate import (
+    NOMINAL,
+    MergeEstimate,
+    calibrate,
+    estimate_merge,
+    in_bytes,
+    in_time,
+)
+from mergekit_ace.check.findings import Finding
+from mergekit_ace.check.reach_rules import check_method_settings, check_reach
+from mergekit_ace.check.tokenizer_rules import check_tokenizers
+from mergekit_ace.check.unplanned_rules import (
+    Treatment,
+    check_model_files,
+    find_unplanned,
+    treat_unplanned,
+)
+from mergekit_ace.check.value_rules import check_values
+from mergekit_ace.files.headers import DamagedFileError
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.planning import (
     ConfigError,
@@ -26,35 +55,6 @@ from mergekit_ace.planning import (
     plan_merge,
     read_merge_config,
 )
-from mergekit_ace.preflight.adapter_rules import check_adapters
-from mergekit_ace.preflight.checkpoint_rules import (
-    check_class_names,
-    check_configs,
-    check_heads,
-    check_tensors,
-    compare_shapes,
-)
-from mergekit_ace.preflight.checkpoints import Checkpoint, headers_only, read_checkpoint
-from mergekit_ace.preflight.config_keys import check_keys, nearest_method
-from mergekit_ace.preflight.dtype_rules import check_dtypes, check_tensor_dtypes
-from mergekit_ace.preflight.estimate import (
-    NOMINAL,
-    MergeEstimate,
-    calibrate,
-    estimate_merge,
-    in_bytes,
-    in_time,
-)
-from mergekit_ace.preflight.findings import Finding
-from mergekit_ace.preflight.reach_rules import check_method_settings, check_reach
-from mergekit_ace.preflight.tokenizer_rules import check_tokenizers
-from mergekit_ace.preflight.unplanned_rules import (
-    Treatment,
-    check_model_files,
-    find_unplanned,
-    treat_unplanned,
-)
-from mergekit_ace.preflight.value_rules import check_values
 
 MARGIN = 1.02  # of the result's size, for indices, tokenizers and the rest
 

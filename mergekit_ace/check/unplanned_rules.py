@@ -20,18 +20,18 @@ from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from mergekit_ace.headers import TensorHeader
+from mergekit_ace.check.checkpoints import Checkpoint, Checkpoints
+from mergekit_ace.check.findings import Finding, listed
+from mergekit_ace.check.loading import wanted_names
+from mergekit_ace.files.headers import TensorHeader
+from mergekit_ace.files.model_files import GENERATION, config_donor, lost_model_files
 from mergekit_ace.methods.architecture import empty_network
-from mergekit_ace.model_files import GENERATION, config_donor, lost_model_files
 from mergekit_ace.planning import (
     PlannedMerge,
     PlannedTensor,
     layer_lists,
     mergekit_architecture,
 )
-from mergekit_ace.preflight.checkpoints import Checkpoint, Checkpoints
-from mergekit_ace.preflight.findings import Finding, listed
-from mergekit_ace.preflight.loading import wanted_names
 from mergekit_ace.unplanned import UnplannedTensor
 
 Treatment = Literal["base", "merge", "error"]
