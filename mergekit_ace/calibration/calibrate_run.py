@@ -29,11 +29,11 @@ from mergekit_ace.naming import short_names
 from mergekit_ace.report.markdown import markdown_text
 from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict, Task
 from mergekit_ace.training.data import Batch, Example, read_rows
-from mergekit_ace.training.language import CausalLanguageModel, fit_to_model, pad, padding_mask
 from mergekit_ace.training.mapped_weights import map_folder, map_tensors, rewrite_tensors
 from mergekit_ace.training.models import load_model, load_processor, load_skeleton, local_folder
 from mergekit_ace.training.own_texts import write_own_texts
 from mergekit_ace.training.state import TrainingError
+from mergekit_ace.training.tasks import CausalLanguageModel, fit_to_model, pad, padding_mask
 from mergekit_ace.training.teachers import check_tokens
 
 if TYPE_CHECKING:

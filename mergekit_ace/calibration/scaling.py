@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mergekit_ace.calibration.layerwise import Weights
 from mergekit_ace.training.data import Batch
-from mergekit_ace.training.language import CausalLanguageModel
+from mergekit_ace.training.tasks import CausalLanguageModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

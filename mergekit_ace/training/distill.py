@@ -27,7 +27,6 @@ from mergekit_ace.training.data import (
     step_indices,
     unpack_examples,
 )
-from mergekit_ace.training.language import fit_to_model
 from mergekit_ace.training.loop import ModuleTraining
 from mergekit_ace.training.models import (
     check_classes,
@@ -37,7 +36,7 @@ from mergekit_ace.training.models import (
     local_folder,
 )
 from mergekit_ace.training.state import TrainingError, TrainingRun
-from mergekit_ace.training.tasks import CausalLanguageModel, model_kind
+from mergekit_ace.training.tasks import CausalLanguageModel, fit_to_model, model_kind
 from mergekit_ace.training.teachers import SampleReader, explained_failures
 
 if TYPE_CHECKING:

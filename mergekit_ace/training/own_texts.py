@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.language import longest_input
 from mergekit_ace.training.state import TrainingError
+from mergekit_ace.training.tasks import longest_input
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

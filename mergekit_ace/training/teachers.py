@@ -18,9 +18,8 @@ from tqdm import tqdm
 from mergekit_ace.methods.inputs import is_finite
 from mergekit_ace.training.config import DataConfig, TrainConfig
 from mergekit_ace.training.data import Example, Examples, pack_examples
-from mergekit_ace.training.language import fit_to_model
 from mergekit_ace.training.state import TrainingError
-from mergekit_ace.training.tasks import ModelKind
+from mergekit_ace.training.tasks import ModelKind, fit_to_model
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from mergekit_ace.cli import main
-from mergekit_ace.training.language import longest_input
+from mergekit_ace.training.tasks import longest_input
 
 LONG = " ".join(f"w{n % 36}" for n in range(60))
 
