@@ -68,7 +68,7 @@ def take_options(values: dict[str, Any], *, here: bool = True, **others: Any) ->
     """
     from mergekit.options import MergeOptions
 
-    from mergekit_ace.methods.devices import check_device
+    from mergekit_ace.methods.base import check_device
 
     names = values.keys() & MergeOptions.model_fields.keys()
     options = MergeOptions(**{name: values.pop(name) for name in names}, **others)

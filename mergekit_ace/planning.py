@@ -40,7 +40,7 @@ from mergekit_ace.algebra.records import FixedLayout
 from mergekit_ace.files.checkpoints import check_reference, find_on_hub
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.methods.base import TaskVectorMethod
-from mergekit_ace.methods.inputs import TensorSettings
+from mergekit_ace.methods.parameters import TensorSettings
 from mergekit_ace.unplanned import UnplannedTensor, keep_counters, plan_unplanned
 
 

@@ -30,7 +30,7 @@ class MeanOfTwo(TaskVectorMethod):
         (shared("share", Fraction, 0.5, "How much of the second expert is taken."),),
     )
     summary = "Goes from one expert towards the other."
-    citations = (Citation("doe2026mean", "Doe, Jane", "The Mean of Two", 2026, "2601.00001"),)
+    citations = (Citation("doe2026mean", "@article{doe2026mean,\n  title = {The Mean of Two}\n}"),)
     own_rule = "between two experts"
 
     def merge(self, tensors, settings):

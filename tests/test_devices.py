@@ -34,8 +34,7 @@ from mergekit_ace.algebra.components import split_tensor
 from mergekit_ace.algebra.inspection import inspect_tensor
 from mergekit_ace.algebra.records import RelativeOptions
 from mergekit_ace.cli import main
-from mergekit_ace.methods.base import TaskVectorMethod
-from mergekit_ace.methods.devices import first_that_fits, is_out_of_memory
+from mergekit_ace.methods.base import TaskVectorMethod, first_that_fits, is_out_of_memory
 from mergekit_ace.plugin import our_methods
 from mergekit_ace.report import tensor_lines
 

@@ -8,8 +8,8 @@ import torch
 from mergekit import merge_methods
 
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, compress
-from mergekit_ace.methods.inputs import TensorSettings
 from mergekit_ace.methods.low_rank_merge import merge_low_rank
+from mergekit_ace.methods.parameters import TensorSettings
 
 BAR = 1e-9
 

@@ -10,7 +10,7 @@ import torch
 from mergekit.common import ModelReference
 from safetensors.torch import save_file
 
-from mergekit_ace.methods.shapes import check_shapes
+from mergekit_ace.methods.architecture import check_shapes
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from mergekit.merge_methods import merge_tensors
 from test_low_rank_merge import settings_of
 from torch import Tensor
 
-from mergekit_ace.methods.inputs import TensorSettings
+from mergekit_ace.methods.parameters import TensorSettings
 
 METHODS = ["ace", "ace_relative"]
 PARAMETERS = {

@@ -19,10 +19,9 @@ from mergekit_ace.adapters.peft_adapter import Change
 from mergekit_ace.algebra.directions import leading_directions
 from mergekit_ace.algebra.low_rank import LowRank, compress
 from mergekit_ace.algebra.records import TensorRecord
-from mergekit_ace.methods.base import MERGE_ERRORS, TaskVectorMethod
-from mergekit_ace.methods.devices import first_that_fits
-from mergekit_ace.methods.inputs import TensorSettings
+from mergekit_ace.methods.base import MERGE_ERRORS, TaskVectorMethod, first_that_fits
 from mergekit_ace.methods.low_rank_merge import merge_low_rank
+from mergekit_ace.methods.parameters import TensorSettings
 from mergekit_ace.planning import ConfigError, PlannedTensor
 
 # mergekit's methods that add task vectors with a coefficient each.

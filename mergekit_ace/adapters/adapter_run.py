@@ -36,7 +36,7 @@ from mergekit_ace.check.reach_rules import check_method_settings, check_reach
 from mergekit_ace.check.value_rules import check_values
 from mergekit_ace.files.model_files import TOKENIZER_FILES
 from mergekit_ace.files.saving import package_versions, write_text
-from mergekit_ace.methods.notices import flush_notices
+from mergekit_ace.methods.base import flush_notices
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES, append_report
 from mergekit_ace.planning import ConfigError, read_merge_config
 from mergekit_ace.report.markdown import citation_blocks, markdown_text, method_link

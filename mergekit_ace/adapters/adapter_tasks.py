@@ -39,9 +39,7 @@ from mergekit_ace.adapters.adapter_plan import (
     names_in_memory,
 )
 from mergekit_ace.adapters.peft_adapter import Adapter, Change, read_adapter
-from mergekit_ace.methods.base import TaskVectorMethod
-from mergekit_ace.methods.devices import first_that_fits
-from mergekit_ace.methods.inputs import check_finite
+from mergekit_ace.methods.base import TaskVectorMethod, check_finite, first_that_fits
 from mergekit_ace.methods.low_rank_merge import has_low_rank
 from mergekit_ace.methods.report_lines import append_report
 from mergekit_ace.planning import ConfigError, PlannedTensor

@@ -22,8 +22,7 @@ from safetensors import SafetensorError
 
 from mergekit_ace.files.saving import flush_to_disk, package_versions, sha256
 from mergekit_ace.merging.job import MERGE_PACKAGES, MergeError, MergeJob, OutputError
-from mergekit_ace.methods.inputs import is_finite
-from mergekit_ace.methods.notices import flush_notices
+from mergekit_ace.methods.base import flush_notices, is_finite
 
 _LARGEST_SEED = 2**32  # that of numpy
 

@@ -22,17 +22,16 @@ from mergekit_ace.algebra.records import (
 )
 from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import (
-    Citation,
     Merged,
     TaskVectorMethod,
     Work,
+    cited,
     matrices_in,
     method_spec,
+    notice,
 )
-from mergekit_ace.methods.inputs import TensorSettings
 from mergekit_ace.methods.lookup import component_coefficients
 from mergekit_ace.methods.measured_lookup import MeasuredLookup
-from mergekit_ace.methods.notices import notice
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
     COVARIANCES,
@@ -42,19 +41,11 @@ from mergekit_ace.methods.parameters import (
     TASK,
     WEIGHT,
     NamedParameter,
+    TensorSettings,
     option_parameters,
     options_from,
 )
 
-ACE_CITATION = Citation(
-    key="xu2026ace",
-    authors="Xu, Bo and Wu, Haotian and Lin, Hehai and Huang, Weiquan and Zhu, Beier and Shu, Yao "
-    "and Qin, Chengwei",
-    title="{ACE-Merging}: Data-Free Model Merging with Adaptive Covariance Estimation",
-    year=2026,
-    arxiv="2603.02945",
-    booktitle="Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition",
-)
 _OF_INPUTS = ("coefficients", "covariances")  # files that belong to covariances of inputs
 
 
@@ -222,7 +213,7 @@ class AceMerge(RidgeMethod):
         "Solves one ridge regression per matrix in closed form, with covariances that are "
         "estimated from the task vectors; needs no data."
     )
-    citations = (ACE_CITATION,)
+    citations = cited("xu2026ace")
     own_rule = "merged by the closed form"
     options_class = AceOptions
     merge_versions = staticmethod(merge_tensor)
@@ -275,7 +266,7 @@ class RelativeAceMerge(RidgeMethod):
         "Solves the ridge regression of ACE-Merging with all covariances brought to trace 1, and "
         "merges embeddings row by row unless they are also the head; ours, not the paper's."
     )
-    citations = (ACE_CITATION,)
+    citations = cited("xu2026ace")
     own_rule = "merged by the closed form of relative covariances"
     options_class = RelativeOptions
     merge_versions = staticmethod(merge_tensor_relative)

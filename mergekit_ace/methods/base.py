@@ -8,13 +8,18 @@ checks the result and writes the line of the report.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import math
+import threading
 import time
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, ClassVar, get_args
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, get_args
 
 import torch
 from mergekit.merge_methods.base import (
@@ -29,22 +34,24 @@ from torch import Tensor
 
 from mergekit_ace.algebra.records import FixedLayout, IllConditionedError, TensorRecord
 from mergekit_ace.algebra.task_vectors import NonFiniteError, clamp_to_versions
-from mergekit_ace.methods.architecture import is_transposed, stored_layout
-from mergekit_ace.methods.devices import first_that_fits
-from mergekit_ace.methods.inputs import (
-    TensorSettings,
-    check_finite,
-    check_models,
-    check_shapes_in_memory,
-    describe,
-    largest_size,
+from mergekit_ace.methods.architecture import (
+    check_shapes,
+    is_transposed,
+    shape_mismatch,
+    stored_layout,
 )
-from mergekit_ace.methods.notices import notice
-from mergekit_ace.methods.parameters import FILE_PARAMETERS, LAYOUT, REPORT, NamedParameter
+from mergekit_ace.methods.parameters import (
+    FILE_PARAMETERS,
+    LAYOUT,
+    REPORT,
+    NamedParameter,
+    TensorSettings,
+)
 from mergekit_ace.methods.report_lines import append_report
-from mergekit_ace.methods.shapes import check_shapes
 from mergekit_ace.naming import is_running_statistic
 
+LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 Merged = tuple[Tensor, TensorRecord]
 
 # Words for the rules that methods share; a method adds those for the rule that bears its name.
@@ -55,36 +62,28 @@ SHARED_RULES = {
 }
 # The most adapters that are merged without a warning where `lambda` is 1.
 MOST_ADAPTERS = 2
+# In the messages of libraries that allocate memory of their own, which torch passes on as errors
+# of another kind.
+OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
+_NOTICES: Counter[str] = Counter()
+_LOCK = threading.Lock()  # --multi-gpu merges tensors side by side
 MERGE_ERRORS = (IllConditionedError, OverflowError, torch.linalg.LinAlgError)
 
 
 @dataclass(frozen=True)
 class Citation:
-    """A paper.
-
-    Attributes:
-        key, authors, title: as BibTeX has them.
-        arxiv: its number there.
-        booktitle: of the proceedings; empty for a preprint.
-    """
+    """A paper, by its key and its entry in BibTeX."""
 
     key: str
-    authors: str
-    title: str
-    year: int
-    arxiv: str
-    booktitle: str = ""
+    bibtex: str
 
-    @property
-    def bibtex(self) -> str:
-        """The BibTeX entry."""
-        kind, source = "article", {"journal": f"arXiv:{self.arxiv}"}
-        if self.booktitle:
-            kind, source = "inproceedings", {"booktitle": self.booktitle}
-            source["note"] = f"arXiv:{self.arxiv}"
-        fields = {"title": self.title, "author": self.authors, **source, "year": self.year}
-        lines = [f"  {name:9} = {{{text}}}" for name, text in fields.items()]
-        return f"@{kind}{{{self.key},\n" + ",\n".join(lines) + "\n}"
+
+@cache
+def cited(key: str) -> tuple[Citation]:
+    """Return a paper of `citations.bib`, which lies beside this file."""
+    text = Path(__file__).with_name("citations.bib").read_text(encoding="utf-8")
+    entries = text.strip().split("\n\n")
+    return (Citation(key, next(entry for entry in entries if f"{{{key}," in entry)),)
 
 
 @dataclass(frozen=True)
@@ -374,3 +373,149 @@ def matrices_in(shape: Sequence[int], layout: str) -> tuple[int, int, int] | Non
     if layout == "transposed":
         rows, columns = columns, rows
     return (math.prod(shape) // (rows * columns), rows, columns) if rows > 1 else None
+
+
+def check_models(
+    method: str, input_ids: Sequence[Hashable], base_id: Hashable | None, group_name: str | None
+) -> list[Hashable]:
+    """Return the experts, once there is a base model among the inputs and at least one expert.
+
+    Raises:
+        ValueError: naming `method` and the line to add or change.
+    """
+    where = f" (for {group_name})" if group_name else ""
+    experts = [model for model in input_ids if model != base_id]
+    if base_id is None:
+        raise ValueError(
+            f"{method}: there is no base model{where}. The method works on the differences between "
+            "experts and the model they were fine-tuned from. Add to the config a line\n"
+            "    base_model: NAME_OR_PATH_OF_THAT_MODEL\n"
+            "(in Python: base_index=, or base=)."
+        )
+    if base_id not in input_ids and ".slices[" in (group_name or ""):
+        raise ValueError(
+            f"{method}: the base model {base_id} is not among the sources{where}. List it in every "
+            "slice, with its layer_range, beside the experts."
+        )
+    if base_id not in input_ids:
+        raise ValueError(
+            f"{method}: the base model {base_id} has no tensor{where}, but an expert has. Save "
+            "both with the same heads, tied or untied, or take the tensor out of the expert."
+        )
+    if not experts:
+        raise ValueError(
+            f"{method}: there is no expert besides the base model {base_id}{where}. List at least "
+            "one fine-tuned model under models:."
+        )
+    return experts
+
+
+def check_shapes_in_memory(method: str, group: TensorGroup) -> None:
+    """Do what `shapes.check_shapes` does, for tensors that have no header."""
+    base = group.base
+    for entry in group.non_base if base is not None else ():
+        shape, expected = tuple(entry.tensor.shape), tuple(base.tensor.shape)
+        if shape != expected:
+            message = shape_mismatch(group.metadata.name, entry.id, shape, base.id, expected)
+            raise ValueError(f"{method}: {message}")
+
+
+def check_finite(method: str, group: TensorGroup) -> None:
+    """Raise a `ValueError` where there is NaN or Inf, naming the tensor and the model."""
+    for entry in group.entries:
+        if not is_finite(entry.tensor):
+            raise ValueError(
+                f"{method}: {describe(group.metadata.name)} of model {entry.id} contains NaN or "
+                "Inf. The checkpoint is damaged, or its dtype overflowed: check it, or leave the "
+                "model out."
+            )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor holds neither NaN nor Inf; without a copy of it."""
+    return math.isfinite(largest_size(tensor))
+
+
+def largest_size(tensor: Tensor) -> float:
+    """Return max |x| over the entries; 0 without any, NaN or Inf where there is one."""
+    if tensor.numel() == 0:
+        return 0.0
+    return float(torch.stack(torch.aminmax(tensor)).abs().max())  # both are NaN if an entry is
+
+
+def describe(name: str | None) -> str:
+    """Return a tensor in words."""
+    return f"tensor {name}" if name else "a tensor"
+
+
+def check_device(device: str) -> None:
+    """Raise a `ValueError` if torch cannot compute on a device here."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts that it has it
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"torch cannot compute on {device!r} here: {reason}; leave out --cuda and --device, or "
+            "install a torch for this device"
+        ) from error
+
+
+def first_that_fits(
+    device: torch.device, work: Callable[[torch.device], T], method: str, name: str | None
+) -> T:
+    """Work on a device; if it is full, on the CPU.
+
+    Args:
+        device: where the tensors are, or are meant to go.
+        work: from a device, to which it moves the tensors, to a result.
+        method, name: of the merge and of the tensor, for the warning.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory on the CPU either.
+    """
+    for where in (device, torch.device("cpu")):
+        try:
+            return work(where)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        if torch.cuda.is_available():  # out here: the error holds on to the tensors of its frames
+            torch.cuda.empty_cache()
+        if where.type == "cpu":
+            break
+        LOG.warning(
+            "%s: %s does not fit into the free memory of %s; merged on the CPU instead, which "
+            "takes longer. Other work on the device, or tensors that --read-to-gpu and "
+            "--low-cpu-memory keep there, leave it less.",
+            method, describe(name), device,
+        )  # fmt: skip
+    raise torch.OutOfMemoryError(f"{method}: there is no memory left to merge {describe(name)}")
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Tell whether an error says that a device has too little free memory."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def notice(text: str) -> None:
+    """Count a tensor of which something is to be said when the merge is done.
+
+    Args:
+        text: of the warning, with "{tensors}" where their number goes; each is said once.
+    """
+    with _LOCK:
+        _NOTICES[text] += 1
+
+
+def flush_notices() -> None:
+    """Log one warning for everything that was counted, and forget it."""
+    with _LOCK:
+        counts = dict(_NOTICES)
+        _NOTICES.clear()
+    for text, count in counts.items():
+        LOG.warning("%s", text.replace("{tensors}", f"{count} tensor{'s' if count > 1 else ''}"))
+
+
+atexit.register(flush_notices)

@@ -13,8 +13,8 @@ import torch
 
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, compress, rows_in_common
 from mergekit_ace.algebra.records import FixedLayout, TensorRecord
-from mergekit_ace.methods.base import TaskVectorMethod
-from mergekit_ace.methods.inputs import TensorSettings, describe
+from mergekit_ace.methods.base import TaskVectorMethod, describe
+from mergekit_ace.methods.parameters import TensorSettings
 
 Deltas = Sequence[LowRank | None]  # of every expert; None of one that left the tensor as it was
 

@@ -15,7 +15,8 @@ from mergekit_ace.files.statistics import (
     StatisticsFileError,
     load_statistics,
 )
-from mergekit_ace.methods.inputs import TensorSettings, describe
+from mergekit_ace.methods.base import describe
+from mergekit_ace.methods.parameters import TensorSettings
 
 
 def required_lookup(method: str, settings: TensorSettings, kind: Measure) -> MeasuredLookup:

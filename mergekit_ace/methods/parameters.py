@@ -7,17 +7,26 @@ mergekit validates every value while it plans a merge, before a tensor is read.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
-from mergekit.merge_methods.base import ParameterScope, ParameterSpec
+from mergekit.merge_methods.base import ParameterScope, ParameterSpec, TensorGroup
 from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from mergekit_ace.algebra.records import Factor, Fraction, Layout, NonNegative, Side
+from mergekit_ace.algebra.low_rank import CoreSpace
+from mergekit_ace.algebra.records import (
+    Factor,
+    FixedLayout,
+    Fraction,
+    Layout,
+    NonNegative,
+    Observer,
+    Side,
+)
 from mergekit_ace.files.coefficients import load_coefficients
 from mergekit_ace.files.statistics import load_statistics
 
@@ -240,3 +249,52 @@ REPORT = shared(
     None,
     "The merge appends a JSON line per tensor to it.",
 )
+
+
+@dataclass(frozen=True)
+class TensorSettings:
+    """One tensor of a merge: of which models, and with which parameters.
+
+    Attributes:
+        name: of the tensor; None for one in memory without a name.
+        base, experts: the models, as mergekit refers to them.
+        parameters: resolved, by name; those of experts by model.
+        layout: how the tensor is read; ``mean`` where it is no matrix, or none is needed.
+        coefficients: that its merge uses; None where it has none.
+        recorded: whether somebody will read the record of the merge.
+        space: of which the tensors are cores, where all task vectors are of low rank.
+        observe: called with the merged task vector of a matrix, where the method can show it.
+    """
+
+    name: str | None
+    base: Hashable
+    experts: tuple[Hashable, ...]
+    parameters: Mapping[str, Any]
+    layout: FixedLayout = "mean"
+    coefficients: Sequence[float] | None = None
+    recorded: bool = False
+    space: CoreSpace | None = None
+    observe: Observer | None = None
+
+    @classmethod
+    def of(cls, group: TensorGroup, parameters: Mapping[str, Any]) -> TensorSettings:
+        """Return those of a group with its resolved parameters."""
+        assert group.base is not None  # the contract of our methods requires it
+        experts = tuple(expert.id for expert in group.non_base)
+        recorded = parameters.get("report") is not None
+        return cls(group.metadata.name, group.base.id, experts, parameters, recorded=recorded)
+
+    @property
+    def models(self) -> list[str]:
+        """Names of the experts."""
+        return [str(expert) for expert in self.experts]
+
+    @property
+    def weights(self) -> list[float]:
+        """w_t of the experts; 1 for methods without weights."""
+        return self.of_experts("weight", 1.0)
+
+    def of_experts(self, name: str, default: Any) -> list[Any]:
+        """Return a parameter of every expert; `default` where the method has none."""
+        own = self.parameters.get(name)
+        return [default if own is None else own[expert] for expert in self.experts]

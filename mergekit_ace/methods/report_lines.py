@@ -13,7 +13,7 @@ from typing import Any
 
 from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
 from mergekit_ace.files.saving import package_versions
-from mergekit_ace.methods.inputs import TensorSettings
+from mergekit_ace.methods.parameters import TensorSettings
 
 # Whose versions are in a report.
 REPORTED_PACKAGES = ("mergekit", "mergekit-ace", "torch")

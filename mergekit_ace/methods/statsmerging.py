@@ -13,10 +13,9 @@ from torch import Tensor
 from mergekit_ace.algebra.linear import merge_elected, merge_entries, record_of_entries
 from mergekit_ace.algebra.records import Factor
 from mergekit_ace.files.coefficients import load_coefficients
-from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
-from mergekit_ace.methods.inputs import TensorSettings, describe
+from mergekit_ace.methods.base import Merged, TaskVectorMethod, cited, describe, method_spec
 from mergekit_ace.methods.lookup import FileCoefficients, load_learner, predict_coefficients
-from mergekit_ace.methods.parameters import COEFFICIENTS, TASK, per_expert, shared
+from mergekit_ace.methods.parameters import COEFFICIENTS, TASK, TensorSettings, per_expert, shared
 
 LEARNER = replace(
     COEFFICIENTS,
@@ -62,16 +61,7 @@ class StatsMerge(TaskVectorMethod):
         "Adds the task vectors with a coefficient per expert and tensor that `mergekit-ace train` "
         "has learned from statistics of the weights."
     )
-    citations = (
-        Citation(
-            key="statsmerging",
-            authors="Merugu, Ranjith and Cao, Bryan Bo and Jain, Shubham",
-            title="{StatsMerging}: Statistics-Guided Model Merging via Task-Specific Teacher "
-            "Distillation",
-            year=2025,
-            arxiv="2506.04567",
-        ),
-    )
+    citations = cited("statsmerging")
     own_rule = "merged with learned coefficients"
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:

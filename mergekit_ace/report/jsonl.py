@@ -23,7 +23,7 @@ from mergekit_ace.algebra.inspection import (
     TensorInspection,
 )
 from mergekit_ace.algebra.records import MatrixRecord
-from mergekit_ace.methods.inputs import TensorSettings
+from mergekit_ace.methods.parameters import TensorSettings
 from mergekit_ace.methods.report_lines import finite, line_head, record_fields
 
 

@@ -26,11 +26,16 @@ from mergekit_ace.algebra.low_rank_inspection import inspect_products
 from mergekit_ace.algebra.records import FixedLayout, Observer
 from mergekit_ace.files.headers import FLOATING, TensorHeader
 from mergekit_ace.methods.ace import AceMerge
-from mergekit_ace.methods.base import MERGE_ERRORS, Merged, TaskVectorMethod
-from mergekit_ace.methods.devices import first_that_fits
-from mergekit_ace.methods.inputs import TensorSettings, check_finite
+from mergekit_ace.methods.base import (
+    MERGE_ERRORS,
+    Merged,
+    TaskVectorMethod,
+    check_finite,
+    first_that_fits,
+)
 from mergekit_ace.methods.low_rank_merge import has_low_rank
 from mergekit_ace.methods.measured_lookup import MeasuredLookup
+from mergekit_ace.methods.parameters import TensorSettings
 from mergekit_ace.planning import PlannedTensor
 from mergekit_ace.report.jsonl import ReportError, inspection_line
 

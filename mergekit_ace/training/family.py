@@ -23,7 +23,7 @@ from mergekit_ace.learner import (
     features,
     measure_moments,
 )
-from mergekit_ace.methods.inputs import is_finite
+from mergekit_ace.methods.base import is_finite
 from mergekit_ace.naming import block_of, relative_depths, within_block
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.data import load_rows, unpack_examples

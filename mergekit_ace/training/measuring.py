@@ -29,7 +29,7 @@ from mergekit_ace.files.statistics import (
     StatisticsIndex,
     save_index,
 )
-from mergekit_ace.methods.inputs import is_finite
+from mergekit_ace.methods.base import is_finite
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.data import Example, read_rows
 from mergekit_ace.training.family import ModelFolders

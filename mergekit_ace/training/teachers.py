@@ -15,7 +15,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mergekit_ace.methods.inputs import is_finite
+from mergekit_ace.methods.base import is_finite
 from mergekit_ace.training.config import DataConfig, TrainConfig
 from mergekit_ace.training.data import Example, Examples, pack_examples
 from mergekit_ace.training.state import TrainingError

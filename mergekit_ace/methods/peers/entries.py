@@ -16,10 +16,9 @@ from torch import Tensor
 from mergekit_ace.algebra.linear import merge_entries
 from mergekit_ace.algebra.records import Factor, MatrixRecord, NonNegative
 from mergekit_ace.algebra.task_vectors import ActiveExperts, by_layout, select_active, task_vector
-from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
-from mergekit_ace.methods.inputs import TensorSettings, describe
-from mergekit_ace.methods.parameters import LAMBDA, shared
-from mergekit_ace.methods.shapes import tensor_names
+from mergekit_ace.methods.architecture import tensor_names
+from mergekit_ace.methods.base import Merged, TaskVectorMethod, cited, describe, method_spec
+from mergekit_ace.methods.parameters import LAMBDA, TensorSettings, shared
 from mergekit_ace.naming import layer_of, stack_size
 
 Count = Annotated[int, Field(ge=1, strict=True)]
@@ -65,17 +64,7 @@ class ConsensusMerge(TaskVectorMethod):
         ),
     )
     summary = "Adds the task vectors in those entries that at least two experts ask for."
-    citations = (
-        Citation(
-            "wang2024localizing",
-            "Wang, Ke and Dimitriadis, Nikolaos and Ortiz-Jiménez, Guillermo and "
-            "Fleuret, François and Frossard, Pascal",
-            "Localizing Task Information for Improved Model Merging and Compression",
-            2024,
-            "2405.07813",
-            "International Conference on Machine Learning",
-        ),
-    )
+    citations = cited("wang2024localizing")
     own_rule = "merged in the entries that enough experts ask for"
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
@@ -154,17 +143,7 @@ class LinesMerge(TaskVectorMethod):
         ),
     )
     summary = "Adds the task vectors with a coefficient that rises linearly with depth."
-    citations = (
-        Citation(
-            "wang2025lines",
-            "Wang, Ke and Dimitriadis, Nikolaos and Favero, Alessandro and "
-            "Ortiz-Jiménez, Guillermo and Fleuret, François and Frossard, Pascal",
-            "{LiNeS}: Post-training Layer Scaling Prevents Forgetting and Enhances Model Merging",
-            2025,
-            "2410.17146",
-            "International Conference on Learning Representations",
-        ),
-    )
+    citations = cited("wang2025lines")
     own_rule = "merged with a coefficient by depth"
 
     def check_settings(self, settings: TensorSettings) -> None:

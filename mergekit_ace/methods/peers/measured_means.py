@@ -15,10 +15,9 @@ from torch import Tensor
 from mergekit_ace.algebra.linalg import as_rows, blocks
 from mergekit_ace.algebra.records import MatrixRecord, Number
 from mergekit_ace.algebra.task_vectors import ActiveExperts, by_layout, merge_mean, select_active
-from mergekit_ace.methods.base import Citation, Merged, TaskVectorMethod, method_spec
-from mergekit_ace.methods.inputs import TensorSettings
+from mergekit_ace.methods.base import Merged, TaskVectorMethod, cited, method_spec
 from mergekit_ace.methods.measured_lookup import required_lookup
-from mergekit_ace.methods.parameters import LAMBDA, STATISTICS, TASK, WEIGHT, shared
+from mergekit_ace.methods.parameters import LAMBDA, STATISTICS, TASK, WEIGHT, TensorSettings, shared
 
 
 def merge_by_fisher(
@@ -80,16 +79,7 @@ class FisherMerge(TaskVectorMethod):
         "Averages the experts entry by entry, weighted by the diagonal Fisher information that "
         "`mergekit-ace statistics` has measured on their samples."
     )
-    citations = (
-        Citation(
-            "matena2022fisher",
-            "Matena, Michael and Raffel, Colin",
-            "Merging Models with {Fisher}-Weighted Averaging",
-            2022,
-            "2111.09832",
-            "Advances in Neural Information Processing Systems",
-        ),
-    )
+    citations = cited("matena2022fisher")
     own_rule = "averaged by their Fisher information"
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:

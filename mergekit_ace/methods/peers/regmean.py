@@ -7,10 +7,16 @@ from mergekit_ace.algebra.records import FixedLayout
 from mergekit_ace.algebra.regression import RegressionOptions, merge_tensor_by_regression
 from mergekit_ace.methods.ace import RidgeMethod
 from mergekit_ace.methods.architecture import is_table
-from mergekit_ace.methods.base import Citation, method_spec
-from mergekit_ace.methods.inputs import TensorSettings
+from mergekit_ace.methods.base import cited, method_spec
 from mergekit_ace.methods.measured_lookup import MeasuredLookup, required_lookup
-from mergekit_ace.methods.parameters import LAYOUT, STATISTICS, TASK, WEIGHT, option_parameters
+from mergekit_ace.methods.parameters import (
+    LAYOUT,
+    STATISTICS,
+    TASK,
+    WEIGHT,
+    TensorSettings,
+    option_parameters,
+)
 
 
 class RegMeanMerge(RidgeMethod):
@@ -26,16 +32,7 @@ class RegMeanMerge(RidgeMethod):
         "Fits every linear layer to the experts' outputs on their own samples, whose covariances "
         "`mergekit-ace statistics` has measured; averages all other tensors, embeddings included."
     )
-    citations = (
-        Citation(
-            key="jin2023regmean",
-            authors="Jin, Xisen and Ren, Xiang and Preotiuc-Pietro, Daniel and Cheng, Pengxiang",
-            title="Dataless Knowledge Fusion by Merging Weights of Language Models",
-            year=2023,
-            arxiv="2212.09849",
-            booktitle="International Conference on Learning Representations",
-        ),
-    )
+    citations = cited("jin2023regmean")
     own_rule = "merged by the regression on measured inputs"
     ill_conditioned = "Raise `epsilon`, or lower `off_diagonal`."
 

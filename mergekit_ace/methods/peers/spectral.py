@@ -1,38 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods on the matrices of task vectors: `tsv_m`, `iso_c`, `iso_cts`, `cart` and `wudi`.
+"""Methods that merge each matrix by a formula: `tsv_m`, `iso_c`, `iso_cts`, `cart`, `wudi`.
 
-Directions that a matrix has by rounding alone add nothing to the first three (departure: a full
-decomposition returns arbitrary vectors there, which count as much as all others).
+As in `ace`, an expert that left a tensor as it was takes no part in it, one that alone changed it
+is what comes out, and what is no matrix gets the mean of the task vectors.
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from mergekit_ace.algebra.directions import (
-    EPS64,
-    leading_directions,
-    orthogonal_factor,
-    present_directions,
+from mergekit_ace.algebra.directions import leading_directions, orthogonal_factor
+from mergekit_ace.algebra.linalg import full_precision
+from mergekit_ace.algebra.records import Fraction, MatrixRecord, Number
+from mergekit_ace.algebra.task_vectors import ActiveExperts, by_layout, select_active, task_vector
+from mergekit_ace.methods.base import (
+    Merged,
+    TaskVectorMethod,
+    Work,
+    cited,
+    matrices_in,
+    method_spec,
 )
-from mergekit_ace.algebra.records import Fraction, Number
-from mergekit_ace.methods.base import Citation, method_spec
-from mergekit_ace.methods.inputs import TensorSettings
-from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
-from mergekit_ace.methods.peers.matrix_method import (
-    MatrixMethod,
-    TaskMatrices,
-    decomposition_operations,
-)
+from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, TensorSettings, shared
 
-ICML = "International Conference on Machine Learning"
+EPS64 = torch.finfo(torch.float64).eps
+
+
+@dataclass(frozen=True)
+class TaskMatrices:
+    """The task vectors of the experts in use, of one matrix.
+
+    Attributes:
+        deltas: Δ_t, (o, i), o > 1, none of them zero, float64. May be overwritten.
+        shape: (o, i); that of the task vectors, unless these are cores.
+        floors: what the singular values of the rounding of each W_t to float32 do not exceed.
+        rank: how many directions each expert keeps, see `MatrixMethod.rank`; 0 where nobody counts.
+    """
+
+    deltas: list[Tensor]
+    shape: tuple[int, ...]
+    floors: tuple[float, ...]
+    rank: int
+
+    def total(self) -> Tensor:
+        """Return Σ_t Δ_t in new memory."""
+        total = self.deltas[0].clone()
+        for delta in self.deltas[1:]:
+            total += delta
+        return total
+
+
+class MatrixMethod(TaskVectorMethod):
+    """A method that merges the task vectors of each matrix by a formula of its own, in float64.
+
+    It takes room for a task vector per expert and a few matrices of the tensor's size. Weights of
+    experts are not known to it.
+    """
+
+    timed = False  # decompositions do not run at the rate of products
+
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+        base, *experts = tensors
+        weights, scale = [1.0] * len(experts), self.scale(settings.parameters)
+        select = partial(select_active, weights=weights, dtype=torch.float64, space=settings.space)
+        formula = partial(self._merge_matrix, settings)
+        return by_layout(base, experts, settings.layout, select, scale, formula)
+
+    @full_precision()
+    def _merge_matrix(
+        self, settings: TensorSettings, base: Tensor, active: ActiveExperts
+    ) -> tuple[Tensor, MatrixRecord]:
+        parameters, shape = settings.parameters, active.shape
+        deltas = [task_vector(expert, base, torch.float64) for expert in active.experts]
+        rank = self.rank(shape, len(deltas), parameters)
+        matrices = TaskMatrices(deltas, shape, _floors(base, active), rank or 0)
+        merged = self.combine(matrices, parameters)
+        if settings.observe is not None:
+            settings.observe("closed form", merged)
+        record = active.record(self.spec.name, rank=rank, precision="float64")
+        return merged.mul_(self.scale(parameters)).add_(base), record
+
+    def scale(self, parameters: Mapping[str, Any]) -> float:
+        """Return λ: what the merged task vector is multiplied by."""
+        return parameters["lambda"]
+
+    def rank(self, shape: Sequence[int], experts: int, parameters: Mapping[str, Any]) -> int | None:
+        """Return how many directions of its own each expert keeps; None where nobody counts."""
+        return None
+
+    @abstractmethod
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
+        """Return the merged task vector of one matrix before λ, (o, i), float64, in new memory.
+
+        Args:
+            matrices: of at least two experts.
+            parameters: of the method.
+        """
+
+    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
+        plain = super().work(settings, shape, experts)
+        found = matrices_in(shape, settings.layout)
+        if found is None or experts < 2:
+            return plain
+        count, rows, columns = found
+        operations = count * self.operations(rows, columns, experts, settings.parameters)
+        working = 8 * (experts + 3) * rows * columns
+        return Work((operations, operations), plain.moved, working)
+
+    def operations(
+        self, rows: int, columns: int, experts: int, parameters: Mapping[str, Any]
+    ) -> float:
+        """Return those for one matrix (o, i): a decomposition per expert, and two of them all."""
+        return (experts + 2) * decomposition_operations(rows, columns)
+
+
+def _floors(base: Tensor, active: ActiveExperts) -> tuple[float, ...]:
+    """Return what singular values do not exceed that float32's rounding of weights alone has made.
+
+    Independent entries of standard deviation s have none above s (√o + √i), but for chance. ulp² is
+    at most eps² w². What was added to a weight counts, too: an adapter's change may be the larger.
+    The rounding of bfloat16 is left in: it fills the whole spectrum of a fine-tune, and the papers'
+    methods work on that.
+    """
+    rows, columns = active.shape
+    eps = torch.finfo(torch.promote_types(torch.float32, base.dtype)).eps
+    unit = eps * (rows**-0.5 + columns**-0.5)
+    return tuple(unit * math.sqrt(active.size / 12 + tau) for tau in active.tau)
+
+
+def decomposition_operations(rows: int, columns: int) -> float:
+    """Return 6 m n² + 20 n³ with n ≤ m, of a singular value decomposition (Golub and Van Loan)."""
+    small, large = sorted((rows, columns))
+    return 6.0 * large * small**2 + 20.0 * small**3
 
 
 class TsvMerge(MatrixMethod):
@@ -47,17 +155,7 @@ class TsvMerge(MatrixMethod):
         "Keeps each expert's leading singular directions, and makes them orthogonal to those of "
         "the others."
     )
-    citations = (
-        Citation(
-            "gargiulo2025tsv",
-            "Gargiulo, Antonio Andrea and Crisostomi, Donato and Bucarelli, Maria Sofia "
-            "and Scardapane, Simone and Silvestri, Fabrizio and Rodolà, Emanuele",
-            "Task Singular Vectors: Reducing Task Interference in Model Merging",
-            2025,
-            "2412.00081",
-            "Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition",
-        ),
-    )
+    citations = cited("gargiulo2025tsv")
     own_rule = "merged from orthogonal singular directions"
     whole = True
 
@@ -67,21 +165,10 @@ class TsvMerge(MatrixMethod):
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         given = zip(matrices.deltas, matrices.floors, strict=True)
-        parts = [present_directions(delta, matrices.rank, floor) for delta, floor in given]
+        parts = [leading_directions(delta, matrices.rank, floor) for delta, floor in given]
         left = orthogonal_factor(torch.cat([part.left for part in parts], dim=1))
         right = orthogonal_factor(torch.cat([part.right for part in parts], dim=1))
         return (left * torch.cat([part.values for part in parts])) @ right.mT
-
-
-ISO_CITATION = Citation(
-    "marczak2025isotropic",
-    "Marczak, Daniel and Magistri, Simone and Cygert, Sebastian and Twardowski, Bartłomiej and "
-    "Bagdanov, Andrew D. and van de Weijer, Joost",
-    "No Task Left Behind: Isotropic Model Merging with Common and Task-Specific Subspaces",
-    2025,
-    "2502.04959",
-    ICML,
-)
 
 
 class IsoCMerge(MatrixMethod):
@@ -92,11 +179,13 @@ class IsoCMerge(MatrixMethod):
 
     spec = method_spec("iso_c", "Iso-C", "https://arxiv.org/abs/2502.04959", (LAMBDA, LAYOUT))
     summary = "Sums the task vectors, and makes all singular values of the sum equal."
-    citations = (ISO_CITATION,)
+    citations = cited("marczak2025isotropic")
     own_rule = "merged with equal singular values"
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
-        found = present_directions(matrices.total(), floor=math.hypot(*matrices.floors))
+        found = leading_directions(
+            matrices.total(), min(matrices.shape), math.hypot(*matrices.floors)
+        )
         mean = float(found.values.sum()) / min(matrices.shape)
         return (found.left @ found.right.mT).mul_(mean)
 
@@ -137,7 +226,7 @@ class IsoCtsMerge(MatrixMethod):
         "Joins the leading directions of the summed task vectors with a few of each expert alone, "
         "all with equal singular values."
     )
-    citations = (ISO_CITATION,)
+    citations = cited("marczak2025isotropic")
     own_rule = "merged with equal singular values in common and own directions"
 
     def rank(self, shape: Sequence[int], experts: int, parameters: Mapping[str, Any]) -> int:
@@ -149,12 +238,12 @@ class IsoCtsMerge(MatrixMethod):
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         full, each = min(matrices.shape), matrices.rank
         size, floor = full - each * len(matrices.deltas), math.hypot(*matrices.floors)
-        common = present_directions(matrices.total(), max(1, size), floor).leading(size)
+        common = leading_directions(matrices.total(), size, floor)
         parts = []
         for delta, own in zip(matrices.deltas, matrices.floors, strict=True):
             floor = max(own, OUTSIDE * float(torch.linalg.vector_norm(delta)))
             delta -= common.left @ (common.left.mT @ delta)
-            parts.append(present_directions(delta, max(1, each), floor).leading(each))
+            parts.append(leading_directions(delta, each, floor))
         outer = torch.cat([part.left for part in parts], dim=1)  # orthogonal to the common ones
         left = torch.cat([common.left, orthogonal_factor(outer)], dim=1)
         right = torch.cat([part.right for part in (common, *parts)], dim=1)
@@ -185,15 +274,7 @@ class CartMerge(MatrixMethod):
         ),
     )
     summary = "Takes the average of the experts, and adds what is left of each one at low rank."
-    citations = (
-        Citation(
-            "choi2024cart",
-            "Choi, Jiho and Kim, Donggyun and Lee, Chanhyuk and Hong, Seunghoon",
-            "Revisiting Weight Averaging for Model Merging",
-            2024,
-            "2412.12153",
-        ),
-    )
+    citations = cited("choi2024cart")
     own_rule = "merged as the average and low-rank differences from it"
 
     def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
@@ -210,83 +291,10 @@ class CartMerge(MatrixMethod):
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         mean = matrices.total().div_(len(matrices.deltas))
         merged = mean.clone()
-        for delta in matrices.deltas if matrices.rank else ():
-            found = leading_directions(delta.sub_(mean), min(matrices.rank, *mean.shape))
+        for delta in matrices.deltas:
+            found = leading_directions(delta.sub_(mean), matrices.rank)
             merged.add_(found.matrix, alpha=parameters["lambda"])
         return merged
-
-
-# Task vectors whose root mean square entry lies within 2^±20 need no other unit in float32.
-PLAIN_EXPONENT = 20
-# Of a descent on task vectors that have a unit of their own, in that unit.
-LARGEST_STEP = 0.01
-BETAS, DENOMINATOR = (0.9, 0.999), 1e-8  # torch's, and the authors'
-# With a smaller pivot than this share of the largest, a pseudo-inverse replaces Cholesky's factor.
-LEAST_PIVOT = 1e-9
-
-
-def minimise_exactly(deltas: Sequence[Tensor]) -> Tensor:
-    """Return X = (Σ_t Δ_t G_t)(Σ_t G_t)⁺ with G_t = Δ_tᵀΔ_t / ‖Δ_t‖², (o, i).
-
-    It minimises the paper's loss Σ_t ‖(X − Δ_t) Δ_tᵀ‖² / ‖Δ_t‖², which is quadratic. Where that
-    does not determine X, it is the smallest X, which is also where a descent from Σ_t Δ_t ends: its
-    gradient has no component there. With fewer rows M of all Δ_t / ‖Δ_t‖ than columns, it is
-    X = L (M Mᵀ)⁺ M, where Σ_t Δ_t G_t = L M.
-
-    Args:
-        deltas: Δ_t, (o, i), float64, none of them zero.
-    """
-    units = [delta / torch.linalg.vector_norm(delta) for delta in deltas]
-    rows, columns = deltas[0].shape
-    if rows * len(deltas) > columns:
-        pairs = zip(deltas, units, strict=True)
-        numerator = sum(_through_the_smaller_square(delta, unit) for delta, unit in pairs)
-        return _solve(numerator, sum(unit.mT @ unit for unit in units))
-    stacked = torch.cat(units)
-    left = torch.cat([d @ unit.mT for d, unit in zip(deltas, units, strict=True)], dim=1)
-    return _solve(left, stacked @ stacked.mT) @ stacked
-
-
-def _solve(rows: Tensor, gram: Tensor) -> Tensor:
-    """Return R S⁺ of rows R, (o, n), and a positive semidefinite matrix S, (n, n)."""
-    factor, failed = torch.linalg.cholesky_ex(gram)
-    pivots = factor.diagonal().square()
-    if not int(failed) and float(pivots.min()) > LEAST_PIVOT * float(pivots.max()):
-        return torch.cholesky_solve(rows.mT, factor).mT
-    values, vectors = torch.linalg.eigh(gram)
-    kept = values > len(gram) * EPS64 * values[-1]
-    return ((rows @ vectors[:, kept]) / values[kept]) @ vectors[:, kept].mT
-
-
-def _through_the_smaller_square(left: Tensor, delta: Tensor) -> Tensor:
-    """Return L Δᵀ Δ for L and Δ, (o, i): an (o, o) matrix of an embedding would fill the memory."""
-    rows, columns = delta.shape
-    return (left @ delta.mT) @ delta if rows < columns else left @ (delta.mT @ delta)
-
-
-def minimise_by_adam(
-    deltas: Sequence[Tensor], steps: int, learning_rate: float, unit: float = 1.0
-) -> Tensor:
-    """Descend on the paper's loss as the authors do: by Adam from Σ_t Δ_t, at a constant rate.
-
-    Args:
-        deltas: Δ_t / unit, (o, i).
-        steps: of them.
-        learning_rate: the largest change of an entry per step, in the unit of the weights.
-        unit: what the task vectors were divided by.
-    """
-    merged = torch.stack(list(deltas)).sum(dim=0)
-    mean, square = torch.zeros_like(merged), torch.zeros_like(merged)
-    norms = [float(torch.linalg.vector_norm(d, dtype=torch.float64)) ** 2 for d in deltas]
-    for step in range(1, steps + 1):
-        gradient = torch.zeros_like(merged)
-        for delta, norm in zip(deltas, norms, strict=True):
-            gradient.add_(_through_the_smaller_square(merged - delta, delta), alpha=2 / norm)
-        mean.lerp_(gradient, 1 - BETAS[0])
-        square.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
-        denominator = (square / (1 - BETAS[1] ** step)).sqrt_().add_(DENOMINATOR / unit)
-        merged.addcdiv_(mean, denominator, value=-learning_rate / unit / (1 - BETAS[0] ** step))
-    return merged
 
 
 class WudiMerge(MatrixMethod):
@@ -322,34 +330,15 @@ class WudiMerge(MatrixMethod):
         "Minimises the interference of the task vectors with each other on their own rows, which "
         "stand for the inputs of their tasks."
     )
-    citations = (
-        Citation(
-            "cheng2025wudi",
-            "Cheng, Runxi and Xiong, Feng and Wei, Yongxian and Zhu, Wanyun and Yuan, Chun",
-            "Whoever Started the Interference Should End It: Guiding Data-Free Model Merging via "
-            "Task Vectors",
-            2025,
-            "2503.08099",
-            ICML,
-        ),
-    )
+    citations = cited("cheng2025wudi")
     own_rule = "merged with the least interference"
     whole = True
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
-        deltas = matrices.deltas
         if parameters["solver"] == "exact":
-            return minimise_exactly(deltas)
-        # hundreds of products: in float32, whose digits a descent needs no more of
-        energy = sum(float(delta.square().sum()) for delta in deltas)
-        exponent = round(math.log2(energy / (len(deltas) * deltas[0].numel())) / 2)
-        unit = 1.0 if abs(exponent) <= PLAIN_EXPONENT else 2.0**exponent
-        for number, delta in enumerate(deltas):
-            deltas[number] = delta.div_(unit).float()
-        rate, own = parameters["learning_rate"], unit
-        if unit < 1:  # steps and `DENOMINATOR` are absolute: the descent would leap from the start
-            rate, own = min(rate / unit, LARGEST_STEP), 1.0
-        return minimise_by_adam(deltas, parameters["steps"], rate, own).double().mul_(unit)
+            return minimise_exactly(matrices.deltas)
+        deltas = [delta.float() for delta in matrices.deltas]  # whose digits a descent needs
+        return minimise_by_adam(deltas, parameters["steps"], parameters["learning_rate"]).double()
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
         adam = parameters.get("solver") == "adam"
@@ -363,3 +352,50 @@ class WudiMerge(MatrixMethod):
             return 4.0 * parameters["steps"] * experts * rows**2 * columns
         small = min(experts * rows, columns)
         return 4.0 * experts * rows * columns * small + 9.0 * small**3
+
+
+def minimise_exactly(deltas: Sequence[Tensor]) -> Tensor:
+    """Return the X, (o, i), that minimises the loss of WUDI, which is quadratic.
+
+    With G_t = Δ_tᵀΔ_t / ‖Δ_t‖² it is X = (Σ_t Δ_t G_t)(Σ_t G_t)⁺. Where the loss does not determine
+    X, this is the smallest one, where a descent from Σ_t Δ_t ends, too. With M = [Δ_t / ‖Δ_t‖]_t of
+    fewer rows than columns, X = L (M Mᵀ)⁺ M, where Σ_t Δ_t G_t = L M.
+
+    Args:
+        deltas: Δ_t, (o, i), float64, none of them zero.
+    """
+    units = [delta / torch.linalg.vector_norm(delta) for delta in deltas]
+    rows, columns = deltas[0].shape
+    if rows * len(deltas) > columns:
+        pairs = zip(deltas, units, strict=True)
+        numerator = sum(_through_the_smaller_square(delta, unit) for delta, unit in pairs)
+        return _solve(numerator, sum(unit.mT @ unit for unit in units))
+    stacked = torch.cat(units)
+    left = torch.cat([d @ unit.mT for d, unit in zip(deltas, units, strict=True)], dim=1)
+    return _solve(left, stacked @ stacked.mT) @ stacked
+
+
+def _solve(rows: Tensor, gram: Tensor) -> Tensor:
+    """Return R S⁺ of rows R, (o, n), and a positive semidefinite matrix S, (n, n)."""
+    values, vectors = torch.linalg.eigh(gram)
+    kept = values > len(gram) * EPS64 * values[-1]
+    return ((rows @ vectors[:, kept]) / values[kept]) @ vectors[:, kept].mT
+
+
+def _through_the_smaller_square(left: Tensor, delta: Tensor) -> Tensor:
+    """Return L Δᵀ Δ for L and Δ, (o, i): an (o, o) matrix of an embedding would fill the memory."""
+    rows, columns = delta.shape
+    return (left @ delta.mT) @ delta if rows < columns else left @ (delta.mT @ delta)
+
+
+def minimise_by_adam(deltas: Sequence[Tensor], steps: int, learning_rate: float) -> Tensor:
+    """Descend on the loss of WUDI as its authors do: by Adam from Σ_t Δ_t, at a constant rate."""
+    merged = torch.stack(list(deltas)).sum(dim=0)
+    adam = torch.optim.Adam([merged], lr=learning_rate)
+    units = [d / torch.linalg.vector_norm(d, dtype=torch.float64).to(d) for d in deltas]
+    for _ in range(steps):
+        merged.grad = torch.zeros_like(merged)
+        for delta, unit in zip(deltas, units, strict=True):
+            merged.grad.add_(_through_the_smaller_square(merged - delta, unit), alpha=2)
+        adam.step()
+    return merged
