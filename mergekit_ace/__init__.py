@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AceOptions": "algebra.records",
+    "AceOptions": "algebra.ace",
     "IllConditionedError": "algebra.records",
     "MatrixRecord": "algebra.records",
     "TensorRecord": "algebra.records",
@@ -33,13 +33,8 @@ _HOMES = {
 
 TYPE_CHECKING = False  # typing itself would cost every Python process its import
 if TYPE_CHECKING:
-    from mergekit_ace.algebra.ace import merge_matrix, merge_tensor
-    from mergekit_ace.algebra.records import (
-        AceOptions,
-        IllConditionedError,
-        MatrixRecord,
-        TensorRecord,
-    )
+    from mergekit_ace.algebra.ace import AceOptions, merge_matrix, merge_tensor
+    from mergekit_ace.algebra.records import IllConditionedError, MatrixRecord, TensorRecord
     from mergekit_ace.plugin import register
 
 

@@ -26,8 +26,8 @@ METHODS = (
     "mergekit_ace.methods.peers.spectral:CartMerge",
     "mergekit_ace.methods.peers.entries:ConsensusMerge",
     "mergekit_ace.methods.peers.entries:LinesMerge",
-    "mergekit_ace.methods.peers.regmean:RegMeanMerge",
-    "mergekit_ace.methods.peers.measured_means:FisherMerge",
+    "mergekit_ace.methods.peers.measured:RegMeanMerge",
+    "mergekit_ace.methods.peers.measured:FisherMerge",
 )
 SUPPORTED = "mergekit >=0.1.5,<0.2"
 _FIRST, _BEYOND = (0, 1, 5), (0, 2)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from reference import naive_ace, naive_mean, task_vector_error
 
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix, merge_tensor
 from mergekit_ace.algebra import linalg, ridge
-from mergekit_ace.algebra.ace import merge_tensor_relative
+from mergekit_ace.algebra.ace import RelativeOptions
 
+merge_relative = partial(merge_tensor, options=RelativeOptions())
 SHAPES = [(24, 24), (16, 60), (60, 16), (2, 30), (30, 1), (7, 5)]
 
 
@@ -399,7 +401,7 @@ def test_what_cannot_be_merged(merge, experts, weights, error, message):
     [
         (merge_tensor, [1.0, 1.0], "2 coefficients for 3 components"),
         (merge_tensor, [1.0, math.nan, 1.0], "coefficients are finite, but these are .*nan"),
-        (merge_tensor_relative, [1.0, 1.0, 1.0], "3 coefficients for 2 components"),
+        (merge_relative, [1.0, 1.0, 1.0], "3 coefficients for 2 components"),
     ],
 )
 def test_coefficients_that_fit_no_component(merge, coefficients, message):
@@ -459,7 +461,7 @@ def test_a_refinement_adds_no_directions_of_rounding(rng):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("merge", [merge_tensor, merge_tensor_relative])
+@pytest.mark.parametrize("merge", [merge_tensor, merge_relative])
 def test_an_expert_that_is_the_base_in_another_precision_takes_no_part(rng, dtype, merge):
     base, experts = family(rng, 20, 30, 2)
     saved = [base.to(dtype), base.half().bfloat16(), base.to(dtype).float()]
@@ -486,7 +488,7 @@ def test_nothing_else_damps_small_changes(rng, share):
 WEAK = torch.logspace(math.log10(0.3), -6, 60).tolist()
 
 
-@pytest.mark.parametrize("merge", [merge_tensor, merge_tensor_relative])
+@pytest.mark.parametrize("merge", [merge_tensor, merge_relative])
 @pytest.mark.parametrize("kind", ["flat", "low rank", "slow"])
 @pytest.mark.parametrize("shape", [(64, 64), (90, 30), (30, 100), (20, 100), (33, 99)])
 @pytest.mark.parametrize("unit", [1.0, 1e-3])

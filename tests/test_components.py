@@ -8,9 +8,8 @@ import torch
 from matrices import HETEROGENEOUS, family
 from reference import naive_ace, naive_relative, naive_table, task_vector_error
 
-from mergekit_ace.algebra.ace import merge_tensor, merge_tensor_relative
+from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_tensor
 from mergekit_ace.algebra.components import split_tensor
-from mergekit_ace.algebra.records import AceOptions, RelativeOptions
 
 OWN = [1.7, 0.0, -0.6]
 REFINEMENT = 0.4
@@ -45,10 +44,10 @@ def test_ace_relative(rng, shape):
     for options in ({}, {"centred": True, "structural_prior": True}):
         expected = naive_relative(base, experts, coefficients=OWN, **options)
         chosen = RelativeOptions(compute_dtype="float64", **options)
-        merged, _ = merge_tensor_relative(base, experts, None, chosen, "matrix", OWN)
+        merged, _ = merge_tensor(base, experts, None, chosen, "matrix", OWN)
         assert task_vector_error(merged, expected, base) <= 1e-9
     expected = naive_table(base, experts, coefficients=OWN)
-    merged, _ = merge_tensor_relative(base, experts, None, chosen, "table", OWN)
+    merged, _ = merge_tensor(base, experts, None, chosen, "table", OWN)
     assert task_vector_error(merged, expected, base) <= 1e-9
 
 
@@ -67,7 +66,6 @@ def test_components_add_up(rng, method, layout):
         other, more = family(rng, 12, 16, 4)
         base = torch.stack([base, other])
         experts = [torch.stack(pair) for pair in zip(experts, more, strict=True)]
-    merge = merge_tensor if method == "ace" else merge_tensor_relative
     kind = AceOptions if method == "ace" else RelativeOptions
     options = kind(epsilon=1e-2, scale=0.5)
     parts = split_tensor(base, experts, options, layout)
@@ -76,7 +74,7 @@ def test_components_add_up(rng, method, layout):
         assert not parts[3].any()
     given = [0.3, 1.0, 2.0, 7.0, -1.0][: len(parts)]
     wide = kind(epsilon=1e-2, scale=0.5, compute_dtype="float64")
-    merged, _ = merge(base, experts, None, wide, layout, given)
+    merged, _ = merge_tensor(base, experts, None, wide, layout, given)
     expected = base.double() + 0.5 * sum(a * p for a, p in zip(given, parts, strict=True)).double()
     assert task_vector_error(merged, expected, base) <= 1e-4
 

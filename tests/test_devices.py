@@ -30,9 +30,9 @@ from test_golden import CASES, PAPER, TENSORS
 from torch import Tensor
 
 from mergekit_ace import AceOptions, merge_matrix, merge_tensor
+from mergekit_ace.algebra.ace import RelativeOptions
 from mergekit_ace.algebra.components import split_tensor
 from mergekit_ace.algebra.inspection import inspect_tensor
-from mergekit_ace.algebra.records import RelativeOptions
 from mergekit_ace.cli import main
 from mergekit_ace.methods.base import TaskVectorMethod, first_that_fits, is_out_of_memory
 from mergekit_ace.plugin import our_methods

@@ -12,7 +12,7 @@ from reference import naive_ace
 from torch import Tensor
 
 from mergekit_ace.algebra import inspection as comparison
-from mergekit_ace.algebra.ace import merge_tensor
+from mergekit_ace.algebra.ace import AceOptions, merge_tensor
 from mergekit_ace.algebra.inspection import (
     BINS,
     REACH,
@@ -22,7 +22,7 @@ from mergekit_ace.algebra.inspection import (
     evenly_spaced,
     inspect_tensor,
 )
-from mergekit_ace.algebra.records import AceOptions, MatrixRecord, TensorRecord
+from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
 
 OPTIONS = AceOptions()
 

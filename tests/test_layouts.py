@@ -7,7 +7,7 @@ from matrices import family
 from reference import naive_tensor, task_vector_error
 
 from mergekit_ace import AceOptions, merge_tensor
-from mergekit_ace.algebra.layouts import resolve_layout
+from mergekit_ace.algebra.task_vectors import resolve_layout
 
 EXACT = AceOptions(compute_dtype="float64")
 

@@ -11,9 +11,8 @@ from measured_files import in_memory, random_covariance, write_statistics
 from mergekit.merge_methods import merge_tensors
 from reference import naive_ace, naive_relative, naive_table, task_vector_error
 
-from mergekit_ace.algebra.ace import merge_matrix, merge_tensor_relative
+from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_matrix, merge_tensor
 from mergekit_ace.algebra.measured import MeasuredCovariance, MeasuredInputs, pack, packed_size
-from mergekit_ace.algebra.records import AceOptions, RelativeOptions
 
 SHAPES = {"wide": (10, 40), "tall": (50, 12), "square": (24, 24)}
 
@@ -68,7 +67,7 @@ def test_ace_relative(rng, mix, shape, options):
     covariances = [random_covariance(rng, base.shape[1]) for _ in experts]
     expected = naive_relative(base, experts, measured=covariances, mix=mix, **options)
     given = {"options": RelativeOptions(**options), "measured": measured(covariances, mix)}
-    merged, record = merge_tensor_relative(base, experts, layout="matrix", **given)
+    merged, record = merge_tensor(base, experts, layout="matrix", **given)
     assert task_vector_error(merged, expected, base) <= 5e-5
     assert record.matrices[0].mix == mix
 
@@ -115,7 +114,9 @@ def test_tables_by_how_often_rows_are_asked_for(rng, mix):
     counts = [torch.randint(0, 9, (20,), generator=rng) for _ in experts]
     expected = naive_table(base, experts, counts=counts, mix=mix)
     found = MeasuredInputs(counts=tuple(counts), mix=mix)
-    merged, record = merge_tensor_relative(base, experts, layout="table", measured=found)
+    merged, record = merge_tensor(
+        base, experts, options=RelativeOptions(), layout="table", measured=found
+    )
     assert task_vector_error(merged, expected, base) <= 5e-5
     assert record.matrices[0].mix == mix
 

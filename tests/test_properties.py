@@ -14,8 +14,7 @@ from reference import naive_ace, task_vector_error
 from torch import Tensor
 
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix
-from mergekit_ace.algebra.ace import merge_tensor_relative
-from mergekit_ace.algebra.records import RelativeOptions
+from mergekit_ace.algebra.ace import RelativeOptions, merge_tensor
 
 settings.register_profile("ours", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("ours")
@@ -162,5 +161,5 @@ def test_no_merge_points_against_the_sum_of_experts_that_agree(
         merged, _ = merge_matrix(base, deltas, weights, options)
     else:
         options = RelativeOptions(centred=centred)
-        merged, _ = merge_tensor_relative(base, deltas, weights, options, "matrix")
+        merged, _ = merge_tensor(base, deltas, weights, options, "matrix")
     assert float((merged * total).sum()) >= -1e-6 * float(merged.norm() * total.norm())

@@ -18,8 +18,7 @@ from reference import (
 )
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from mergekit_ace.algebra.ace import merge_tensor_relative
-from mergekit_ace.algebra.records import RelativeOptions
+from mergekit_ace.algebra.ace import RelativeOptions, merge_tensor
 
 SHAPES = {"dual": (20, 90), "primal": (50, 60), "tall": (120, 24), "square": (32, 32)}
 VARIANTS = [
@@ -33,7 +32,7 @@ VARIANTS = [
 
 
 def merge(base, experts, weights=None, layout="auto", **options):
-    return merge_tensor_relative(base, experts, weights, RelativeOptions(**options), layout)
+    return merge_tensor(base, experts, weights, RelativeOptions(**options), layout)
 
 
 @pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["even", "uneven"])
@@ -55,7 +54,7 @@ def test_minimises_the_sum_of_errors_on_covariances_of_trace_one(rng):
     base, experts = family(rng, 9, 7, 3, scales=HETEROGENEOUS)
     base, experts = base.double(), [expert.double() for expert in experts]
     deltas = [expert - base for expert in experts]
-    merged, record = merge_tensor_relative(base, experts)
+    merged, record = merge_tensor(base, experts, options=RelativeOptions())
     ridge = sum(record.matrices[0].epsilon) / 3 * torch.eye(7, dtype=torch.float64)
 
     def error(x: torch.Tensor) -> float:

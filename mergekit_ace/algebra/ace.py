@@ -17,21 +17,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from mergekit_ace.algebra.layouts import resolve_layout
 from mergekit_ace.algebra.linalg import blocks
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.measured import MeasuredInputs
 from mergekit_ace.algebra.records import (
-    AceOptions,
-    Layout,
+    Factor,
+    Fraction,
     MatrixRecord,
+    NonNegative,
     Observer,
     RelativeLayout,
-    RelativeOptions,
+    Ridge,
+    Statistic,
     TensorRecord,
 )
 from mergekit_ace.algebra.ridge import Estimate, Problem, TaskVectors, merge_by_ridge
@@ -42,6 +45,7 @@ from mergekit_ace.algebra.task_vectors import (
     check_versions,
     measure_heterogeneity,
     merge_mean,
+    resolve_layout,
     select_active,
     task_vector,
 )
@@ -53,30 +57,130 @@ CLEARLY_APART = 1.0
 NOTHING = 1e-10
 
 
+CENTRED = "Whether the column means of Δ_t are taken out (Eq. 5)."
+
+
+class RidgeOptions(BaseModel):
+    """What may be chosen per tensor of every method by ridge regression.
+
+    Every field says what it is in its description; mergekit's name for ``scale`` is ``lambda``,
+    which Python reserves.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    refines: ClassVar[bool] = False  # whether a refinement may follow the closed form
+
+    scale: Factor = Field(1.0, alias="lambda", description="Scale λ; the result is W0 + λ X.")
+    epsilon: Ridge | None = Field(
+        None,
+        description="Ridge ε, in all of it added to the sum of the covariances (Eq. 9). By default "
+        "0.01, and with epsilon_scale: absolute or relative the paper's 1e-5.",
+    )
+    epsilon_scale: Literal["spectrum", "absolute", "relative"] = Field(
+        "spectrum",
+        description="What ε multiplies to give the ridge. spectrum: ‖S‖² / tr(S) of S = Σ S_t, a "
+        "mean eigenvalue weighted by the eigenvalues; absolute: 1, as in the paper; relative: the "
+        "mean eigenvalue tr(S_t)/i of each estimate.",
+    )
+    compute_dtype: Literal["float32", "float64"] = Field(
+        "float32", description="The dtype of task vectors, unless the tensors are wider."
+    )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """``compute_dtype`` as torch's."""
+        return torch.float64 if self.compute_dtype == "float64" else torch.float32
+
+    @property
+    def ridge(self) -> float:
+        """ε as given, or its default."""
+        if self.epsilon is not None:
+            return self.epsilon
+        return 0.01 if self.epsilon_scale == "spectrum" else 1e-5
+
+
+class AceOptions(RidgeOptions):
+    """What may be chosen per tensor of `ace`.
+
+    Defaults are the paper's (arXiv 2603.02945) except for ``epsilon_scale``, ``heterogeneity`` and
+    ``refinement_mean``, whose other values ``absolute``, ``gamma`` and ``ridged`` are the paper's.
+    """
+
+    refines: ClassVar[bool] = True
+
+    heterogeneity: Statistic = Field(
+        "auto",
+        description="What tells heterogeneous matrices. auto: Var_t[log τ_t] above 1; gamma: the "
+        "paper's γ (Eq. 7), which depends on the unit of the weights and has a pole at τ = 1, "
+        "above the threshold; log_variance: Var_t[log τ_t] above the threshold.",
+    )
+    heterogeneity_threshold: NonNegative = Field(
+        0.3, description="Above it a matrix counts as heterogeneous; not used by auto."
+    )
+    adaptive_normalization: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether estimates are divided by their traces, S_t = G_t / tr(G_t) (Eq. 8); "
+        "auto: in heterogeneous matrices.",
+    )
+    structural_prior: bool = Field(
+        True,
+        description="Whether the rank-one prior 1 cᵀ enters (Eqs. 11-13), which damps the merge's "
+        "response to the all-ones input.",
+    )
+    spectral_refinement: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether the spectrum is refined (Eqs. 15-19); auto: in heterogeneous "
+        "matrices. Use it with normalised estimates.",
+    )
+    refinement_mean: Literal["plain", "ridged"] = Field(
+        "plain",
+        description="Whether the refinement's mean of the estimates holds their ridges. ridged is "
+        "the paper's (Eq. 15), and turns against the experts where Σ ε_t exceeds 0.3. With plain, "
+        "the refined merge is scaled to the size that it had, and a refinement that would turn "
+        "against the experts is left out.",
+    )
+    rank_fraction: Fraction = Field(
+        0.3, description="Share k / min(o, i) of the directions that are refined."
+    )
+    centred: bool = Field(
+        True,
+        description=f"{CENTRED} X then has no mean row: a shift of all outputs alike is lost.",
+    )
+
+
+class RelativeOptions(RidgeOptions):
+    """What may be chosen per tensor of `ace_relative`."""
+
+    centred: bool = Field(False, description=f"{CENTRED} Not of tables.")
+    structural_prior: bool = Field(
+        False, description="Whether ACE's rank-one prior enters (Eqs. 11-13); not for tables."
+    )
+
+
 def merge_tensor(
     base: Tensor,
     experts: Sequence[Tensor],
     weights: Sequence[float] | None = None,
-    options: AceOptions | None = None,
-    layout: Layout = "auto",
+    options: AceOptions | RelativeOptions | None = None,
+    layout: RelativeLayout = "auto",
     coefficients: Sequence[float] | None = None,
     *,
     observe: Observer | None = None,
     space: CoreSpace | None = None,
     measured: MeasuredInputs | None = None,
 ) -> tuple[Tensor, TensorRecord]:
-    """Merge the versions of one stored tensor by ACE-Merging.
+    """Merge the versions of one stored tensor by ACE-Merging, or by `ace_relative`.
 
     Args:
         base: W0, any floating dtype, finite. ``matrix``: (o, i), where the layer computes W0 @ x;
             ``transposed``: (…, i, o); ``stacked``: (…, o, i), the leading axes a batch of matrices;
-            ``flattened``: (o, …), read as (o, rest); ``mean``: any.
+            ``flattened``: (o, …), read as (o, rest); ``mean``: any; ``table``: see `merge_table`.
         experts: W_t, finite, each shaped as `base`.
         weights: w_t ≥ 0, one per expert; only their ratios matter; 0 leaves an expert out.
-        options: see `AceOptions`.
+        options: of the method: `AceOptions`, by default, or `RelativeOptions`.
         layout: see `resolve_layout`; ``auto`` knows no name and no architecture here.
-        coefficients: λ_t of the experts' components of X, and last that of the refinement, T + 1 in
-            all: any finite numbers, 1 by default. What is refined is X with all of them at 1.
+        coefficients: λ_t of the experts' components of X, and of `ace` last that of the refinement:
+            any finite numbers, 1 by default. What is refined is X with all of them at 1.
         observe: called with X, (o, i), of every matrix's closed form, and again once it is refined.
             It must not write to X.
         space: of which the tensors are cores, if they are; `base` is 0 then, and so is W0.
@@ -98,21 +202,17 @@ def merge_tensor(
     """
     options = options or AceOptions()
     weights = weights if weights is not None else [1.0] * len(experts)
-    check_versions(base, experts, weights, coefficients, len(experts) + 1)
+    check_versions(base, experts, weights, coefficients, len(experts) + options.refines)
     own = coefficients and coefficients[: len(experts)]
-    select = partial(
-        select_active,
-        weights=weights,
-        dtype=options.dtype,
-        coefficients=own,
-        space=space,
-        keep=True,
-    )
-    refinement = coefficients[-1] if coefficients else 1.0
-    formula = partial(
-        merge_changed, options=options, refinement=refinement, observe=observe, measured=measured
-    )
+    given = {"coefficients": own, "space": space, "keep": True}
+    select = partial(select_active, weights=weights, dtype=options.dtype, **given)
     fixed = resolve_layout(layout, None, base.ndim)
+    if fixed == "table" and isinstance(options, RelativeOptions):
+        formula = partial(merge_table, options=options, measured=measured)
+    else:
+        last = coefficients[-1] if coefficients and options.refines else 1.0
+        given = {"refinement": last, "observe": observe, "measured": measured}
+        formula = partial(merge_changed, options=options, **given)
     return by_layout(base, experts, fixed, select, options.scale, formula)
 
 
@@ -120,7 +220,7 @@ def merge_matrix(
     base: Tensor,
     experts: Sequence[Tensor],
     weights: Sequence[float] | None = None,
-    options: AceOptions | None = None,
+    options: AceOptions | RelativeOptions | None = None,
     coefficients: Sequence[float] | None = None,
     *,
     observe: Observer | None = None,
@@ -137,42 +237,6 @@ def merge_matrix(
     given = {"observe": observe, "space": space, "measured": measured}
     merged, record = merge_tensor(base, experts, weights, options, "matrix", coefficients, **given)
     return merged, record.matrices[0]
-
-
-def merge_tensor_relative(
-    base: Tensor,
-    experts: Sequence[Tensor],
-    weights: Sequence[float] | None = None,
-    options: RelativeOptions | None = None,
-    layout: RelativeLayout = "auto",
-    coefficients: Sequence[float] | None = None,
-    *,
-    observe: Observer | None = None,
-    space: CoreSpace | None = None,
-    measured: MeasuredInputs | None = None,
-) -> tuple[Tensor, TensorRecord]:
-    """Merge the versions of one stored tensor; arguments and result as of `merge_tensor`.
-
-    There is no refinement, and so there are T coefficients. With layout ``table`` it is one whose
-    rows are looked up, as embeddings are: see `merge_table`.
-    """
-    options = options or RelativeOptions()
-    weights = weights if weights is not None else [1.0] * len(experts)
-    check_versions(base, experts, weights, coefficients, len(experts))
-    select = partial(
-        select_active,
-        weights=weights,
-        dtype=options.dtype,
-        coefficients=coefficients,
-        space=space,
-        keep=True,
-    )
-    fixed = resolve_layout(layout, None, base.ndim)
-    given = {"options": options, "measured": measured}
-    formula = partial(merge_changed, observe=observe, **given)
-    if fixed == "table":
-        formula = partial(merge_table, **given)
-    return by_layout(base, experts, fixed, select, options.scale, formula)
 
 
 @dataclass(frozen=True)

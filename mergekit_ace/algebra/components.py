@@ -13,10 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.ace import merge_tensor, merge_tensor_relative
-from mergekit_ace.algebra.layouts import as_matrices, from_matrices
-from mergekit_ace.algebra.records import AceOptions, FixedLayout, RelativeOptions
-from mergekit_ace.algebra.task_vectors import select_active, task_vector
+from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_tensor
+from mergekit_ace.algebra.records import FixedLayout
+from mergekit_ace.algebra.task_vectors import as_matrices, from_matrices, select_active, task_vector
 
 
 def split_tensor(
@@ -55,10 +54,7 @@ def split_tensor(
     used = active.spread(active.weights, 0.0)
     origin = torch.zeros_like(base, dtype=active.dtype)
     deltas = [task_vector(expert, base, active.dtype) for expert in experts]
-    is_ace = isinstance(options, AceOptions)
-    merge = merge_tensor if is_ace else merge_tensor_relative
-    count = len(experts) + is_ace
     return [
-        merge(origin, deltas, used, options, layout, [float(s == t) for s in range(count)])[0]
-        for t in range(count)
+        merge_tensor(origin, deltas, used, options, layout, one)[0]
+        for one in torch.eye(len(experts) + options.refines).tolist()
     ]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.directions import Directions, leading_directions
-from mergekit_ace.algebra.layouts import as_matrices
 from mergekit_ace.algebra.linalg import full_precision, squared_norm
 from mergekit_ace.algebra.records import (
     FixedLayout,
@@ -20,7 +19,7 @@ from mergekit_ace.algebra.records import (
     Stage,
     TensorRecord,
 )
-from mergekit_ace.algebra.task_vectors import task_vector
+from mergekit_ace.algebra.task_vectors import as_matrices, task_vector
 
 # A histogram reaches from −REACH to REACH root mean squares of all task vectors of the tensor.
 REACH = 5.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be chosen for a merge, and what is recorded of it."""
+"""Types of options, and what is recorded of a merge."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 FixedLayout = Literal["matrix", "transposed", "stacked", "flattened", "mean", "table"]
@@ -36,112 +35,6 @@ NonNegative = Annotated[Number, Field(ge=0)]
 Factor = Annotated[Number, Field(ge=-1e15, le=1e15)]
 Ridge = Annotated[Number, Field(ge=0, le=1e30)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
-
-EPSILON_SCALE = Field(
-    "spectrum",
-    description="What ε multiplies to give the ridge. spectrum: ‖S‖² / tr(S) of S = Σ S_t, a mean "
-    "eigenvalue weighted by the eigenvalues; absolute: 1, as in the paper; relative: the mean "
-    "eigenvalue tr(S_t)/i of each estimate.",
-)
-EPSILON = Field(
-    None,
-    description="Ridge ε, in all of it added to the sum of the covariances (Eq. 9). By default "
-    "0.01, and with epsilon_scale: absolute or relative the paper's 1e-5.",
-)
-CENTRED = "Whether the column means of Δ_t are taken out (Eq. 5)."
-
-
-class RidgeOptions(BaseModel):
-    """What may be chosen per tensor of every method by ridge regression.
-
-    Every field says what it is in its description; mergekit's name for ``scale`` is ``lambda``,
-    which Python reserves.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-
-    scale: Factor = Field(1.0, alias="lambda", description="Scale λ; the result is W0 + λ X.")
-    epsilon: Ridge | None = EPSILON
-    epsilon_scale: Literal["spectrum", "absolute", "relative"] = EPSILON_SCALE
-
-    @property
-    def ridge(self) -> float:
-        """ε as given, or its default."""
-        if self.epsilon is not None:
-            return self.epsilon
-        return 0.01 if self.epsilon_scale == "spectrum" else 1e-5
-
-
-class AceOptions(RidgeOptions):
-    """What may be chosen per tensor of `ace`.
-
-    Defaults are the paper's (arXiv 2603.02945) except for ``epsilon_scale``, ``heterogeneity`` and
-    ``refinement_mean``, whose other values ``absolute``, ``gamma`` and ``ridged`` are the paper's.
-    """
-
-    heterogeneity: Statistic = Field(
-        "auto",
-        description="What tells heterogeneous matrices. auto: Var_t[log τ_t] above 1; gamma: the "
-        "paper's γ (Eq. 7), which depends on the unit of the weights and has a pole at τ = 1, "
-        "above the threshold; log_variance: Var_t[log τ_t] above the threshold.",
-    )
-    heterogeneity_threshold: NonNegative = Field(
-        0.3, description="Above it a matrix counts as heterogeneous; not used by auto."
-    )
-    adaptive_normalization: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="Whether estimates are divided by their traces, S_t = G_t / tr(G_t) (Eq. 8); "
-        "auto: in heterogeneous matrices.",
-    )
-    structural_prior: bool = Field(
-        True,
-        description="Whether the rank-one prior 1 cᵀ enters (Eqs. 11-13), which damps the merge's "
-        "response to the all-ones input.",
-    )
-    spectral_refinement: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="Whether the spectrum is refined (Eqs. 15-19); auto: in heterogeneous "
-        "matrices. Use it with normalised estimates.",
-    )
-    refinement_mean: Literal["plain", "ridged"] = Field(
-        "plain",
-        description="Whether the refinement's mean of the estimates holds their ridges. ridged is "
-        "the paper's (Eq. 15), and turns against the experts where Σ ε_t exceeds 0.3. With plain, "
-        "the refined merge is scaled to the size that it had, and a refinement that would turn "
-        "against the experts is left out.",
-    )
-    rank_fraction: Fraction = Field(
-        0.3, description="Share k / min(o, i) of the directions that are refined."
-    )
-    centred: bool = Field(
-        True,
-        description=f"{CENTRED} X then has no mean row: a shift of all outputs alike is lost.",
-    )
-    compute_dtype: Literal["float32", "float64"] = Field(
-        "float32", description="The dtype of task vectors, unless the tensors are wider."
-    )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """``compute_dtype`` as torch's."""
-        return torch.float64 if self.compute_dtype == "float64" else torch.float32
-
-
-class RelativeOptions(RidgeOptions):
-    """What may be chosen per tensor of `ace_relative`."""
-
-    centred: bool = Field(False, description=f"{CENTRED} Not of tables.")
-    structural_prior: bool = Field(
-        False, description="Whether ACE's rank-one prior enters (Eqs. 11-13); not for tables."
-    )
-    compute_dtype: Literal["float32", "float64"] = Field(
-        "float32", description="The dtype of task vectors, unless the tensors are wider."
-    )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """``compute_dtype`` as torch's."""
-        return torch.float64 if self.compute_dtype == "float64" else torch.float32
 
 
 @dataclass(frozen=True)

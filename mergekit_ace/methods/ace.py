@@ -10,16 +10,10 @@ from typing import Any, ClassVar
 from pydantic import BaseModel
 from torch import Tensor
 
-from mergekit_ace.algebra.ace import merge_tensor, merge_tensor_relative
-from mergekit_ace.algebra.layouts import other_side
+from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_tensor
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.records import (
-    AceOptions,
-    RelativeLayout,
-    RelativeOptions,
-    Side,
-    TensorRecord,
-)
+from mergekit_ace.algebra.records import RelativeLayout, Side, TensorRecord
+from mergekit_ace.algebra.task_vectors import other_side
 from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import (
     Merged,
@@ -269,4 +263,4 @@ class RelativeAceMerge(RidgeMethod):
     citations = cited("xu2026ace")
     own_rule = "merged by the closed form of relative covariances"
     options_class = RelativeOptions
-    merge_versions = staticmethod(merge_tensor_relative)
+    merge_versions = staticmethod(merge_tensor)

@@ -17,8 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergekit_ace.algebra.layouts import resolve_layout
 from mergekit_ace.algebra.records import FixedLayout, RelativeLayout
+from mergekit_ace.algebra.task_vectors import resolve_layout
 from mergekit_ace.files.headers import DamagedFileError, read_file_header
 from mergekit_ace.naming import without_numbers
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor
 from mergekit_ace.algebra.covariance_agreement import compare_covariances
 from mergekit_ace.algebra.inspection import TensorInspection, inspect_tensor
-from mergekit_ace.algebra.layouts import as_matrices
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank
 from mergekit_ace.algebra.low_rank_inspection import inspect_products
 from mergekit_ace.algebra.records import FixedLayout, Observer
+from mergekit_ace.algebra.task_vectors import as_matrices
 from mergekit_ace.files.headers import FLOATING, TensorHeader
 from mergekit_ace.methods.ace import AceMerge
 from mergekit_ace.methods.base import (

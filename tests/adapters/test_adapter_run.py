@@ -33,9 +33,8 @@ from transformers import LlamaForCausalLM
 
 from mergekit_ace.adapters.adapter_run import merge_adapters
 from mergekit_ace.adapters.peft_adapter import read_adapter
-from mergekit_ace.algebra.ace import merge_tensor, merge_tensor_relative
-from mergekit_ace.algebra.layouts import other_side
-from mergekit_ace.algebra.records import RelativeOptions
+from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_tensor
+from mergekit_ace.algebra.task_vectors import other_side
 from mergekit_ace.methods.architecture import is_table, stored_layout
 from mergekit_ace.planning import ConfigError
 from mergekit_ace.report.jsonl import read_lines
@@ -373,5 +372,5 @@ def expected_tensor(
     layout = stored_layout("auto", reference, name, tensor.ndim, tables=method == "ace_relative")
     if not is_table(reference, name):
         layout = other_side(layout, tensor.ndim)
-    merge = merge_tensor if method == "ace" else merge_tensor_relative
-    return merge(tensor.double(), versions, layout=layout)[0]
+    options = AceOptions() if method == "ace" else RelativeOptions()
+    return merge_tensor(tensor.double(), versions, options=options, layout=layout)[0]
