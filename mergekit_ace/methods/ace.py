@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
 from torch import Tensor
@@ -24,8 +24,6 @@ from mergekit_ace.methods.base import (
     method_spec,
     notice,
 )
-from mergekit_ace.methods.lookup import component_coefficients
-from mergekit_ace.methods.measured_lookup import MeasuredLookup
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
     COVARIANCES,
@@ -39,6 +37,9 @@ from mergekit_ace.methods.parameters import (
     option_parameters,
     options_from,
 )
+
+if TYPE_CHECKING:
+    from mergekit_ace.methods.measured_lookup import MeasuredLookup
 
 _OF_INPUTS = ("coefficients", "covariances")  # files that belong to covariances of inputs
 
@@ -103,13 +104,21 @@ class RidgeMethod(TaskVectorMethod):
     def lookup(self, settings: TensorSettings) -> MeasuredLookup | None:
         """Return what was measured of a tensor; None where the config names no file."""
         path = settings.parameters["covariances"]
-        return path and MeasuredLookup(self.spec.name, settings, path, "covariances")
+        if path is None:
+            return None
+        from mergekit_ace.methods.measured_lookup import MeasuredLookup  # few merges need it
+
+        return MeasuredLookup(self.spec.name, settings, path, "covariances")
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
         measured = _is_measured(parameters)
         return "measured covariances of inputs are not of low rank" if measured else ""
 
     def learned_coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
+        if settings.parameters.get("coefficients") is None:
+            return None
+        from mergekit_ace.methods.lookup import component_coefficients
+
         options = options_from(self.options_class, settings.parameters)
         return component_coefficients(self.spec.name, options, settings)
 

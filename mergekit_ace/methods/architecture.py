@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from mergekit_ace.algebra.records import FixedLayout, RelativeLayout
 from mergekit_ace.algebra.task_vectors import resolve_layout
-from mergekit_ace.files.headers import DamagedFileError, read_file_header
 from mergekit_ace.naming import without_numbers
 
 if TYPE_CHECKING:
@@ -340,6 +339,8 @@ def _shape(model: Hashable, tensor_name: str) -> Shape | None:
 @lru_cache(maxsize=256)
 def _header(path: str, changed: int) -> dict[str, Shape]:
     """Return the shapes in one file. Cached until it changes: all tensors of a shard ask."""
+    from mergekit_ace.files.headers import DamagedFileError, read_file_header
+
     try:
         return {name: header.shape for name, header in read_file_header(Path(path)).items()}
     except DamagedFileError:

@@ -47,7 +47,6 @@ from mergekit_ace.methods.parameters import (
     NamedParameter,
     TensorSettings,
 )
-from mergekit_ace.methods.report_lines import append_report
 from mergekit_ace.naming import is_running_statistic
 
 LOG = logging.getLogger(__name__)
@@ -310,6 +309,8 @@ class TaskVectorMethod(GroupMergeMethod):
         self.check_size(merged, settings)
         self.mention(settings, record)
         if settings.recorded:
+            from mergekit_ace.methods.report_lines import append_report
+
             seconds = time.perf_counter() - start
             append_report(self.spec.name, settings, record, seconds)
         return merged

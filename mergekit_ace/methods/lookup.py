@@ -57,10 +57,8 @@ METHODS_OF_BASES = {"task_vector": "statsmerging", "ties": "statsmerging"}
 LISTED = 8  # names in an error before it says how many more there are
 
 
-def component_coefficients(
-    method: str, options: BaseModel, tensor: TensorSettings
-) -> list[float] | None:
-    """Look up the coefficients of a merge by components; None where the config names no file.
+def component_coefficients(method: str, options: BaseModel, tensor: TensorSettings) -> list[float]:
+    """Look up the coefficients of a merge by components.
 
     Args:
         method: `ace` or `ace_relative`.
@@ -70,9 +68,7 @@ def component_coefficients(
     Raises:
         CoefficientFileError: the file was learned for another merge, or lacks something.
     """
-    path = tensor.parameters.get("coefficients")
-    if path is None:
-        return None
+    path = tensor.parameters["coefficients"]
     source = FileCoefficients(path, method=method)
     source.check_parameters(options)
     known, given = source.file.contents.experts, tensor.experts

@@ -7,7 +7,7 @@ mergekit validates every value while it plans a merge, before a tensor is read.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -27,8 +27,6 @@ from mergekit_ace.algebra.records import (
     Observer,
     Side,
 )
-from mergekit_ace.files.coefficients import load_coefficients
-from mergekit_ace.files.statistics import load_statistics
 
 Options = TypeVar("Options", bound=BaseModel)
 # Those that name files whose content goes into the result, and in which experts have names.
@@ -165,14 +163,19 @@ def _is_report(path: str) -> bool:
         return _REPORT_START.startswith(file.read(len(_REPORT_START)))
 
 
-def _usable(load: Callable[[str], object]) -> AfterValidator:
+def _has_coefficients(path: str) -> str:
     """Check that a file can be loaded, before anything is merged."""
+    from mergekit_ace.files.coefficients import load_coefficients  # few merges need it
 
-    def check(path: str) -> str:
-        load(path)
-        return path
+    load_coefficients(path)
+    return path
 
-    return AfterValidator(check)
+
+def _has_statistics(path: str) -> str:
+    from mergekit_ace.files.statistics import load_statistics
+
+    load_statistics(path)
+    return path
 
 
 ReportPath = Annotated[
@@ -182,12 +185,12 @@ ReportPath = Annotated[
 ]
 CoefficientPath = Annotated[
     str,
-    _usable(load_coefficients),
+    AfterValidator(_has_coefficients),
     Meaning("the path of a coefficients.safetensors that `mergekit-ace train` wrote"),
 ]
 StatisticsPath = Annotated[
     str,
-    _usable(load_statistics),
+    AfterValidator(_has_statistics),
     Meaning("the path of a statistics.json that `mergekit-ace statistics` wrote"),
 ]
 TaskName = Annotated[
