@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -18,11 +19,10 @@ import mergekit_ace
 if TYPE_CHECKING:
     from mergekit.options import MergeOptions
 
-    from mergekit_ace.check.unplanned_rules import Treatment
-
 M = TypeVar("M", bound=BaseModel)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
+HELP = {"help_option_names": ["-h", "--help"]}
 # mergekit's flags that change what is read, and where it is computed.
 READING_FLAGS = """
     allow_crimes transformers_cache lora_merge_cache lora_merge_dtype cuda device trust_remote_code
@@ -30,65 +30,90 @@ READING_FLAGS = """
 """.split()
 # Those for a merge in one process: `merge` refuses them, and says what to give instead.
 ONE_PROCESS_FLAGS = ("multi_gpu", "gpu_rich", "async_write", "write_threads")
+LORA_DTYPES = ("bfloat16", "float16", "float32", "float64")
+# Kinds of YAML files: the key that tells one, what it is called, and which commands take it.
+KINDS = {
+    "merge": ("merge_method", "a merge config", "check, inspect, merge and adapter take"),
+    "distill": ("teacher", "a distill config", "distill takes"),
+    "calibrate": ("merged_model", "a calibrate config", "calibrate takes"),
+    "statistics": ("measure", "a statistics config", "statistics takes"),
+    "train": ("task", "a train config", "train and statistics take"),
+    "multi": ("", "a file of several merge configs", "mergekit-multi takes"),
+}
 
 
-def run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add what every command takes that reads a config and works in a folder."""
-    for add in (
-        click.option("--quiet", is_flag=True, help="No progress bars."),
-        click.option("--overwrite", is_flag=True, help="Drop what another run has left in OUT."),
-        click.argument("out", type=FOLDER),
-        click.argument("config", type=FILE),
-    ):
-        command = add(command)
-    return command
+class Command(click.Command):
+    """A command with an example in its help, and options in the groups of `mergekit-yaml`."""
 
+    def __init__(self, *args: Any, example: str, flags: Collection[str] | None = (), **kwargs: Any):
+        """Make a command.
 
-class CommandWithFlags(click.Command):
-    """A command that takes flags of `mergekit-yaml` beside its own."""
-
-    def __init__(self, *args: Any, flags: Collection[str] = (), **kwargs: Any):
-        super().__init__(*args, **kwargs)
+        Args:
+            example: a command line, without the name of the program.
+            flags: those of `mergekit-yaml` that it takes beside its own; None for all.
+        """
+        epilog = f"\b\nExample:\n  mergekit-ace {example}"
+        super().__init__(*args, context_settings=HELP, epilog=epilog, **kwargs)
         self._flags = flags
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        *rest, last = super().get_params(ctx)  # --help stays at the end
-        known = _mergekit().params
-        return [*rest, *(one for one in known if not self._flags or one.name in self._flags), last]
+        *own, help_option = super().get_params(ctx)
+        known = mergekit_flags() if self._flags != () else {}
+        names = known if self._flags is None else self._flags
+        return [*own, *(known[name] for name in names), help_option]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from mergekit.options import OPTION_CATEGORIES
+
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and record[1]:  # arguments have no text
+                title = OPTION_CATEGORIES.get(parameter.name or "", "Options")
+                groups.setdefault(title, []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
-def take_options(values: dict[str, Any], *, here: bool = True, **others: Any) -> MergeOptions:
-    """Return mergekit's options from the values of a command line, and remove them from there.
+class CommandGroup(click.Group):
+    """All commands."""
 
-    Args:
-        here: whether this process computes.
-
-    Raises:
-        ValueError: it cannot compute on the device that is asked for.
-    """
-    from mergekit.options import MergeOptions
-
-    from mergekit_ace.methods.base import check_device
-
-    names = values.keys() & MergeOptions.model_fields.keys()
-    options = MergeOptions(**{name: values.pop(name) for name in names}, **others)
-    if here:
-        check_device(options.device)
-    return options
+    command_class = Command
 
 
-@lru_cache(maxsize=1)
-def _mergekit() -> click.Command:
-    from mergekit.options import add_merge_options
+class ConfigFile(click.Path):
+    """A YAML file of the kind that a command takes; another kind is told as such."""
 
-    command = click.command()(add_merge_options(lambda merge_options: merge_options))
-    for parameter in command.params:
-        if parameter.name == "out_shard_size":
-            parameter.type = ShardSize()
-            parameter.help = "Bytes of a file of the result, such as 2B for 2 GB"
-        if parameter.name in ONE_PROCESS_FLAGS:
-            parameter.hidden = True
-    return command
+    def __init__(self, *kinds: str):
+        super().__init__(exists=True, dir_okay=False, path_type=Path)
+        self._kinds = kinds
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        found = kind_of_config(path)
+        if found in KINDS and found not in self._kinds:
+            (_, what, taken), (key, wanted, _) = KINDS[found], KINDS[self._kinds[0]]
+            command = ctx.info_name if ctx else "this command"
+            raise click.ClickException(
+                f"{path} is {what}, which {taken}; {command} takes {wanted}, with a line `{key}:`"
+            )
+        return path
+
+
+def kind_of_config(path: Path) -> str | None:
+    """Return which of `KINDS` a YAML file is; None where that cannot be told."""
+    import yaml
+
+    try:
+        documents = [part for part in yaml.safe_load_all(path.read_text("utf-8")) if part]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None  # the command says what is wrong
+    if not documents or not all(isinstance(part, dict) for part in documents):
+        return None
+    if len(documents) > 1:
+        return "multi" if any("merge_method" in part for part in documents) else None
+    return next((kind for kind, (key, *_) in KINDS.items() if key in documents[0]), None)
 
 
 class ShardSize(click.ParamType):
@@ -108,63 +133,166 @@ class ShardSize(click.ParamType):
         return int(match[1]) * 1000 ** " KMB".index(match[2].upper() or " ")
 
 
-@click.group()
+@lru_cache(maxsize=1)
+def mergekit_flags() -> dict[str, click.Option]:
+    """Return the options of `mergekit-yaml` by name."""
+    from mergekit.options import add_merge_options
+
+    command = click.command()(add_merge_options(lambda merge_options: merge_options))
+    options = {str(one.name): one for one in command.params if isinstance(one, click.Option)}
+    options["out_shard_size"].type = ShardSize()
+    options["out_shard_size"].help = "Bytes of a file of the result, such as 2B for 2 GB"
+    for name in ONE_PROCESS_FLAGS:
+        options[name].hidden = True
+    return options
+
+
+def take_options(values: dict[str, Any], *, here: bool = True, **others: Any) -> MergeOptions:
+    """Return mergekit's options from the values of a command line, and remove them from there.
+
+    Args:
+        here: whether this process computes.
+
+    Raises:
+        ValueError: it cannot compute on the device that is asked for, or a dtype is misspelt.
+    """
+    from mergekit.options import MergeOptions
+
+    from mergekit_ace.methods.base import check_device
+
+    names = values.keys() & MergeOptions.model_fields.keys()
+    options = MergeOptions(**{name: values.pop(name) for name in names}, **others)
+    dtype = options.lora_merge_dtype
+    if dtype is not None and dtype.removeprefix("torch.") not in LORA_DTYPES:
+        raise ValueError(f"--lora-merge-dtype is {dtype!r}; allowed: {', '.join(LORA_DTYPES)}")
+    if here:
+        check_device(options.device or "cpu")
+    return options
+
+
+def old_spelling(advice: str) -> Callable[..., Any]:
+    """Return a callback for an option that works for this version: it says what replaces it."""
+
+    def tell(ctx: click.Context, option: click.Parameter, value: Any) -> Any:
+        if value:
+            click.echo(f"{option.opts[-1]} will be gone in the next version: {advice}", err=True)
+        return value
+
+    return tell
+
+
+def use_device(ctx: click.Context, option: click.Parameter, value: str | None) -> None:
+    """Let torch see only the device that a command line asks for, before it is imported."""
+    if value is None:
+        return
+    kind, _, number = value.partition(":")
+    if kind == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif kind == "cuda" and number.isdecimal():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        cards = {int(number): number} if visible is None else dict(enumerate(visible.split(",")))
+        os.environ["CUDA_VISIBLE_DEVICES"] = cards.get(int(number), "")
+    from mergekit_ace.methods.base import check_device
+
+    with failures():
+        check_device(kind)
+
+
+def run_options(*kinds: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that adds what every command takes that runs models.
+
+    Args:
+        kinds: of configs that it takes, see `KINDS`.
+    """
+    added = (
+        click.argument("config", type=ConfigFile(*kinds)),
+        click.argument("out", type=FOLDER),
+        click.option("--overwrite", is_flag=True, help="Drop what another run has left in OUT."),
+        click.option("--quiet", is_flag=True, help="No progress bars."),
+        click.option(
+            "--device",
+            callback=use_device,
+            expose_value=False,
+            help="Compute on this device; without, on a GPU where there is one.",
+        ),
+        click.option(
+            "--cuda",
+            flag_value="cuda",
+            callback=use_device,
+            expose_value=False,
+            help="The same as --device cuda.",
+        ),
+        click.option(
+            "--trust-remote-code", is_flag=True, help="Run code that models bring along (danger)."
+        ),
+    )
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(added):
+            command = option(command)
+        return command
+
+    return add
+
+
+@click.group(
+    cls=CommandGroup,
+    context_settings=HELP,
+    epilog="\b\nExample:\n  mergekit-ace check ace.yml && mergekit-ace merge ace.yml out/",
+)
 @click.version_option(mergekit_ace.__version__, package_name="mergekit-ace")
 def main() -> None:
     """Check, run, explain and improve merges; `mergekit-yaml` knows the methods, too."""
 
 
-@main.command()
-@run_options
-def train(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
-    """Learn merging coefficients from samples, as CONFIG says.
+@main.command(example="train train.yml learned/")
+@run_options("train")
+def train(config: Path, out: Path, **given: Any) -> None:
+    """Learn merging coefficients from samples.
 
-    OUT gets the coefficients, and configs that merge with them.
-    A run that was interrupted goes on when the same command is given again.
+    OUT gets the coefficients, and configs that merge with them. A run that was interrupted goes on
+    when the same command is given again.
     """
     from mergekit_ace.training.config import TrainConfig
     from mergekit_ace.training.run import run_training
 
-    settings = read_config(config, TrainConfig)
     with failures():
-        run_training(settings, out, overwrite=overwrite, quiet=quiet)
+        run_training(read_config(config, TrainConfig, given), out, **given)
 
 
-@main.command()
-@run_options
-def statistics(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
+@main.command(example="statistics stats.yml stats/")
+@run_options("statistics", "train")
+def statistics(config: Path, out: Path, **given: Any) -> None:
     """Measure on samples what regmean and fisher read.
 
-    CONFIG is a train.yml, with `measure: [covariances, fisher]` for one or both; covariances serve
-    ace and ace_relative, too. A run that was interrupted goes on when the same command is given
-    again.
+    CONFIG is a train config, with `measure: [covariances, fisher]` for one or both; covariances
+    serve ace and ace_relative, too. A run that was interrupted goes on when the same command is
+    given again.
     """
     from mergekit_ace.training.measuring import StatisticsConfig, measure_statistics
 
-    settings = read_config(config, StatisticsConfig)
     with failures():
-        click.echo(measure_statistics(settings, out, overwrite=overwrite, quiet=quiet))
+        click.echo(measure_statistics(read_config(config, StatisticsConfig, given), out, **given))
 
 
-@main.command()
-@run_options
-def distill(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
+@main.command(example="distill distill.yml expert/")
+@run_options("distill")
+def distill(config: Path, out: Path, **given: Any) -> None:
     """Distil a teacher of another architecture into the base's.
 
-    The result is an expert that can be merged.
-    A run that was interrupted goes on when the same command is given again.
+    OUT gets an expert that can be merged. A run that was interrupted goes on when the same command
+    is given again.
     """
     from mergekit_ace.training.config import DistillConfig
     from mergekit_ace.training.distill import run_distillation
 
-    settings = read_config(config, DistillConfig)
     with failures():
-        run_distillation(settings, out, overwrite=overwrite, quiet=quiet)
+        run_distillation(read_config(config, DistillConfig, given), out, **given)
 
 
-@main.command("calibrate")
-@run_options
-def calibrate_merge(config: Path, out: Path, overwrite: bool, quiet: bool) -> None:
+@main.command("calibrate", example="calibrate calibrate.yml calibrated/")
+@run_options("calibrate")
+def calibrate_merge(config: Path, out: Path, **given: Any) -> None:
     """Fit a merged language model to its experts on a few texts.
 
     OUT gets the calibrated model. No gradient is needed: every linear layer is solved for,
@@ -172,17 +300,16 @@ def calibrate_merge(config: Path, out: Path, overwrite: bool, quiet: bool) -> No
     """
     from mergekit_ace.calibration.calibrate_run import CalibrateConfig, run_calibration
 
-    settings = read_config(config, CalibrateConfig)
     with failures():
-        run_calibration(settings, out, overwrite=overwrite, quiet=quiet)
-    if not quiet:
+        run_calibration(read_config(config, CalibrateConfig, given), out, **given)
+    if not given["quiet"]:
         click.echo(f"{out} holds the calibrated merge.")
 
 
-@main.command(cls=CommandWithFlags)
-@click.argument("config", type=FILE)
+@main.command(example="merge ace.yml out/ --workers 2", flags=None)
+@click.argument("config", type=ConfigFile("merge"))
 @click.argument("out", type=click.Path(file_okay=False))
-@click.option("--resume", is_flag=True, help="Go on with an unfinished merge in OUT.")
+@click.option("--resume", is_flag=True, hidden=True, callback=old_spelling("merges go on anyway"))
 @click.option("--overwrite", is_flag=True, help="Drop whatever merge or model is in OUT.")
 @click.option(
     "--workers",
@@ -192,9 +319,7 @@ def calibrate_merge(config: Path, out: Path, overwrite: bool, quiet: bool) -> No
     help="Processes that compute shards; on this machine, or in the Ray cluster.",
 )
 @click.option("--ray", metavar="ADDRESS", help="Use a Ray cluster; auto: the one at hand.")
-@click.option(
-    "--gpus-per-worker", "gpus", type=click.FloatRange(min=0), help="1 with --cuda, else 0."
-)
+@click.option("--gpus-per-worker", type=click.FloatRange(min=0), help="1 with --cuda, else 0.")
 @click.option("--json", "as_json", is_flag=True, help="Progress as JSON lines, for programs.")
 @click.option(
     "--unplanned",
@@ -205,16 +330,12 @@ def calibrate_merge(config: Path, out: Path, overwrite: bool, quiet: bool) -> No
 )
 @click.option("--no-check", is_flag=True, help="Merge in spite of what `check` would say.")
 @click.option("--try", "prompt", metavar="PROMPT", help="Let base and result continue a text.")
-def merge(
-    config: Path, out: str, resume: bool, overwrite: bool, workers: int, ray: str | None,
-    gpus: float | None, as_json: bool, unplanned: Treatment, no_check: bool, prompt: str | None,
-    **flags: Any,
-) -> None:  # fmt: skip
+def merge(config: Path, out: str, resume: bool, overwrite: bool, **given: Any) -> None:
     """Merge as `mergekit-yaml` does, but restartable, in parallel.
 
-    An unfinished merge goes on with --resume; what is finished is kept. What `mergekit-ace check`
-    finds is said first, and errors end the merge before it starts. LoRA adapters (BASE+ADAPTER) are
-    added to the base as it goes, without copies of it.
+    A merge that was interrupted goes on when the same command is given again; what is finished is
+    kept. What `mergekit-ace check` finds is said first, and errors end the merge before it starts.
+    LoRA adapters (BASE+ADAPTER) are added to the base as it goes, without copies of it.
     """
     from mergekit_ace.merging.checks import MergeChecks
     from mergekit_ace.merging.driver import run_shards
@@ -223,18 +344,22 @@ def merge(
     if resume and overwrite:
         raise click.UsageError("--resume keeps what --overwrite drops; give one of them")
     with failures():
-        options = take_options(flags, here=workers == 1 and ray is None)
+        pool = WorkerOptions(given["workers"], given["ray"], given["gpus_per_worker"])
+        options = take_options(given, here=pool.workers == 1 and pool.ray is None)
         options.apply_global_options()
-        pool = WorkerOptions(workers, ray, gpus)
-        checks = MergeChecks(strict=not no_check, unplanned=unplanned, prompt=prompt)
+        strict, unplanned, prompt = not given["no_check"], given["unplanned"], given["prompt"]
+        checks = MergeChecks(strict=strict, unplanned=unplanned, prompt=prompt)
         run_shards(
-            config, out, options, pool, resume=resume, overwrite=overwrite, as_json=as_json,
-            checks=checks,
+            config, out, options, pool, resume=not overwrite, overwrite=overwrite,
+            as_json=given["as_json"], checks=checks,
         )  # fmt: skip
 
 
-@main.command(cls=CommandWithFlags, flags=("cuda", "device", "trust_remote_code", "quiet"))
-@click.argument("config", type=FILE)
+@main.command(
+    example="adapter adapters.yml merged/",
+    flags=("cuda", "device", "trust_remote_code", "quiet"),
+)
+@click.argument("config", type=ConfigFile("merge"))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--rank", type=click.IntRange(min=1), help="Highest rank of a module; says what is cut off."
@@ -256,90 +381,110 @@ def adapter(
         merge_adapters(config, out, options, rank=rank, overwrite=overwrite, as_json=as_json)
 
 
-@main.command(cls=CommandWithFlags, flags=READING_FLAGS)
-@click.argument("config", type=FILE)
-@click.option("--out", type=FOLDER, help="Folder of the result; checks its disk.")
+@main.command(example="check ace.yml out/", flags=READING_FLAGS)
+@click.argument("config", type=ConfigFile("merge"))
+@click.argument("out", type=FOLDER, required=False)
+@click.option(
+    "--out",
+    "old_out",
+    type=FOLDER,
+    hidden=True,
+    callback=old_spelling("write `check CONFIG OUT`"),
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def check(config: Path, out: Path | None, as_json: bool, **flags: Any) -> None:
+def check(
+    config: Path, out: Path | None, old_out: Path | None, as_json: bool, **flags: Any
+) -> None:
     """Check a merge before it starts.
 
-    The exit status is 1 if something is wrong. CONFIG is that of the merge. Only configs,
-    tokenizers, the headers of files and a few matrices are read.
+    The exit status is 1 if something is wrong. CONFIG is that of the merge; OUT is where its result
+    is to go, whose disk is looked at. Only configs, tokenizers, the headers of files and a few
+    matrices are read.
     """
     import json
 
     from mergekit_ace.check.check import check_merge, result_text
 
     with failures():
-        result = check_merge(config, take_options(flags, quiet=True), out)
+        result = check_merge(config, take_options(flags, quiet=True), out or old_out)
     click.echo(json.dumps(result.as_json(), indent=1) if as_json else result_text(result))
     if not result.ok:
         raise SystemExit(1)
 
 
-@main.command(cls=CommandWithFlags, flags=READING_FLAGS)
-@click.argument("config", type=FILE)
-@click.argument("folder", metavar="REPORT_DIR", type=FOLDER)
+@main.command(example="inspect ace.yml inspected/", flags=READING_FLAGS)
+@click.argument("config", type=ConfigFile("merge"))
+@click.argument("out", type=FOLDER)
 @click.option("--tensors", multiple=True, metavar="PART", help="Only names that contain it.")
 @click.option("--sample", type=click.IntRange(min=1), help="At most so many, over all depths.")
 @click.option(
     "--covariances", metavar="STATISTICS", help="Compare the estimates with what was measured."
 )
-@click.option("--overwrite", is_flag=True, help="Drop another inspection in REPORT_DIR.")
+@click.option("--overwrite", is_flag=True, help="Drop another inspection in OUT.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
-def inspect(config: Path, folder: Path, **options: Any) -> None:
+def inspect(config: Path, out: Path, **given: Any) -> None:
     """Measure all task vectors of a merge, without merging.
 
-    The result is REPORT_DIR/report.html. CONFIG is that of the merge; LoRA adapters are looked at
-    without their base. An inspection that was interrupted goes on when the same command is given
-    again.
+    OUT gets the report and its page, report.html. CONFIG is that of the merge; LoRA adapters are
+    looked at without their base. An inspection that was interrupted goes on when the same command
+    is given again.
     """
     from mergekit_ace.report.inspect import run_inspection
 
     with failures():
-        quiet = options.pop("quiet")
-        flags = take_options(options, quiet=True)
-        run_inspection(config, folder, flags, quiet=quiet, **options)
+        quiet = given.pop("quiet")
+        options = take_options(given, quiet=True)
+        run_inspection(config, out, options, quiet=quiet, **given)
 
 
-@main.command()
+@main.command(example="report lines.jsonl page.html")
 @click.argument("lines", type=FILE)
+@click.argument("out", type=click.Path(dir_okay=False, path_type=Path), required=False)
 @click.option(
-    "-o", "--out", type=click.Path(dir_okay=False, path_type=Path), default="report.html",
-    show_default=True,
-)  # fmt: skip
-def report(lines: Path, out: Path) -> None:
-    """Turn the file under `report:` of a merge into a page."""
+    "-o",
+    "--out",
+    "old_out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    hidden=True,
+    callback=old_spelling("write `report LINES OUT`"),
+)
+def report(lines: Path, out: Path | None, old_out: Path | None) -> None:
+    """Turn the report of a merge into a page.
+
+    LINES is the file under `report:` of the merge, or report.jsonl of `inspect`. OUT is the page,
+    by default report.html.
+    """
     from mergekit_ace.report.page import show_report
 
     with failures():
-        show_report(lines, out)
+        show_report(lines, out or old_out or Path("report.html"))
 
 
-@main.command()
-@click.argument("folder", metavar="OUT_DIR", type=click.Path(exists=True, path_type=Path))
+@main.command(example="card out/ --report lines.jsonl")
+@click.argument("out", type=click.Path(exists=True, path_type=Path))
 @click.option(
     "--report",
     "lines",
+    metavar="LINES",
     type=FILE,
     help="The file under `report:` of the merge, or report.jsonl of `inspect`.",
 )
 @click.option("--seed", type=int, help="What --random-seed was for mergekit-yaml.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
-def card(folder: Path, lines: Path | None, seed: int | None, quiet: bool) -> None:
+def card(out: Path, lines: Path | None, seed: int | None, quiet: bool) -> None:
     """Add the files that mergekit-yaml leaves out.
 
-    With --report, the model card says how the merge was made. OUT_DIR is what mergekit-yaml wrote.
-    Its generation config, processors and chat template are copied from the models where they are
+    With --report, the model card says how the merge was made. OUT is what mergekit-yaml wrote. Its
+    generation config, processors and chat template are copied from the models where they are
     missing. The section of the model card is renewed if it is there already.
     """
     from mergekit_ace.report.card import update_card
 
     with failures():
-        update_card(folder, lines, seed=seed, quiet=quiet)
+        update_card(out, lines, seed=seed, quiet=quiet)
 
 
-@main.command()
+@main.command(example="methods ace")
 @click.argument("name", required=False)
 @click.option("--markdown", is_flag=True, help="As a page of documentation.")
 def methods(name: str | None, markdown: bool) -> None:
@@ -365,8 +510,11 @@ def failures() -> Iterator[None]:
         raise click.ClickException(str(error)) from error
 
 
-def read_config(path: Path, model: type[M]) -> M:
+def read_config(path: Path, model: type[M], given: dict[str, Any]) -> M:
     """Read a YAML file as `model`; what is wrong in it is said by line of the config.
+
+    Args:
+        given: the values of the command line; `trust_remote_code` is taken from there.
 
     Raises:
         click.ClickException: the file is no YAML, or says something that `model` does not allow.
@@ -378,6 +526,12 @@ def read_config(path: Path, model: type[M]) -> M:
         content, source = read_yaml(path)
     for finding in repeated_keys(source):
         raise click.ClickException(f"{path}: {finding.message}; {finding.remedy}")
+    trusted = given.pop("trust_remote_code")
+    if isinstance(content, dict) and content.get("trust_remote_code"):
+        advice = "will be gone in the next version: give --trust-remote-code"
+        click.echo(f"trust_remote_code in {path} {advice}", err=True)
+    elif isinstance(content, dict) and trusted:
+        content["trust_remote_code"] = True
     try:
         return model.model_validate(content)
     except ValidationError as error:

@@ -106,16 +106,6 @@ def test_resume_begins_where_nothing_is(tmp_path, family):
     assert_same(whole(tmp_path, config), tmp_path / "merged")
 
 
-def test_a_manifest_is_not_overlooked(begun, tmp_path):
-    config, out = begun
-    assert "holds an unfinished merge; give --resume to go on with it" in refusal(
-        config, out, *SHARDS
-    )
-    assert len(finished(out)) == 2
-    command(config, out, *SHARDS, "--resume")
-    assert "holds a complete merge; give --resume to check it" in refusal(config, out, *SHARDS)
-
-
 def test_overwrite_begins_anew(begun, tmp_path):
     config, out = begun
     before = finished(out)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all commands have in common: help, kinds of configs, devices, old spellings."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from checkpoints import ace_config, save_family, tiny_llama
+from click.testing import CliRunner, Result
+from mergekit.merge_methods import merge_tensors
+
+from mergekit_ace.cli import main, read_config
+from mergekit_ace.training.config import TrainConfig
+
+CONFIGS = {
+    "merge": "merge_method: ace\nmodels: []\n",
+    "multi": "name: a\nmerge_method: ace\n---\nmerge_method: ties\n",
+    "train": "task: causal-lm\nbase_model: base\nmodels: []\n",
+    "statistics": "task: causal-lm\nmeasure: [fisher]\nmodels: []\n",
+    "distill": "task: causal-lm\nteacher: a\nstudent: b\n",
+    "calibrate": "merged_model: a\nmodels: []\n",
+}
+TAKEN = {
+    "check": {"merge"},
+    "inspect": {"merge"},
+    "merge": {"merge"},
+    "adapter": {"merge"},
+    "train": {"train"},
+    "statistics": {"train", "statistics"},
+    "distill": {"distill"},
+    "calibrate": {"calibrate"},
+}
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(main, list(map(str, arguments)))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_overview_cuts_no_command_short():
+    text = invoke("-h").output
+    _, commands = text.split("Commands:\n")
+    listed = commands.split("\n\n")[0].splitlines()
+    assert {line.split()[0] for line in listed} == set(main.commands)
+    assert "..." not in commands
+    assert "Example:" in text
+
+
+@pytest.mark.parametrize("name", main.commands)
+def test_help_has_an_example_that_works(here, name):
+    text = invoke(name, "-h").output
+    assert text == invoke(name, "--help").output
+    assert ("Dangerous Options:\n" in text) == ("--trust-remote-code" in text)
+    program, command, *arguments = shlex.split(text.split("Example:\n")[1])
+    assert (program, command) == ("mergekit-ace", name)
+    kind = min(TAKEN.get(name, {"merge"}))
+    for given in arguments:
+        Path(given).write_text(CONFIGS[kind]) if "." in given else Path(given).mkdir()
+        if given == "--report":
+            Path(given).rmdir()
+    main.commands[name].make_context(name, arguments)  # raises for what is not taken
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_config_of_another_kind_is_told_as_such(here, name):
+    for kind, text in CONFIGS.items():
+        Path("config.yml").write_text(text)
+        said = invoke(name, "config.yml", "out")
+        assert said.exit_code == 1
+        told = f"; {name} takes a" in said.output
+        assert told == (kind not in TAKEN[name]), said.output
+    assert not Path("out").exists()
+
+
+def test_the_kind_of_a_config_and_who_takes_it(here):
+    Path("ace.yml").write_text(CONFIGS["merge"])
+    assert (
+        "Error: ace.yml is a merge config, which check, inspect, merge and adapter take; train "
+        "takes a train config, with a line `task:`"
+    ) in invoke("train", "ace.yml", "out").output
+
+
+@pytest.mark.parametrize("flags", [("--device", "nowhere"), ("--device", "cuda:99")])
+@pytest.mark.parametrize("name", ["train", "statistics", "distill", "calibrate"])
+def test_a_device_that_is_not_there(here, monkeypatch, name, flags):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    Path("config.yml").write_text(CONFIGS[min(TAKEN[name])])
+    said = invoke(name, "config.yml", "out", *flags)
+    assert said.exit_code == 1
+    assert "torch cannot compute on" in said.output
+
+
+@pytest.mark.parametrize(
+    ("device", "before", "after"),
+    [("cpu", "0,1", ""), ("cuda:1", "4,5", "5"), ("cuda:1", None, "1"), ("cuda:2", "4,5", "")],
+)
+def test_only_the_device_is_visible(here, monkeypatch, device, before, after):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before or "")
+    if before is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    Path("config.yml").write_text(CONFIGS["train"])
+    invoke("train", "config.yml", "out", "--device", device)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == after
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_remote_code_is_trusted_on_the_command_line(here, capsys, given):
+    data = "{path: a.jsonl, text: text}"
+    Path("train.yml").write_text(
+        f"task: causal-lm\nbase_model: base\nmodels: [{{model: a, data: {data}}}]\n"
+    )
+    settings = read_config(Path("train.yml"), TrainConfig, {"trust_remote_code": given})
+    assert settings.trust_remote_code == given
+    assert not capsys.readouterr().err
+
+
+def test_remote_code_in_a_config_works_for_this_version(here):
+    Path("train.yml").write_text(CONFIGS["train"] + "trust_remote_code: true\n")
+    said = invoke("train", "train.yml", "out").output
+    assert "train.yml will be gone in the next version: give --trust-remote-code" in said
+
+
+def test_a_misspelt_dtype_of_adapters(here):
+    Path("ace.yml").write_text(CONFIGS["merge"])
+    for name in ("check", "inspect", "merge"):
+        said = invoke(name, "ace.yml", "out", "--lora-merge-dtype", "f32")
+        assert said.exit_code == 1
+        assert "'f32'; allowed: bfloat16, float16, float32, float64" in said.output
+
+
+def test_a_merge_goes_on_by_itself(here):
+    config = Path("ace.yml")
+    config.write_text(yaml.safe_dump(ace_config(save_family(tiny_llama(), here))))
+    invoke("merge", config, "out", "--quiet")
+    again = invoke("merge", config, "out")
+    assert again.exit_code == 0
+    assert "is complete" in again.output
+    assert not again.stderr
+    old = invoke("merge", config, "out", "--resume")
+    assert (old.exit_code, old.stdout) == (0, again.stdout)
+    assert "--resume will be gone in the next version: merges go on anyway" in old.stderr
+    both = invoke("merge", config, "out", "--resume", "--overwrite")
+    assert both.exit_code == 2
+    assert "--resume keeps what --overwrite drops" in both.output
+
+
+def test_places_of_results_are_arguments(here):
+    tensors = list(torch.randn(3, 6, 4))
+    merge_tensors(tensors, "ace", base_index=0, name="w", parameters={"report": "lines.jsonl"})
+    for given in ((), ("page.html",), ("-o", "old.html")):
+        said = invoke("report", "lines.jsonl", *given)
+        assert said.exit_code == 0, said.output
+        advice = "--out will be gone in the next version: write `report LINES OUT`"
+        assert (advice in said.stderr) == ("-o" in given)
+    pages = [Path(name).read_bytes() for name in ("report.html", "page.html", "old.html")]
+    assert pages[0] == pages[1] == pages[2]
+    Path("ace.yml").write_text(yaml.safe_dump(ace_config(save_family(tiny_llama(), here))))
+    shown = [invoke("check", "ace.yml", *given) for given in (("out",), ("--out", "out"))]
+    assert shown[0].stdout == shown[1].stdout
+    assert [("write `check CONFIG OUT`" in said.stderr) for said in shown] == [False, True]
