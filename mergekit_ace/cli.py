@@ -298,7 +298,7 @@ def calibrate_merge(config: Path, out: Path, **given: Any) -> None:
     OUT gets the calibrated model. No gradient is needed: every linear layer is solved for,
     with one decoder layer in memory at a time.
     """
-    from mergekit_ace.calibration.calibrate_run import CalibrateConfig, run_calibration
+    from mergekit_ace.calibration.calibrate import CalibrateConfig, run_calibration
 
     with failures():
         run_calibration(read_config(config, CalibrateConfig, given), out, **given)

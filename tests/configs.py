@@ -10,7 +10,7 @@ from mergekit import merge_methods
 from mergekit.config import MergeConfiguration
 from mergekit.merge_methods.base import ParameterScope
 
-from mergekit_ace.calibration.calibrate_run import CalibrateConfig
+from mergekit_ace.calibration.calibrate import CalibrateConfig
 from mergekit_ace.training.config import DistillConfig, TrainConfig
 from mergekit_ace.training.measuring import StatisticsConfig
 

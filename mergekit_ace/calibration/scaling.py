@@ -12,15 +12,17 @@ with p the models' distributions of the next token, averaged over supervised tok
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
+from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from mergekit_ace.calibration.layerwise import Weights
+from mergekit_ace.calibration.layers import TABLE, Weights
 from mergekit_ace.training.data import Batch
 from mergekit_ace.training.tasks import CausalLanguageModel
 
@@ -29,10 +31,10 @@ if TYPE_CHECKING:
 
 # λ of what is already merged: finer where merges are usually best.
 SCALES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0)
-HEAD = "lm_head.weight"
+_HEAD = "lm_head.weight"
 
 
-class WeightsBetween:
+class ScaledWeights(Mapping[str, Tensor]):
     """The weights W0 + λ (M − W0) of a model, computed when they are asked for.
 
     Args:
@@ -46,8 +48,8 @@ class WeightsBetween:
         self._base, self._merged, self._scale = base, merged, scale
 
     def __getitem__(self, name: str) -> Tensor:
-        if name == HEAD and HEAD not in self._merged:
-            name = "model.embed_tokens.weight"
+        if name == _HEAD and _HEAD not in self._merged:
+            name = TABLE
         base, merged = self._base.get(name), self._merged[name]
         if base is None or not merged.is_floating_point() or self._scale == 1.0:
             return merged
@@ -55,6 +57,12 @@ class WeightsBetween:
         rows = slice(0, min(len(base), len(merged))) if merged.ndim else ...
         scaled[rows] = torch.lerp(base[rows].float(), scaled[rows], self._scale)
         return scaled
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._merged)
+
+    def __len__(self) -> int:
+        return len(self._merged)
 
 
 @dataclass(frozen=True)
@@ -90,12 +98,11 @@ class ScaleSearch:
     ):  # fmt: skip
         self.model = copy.deepcopy(model).float().eval()
         self.base, self.merged, self.device, self.progress = base, merged, device, progress
-        self.batches = [batches for _, batches in experts]
-        self.wanted = []
+        self.wanted: list[list[tuple[Batch, Tensor]]] = []
         for weights, batches in experts:
-            shaped = WeightsBetween(weights, merged, 0.0)  # with as many rows of embeddings
-            logits = self._logits(shaped, batches)
-            self.wanted.append([one.log_softmax(dim=-1).half() for one in logits])
+            shaped = ScaledWeights(weights, merged, 0.0)  # with as many rows of embeddings
+            answers = [logits.half() for logits in self._log_probabilities(shaped, batches)]
+            self.wanted.append(list(zip(batches, answers, strict=True)))
         self.from_base = self._divergences(0.0)
 
     def choose(self) -> ChosenScale:
@@ -113,32 +120,29 @@ class ScaleSearch:
 
     def share(self, scale: float) -> float:
         """Return how far the merge with a λ has gone, as a mean over experts."""
-        found = self._divergences(scale)
-        pairs = zip(found, self.from_base, strict=True)
-        return sum(1.0 - now / max(whole, 1e-9) for now, whole in pairs) / len(found)
+        pairs = zip(self._divergences(scale), self.from_base, strict=True)
+        return fmean(1.0 - now / max(whole, 1e-9) for now, whole in pairs)
 
     def _divergences(self, scale: float) -> list[float]:
         """Return KL(expert ‖ merge with a λ) per token on the texts of each expert, in nats."""
-        weights = WeightsBetween(self.base, self.merged, scale)
+        weights = ScaledWeights(self.base, self.merged, scale)
         found = []
-        for batches, wanted in zip(self.batches, self.wanted, strict=True):
-            total = count = 0.0
-            for logits, expert in zip(self._logits(weights, batches), wanted, strict=True):
-                expert = expert.float()
-                total += float((expert.exp() * (expert - logits.log_softmax(dim=-1))).sum())
-                count += len(expert)
-            found.append(total / count)
+        for pairs in self.wanted:
+            total = 0.0
+            read = self._log_probabilities(weights, [batch for batch, _ in pairs])
+            for merge, (_, expert) in zip(read, pairs, strict=True):
+                total += float((expert.float().exp() * (expert - merge)).sum())
+            found.append(total / sum(len(expert) for _, expert in pairs))
         return found
 
     @torch.no_grad()
-    def _logits(self, weights: WeightsBetween, batches: Sequence[Batch]) -> Iterator[Tensor]:
-        """Yield a model's logits before the supervised tokens of each batch, (P, vocabulary)."""
-        from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
-
+    def _log_probabilities(self, weights: Weights, batches: Sequence[Batch]) -> Iterator[Tensor]:
+        """Yield a model's log p before the supervised tokens of each batch, (P, vocabulary)."""
         attach_align_device_hook(self.model, self.device, offload=True, weights_map=weights)
         try:
             for batch in batches:
-                yield CausalLanguageModel().logits(self.model, send_to_device(batch, self.device))
+                batch = send_to_device(batch, self.device)
+                yield CausalLanguageModel().logits(self.model, batch).log_softmax(dim=-1)
         finally:
             remove_hook_from_submodules(self.model)
             self.progress()

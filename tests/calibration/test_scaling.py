@@ -11,8 +11,8 @@ from checkpoints import fine_tuned, tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from mergekit_ace.calibration.calibrate_run import comparison_batches
-from mergekit_ace.calibration.scaling import SCALES, ScaleSearch, WeightsBetween
+from mergekit_ace.calibration.calibrate import comparison_batches
+from mergekit_ace.calibration.scaling import SCALES, ScaledWeights, ScaleSearch
 
 CPU = torch.device("cpu")
 
@@ -91,11 +91,11 @@ def test_shares_are_those_of_whole_models(rng, tied):
 
 def test_what_the_base_lacks_stays_as_merged():
     base, merged = torch.zeros(2, 3), torch.ones(4, 3).bfloat16()
-    between = WeightsBetween({"a": base}, {"a": merged, "b": merged}, 0.25)
+    between = ScaledWeights({"a": base}, {"a": merged, "b": merged}, 0.25)
     assert between["a"].dtype == torch.float32
     assert between["a"][:, 0].tolist() == [0.25, 0.25, 1.0, 1.0]
     assert torch.equal(between["b"], merged)
-    fewer = WeightsBetween({"a": base}, {"a": torch.ones(1, 3)}, 0.5)
+    fewer = ScaledWeights({"a": base}, {"a": torch.ones(1, 3)}, 0.5)
     assert fewer["a"].tolist() == [[0.5] * 3]
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -13,22 +13,18 @@ from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 from watched import watch
 
-from mergekit_ace.calibration import layerwise
-from mergekit_ace.calibration.layerwise import (
+from mergekit_ace.calibration.layers import (
     RIDGE,
     WRITERS,
     Calibration,
     SampleTeacher,
+    ridge_factor,
+    solve_from,
+    summed_product,
 )
 from mergekit_ace.training.state import TrainingError
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def whole_precision(monkeypatch) -> None:
-    """Float32 on processors that multiply in bfloat16, too."""
-    monkeypatch.setattr(layerwise, "half_precision", lambda device: nullcontext())
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "biased"])
@@ -47,10 +43,33 @@ def draw(model: LlamaForCausalLM, rng: torch.Generator, rows: int = 4) -> tuple[
 
 
 def calibrated(model, start: dict, teachers: list[SampleTeacher]) -> dict[str, Tensor]:
-    found = dict(start)
-    for tensors in Calibration(model, start, teachers, CPU).layers():
+    found = {name: tensor.clone() for name, tensor in start.items()}
+    for tensors in Calibration(model, CPU).layers(start, teachers):
         found |= tensors
     return found
+
+
+@pytest.mark.parametrize("ridge", [1e-3, 1.0])
+def test_the_closed_form_is_the_least_squares(rng, ridge):
+    draw = partial(torch.randn, generator=rng)
+    start = draw(5, 8)
+    rows = [(draw(40, 8), draw(40, 5), 0.3), (draw(30, 8), draw(30, 5), 0.7)]
+    gram = sum(w / len(x) * summed_product(x, x) for x, _, w in rows)
+    cross = sum(w / len(x) * summed_product(y, x) for x, y, w in rows)
+    found = solve_from(start, gram, cross, ridge_factor(gram, ridge))
+    assert torch.allclose(found, stacked_least_squares(rows, start, ridge), atol=1e-6)
+
+
+def test_products_of_many_rows_are_added_in_float64(rng):
+    rows = 1 + 1e-3 * torch.randn(20000, 2, generator=rng)
+    assert torch.allclose(summed_product(rows, rows), rows.double().mT @ rows.double(), rtol=1e-6)
+
+
+def test_inputs_that_are_zero_keep_the_start(rng):
+    start = torch.randn(3, 4, generator=rng)
+    nothing = torch.zeros(4, 4, dtype=torch.float64)
+    found = solve_from(start, nothing, torch.zeros(3, 4), ridge_factor(nothing, 1.0))
+    assert torch.equal(found, start.double())
 
 
 def test_every_linear_is_the_least_squares(family, rng):
@@ -83,64 +102,23 @@ def test_every_linear_is_the_least_squares(family, rng):
         assert torch.allclose(found[key].double(), expected, atol=1e-4), name
 
 
-def test_one_teacher_is_followed(family, rng):
-    """The residual stream comes back to the teacher's, though the embeddings are others."""
-    base, expert, _, merge = family
-    ids, used = draw(base, rng, 16)
-    start = merge.state_dict()
-
-    def distance() -> float:
-        with torch.no_grad():
-            wanted = expert.model(ids).last_hidden_state
-            return float((merge.model(ids).last_hidden_state - wanted).norm() / wanted.norm())
-
-    before = distance()
-    merge.load_state_dict(
-        calibrated(base, start, [SampleTeacher(expert.state_dict(), [(ids, used)], 1.0)])
-    )
-    assert distance() < 0.8 * before
-
-
 def test_the_start_as_its_only_teacher_changes_nothing(family, rng):
-    *_, merge = family
-    start = {name: tensor.clone() for name, tensor in merge.state_dict().items()}
-    found = calibrated(merge, start, [SampleTeacher(start, [draw(merge, rng)], 1.0)])
+    start = family[-1].state_dict()
+    found = calibrated(family[-1], start, [SampleTeacher(start, [draw(family[-1], rng)], 1.0)])
     for name, tensor in start.items():
         assert torch.allclose(found[name], tensor, atol=1e-5), name
 
 
-def test_layers_of_another_kind_are_refused(family, rng):
-    base = family[0]
-    config = GPTNeoXConfig(
-        vocab_size=base.config.vocab_size, hidden_size=base.config.hidden_size,
-        num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-    )  # fmt: skip
-    other = GPTNeoXForCausalLM(config).gpt_neox.layers
-    base.model.layers = other
-    start = base.state_dict()
-    with pytest.raises(TrainingError, match=r"model\.layers\.0 of LlamaForCausalLM"):
-        calibrated(base, start, [SampleTeacher(start, [draw(base, rng)], 1.0)])
-
-
-def test_attention_that_sees_later_tokens_is_refused(rng):
+@pytest.mark.parametrize("kind", ["other layers", "attention that is causal by a mask only"])
+def test_models_of_another_kind_are_refused(kind):
     base = tiny_llama()
-    base.set_attn_implementation("eager")  # causal by a mask only
-    start = base.state_dict()
+    if kind == "other layers":
+        config = GPTNeoXConfig(
+            vocab_size=base.config.vocab_size, hidden_size=base.config.hidden_size,
+            num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        )  # fmt: skip
+        base.model.layers = GPTNeoXForCausalLM(config).gpt_neox.layers
+    else:
+        base.set_attn_implementation("eager")
     with pytest.raises(TrainingError, match=r"model\.layers\.0 of LlamaForCausalLM"):
-        calibrated(base, start, [SampleTeacher(start, [draw(base, rng)], 1.0)])
-
-
-@pytest.mark.parametrize(
-    ("known", "times", "faster"),
-    [
-        ({"avx512_bf16": True}, (1.0, 2.0), True),
-        ({"amx_bf16": True}, (2.0, 1.0), False),  # it has bfloat16, and is slower in it
-        ({"avx2": True}, (1.0, 2.0), False),  # not even tried
-    ],
-)
-def test_whether_half_precision_is_faster_is_measured(monkeypatch, known, times, faster):
-    half, whole = times
-    seconds = iter([[9.0, half], [9.0, whole]])
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known, raising=False)
-    monkeypatch.setattr(layerwise.timeit, "repeat", lambda *_, **__: next(seconds))
-    assert layerwise._half_is_faster.__wrapped__() is faster
+        Calibration(base, CPU).check(base.state_dict())
