@@ -269,7 +269,7 @@ def statistics(config: Path, out: Path, **given: Any) -> None:
     serve ace and ace_relative, too. A run that was interrupted goes on when the same command is
     given again.
     """
-    from mergekit_ace.training.measuring import StatisticsConfig, measure_statistics
+    from mergekit_ace.training.statistics import StatisticsConfig, measure_statistics
 
     with failures():
         click.echo(measure_statistics(read_config(config, StatisticsConfig, given), out, **given))

@@ -12,7 +12,7 @@ from mergekit.merge_methods.base import ParameterScope
 
 from mergekit_ace.calibration.calibrate import CalibrateConfig
 from mergekit_ace.training.config import DistillConfig, TrainConfig
-from mergekit_ace.training.measuring import StatisticsConfig
+from mergekit_ace.training.statistics import StatisticsConfig
 
 
 def check_merge_config(source: dict[str, Any]) -> None:

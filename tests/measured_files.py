@@ -17,10 +17,13 @@ from mergekit_ace.files.statistics import (
     INDEX_FILE,
     MeasuredExpert,
     MeasuredTensor,
+    Statistics,
     StatisticsIndex,
+    load_statistics,
     save_index,
 )
 from mergekit_ace.methods.base import TaskVectorMethod
+from mergekit_ace.training.statistics import StatisticsConfig, measure_statistics
 
 Kind = Literal["covariance", "counts", "fisher"]
 
@@ -101,6 +104,12 @@ def measured_checkpoints(folder: Path, paths: list[str]) -> str:
             columns = tensor.shape[1]
             measured["covariance"][name] = [random_covariance(rng, columns) for _ in count]
     return write_statistics(folder, measured, paths[1:])
+
+
+def measure(config: dict, out: Path, *kinds: str, **options) -> Statistics:
+    """Measure the statistics of a family, by default covariances."""
+    settings = StatisticsConfig.model_validate({**config, "measure": kinds or ["covariances"]})
+    return load_statistics(str(measure_statistics(settings, out, quiet=True, **options)))
 
 
 def needs_statistics(method: TaskVectorMethod) -> bool:

@@ -15,7 +15,7 @@ import yaml
 from accelerate import debug_launcher
 from accelerate.state import AcceleratorState
 from families import distil, image_distillation, llama_family, parsed, record
-from measured_families import measure
+from measured_files import measure
 
 from mergekit_ace.cli import main
 from mergekit_ace.files.coefficients import CoefficientFile

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 from transformers import CLIPConfig, CLIPModel, CLIPVisionModel, CLIPVisionModelWithProjection
 
-from mergekit_ace.training import measuring
+from mergekit_ace.training import statistics
 from mergekit_ace.training.run import run_training
 from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import zero_shot_head
@@ -135,14 +135,14 @@ def test_a_tower_that_lacks_more_than_its_projection(tmp_path):
 
 def test_fisher_information_is_of_answers_by_the_prompts(tmp_path, monkeypatch):
     seen = []
-    honest = measuring.sum_fisher
+    honest = statistics.sum_fisher
 
     def watched(model, names, samples, logits, seed):
         seen.append(logits(next(iter(samples))).shape[-1])
         return honest(model, names, samples, logits, seed)
 
-    monkeypatch.setattr(measuring, "sum_fisher", watched)
+    monkeypatch.setattr(statistics, "sum_fisher", watched)
     config = {n: v for n, v in clip_family(tmp_path).items() if n != "compare"}
-    config = measuring.StatisticsConfig.model_validate({**config, "measure": ["fisher"]})
-    measuring.measure_statistics(config, tmp_path / "out", quiet=True)
+    config = statistics.StatisticsConfig.model_validate({**config, "measure": ["fisher"]})
+    statistics.measure_statistics(config, tmp_path / "out", quiet=True)
     assert seen == [len(prompts) for prompts in PROMPTS]

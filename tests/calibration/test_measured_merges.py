@@ -12,7 +12,7 @@ import yaml
 from checkpoints import ace_config, state
 from click.testing import CliRunner
 from families import gpt2_family, llama_family
-from measured_families import measure
+from measured_files import measure
 from naive_peers import naive_fisher, naive_regmean
 from reference import naive_ace, naive_mean, task_vector_error
 from transformers import GPT2LMHeadModel, LlamaForCausalLM

@@ -22,8 +22,7 @@ from families import (
     vit_family,
     write_rows,
 )
-from measured_families import measure
-from safetensors import safe_open
+from measured_files import measure
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -38,11 +37,13 @@ from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.algebra.measured import MeasuredCovariance
 from mergekit_ace.files.statistics import Statistics, StatisticsFileError
-from mergekit_ace.training import measuring
-from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.input_sums import sum_fisher
-from mergekit_ace.training.measuring import StatisticsConfig, in_passes, measure_statistics
+from mergekit_ace.training import statistics
 from mergekit_ace.training.state import TrainingError
+from mergekit_ace.training.statistics import (
+    StatisticsConfig,
+    measure_statistics,
+    sum_fisher,
+)
 
 
 def inputs_in_float64(model: nn.Module, samples: list[dict]) -> dict[str, torch.Tensor]:
@@ -132,7 +133,7 @@ def test_experts_without_data_write_texts_of_their_own(llama, tmp_path):
              for one, file in zip(config["models"], files, strict=True)]  # fmt: skip
     again = measure({**config, "models": given}, tmp_path / "given")
     for number, expert in enumerate(found.index.experts):
-        assert expert.samples == measuring.OWN_TEXTS
+        assert expert.samples == statistics.OWN_TEXTS
         assert expert.tokens == again.index.experts[number].tokens > 0
         for name, tensor in found.tensors.items():
             if tensor.inputs is not None:
@@ -150,11 +151,6 @@ def test_only_language_models_write_their_own_samples(tmp_path):
     config["models"][1].pop("data")
     with pytest.raises(ValueError, match="task1 has no data: add samples of what it is for"):
         StatisticsConfig.model_validate(config)
-    trained = llama_family(tmp_path / "llamas")
-    trained["models"][0].pop("data")
-    StatisticsConfig.model_validate(trained)
-    with pytest.raises(ValueError, match="task0 has no data: add samples of what it is for"):
-        TrainConfig.model_validate(trained)
 
 
 def test_layers_with_the_same_inputs_share_a_covariance(whole):
@@ -246,7 +242,7 @@ def test_several_passes_give_the_same(llama, whole, tmp_path, monkeypatch):
     whole = measure(llama, out, "fisher")
     assert whole.index.measured == ("covariances", "fisher")
     assert first.stat().st_mtime_ns == before
-    monkeypatch.setattr(measuring, "LEAST_ROOM", 0)  # as much as the model takes
+    monkeypatch.setattr(statistics, "LEAST_ROOM", 0)  # as much as the model takes
     split = measure(llama, tmp_path / "split", "covariances", "fisher")
     assert len(split.index.experts[0].files) > len(whole.index.experts[0].files) == 2
     for expert in (0, 1):
@@ -258,24 +254,17 @@ def test_several_passes_give_the_same(llama, whole, tmp_path, monkeypatch):
                     assert torch.equal(whole.read(expert, name), split.read(expert, name))
 
 
-def test_passes():
-    assert in_passes({"a": 1, "b": 2, "c": 3, "d": 9}, 3, float) == (
-        {"a": 1, "b": 2}, {"c": 3}, {"d": 9},
-    )  # fmt: skip
-    assert in_passes({}, 3, float) == ()
-
-
 def test_an_interrupted_run_goes_on(llama, tmp_path, monkeypatch):
     config = llama
     out = tmp_path / "out"
-    measured = measuring.Measuring.measure
+    measured = statistics.Measuring.measure
 
     def stop(self, row):
         if row == 1:
             raise KeyboardInterrupt
         measured(self, row)
 
-    monkeypatch.setattr(measuring.Measuring, "measure", stop)
+    monkeypatch.setattr(statistics.Measuring, "measure", stop)
     with pytest.raises(KeyboardInterrupt):
         measure(config, out)
     monkeypatch.undo()
@@ -285,7 +274,7 @@ def test_an_interrupted_run_goes_on(llama, tmp_path, monkeypatch):
     found = measure(config, out)
     assert first.stat().st_mtime_ns == before
     assert len(found.index.experts) == 2
-    monkeypatch.setattr(measuring.Measuring, "load", None)  # nothing is left to load a model for
+    monkeypatch.setattr(statistics.Measuring, "load", None)  # nothing is left to load a model for
     index = out / "statistics.json"
     before = index.stat().st_mtime_ns
     assert measure(config, out).index == found.index
@@ -302,22 +291,6 @@ def test_another_run_in_the_same_folder(llama, whole, tmp_path):
     assert found.tensors["model.layers.0.self_attn.q_proj.weight"].inputs is not None
 
 
-def test_an_unknown_name_in_exclude_is_said_before_a_model_is_loaded(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(measuring.Measuring, "load", None)
-    with pytest.raises(TrainingError, match="exclude: 'no_such' is part of no name"):
-        measure({**llama, "exclude": ["no_such"]}, tmp_path / "out")
-
-
-def test_metadata(llama, whole):
-    file = whole / "experts" / "1-covariances-0.safetensors"
-    with safe_open(file, framework="pt") as opened:
-        metadata = opened.metadata()
-    facts = json.loads(metadata["facts"])
-    assert metadata["measured"] == "covariances"
-    assert facts["model"] == llama["models"][1]["model"]
-    assert facts["tokens"] > 0
-
-
 def test_size_is_said_before(llama, whole, tmp_path, capsys):
     shutil.copytree(whole, tmp_path / "out")
     config = {**llama, "measure": ["covariances", "fisher"]}
@@ -332,36 +305,36 @@ def test_size_is_said_before(llama, whole, tmp_path, capsys):
 
 def test_a_full_disk_is_said_before(llama, tmp_path, monkeypatch):
     full = SimpleNamespace(free=0)
-    monkeypatch.setattr(measuring.shutil, "disk_usage", lambda path: full)
+    monkeypatch.setattr(statistics.shutil, "disk_usage", lambda path: full)
     with pytest.raises(TrainingError, match=r"needs .* GB, and its disk has 0 GB left"):
         measure(llama, tmp_path / "out")
 
 
-def test_nothing_to_measure(tmp_path):
+def test_what_cannot_be_measured(llama, tmp_path, monkeypatch):
     """A ResNet has convolutions, and no linear layer but its head."""
     with pytest.raises(TrainingError, match="nothing of which covariances could be measured"):
         measure(resnet_family(tmp_path / "family"), tmp_path / "out")
+    monkeypatch.setattr(statistics.Measuring, "load", None)  # said before a model is loaded
+    with pytest.raises(TrainingError, match="exclude: 'no_such' is part of no name"):
+        measure({**llama, "exclude": ["no_such"]}, tmp_path / "out2")
 
 
-def test_nan_in_an_expert(tmp_path):
-    config = llama_family(tmp_path / "family")
-    model = AutoModelForCausalLM.from_pretrained(config["models"][1]["model"])
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
-    model.save_pretrained(config["models"][1]["model"])
-    with pytest.raises(TrainingError, match="expert1 answers NaN or Inf to a sample of data"):
-        measure(config, tmp_path / "out")
-    assert not (tmp_path / "out" / "statistics.json").exists()
-
-
-def test_nan_in_a_sample(tmp_path):
+@pytest.mark.parametrize("where", ["expert", "sample"])
+def test_nan(tmp_path, where):
     config = vit_family(tmp_path / "family")
-    data = Path(config["models"][0]["data"]["path"])
-    rows = [json.loads(line) for line in data.read_text().splitlines()]
-    rows[3]["pixels"][0][0][0] = float("nan")
-    write_rows(data, rows)
+    first = config["models"][0]
+    if where == "expert":
+        model = AutoModelForImageClassification.from_pretrained(first["model"])
+        next(model.parameters()).data[...] = float("nan")
+        model.save_pretrained(first["model"])
+    else:
+        data = Path(first["data"]["path"])
+        rows = [json.loads(line) for line in data.read_text().splitlines()]
+        rows[3]["pixels"][0][0][0] = float("nan")
+        write_rows(data, rows)
     with pytest.raises(TrainingError, match=r"expert0 answers NaN or Inf to a sample of data"):
         measure(config, tmp_path / "out")
+    assert not (tmp_path / "out" / "statistics.json").exists()
 
 
 def test_damaged_and_foreign_files(whole, tmp_path):
