@@ -62,7 +62,8 @@ def find_host(asking, path=None, target=None):
             spec = finder.find_spec(HOST, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
-                    spec.loader = RegisteringLoader(spec.loader)
+                    # It does not inherit from Loader, whose module would have to be imported.
+                    spec.loader = RegisteringLoader(spec.loader)  # pyright: ignore
                 return spec
         return None
     finally:

@@ -70,20 +70,22 @@ class RidgeOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
     refines: ClassVar[bool] = False  # whether a refinement may follow the closed form
 
-    scale: Factor = Field(1.0, alias="lambda", description="Scale λ; the result is W0 + λ X.")
+    scale: Factor = Field(
+        default=1.0, alias="lambda", description="Scale λ; the result is W0 + λ X."
+    )
     epsilon: Ridge | None = Field(
-        None,
+        default=None,
         description="Ridge ε, in all of it added to the sum of the covariances (Eq. 9). By default "
         "0.01, and with epsilon_scale: absolute or relative the paper's 1e-5.",
     )
     epsilon_scale: Literal["spectrum", "absolute", "relative"] = Field(
-        "spectrum",
+        default="spectrum",
         description="What ε multiplies to give the ridge. spectrum: ‖S‖² / tr(S) of S = Σ S_t, a "
         "mean eigenvalue weighted by the eigenvalues; absolute: 1, as in the paper; relative: the "
         "mean eigenvalue tr(S_t)/i of each estimate.",
     )
     compute_dtype: Literal["float32", "float64"] = Field(
-        "float32", description="The dtype of task vectors, unless the tensors are wider."
+        default="float32", description="The dtype of task vectors, unless the tensors are wider."
     )
 
     @property
@@ -109,41 +111,41 @@ class AceOptions(RidgeOptions):
     refines: ClassVar[bool] = True
 
     heterogeneity: Statistic = Field(
-        "auto",
+        default="auto",
         description="What tells heterogeneous matrices. auto: Var_t[log τ_t] above 1; gamma: the "
         "paper's γ (Eq. 7), which depends on the unit of the weights and has a pole at τ = 1, "
         "above the threshold; log_variance: Var_t[log τ_t] above the threshold.",
     )
     heterogeneity_threshold: NonNegative = Field(
-        0.3, description="Above it a matrix counts as heterogeneous; not used by auto."
+        default=0.3, description="Above it a matrix counts as heterogeneous; not used by auto."
     )
     adaptive_normalization: Literal["auto", "always", "never"] = Field(
-        "auto",
+        default="auto",
         description="Whether estimates are divided by their traces, S_t = G_t / tr(G_t) (Eq. 8); "
         "auto: in heterogeneous matrices.",
     )
     structural_prior: bool = Field(
-        True,
+        default=True,
         description="Whether the rank-one prior 1 cᵀ enters (Eqs. 11-13), which damps the merge's "
         "response to the all-ones input.",
     )
     spectral_refinement: Literal["auto", "always", "never"] = Field(
-        "auto",
+        default="auto",
         description="Whether the spectrum is refined (Eqs. 15-19); auto: in heterogeneous "
         "matrices. Use it with normalised estimates.",
     )
     refinement_mean: Literal["plain", "ridged"] = Field(
-        "plain",
+        default="plain",
         description="Whether the refinement's mean of the estimates holds their ridges. ridged is "
         "the paper's (Eq. 15), and turns against the experts where Σ ε_t exceeds 0.3. With plain, "
         "the refined merge is scaled to the size that it had, and a refinement that would turn "
         "against the experts is left out.",
     )
     rank_fraction: Fraction = Field(
-        0.3, description="Share k / min(o, i) of the directions that are refined."
+        default=0.3, description="Share k / min(o, i) of the directions that are refined."
     )
     centred: bool = Field(
-        True,
+        default=True,
         description=f"{CENTRED} X then has no mean row: a shift of all outputs alike is lost.",
     )
 
@@ -151,9 +153,10 @@ class AceOptions(RidgeOptions):
 class RelativeOptions(RidgeOptions):
     """What may be chosen per tensor of `ace_relative`."""
 
-    centred: bool = Field(False, description=f"{CENTRED} Not of tables.")
+    centred: bool = Field(default=False, description=f"{CENTRED} Not of tables.")
     structural_prior: bool = Field(
-        False, description="Whether ACE's rank-one prior enters (Eqs. 11-13); not for tables."
+        default=False,
+        description="Whether ACE's rank-one prior enters (Eqs. 11-13); not for tables.",
     )
 
 
@@ -373,7 +376,7 @@ def make_problem(
         elif scale == "absolute":
             ridge = epsilon * factor
         own = measured.covariance(active.positions[t]) if measured else None
-        share = measured.mix if own is not None else 0.0
+        share = measured.mix if measured and own is not None else 0.0
         estimates.append(
             Estimate(
                 scale=(1 - share) * factor,
@@ -429,7 +432,7 @@ def merge_table(
             count[block] = torch.linalg.vector_norm(delta, dim=1, dtype=torch.float64).square_()
         count.div_(tau)
         asked = measured.count(position) if measured else None
-        if asked is not None:
+        if measured and asked is not None:
             mixed = True
             count.lerp_(asked.to(count), measured.mix)
         count.add_(options.ridge / rows).mul_(weight)

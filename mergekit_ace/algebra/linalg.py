@@ -11,7 +11,8 @@ import functools
 import math
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import scipy.linalg
@@ -152,7 +153,7 @@ def orthonormal(columns: Tensor) -> Tensor:
 _LOCK = threading.Lock()
 _users = 0
 _saved: list[str] = []
-_limit: AbstractContextManager | None = None
+_limit: Any = None
 
 
 @contextmanager
@@ -177,7 +178,6 @@ def full_precision() -> Iterator[None]:
             _users -= 1
             if _users == 0:
                 _set_precision(_saved)
-                assert _limit is not None
                 _limit.restore_original_limits()
 
 
@@ -190,7 +190,7 @@ def _backends() -> list:
     backends = [torch.backends.cuda.matmul, torch.backends.mkldnn]
     if not all(hasattr(backend, "fp32_precision") for backend in backends):
         return []  # before torch 2.9 there is one switch for all
-    return [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    return [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # pyright: ignore
 
 
 def _get_precision() -> list[str]:

@@ -110,7 +110,8 @@ def merge_linear(base: Tensor, experts: Sequence[Tensor], coefficients: Sequence
     merged = torch.empty_like(base, dtype=dtype, memory_format=torch.contiguous_format)
     rows = [as_rows(tensor) for tensor in (base, merged, *(expert for expert, _ in used))]
     cached = BLOCK_ENTRIES // 4
-    for block in blocks(*rows[0].shape, base.device, entries=cached):
+    length, width = rows[0].shape
+    for block in blocks(length, width, base.device, entries=cached):
         origin, out, *versions = (part[block] for part in rows)
         out.zero_()
         for version, (_, coefficient) in zip(versions, used, strict=True):

@@ -87,7 +87,7 @@ class TaskVectors:
             whole = self._form(ALL)
         if centred:
             parts = (self._form(block) for block in self.rows()) if whole is None else (whole,)
-            self.means = sum(part.sum(dim=1) for part in parts).div_(rows)
+            self.means = sum((part.sum(dim=1) for part in parts), start=self.means).div_(rows)
             if whole is not None:
                 whole -= self.means[:, None]
         self.whole = whole
@@ -256,11 +256,11 @@ def _solve_primal(problem: Problem) -> Solution:
     centre = vectors.means.mean(dim=0)
     sums = [vectors.zeros(rows, columns) for _ in problem.coefficients]
     system, row = vectors.zeros(columns, columns), vectors.zeros(columns)  # Σ_t S_t (μ_t − μ̄)
-    squares = [] if through_rows else vectors.covariances()
+    squares = None if through_rows else vectors.covariances()
     kept: list[Tensor] = []
     for t, estimate in enumerate(estimates):
         factor = estimate.scale
-        if through_rows:
+        if squares is None:
             square, part = None, vectors.block(ALL, t)
             add_product_(system, part.mT, part, factor)
             if problem.refined:
@@ -482,8 +482,11 @@ def _guarded(problem: Problem, merged: Tensor, component: Component) -> Componen
     """
     vectors = problem.vectors
     along = sum(
-        (component.matrix[rows] * vectors.total(rows)).sum(dtype=torch.float64)
-        for rows in vectors.rows()
+        (
+            (component.matrix[rows] * vectors.total(rows)).sum(dtype=torch.float64)
+            for rows in vectors.rows()
+        ),
+        start=merged.new_zeros((), dtype=torch.float64),
     )
     refined = merged + component.matrix
     least = torch.finfo(merged.dtype).tiny  # experts may cancel one another to the last bit
@@ -531,7 +534,7 @@ def merge_by_ridge(
         solution = solve_closed_form(problem)
         merged = solution.merged
         component = None
-        if rank:
+        if rank and solution.target is not None:
             component = isotropic_component(solution.target, rank)
             if not problem.ridged_mean:
                 component = _guarded(problem, solution.plain, component)

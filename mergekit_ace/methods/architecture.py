@@ -24,6 +24,7 @@ from mergekit_ace.naming import without_numbers
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
     from mergekit.io import ShardedTensorIndex
+    from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
 Shape = tuple[int, ...]
@@ -189,13 +190,13 @@ def _read_kinds(model: ModelReference) -> Kinds:
 
     network = empty_network(model)
     transposed, tables, heads = set(), set(), set()
-    head = getattr(network.get_output_embeddings(), "weight", None)
+    head: Tensor | None = getattr(network.get_output_embeddings(), "weight", None)
     for path, module in network.named_modules():
         if isinstance(module, Conv1D):
             transposed.add(f"{path}.weight")
         elif isinstance(module, Embedding):
             tables.add(f"{path}.weight")
-            if module.weight is head and len(head) >= head.shape[1]:
+            if head is not None and module.weight is head and len(head) >= head.shape[1]:
                 heads.add(f"{path}.weight")
         elif getattr(module, "is_transposed", False) or type(module).__name__ in _PACKED_TRANSPOSED:
             packed = (name for name, p in module.named_parameters() if p.ndim == 3)
@@ -215,8 +216,9 @@ def _read_kinds(model: ModelReference) -> Kinds:
 
 def lacks_embeddings(network: PreTrainedModel) -> bool:
     """Return whether a model is one that mergekit does not infer: a ResNet has no embeddings."""
+    inner: Any = network.base_model
     try:
-        network.base_model.get_input_embeddings()
+        inner.get_input_embeddings()
     except NotImplementedError:
         return True
     return False

@@ -66,7 +66,7 @@ MOST_ADAPTERS = 2
 OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
 _NOTICES: Counter[str] = Counter()
 _LOCK = threading.Lock()  # --multi-gpu merges tensors side by side
-MERGE_ERRORS = (IllConditionedError, OverflowError, torch.linalg.LinAlgError)
+MERGE_ERRORS = (IllConditionedError, OverflowError, torch.linalg.LinAlgError)  # pyright: ignore
 
 
 @dataclass(frozen=True)
@@ -414,7 +414,9 @@ def check_models(
 def check_shapes_in_memory(method: str, group: TensorGroup) -> None:
     """Do what `shapes.check_shapes` does, for tensors that have no header."""
     base = group.base
-    for entry in group.non_base if base is not None else ():
+    if base is None:
+        return
+    for entry in group.non_base:
         shape, expected = tuple(entry.tensor.shape), tuple(base.tensor.shape)
         if shape != expected:
             message = shape_mismatch(group.metadata.name, entry.id, shape, base.id, expected)

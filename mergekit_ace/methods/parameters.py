@@ -87,12 +87,12 @@ def describe_type(value_type: Any) -> str:
         return "true or false"
     if info.annotation not in (int, float):
         return "text"
-    low = next((part.ge for part in info.metadata if isinstance(part, Ge)), None)
-    above = next((part.gt for part in info.metadata if isinstance(part, Gt)), None)
-    high = next((part.le for part in info.metadata if isinstance(part, Le)), None)
+    low: Any = next((part.ge for part in info.metadata if isinstance(part, Ge)), None)
+    above: Any = next((part.gt for part in info.metadata if isinstance(part, Gt)), None)
+    high: Any = next((part.le for part in info.metadata if isinstance(part, Le)), None)
     number = "a whole number" if info.annotation is int else "a number"
     limit = f", and at most {_plain(high)}" if high is not None else ""
-    if low is not None and high == -low:
+    if low is not None and high is not None and high == -low:
         return f"a finite number, at most {_plain(high)} in size"
     if low is not None and high is not None and high <= 1:
         return f"{number} from {_plain(low)} to {_plain(high)}"

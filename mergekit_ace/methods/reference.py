@@ -10,6 +10,7 @@ from mergekit import merge_methods
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 
 from mergekit_ace.methods.base import TaskVectorMethod
+from mergekit_ace.methods.parameters import describe_type
 
 HEAD = """\
 # Merge methods
@@ -63,8 +64,8 @@ def _text(method: TaskVectorMethod) -> Iterator[str]:
     yield _filled(f"{method.summary} {_reading(method)}", 2)
     yield ""
     for parameter in spec.parameters:
-        yield f"  {parameter.name}: {_default(parameter)}; {parameter.allowed}{_scope(parameter)}"
-        yield _filled(parameter.description, 6)
+        yield f"  {parameter.name}: {_default(parameter)}; {_allowed(parameter)}"
+        yield _filled(parameter.description or "", 6)
     yield ""
     yield from (textwrap.indent(citation.bibtex, "  ") for citation in method.citations)
 
@@ -76,10 +77,8 @@ def _markdown(method: TaskVectorMethod) -> Iterator[str]:
     yield "| parameter | default | allowed | meaning |"
     yield "|---|---|---|---|"
     for parameter in spec.parameters:
-        allowed = f"{parameter.allowed}{_scope(parameter)}"
-        yield (
-            f"| `{parameter.name}` | {_default(parameter)} | {allowed} | {parameter.description} |"
-        )
+        allowed, about = _allowed(parameter), parameter.description
+        yield f"| `{parameter.name}` | {_default(parameter)} | {allowed} | {about} |"
     yield ""
     yield from (f"```bibtex\n{citation.bibtex}\n```\n" for citation in method.citations)
 
@@ -104,5 +103,6 @@ def _default(parameter: ParameterSpec) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
-def _scope(parameter: ParameterSpec) -> str:
-    return "; per expert" if parameter.scope == ParameterScope.NON_BASE else ""
+def _allowed(parameter: ParameterSpec) -> str:
+    own = "; per expert" if parameter.scope == ParameterScope.NON_BASE else ""
+    return describe_type(parameter.value_type) + own

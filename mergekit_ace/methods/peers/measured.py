@@ -201,7 +201,8 @@ def merge_by_fisher(
     merged = torch.empty_like(base, dtype=dtype, memory_format=torch.contiguous_format)
     rows = [as_rows(tensor) for tensor in (base, merged)]
     versions = [(as_rows(w), as_rows(f)) for w, f in zip(experts, fisher, strict=True)]
-    for block in blocks(*rows[0].shape, base.device):
+    length, width = rows[0].shape
+    for block in blocks(length, width, base.device):
         origin = rows[0][block].double()
         numerator, total = torch.zeros_like(origin), torch.zeros_like(origin)
         for (expert, information), weight in zip(versions, weights, strict=True):

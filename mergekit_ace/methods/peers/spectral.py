@@ -368,8 +368,12 @@ def minimise_exactly(deltas: Sequence[Tensor]) -> Tensor:
     rows, columns = deltas[0].shape
     if rows * len(deltas) > columns:
         pairs = zip(deltas, units, strict=True)
-        numerator = sum(_through_the_smaller_square(delta, unit) for delta, unit in pairs)
-        return _solve(numerator, sum(unit.mT @ unit for unit in units))
+        numerator = torch.zeros_like(deltas[0])
+        gram = numerator.new_zeros(columns, columns)
+        for delta, unit in pairs:
+            numerator += _through_the_smaller_square(delta, unit)
+            gram += unit.mT @ unit
+        return _solve(numerator, gram)
     stacked = torch.cat(units)
     left = torch.cat([d @ unit.mT for d, unit in zip(deltas, units, strict=True)], dim=1)
     return _solve(left, stacked @ stacked.mT) @ stacked
