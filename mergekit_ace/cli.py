@@ -92,7 +92,7 @@ class ConfigFile(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = super().convert(value, param, ctx)
         found = kind_of_config(Path(value))
-        if found in KINDS and found not in self._kinds:
+        if found and found not in self._kinds:
             (_, what, taken), (key, wanted, _) = KINDS[found], KINDS[self._kinds[0]]
             command = ctx.info_name if ctx else "this command"
             raise click.ClickException(

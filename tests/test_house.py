@@ -18,7 +18,7 @@ import pytest
 
 LIMITS = {
     "files": 101,
-    "lines": 23172,
+    "lines": 23300,
     "lines of a file": 567,
     "parameters of a function": 9,
     "functions with more than 8 parameters": 3,

@@ -481,13 +481,8 @@ def _guarded(problem: Problem, merged: Tensor, component: Component) -> Componen
     in weight or strength can have an R that undoes what the experts share (departure).
     """
     vectors = problem.vectors
-    along = sum(
-        (
-            (component.matrix[rows] * vectors.total(rows)).sum(dtype=torch.float64)
-            for rows in vectors.rows()
-        ),
-        start=merged.new_zeros((), dtype=torch.float64),
-    )
+    parts = (component.matrix[rows] * vectors.total(rows) for rows in vectors.rows())
+    along = torch.stack([part.sum(dtype=torch.float64) for part in parts]).sum()
     refined = merged + component.matrix
     least = torch.finfo(merged.dtype).tiny  # experts may cancel one another to the last bit
     size = torch.linalg.vector_norm(refined).clamp(min=least)

@@ -90,7 +90,7 @@ def test_the_kind_of_a_config_and_who_takes_it(here):
     ) in invoke("train", "ace.yml", "out").output
 
 
-@pytest.mark.parametrize("flags", [("--device", "nowhere"), ("--device", "cuda:99")])
+@pytest.mark.parametrize("flags", [("--device", "nowhere"), ("--device", "cuda:99"), ("--cuda",)])
 @pytest.mark.parametrize("name", ["train", "statistics", "distill", "calibrate"])
 def test_a_device_that_is_not_there(here, monkeypatch, name, flags):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
