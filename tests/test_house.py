@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 LIMITS = {
-    "files": 101,
-    "lines": 23300,
-    "lines of a file": 567,
+    "files": 99,
+    "lines": 23161,
+    "lines of a file": 565,
     "parameters of a function": 9,
     "functions with more than 8 parameters": 3,
-    "our modules that one imports": 19,
+    "our modules that one imports": 18,
     "files that a tensor of ace enters": 10,
 }
 # Layers from the bottom to the top; a module alone is named by its file.
