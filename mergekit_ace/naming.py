@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What names tell: of a tensor its block, layer, kind and depth; of models, what differs."""
+"""What names of tensors and models tell, and how lists and numbers are written in messages."""
 
 from __future__ import annotations
 
@@ -14,26 +14,19 @@ _INPUT = re.compile(r"embed|shared|patch|(^|\.)(wte|wpe|cls_token|class_token|st
 
 
 def block_of(name: str) -> str:
-    """Return the block of a tensor: `model.layers.11`, or its module outside of blocks.
-
-    Args:
-        name: of a tensor, in memory or on disk, such as `model.layers.11.mlp.up_proj.weight`.
-    """
+    """Return the block of a tensor: `model.layers.11`, or its module outside of blocks."""
     match = _BLOCK.match(name)
     return name[: match.end() - 1] if match else name.rpartition(".")[0] or name
 
 
 def within_block(name: str) -> str:
-    """Return a name without its block: `.mlp.up_proj.weight`, the same in every block.
-
-    A name outside of blocks is returned as it is.
-    """
+    """Return a name without its block: `.mlp.up_proj.weight`; as it is outside of blocks."""
     match = _BLOCK.match(name)
     return name[match.end() - 1 :] if match else name
 
 
 def without_numbers(name: str) -> str:
-    """A name without its numbers: `model.layers.*.mlp.up_proj.weight`, the same in every layer."""
+    """Return a name without its numbers: `model.layers.*.mlp.up_proj.weight`."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -43,17 +36,17 @@ def module_of(name: str) -> str:
 
 
 def is_running_statistic(name: str) -> bool:
-    """Return whether a tensor is a mean or variance of inputs that a BatchNorm has seen."""
+    """Tell whether a tensor is a mean or variance of inputs that a BatchNorm has seen."""
     return name.endswith((".running_mean", ".running_var"))
 
 
 def is_counter(name: str) -> bool:
-    """Return whether a tensor is the number of batches that a BatchNorm has seen."""
+    """Tell whether a tensor is the number of batches that a BatchNorm has seen."""
     return name.endswith(".num_batches_tracked")
 
 
 def natural_order(name: str) -> list[tuple[bool, int, str]]:
-    """A key that sorts layer 10 behind layer 9."""
+    """Return a key that sorts layer 10 behind layer 9."""
     parts = re.split(r"(\d+)", name)
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
@@ -95,12 +88,7 @@ def layer_of(name: str) -> int | None:
 
 
 def stack_size(name: str, names: Iterable[str]) -> int:
-    """Return how many layers the stack of a tensor has; 0 outside of stacks, or if unknown.
-
-    Args:
-        name: of the tensor.
-        names: of all tensors.
-    """
+    """Return how many layers the stack of a tensor has, by all names; 0 outside of stacks."""
     position = _position(name)
     if position is None:
         return 0
@@ -116,3 +104,33 @@ def short_names(paths: Sequence[str]) -> list[str]:
         if len(set(ends)) == len(ends):
             return ends
     return list(paths)
+
+
+def same_name(one: str, other: str) -> bool:
+    """Tell whether two paths or names on the Hub end alike, whatever the folder or owner."""
+    ends = (path.rstrip("/").rpartition("/")[2].lower() for path in (one, other))
+    return len(set(ends)) == 1
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """Return the first names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def in_bytes(count: float) -> str:
+    """Return a number of bytes in words."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def in_time(seconds: float) -> str:
+    """Return seconds in words."""
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 6000:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h"

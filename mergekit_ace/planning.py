@@ -24,9 +24,9 @@ from mergekit.architecture.json_definitions import (
     JsonModuleArchitecture,
 )
 from mergekit.common import ModelReference
-from mergekit.config import MergeConfiguration
+from mergekit.config import ConfigReader, MergeConfiguration
 from mergekit.graph import Executor
-from mergekit.io.tasks import GatherTensors, LoaderCache, SaveTensor
+from mergekit.io.tasks import GatherTensors, LoaderCache, SaveTensor, TensorWriterTask
 from mergekit.merge import _model_out_config
 from mergekit.merge_methods import MergeMethod
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
@@ -41,7 +41,7 @@ from mergekit_ace.files.checkpoints import check_reference, find_on_hub
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.parameters import TensorSettings
-from mergekit_ace.unplanned import UnplannedTensor, keep_counters, plan_unplanned
+from mergekit_ace.naming import is_counter, layer_of, stack_size
 
 
 class ConfigError(ValueError):
@@ -68,6 +68,11 @@ class PlannedTensor:
         """The task that reads it; embeddings may be aligned afterwards."""
         task = self.task.gather_tensors
         return getattr(task, "gather_tensors", task)
+
+    @cached_property
+    def weights(self) -> dict[ModelReference, WeightInfo]:
+        """What is read of every model."""
+        return dict(self.gather.weight_info.items())
 
     @property
     def base(self) -> ModelReference | None:
@@ -99,6 +104,30 @@ class PlannedTensor:
         if isinstance(self.method, TaskVectorMethod):
             return self.method.layout(self.settings, ndim)
         return stored_layout("auto", self.base, self.name, ndim)
+
+
+@dataclass(frozen=True)
+class UnplannedTensor:
+    """A tensor that goes into the result though mergekit's architecture does not name it.
+
+    Attributes:
+        name: in the files of the models, and in the result.
+        models: whose it is merged from; the only one where it is copied.
+        merged: by the config's method; else copied.
+        floating: whether it has a dtype of fractions, which the result's dtype replaces.
+        vocabulary: whether its rows belong to tokens.
+    """
+
+    name: str
+    models: tuple[ModelReference, ...]
+    merged: bool
+    floating: bool = True
+    vocabulary: bool = False
+
+    @property
+    def weight(self) -> WeightInfo:
+        """The tensor as mergekit describes one."""
+        return WeightInfo(name=self.name, vocabulary_axis=0 if self.vocabulary else None)
 
 
 @dataclass(frozen=True)
@@ -365,8 +394,8 @@ def plan_merge(
         raise RuntimeError(f"{error}{_layers(config, options, str(error))}") from error
     order = [handle.task() for handle in Executor(targets).schedule.tasks] if as_run else targets
     saves = [task for task in order if isinstance(task, SaveTensor)]
-    saves = keep_counters(planner, saves)
-    saves += plan_unplanned(planner, unplanned, saves[0].writer_task)
+    saves = _keep_counters(planner, saves)
+    saves += _plan_unplanned(planner, unplanned, saves[0].writer_task)
     builder = next((target for target in targets if isinstance(target, BuildTokenizer)), None)
     by_name = {save.tensor_name: save for save in saves}
     return PlannedMerge(config, source, options, architecture, by_name, builder, tuple(unplanned))
@@ -387,3 +416,76 @@ def _result_config(
     for name, entries in layer_lists(config, options.trust_remote_code).items():
         setattr(result.get_text_config(), name, entries)
     return result
+
+
+def _plan_unplanned(
+    planner: MergePlanner, tensors: Sequence[UnplannedTensor], writer: TensorWriterTask
+) -> Iterator[SaveTensor]:
+    """Yield mergekit's tasks for tensors that it has not planned.
+
+    Args:
+        planner: has planned the merge.
+        tensors: to be planned as well.
+        writer: of the tasks.
+
+    Raises:
+        RuntimeError, ValueError: whatever the merge method says to one of them.
+    """
+    names = [tensor.name for tensor in tensors]
+    for tensor in tensors:
+        one = planner if tensor.merged else _copier(planner, tensor)
+        module = next(iter(one.config.modules.values()))
+        reader = ConfigReader(config=one.config, t=_depth(tensor.name, names), module=module)
+        weights = [tensor.weight] * len(tensor.models)
+        one.plan_tensor(
+            tensor.weight, weights, list(tensor.models), reader.for_out_slice(module.slices[0])
+        )
+        _, task = one._tensors.pop()
+        dtype = one.config.out_dtype if tensor.floating else None
+        yield SaveTensor(
+            tensor_name=tensor.name,
+            tensor_task=task,
+            writer_task=writer,
+            clone=one.options.clone_tensors,
+            dtype=dtype,
+        )
+
+
+def _keep_counters(planner: MergePlanner, saves: Sequence[SaveTensor]) -> list[SaveTensor]:
+    """Take counters of batches from one model, the base where there is one.
+
+    They are whole numbers, which mergekit merges only where all models have the same.
+    """
+    kept = []
+    for save in saves:
+        if is_counter(save.tensor_name):
+            model = planner.config.base_model or save.tensor_task.model_order[0]
+            counter = UnplannedTensor(save.tensor_name, (model,), merged=False, floating=False)
+            (save,) = _plan_unplanned(planner, [counter], save.writer_task)
+        kept.append(save)
+    return kept
+
+
+def _copier(planner: MergePlanner, tensor: UnplannedTensor) -> MergePlanner:
+    """Return a planner that takes a tensor from one model; numbers of tokens are the result's."""
+    config, settings = planner.config, planner.config.tokenizer
+    copied = MergeConfiguration(
+        merge_method="passthrough",
+        models=[{"model": tensor.models[0]}],
+        dtype=config.dtype if tensor.floating else None,
+        out_dtype=config.out_dtype,
+        # rows of single tokens may be configured to come from models that are not asked here
+        tokenizer=settings.model_copy(update={"tokens": None}) if settings else None,
+    )
+    copier = MergePlanner(copied, planner.arch_info, planner.options, planner.out_model_config)
+    copier.normalize_config()
+    copier._tokenizer_task = planner._tokenizer_task
+    return copier
+
+
+def _depth(name: str, names: Sequence[str]) -> float:
+    """Return where in its stack a tensor is, from 0 to 1, as mergekit counts for its gradients."""
+    layer, layers = layer_of(name), stack_size(name, names)
+    if layer is None:
+        return 0.0
+    return layer / (layers - 1) if layers > 1 else 1.0

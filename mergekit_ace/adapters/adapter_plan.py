@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from mergekit_ace.adapters.lora_config import read_lora_config
 from mergekit_ace.adapters.peft_adapter import Adapter, Change, adapter_folder, read_adapter
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.check.checkpoint_rules import same_name
-from mergekit_ace.check.checkpoints import DTYPE_NAMES, Checkpoint, headers_only
-from mergekit_ace.check.findings import listed
 from mergekit_ace.files.checkpoints import check_name, existing_folder
 from mergekit_ace.files.headers import DamagedFileError, TensorHeader
+from mergekit_ace.files.models import DTYPE_NAMES, Checkpoint, headers_only
 from mergekit_ace.methods.architecture import empty_network
+from mergekit_ace.naming import listed, same_name
 from mergekit_ace.planning import (
     ConfigError,
     PlannedMerge,

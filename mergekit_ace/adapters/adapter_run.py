@@ -27,17 +27,13 @@ from mergekit_ace.adapters.adapter_plan import AdapterPlan, plan_adapters
 from mergekit_ace.adapters.peft_adapter import Change
 from mergekit_ace.adapters.writing import check_together, write_adapter
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.check.check import check_method
-from mergekit_ace.check.checkpoint_rules import same_name
-from mergekit_ace.check.checkpoints import headers_only
-from mergekit_ace.check.estimate import in_bytes, in_time
-from mergekit_ace.check.findings import Finding, listed, shown_errors
-from mergekit_ace.check.reach_rules import check_method_settings, check_reach
-from mergekit_ace.check.value_rules import check_values
+from mergekit_ace.check.config import Finding, check_config, check_settings, shown_errors
 from mergekit_ace.files.model_files import TOKENIZER_FILES
+from mergekit_ace.files.models import headers_only
 from mergekit_ace.files.saving import package_versions, write_text
 from mergekit_ace.methods.base import flush_notices
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES, append_report
+from mergekit_ace.naming import in_bytes, in_time, listed, same_name
 from mergekit_ace.planning import ConfigError, read_merge_config
 from mergekit_ace.report.markdown import citation_blocks, markdown_text, method_link
 
@@ -111,7 +107,7 @@ def merge_adapters(
     """
     start, programs = time.perf_counter(), sys.stdout if as_json else None
     config, source = read_merge_config(path)
-    _check([*check_method(config, source)[1], *check_values(config)], quiet=options.quiet)
+    _check(check_config(config, source), quiet=options.quiet)
     with redirect_stdout(sys.stderr):  # programs get nothing that libraries print
         plan = plan_adapters(config, source, options)
     _check_folder(out, plan, overwrite)
@@ -120,8 +116,7 @@ def merge_adapters(
     base, revision = _published_base(plan)
     with headers_only(plan.checkpoints), _few_threads(plan):
         merge.check()
-        found = [*check_reach(plan.merge), *check_method_settings(plan.merge)]
-        _check(found, quiet=options.quiet)
+        _check(check_settings(plan.merge), quiet=options.quiet)
         merged = _merged(plan, merge, summary, programs, quiet=options.quiet or as_json)
         write_adapter(out, plan.adapters, merged, base, _dtype(plan), revision)
     _add_files(out, plan)

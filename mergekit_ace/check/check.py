@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,41 +13,23 @@ from typing import Any
 
 import yaml
 from mergekit import merge_methods
-from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
-from mergekit_ace.check.adapter_rules import check_adapters
-from mergekit_ace.check.checkpoint_rules import (
-    check_class_names,
-    check_configs,
-    check_heads,
-    check_tensors,
-    compare_shapes,
+from mergekit_ace.check.config import (
+    Finding,
+    check_config,
+    check_dtype_name,
+    check_keys,
+    check_settings,
 )
-from mergekit_ace.check.checkpoints import Checkpoint, headers_only, read_checkpoint
-from mergekit_ace.check.config_keys import check_keys, nearest_method
-from mergekit_ace.check.dtype_rules import check_dtypes, check_tensor_dtypes
-from mergekit_ace.check.estimate import (
-    NOMINAL,
-    MergeEstimate,
-    calibrate,
-    estimate_merge,
-    in_bytes,
-    in_time,
-)
-from mergekit_ace.check.findings import Finding
-from mergekit_ace.check.reach_rules import check_method_settings, check_reach
-from mergekit_ace.check.tokenizer_rules import check_tokenizers
-from mergekit_ace.check.unplanned_rules import (
-    Treatment,
-    check_model_files,
-    find_unplanned,
-    treat_unplanned,
-)
-from mergekit_ace.check.value_rules import check_values
+from mergekit_ace.check.estimate import MergeEstimate, estimate_merge
+from mergekit_ace.check.loading import Treatment, check_model_files, treat_unplanned
+from mergekit_ace.check.models import check_adapters, check_models, check_shapes, check_tensors
 from mergekit_ace.files.headers import DamagedFileError
+from mergekit_ace.files.models import Checkpoints, headers_only, read_checkpoint
 from mergekit_ace.methods.base import TaskVectorMethod
+from mergekit_ace.naming import in_bytes
 from mergekit_ace.planning import (
     ConfigError,
     PlannedMerge,
@@ -97,79 +79,62 @@ def check_merge(
     Args:
         out: where the result is to be written; the present folder's disk by default.
         unplanned: what the `mergekit-ace merge` that is about to start does with tensors that
-            mergekit does not plan. It looks after the disk itself, and needs no estimate of time.
-            None for a merge by `mergekit-yaml`.
+            mergekit does not plan. It looks after the disk itself. None for a merge by
+            `mergekit-yaml`.
     """
     try:
         config, source = read_merge_config(path)
     except ConfigError as error:
         return Preflight((Finding.error("config", str(error)), *_check_unread(path)))
-    method, findings = check_method(config, source)
-    findings += check_values(config)
+    by_mergekit = unplanned is None
+    findings = check_config(config, source)
+    adapters_in = (options.lora_merge_dtype or "").removeprefix("torch.")
+    findings += check_dtype_name("--lora-merge-dtype", adapters_in)
     checkpoints, lost = _read_all(config)
-    known: dict[str, Any] = {"method": method, "models": _facts(checkpoints, config)}
     findings += lost
-    if unplanned is None:
+    if by_mergekit:
         findings += _check_names(config)
-    if lost:  # nothing can be planned without them
-        return Preflight(_sorted(findings), **known)
-    findings += check_adapters(checkpoints, options, merged_first=unplanned is None)
-    findings += check_dtypes(checkpoints, config)
-    findings += check_heads(checkpoints, config.base_model)
-    findings += check_configs(checkpoints, config.base_model)
-    findings += check_class_names(checkpoints)
-    findings += check_tokenizers(checkpoints, config)
-    plan, told = _plan(config, source, options, checkpoints)
-    findings += told
-    if plan is None:
-        return Preflight(_sorted(findings), **known)
-    left = find_unplanned(plan, checkpoints)
-    extra, told = treat_unplanned(left, unplanned or "error", plan.tensors, checkpoints)
-    findings += told
-    if extra:
-        plan, told = _plan(config, source, options, checkpoints, extra)
-        if plan is None:
-            return Preflight(_sorted(findings + told), **known)
-    findings += check_tensors(plan.tensors, checkpoints)
-    findings += compare_shapes(plan.tensors, checkpoints, config)
-    findings += check_tensor_dtypes(plan.tensors, checkpoints)
-    # without copies, which know nothing of the method's parameters
-    own = {t.name for t in plan.tensors if t.method is plan.method}
-    merged = replace(plan, saves={name: s for name, s in plan.saves.items() if name in own})
-    findings += check_reach(merged)
-    rates = calibrate(options.device or "cpu") if unplanned is None else NOMINAL
-    estimate = estimate_merge(plan, checkpoints, rates)
-    findings += check_method_settings(merged)
-    if unplanned is None:
-        findings += check_model_files(config, options)
-        findings += _check_disk(estimate, out or Path("."))
-    return Preflight(_sorted(findings), **known, tensors=len(plan.tensors), estimate=estimate)
-
-
-def check_method(config: MergeConfiguration, source: str) -> tuple[str, list[Finding]]:
-    """Return what the merge method does, and what is wrong with its settings."""
-    try:
-        method = merge_methods.get(config.merge_method)
-    except RuntimeError:
-        name = config.merge_method
-        finding = Finding.error("config", f"there is no method {name!r}", nearest_method(name))
-        return name, [finding, *check_keys(source, None)]
-    spec = method.spec
-    about = method.about if isinstance(method, TaskVectorMethod) else spec.pretty_name or spec.name
-    return about, list(check_keys(source, spec))
+    plan = estimate = None
+    if not lost:  # nothing can be planned without them
+        findings += check_adapters(checkpoints, options, merged_first=by_mergekit)
+        findings += check_models(checkpoints, config)
+        plan, told = _plan_all(config, source, options, checkpoints, unplanned or "error")
+        findings += told
+    if plan is not None:
+        estimate = estimate_merge(plan, checkpoints)
+        findings += _check_plan(plan, checkpoints)
+        if by_mergekit:
+            findings += check_model_files(config, options)
+            findings += _check_disk(estimate, out or Path("."))
+    return Preflight(
+        tuple(sorted(findings, key=lambda finding: finding.level != "error")),
+        _about(config.merge_method),
+        _facts(checkpoints, config),
+        len(plan.tensors) if plan else None,
+        estimate,
+    )
 
 
 def _check_unread(path: Path) -> list[Finding]:
     """Return what a config that mergekit does not accept holds beside: a misspelt `models:`."""
     try:
-        return list(check_keys(path.read_text(encoding="utf-8"), None))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):  # no YAML, or no mapping
+        return list(check_keys(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return []
 
 
-def _read_all(
-    config: MergeConfiguration,
-) -> tuple[dict[ModelReference, Checkpoint], list[Finding]]:
+def _about(name: str) -> str:
+    """Return what a merge method does."""
+    try:
+        method = merge_methods.get(name)
+    except RuntimeError:
+        return name
+    if isinstance(method, TaskVectorMethod):
+        return method.about
+    return method.spec.pretty_name or name
+
+
+def _read_all(config: MergeConfiguration) -> tuple[Checkpoints, list[Finding]]:
     checkpoints, lost = {}, []
     for model in sorted(config.referenced_models(), key=lambda m: (m != config.base_model, str(m))):
         try:
@@ -192,11 +157,28 @@ def _check_names(config: MergeConfiguration) -> Iterator[Finding]:
             )
 
 
+def _plan_all(
+    config: MergeConfiguration,
+    source: str,
+    options: MergeOptions,
+    checkpoints: Checkpoints,
+    unplanned: Treatment,
+) -> tuple[PlannedMerge | None, list[Finding]]:
+    """Plan a merge, with the tensors that mergekit leaves out where they are to be treated."""
+    plan, findings = _plan(config, source, options, checkpoints)
+    if plan is None:
+        return None, findings
+    extra, told = treat_unplanned(plan, checkpoints, unplanned)
+    if extra:
+        plan, findings = _plan(config, source, options, checkpoints, extra)
+    return plan, findings + told
+
+
 def _plan(
     config: MergeConfiguration,
     source: str,
     options: MergeOptions,
-    checkpoints: Mapping[ModelReference, Checkpoint],
+    checkpoints: Checkpoints,
     unplanned: Sequence[UnplannedTensor] = (),
 ) -> tuple[PlannedMerge | None, list[Finding]]:
     """Return mergekit's own plan, with what the merge methods say while it is made."""
@@ -206,7 +188,7 @@ def _plan(
         except Exception as error:  # mergekit raises whatever its parts do
             text = str(error) or type(error).__name__
             if text.startswith("Unimplemented merge method"):
-                return None, []  # `check_method` has said so
+                return None, []  # `check_config` has said so
             if isinstance(error, KeyError):  # mergekit looks a module up
                 text = f"the architecture has no part {text}; most have one, called `default`"
             return None, [Finding.error("plan", text)]
@@ -217,8 +199,8 @@ def _plan(
 def _warnings() -> Iterator[list[str]]:
     """Keep what this package logs as warnings, instead of showing it.
 
-    Without vocabularies: `compare_shapes` says those itself, once it is known whether they differ
-    in the merge.
+    Without vocabularies: `check_shapes` says those itself, once it is known whether they differ in
+    the merge.
     """
     messages: list[str] = []
 
@@ -237,6 +219,15 @@ def _warnings() -> Iterator[list[str]]:
         root.handlers[:] = others
 
 
+def _check_plan(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
+    yield from check_tensors(plan.tensors, checkpoints)
+    yield from check_shapes(plan.tensors, checkpoints, plan.config)
+    # without copies, which know nothing of the method's parameters
+    own = {tensor.name for tensor in plan.tensors if tensor.method is plan.method}
+    saves = {name: save for name, save in plan.saves.items() if name in own}
+    yield from check_settings(replace(plan, saves=saves))
+
+
 def _check_disk(estimate: MergeEstimate, out: Path) -> Iterator[Finding]:
     place = out.absolute()
     while not place.exists():
@@ -251,9 +242,7 @@ def _check_disk(estimate: MergeEstimate, out: Path) -> Iterator[Finding]:
         )
 
 
-def _facts(
-    checkpoints: Mapping[ModelReference, Checkpoint], config: MergeConfiguration
-) -> tuple[dict[str, Any], ...]:
+def _facts(checkpoints: Checkpoints, config: MergeConfiguration) -> tuple[dict[str, Any], ...]:
     return tuple(
         {
             "model": str(model),
@@ -269,46 +258,34 @@ def _facts(
     )
 
 
-def _sorted(findings: list[Finding]) -> tuple[Finding, ...]:
-    return tuple(sorted(findings, key=lambda finding: finding.level != "error"))
-
-
 def result_text(result: Preflight) -> str:
-    """Return a check's result for people."""
-    return "\n".join(_text_lines(result))
-
-
-def _text_lines(result: Preflight) -> Iterator[str]:
-    for finding in result.findings:
-        yield finding.text
+    """Return a check's result for people: the verdict, what the merge takes, and its models."""
     errors = sum(finding.level == "error" for finding in result.findings)
-    warnings = len(result.findings) - errors
-    yield (
-        f"errors: {errors}, warnings: {warnings}"
-        if result.findings
-        else "nothing to complain about: the merge may start"
-    )
+    verdict = "nothing to complain about: the merge may start"
+    if result.findings:
+        verdict = f"errors: {errors}, warnings: {len(result.findings) - errors}"
+    lines = [*(finding.text for finding in result.findings), verdict]
     if result.estimate is not None:
-        yield from _estimate_lines(result.estimate)
-    yield ""
-    if result.method:
-        yield f"method  {result.method}"
-    for model in result.models:
-        precision = model["precision"]
-        yield (
-            f"{model['role']:>6}  {model['model']}: {model['tensors']} tensors, "
-            f"{in_bytes(model['bytes'])}, {', '.join(model['dtypes']) or 'unknown dtype'}"
-            + (f" with {precision} values" if precision not in (None, *model["dtypes"]) else "")
-            + (f", vocabulary {model['vocabulary']}" if model["vocabulary"] else "")
-        )
+        lines += _estimate_lines(result.estimate)
+    lines += ["", f"method  {result.method}"] if result.method else [""]
+    return "\n".join([*lines, *map(_model_line, result.models)])
 
 
-def _estimate_lines(estimate: MergeEstimate) -> Iterator[str]:
-    if estimate.seconds is not None:
-        fast, slow = (in_time(seconds) for seconds in estimate.seconds)
-        yield f"  time  about {fast}" + (f", {slow} if all is refined" if slow != fast else "")
+def _estimate_lines(estimate: MergeEstimate) -> list[str]:
     device = estimate.device_memory
-    yield f"memory  about {in_bytes(estimate.memory)}" + (
-        f", and {in_bytes(device)} on the device" if device is not None else ""
+    return [
+        f"  work  up to {estimate.operations:.2g} operations",
+        f"memory  about {in_bytes(estimate.memory)}"
+        + (f", and {in_bytes(device)} on the device" if device is not None else ""),
+        f"  disk  reads {in_bytes(estimate.read)}, writes {in_bytes(estimate.written)}",
+    ]
+
+
+def _model_line(model: dict[str, Any]) -> str:
+    dtypes, precision = model["dtypes"], model["precision"]
+    values = f" with {precision} values" if precision not in (None, *dtypes) else ""
+    vocabulary = f", vocabulary {model['vocabulary']}" if model["vocabulary"] else ""
+    return (
+        f"{model['role']:>6}  {model['model']}: {model['tensors']} tensors, "
+        f"{in_bytes(model['bytes'])}, {', '.join(dtypes) or 'unknown dtype'}{values}{vocabulary}"
     )
-    yield f"  disk  reads {in_bytes(estimate.read)}, writes {in_bytes(estimate.written)}"

@@ -1,26 +1,291 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers makes of a checkpoint, from its headers alone: is a result a whole model?"""
+"""Whether a result is whole: what mergekit leaves out of it, and what transformers makes of it.
+
+mergekit leaves out, without a word, vision towers, heads that predict several tokens, norms of new
+architectures, and all of ViT's encoder under the names that it has on the Hub.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+from mergekit.architecture import WeightInfo
+from mergekit.architecture.base import ConfiguredModelArchitecture
+from mergekit.architecture.conversion import _expanded_target_keys
 from mergekit.common import ModelPath, ModelReference
+from mergekit.config import MergeConfiguration
 from mergekit.io import ShardedTensorIndex
+from mergekit.options import MergeOptions
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+)
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import logging as transformers_logging
 
-from mergekit_ace.check.findings import listed
-from mergekit_ace.files.headers import DTYPES, TensorHeader, read_headers
-from mergekit_ace.methods.architecture import model_class
-from mergekit_ace.naming import without_numbers
+from mergekit_ace.check.config import Finding
+from mergekit_ace.files.headers import TensorHeader, read_headers
+from mergekit_ace.files.model_files import GENERATION, config_donor, lost_model_files
+from mergekit_ace.files.models import Checkpoint, Checkpoints, empty_tensor
+from mergekit_ace.methods.architecture import empty_network, model_class
+from mergekit_ace.naming import listed, without_numbers
+from mergekit_ace.planning import (
+    PlannedMerge,
+    UnplannedTensor,
+    layer_lists,
+    mergekit_architecture,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+Treatment = Literal["base", "merge", "error"]
+# What old checkpoints hold though any program computes it anew.
+_BUFFER = re.compile(
+    r"(inv_freq|(cos|sin)_cached|masked_bias|position_ids|(attn|attention)\.bias)$"
+)
+_VOCABULARY = re.compile(r"embed|head|wte")
+
+
+@dataclass(frozen=True)
+class _Unplanned:
+    """What a merge would leave out, without buffers that any program computes anew.
+
+    Attributes:
+        donor: the model whose config the result has: the base, or the first one.
+        left: names that are the donor's as well, by model.
+        foreign: names that the donor lacks, by model.
+        needed: whether transformers would load one of these.
+    """
+
+    donor: ModelReference
+    left: Mapping[ModelReference, tuple[str, ...]]
+    foreign: Mapping[ModelReference, tuple[str, ...]]
+    needed: bool
+
+
+def _find_unplanned(plan: PlannedMerge, checkpoints: Checkpoints) -> _Unplanned:
+    """Find the tensors that a merge leaves out, but for buffers that any program computes anew."""
+    donor = config_donor(plan.config)
+    unread = {model: _unread(checkpoint, plan) for model, checkpoint in checkpoints.items()}
+    needed, tied = _wanted(donor, {name for names in unread.values() for name in names})
+    lost = {
+        model: [
+            name
+            for name in names
+            if name not in tied
+            and (name in needed or not _is_buffer(name, checkpoints[model].headers.get(name)))
+        ]
+        for model, names in unread.items()
+    }
+    own = set(lost[donor])
+    left = {model: tuple(n for n in names if n in own) for model, names in lost.items()}
+    foreign = {model: tuple(n for n in names if n not in own) for model, names in lost.items()}
+    return _Unplanned(
+        donor,
+        {model: names for model, names in left.items() if names},
+        {model: names for model, names in foreign.items() if names},
+        any(needed & set(names) for names in foreign.values()),
+    )
+
+
+def _unread(checkpoint: Checkpoint, plan: PlannedMerge) -> list[str]:
+    """Return the names of a checkpoint that mergekit neither knows, nor packs into what it plans.
+
+    It knows all weights of the architecture, also of layers that are not merged.
+    """
+    model, stored = checkpoint.model, checkpoint.index.tensor_paths
+    config = model.config(trust_remote_code=plan.options.trust_remote_code)
+    planned = [t.weights[model] for t in plan.tensors if model in t.weights]
+    try:
+        architecture = ConfiguredModelArchitecture(info=plan.architecture, config=config)
+        known = architecture.all_weights()
+    except RuntimeError:  # of another architecture, see --allow-crimes: the plan has to do
+        known = []
+    names = {name for weight in (*known, *planned) for name in _names(weight)}
+    packed = {name for w in planned if not _names(w) & stored.keys() for name in _names(w)}
+    left = [name for name in stored if name not in names]
+    kind = checkpoint.config.get("model_type")
+    if not packed or not kind:
+        return left
+    transforms = get_checkpoint_conversion_mapping(kind) or ()
+    return [name for name in left if not _conversions(name, transforms) & packed]
+
+
+def _names(weight: WeightInfo) -> set[str]:
+    """Return all names under which mergekit looks for a weight."""
+    return {weight.name, *(weight.aliases or ()), *(weight.tied_names or ())}
+
+
+def _conversions(name: str, transforms: Sequence[Any]) -> set[str]:
+    """Return the names in memory that mergekit makes of a stored tensor, or of parts like it."""
+    names = {name}
+    for transform in transforms:
+        for known in tuple(names):
+            renamed, pattern = transform.rename_source_key(known)
+            if pattern is not None:
+                names |= {renamed, *_expanded_target_keys(renamed, transform.target_patterns)}
+    return names
+
+
+def _wanted(donor: ModelReference, names: set[str]) -> tuple[set[str], set[str]]:
+    """Return what transformers needs, and what it ties; nothing of an unknown architecture."""
+    if not names:
+        return set(), set()
+    try:
+        return wanted_names(empty_network(donor), names)
+    except Exception:  # whatever a model's constructor raises
+        return set(), set()
+
+
+def wanted_names(model: PreTrainedModel, names: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Return those names of a checkpoint from which transformers fills a model.
+
+    Returns:
+        What the model needs; and what it ties to something else, so that it can do without.
+    """
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if not isinstance(entry, WeightRenaming)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+
+    def in_memory(name: str) -> str:
+        renamed = rename_source_key(name, renamings, converters, prefix, state)[0]
+        return renamed if renamed in state else rename_source_key(name, [], [], prefix, state)[0]
+
+    targets = {name: in_memory(name) for name in names}
+    tied = {name for name, target in targets.items() if target in model.all_tied_weights_keys}
+    return {name for name, target in targets.items() if target in state} - tied, tied
+
+
+def _is_buffer(name: str, header: TensorHeader | None) -> bool:
+    """Tell whether nobody misses a tensor that transformers does not load."""
+    return _BUFFER.search(name) is not None or not _is_floating(header)
+
+
+def _is_floating(header: TensorHeader | None) -> bool:
+    return header is None or header.dtype.startswith(("F", "BF"))
+
+
+def treat_unplanned(
+    plan: PlannedMerge, checkpoints: Checkpoints, treatment: Treatment
+) -> tuple[list[UnplannedTensor], list[Finding]]:
+    """Return what is to be planned beside mergekit's plan, and what is to be said of it.
+
+    Args:
+        treatment: copy all of it from the base, or merge what all models have.
+    """
+    unplanned = _find_unplanned(plan, checkpoints)
+    findings = [*_complaints(unplanned, treatment)]
+    if treatment == "error" or not unplanned.left:
+        return [], findings
+    donor, models = checkpoints[unplanned.donor], plan.tensors[0].task.model_order
+    rows = _vocabulary_rows(plan, donor)
+    extra, copied = [], []
+    for name in unplanned.left[donor.model]:
+        header = donor.headers.get(name)
+        everywhere = all(name in checkpoints[model].index.tensor_paths for model in models)
+        if treatment == "merge" and not everywhere:
+            copied.append(name)
+        merged = treatment == "merge" and everywhere and _is_floating(header)
+        of_tokens = header is not None and header.shape[:1] == (rows,)
+        extra.append(
+            UnplannedTensor(
+                name,
+                models if merged else (donor.model,),
+                merged,
+                floating=_is_floating(header),
+                vocabulary=of_tokens and _VOCABULARY.search(name) is not None,
+            )
+        )
+    if copied:
+        text = f"not all models have {_count(copied)} of {donor.model}; copied from there"
+        findings.append(Finding.warning("tensors", f"{text}: {listed(copied)}"))
+    return extra, findings
+
+
+def _vocabulary_rows(plan: PlannedMerge, checkpoint: Checkpoint) -> int | None:
+    """Return the number of rows that embeddings have; None where there are none."""
+    for tensor in plan.tensors:
+        weight = tensor.weights.get(checkpoint.model)
+        if weight is not None and weight.vocabulary_axis == 0:
+            header = checkpoint.source(weight)
+            return header.shape[0] if header else None
+    return None
+
+
+def _complaints(unplanned: _Unplanned, treatment: Treatment) -> Iterator[Finding]:
+    donor = unplanned.donor
+    if unplanned.left and treatment == "error":
+        yield Finding.error(
+            "tensors",
+            f"mergekit plans no merge of {_explain(unplanned.left)}; the result would lack them",
+            "`mergekit-ace merge --unplanned merge` merges them by their names, `--unplanned base` "
+            f"copies them from {donor}. Or save the models under the names that they have in "
+            "memory (save_pretrained(…, save_original_format=False))",
+        )
+    if unplanned.foreign:
+        yield (Finding.error if unplanned.needed else Finding.warning)(
+            "tensors",
+            f"{donor} has no tensors of these names, so the result lacks "
+            f"{_explain(unplanned.foreign)}",
+            f"save all models in the same way as {donor}, with one version of transformers, or "
+            "without them if they are of no use",
+        )
+
+
+def _explain(left: Mapping[ModelReference, tuple[str, ...]]) -> str:
+    """Return which tensors are left out of which models."""
+    models: dict[tuple[str, ...], list[str]] = {}
+    for model, names in left.items():
+        models.setdefault(names, []).append(str(model))
+    return "; ".join(
+        f"{_count(names)} of {listed(owners)} ({listed(sorted(names))})"
+        for names, owners in models.items()
+    )
+
+
+def _count(names: Sequence[str]) -> str:
+    return f"{len(names)} tensor{'s' * (len(names) > 1)}"
+
+
+def check_model_files(config: MergeConfiguration, options: MergeOptions) -> Iterator[Finding]:
+    """Find what `mergekit-yaml` cannot plan, and files that it leaves out of the result."""
+    architecture = mergekit_architecture(config.model_copy(deep=True), options)
+    if architecture is None:
+        yield Finding.error(
+            "models",
+            f"{config_donor(config)} has no embeddings, and mergekit-yaml plans no merge of such "
+            "models",
+            "merge by `mergekit-ace merge`, which goes by the names of the tensors",
+        )
+        return
+    trust = options.trust_remote_code
+    settings = config_donor(config).config(trust_remote_code=trust).get_text_config()
+    for name, entries in layer_lists(config, trust).items():
+        if len(entries) != len(getattr(settings, name, entries)):
+            yield Finding.error(
+                "files",
+                f"the result has {len(entries)} layers, and its config.json would have "
+                f"{len(getattr(settings, name))} `{name}`, which transformers refuses to save: "
+                "mergekit-yaml fails at its very end",
+                "merge by `mergekit-ace merge`, which writes those of the slices",
+            )
+    lost = lost_model_files(config, tuple(architecture.tagalong_files or ()))
+    if lost:
+        end = ", so that it may not know all tokens that end a text" if GENERATION in lost else ""
+        yield Finding.warning(
+            "files",
+            f"mergekit-yaml leaves {', '.join(sorted(lost))} of {next(iter(lost.values()))} out of "
+            f"the result{end}",
+            "add what is missing with `mergekit-ace card OUT` afterwards; `mergekit-ace merge` "
+            "copies it itself",
+        )
 
 
 class NotLoadedError(RuntimeError):
@@ -54,18 +319,12 @@ def load_headers(
     Args:
         config: of the model; its first architecture is built.
     """
-    tensors = {
-        name: torch.empty(
-            header.shape, dtype=DTYPES.get(header.dtype, torch.float32), device="meta"
-        )
-        for name, header in headers.items()
-    }
     try:
         with quiet_transformers():
             _, info = model_class(config, trust_remote_code).from_pretrained(
                 None,
                 config=config,
-                state_dict=tensors,
+                state_dict={name: empty_tensor(header) for name, header in headers.items()},
                 device_map="meta",
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
@@ -124,7 +383,11 @@ def _differences(result: LoadedHeaders, origin: LoadedHeaders) -> Iterator[str]:
     unexpected = _only(result.unexpected, origin.unexpected)
     if unexpected:
         yield f"its config has no place for {len(unexpected)} tensors: {listed(unexpected)}"
-    odd = _other_shapes(result.mismatched, origin.mismatched)
+    odd = [
+        f"{name} {stored} instead of {expected}"
+        for name, (stored, expected) in sorted(result.mismatched.items())
+        if origin.mismatched.get(name) != (stored, expected)
+    ]
     if odd:
         yield f"{len(odd)} tensors have another shape than in its config: {listed(odd, 3)}"
 
@@ -135,44 +398,11 @@ def _only(names: Iterable[str], known: Iterable[str]) -> list[str]:
     return sorted(name for name in names if without_numbers(name) not in kinds)
 
 
-def _other_shapes(result: Mapping, origin: Mapping) -> list[str]:
-    return [
-        f"{name} {stored} instead of {expected}"
-        for name, (stored, expected) in sorted(result.items())
-        if origin.get(name) != (stored, expected)
-    ]
-
-
-def wanted_names(model: PreTrainedModel, names: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Return those names of a checkpoint from which transformers fills a model.
-
-    Returns:
-        What the model needs; and what it ties to something else, so that it can do without.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if not isinstance(entry, WeightRenaming)]
-    state, prefix = model.state_dict(), model.base_model_prefix
-
-    def in_memory(name: str) -> str:
-        renamed = rename_source_key(name, renamings, converters, prefix, state)[0]
-        return renamed if renamed in state else rename_source_key(name, [], [], prefix, state)[0]
-
-    targets = {name: in_memory(name) for name in names}
-    tied = {name for name, target in targets.items() if target in model.all_tied_weights_keys}
-    return {name for name, target in targets.items() if target in state} - tied, tied
-
-
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silence transformers' bars and all that it says below errors."""
-    verbosity, bars = (
-        transformers_logging.get_verbosity(),
-        transformers_logging.is_progress_bar_enabled(),
-    )
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:

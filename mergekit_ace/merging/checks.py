@@ -14,16 +14,19 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_ace.check.check import check_merge
-from mergekit_ace.check.checkpoints import Checkpoint
-from mergekit_ace.check.findings import Finding, shown_errors
-from mergekit_ace.check.loading import NotLoadedError, verify_model
-from mergekit_ace.check.unplanned_rules import Treatment, find_unplanned, treat_unplanned
+from mergekit_ace.check.config import Finding, shown_errors
+from mergekit_ace.check.loading import (
+    NotLoadedError,
+    Treatment,
+    treat_unplanned,
+    verify_model,
+)
 from mergekit_ace.files.model_files import config_donor
+from mergekit_ace.files.models import Checkpoint
 from mergekit_ace.merging.job import MergeError
 from mergekit_ace.merging.progress import MergeProgress
 from mergekit_ace.merging.trial import check_trial, try_prompt
-from mergekit_ace.planning import PlannedMerge, read_merge_config
-from mergekit_ace.unplanned import UnplannedTensor
+from mergekit_ace.planning import PlannedMerge, UnplannedTensor, read_merge_config
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,7 @@ def find_extra(
     Raises:
         MergeError: there are some, and nobody has said what to do with them.
     """
-    left = find_unplanned(plan, checkpoints)
-    extra, findings = treat_unplanned(left, checks.unplanned, plan.tensors, checkpoints)
+    extra, findings = treat_unplanned(plan, checkpoints, checks.unplanned)
     quiet = checks.strict or plan.options.quiet
     _check(findings, "Nothing was merged", quiet=quiet)  # said already
     return list(extra)

@@ -21,7 +21,7 @@ from mergekit.tokenizer import TokenizerInfo
 
 from mergekit_ace.adapters.adapter_plan import base_of
 from mergekit_ace.adapters.adapter_tasks import show_bases
-from mergekit_ace.check.checkpoints import Checkpoint, own_loaders
+from mergekit_ace.files.models import Checkpoint, own_loaders
 from mergekit_ace.files.saving import package_versions
 from mergekit_ace.merging.checks import MergeChecks, check_after, check_before, find_extra
 from mergekit_ace.merging.job import (

@@ -23,11 +23,10 @@ from pydantic import PrivateAttr
 from transformers import PreTrainedTokenizerFast
 
 from mergekit_ace.adapters.adapter_tasks import read_adapters, use_adapters
-from mergekit_ace.check.checkpoints import Checkpoint, checkpoint_of
-from mergekit_ace.check.estimate import NOMINAL, estimate_merge
+from mergekit_ace.check.estimate import DISK, estimate_merge
 from mergekit_ace.files.headers import DTYPES
-from mergekit_ace.planning import PlannedMerge, PlannedTensor, plan_merge
-from mergekit_ace.unplanned import UnplannedTensor
+from mergekit_ace.files.models import Checkpoint, checkpoint_of
+from mergekit_ace.planning import PlannedMerge, PlannedTensor, UnplannedTensor, plan_merge
 
 # On whose versions a result depends.
 MERGE_PACKAGES = ("mergekit", "mergekit-ace", "torch", "transformers", "tokenizers", "safetensors")
@@ -166,9 +165,9 @@ def plan_shards(
         size, multiple = len(tokenizer.tokenizer.get_vocab()), plan.vocabulary_multiple
         vocabulary = size + -size % multiple if multiple else size
     sizes = {name: _output_size(save, checkpoints, vocabulary) for name, save in plan.saves.items()}
-    estimate = estimate_merge(plan, checkpoints, NOMINAL)
-    work = {name: size / NOMINAL.read for name, size in sizes.items()}
-    work |= {part.name: part.seconds(NOMINAL, refined=False) for part in estimate.tensors}
+    estimate = estimate_merge(plan, checkpoints)
+    work = {name: size / DISK for name, size in sizes.items()}
+    work |= {part.name: part.seconds for part in estimate.tensors}
     groups = group_tensors(sizes, plan.options.out_shard_size)
     shards = [
         Shard(

@@ -18,11 +18,11 @@ from mergekit.options import MergeOptions
 from mergekit_ace.adapters.adapter_plan import base_of
 from mergekit_ace.adapters.adapter_tasks import find_stored_change, read_adapters
 from mergekit_ace.adapters.peft_adapter import Adapter
-from mergekit_ace.check.findings import listed
 from mergekit_ace.files.checkpoints import check_model_folder
 from mergekit_ace.files.headers import DamagedFileError
 from mergekit_ace.merging.job import MergeError
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
+from mergekit_ace.naming import listed
 from mergekit_ace.planning import ConfigError, PlannedMerge, model_folders
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from mergekit_ace.check.estimate import in_time
 from mergekit_ace.merging.job import Shard
+from mergekit_ace.naming import in_time
 
 _SLOWEST = 5
 

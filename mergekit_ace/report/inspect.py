@@ -20,10 +20,9 @@ from tqdm import tqdm
 import mergekit_ace
 from mergekit_ace.adapters.adapter_plan import AdapterPlan, names_adapters, plan_adapters
 from mergekit_ace.algebra.inspection import evenly_spaced
-from mergekit_ace.check.checkpoint_rules import check_tensors
-from mergekit_ace.check.checkpoints import headers_only, read_checkpoint
-from mergekit_ace.check.dtype_rules import check_dtypes, check_tensor_dtypes
+from mergekit_ace.check.models import check_dtypes, check_tensors
 from mergekit_ace.files.headers import DamagedFileError, json_or_empty
+from mergekit_ace.files.models import headers_only, read_checkpoint
 from mergekit_ace.files.saving import differences, file_states, locked, write_text
 from mergekit_ace.files.statistics import load_statistics
 from mergekit_ace.methods.base import TaskVectorMethod
@@ -242,7 +241,6 @@ def _check_tensors(plan: PlannedMerge) -> None:
     findings = (
         *check_dtypes(checkpoints, plan.config),
         *check_tensors(plan.tensors, checkpoints),
-        *check_tensor_dtypes(plan.tensors, checkpoints),
     )
     for finding in findings:
         if finding.level == "error":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mergekit_ace.check.dtype_rules import DEQUANTISE
+from mergekit_ace.check.models import DEQUANTISE
 from mergekit_ace.files.headers import read_json
 from mergekit_ace.learner import (
     LearnerInputs,

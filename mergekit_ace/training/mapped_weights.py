@@ -21,7 +21,7 @@ from tqdm import tqdm
 from mergekit_ace.algebra.components import split_tensor
 from mergekit_ace.algebra.linear import elected_task_vectors
 from mergekit_ace.algebra.records import IllConditionedError
-from mergekit_ace.check.dtype_rules import AS_NUMBERS
+from mergekit_ace.check.models import AS_NUMBERS
 from mergekit_ace.files.checkpoints import weight_files
 from mergekit_ace.files.headers import FLOATING, TensorHeader, read_file_header
 from mergekit_ace.files.saving import save_tensors

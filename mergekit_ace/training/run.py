@@ -18,8 +18,8 @@ from mergekit.common import ModelReference
 from transformers import AutoConfig
 
 import mergekit_ace
-from mergekit_ace.check.checkpoints import read_checkpoint
 from mergekit_ace.files.coefficients import CoefficientFile, Contents, Expert, MergedTensor
+from mergekit_ace.files.models import read_checkpoint
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.methods.architecture import lacks_embeddings
 from mergekit_ace.methods.lookup import METHODS_OF_BASES

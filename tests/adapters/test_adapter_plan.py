@@ -11,7 +11,7 @@ from peft_models import config_of, save_adapters, tied_llama
 
 from mergekit_ace.adapters.adapter_merge import AdapterMerge
 from mergekit_ace.adapters.adapter_plan import AdapterPlan, plan_adapters
-from mergekit_ace.check.checkpoints import headers_only
+from mergekit_ace.files.models import headers_only
 
 
 def plan(config: dict) -> AdapterPlan:

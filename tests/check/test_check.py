@@ -84,9 +84,6 @@ def test_a_merge_that_is_all_right(check, paths, mergekit_yaml):
         "matrix": sum(t.ndim == 2 for t in tensors.values()),
         "mean": sum(t.ndim == 1 for t in tensors.values()),
     }
-    dual = sum(t.ndim == 2 and 2 * t.shape[0] < t.shape[1] for t in tensors.values())
-    assert estimate["forms"].get("dual", 0) == dual
-    assert sum(estimate["forms"].values()) == estimate["rules"]["matrix"]
     assert estimate["read"] == 3 * sum(t.nbytes for t in tensors.values())
     assert estimate["written"] == sum(t.nbytes for t in tensors.values())
     by_name = {part["name"]: part for part in estimate["tensors"]}
@@ -95,7 +92,7 @@ def test_a_merge_that_is_all_right(check, paths, mergekit_yaml):
         assert by_name[name]["shape"] == list(tensor.shape)
         assert by_name[name]["rule"] == ("matrix" if tensor.ndim == 2 else "mean")
         assert by_name[name]["inputs"] == 3 * tensor.nbytes
-    assert 0 < estimate["operations"][0] <= estimate["operations"][1]
+    assert estimate["operations"] > 0
     assert [model["role"] for model in answer["models"]] == ["base", "expert", "expert"]
     mergekit_yaml(config)
 
@@ -352,7 +349,6 @@ def test_other_methods(check, paths):
     config = ace_config(paths, merge_method="ties", parameters={"weight": 0.5, "density": 0.5})
     answer = check(config)
     assert answer["ok"]
-    assert answer["estimate"]["seconds"] is None
     assert answer["estimate"]["rules"] == {"ties": 21}
 
 
@@ -363,16 +359,11 @@ def test_methods_that_read_matrices(check, paths):
     config["parameters"]["layout"] = "matrix"
     relative = check(config)["estimate"]
     assert relative["rules"]["matrix"] == tables["rules"]["matrix"] + 1
-    assert tables["operations"][0] < relative["operations"][0]
+    assert tables["operations"] < relative["operations"]
     assert set(relative["rules"]) == {"matrix", "mean"}
-    assert sum(relative["forms"].values()) == relative["rules"]["matrix"]
-    assert relative["seconds"][0] == relative["seconds"][1] > 0
-    plain = check(ace_config(paths))["estimate"]
-    assert relative["forms"] == plain["forms"]
-    assert plain["operations"][0] == relative["operations"][0] < plain["operations"][1]
+    assert relative["operations"] < check(ace_config(paths))["estimate"]["operations"], "refined"
     peer = check(ace_config(paths, merge_method="tsv_m"))["estimate"]
     assert peer["rules"] == relative["rules"]
-    assert peer["seconds"] is None
     answer = check(ace_config(paths, merge_method="wudi", parameters={"solver": "newton"}))
     assert "one of adam, exact" in texts(answer, "error")
 
@@ -382,7 +373,7 @@ def test_the_verdict_comes_before_what_the_merge_takes(tmp_path, paths):
     path.write_text(yaml.safe_dump(ace_config(paths)))
     lines = CliRunner().invoke(main, ["check", str(path)]).output.splitlines()
     starts = [line.split()[0] for line in lines if line]
-    assert starts == ["nothing", "time", "memory", "disk", "method", "base", "expert", "expert"]
+    assert starts == ["nothing", "work", "memory", "disk", "method", "base", "expert", "expert"]
 
 
 @pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from test_architectures import MODELS, SAVE
 from transformers import GemmaConfig, GemmaForCausalLM
 
-from mergekit_ace.check.checkpoints import read_checkpoint
-from mergekit_ace.check.unplanned_rules import find_unplanned, treat_unplanned
+from mergekit_ace.check.loading import _find_unplanned, treat_unplanned
+from mergekit_ace.files.models import read_checkpoint
 from mergekit_ace.planning import plan_merge, read_merge_config
 
 OPTIONS = MergeOptions()
@@ -36,8 +36,7 @@ def look(folder: Path, config: dict, treatment: str = "error"):
     parsed, source = read_merge_config(path)
     plan = plan_merge(parsed, source, OPTIONS)
     checkpoints = {model: read_checkpoint(model) for model in parsed.referenced_models()}
-    found = find_unplanned(plan, checkpoints)
-    return found, *treat_unplanned(found, treatment, plan.tensors, checkpoints)
+    return _find_unplanned(plan, checkpoints), *treat_unplanned(plan, checkpoints, treatment)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoints of a merge by their headers: in folders, in the Hub's cache, or on the Hub."""
+"""The models of a merge without their weights: in folders, in the Hub's cache, or on the Hub."""
 
 from __future__ import annotations
 
@@ -64,43 +64,39 @@ class Checkpoint:
         return json_or_empty(self.file(name))
 
     def file(self, name: str) -> Path | None:
-        """Return where a small file of the checkpoint lies; None where there is none.
-
-        The Hub's cache may hold the weights of a model, and not yet this file.
-        """
+        """Return where a small file of the checkpoint lies; None where there is none."""
         if self.folder is not None and (self.folder / name).is_file():
             return self.folder / name
-        return find_model_file(self.model.model, name)
+        return find_model_file(self.model.model, name)  # not every file of the Hub is in its cache
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(header.bytes for header in self.headers.values())
 
     def source(self, weight: WeightInfo) -> TensorHeader | None:
-        """Return what mergekit reads for a planned tensor.
+        """Return what mergekit reads for a planned tensor; None where there is nothing of it.
 
-        Either as it is stored, or put together from several stored ones, as transformers has it in
-        memory; the latter is in no file. None where there is nothing of it.
+        It is stored so, or packed from several stored tensors as transformers has it in memory.
         """
         names = (weight.name, *(weight.aliases or ()))
         for name in (*names, *(weight.tied_names or ())):
             if name in self.headers:
                 return self.headers[name]
-        return next((found for name in names if (found := self._packed(name))), None)
-
-    def _packed(self, name: str) -> TensorHeader | None:
-        if name not in self._known_packed:
-            self._known_packed[name] = self._pack(name)
-        return self._known_packed[name]
+        for name in names:
+            if name not in self._packed:
+                self._packed[name] = self._pack(name)
+        return next((self._packed[name] for name in names if self._packed[name]), None)
 
     @cached_property
-    def _known_packed(self) -> dict[str, TensorHeader | None]:
+    def _packed(self) -> dict[str, TensorHeader | None]:
         return {}
 
     def _pack(self, name: str) -> TensorHeader | None:
         """Pack tensors without entries; of its layer only, as there may be ten thousands."""
         layer = layer_of(name)
         near = [n for n in self.headers if layer is None or layer_of(n) == layer]
-        parts = {}
-        for other in near or self.headers:
-            dtype = DTYPES.get(self.headers[other].dtype)
-            parts[other] = torch.empty(self.headers[other].shape, dtype=dtype, device="meta")
+        parts = {n: empty_tensor(self.headers[n]) for n in near or self.headers}
         try:
             packed = convert_checkpoint_tensors(self.config.get("model_type"), parts, name)
         except Exception:  # parts that do not fit together, which mergekit will say
@@ -115,39 +111,37 @@ class Checkpoint:
 
         A checkpoint that was widened when it was saved still has the values of a narrower dtype.
         """
-        if self.folder is None:
-            return ""
-        files: dict[str, list[tuple[int, str]]] = {}
-        for name, header in self.headers.items():
-            if header.file.endswith(".bin") or header.dtype not in FLOATING:
-                continue
-            if len(header.shape) > 1 and header.entries:
-                files.setdefault(header.file, []).append((header.entries, name))
-        grids = set()
-        for path, matrices in files.items():
+        matrices: dict[str, list[tuple[int, str]]] = {}
+        for name, header in self.headers.items() if self.folder else ():
+            readable = header.file.endswith(".safetensors") and header.dtype in FLOATING
+            if readable and len(header.shape) > 1 and header.entries:
+                matrices.setdefault(header.file, []).append((header.entries, name))
+        dtypes = set()
+        for path, sizes in matrices.items():
+            sizes.sort()
             with safe_open(path, framework="pt") as file:
-                matrices.sort()
-                for _, name in {matrices[-1], matrices[len(matrices) // 2]}:
+                for _, name in {sizes[-1], sizes[len(sizes) // 2]}:
                     rows = 1 + SAMPLED_ENTRIES // math.prod(self.headers[name].shape[1:])
-                    grids.add(storage_grid(file.get_slice(name)[:rows]))
-        finest = min(grids, key=lambda grid: torch.finfo(grid).eps, default=None)
+                    dtypes.add(coarsest_dtype(file.get_slice(name)[:rows]))
+        finest = min(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
         return DTYPE_NAMES[finest] if finest else ""
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of all tensors."""
-        return sum(header.bytes for header in self.headers.values())
-
-
-def storage_grid(tensor: torch.Tensor) -> torch.dtype:
-    """Return the coarsest precision that holds every value of a tensor."""
-    coarser = (torch.bfloat16, torch.float16, torch.float32)
-    return next(
-        (g for g in coarser if torch.equal(tensor.to(g).to(tensor.dtype), tensor)), tensor.dtype
-    )
 
 
 Checkpoints = Mapping[ModelReference, Checkpoint]
+
+
+def empty_tensor(header: TensorHeader) -> torch.Tensor:
+    """Return a tensor of that shape and dtype without entries in memory."""
+    dtype = DTYPES.get(header.dtype, torch.float32)
+    return torch.empty(header.shape, dtype=dtype, device="meta")
+
+
+def coarsest_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the coarsest dtype that holds every value of a tensor."""
+    coarser = (torch.bfloat16, torch.float16, torch.float32)
+    return next(
+        (d for d in coarser if torch.equal(tensor.to(d).to(tensor.dtype), tensor)), tensor.dtype
+    )
 
 
 def read_checkpoint(model: ModelReference) -> Checkpoint:
