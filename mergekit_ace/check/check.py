@@ -25,7 +25,12 @@ from mergekit_ace.check.config import (
 )
 from mergekit_ace.check.estimate import MergeEstimate, estimate_merge
 from mergekit_ace.check.loading import Treatment, check_model_files, treat_unplanned
-from mergekit_ace.check.models import check_adapters, check_models, check_shapes, check_tensors
+from mergekit_ace.check.models import (
+    check_adapters,
+    check_checkpoints,
+    check_tensors,
+    compare_shapes,
+)
 from mergekit_ace.files.headers import DamagedFileError
 from mergekit_ace.files.models import Checkpoints, headers_only, read_checkpoint
 from mergekit_ace.methods.base import TaskVectorMethod
@@ -97,7 +102,7 @@ def check_merge(
     plan = estimate = None
     if not lost:  # nothing can be planned without them
         findings += check_adapters(checkpoints, options, merged_first=by_mergekit)
-        findings += check_models(checkpoints, config)
+        findings += check_checkpoints(checkpoints, config)
         plan, told = _plan_all(config, source, options, checkpoints, unplanned or "error")
         findings += told
     if plan is not None:
@@ -199,8 +204,7 @@ def _plan(
 def _warnings() -> Iterator[list[str]]:
     """Keep what this package logs as warnings, instead of showing it.
 
-    Without vocabularies: `check_shapes` says those itself, once it is known whether they differ in
-    the merge.
+    Without vocabularies, which `compare_shapes` judges by the whole plan.
     """
     messages: list[str] = []
 
@@ -221,7 +225,7 @@ def _warnings() -> Iterator[list[str]]:
 
 def _check_plan(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
     yield from check_tensors(plan.tensors, checkpoints)
-    yield from check_shapes(plan.tensors, checkpoints, plan.config)
+    yield from compare_shapes(plan.tensors, checkpoints, plan.config)
     # without copies, which know nothing of the method's parameters
     own = {tensor.name for tensor in plan.tensors if tensor.method is plan.method}
     saves = {name: save for name, save in plan.saves.items() if name in own}

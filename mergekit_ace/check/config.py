@@ -432,7 +432,7 @@ def _check_shares(plan: PlannedMerge) -> Iterator[Finding]:
     """Find weights of 0 everywhere, and densities in per cent, which mergekit takes for 1."""
     given = [dict(p.items()) for t in plan.tensors for p in t.task.input_parameters.values()]
     weights = [own["weight"] for own in given if "weight" in own]
-    if weights and not any(weights):
+    if weights and all(weight == 0 for weight in weights):  # not None, for none given
         yield Finding.error(
             "config",
             "the weights of all experts are 0 in every tensor, so that nothing of them is merged",

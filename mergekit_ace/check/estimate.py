@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from mergekit.common import ModelReference
 
 from mergekit_ace.adapters.adapter_tasks import MergeProducts
-from mergekit_ace.check.models import safetensors_dtype, stored_headers
+from mergekit_ace.check.models import planned_headers, safetensors_dtype
 from mergekit_ace.files.headers import TensorHeader, item_size
 from mergekit_ace.files.models import Checkpoints
 from mergekit_ace.methods.base import TaskVectorMethod, sweep
@@ -73,7 +73,7 @@ def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimat
     """Return what all tensors take that some model has."""
     parts = tuple(
         _estimate_tensor(tensor, headers, plan)
-        for tensor, headers in stored_headers(plan.tensors, checkpoints)
+        for tensor, headers in planned_headers(plan.tensors, checkpoints)
         if (tensor.base or next(iter(headers), None)) in headers
     )
     on_device = plan.options.device not in (None, "cpu")

@@ -51,7 +51,7 @@ FUNCTION = """
 """.split()
 
 
-def check_models(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
+def check_checkpoints(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find models that do not fit together, or cannot be merged, before a merge is planned."""
     yield from check_dtypes(checkpoints, config)
     yield from _check_heads(checkpoints, config.base_model)
@@ -312,7 +312,7 @@ def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
     return {**vocabulary, **checkpoint.read_json("added_tokens.json")} if vocabulary else {}
 
 
-def stored_headers(
+def planned_headers(
     tensors: Sequence[PlannedTensor], checkpoints: Checkpoints
 ) -> Iterator[tuple[PlannedTensor, dict[ModelReference, TensorHeader]]]:
     """Yield planned tensors, each with the headers of all models that have it."""
@@ -330,7 +330,7 @@ def check_tensors(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) ->
     """
     lacking: dict[tuple[ModelReference, bool], list[str]] = defaultdict(list)
     odd: dict[tuple[ModelReference, str], list[str]] = defaultdict(list)
-    for tensor, found in stored_headers(tensors, checkpoints):
+    for tensor, found in planned_headers(tensors, checkpoints):
         optional = tensor.task.output_weight.optional
         dtypes = {header.dtype for header in found.values()}
         copied = len(dtypes) == 1 and dtypes <= {"I64", "I32", "BOOL"}
@@ -358,7 +358,7 @@ def check_tensors(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) ->
             )
 
 
-def check_shapes(
+def compare_shapes(
     tensors: Sequence[PlannedTensor], checkpoints: Checkpoints, config: MergeConfiguration
 ) -> Iterator[Finding]:
     """Find tensors of another shape than the base model's, or the first model's."""
@@ -366,7 +366,7 @@ def check_shapes(
     aligned = bool(config.tokenizer or config.tokenizer_source) or any(truncated)
     odd: dict[ModelReference, list[str]] = defaultdict(list)
     vocabularies: dict[ModelReference, str] = {}
-    for tensor, found in stored_headers(tensors, checkpoints):
+    for tensor, found in planned_headers(tensors, checkpoints):
         first = tensor.base if tensor.base in found else next(iter(found), None)
         for model, header in found.items():
             text = f"{tensor.name} {header.shape} instead of {found[first].shape}"
