@@ -28,7 +28,7 @@ LIMITS = {
 # Layers from the bottom to the top; a module alone is named by its file.
 LAYERS = """naming files algebra methods plugin planning adapters check merging report training
     calibration score cli""".split()
-ELSEWHERE = {""learner": "training", "train": "cli"}
+ELSEWHERE = {"learner": "training", "train": "cli"}
 # How many imports climb from a layer to one above it.
 CLIMBS = {
     "adapters -> check": 10,

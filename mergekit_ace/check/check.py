@@ -19,7 +19,6 @@ from mergekit.options import MergeOptions
 from mergekit_ace.check.config import (
     Finding,
     check_config,
-    check_dtype_name,
     check_keys,
     check_settings,
 )
@@ -93,8 +92,6 @@ def check_merge(
         return Preflight((Finding.error("config", str(error)), *_check_unread(path)))
     by_mergekit = unplanned is None
     findings = check_config(config, source)
-    adapters_in = (options.lora_merge_dtype or "").removeprefix("torch.")
-    findings += check_dtype_name("--lora-merge-dtype", adapters_in)
     checkpoints, lost = _read_all(config)
     findings += lost
     if by_mergekit:

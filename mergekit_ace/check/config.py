@@ -263,26 +263,21 @@ def _config_parts(part: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 def _check_values(config: MergeConfiguration) -> Iterator[Finding]:
     """Find values that mergekit stumbles over late, or follows to something nobody means."""
-    for key in ("dtype", "out_dtype"):
+    for key, name in (("dtype", config.dtype), ("out_dtype", config.out_dtype)):
         # mergekit takes int64, which rounds weights to 0, and writes `torch.float32` into a
         # config.json that transformers does not load then
-        yield from check_dtype_name(key, getattr(config, key))
+        if name and name not in RESULT_DTYPES:
+            yield Finding.error(
+                "config",
+                f"{key}: {name!r} is no dtype that a merged model can have",
+                f"write one of {', '.join(RESULT_DTYPES)}",
+            )
     yield from _check_chat_template(config)
     for where, part in _config_parts(config):
         for key in ("models", "sources"):
             inputs = getattr(part, key, None) or []
             yield from _check_repeated(f"{where}{key}", inputs, config.base_model)
             yield from _check_layer_ranges(f"{where}{key}", inputs)
-
-
-def check_dtype_name(key: str, name: str | None) -> Iterator[Finding]:
-    """Find a dtype that mergekit does not know, or that no weights can have."""
-    if name and name not in RESULT_DTYPES:
-        yield Finding.error(
-            "config",
-            f"{key}: {name!r} is no dtype that a merged model can have",
-            f"write one of {', '.join(RESULT_DTYPES)}",
-        )
 
 
 def _check_chat_template(config: MergeConfiguration) -> Iterator[Finding]:
