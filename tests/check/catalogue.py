@@ -17,6 +17,8 @@ def findings(folder: Path, config: dict | str, *flags: str) -> dict[str, str]:
     path = folder / "checked.yml"
     path.write_text(config if isinstance(config, str) else yaml.safe_dump(config))
     result = CliRunner().invoke(main, ["check", str(path), "--json", *flags])
+    if not result.output.startswith("{"):  # the command line refuses the file itself
+        return {"error": result.output, "warning": ""}
     answer = json.loads(result.output[result.output.index("{") :])
     assert result.exit_code == (0 if answer["ok"] else 1), result.output
     told: dict[str, str] = {"error": "", "warning": ""}

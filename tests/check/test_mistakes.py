@@ -319,7 +319,7 @@ ERRORS: list[tuple[str, Change, str]] = [
     ("no layers", slices(lambda p, s: [x.update(layer_range=[1, 1]) for x in s]), "holds no layer"),
     ("an unknown part", modules("text"), "the architecture has no part 'text'"),
     ("a tab", source("merge_method: ace\n\tbase_model: {base}\n"), "is not YAML"),
-    ("two documents", source(PLAIN + "---\n" + PLAIN), "is not YAML: expected a single document"),
+    ("two documents", source(PLAIN + "---\n" + PLAIN), "is a file of several merge configs"),
     ("a list", source("- merge_method: ace\n"), "it has no line `merge_method:`"),
     ("parameters as list", top(parameters=[{"epsilon": 1}]), "write lines `name: value` below it"),
 ]
