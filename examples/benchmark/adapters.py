@@ -11,9 +11,8 @@ of its own, and wall time and peak resident memory of the whole process are prin
 * `peft-linear`, `peft-ties`, `peft-svd` or `peft-cat`, for PEFT's `add_weighted_adapter`;
 * `full-METHOD`, for `mergekit-yaml`, which merges every adapter into the base first.
 
-`peft-svd` and the full merges take too long for all layers: one layer is measured, without table
-and head, and counted as often as the model has it; the start of the process counts once. What
-follows `--` is passed on to `mergekit-ace adapter` and `mergekit-yaml`, for example `-- --cuda`.
+`peft-svd` and full merges take long: `--layers 1` makes a model of one layer. What follows `--` is
+passed on to `mergekit-ace adapter` and `mergekit-yaml`, for example `-- --cuda`.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def command_of(row: str, family: Family, more: list[str]) -> list[str]:
     kind, _, method = row.partition("-")
     if kind == "peft":
         program = str(Path(__file__).resolve().with_name("weighted_adapter.py"))
-        return [sys.executable, program, "figures.json", method, "merged", "base", *family.adapters]
+        return [sys.executable, program, method, "merged", "base", *family.adapters]
     config = {
         "merge_method": method if kind == "full" else row,
         "base_model": "./base",
@@ -120,20 +119,15 @@ def command_of(row: str, family: Family, more: list[str]) -> list[str]:
     return [*ours, "merge.yml", "merged", "--quiet", *more]
 
 
-def run(row: str, family: Family, layers: int, flags: list[str]) -> dict[str, float]:
-    """Run a row; return seconds, as if the model had so many layers, and bytes of memory."""
-    figures, held = family.folder / "figures.json", family.config.num_hidden_layers
+def run(row: str, family: Family, flags: list[str]) -> dict[str, float]:
+    """Run a row; return seconds, and bytes of memory."""
     results = [family.folder / "merged", family.folder / "models"]
     for old in results:
         shutil.rmtree(old, ignore_errors=True)
-    figures.unlink(missing_ok=True)
     measured = measure(command_of(row, family, flags), family.folder)
-    if held < layers:
-        once = json.loads(figures.read_text(encoding="utf-8"))["merge"]
-        measured["wall"] += (layers / held - 1) * once
     for new in results:
         shutil.rmtree(new, ignore_errors=True)
-    return {**measured, "layers": held}
+    return measured
 
 
 def main() -> None:
@@ -143,7 +137,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=3)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the adapters")
-    usual = ["ace", "peft-linear", "peft-ties", "peft-svd", "full-ace"]
+    usual = ["ace", "peft-linear", "peft-ties"]
     parser.add_argument("--rows", nargs="+", default=usual, metavar="ROW")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, required=True, help="for the adapters; stays")
@@ -151,36 +145,27 @@ def main() -> None:
     parser.add_argument("flags", nargs="*", help="of mergekit, after --")
     arguments = parser.parse_args()
     layers = arguments.layers or SIZES[arguments.size]["num_hidden_layers"]
-
-    def family(name: str, **changes: int) -> Family:
-        about = f"{arguments.size}-rank{arguments.rank}-{arguments.dtype}-{name}"
-        config = make_config(arguments.size, tie_word_embeddings=False, **changes)
-        own = config, arguments.adapters, arguments.rank, arguments.dtype
-        return Family(arguments.folder.resolve() / about, *own)
-
-    whole = family(f"{layers}-layers", num_hidden_layers=layers)
-    whole.write(weights=False)
-    single = family("layer", num_hidden_layers=1, vocab_size=256)
-    extended = [row for row in arguments.rows if row == "peft-svd" or row.startswith("full-")]
-    if extended:
-        single.write(weights=True)
-    about = print_machine("cuda" if "--cuda" in arguments.flags else "cpu")
+    about = f"{arguments.size}-rank{arguments.rank}-{arguments.dtype}-{layers}-layers"
+    config = make_config(arguments.size, tie_word_embeddings=False, num_hidden_layers=layers)
+    own = config, arguments.adapters, arguments.rank, arguments.dtype
+    family = Family(arguments.folder.resolve() / about, *own)
+    family.write(weights=any(row.startswith("full-") for row in arguments.rows))
+    machine = print_machine("cuda" if "--cuda" in arguments.flags else "cpu")
     adapters = f"{arguments.adapters} adapters of rank {arguments.rank} in {arguments.dtype}"
     print(f"{arguments.size}, {layers} layers, {adapters}")
-    print("row              wall s  x first   RSS GB  layers")
-    seconds: dict[str, list[dict[str, float]]] = {row: [] for row in arguments.rows}
+    print("row              wall s  x first   RSS GB")
+    found: dict[str, list[dict[str, float]]] = {row: [] for row in arguments.rows}
     for _ in range(arguments.rounds):
         for row in arguments.rows:
-            chosen = single if row in extended else whole
-            seconds[row].append(run(row, chosen, layers, arguments.flags))
-            print_row(row, seconds[row][-1:], seconds[arguments.rows[0]][-1:])
+            found[row].append(run(row, family, arguments.flags))
+            print_row(row, found[row][-1:], found[arguments.rows[0]][-1:])
             if arguments.json:
-                known = {"machine": about, "size": arguments.size, "rows": seconds}
-                write_text(arguments.json, json.dumps(known, indent=1))
+                known = {"machine": machine, "size": arguments.size, "layers": layers}
+                write_text(arguments.json, json.dumps({**known, "rows": found}, indent=1))
     if arguments.rounds > 1:
         print("medians")
         for row in arguments.rows:
-            print_row(row, seconds[row], seconds[arguments.rows[0]])
+            print_row(row, found[row], found[arguments.rows[0]])
 
 
 def print_row(row: str, rounds: list[dict[str, float]], first: list[dict[str, float]]) -> None:
@@ -188,7 +173,7 @@ def print_row(row: str, rounds: list[dict[str, float]], first: list[dict[str, fl
     wall = statistics.median(one["wall"] for one in rounds)
     ratio = statistics.median(a["wall"] / b["wall"] for a, b in zip(rounds, first, strict=True))
     memory = max(one["resident_bytes"] for one in rounds) / 1e9
-    print(f"{row:14} {wall:8.1f} {ratio:8.2f} {memory:8.2f}  {rounds[0]['layers']}", flush=True)
+    print(f"{row:14} {wall:8.1f} {ratio:8.2f} {memory:8.2f}", flush=True)
 
 
 if __name__ == "__main__":

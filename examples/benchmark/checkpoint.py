@@ -6,7 +6,6 @@
 writes the family (once; nothing is downloaded), merges it in turn by each method, and prints wall
 time, time per stage, peak resident memory and, on a GPU, peak device memory. Every merge is a
 process of its own. What follows `--` is passed on to mergekit-yaml, for example `-- --cuda`.
-`--methods ace inspect` compares a merge by `ace` with `mergekit-ace inspect` of the same config.
 """
 
 from __future__ import annotations
@@ -36,19 +35,15 @@ def merge(method: str, models: list[Path], folder: Path, flags: list[str]) -> di
     base, *experts = (f"./{path.relative_to(folder)}" for path in models)
     own = EXPERT_PARAMETERS.get(method, {})
     config = {
-        "merge_method": "ace" if method == "inspect" else method,
+        "merge_method": method,
         "base_model": base,
         "models": [{"model": expert, "parameters": own} for expert in experts],
         "dtype": "bfloat16",
     }
     (folder / "merge.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
     shutil.rmtree(folder / "merged", ignore_errors=True)
-    inspect = [sys.executable, "-m", "mergekit_ace.cli", "inspect"]
-    command = inspect if method == "inspect" else TIMED
-    measured = measure([*command, "merge.yml", "merged", *flags], folder)
+    measured = measure([*TIMED, "merge.yml", "merged", *flags], folder)
     shutil.rmtree(folder / "merged")
-    if method == "inspect":
-        return {**measured, **dict.fromkeys(("read", "compute", "write"), float("nan"))}
     return {**measured, **json.loads((folder / "figures.json").read_text(encoding="utf-8"))}
 
 

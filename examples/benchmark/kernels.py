@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time `ace` on single matrices beside the paper written down plainly, and leanly (`plain.py`).
+"""Time `ace` on single matrices beside the paper written down as lean as can be (`lean.py`).
 
     python examples/benchmark/kernels.py --model Llama-3.2-1B --experts 3 --json kernels.json
 
-All run in turn in every round, so that whatever else the machine does hits both; seconds and
+Both run in turn in every round, so that whatever else the machine does hits both; seconds and
 ratios are medians over rounds. A model's total counts every matrix as often as a layer (or, for
 GPT-2 and ViT-L/14, the whole model) has it.
 """
@@ -20,7 +20,7 @@ from statistics import median
 from typing import TypeVar
 
 import torch
-from plain import lean_ace, plain_ace
+from lean import lean_ace
 from torch import Tensor
 
 from mergekit_ace import AceOptions, merge_matrix
@@ -79,7 +79,7 @@ def timed(call: Callable[[], Result], device: str) -> tuple[float, Result]:
 def time_matrix(
     shape: tuple[int, int], experts: int, heterogeneous: bool, arguments: argparse.Namespace
 ) -> dict:
-    """Return seconds and more for one matrix, all ways in turn in every round.
+    """Return seconds and more for one matrix, both ways in turn in every round.
 
     `memory` is the peak of device memory in bytes, inputs and result included, what else is on the
     device not; None on a CPU.
@@ -88,21 +88,17 @@ def time_matrix(
     switch = "always" if heterogeneous else "never"
     options = AceOptions(adaptive_normalization=switch, spectral_refinement=switch)
     base, members = family(shape, experts, heterogeneous, stored, arguments.spectrum, device)
-    ours, plain, lean, memory = [], [], [], None
+    pairs, memory = [], None
     for _ in range(arguments.rounds + 1):  # the first one warms up
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated() - sum(w.nbytes for w in (base, *members))
         seconds, (_, record) = timed(lambda: merge_matrix(base, members, options=options), device)
-        ours.append(seconds)
         if device == "cuda":
             memory = torch.cuda.max_memory_allocated() - before
-        if not arguments.no_plain:
-            merge = lambda: plain_ace(base, members, heterogeneous=heterogeneous)  # noqa: E731
-            plain.append(timed(merge, device)[0])
-        merge = lambda: lean_ace(base, members, heterogeneous=heterogeneous)  # noqa: E731
-        lean.append(timed(merge, device)[0])
-    ours, plain, lean = (times[1:] or times for times in (ours, plain, lean))
+        lean, _ = timed(lambda: lean_ace(base, members, heterogeneous=heterogeneous), device)
+        pairs.append((seconds, lean))
+    pairs = pairs[1:] or pairs
     return {
         "rows": shape[0],
         "columns": shape[1],
@@ -111,21 +107,18 @@ def time_matrix(
         "form": record.form,
         "precision": record.precision,
         "error": record.error,
-        "ours": median(ours),
-        "plain": median(plain) if plain else None,
-        "lean": median(lean),
-        "over_lean": median(o / le for o, le in zip(ours, lean, strict=True)),
-        "speedup": median(p / o for p, o in zip(plain, ours, strict=True)) if plain else None,
+        "ours": median(ours for ours, _ in pairs),
+        "lean": median(lean for _, lean in pairs),
+        "over_lean": median(ours / lean for ours, lean in pairs),
         "memory": memory,
     }
 
 
 def print_row(row: dict) -> None:
-    plain = "" if row["plain"] is None else f" {row['plain']:9.4f} {row['speedup']:7.2f}"
     print(
         f"{row['rows']:6d} x {row['columns']:<6d} {row['experts']:2d}  "
         f"{BRANCHES[row['heterogeneous']]:13}  {row['form']:6} {row['precision']:8} "
-        f"{row['error']:9.1e} {row['ours']:9.4f} {row['lean']:9.4f} {row['over_lean']:6.2f}{plain}",
+        f"{row['error']:9.1e} {row['ours']:9.4f} {row['lean']:9.4f} {row['over_lean']:6.2f}",
         flush=True,
     )
 
@@ -133,16 +126,10 @@ def print_row(row: dict) -> None:
 def print_total(rows: list[dict]) -> dict:
     """Print and return the seconds of a model's matrices, and the peak of device memory."""
     total = {name: rows[0][name] for name in ("model", "experts", "heterogeneous")}
-    for way in ("ours", "lean", "plain"):
-        known = all(row[way] is not None for row in rows)
-        total[way] = sum(row["count"] * row[way] for row in rows) if known else None
-    memory = [row["memory"] for row in rows if row["memory"] is not None]
-    total["memory"] = max(memory, default=None)
+    total |= {way: sum(row["count"] * row[way] for row in rows) for way in ("ours", "lean")}
+    total["memory"] = max((row["memory"] for row in rows if row["memory"]), default=None)
     line = f"  all together: ours {total['ours']:.3f} s, lean {total['lean']:.3f} s"
-    if total["plain"] is not None:
-        ratio = total["plain"] / total["ours"]
-        line += f", plain {total['plain']:.3f} s ({ratio:.2f} times as long)"
-    if memory:
+    if total["memory"]:
         line += f", at most {total['memory'] / 1e9:.2f} GB of device memory"
     print(line, flush=True)
     return total
@@ -181,14 +168,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="0: a single one, not warmed up")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--divide", type=int, default=1, help="sides of all matrices by that")
-    parser.add_argument("--no-plain", action="store_true", help="leave the plain one out")
     parser.add_argument("--json", help="write the figures there")
     arguments = parser.parse_args()
     if min(arguments.experts) < 2:
         parser.error("a merge of matrices takes at least two experts")
     figures: dict = {"machine": print_machine(arguments.device), "rows": [], "totals": []}
-    heads = "    matrix       T  branch         form   solved in   error      ours      lean   over"
-    print(f"{heads}     plain  faster")
+    print("    matrix       T  branch         form   solved in   error      ours      lean   over")
 
     def keep(kind: str, figure: dict) -> None:
         figures[kind].append(figure)

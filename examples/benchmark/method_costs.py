@@ -2,12 +2,11 @@
 """Time all merge methods on the matrices of a model, and measure the memory that they take.
 
     python examples/benchmark/method_costs.py --model Llama-3.2-1B --json costs.json
-    python examples/benchmark/method_costs.py --model 2048x2048 512x2048 --plain
+    python examples/benchmark/method_costs.py --model 2048x2048 512x2048
 
 Every method runs in a process of its own, on experts stored in bfloat16 whose task vectors have a
 slowly falling spectrum. A model's total counts every matrix as often as the model has it: a layer
-of a Llama, a block of ViT-L/14, the whole of GPT-2. Memory is the peak beside the inputs. `--plain`
-adds the peers' formulas line by line in float64, by which the tests judge the methods.
+of a Llama, a block of ViT-L/14, the whole of GPT-2. Memory is the peak beside the inputs.
 """
 
 from __future__ import annotations
@@ -23,10 +22,6 @@ from pathlib import Path
 from kernels import MODELS, family, print_machine, process_bytes, timed
 from mergekit.merge_methods import merge_tensors
 from torch import Tensor
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
-
-import naive_peers
 
 # The number of experts, and how many matrices there are of each shape.
 CASES: dict[str, tuple[int, dict[tuple[int, int], int]]] = {
@@ -53,25 +48,14 @@ METHODS: dict[str, tuple[str, dict]] = {
     "ties": ("ties", {"weight": 1.0, "density": 0.2}),
 }
 
-# Of task vectors in float64.
-PLAIN = {
-    "tsv_m": naive_peers.naive_tsv_m,
-    "iso_c": naive_peers.naive_iso_c,
-    "iso_cts": naive_peers.naive_iso_cts,
-    "cart": naive_peers.naive_cart,
-    "wudi (exact)": naive_peers.naive_wudi_exact,
-}
 
-
-def merge_by(method: str, plain: bool, base: Tensor, experts: list[Tensor]) -> Tensor:
-    """Merge matrices by a method of mergekit, or by its plain transcription."""
-    if plain:
-        return base + PLAIN[method]([expert.double() - base for expert in experts])
+def merge_by(method: str, base: Tensor, experts: list[Tensor]) -> Tensor:
+    """Merge matrices by a method of mergekit."""
     name, parameters = METHODS[method]
     return merge_tensors([base, *experts], name, base_index=0, parameters=parameters)
 
 
-def measure_here(model: str, method: str, plain: bool, rounds: int, divide: int) -> dict:
+def measure_here(model: str, method: str, rounds: int, divide: int) -> dict:
     """Return seconds and memory of a method for all matrices of a model together.
 
     `seconds` adds up medians over rounds; `memory` is the most bytes beside the inputs, None where
@@ -82,11 +66,11 @@ def measure_here(model: str, method: str, plain: bool, rounds: int, divide: int)
     for (rows, columns), count in matrices.items():
         models = family((rows // divide, columns // divide), experts)
         small = [one[:300, :300].clone() for one in (models[0], *models[1])]
-        merge_by(method, plain, small[0], small[1:])  # libraries are loaded, and allocate buffers
+        merge_by(method, small[0], small[1:])  # libraries are loaded, and allocate buffers
         seconds = []
         for _ in range(rounds):
             before = reset_peak()
-            seconds.append(timed(partial(merge_by, method, plain, *models), "cpu")[0])
+            seconds.append(timed(partial(merge_by, method, *models), "cpu")[0])
             if before is not None:
                 memory = max(memory or 0, process_bytes("VmHWM") - before)
         total += count * statistics.median(seconds)
@@ -114,7 +98,6 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=CASES, default=["Llama-3.2-1B"])
     usual = [method for method in METHODS if method != "wudi (Adam)"]  # 300 steps: half an hour
     parser.add_argument("--method", nargs="+", choices=METHODS, default=usual)
-    parser.add_argument("--plain", action="store_true", help="plain transcriptions, too")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--divide", type=int, default=1, help="sides of all matrices by that")
     parser.add_argument("--json", type=Path, help="write the figures there")
@@ -127,12 +110,10 @@ def main() -> None:
     for model in arguments.model:
         print(f"{model}, {CASES[model][0]} experts\n{'':16} {'seconds':>8} {'MB':>6}")
         for method in arguments.method:
-            for plain in (False, True) if arguments.plain and method in PLAIN else (False,):
-                row = measure_apart(model, method, plain, arguments.rounds, arguments.divide)
-                memory = "" if row["memory"] is None else f"{row['memory'] / 1e6:6.0f}"
-                name = "  plainly" if plain else method
-                print(f"{name:16} {row['seconds']:8.3f} {memory}", flush=True)
-                rows.append({"model": model, "method": method, "plain": plain, **row})
+            row = measure_apart(model, method, arguments.rounds, arguments.divide)
+            memory = "" if row["memory"] is None else f"{row['memory'] / 1e6:6.0f}"
+            print(f"{method:16} {row['seconds']:8.3f} {memory}", flush=True)
+            rows.append({"model": model, "method": method, **row})
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1), "utf-8")
 

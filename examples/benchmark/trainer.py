@@ -14,21 +14,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from kernels import machine, process_bytes, timed
-from llamas import SIZES
+from llamas import SIZES, make_config
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.training.mapped_weights import map_folder
@@ -37,20 +37,19 @@ from mergekit_ace.training.merged import MergedModel
 
 def new_model(options: argparse.Namespace) -> LlamaForCausalLM:
     """Return a Llama of random weights, in the dtype and on the device of the options."""
-    settings = dict(SIZES[options.size])
-    settings["num_hidden_layers"] = options.layers or settings["num_hidden_layers"]
+    changes = {"num_hidden_layers": options.layers} if options.layers else {}
     torch.manual_seed(0)
     with torch.device(options.device):
-        return LlamaForCausalLM(LlamaConfig(**settings)).eval().to(getattr(torch, options.dtype))
+        model = LlamaForCausalLM(make_config(options.size, **changes))
+    return model.eval().to(getattr(torch, options.dtype))
 
 
 def write_family(folder: Path, experts: int, options: argparse.Namespace) -> None:
-    """Write the base and its experts, or their components, a file each."""
+    """Write the base and its experts, a file each."""
     model = new_model(options).cpu()
     for k in range(experts + 1):
         (folder / str(k)).mkdir()
-        share = 0.0 if k > 0 and options.basis == "components" else 1.0
-        state = {n: share * p.detach() + 0.001 * k for n, p in model.named_parameters()}
+        state = {n: p.detach() + 0.001 * k for n, p in model.named_parameters()}
         save_file(state, folder / str(k) / "model.safetensors")
 
 
@@ -74,59 +73,56 @@ def peak_memory(run: Callable[[], object], device: str) -> int:
     return torch.cuda.max_memory_allocated() if device == "cuda" else peak
 
 
-def batch(options: argparse.Namespace) -> dict[str, torch.Tensor]:
+def measure(folder: str, experts: int, options: argparse.Namespace) -> dict:
+    """Return memory and time of training steps, or of a plain model's where there is no expert.
+
+    A plain model only reads: its memory is that of forward passes that backward ones could follow.
+    """
+    device, model = options.device, new_model(options)
     shape, words = (options.batch, options.tokens), SIZES[options.size]["vocab_size"]
-    ids = torch.randint(0, words, shape, generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids.to(options.device), "labels": ids.to(options.device)}
+    ids = torch.randint(words, shape, generator=torch.Generator().manual_seed(0)).to(device)
 
+    def loss(module: LlamaForCausalLM) -> torch.Tensor:
+        return module(input_ids=ids, labels=ids).loss
 
-def measure_plain(options: argparse.Namespace) -> dict:
-    """Return the memory of forward passes that could be followed by backward ones."""
-    model, inputs = new_model(options), batch(options)
-    peak = peak_memory(lambda: model(**inputs).loss.item(), options.device)
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    return {"model_bytes": size, "peak_bytes": peak}
-
-
-def measure(
-    folder: Path, experts: int, storage: str, timing: bool, options: argparse.Namespace
-) -> dict:
-    """Return the memory of training steps, or their time beside that of plain ones."""
-    device, inputs = options.device, batch(options)
-    base, *family = (map_folder(folder / str(k)) for k in range(experts + 1))
-    names, components = list(base), options.basis == "components"
-    merged = MergedModel(new_model(options), base, family, names, storage, components=components)
-    coefficients = torch.full((experts, len(names)), 0.3)
+    if not experts:
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        return {"model": size, "peak": peak_memory(lambda: loss(model).item(), device)}
+    base, *family = (map_folder(Path(folder, str(k))) for k in range(experts + 1))
+    merged = MergedModel(model, base, family, list(base), "disk")
+    coefficients = torch.full((experts, len(base)), 0.3)
 
     def step() -> None:
         merged.write(coefficients)
         merged.clear()
         for _ in range(experts):  # one backward pass per expert, as in training
-            merged.module(**inputs).loss.backward()
+            loss(merged.module).backward()
             merged.collect()
-
-    if not timing:
-        return {"peak_bytes": peak_memory(step, device)}
-    twin = new_model(options)
 
     def plain_step() -> None:
         for _ in range(experts):
-            twin(**inputs).loss.backward()
+            loss(twin).backward()
         twin.zero_grad()
 
+    peak = peak_memory(step, device)
+    twin = new_model(options)
     pairs = [
         (timed(step, device)[0], timed(plain_step, device)[0]) for _ in range(options.rounds + 1)
     ][1:]  # the first one warms up
-    return {
-        "seconds": statistics.median(ours for ours, _ in pairs),
-        "ratio": statistics.median(ours / plain for ours, plain in pairs),
-    }
+    seconds, ratio = median(a for a, _ in pairs), median(a / b for a, b in pairs)
+    return {"peak": peak, "seconds": seconds, "ratio": ratio}
+
+
+def measure_apart(*given: object) -> dict:
+    """Measure in a process of its own; return the result, its last line."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--child", json.dumps(given)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(output.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--basis", default="experts", choices=("experts", "components"))
     parser.add_argument("--batch", type=int, default=8, help="sequences in a backward pass")
     parser.add_argument("--tokens", type=int, default=64, help="in a sequence")
     parser.add_argument("--rounds", type=int, default=3, help="that are timed")
@@ -134,58 +130,30 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="53M", help="of the model")
     parser.add_argument("--layers", type=int, help="fewer layers than the size has")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--timed", nargs="+", type=int, help="experts; by default the middle one")
     parser.add_argument("--folder", type=Path, help="for the models, while it runs")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        folder, experts, storage, timing = options.child
-        own = Path(folder), experts, storage, timing, options
-        print(json.dumps(measure(*own) if experts else measure_plain(options)))
+        print(json.dumps(measure(*options.child, options)))
         return
+    rows: list[dict] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         write_family(Path(folder), max(options.experts), options)
-        measure_all(folder, options)
-
-
-def measure_all(folder: str, options: argparse.Namespace) -> None:
-    """Measure and print memory, then time; the JSON file is written after each figure."""
-    known: dict = {"machine": machine(options.device), "size": options.size}
-    known |= {"memory": [], "time": []}
-
-    def keep(kind: str, row: dict) -> None:
-        known[kind].append(row)
-        if options.json:
-            write_text(options.json, json.dumps(known, indent=1))
-
-    plain = child(folder, 0, "", False)
-    for experts in options.experts:
-        ours = child(folder, experts, "disk", False)
-        above = (ours["peak_bytes"] - plain["peak_bytes"]) / plain["model_bytes"]
-        keep("memory", {"experts": experts, "models": above, **ours})
-        print(
-            f"K = {experts}, disk: {above:.2f} models above one model and its activations, "
-            f"{ours['peak_bytes'] / 1e6:.0f} MB in all",
-            flush=True,
-        )
-    middle = options.experts[len(options.experts) // 2]
-    on_disk = [(experts, "disk") for experts in options.timed or [middle]]
-    for experts, storage in ((middle, "device"), *on_disk):
-        result = child(folder, experts, storage, True)
-        keep("time", {"experts": experts, "storage": storage, **result})
-        print(
-            f"K = {experts}, {storage}: a step takes {result['ratio']:.2f} times as long as a "
-            f"plain one ({result['seconds']:.2f} s)",
-            flush=True,
-        )
-
-
-def child(*given: object) -> dict:
-    """Measure in a process of its own; return the result, its last line."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--child", json.dumps(given)]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(output.splitlines()[-1])
+        plain = measure_apart(folder, 0)
+        for experts in options.experts:
+            row = measure_apart(folder, experts)
+            above = (row["peak"] - plain["peak"]) / plain["model"]
+            rows.append({"experts": experts, "models": above, **row})
+            print(
+                f"K = {experts}: {above:.2f} models above one model and its activations, "
+                f"{row['peak'] / 1e6:.0f} MB in all; a step takes {row['ratio']:.2f} times as long "
+                f"as a plain one ({row['seconds']:.2f} s)",
+                flush=True,
+            )
+            if options.json:
+                about = {"machine": machine(options.device), "size": options.size, "rows": rows}
+                write_text(options.json, json.dumps(about, indent=1))
 
 
 if __name__ == "__main__":

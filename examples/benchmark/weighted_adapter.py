@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT's `add_weighted_adapter`, timed: a process of its own that `adapters.py` starts.
+"""PEFT's `add_weighted_adapter`: a process of its own that `adapters.py` starts.
 
-    python examples/benchmark/weighted_adapter.py FIGURES.json TYPE OUT BASE ADAPTER ADAPTER …
+    python examples/benchmark/weighted_adapter.py TYPE OUT BASE ADAPTER ADAPTER …
 
 PEFT merges adapters of a model. It needs none of the base's weights for that, so all entries of a
 weight are one number here, which takes no memory.
@@ -9,10 +9,7 @@ weight are one number here, which takes no memory.
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
@@ -36,21 +33,18 @@ def hollow_model(base: str) -> nn.Module:
 
 
 def main() -> None:
-    figures, kind, out, base, *adapters = sys.argv[1:]
+    kind, out, base, *adapters = sys.argv[1:]
     names = [str(number) for number in range(len(adapters))]
     model = PeftModel.from_pretrained(
         hollow_model(base), adapters[0], adapter_name="0", low_cpu_mem_usage=True
     )
     for name, adapter in zip(names[1:], adapters[1:], strict=True):
         model.load_adapter(adapter, adapter_name=name, low_cpu_mem_usage=True)
-    start = time.perf_counter()
     options = {"combination_type": kind, **OPTIONS.get(kind, {})}
     if kind == "svd":
         options["svd_rank"] = sum(model.peft_config[name].r for name in names)
     model.add_weighted_adapter(names, [1.0] * len(names), "merged", **options)
     model.save_pretrained(out, selected_adapters=["merged"])
-    seconds = {"merge": time.perf_counter() - start}
-    Path(figures).write_text(json.dumps(seconds), encoding="utf-8")
 
 
 if __name__ == "__main__":

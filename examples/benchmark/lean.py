@@ -1,47 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ACE-Merging as its formulas are written down: what a fast merge is compared with.
+"""ACE-Merging of one matrix as lean as it can be written: no checks, no reports, no blocks.
 
-`plain_ace`: one Gram matrix per task, an explicit inverse, a full singular value decomposition, all
-of it kept in the dtype of the weights. `lean_ace`: all experts in one tensor, Cholesky factors for
-inverses, and eigenvectors for singular ones. They share no code with the package.
+All experts are in one tensor, Cholesky factors stand for inverses, and eigenvectors for singular
+vectors. It shares no code with the package.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-
-def plain_ace(
-    base: Tensor,  # (o, i)
-    experts: list[Tensor],  # each (o, i)
-    *,
-    heterogeneous: bool,
-    epsilon: float = 1e-5,
-    rank_fraction: float = 0.3,
-) -> Tensor:
-    """Return the merged matrix, (o, i), by Eqs. 5-19 with the branch given."""
-    deltas = [expert - base for expert in experts]
-    centred = [delta - delta.mean(dim=0) for delta in deltas]
-    identity = torch.eye(base.shape[1], dtype=base.dtype, device=base.device)
-    covariances, ridged = [], []
-    for matrix in centred:
-        gram = matrix.T @ matrix
-        trace = gram.trace() if heterogeneous else 1.0
-        covariances.append(gram / trace if heterogeneous else gram)
-        ridged.append(covariances[-1] + epsilon / trace * identity)
-    prior = sum(covariances).mean(dim=0)
-    if heterogeneous:
-        prior = prior / torch.stack([delta.square().sum() for delta in deltas]).mean()
-    numerator = sum(c @ s for c, s in zip(centred, ridged, strict=True))
-    merged = numerator @ torch.linalg.inv(sum(ridged) + prior)
-    if heterogeneous:
-        mean = sum(ridged) / len(ridged)
-        residual = sum(d @ (s - mean) for d, s in zip(deltas, covariances, strict=True))
-        left, sigma, right = torch.linalg.svd(residual + merged, full_matrices=False)
-        rank = int(rank_fraction * min(base.shape))
-        merged = merged + sigma[:rank].mean() * (left[:, :rank] @ right[:rank])
-    return base + merged
 
 
 def lean_ace(
@@ -52,7 +19,10 @@ def lean_ace(
     epsilon: float = 1e-5,
     rank_fraction: float = 0.3,
 ) -> Tensor:
-    """Return what `plain_ace` does, where all experts have fewer rows than columns by the dual."""
+    """Return the merged matrix, (o, i), by Eqs. 5-19 with the branch given.
+
+    Where all experts together have fewer rows than columns, the dual system is solved.
+    """
     deltas = torch.stack(experts) - base
     means = deltas.mean(dim=1)
     centred = deltas - means[:, None]
