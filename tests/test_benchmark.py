@@ -92,19 +92,20 @@ def test_the_lean_transcription(example, rng, shape, heterogeneous):
 
 
 @pytest.mark.parametrize("spectrum", ["low-rank", "slow"])
-@pytest.mark.parametrize("branch", ["homogeneous", "heterogeneous"])
-def test_kernels(run_example, tmp_path, branch, spectrum):
-    small = ["--divide", 64, "--rounds", 1, "--json", tmp_path / "kernels.json"]
-    shown = run_example("benchmark", "kernels", *small, "--branch", branch, "--spectrum", spectrum)
-    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
-    assert [(row["rows"], row["columns"]) for row in rows] == [
-        (32, 32),
-        (8, 32),
-        (128, 32),
-        (32, 128),
-    ]
-    assert all(row["lean"] > 0 and row["over_lean"] > 0 for row in rows)
-    assert "all together" in shown
+def test_kernels(run_example, tmp_path, spectrum):
+    """Ours, its transcription, a peer, and one of mergekit's own."""
+    ways = ["ace", "ace-refined", "lean-refined", "iso_c", "ties"]
+    small = ["--divide", 64, "--rounds", 1, "--json", tmp_path / "kernels.json", "--heterogeneous"]
+    shown = run_example("benchmark", "kernels", *small, "--spectrum", spectrum, "--ways", *ways)
+    figures = json.loads((tmp_path / "kernels.json").read_text())
+    shapes = [row["shape"] for row in figures["rows"] if row["way"] == "ties"]
+    assert shapes == [[32, 32], [8, 32], [128, 32], [32, 128]]
+    assert [total["way"] for total in figures["totals"]] == ways
+    for way in ways:
+        own = [row for row in figures["rows"] if row["way"] == way]
+        (total,) = [one["seconds"] for one in figures["totals"] if one["way"] == way]
+        assert total == pytest.approx(sum(row["count"] * row["seconds"] for row in own))
+        assert f"\nLlama-3.2-1B     {way} " in shown
 
 
 def test_a_merge_of_one_expert_is_refused(run_example, capsys):
@@ -116,12 +117,3 @@ def test_a_merge_of_one_expert_is_refused(run_example, capsys):
 def test_a_family_of_one_expert(example, tmp_path):
     paths = example("benchmark", "llamas").write_family(tmp_path, "tiny", 1, heterogeneous=True)
     assert all((path / "model.safetensors.index.json").exists() for path in paths)
-
-
-def test_costs_of_methods(run_example, in_process, tmp_path):
-    small = ["--model", "512x2048", "--divide", 16, "--json", tmp_path / "costs.json"]
-    shown = run_example("benchmark", "method_costs", *small, "--method", "ace", "iso_c", "ties")
-    rows = json.loads((tmp_path / "costs.json").read_text())["rows"]
-    assert [row["method"] for row in rows] == ["ace", "iso_c", "ties"]
-    assert all(row["seconds"] > 0 for row in rows)
-    assert "512x2048, 3 experts" in shown

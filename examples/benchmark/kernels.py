@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time `ace` on single matrices beside the paper written down as lean as can be (`lean.py`).
+"""Time merge methods on the matrices of a model, beside `ace` written down as lean as can be.
 
-    python examples/benchmark/kernels.py --model Llama-3.2-1B --experts 3 --json kernels.json
+    python examples/benchmark/kernels.py --model Llama-3.2-1B --json kernels.json
+    python examples/benchmark/kernels.py --ways ace tsv_m ties --spectrum slow
 
-Both run in turn in every round, so that whatever else the machine does hits both; seconds and
-ratios are medians over rounds. A model's total counts every matrix as often as a layer (or, for
-GPT-2 and ViT-L/14, the whole model) has it.
+All ways run in turn in every round, so that whatever else the machine does hits each of them;
+seconds and ratios are medians over rounds. Memory is the peak beside the inputs: resident on a CPU,
+else of the device. A model's total counts every matrix as often as a layer (or, for GPT-2 and
+ViT-L/14, the whole model) has it.
 """
 
 from __future__ import annotations
@@ -15,18 +17,17 @@ import json
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
 import torch
 from lean import lean_ace
+from mergekit.merge_methods import merge_tensors
 from torch import Tensor
 
-from mergekit_ace import AceOptions, merge_matrix
 from mergekit_ace.files.saving import write_text
 
-Result = TypeVar("Result")
 # (out, in): how many there are
 MODELS: dict[str, dict[tuple[int, int], int]] = {
     "Llama-3.2-1B": {(2048, 2048): 2, (512, 2048): 2, (8192, 2048): 2, (2048, 8192): 1},
@@ -35,7 +36,16 @@ MODELS: dict[str, dict[tuple[int, int], int]] = {
     | dict.fromkeys([(2304, 768), (768, 768), (3072, 768), (768, 3072)], 12),
     "ViT-L/14": {(1024, 1024): 96, (4096, 1024): 24, (1024, 4096): 24},
 }
-BRANCHES = ["homogeneous", "heterogeneous"]
+_SWITCHES = ("adaptive_normalization", "spectral_refinement")
+# mergekit's name of a method, and parameters that are not the default.
+METHODS: dict[str, tuple[str, dict]] = {
+    "ace": ("ace", dict.fromkeys(_SWITCHES, "never")),
+    "ace-refined": ("ace", dict.fromkeys(_SWITCHES, "always")),
+    "wudi-exact": ("wudi", {"solver": "exact"}),
+    "task_arithmetic": ("task_arithmetic", {"weight": 0.4, "normalize": False}),
+    "ties": ("ties", {"weight": 1.0, "density": 0.2}),
+}
+LEAN = {"lean": False, "lean-refined": True}  # whether the branch is the heterogeneous one
 
 
 def family(
@@ -66,7 +76,7 @@ def family(
     return base, members
 
 
-def timed(call: Callable[[], Result], device: str) -> tuple[float, Result]:
+def timed(call: Callable[[], object], device: str) -> tuple[float, object]:
     """Return the seconds that a call takes, and its result."""
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     synchronize()
@@ -76,63 +86,69 @@ def timed(call: Callable[[], Result], device: str) -> tuple[float, Result]:
     return time.perf_counter() - start, result
 
 
-def time_matrix(
-    shape: tuple[int, int], experts: int, heterogeneous: bool, arguments: argparse.Namespace
-) -> dict:
-    """Return seconds and more for one matrix, both ways in turn in every round.
-
-    `memory` is the peak of device memory in bytes, inputs and result included, what else is on the
-    device not; None on a CPU.
-    """
-    device, stored = arguments.device, getattr(torch, arguments.stored)
-    switch = "always" if heterogeneous else "never"
-    options = AceOptions(adaptive_normalization=switch, spectral_refinement=switch)
-    base, members = family(shape, experts, heterogeneous, stored, arguments.spectrum, device)
-    pairs, memory = [], None
-    for _ in range(arguments.rounds + 1):  # the first one warms up
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated() - sum(w.nbytes for w in (base, *members))
-        seconds, (_, record) = timed(lambda: merge_matrix(base, members, options=options), device)
-        if device == "cuda":
-            memory = torch.cuda.max_memory_allocated() - before
-        lean, _ = timed(lambda: lean_ace(base, members, heterogeneous=heterogeneous), device)
-        pairs.append((seconds, lean))
-    pairs = pairs[1:] or pairs
-    return {
-        "rows": shape[0],
-        "columns": shape[1],
-        "experts": experts,
-        "heterogeneous": heterogeneous,
-        "form": record.form,
-        "precision": record.precision,
-        "error": record.error,
-        "ours": median(ours for ours, _ in pairs),
-        "lean": median(lean for _, lean in pairs),
-        "over_lean": median(ours / lean for ours, lean in pairs),
-        "memory": memory,
-    }
+def merge_by(way: str, base: Tensor, experts: list[Tensor]) -> Tensor:
+    """Merge matrices by `lean.py`, or by a method of mergekit."""
+    if way in LEAN:
+        return lean_ace(base, experts, heterogeneous=LEAN[way])
+    name, parameters = METHODS.get(way, (way, {}))
+    return merge_tensors([base, *experts], name, base_index=0, parameters=parameters)
 
 
-def print_row(row: dict) -> None:
+def reset_peak(device: str) -> int | None:
+    """Start counting the peak of memory anew; return what is in use, None where nobody tells."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    except OSError:
+        return None
+    return process_bytes("VmRSS")
+
+
+def peak(device: str) -> int:
+    """Return the most bytes that were in use since `reset_peak`."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else process_bytes("VmHWM")
+
+
+def time_matrix(shape: tuple[int, int], experts: int, options: argparse.Namespace) -> list[dict]:
+    """Return seconds, their ratio to those of the first way, and memory of every way."""
+    stored = getattr(torch, options.stored)
+    models = family(shape, experts, options.heterogeneous, stored, options.spectrum, options.device)
+    seconds: dict[str, list[float]] = {way: [] for way in options.ways}
+    memory = dict.fromkeys(options.ways, 0)
+    for _ in range(options.rounds + 1):  # the first one warms up
+        for way in options.ways:
+            before = reset_peak(options.device)
+            seconds[way].append(timed(partial(merge_by, way, *models), options.device)[0])
+            if before is not None:
+                memory[way] = max(memory[way], peak(options.device) - before)
+    kept = {way: every[1:] or every for way, every in seconds.items()}
+    first = kept[options.ways[0]]
+    return [
+        {
+            "way": way,
+            "seconds": median(own),
+            "ratio": median(a / b for a, b in zip(own, first, strict=True)),
+            "memory": memory[way] or None,
+        }
+        for way, own in kept.items()
+    ]
+
+
+def print_row(what: str, row: dict) -> None:
+    memory = "" if row["memory"] is None else f"{row['memory'] / 1e6:8.0f}"
     print(
-        f"{row['rows']:6d} x {row['columns']:<6d} {row['experts']:2d}  "
-        f"{BRANCHES[row['heterogeneous']]:13}  {row['form']:6} {row['precision']:8} "
-        f"{row['error']:9.1e} {row['ours']:9.4f} {row['lean']:9.4f} {row['over_lean']:6.2f}",
-        flush=True,
+        f"{what:16} {row['way']:16} {row['seconds']:9.4f} {row['ratio']:8.2f} {memory}", flush=True
     )
 
 
-def print_total(rows: list[dict]) -> dict:
-    """Print and return the seconds of a model's matrices, and the peak of device memory."""
-    total = {name: rows[0][name] for name in ("model", "experts", "heterogeneous")}
-    total |= {way: sum(row["count"] * row[way] for row in rows) for way in ("ours", "lean")}
-    total["memory"] = max((row["memory"] for row in rows if row["memory"]), default=None)
-    line = f"  all together: ours {total['ours']:.3f} s, lean {total['lean']:.3f} s"
-    if total["memory"]:
-        line += f", at most {total['memory'] / 1e9:.2f} GB of device memory"
-    print(line, flush=True)
-    return total
+def total_of(rows: list[dict], first: float | None) -> dict:
+    """Return the seconds of a model's matrices together, and the most memory that one took."""
+    seconds = sum(row["count"] * row["seconds"] for row in rows)
+    memory = max((row["memory"] for row in rows if row["memory"]), default=None)
+    ratio = seconds / (first or seconds)
+    return {"way": rows[0]["way"], "seconds": seconds, "ratio": ratio, "memory": memory}
 
 
 def process_bytes(field: str) -> int:
@@ -161,35 +177,36 @@ def print_machine(device: str) -> dict[str, str | int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["Llama-3.2-1B"])
-    parser.add_argument("--experts", nargs="+", type=int, default=[3])
-    parser.add_argument("--branch", nargs="+", choices=BRANCHES, default=BRANCHES)
+    parser.add_argument("--ways", nargs="+", default=["ace", "lean", "ace-refined", "lean-refined"])
+    parser.add_argument("--experts", type=int, default=3)
+    parser.add_argument("--heterogeneous", action="store_true", help="experts of unequal scale")
     parser.add_argument("--stored", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--spectrum", choices=["low-rank", "slow"], default="low-rank")
     parser.add_argument("--rounds", type=int, default=3, help="0: a single one, not warmed up")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--divide", type=int, default=1, help="sides of all matrices by that")
     parser.add_argument("--json", help="write the figures there")
-    arguments = parser.parse_args()
-    if min(arguments.experts) < 2:
+    options = parser.parse_args()
+    if options.experts < 2:
         parser.error("a merge of matrices takes at least two experts")
-    figures: dict = {"machine": print_machine(arguments.device), "rows": [], "totals": []}
-    print("    matrix       T  branch         form   solved in   error      ours      lean   over")
-
-    def keep(kind: str, figure: dict) -> None:
-        figures[kind].append(figure)
-        if arguments.json:
-            write_text(arguments.json, json.dumps(figures, indent=1))
-
-    for model in arguments.model:
-        for experts in arguments.experts:
-            for branch in arguments.branch:
-                print(f"{model}, {experts} experts, {branch}")
-                for (rows, columns), count in MODELS[model].items():
-                    shape = (rows // arguments.divide, columns // arguments.divide)
-                    row = time_matrix(shape, experts, branch == "heterogeneous", arguments)
-                    print_row(row)
-                    keep("rows", {"model": model, "count": count, **row})
-                keep("totals", print_total(figures["rows"][-len(MODELS[model]) :]))
+    figures: dict = {"machine": print_machine(options.device), "rows": [], "totals": []}
+    print("matrix           way                seconds  x first       MB")
+    for model in options.model:
+        by_way: dict[str, list[dict]] = {way: [] for way in options.ways}
+        for (rows, columns), count in MODELS[model].items():
+            shape = (rows // options.divide, columns // options.divide)
+            for row in time_matrix(shape, options.experts, options):
+                print_row(f"{shape[0]} x {shape[1]}", row)
+                by_way[row["way"]].append({"model": model, "shape": shape, "count": count, **row})
+        first = None
+        for rows_of_way in by_way.values():
+            total = total_of(rows_of_way, first)
+            first = first or total["seconds"]
+            print_row(model, total)
+            figures["rows"] += rows_of_way
+            figures["totals"].append({"model": model, "experts": options.experts, **total})
+        if options.json:
+            write_text(options.json, json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":
