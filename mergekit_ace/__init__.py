@@ -95,7 +95,6 @@ def _register():
     register_quietly()
 
 
-if not any(getattr(finder, "__module__", None) == __name__ for finder in sys.meta_path):
-    sys.meta_path.insert(0, _HostFinder)
-    if "mergekit.merge_methods" in sys.modules:
-        _quietly(_register)
+sys.meta_path.insert(0, _HostFinder)
+if "mergekit.merge_methods" in sys.modules:
+    _quietly(_register)

@@ -12,37 +12,20 @@ from click.testing import CliRunner
 from mergekit.merge_methods import merge_state_dicts, registry
 from safetensors.torch import load_file
 
-from mergekit_ace.algebra.linear import record_of_entries
-from mergekit_ace.algebra.records import Fraction
 from mergekit_ace.cli import main
-from mergekit_ace.methods.base import Citation, TaskVectorMethod, method_spec
-from mergekit_ace.methods.parameters import shared
 from mergekit_ace.plugin import METHODS, register
 
-
-class MeanOfTwo(TaskVectorMethod):
-    """A throw-away method: one class, and an entry in the list that is registered."""
-
-    spec = method_spec(
-        "mean_of_two",
-        "Mean of two",
-        "https://example.org/mean",
-        (shared("share", Fraction, 0.5, "How much of the second expert is taken."),),
-    )
-    summary = "Goes from one expert towards the other."
-    citations = (Citation("doe2026mean", "@article{doe2026mean,\n  title = {The Mean of Two}\n}"),)
-    own_rule = "between two experts"
-
-    def merge(self, tensors, settings):
-        _, first, second = tensors
-        merged = first.lerp(second, settings.parameters["share"])
-        return merged, record_of_entries(self.spec.name, tensors[0], tensors[1:])
+CONTRIBUTING = Path(__file__).parents[1] / ".github" / "CONTRIBUTING.md"
 
 
 @pytest.fixture
-def mean_of_two(monkeypatch):
+def mean_of_two(tmp_path, monkeypatch):
+    """The method of CONTRIBUTING.md: a file, and an entry in the list that is registered."""
+    _, _, begun = CONTRIBUTING.read_text("utf-8").partition("```python\n")
+    (tmp_path / "mean_of_two.py").write_text(begun.partition("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))  # forgotten afterwards
-    register((*METHODS, f"{__name__}:MeanOfTwo"))
+    register((*METHODS, "mean_of_two:MeanOfTwoMerge"))
 
 
 def command(*arguments: str | Path) -> str:

@@ -21,10 +21,8 @@ of T, which is the expert's weight minus W0, and X the merged task vector.
 [What is computed](../algebra/README.md#notation) explains the other symbols and
 [every `layout`](../algebra/README.md#layouts).
 
-`mergekit-ace methods --markdown` prints this page, and a test compares both. To add a method, write
-a subclass of `TaskVectorMethod` (`base.py`) and list it in `plugin.py`. The class holds its `spec`
-(name, title, reference, parameters), `summary`, `citations`, `own_rule` (words for reports) and
-`merge`. A method on matrices needs only a formula: see `peers/matrix_method.py`.
+`mergekit-ace methods --markdown` prints this page, and a test compares both.
+[CONTRIBUTING](../../.github/CONTRIBUTING.md#add-a-method) shows how to add a method.
 """
 
 

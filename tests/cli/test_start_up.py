@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from covering import covered
 
-PACKAGE = Path(__file__).parents[1] / "mergekit_ace"
+PACKAGE = Path(__file__).parents[2] / "mergekit_ace"
 LOADED = "import site; site.addsitedir(sys.argv[1])"  # as Python does at its start, `.pth` and all
 MERGEKIT = "import mergekit.merge_methods; print(mergekit.merge_methods.ready)"
 
