@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 LIMITS = {
-    "files": 99,
-    "lines": 23161,
+    "files": 91,
+    "lines": 22908,
     "lines of a file": 565,
     "parameters of a function": 9,
     "functions with more than 8 parameters": 3,
@@ -31,7 +31,7 @@ LAYERS = """naming files algebra methods plugin planning adapters check merging 
 ELSEWHERE = {"learner": "training", "train": "cli"}
 # How many imports climb from a layer to one above it.
 CLIMBS = {
-    "adapters -> check": 10,
+    "adapters -> check": 1,
     "adapters -> report": 1,
     "files -> training": 1,
     "methods -> training": 1,
