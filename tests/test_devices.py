@@ -36,7 +36,7 @@ from mergekit_ace.algebra.inspection import inspect_tensor
 from mergekit_ace.cli import main
 from mergekit_ace.methods.base import TaskVectorMethod, first_that_fits, is_out_of_memory
 from mergekit_ace.plugin import our_methods
-from mergekit_ace.report import tensor_lines
+from mergekit_ace.report import measure
 
 SHAPES = [(48, 200), (90, 80), (200, 60), (60, 150)]
 FLOAT = torch.float32
@@ -153,10 +153,9 @@ def test_components(gpu, options, shape):
 @pytest.mark.parametrize("shape", [(40, 30), (300, 290)])
 def test_inspection(gpu, shape):
     def look(tensors: list[Tensor]):
-        def merge(tensors, layout, observe):
-            return merge_tensor(
-                tensors[0], tensors[1:], None, AceOptions(), layout, observe=observe
-            )
+        def merge(tensors, layout, refine=True):
+            options = AceOptions(spectral_refinement="auto" if refine else "never")
+            return merge_tensor(tensors[0], tensors[1:], None, options, layout)
 
         return inspect_tensor(tensors[0], tensors[1:], "matrix", merge)
 
@@ -220,7 +219,7 @@ def test_inspections_of_checkpoints(monkeypatch, tmp_path, caplog, full):
             finally:
                 device.memory = math.inf
 
-        monkeypatch.setattr(tensor_lines, "inspect_tensor", beside_others)
+        monkeypatch.setattr(measure, "inspect_tensor", beside_others)
         found = lines_of(config, tmp_path, GPU)
     assert found.keys() == expected.keys()
     for name, line in found.items():

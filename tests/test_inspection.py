@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every number of a report against a plain computation in float64."""
+"""Every number that `inspect` measures against a plain computation in float64."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ import math
 import pytest
 import torch
 from matrices import HETEROGENEOUS, deltas_of, family
+from measured_files import in_memory, random_covariance
 from reference import naive_ace
-from torch import Tensor
 
-from mergekit_ace.algebra import inspection as comparison
+from mergekit_ace.algebra import inspection
 from mergekit_ace.algebra.ace import AceOptions, merge_tensor
 from mergekit_ace.algebra.inspection import (
     BINS,
     REACH,
     TensorInspection,
+    compare_covariances,
     compare_entries,
     compare_subspaces,
-    evenly_spaced,
     inspect_tensor,
 )
 from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
 
-OPTIONS = AceOptions()
 
-
-def look(base, experts, weights, options, layout) -> TensorInspection:
+def look(base, experts, layout, weights=None, **options) -> TensorInspection:
     """At a tensor as `ace` merges it."""
 
-    def merge(tensors, layout, observe):
-        return merge_tensor(tensors[0], tensors[1:], weights, options, layout, observe=observe)
+    def merge(tensors, layout, refine=True):
+        own = AceOptions(**options, **({} if refine else {"spectral_refinement": "never"}))
+        return merge_tensor(tensors[0], tensors[1:], weights, own, layout)
 
     return inspect_tensor(base, experts, layout, merge)
 
@@ -65,7 +64,7 @@ def test_comparison(rng, shape):
 
 
 def test_a_histogram_of_a_large_tensor_counts_evenly_spaced_entries(rng, monkeypatch):
-    monkeypatch.setattr(comparison, "SAMPLE", 100)
+    monkeypatch.setattr(inspection, "SAMPLE", 100)
     base = torch.randn(30, 20, generator=rng)
     expert = base + torch.randn(30, 20, generator=rng)
     counts = compare_entries(base, [expert]).histogram[0]
@@ -77,35 +76,28 @@ def test_a_histogram_of_a_large_tensor_counts_evenly_spaced_entries(rng, monkeyp
     assert counts[1:-1] == tuple(inside.long().tolist())
 
 
-def test_what_is_compared_in_float64_stays_as_it_is(rng):
-    base, expert = (torch.randn(6, 5, generator=rng, dtype=torch.float64) for _ in range(2))
-    before = expert.clone()
-    compare_entries(base, [expert])
-    assert torch.equal(expert, before)
-
-
 def test_comparison_of_what_cannot_be_compared():
     base = torch.ones(3, 4)
     found = compare_entries(base, [base.clone(), base + 1])
     assert found.unchanged == (1.0, 0.0)
-    assert found.cosine[0] == (None, None)
-    assert found.cosine[1] == (None, pytest.approx(1))
+    assert found.cosine == ((None, None), (None, pytest.approx(1)))
     empty = compare_entries(torch.ones(0, 4), [torch.ones(0, 4)])
     assert empty.unchanged == (1.0,)
     assert empty.unit == 0
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_comparison_of_huge_and_tiny_task_vectors(rng, scale):
+def test_huge_and_tiny_task_vectors(rng, scale):
     base = torch.zeros(6, 8)
     experts = [scale * torch.randn(6, 8, generator=rng) for _ in range(2)]
+    before = experts[0].clone()
     found = compare_entries(base, experts)
     a, b = deltas_of(base, experts)
     assert found.cosine[0][1] == pytest.approx(float((a * b).sum() / a.norm() / b.norm()))
     subspaces = compare_subspaces(base, experts, torch.float32)
-    assert subspaces.stable_rank[0] == pytest.approx(
-        float(a.norm() ** 2 / torch.linalg.matrix_norm(a, 2) ** 2), rel=1e-5
-    )
+    rank = float(a.norm() ** 2 / torch.linalg.matrix_norm(a, 2) ** 2)
+    assert subspaces.stable_rank[0] == pytest.approx(rank, rel=1e-5)
+    assert torch.equal(experts[0], before)
 
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40), (5, 9), (1, 6)])
@@ -113,9 +105,8 @@ def test_subspaces(rng, shape):
     base = torch.randn(shape, generator=rng)
     experts = [base + torch.randn(shape, generator=rng) for _ in range(2)]
     experts.append(base.clone())
-    found = compare_subspaces(base, experts, torch.float32)
     k = min(16, *shape)
-    assert found.size == k
+    found = compare_subspaces(base, experts, torch.float32)
     svds = [torch.linalg.svd(d, full_matrices=False) for d in deltas_of(base, experts[:2])]
     for t, (_, sigma, _) in enumerate(svds):
         rank = float(sigma.square().sum() / sigma[0] ** 2)
@@ -129,22 +120,17 @@ def test_subspaces(rng, shape):
     assert found.inputs[0][2] is None
 
 
-def naive_merge(base, experts, refined: bool) -> Tensor:
-    switch = "always" if refined else "never"
-    return naive_ace(base, experts, spectral_refinement=switch) - base.double()
-
-
 @pytest.mark.parametrize("shape", [(48, 40), (30, 64)])
 @pytest.mark.parametrize("heterogeneous", [False, True])
 def test_the_spectrum_of_the_merge(rng, shape, heterogeneous):
     base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS if heterogeneous else None)
-    found = look(base, experts, [1, 1, 1], OPTIONS, "matrix")
-    (matrix,) = found.matrices
+    (matrix,) = look(base, experts, "matrix").matrices
     spectrum = matrix.spectrum
-    assert matrix.record.heterogeneous == heterogeneous
+    assert matrix.heterogeneous == heterogeneous
     k = math.ceil(0.05 * min(shape))
     assert spectrum.leading == k
-    merges = [naive_merge(base, experts, refined) for refined in (False, heterogeneous)]
+    switches = ("never", "always" if heterogeneous else "never")
+    merges = [naive_ace(base, experts, spectral_refinement=s) - base.double() for s in switches]
     svds = [torch.linalg.svd(x, full_matrices=False) for x in merges]
     for (_, sigma, _), values, share in (
         (svds[0], spectrum.before, spectrum.share_before),
@@ -164,62 +150,77 @@ def test_the_spectrum_of_the_merge(rng, shape, heterogeneous):
 def test_the_branch_is_the_merges_own(rng):
     """`inspect` says what a merge would do, with its options."""
     base, experts = family(rng, 20, 30, 3, scales=HETEROGENEOUS)
-    options = OPTIONS.model_copy(
-        update={"heterogeneity": "log_variance", "heterogeneity_threshold": 1e9}
-    )
-    record = look(base, experts, [1, 1, 0], options, "matrix").matrices[0].record
-    assert not record.heterogeneous
-    assert record.weight[2] == 0
+    options = {"heterogeneity": "log_variance", "heterogeneity_threshold": 1e9}
+    (matrix,) = look(base, experts, "matrix", [1, 1, 0], **options).matrices
+    assert not matrix.heterogeneous
+    assert matrix.weight[2] == 0
     taus = [float(d.square().sum()) for d in deltas_of(base, experts)]
-    assert record.tau == pytest.approx(taus)
+    assert matrix.tau == pytest.approx(taus)
 
 
 def test_layouts(rng):
     base = torch.randn(6, 8, 10, generator=rng)
     experts = [base + torch.randn(6, 8, 10, generator=rng) for _ in range(2)]
-    stacked = look(base, experts, [1, 1], OPTIONS, "stacked")
-    assert len(stacked.matrices) == 6
-    looked_at = [n for n, matrix in enumerate(stacked.matrices) if matrix.spectrum]
-    assert looked_at == [0, 2, 3, 5]
-    alone = look(base[2], [e[2] for e in experts], [1, 1], OPTIONS, "matrix")
-    assert stacked.matrices[2].record.tau == alone.matrices[0].record.tau
-    assert stacked.matrices[2].subspaces == alone.matrices[0].subspaces
-    mean = look(base, experts, [1, 1], OPTIONS, "mean")
-    assert mean.matrices[0].record.rule == "mean"
-    assert mean.matrices[0].spectrum is None
-    turned = look(base[0], [e[0] for e in experts], [1, 1], OPTIONS, "transposed")
-    plain = look(base[0].T, [e[0].T for e in experts], [1, 1], OPTIONS, "matrix")
-    assert turned.matrices[0].record.tau == pytest.approx(plain.matrices[0].record.tau)
+    stacked = look(base, experts, "stacked")
+    assert [n for n, matrix in enumerate(stacked.matrices) if matrix.spectrum] == [0, 2, 3, 5]
+    (alone,) = look(base[2], [e[2] for e in experts], "matrix").matrices
+    assert stacked.matrices[2].tau == alone.tau
+    assert stacked.matrices[2].subspaces == alone.subspaces
+    (mean,) = look(base, experts, "mean").matrices
+    assert (mean.rule, mean.spectrum) == ("mean", None)
+    (turned,) = look(base[0], [e[0] for e in experts], "transposed").matrices
+    (plain,) = look(base[0].T, [e[0].T for e in experts], "matrix").matrices
+    assert turned.tau == pytest.approx(plain.tau)
 
 
 def test_frozen_and_single(rng):
     base = torch.randn(8, 8, generator=rng)
-    nobody = look(base, [base, base], [1, 1], OPTIONS, "matrix")
-    assert nobody.matrices[0].record.rule == "base"
-    assert nobody.matrices[0].spectrum is None
-    one = look(base, [base, base + 1], [1, 1], OPTIONS, "matrix")
-    assert one.matrices[0].record.rule == "single"
-    assert one.comparison.unchanged == (1.0, 0.0)
+    (nobody,) = look(base, [base, base], "matrix").matrices
+    assert (nobody.rule, nobody.spectrum) == ("base", None)
+    assert look(base, [base, base + 1], "matrix").matrices[0].rule == "single"
 
 
-def test_a_merge_that_shows_nothing_of_itself(rng):
+def test_a_merge_without_a_refinement(rng):
     """Its spectrum is that of what it has added to the base."""
     base, experts = family(rng, 24, 40, 2)
 
-    def merge(tensors, layout, observe):
+    def merge(tensors, layout):
         merged = tensors[0] + 0.5 * (tensors[1] - tensors[0])
         record = MatrixRecord("half", (1.0, 1.0), (1.0, 1.0), (1, 1))
         return merged, TensorRecord(tuple(base.shape), layout, (record,))
 
     (matrix,) = inspect_tensor(base, experts, "matrix", merge).matrices
     sigma = torch.linalg.svdvals(0.5 * (experts[0] - base).double())
-    assert matrix.record.rule == "half"
+    assert matrix.rule == "half"
     assert matrix.spectrum.before == pytest.approx(sigma[:2].tolist(), rel=1e-4)
     assert matrix.spectrum.alignment is None
 
 
-def test_evenly_spaced():
-    assert evenly_spaced(3, 8) == [0, 1, 2]
-    assert evenly_spaced(9, 3) == [0, 4, 8]
-    assert evenly_spaced(9, 1) == [4]
-    assert evenly_spaced(0, 4) == []
+@pytest.mark.parametrize("shape", [(10, 30), (40, 24)])
+def test_agreement_with_measured_covariances(rng, shape):
+    base, experts = family(rng, *shape, 2)
+    covariances = [random_covariance(rng, shape[1]) for _ in experts]
+    found = compare_covariances(base, experts, in_memory(covariances))
+    grams = [d.T @ d for d in deltas_of(base, experts)]
+    assert found.size == min(16, *shape)
+    for t, gram in enumerate(grams):
+        for s, covariance in enumerate(covariances):
+            m = covariance.double()
+            expected = float((gram * m).sum() / gram.norm() / m.norm())
+            assert found.cosine[t][s] == pytest.approx(expected, rel=1e-4)
+        one = torch.linalg.eigh(gram).eigenvectors[:, -found.size :]
+        other = torch.linalg.eigh(covariances[t].double()).eigenvectors[:, -found.size :]
+        cosines = torch.linalg.svdvals(one.T @ other).clamp(max=1)
+        expected = [math.degrees(math.acos(c)) for c in cosines.tolist()]
+        assert found.angles[t] == pytest.approx(expected, abs=0.5)
+
+
+def test_agreement_without_a_change_or_a_measurement(rng):
+    base, experts = family(rng, 8, 6, 2)
+    covariance = random_covariance(rng, 6)
+    three = [base.clone(), *experts]
+    found = compare_covariances(base, three, in_memory([covariance, None, covariance * 0]))
+    assert found.angles == (None, None, None)
+    assert found.cosine[0] == (None, None, None)
+    assert found.cosine[1][0] is not None
+    assert found.cosine[1][1:] == (None, None)

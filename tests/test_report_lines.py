@@ -109,7 +109,7 @@ def test_infinite_gamma_is_still_json(tmp_path):
     report = tmp_path / "r.jsonl"
     options = {"report": str(report)}
     merge_tensors([base, small, large], "ace", base_index=0, parameters=options)
-    assert lines(report)[0]["gamma"] == "inf"
+    assert lines(report)[0]["gamma"] == "Infinity"
 
 
 def test_threads_do_not_mix_their_lines_or_results(rng, tmp_path):

@@ -62,6 +62,7 @@ class MatrixRecord:
         mix: share of what was measured on samples in the covariances; None where nothing was.
         side: of which covariances were estimated; None where none were. With ``outputs``, i above
             is the number of outputs.
+        selected: share of the entries that were added, where a method chooses entries.
     """
 
     rule: str
@@ -86,6 +87,7 @@ class MatrixRecord:
     error: float | None = None
     mix: float | None = None
     side: Side | None = None
+    selected: float | None = None
 
 
 @dataclass(frozen=True)

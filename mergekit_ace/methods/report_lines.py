@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`report: PATH`: one JSON line per merged tensor."""
+"""The lines of a report: one `Record` in JSON per tensor, of a merge or of `inspect`."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import threading
-from collections.abc import Sequence
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
+from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
+from pydantic import SerializerFunctionWrapHandler as Handler
+from typing_extensions import Self
+
+from mergekit_ace.algebra.inspection import MatrixInspection, PairTable, TensorInspection
+from mergekit_ace.algebra.records import TensorRecord
 from mergekit_ace.files.saving import package_versions
 from mergekit_ace.methods.parameters import TensorSettings
 
@@ -20,62 +22,117 @@ REPORTED_PACKAGES = ("mergekit", "mergekit-ace", "torch")
 _LOCK = threading.Lock()  # --multi-gpu merges tensors side by side
 
 
-def append_report(
-    method: str, settings: TensorSettings, record: TensorRecord, seconds: float
-) -> None:
-    """Append the JSON line of one tensor to the file under `report:`, which is created, or grows.
+class Record(BaseModel):
+    """What is known of one tensor of a merge. Lists over experts are in the order of `models`.
 
-    A matrix's fields (see `MatrixRecord`) stand at the top level of the line; a stacked tensor has
-    a list of them under ``matrices`` instead. Lists over experts are in the order of ``models``. A
-    number that JSON lacks (γ = ∞) is written as text.
+    In a file, the fields of a single matrix stand beside those of the tensor; a stacked tensor has
+    a list of them under ``matrices``. A number that JSON lacks (γ = ∞) is text there.
+
+    Attributes:
+        tensor: its name; None for one in memory without a name.
+        models: the experts.
+        layout: how the tensor was read.
+        coefficients: of the components, and of the refinement, where they are not all 1.
+        decisions_of: the method whose decisions are shown in the place of the merge's own.
+        skipped: why the tensor was not compared; empty if it was.
+        relative_size: ‖Δ_t‖/‖W0‖, None where W0 is 0 or was not read.
+        norm and what follows: see `Comparison`; None in the report of a merge.
+        matrices: one, or one per stacked matrix; none of a tensor that was skipped.
+    """
+
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
+
+    tensor: str | None
+    method: str
+    shape: tuple[int, ...]
+    layout: str
+    models: tuple[str, ...]
+    seconds: float = 0.0
+    versions: dict[str, str] = Field(default_factory=dict)
+    coefficients: tuple[float, ...] | None = None
+    decisions_of: str | None = None
+    skipped: str = ""
+    relative_size: tuple[float | None, ...] | None = None
+    norm: tuple[float, ...] | None = None
+    base_norm: float | None = None
+    unchanged: tuple[float, ...] | None = None
+    cosine: PairTable | None = None
+    unit: float | None = None
+    histogram: tuple[tuple[int, ...], ...] | None = None
+    matrices: tuple[MatrixInspection, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the tensor as text."""
+        return str(self.tensor)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nest(cls, content: Any) -> Any:
+        if isinstance(content, dict) and not {"matrices", "skipped"} & content.keys():
+            return {**content, "matrices": [content]}
+        return content
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> Self:
+        values = [self.relative_size, self.norm, self.unchanged, self.cosine, self.histogram]
+        values += [part for m in self.matrices for part in (m.weight, m.tau, m.changed)]
+        if any(part is not None and len(part) != len(self.models) for part in values):
+            raise ValueError(f"a list does not have a value for each of {len(self.models)} experts")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _flatten(self, handler: Handler) -> dict[str, Any]:
+        content = handler(self)
+        if len(self.matrices) == 1:
+            content |= content.pop("matrices")[0]
+        return content
+
+
+def tensor_record(
+    method: str,
+    settings: TensorSettings,
+    record: TensorRecord | TensorInspection,
+    seconds: float,
+    **measured: Any,
+) -> Record:
+    """Return the record of one tensor.
 
     Args:
         method: the merge method.
         settings: of the tensor.
-        record: what was done.
-        seconds: wall time of the merge of this tensor.
+        record: what was done, or what `inspect` found.
+        seconds: wall time of the work on this tensor.
+        measured: other fields of the record.
     """
-    line = line_head(method, settings, record.shape, record.layout, seconds)
-    if len(record.matrices) == 1:
-        line |= record_fields(record.matrices[0])
-    else:
-        line["matrices"] = [record_fields(matrix) for matrix in record.matrices]
-    text = json.dumps(finite(line), allow_nan=False) + "\n"
-    with _LOCK, open(settings.parameters["report"], "ab+") as file:
+    return Record(
+        tensor=settings.name,
+        method=method,
+        shape=record.shape,
+        layout=record.layout,
+        models=settings.models,
+        seconds=round(seconds, 6),
+        versions=package_versions(*REPORTED_PACKAGES),
+        coefficients=settings.coefficients,
+        matrices=[MatrixInspection(**vars(matrix)) for matrix in record.matrices],
+        **measured,
+    )
+
+
+def append_report(
+    method: str, settings: TensorSettings, record: TensorRecord, seconds: float
+) -> None:
+    """Append the line of a merged tensor to the file under `report:`; see `tensor_record`."""
+    line = tensor_record(method, settings, record, seconds)
+    append_line(Path(settings.parameters["report"]), line)
+
+
+def append_line(path: Path, record: Record) -> None:
+    """Append a record to a report, which is created, or grows."""
+    text = record.model_dump_json(exclude_defaults=True) + "\n"
+    with _LOCK, open(path, "ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":  # a kill cut off the last line; it takes no other with it
                 text = "\n" + text
         file.write(text.encode())
-
-
-def line_head(
-    method: str, settings: TensorSettings, shape: Sequence[int], layout: str, seconds: float
-) -> dict[str, Any]:
-    """Return what the line of a tensor begins with, in the report of a merge or of `inspect`."""
-    line: dict[str, Any] = {
-        "tensor": settings.name,
-        "method": method,
-        "shape": list(shape),
-        "layout": layout,
-        "models": settings.models,
-        "seconds": round(seconds, 6),
-        "versions": package_versions(*REPORTED_PACKAGES),
-    }
-    if settings.coefficients is not None:
-        line["coefficients"] = list(settings.coefficients)
-    return line
-
-
-def record_fields(matrix: MatrixRecord) -> dict[str, Any]:
-    """Return what a line says of one matrix."""
-    return {key: value for key, value in asdict(matrix).items() if value is not None}
-
-
-def finite(value: Any) -> Any:
-    """Return a JSON value with numbers that JSON lacks (γ = ∞) as text."""
-    if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

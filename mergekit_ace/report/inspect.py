@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look at all tensors of a planned merge, one after the other, without writing a model."""
+"""`mergekit-ace inspect`: measure all tensors of a planned merge without writing a model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from mergekit_ace.files.headers import DamagedFileError, json_or_empty
 from mergekit_ace.files.models import headers_only, read_checkpoint
 from mergekit_ace.files.saving import differences, file_states, locked, write_text
 from mergekit_ace.files.statistics import load_statistics
-from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
+from mergekit_ace.methods.report_lines import Record, append_line
 from mergekit_ace.naming import natural_order, without_numbers
 from mergekit_ace.planning import (
     ConfigError,
@@ -37,111 +37,12 @@ from mergekit_ace.planning import (
     plan_merge,
     read_merge_config,
 )
-from mergekit_ace.report.jsonl import Line, ReportError, complete_lines, read_lines
+from mergekit_ace.report.measure import InspectTensor, adapter_record, why_in_full
 from mergekit_ace.report.page import write_page
+from mergekit_ace.report.record import Report, ReportError, read_records
 from mergekit_ace.report.summary import write_summary
-from mergekit_ace.report.tensor_lines import InspectTensor, adapter_line, why_in_full
 
 LOCK_FILE = ".inspection.lock"
-
-
-def _lines(
-    todo: Sequence[PlannedTensor], plan: PlannedMerge, covariances: str | None
-) -> Iterator[dict[str, Any]]:
-    """Run mergekit's own executor, which reads, moves and frees tensors as in a merge."""
-    tasks: list[Task] = [InspectTensor(merge=t.task, covariances=covariances) for t in todo]
-    executor = Executor(tasks, math_device=torch.device(plan.options.device or "cpu"))
-    for _, line in executor.run(quiet=True):
-        yield line
-
-
-def _adapter_lines(todo: Sequence[PlannedTensor], plan: AdapterPlan) -> Iterator[dict[str, Any]]:
-    changed = {tensor.planned.name: tensor for tensor in plan.tensors}
-    with headers_only(plan.checkpoints):
-        for tensor in todo:
-            header = plan.checkpoints[0].source(tensor.task.output_weight)
-            yield adapter_line(plan, tensor, header, changed.get(tensor.name))
-
-
-def _weight_files(plan: PlannedMerge) -> list[str]:
-    places = []
-    for model in plan.config.referenced_models():
-        index = LoaderCache().get(model).index
-        places += [str(Path(index.base_path, name)) for name in set(index.tensor_paths.values())]
-    return places
-
-
-def _identity(
-    plan: PlannedMerge, filters: Iterable[str], sample: int | None, places: Sequence[str]
-) -> dict[str, Any]:
-    """Return what must be the same for the lines of one report."""
-    return {
-        "config": config_content(plan.source),
-        "tensors": sorted(filters),
-        "sample": sample,
-        "files": file_states(sorted(places)),
-        "version": mergekit_ace.__version__,
-    }
-
-
-def _claim(folder: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
-    """Make the folder this inspection's, or find that it is already."""
-    record = folder / "inspection.json"
-    changed = differences(json_or_empty(record), identity) if record.exists() else []
-    if record.exists() and not changed:
-        return
-    leftover = (folder / "report.jsonl").exists()
-    if (changed or leftover) and not overwrite:
-        what = f"; changed since then: {', '.join(changed[:8])}" if changed else ""
-        raise ReportError(
-            f"{folder} holds another inspection{what}. Choose another folder, or --overwrite to "
-            "drop it"
-        )
-    for name in ("report.jsonl", "summary.json", "report.html"):
-        (folder / name).unlink(missing_ok=True)
-    write_text(record, json.dumps(identity, indent=1))
-
-
-def select(
-    tensors: Sequence[PlannedTensor], filters: Sequence[str], sample: int | None
-) -> list[PlannedTensor]:
-    """Return the chosen tensors, in the order of the model.
-
-    Args:
-        filters: parts of names; all tensors without any.
-        sample: how many at most: as many of every kind, a kind being all tensors whose names differ
-            by numbers only, evenly spaced over the depth of the model.
-
-    Raises:
-        ReportError: none is left.
-    """
-    chosen = {
-        tensor.name: tensor
-        for tensor in tensors
-        if not filters or any(part in tensor.name for part in filters)
-    }
-    if not chosen:
-        raise ReportError(
-            f"no tensor contains {' or '.join(map(repr, filters))}; there are, for example, "
-            f"{', '.join(tensor.name for tensor in tensors[:3])}"
-        )
-    names = sorted(chosen, key=natural_order)
-    if sample is not None:
-        names = thin_out(names, sample)
-    return [chosen[name] for name in names]
-
-
-def thin_out(names: Sequence[str], wanted: int) -> list[str]:
-    """Return at most `wanted` names, of every kind evenly over the depth, in their order."""
-    kinds: dict[str, list[str]] = {}
-    for name in names:
-        kinds.setdefault(without_numbers(name), []).append(name)
-    members = list(kinds.values())
-    if wanted < len(members):
-        members = [members[n] for n in evenly_spaced(len(members), wanted)]
-    each = max(1, wanted // len(members))
-    kept = {group[n] for group in members for n in evenly_spaced(len(group), each)}
-    return [name for name in names if name in kept]
 
 
 def run_inspection(
@@ -178,65 +79,33 @@ def run_inspection(
         adapters = _plan_adapters(merge, source, options, in_full=covariances is not None)
     if covariances is not None:
         load_statistics(covariances)  # says here, before a tensor is read, if it cannot be used
-    if adapters is not None:
-        plan, base = adapters.merge, adapters.base
-        own = ((a.file.path, a.folder / "adapter_config.json") for a in adapters.adapters)
-        places = [str(path) for pair in own for path in pair]
-    else:
-        find_models(merge)
-        plan = plan_merge(merge, source, options)
-        _check_tensors(plan)
-        base, places = merge.base_model, _weight_files(plan)
-        if base is None and all(tensor.base is None for tensor in plan.tensors):
-            raise ReportError(
-                "there is no base model to compare the experts with; add a line base_model: to the "
-                "config"
-            )
+    plan = adapters.merge if adapters else _plan_models(merge, source, options)
+    files = _adapter_files(adapters) if adapters else _weight_files(plan)
+    files += [*plan.named_paths(*FILE_PARAMETERS), *filter(None, [covariances])]
     selected = select(plan.tensors, tensors, sample)
-    places += [*plan.named_paths(*FILE_PARAMETERS), *([covariances] if covariances else [])]
+    work = partial(_adapter_records, plan=adapters) if adapters else partial(
+        _records, plan=plan, covariances=covariances
+    )  # fmt: skip
     busy = f"another inspection is writing to {folder}; wait for it, or choose another folder"
     with locked(folder, LOCK_FILE, ReportError(busy)):
-        _claim(folder, _identity(plan, tensors, sample, places), overwrite=overwrite)
-        make = (
-            partial(_adapter_lines, plan=adapters)
-            if adapters
-            else partial(_lines, plan=plan, covariances=covariances)
-        )
-        lines = _complete(folder / "report.jsonl", selected, make, quiet=quiet)
-        summary = write_summary(lines, folder / "summary.json")
-        part = "" if len(lines) == len(plan.tensors) else f", {len(lines)} of them looked at"
-        about = f"Base model {base}; {len(plan.tensors)} tensors{part}. Seen before the merge."
-        write_page(lines, folder / "report.html", about)
-    if isinstance(plan.method, TaskVectorMethod):
-        click.echo(f"{plan.method.about}\n")
+        _claim(folder, _identity(plan, tensors, sample, files), overwrite=overwrite)
+        report = Report(_complete(folder / "report.jsonl", selected, work, quiet=quiet))
+        summary = write_summary(report, folder / "summary.json")
+        base = adapters.base if adapters else merge.base_model
+        all_or_part = "" if len(selected) == len(plan.tensors) else f", {len(selected)} looked at"
+        about = f"Base model {base}; {len(plan.tensors)} tensors{all_or_part}. Before the merge."
+        write_page(report, folder / "report.html", about)
+    if report.about:
+        click.echo(f"{report.about}\n")
     for sentence in summary["sentences"]:
         click.echo(f"* {sentence}")
     click.echo(f"\n{folder / 'report.html'}")
 
 
-def _complete(
-    path: Path,
-    selected: Sequence[PlannedTensor],
-    make: Callable[[Sequence[PlannedTensor]], Iterator[dict[str, Any]]],
-    *,
-    quiet: bool,
-) -> list[Line]:
-    """Add the lines that a report lacks, and return all in the order of the model."""
-    known = {line.tensor for line in read_lines(path)} if complete_lines(path) else set()
-    todo = [tensor for tensor in selected if tensor.name not in known]
-    done = len(selected) - len(todo)
-    with open(path, "a", encoding="utf-8") as file:
-        for line in tqdm(
-            make(todo), "inspecting", len(selected), initial=done, unit="tensor", disable=quiet
-        ):
-            file.write(json.dumps(line, allow_nan=False) + "\n")
-            file.flush()
-    found = {line.tensor: line for line in read_lines(path)}
-    return [found[tensor.name] for tensor in selected]
-
-
-def _check_tensors(plan: PlannedMerge) -> None:
-    """Raise a `ReportError` for what is stored in a way that says nothing of its values."""
+def _plan_models(config: MergeConfiguration, source: str, options: MergeOptions) -> PlannedMerge:
+    """Return the plan of a merge of full models, which are stored in a way that can be compared."""
+    find_models(config)
+    plan = plan_merge(config, source, options)
     checkpoints = {model: read_checkpoint(model) for model in plan.config.referenced_models()}
     findings = (
         *check_dtypes(checkpoints, plan.config),
@@ -245,6 +114,12 @@ def _check_tensors(plan: PlannedMerge) -> None:
     for finding in findings:
         if finding.level == "error":
             raise ReportError(f"{finding.message}; {finding.remedy}")
+    if config.base_model is None and all(tensor.base is None for tensor in plan.tensors):
+        raise ReportError(
+            "there is no base model to compare the experts with; add a line base_model: to the "
+            "config"
+        )
+    return plan
 
 
 def _plan_adapters(
@@ -271,3 +146,121 @@ def _plan_adapters(
         )
     click.echo(f"adapters are merged into full models first: {reason}", err=True)
     return None
+
+
+def _weight_files(plan: PlannedMerge) -> list[str]:
+    indices = [LoaderCache().get(model).index for model in plan.config.referenced_models()]
+    return [str(Path(i.base_path, name)) for i in indices for name in {*i.tensor_paths.values()}]
+
+
+def _adapter_files(plan: AdapterPlan) -> list[str]:
+    pairs = ((a.file.path, a.folder / "adapter_config.json") for a in plan.adapters)
+    return [str(path) for pair in pairs for path in pair]
+
+
+def select(
+    tensors: Sequence[PlannedTensor], filters: Sequence[str], sample: int | None
+) -> list[PlannedTensor]:
+    """Return the chosen tensors, in the order of the model.
+
+    Args:
+        filters: parts of names; all tensors without any.
+        sample: how many at most: as many of every kind, a kind being all tensors whose names differ
+            by numbers only, evenly spaced over the depth of the model.
+
+    Raises:
+        ReportError: none is left.
+    """
+    chosen = {t.name: t for t in tensors if not filters or any(part in t.name for part in filters)}
+    if not chosen:
+        raise ReportError(
+            f"no tensor contains {' or '.join(map(repr, filters))}; there are, for example, "
+            f"{', '.join(tensor.name for tensor in tensors[:3])}"
+        )
+    names = sorted(chosen, key=natural_order)
+    return [chosen[name] for name in (names if sample is None else _thin_out(names, sample))]
+
+
+def _thin_out(names: Sequence[str], wanted: int) -> list[str]:
+    """Return at most `wanted` names, of every kind evenly over the depth, in their order."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(without_numbers(name), []).append(name)
+    groups = list(kinds.values())
+    groups = [groups[n] for n in evenly_spaced(len(groups), wanted)]
+    each = max(1, wanted // len(groups))
+    kept = {group[n] for group in groups for n in evenly_spaced(len(group), each)}
+    return [name for name in names if name in kept]
+
+
+def _identity(
+    plan: PlannedMerge, filters: Iterable[str], sample: int | None, files: Iterable[str]
+) -> dict[str, Any]:
+    """Return what must be the same for the records of one report."""
+    return {
+        "config": config_content(plan.source),
+        "tensors": sorted(filters),
+        "sample": sample,
+        "files": file_states(sorted(files)),
+        "version": mergekit_ace.__version__,
+    }
+
+
+def _claim(folder: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
+    """Make the folder this inspection's, or find that it is already."""
+    record = folder / "inspection.json"
+    changed = differences(json_or_empty(record), identity) if record.exists() else []
+    if record.exists() and not changed:
+        return
+    leftover = (folder / "report.jsonl").exists()
+    if (changed or leftover) and not overwrite:
+        what = f"; changed since then: {', '.join(changed[:8])}" if changed else ""
+        raise ReportError(
+            f"{folder} holds another inspection{what}. Choose another folder, or --overwrite to "
+            "drop it"
+        )
+    for name in ("report.jsonl", "summary.json", "report.html"):
+        (folder / name).unlink(missing_ok=True)
+    write_text(record, json.dumps(identity, indent=1))
+
+
+def _complete(
+    path: Path,
+    selected: Sequence[PlannedTensor],
+    work: Callable[[Sequence[PlannedTensor]], Iterator[Record]],
+    *,
+    quiet: bool,
+) -> list[Record]:
+    """Add the records that a report lacks, and return all in the order of the model."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1]  # a kill may have cut off the last line
+    if whole != text:
+        write_text(path, whole)
+    known = {record.tensor for record in read_records(path)} if whole else set()
+    todo = [tensor for tensor in selected if tensor.name not in known]
+    bar = tqdm(
+        work(todo), "inspecting", len(selected), initial=len(selected) - len(todo), unit="tensor",
+        disable=quiet,
+    )  # fmt: skip
+    for record in bar:
+        append_line(path, record)
+    records = {record.tensor: record for record in read_records(path)}
+    return [records[tensor.name] for tensor in selected]
+
+
+def _records(
+    todo: Sequence[PlannedTensor], plan: PlannedMerge, covariances: str | None
+) -> Iterator[Record]:
+    """Run mergekit's own executor, which reads, moves and frees tensors as in a merge."""
+    tasks: list[Task] = [InspectTensor(merge=t.task, covariances=covariances) for t in todo]
+    executor = Executor(tasks, math_device=torch.device(plan.options.device or "cpu"))
+    for _, record in executor.run(quiet=True):
+        yield record
+
+
+def _adapter_records(todo: Sequence[PlannedTensor], plan: AdapterPlan) -> Iterator[Record]:
+    changed = {tensor.planned.name: tensor for tensor in plan.tensors}
+    with headers_only(plan.checkpoints):
+        for tensor in todo:
+            header = plan.checkpoints[0].source(tensor.task.output_weight)
+            yield adapter_record(plan, tensor, header, changed.get(tensor.name))

@@ -3,31 +3,35 @@
 
 from __future__ import annotations
 
-import json
+import html
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
+import pandas as pd
+import plotly.express as px
+import plotly.graph_objects as go
 from jinja2 import Environment, StrictUndefined
-from plotly.io import to_json
-from plotly.offline import get_plotlyjs
 
+from mergekit_ace.algebra.inspection import BINS, REACH, PairTable, evenly_spaced
 from mergekit_ace.files.saving import write_text
-from mergekit_ace.report.figures import draw_pictures
-from mergekit_ace.report.jsonl import Line, ReportError, read_lines
+from mergekit_ace.report.record import Report, ReportError, read_records
 from mergekit_ace.report.summary import summarize
-from mergekit_ace.report.tables import Report, Row
 
-Value = float | str | None
-# Fields of `MatrixLine` that are columns: their headings and what these mean.
+# Told apart on white and on black, and by most colour-blind readers.
+COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#e11d48", "#8b5cf6", "#06b6d4", "#a16207", "#ec4899")
+CHOICES = 12  # entries of a menu of tensors, and ticks of the axis of layers
+TRANSPARENT = "rgba(255,255,255,0)"
+
+# Fields of matrices that are columns of the table: their headings and what these mean.
 _FIELDS = {
     "rule": ("rule", "How the tensor is merged"),
     "heterogeneous": ("heterogeneous", "What step 1 of ACE decides"),
-    "form": ("form", "How it is computed"),
     "gamma": ("γ", "Heterogeneity, Eq. 7"),
     "log_variance": ("var log τ", "Variance of log τ, which has no unit"),
     "ridge": ("ridge", "ε̄ in mean eigenvalues of Σ S_t, as used"),
@@ -41,20 +45,36 @@ class Column:
 
     Attributes:
         help: what the heading means.
-        cells: what each row shows, and the number that it is sorted by; None for text.
+        values: of every row; None where there is none.
+        share: whether the values are shown as percentages.
     """
 
     title: str
     help: str
-    cells: list[tuple[str, float | None]]
+    values: Sequence[float | str | None]
+    share: bool = False
 
     @property
-    def textual(self) -> bool:
-        """Whether it holds no numbers."""
-        return all(number is None for _, number in self.cells)
+    def numeric(self) -> bool:
+        """Whether it holds numbers."""
+        return any(number is not None for _, number in self.cells)
+
+    @property
+    def cells(self) -> list[tuple[str, float | None]]:
+        """What each row shows, and the number that it is sorted by; None for text."""
+        return [self._cell(value) for value in self.values]
+
+    def _cell(self, value: Any) -> tuple[str, float | None]:
+        if isinstance(value, bool):
+            return ("yes" if value else "no"), None
+        if value is None or isinstance(value, str):
+            return value or "", None
+        if not math.isfinite(value):
+            return ("∞", 1e308) if value > 0 else ("", None)
+        return (f"{value:.1%}" if self.share else f"{value:.3g}"), value
 
 
-def write_page(lines: Sequence[Line], path: Path, subtitle: str) -> None:
+def write_page(report: Report, path: Path, subtitle: str) -> None:
     """Write the page of a report, whole or not at all.
 
     Args:
@@ -64,10 +84,20 @@ def write_page(lines: Sequence[Line], path: Path, subtitle: str) -> None:
         ReportError: no tensor could be compared.
         OSError: the page cannot be written.
     """
-    report = Report(lines)
-    if not report.lines:
+    if not report.records:
         raise ReportError("no tensor could be compared: there is nothing to show")
-    write_text(path, render(report, subtitle))
+    template = files("mergekit_ace.report").joinpath("page.html.jinja").read_text("utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    columns = [c for c in _columns(report) if any(value is not None for value in c.values)]
+    page = environment.from_string(template).render(
+        report=report,
+        subtitle=subtitle,
+        sentences=summarize(report)["sentences"],
+        pictures=draw_pictures(report),
+        columns=columns,
+        rows=list(zip(*(column.cells for column in columns), strict=True)),
+    )
+    write_text(path, page)
 
 
 def show_report(lines: Path, out: Path) -> None:
@@ -78,100 +108,339 @@ def show_report(lines: Path, out: Path) -> None:
     """
     if out.exists() and out.samefile(lines):
         raise ReportError(f"the page would replace {lines}; name another file with --out")
-    write_page(read_lines(lines), out, f"From {lines.name}, written by the merge.")
+    report = Report(read_records(lines))
+    write_page(report, out, f"From {lines.name}, written by the merge.")
     click.echo(str(out))
 
 
-def render(report: Report, subtitle: str) -> str:
-    """Return the page as HTML."""
-    template = files("mergekit_ace.report").joinpath("page.html.jinja").read_text("utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    pictures = draw_pictures(report)
-    figures = {picture.name: json.loads(to_json(picture.figure)) for picture in pictures}
-    columns = _columns(report)
-    return environment.from_string(template).render(
-        title=f"{report.title}: {', '.join(report.experts)}",
-        subtitle=subtitle,
-        about=report.about,
-        citations=report.citations,
-        sentences=summarize(report)["sentences"],
-        pictures=pictures,
-        columns=columns,
-        rows=list(zip(*(column.cells for column in columns), strict=True)),
-        plotly=get_plotlyjs(),
-        figures=_inside_script(figures),
+def _columns(report: Report) -> Iterator[Column]:
+    rows = report.matrices
+    shapes = [" × ".join(map(str, shape)) or "scalar" for shape in rows["shape"]]
+    yield Column("tensor", "Name, as it is written", rows.label)
+    yield Column("shape", "As stored", shapes)
+    for field, (title, help) in _FIELDS.items():
+        yield Column(title, help, rows[field])
+    tau = report.shares.pivot(index="row", columns="expert", values="tau")
+    for name in report.experts:
+        yield Column(f"τ {name}", f"Squared norm of the task vector of {name}", tau[name])
+    yield Column(
+        "agreement",
+        "Largest cosine of ΔᵀΔ and what was measured, over the experts",
+        [
+            _largest(table and (row[t] for t, row in enumerate(table.cosine)))
+            for table in rows.agreement
+        ],
+    )
+    yield Column(
+        "largest ‖Δ‖/‖W0‖", "Largest over the experts", rows.relative_size.map(_largest), share=True
+    )
+    yield Column(
+        "unchanged",
+        "Largest share of entries that an expert left",
+        rows.unchanged.map(_largest),
+        True,
+    )
+    yield Column("largest cosine", "Between two experts", rows.cosine.map(_largest_pair))
+    for when in ("before", "after"):
+        shares = [getattr(spectrum, f"share_{when}", None) for spectrum in rows.spectrum]
+        yield Column(f"top 5 % {when}", f"Share of energy {when} the refinement", shares, True)
+
+
+def _largest(values: Any) -> float | None:
+    return max((value for value in values or () if value is not None), default=None)
+
+
+def _largest_pair(table: PairTable | None) -> float | None:
+    return _largest(row[b] for a, row in enumerate(table or ()) for b in range(a))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure and the words around it.
+
+    Attributes:
+        name: its anchor in the page.
+        caption: how to read it, and what good looks like.
+    """
+
+    name: str
+    title: str
+    caption: str
+    figure: go.Figure
+
+    def html(self, *, with_library: bool) -> str:
+        """Return the figure as HTML, with plotly's JavaScript or for a page that has it."""
+        self.figure.update_layout(
+            template="plotly_white",
+            paper_bgcolor=TRANSPARENT,
+            plot_bgcolor=TRANSPARENT,
+            font={"family": "system-ui, sans-serif", "size": 12},
+            margin={"l": 64, "r": 24, "t": 48 if self.figure.layout.updatemenus else 16, "b": 80},
+            legend={"orientation": "h", "y": -0.22, "yanchor": "top", "title": ""},
+            hovermode="closest",
+        )
+        return self.figure.to_html(
+            full_html=False,
+            include_plotlyjs=with_library,
+            div_id=f"plot-{self.name}",
+            config={"responsive": True, "displaylogo": False},
+        )
+
+
+def draw_pictures(report: Report) -> list[Picture]:
+    """Draw all pictures for which the report has the numbers."""
+    return [
+        *_strength(report),
+        *_heterogeneity(report),
+        *_similarity(report),
+        *_coefficients(report),
+        *_spectra(report),
+        *_stable_rank(report),
+        *_agreement(report),
+        *_histograms(report),
+    ]
+
+
+def _text(name: object) -> str:
+    """Return a name as plotly shows it: as text, though it reads a few elements of HTML."""
+    return html.escape(str(name), quote=False)
+
+
+def _strength(report: Report) -> Iterator[Picture]:
+    yield from _by_depth(
+        report,
+        "tau",
+        "How far each expert moved, by depth",
+        "τ of every expert in every tensor, from input to output (Figs. 1 and 4–7 of ACE-Merging). "
+        "Good: the experts' points lie within a factor of ten of each other. An expert far below "
+        "the others is easily drowned; gaps are tensors that it left alone.",
+        "τ = ‖Δ‖² (squared units of the weights)",
+        report.shares.assign(value=report.shares.tau),
+    )
+    yield from _by_depth(
+        report,
+        "relative-size",
+        "Size of the change against the base, by depth",
+        "Good: below a few percent, as fine-tuning does. Near 1 the expert is another model, or "
+        "was trained from another base.",
+        "‖Δ‖ / ‖W0‖ (share of the base's norm)",
+        report.shares.assign(value=report.shares.relative_size),
     )
 
 
-def _inside_script(value: Any) -> str:
-    """Return JSON in which nothing can be taken for HTML; `json.dumps` leaves only ASCII."""
-    text = json.dumps(value, separators=(",", ":"))
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+def _heterogeneity(report: Report) -> Iterator[Picture]:
+    rows = report.having("statistic").reset_index(names="row")
+    series = {"γ": rows.gamma, "variance of log τ": rows.log_variance}
+    points = [rows.assign(expert=name, value=values) for name, values in series.items()]
+    for picture in _by_depth(
+        report,
+        "gamma",
+        "How much the experts differ in scale, by depth",
+        "Where the chosen statistic lies above the dashed line, a matrix counts as heterogeneous: "
+        "it is normalised and refined. By default that is the variance. Good: both agree on which "
+        "side a matrix is. γ far above the other means that τ happens to be close to 1 there.",
+        "variance of log τ, and γ (no unit)",
+        pd.concat(points),
+    ):
+        if rows.threshold[0] > 0:
+            picture.figure.add_hline(
+                y=rows.threshold[0], line_dash="dash", line_color=COLORS[3], line_width=1
+            )
+        yield picture
 
 
-def _columns(report: Report) -> list[Column]:
-    """Return the columns for which the report has values."""
-
-    def field(name: str) -> Callable[[Row], Value]:
-        return lambda row: getattr(row.matrix, name)
-
-    def tau(t: int) -> Callable[[Row], Value]:
-        return lambda row: report.spread(row.line, row.matrix.tau)[t]
-
-    columns: list[Column] = []
-
-    def add(title: str, help: str, value: Callable[[Row], Value], *, share: bool = False) -> None:
-        values = [value(row) for row in report.rows]
-        if any(value is not None for value in values):
-            columns.append(Column(title, help, [_cell(value, share) for value in values]))
-
-    add("tensor", "Name, as it is written", lambda row: row.label)
-    add("shape", "As stored", lambda row: " × ".join(map(str, row.line.shape)) or "scalar")
-    for name, (title, meaning) in _FIELDS.items():
-        add(title, meaning, field(name))
-    add("T·o/i", "Rows of all experts over columns", lambda row: row.rows_per_column)
-    for t, name in enumerate(report.experts):
-        add(f"τ {name}", f"Squared norm of the task vector of {name}", tau(t))
-    add("agreement", "Mean cosine of ΔᵀΔ and what was measured, over the experts", _agreement)
-    add(
-        "largest ‖Δ‖/‖W0‖", "Largest over the experts",
-        lambda row: _largest(row.line.relative_size or ()), share=True,
-    )  # fmt: skip
-    add("unchanged", "Largest share of entries that an expert left", _unchanged, share=True)
-    add("largest cosine", "Between two experts", _largest_cosine)
-    for when in ("before", "after"):
-        add(
-            f"top 5 % {when}", f"Share of energy {when} the refinement",
-            lambda row, name=f"share_{when}": getattr(row.matrix.spectrum, name, None), share=True,
+def _similarity(report: Report) -> Iterator[Picture]:
+    if len(report.models) < 2 or not report.looked_at:
+        return
+    views = [
+        ("cosine of the task vectors", report.cosines, -1.0),
+        ("overlap of leading inputs", report.overlaps("inputs"), 0.0),
+        ("overlap of leading outputs", report.overlaps("outputs"), 0.0),
+    ]
+    figure, names = go.Figure(), [*map(_text, report.experts)]
+    for _, values, low in views:
+        figure.add_heatmap(
+            x=names, y=names, z=values, zmin=low, zmax=1, hoverongaps=False,
+            colorscale="RdBu_r" if low < 0 else "Blues", texttemplate="%{z:.2f}",
         )  # fmt: skip
-    return columns
+    figure.update_yaxes(autorange="reversed", title="expert", type="category")
+    figure.update_xaxes(title="expert", type="category")
+    _add_menu(figure, [name for name, _, _ in views])
+    yield Picture(
+        "similarity",
+        "How alike the experts are",
+        "Cosines over the whole model, and overlaps of the 16 leading singular directions of the "
+        "task vectors, averaged over matrices (1: the same subspace). Good: cosines near 0 and "
+        "overlaps near what random directions have, for then experts write to different places. "
+        "Overlapping inputs with different outputs are what ACE is made for.",
+        figure,
+    )
 
 
-def _cell(value: Value, share: bool) -> tuple[str, float | None]:
-    """Return what a cell shows, and what it is sorted by."""
-    if isinstance(value, bool):
-        return ("yes" if value else "no"), None
-    if value is None or isinstance(value, str):
-        return value or "", None
-    if not math.isfinite(value):
-        return "∞", 1e308
-    return (f"{value:.1%}" if share else f"{value:.3g}"), value
+def _coefficients(report: Report) -> Iterator[Picture]:
+    rows = report.having("coefficients").index
+    learned = report.shares[report.shares.row.isin(rows)]
+    yield from _by_depth(
+        report,
+        "coefficients",
+        "Merging coefficients",
+        "λ of every expert and tensor (Fig. 6 of the StatsMerging paper). Good: structure, such as "
+        "points that change with depth or with the kind of tensor. One level throughout means that "
+        "task arithmetic would have done.",
+        "λ (no unit)",
+        learned.assign(value=learned.weight),
+        log=False,
+    )
 
 
-def _largest(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
+def _spectra(report: Report) -> Iterator[Picture]:
+    rows = report.having("spectrum")
+    refined = [spectrum.alignment is not None for spectrum in rows.spectrum]
+    rows = rows[refined] if any(refined) else rows
+    if rows.empty:
+        return
+    rows = rows.iloc[evenly_spaced(len(rows), CHOICES)]
+    figure = go.Figure()
+    for spectrum in rows.spectrum:
+        curves = {"before the refinement" if any(refined) else "no refinement": spectrum.before}
+        if any(refined):
+            curves |= {"after it": spectrum.after, "cosine of the directions": spectrum.alignment}
+        for color, (name, values) in zip(COLORS, curves.items(), strict=False):
+            figure.add_scatter(
+                x=list(range(1, len(values) + 1)), y=values, name=name, mode="lines+markers",
+                line_color=color, yaxis="y2" if name.startswith("cosine") else "y", marker_size=5,
+            )  # fmt: skip
+    figure.update_layout(
+        xaxis_title="number of the singular value",
+        yaxis={"title": "singular value (unit of the weights)", "rangemode": "tozero"},
+    )
+    if any(refined):
+        axis = {"title": "cosine", "overlaying": "y", "side": "right", "range": [0, 1.02]}
+        figure.update_layout(yaxis2={**axis, "dtick": 0.25, "showgrid": False})
+    _add_menu(figure, rows.label)
+    yield Picture(
+        "spectra",
+        "Top 5 % of the merge's singular values",
+        "Before and after the spectral refinement, with the cosine between the directions of the "
+        "same number (Fig. 2 of ACE-Merging). Good: after the refinement the curve is lifted as a "
+        "whole, and the directions keep their places (cosine near 1)."
+        if any(refined)
+        else "The largest singular values of the merged task vector. Good: none far above the "
+        "others; there one direction would speak for all experts.",
+        figure,
+    )
 
 
-def _agreement(row: Row) -> Value:
-    return math.fsum(row.own_cosines) / len(row.own_cosines) if row.own_cosines else None
+def _stable_rank(report: Report) -> Iterator[Picture]:
+    yield from _by_depth(
+        report,
+        "stable-rank",
+        "Stable rank of the task vectors, by depth",
+        "How many directions an expert's change really uses. Good for merging: small against the "
+        "width of the model, so that there is room for all. Adapters stay below their rank.",
+        "‖Δ‖² / σ₁² (1 to the rank)",
+        report.shares.assign(value=report.shares.stable_rank),
+    )
 
 
-def _unchanged(row: Row) -> Value:
-    return _largest(row.line.comparison.unchanged) if row.line.comparison else None
+def _agreement(report: Report) -> Iterator[Picture]:
+    rows = report.having("agreement").reset_index(names="row")
+    tables = [np.array(a.cosine, dtype=float) for a in rows.agreement]
+    others = [pd.Series(t[~np.eye(len(t), dtype=bool)]).mean() for t in tables]
+    points = [
+        report.shares.assign(value=report.shares.agreement),
+        rows.assign(expert="with other tasks", value=others),
+    ]
+    yield from _by_depth(
+        report,
+        "agreement",
+        "Estimated and measured covariances, by depth",
+        "What ACE estimates from an expert's weights, beside what its samples have at the inputs "
+        "of the same layers (Theorem 1 of ACE-Merging). Good: an expert's points near 1, and above "
+        "the last series: the mean cosine with what other tasks have there. Where they are level, "
+        "the estimate does not tell tasks apart.",
+        "cosine of ΔᵀΔ and XᵀX (0 to 1)",
+        pd.concat(points),
+        log=False,
+    )
 
 
-def _largest_cosine(row: Row) -> Value:
-    table = row.line.comparison.cosine if row.line.comparison else ()
-    return _largest(table[a][b] for a in range(len(table)) for b in range(a))
+def _histograms(report: Report) -> Iterator[Picture]:
+    records = [record for record in report.looked_at if record.unit > 0]
+    if not records:
+        return
+    records = [records[n] for n in evenly_spaced(len(records), CHOICES)]
+    figure, centres = go.Figure(), -REACH + 2 * REACH / BINS * (np.arange(BINS) + 0.5)
+    for record in records:
+        known = dict(zip(record.models, record.histogram, strict=True))
+        for t, (model, name) in enumerate(zip(report.models, report.experts, strict=True)):
+            counts = np.array(known.get(model, [0] * (BINS + 2)))
+            figure.add_scatter(
+                x=centres * record.unit, y=counts[1:-1] / max(1, counts.sum()), name=_text(name),
+                mode="lines", line_shape="hvh", line_color=COLORS[t % len(COLORS)],
+            )  # fmt: skip
+    figure.update_xaxes(title="entry of Δ (unit of the weights)", exponentformat="e")
+    figure.update_yaxes(title="share of entries (per bin)", type="log", exponentformat="e")
+    _add_menu(figure, [record.name for record in records])
+    yield Picture(
+        "histograms",
+        "Entries of the task vectors",
+        "Distribution of the entries of Δ in one tensor (Fig. 3 of ACE-Merging), out to five root "
+        "mean squares. Good: bells of similar width. A needle at zero is a tensor that was hardly "
+        "trained, single bins far out are outliers.",
+        figure,
+    )
+
+
+def _by_depth(
+    report: Report, name: str, title: str, caption: str, unit: str, points: pd.DataFrame,
+    *, log: bool = True,
+) -> Iterator[Picture]:  # fmt: skip
+    """Yield a picture of points over tensors in the order of their depth; none without any.
+
+    Args:
+        name, title, caption: see `Picture`.
+        unit: what the values are.
+        points: with a `row` and `label` as in `Report.shares`, a `value`, and the series that it
+            belongs to as `expert`.
+        log: whether values are shown on a logarithmic axis, which has no place for 0 and infinity.
+    """
+    points = points[points.value.notna()]
+    if log:
+        points = points[(points.value > 0) & (points.value < np.inf)]
+    if points.empty:
+        return
+    figure = px.scatter(
+        points.assign(label=points.label.map(_text), expert=points.expert.map(_text)),
+        x="row",
+        y="value",
+        color="expert",
+        hover_name="label",
+        log_y=log,
+        color_discrete_sequence=COLORS,
+        labels={"row": "layer (tensors from input to output)", "value": unit},
+        render_mode="svg",
+    )
+    layers = report.matrices.layer.dropna()
+    starts = layers[layers != layers.shift()]
+    shown = starts.iloc[evenly_spaced(len(starts), CHOICES)]
+    figure.update_xaxes(tickvals=list(shown.index), ticktext=[*map(str, shown)], zeroline=False)
+    if log:
+        figure.update_yaxes(exponentformat="e", dtick=1)
+    yield Picture(name, title, caption, figure)
+
+
+def _add_menu(figure: go.Figure, labels: Sequence[str]) -> None:
+    """Add a menu that shows one part of the traces, all parts being of the same length."""
+    each = len(figure.data) // len(labels)
+    shown = [
+        [n // each == number for n in range(len(figure.data))] for number in range(len(labels))
+    ]
+    for trace, visible in zip(figure.data, shown[0], strict=True):
+        trace.visible = visible
+    buttons = [
+        {"label": _text(label), "method": "restyle", "args": [{"visible": visible}]}
+        for label, visible in zip(labels, shown, strict=True)
+    ]
+    place = {"direction": "down", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
+    figure.update_layout(updatemenus=[{"buttons": buttons, "showactive": True, **place}])

@@ -37,7 +37,7 @@ from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_tensor
 from mergekit_ace.algebra.task_vectors import other_side
 from mergekit_ace.methods.architecture import is_table, stored_layout
 from mergekit_ace.planning import ConfigError
-from mergekit_ace.report.jsonl import read_lines
+from mergekit_ace.report.record import read_records
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -293,7 +293,7 @@ def test_the_report_is_that_of_the_full_merge(family, cache, tmp_path):
             full_merge(config, tmp_path / "out", cache)
         else:
             adapter_merge(config, tmp_path)
-    full, ours = ({line.tensor: line for line in read_lines(path)} for path in reports)
+    full, ours = ({line.tensor: line for line in read_records(path)} for path in reports)
     assert ours.keys() == {name for name, line in full.items() if any(line.matrices[0].tau)}
     for name, line in ours.items():
         for field in ("layout", "shape", "models"):

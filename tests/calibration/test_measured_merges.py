@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from mergekit_ace.algebra.measured import MeasuredCovariance
 from mergekit_ace.cli import main
 from mergekit_ace.files.statistics import load_statistics
-from mergekit_ace.report.jsonl import read_lines
+from mergekit_ace.report.record import read_records
 
 FAMILIES = {"llama": (llama_family, LlamaForCausalLM), "gpt2": (gpt2_family, GPT2LMHeadModel)}
 
@@ -63,7 +63,7 @@ def test_whole_checkpoints(measured, tmp_path, mergekit_yaml, method):
     model, base = state(kind, paths[0])
     experts = [state(kind, path)[1] for path in paths[1:]]
     _, merged = state(kind, out)
-    rules = {line.tensor: line.matrices[0].rule for line in read_lines(report)}
+    rules = {line.tensor: line.matrices[0].rule for line in read_records(report)}
     regressed = 0
     for name, tensor in base.items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
@@ -142,7 +142,7 @@ def test_inspect_compares_estimates_with_what_was_measured(tmp_path):
     place.write_text(yaml.safe_dump(ace_config(paths)))
     shown = command("inspect", place, folder, "--covariances", file, "--quiet")
     assert "Estimates ΔᵀΔ have a cosine of" in shown
-    lines = {line.tensor: line for line in read_lines(folder / "report.jsonl")}
+    lines = {line.tensor: line for line in read_records(folder / "report.jsonl")}
     name = "model.layers.1.mlp.down_proj.weight"
     found = lines[name].matrices[0].agreement
     base, *experts = (state(LlamaForCausalLM, path)[1][name].double() for path in paths)

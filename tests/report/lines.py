@@ -6,15 +6,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mergekit_ace.report.jsonl import parse_line
-from mergekit_ace.report.tables import Report
+from mergekit_ace.methods.report_lines import Record
+from mergekit_ace.report.record import Report
 
 # What a line has only where a closed form was solved.
 OF_MATRICES = """gamma log_variance statistic threshold heterogeneous normalized refined epsilon
-    ridge amplification rank form precision error subspaces spectrum""".split()
+    ridge amplification rank subspaces spectrum""".split()
 
 
-def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:
+def made_line(name: str | None, tau: list[float], **changes: Any) -> dict[str, Any]:
     """A matrix of 10 × 20 that was looked at, W0 of norm 100, task vectors all orthogonal."""
     count = len(tau)
     identity = [[float(a == b) for b in range(count)] for a in range(count)]
@@ -24,7 +24,6 @@ def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:
         "shape": [10, 20],
         "layout": "matrix",
         "models": [f"org/expert-{t}" for t in range(count)],
-        "seconds": 0.1,
         "relative_size": [math.sqrt(value) / 100 for value in tau],
         "base_norm": 100.0,
         "norm": [math.sqrt(value) for value in tau],
@@ -47,23 +46,13 @@ def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:
         "ridge": 0.5,
         "amplification": 1.0,
         "rank": 0,
-        "form": "primal",
-        "precision": "float32",
-        "error": 1e-6,
         "subspaces": {
             "size": 2,
             "stable_rank": [3.0] * count,
             "inputs": identity,
             "outputs": identity,
         },
-        "spectrum": {
-            "leading": 1,
-            "before": [2.0],
-            "after": [2.0],
-            "share_before": 0.4,
-            "share_after": 0.4,
-            "alignment": None,
-        },
+        "spectrum": spectrum(1),
         **changes,
     }
     if line["rule"] == "mean":
@@ -71,9 +60,20 @@ def made_line(name: str, tau: list[float], **changes: Any) -> dict[str, Any]:
     return line
 
 
+def spectrum(leading: int, *, refined: bool = False) -> dict[str, Any]:
+    return {
+        "leading": leading,
+        "before": [2.0] * leading,
+        "after": [3.0 if refined else 2.0] * leading,
+        "share_before": 0.4,
+        "share_after": 0.6 if refined else 0.4,
+        "alignment": [0.9] * leading if refined else None,
+    }
+
+
 def layers(count: int, tau: list[float], **changes: Any) -> list[dict[str, Any]]:
     return [made_line(f"model.layers.{n}.mlp.up_proj.weight", tau, **changes) for n in range(count)]
 
 
 def report_of(lines: list[dict[str, Any]]) -> Report:
-    return Report([parse_line(line) for line in lines])
+    return Report([Record.model_validate(line) for line in lines])

@@ -25,8 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from mergekit_ace.cli import main
 from mergekit_ace.plugin import our_methods
-from mergekit_ace.report.inspect import LOCK_FILE
-from mergekit_ace.report.tensor_lines import InspectTensor
+from mergekit_ace.report.inspect import LOCK_FILE, InspectTensor
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -22,13 +22,6 @@ from mergekit_ace.methods.parameters import LAMBDA, TensorSettings, shared
 from mergekit_ace.naming import layer_of, stack_size
 
 Count = Annotated[int, Field(ge=1, strict=True)]
-
-
-@dataclass(frozen=True)
-class ConsensusRecord(MatrixRecord):
-    """What was done to one tensor; `selected` is the share of entries that were added, 0 to 1."""
-
-    selected: float | None = None
 
 
 class ConsensusMerge(TaskVectorMethod):
@@ -94,7 +87,7 @@ class ConsensusMerge(TaskVectorMethod):
                 votes += delta.abs() > (total - delta).abs_().mul_(threshold)
             selected = votes >= least
             share = float(selected.count_nonzero()) / max(1, base.numel())
-            record = ConsensusRecord(**asdict(active.record(self.spec.name)), selected=share)
+            record = active.record(self.spec.name, selected=share)
             return total.mul_(selected).mul_(scale).add_(base), record
 
         return by_layout(base, experts, "mean", select, scale, formula, entrywise=True)
