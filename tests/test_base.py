@@ -49,7 +49,7 @@ def test_a_new_method_is_one_class_and_one_entry(tmp_path, mergekit_yaml, mean_o
     checked = command("check", config)
     assert about in checked
     assert '"mean_of_two"' in command("check", config, "--json")
-    assert "time  about" in checked
+    assert "memory  about" in checked
     inspected = command("inspect", config, tmp_path / "inspected", "--quiet")
     assert about in inspected
     assert "21 tensors of 2 experts: 21 between two experts." in inspected

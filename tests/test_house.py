@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 LIMITS = {
-    "files": 91,
-    "lines": 22908,
+    "files": 87,
+    "lines": 22319,
     "lines of a file": 565,
     "parameters of a function": 9,
     "functions with more than 8 parameters": 3,
