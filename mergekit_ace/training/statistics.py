@@ -8,7 +8,6 @@ architecture arranges its inputs.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,10 +48,9 @@ from mergekit_ace.training.state import TrainingError, TrainingRun, open_tensors
 from mergekit_ace.training.tasks import head_modules
 from mergekit_ace.training.teachers import SampleReader
 
-# Sums of so many bytes are held at once beside a model, or as many as the model itself takes.
-LEAST_ROOM = 2**30
 OWN_TEXTS = 16  # that an expert without data writes
 _AT_ONCE = 8  # samples whose answers are written at once
+_ROOM = 0.8  # share of a GPU's free memory that sums may take
 LINEAR, TABLE = (nn.Linear, Conv1D), (nn.Embedding,)
 Modules = dict[str, list[nn.Module]]  # of one kind, by the names of their weights in memory
 Logits = Callable[[Any], Tensor]  # of a sample, (P, C) at its P supervised positions
@@ -99,25 +97,26 @@ def measure_statistics(
 
 
 class MeasuringPlan(BaseModel):
-    """What is measured of every expert, and in which pass over its samples.
+    """What is measured of every expert.
 
     Attributes:
         tensors: all that a merge may ask for.
-        passes: per kind of statistics and pass, the linear layers whose inputs are summed up, with
-            their columns; or the parameters, with their numbers of entries.
-        tables: rows of the tables of embeddings, by name; counted with the first covariances.
+        columns: of the linear layers whose inputs are summed up, by the names of their weights.
+        tables: rows of the tables of embeddings, by name; counted with the covariances.
+        entries: of the parameters with Fisher information, by name.
     """
 
     tensors: tuple[MeasuredTensor, ...]
-    passes: dict[Measure, tuple[dict[str, int], ...]]
+    columns: dict[str, int]
     tables: dict[str, int]
+    entries: dict[str, int]
 
-    def size(self, kind: Measure) -> int:
-        """Return the bytes that one kind takes on disk, per expert."""
-        sizes = [number for part in self.passes[kind] for number in part.values()]
+    def sizes(self, kind: Measure) -> tuple[int, int]:
+        """Return the bytes that one kind takes on disk, and in memory, per expert."""
         if kind == "fisher":
-            return 4 * sum(sizes)
-        return 4 * sum(map(packed_size, sizes)) + 8 * sum(self.tables.values())
+            return 4 * sum(self.entries.values()), 4 * sum(self.entries.values())
+        counts, columns = 8 * sum(self.tables.values()), self.columns.values()
+        return 4 * sum(map(packed_size, columns)) + counts, 4 * sum(c**2 for c in columns) + counts
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class Measuring:
     @cached_property
     def plan(self) -> MeasuringPlan:
         """The plan, which the first expert's architecture tells; kept for later runs."""
-        path = self.run.state / "plan.json"
+        path = self.run.state / "measured.json"
         if path.exists():
             return MeasuringPlan.model_validate_json(path.read_bytes())
         kind = self.folders.kind
@@ -147,35 +146,26 @@ class Measuring:
     @torch.no_grad()
     def _make_plan(self, reader: SampleReader) -> MeasuringPlan:
         model = reader.model
-        parameters = dict(model.named_parameters())
         names = merged_parameters(model, self.folders.kind, self.config.exclude)
         linear, tables = (modules_of(model, names, types) for types in (LINEAR, TABLE))
         sample = self.samples(reader, 0, _AT_ONCE)[:1]
         shared = shared_inputs(linear, partial(reader.logits, sample))
         tensors = describe_tensors(model, names, self.folders.experts[0], shared, tables)
-        room = max(LEAST_ROOM, sum(p.numel() * p.element_size() for p in parameters.values()))
-        leaders = {name: input_size(linear[name][0]) for name in dict.fromkeys(shared.values())}
-        entries = {t.name: parameters[t.name].numel() for t in tensors if t.fisher}
-        passes: dict[Measure, tuple[dict[str, int], ...]] = {
-            "covariances": in_passes(leaders, room, lambda columns: 4 * columns**2),
-            "fisher": in_passes(entries, room, lambda count: 8 * count),
-        }
-        counted = {name: len(parameters[name]) for name in tables}
-        return MeasuringPlan(tensors=tensors, passes=passes, tables=counted)
+        leaders = dict.fromkeys(shared.values())
+        return MeasuringPlan(
+            tensors=tensors,
+            columns={name: input_size(linear[name][0]) for name in leaders},
+            tables={name: len(model.get_parameter(name)) for name in tables},
+            entries={t.name: model.get_parameter(t.name).numel() for t in tensors if t.fisher},
+        )
 
-    def files(self, row: int, kind: Measure) -> list[Path]:
-        """Return where what each pass over the samples of an expert measures goes."""
-        folder, numbers = self.run.path / "experts", range(len(self.plan.passes[kind]))
-        return [folder / f"{row}-{kind}-{number}.safetensors" for number in numbers]
+    def file(self, row: int, kind: Measure) -> Path:
+        """Return where what is measured of an expert goes."""
+        return self.run.path / "experts" / f"{row}-{kind}.safetensors"
 
-    def missing(self, row: int) -> list[tuple[Measure, int, Path]]:
-        """Return the passes of an expert whose files are not there yet."""
-        return [
-            (kind, number, file)
-            for kind in self.config.measure
-            for number, file in enumerate(self.files(row, kind))
-            if not file.exists()
-        ]
+    def missing(self, row: int) -> list[Measure]:
+        """Return what is not measured yet of an expert."""
+        return [kind for kind in self.config.measure if not self.file(row, kind).exists()]
 
     def announce(self) -> None:
         """Say what is going to be measured, and what it takes.
@@ -183,21 +173,17 @@ class Measuring:
         Raises:
             TrainingError: there is nothing to measure, or the disk has too little room for it.
         """
-        plan, count = self.plan, len(self.config.models)
+        count, needed = len(self.config.models), 0
         for kind in self.config.measure:
-            passes = len(plan.passes[kind])
-            if not passes:
+            size, _ = self.plan.sizes(kind)
+            if not size:
                 raise TrainingError(
                     f"{self.config.base_model} has nothing of which {kind} could be measured"
                 )
             if not self.run.quiet:
-                click.echo(
-                    f"{kind} of {count} expert{'s' * (count > 1)}: "
-                    f"{count * plan.size(kind) / 1e9:.3g} GB on disk, in {passes} "
-                    f"pass{'es' * (passes > 1)} over the samples of each"
-                )
-        missing = [kind for row in range(count) for kind, _, _ in self.missing(row)]
-        needed = sum(plan.size(kind) / len(plan.passes[kind]) for kind in missing)
+                experts = f"{count} expert{'s' * (count > 1)}"
+                click.echo(f"{kind} of {experts}: {count * size / 1e9:.3g} GB on disk")
+            needed += size * sum(kind in self.missing(row) for row in range(count))
         free = shutil.disk_usage(self.run.path).free
         if needed > free:
             raise TrainingError(
@@ -236,50 +222,51 @@ class Measuring:
         missing = self.missing(row)
         if not missing:
             return
-        missing[0][-1].parent.mkdir(exist_ok=True)
         reader, expert = self.load(row), self.config.models[row]
         samples = self.samples(reader, row)
         tokens = sum(len(s.get(n, ())) for s in samples for n in ("input_ids", "target_ids"))
         facts = {"model": expert.model, "task": expert.task}
         facts |= {"samples": len(samples), "tokens": tokens}
-        for kind, number, file in missing:
-            found = self._sum(reader, samples, kind, number, expert.task)
+        for kind in missing:
+            what = f"{kind} of {expert.task}"
+            shown = tqdm(samples, what, unit="sample", disable=self.run.quiet)
+            found = self._sum(reader, shown, kind)
             for name, tensor in found.items():
                 if not is_finite(tensor.float()):
                     raise TrainingError(
                         f"expert {expert.model}: {name} came out as NaN or Inf on data "
                         f"{reader.data.path}; its inputs or gradients overflow: save it in float32"
                     )
+            file = self.file(row, kind)
+            file.parent.mkdir(exist_ok=True)
             save_tensors(file, found, {"measured": kind, "facts": json.dumps(facts)})
 
     def _sum(
-        self, reader: SampleReader, samples: Sequence[Example], kind: Measure, number: int,
-        task: str,
-    ) -> dict[str, Tensor]:  # fmt: skip
-        """Make one pass over the samples of an expert."""
-        passes = self.plan.passes[kind]
-        what = f"{kind} of {task}, {number + 1} of {len(passes)}"
-        names, shown = list(passes[number]), tqdm(samples, what, disable=self.run.quiet)
+        self, reader: SampleReader, samples: Iterable[Example], kind: Measure
+    ) -> dict[str, Tensor]:
+        """Sum up one kind of statistics; on the CPU where a GPU has too little room for that."""
+        model, (_, needed) = reader.model, self.plan.sizes(kind)
+        device = model.device
+        if device.type == "cuda" and needed > _ROOM * torch.cuda.mem_get_info(device)[0]:
+            device = torch.device("cpu")
 
         def logits(sample: Example) -> Tensor:
             return reader.logits([sample])
 
         if kind == "fisher":
-            return sum_fisher(reader.model, names, shown, logits, self.config.training.seed)
-        tables = list(self.plan.tables) if number == 0 else []
-        return sum_inputs(reader.model, names, tables, shown, logits)
+            seed = self.config.training.seed
+            return sum_fisher(model, list(self.plan.entries), samples, logits, seed, device)
+        names = list(self.plan.columns), list(self.plan.tables)
+        return sum_inputs(model, *names, samples, logits, device)
 
     def index(self) -> StatisticsIndex:
         """Return the index of all that lies in the folder."""
         rows = range(len(self.config.models))
-        kinds = [
-            kind
-            for kind, passes in self.plan.passes.items()
-            if passes and all(file.exists() for row in rows for file in self.files(row, kind))
-        ]
+        kinds: list[Measure] = ["covariances", "fisher"]
+        kinds = [kind for kind in kinds if all(self.file(row, kind).exists() for row in rows)]
         experts = []
         for row in rows:
-            files = [file for kind in kinds for file in self.files(row, kind)]
+            files = [self.file(row, kind) for kind in kinds]
             with open_tensors(files[0]) as opened:
                 facts = json.loads(opened.metadata()["facts"])
             names = tuple(file.relative_to(self.run.path).as_posix() for file in files)
@@ -292,25 +279,6 @@ class Measuring:
             config=self.config.model_dump(mode="json"),
             package=mergekit_ace.__version__,
         )
-
-
-def in_passes(
-    sizes: Mapping[str, int], room: float, memory: Callable[[int], float]
-) -> tuple[dict[str, int], ...]:
-    """Return sizes in parts whose sums take no more memory than there is room; at least one each.
-
-    Args:
-        memory: bytes that the sum of something of a size takes.
-    """
-    parts: list[dict[str, int]] = []
-    used = math.inf
-    for name, size in sizes.items():
-        if used + memory(size) > room:
-            parts.append({})
-            used = 0
-        parts[-1][name] = size
-        used += memory(size)
-    return tuple(parts)
 
 
 def modules_of(model: nn.Module, names: Iterable[str], types: tuple[type, ...]) -> Modules:
@@ -408,21 +376,21 @@ def shared_inputs(linear: Modules, read: Callable[[], object]) -> dict[str, str]
 @torch.no_grad()
 @full_precision()
 def sum_inputs(
-    model: PreTrainedModel, leaders: Sequence[str], tables: Sequence[str], samples: Iterable[Any],
-    logits: Logits,
+    model: nn.Module, leaders: Sequence[str], tables: Sequence[str], samples: Iterable[Any],
+    logits: Logits, device: torch.device,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return X_tᵀX_t/n_t of linear layers, packed, and counts of tables, over samples.
 
     Args:
-        model: on its device.
         leaders, tables: names of the weights.
+        device: of the sums.
 
     Returns:
         `covariance/NAME`, (i (i + 1)/2,) in float32, and `counts/NAME`, (n,) in int64, on the CPU.
         A layer that nothing came to has zeros.
     """
     linear, looked_up = modules_of(model, leaders, LINEAR), modules_of(model, tables, TABLE)
-    rows, device = dict.fromkeys(leaders, 0), model.device
+    rows = dict.fromkeys(leaders, 0)
     sums = {n: torch.zeros(2 * [input_size(m[0])], device=device) for n, m in linear.items()}
     counts = {
         name: torch.zeros(len(module.weight), dtype=torch.int64, device=device)
@@ -447,8 +415,9 @@ def sum_inputs(
 
 
 def sum_fisher(
-    model: PreTrainedModel, names: Sequence[str], samples: Iterable[Any], logits: Logits, seed: int
-) -> dict[str, Tensor]:
+    model: nn.Module, names: Sequence[str], samples: Iterable[Any], logits: Logits, seed: int,
+    device: torch.device,
+) -> dict[str, Tensor]:  # fmt: skip
     """Return the diagonal of the Fisher information of some parameters, a mean over samples.
 
     That is the mean of (∂ log p(y | x)/∂θ)², with answers y drawn from the model's own distribution
@@ -456,25 +425,34 @@ def sum_fisher(
     few classes). Answers at different positions are independent, so that their squares add up.
 
     Args:
-        model: on its device, without gradients.
+        model: without gradients.
         seed: of the answers; with the same, they are the same.
+        device: of the sums.
 
     Returns:
         `fisher/NAME`, shaped as the parameter, in float32 on the CPU.
     """
-    parameters = [model.get_parameter(name).requires_grad_(True) for name in names]
-    sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+    parameters = {name: model.get_parameter(name).requires_grad_(True) for name in names}
+    sums = {n: torch.zeros(p.shape, device=device) for n, p in parameters.items()}
+
+    def add(name: str, parameter: Tensor) -> None:
+        """Add a gradient as soon as it is complete: at no time are all of them in memory."""
+        sums[name] += parameter.grad.to(device, torch.float32).square_()
+        parameter.grad = None
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(partial(add, name))
+        for name, parameter in parameters.items()
+    ]
     generator, count = torch.Generator("cpu").manual_seed(seed), 0
     try:
         for sample in samples:
             count += 1
             scores = logits(sample).float().log_softmax(-1)
             drawn = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator)
-            chosen = scores.gather(-1, drawn.to(scores.device)).sum()
-            gradients = torch.autograd.grad(chosen, parameters, allow_unused=True)
-            for total, gradient in zip(sums, gradients, strict=True):
-                if gradient is not None:
-                    total.add_(gradient.float().square_())
+            scores.gather(-1, drawn.to(scores.device)).sum().backward()
     finally:
         model.requires_grad_(False)
-    return {f"fisher/{n}": total.div_(count).cpu() for n, total in zip(names, sums, strict=True)}
+        for hook in hooks:
+            hook.remove()
+    return {f"fisher/{name}": total.div_(count).cpu() for name, total in sums.items()}
