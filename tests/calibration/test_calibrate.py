@@ -54,6 +54,10 @@ def config(tmp_path) -> dict:
     return {"merged_model": str(tmp_path / "merged"), "models": experts, "keep": data("keep")}
 
 
+def models_of(config: dict) -> list[str]:
+    return [one["model"] for one in config["models"]]
+
+
 def calibrate(settings: dict, out: Path, *flags: str, config: Path | None = None) -> Result:
     path = config or out.with_suffix(".yml")
     path.write_text(yaml.safe_dump(settings))
@@ -137,28 +141,25 @@ def test_experts_weigh_as_much_as_what_should_stay(config, tmp_path):
 @pytest.mark.parametrize("based", [False, True])
 def test_models_without_data_write_texts_of_their_own(config, tmp_path, based):
     """The result is that of the same texts given as data; what stays, base or merge write."""
-    (tmp_path / "base").mkdir()
     tiny_llama().save_pretrained(tmp_path / "base")
     settings = {"merged_model": config["merged_model"]}
     settings |= {"base_model": str(tmp_path / "base")} if based else {}
-    given = {"keep": settings["base_model" if based else "merged_model"]}
-    given |= {one["model"]: one["model"] for one in config["models"]}
     data = {}
-    for place, (name, folder) in enumerate(given.items()):
-        model = LlamaForCausalLM.from_pretrained(folder, dtype="auto").eval()
-        path = tmp_path / "texts" / f"{place}.jsonl"
+    for name in (settings["base_model" if based else "merged_model"], *models_of(config)):
+        model = LlamaForCausalLM.from_pretrained(name, dtype="auto").eval()
+        path = tmp_path / "texts" / f"{len(data)}.jsonl"
         data[name] = write_own_texts(model, tokenizer(), 64, path, quiet=True).model_dump()
-    experts = [{"model": one["model"]} for one in config["models"]]
-    with_data = [{**one, "data": data[one["model"]]} for one in experts]
-    found = []
-    for number, more in enumerate(
-        ({"models": experts}, {"models": with_data, "keep": data["keep"]})
-    ):
-        result = calibrate({**settings, **more}, tmp_path / f"out{number}")
+    keep, *_ = data.values()
+    own = {"models": [{"model": name} for name in models_of(config)]}
+    given = {"models": [{"model": n, "data": data[n]} for n in models_of(config)], "keep": keep}
+    found, cards = [], []
+    for number, more in enumerate((own, given)):
+        out = tmp_path / f"out{number}"
+        result = calibrate({**settings, **more}, out)
         assert result.exit_code == 0, result.output
-        found.append(state(LlamaForCausalLM, tmp_path / f"out{number}")[1])
+        found.append(state(LlamaForCausalLM, out)[1])
+        cards.append((out / "README.md").read_text())
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
-    cards = [(tmp_path / f"out{number}" / "README.md").read_text() for number in (0, 1)]
     assert [card.count("a model, which wrote them itself |") for card in cards] == [3, 0]
     assert "| what should stay | 64 |" in cards[0]
 
@@ -227,30 +228,25 @@ def test_an_adapter_whose_base_is_elsewhere(config, tmp_path):
         assert f"write BASE+{tmp_path / 'adapter'}, with" in result.output
 
 
-def test_the_card_says_that_a_merge_was_calibrated(tmp_path, mergekit_yaml):
+def test_the_card_says_that_a_merge_was_calibrated(config, tmp_path, mergekit_yaml):
     """And `mergekit-ace card` keeps it."""
     paths = save_family(tiny_llama(), tmp_path, scales=[0.02, 0.05])
     for path in paths:
         tokenizer().save_pretrained(path)
     report = tmp_path / "ace.jsonl"
     merged = mergekit_yaml(ace_config(paths, parameters={"report": str(report)}))
-    rng = random.Random(0)
-    for name in ("law", "medicine", "keep"):
-        write_rows(tmp_path / f"{name}.jsonl", [{"text": sentence(rng, 10)}] * 5)
-    data = {name: {"path": str(tmp_path / f"{name}.jsonl"), "text": "text"}
-            for name in ("law", "medicine", "keep")}  # fmt: skip
-    experts = [{"model": paths[1], "data": data["law"]},
-               {"model": paths[2], "task": "medicine", "data": data["medicine"]}]  # fmt: skip
+    first, second = (one["data"] for one in config["models"])
+    experts = [{"model": paths[1], "data": first},
+               {"model": paths[2], "task": "medicine", "data": second}]  # fmt: skip
     out = tmp_path / "out"
-    config = {"merged_model": str(merged), "models": experts, "keep": data["keep"]}
-    assert calibrate(config, out).exit_code == 0
+    assert calibrate({**config, "merged_model": str(merged), "models": experts}, out).exit_code == 0
     text = (out / "README.md").read_text()
     assert text.startswith((merged / "README.md").read_text())
     section = text[text.index("## Calibration") :]
     assert "The ridge was 1, " in section
     assert "went 0.5 of the way" in section
     for name in (Path(paths[1]).name, "medicine", "what should stay"):
-        assert f"| {name} | 5 | {5 * 10} |" in section
+        assert f"| {name} | 20 |" in section
     assert str(tmp_path) not in section
     result = CliRunner().invoke(main, ["card", str(out), "--report", str(report), "--quiet"])
     assert result.exit_code == 0, result.output

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
 from checkpoints import fine_tuned, tiny_llama
-from stacked import stacked_least_squares
 from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
-from watched import watch
 
 from mergekit_ace.calibration.layers import (
     RIDGE,
@@ -47,6 +46,49 @@ def calibrated(model, start: dict, teachers: list[SampleTeacher]) -> dict[str, T
     for tensors in Calibration(model, CPU).layers(start, teachers):
         found |= tensors
     return found
+
+
+def stacked_least_squares(
+    rows: list[tuple[Tensor, Tensor, float]], start: Tensor, ridge: float
+) -> Tensor:
+    """Minimise Σ w ‖W Xᵀ − Yᵀ‖² / n + λ s̄ ‖W − W_m‖² by stacking all rows (X, Y, w)."""
+    left = [(w / len(x)) ** 0.5 * x.double() for x, _, w in rows]
+    right = [(w / len(x)) ** 0.5 * y.double() for x, y, w in rows]
+    mean = sum(x.square().sum() for x in left) / start.shape[1]
+    root = (ridge * mean) ** 0.5
+    left.append(root * torch.eye(start.shape[1], dtype=torch.float64))
+    right.append(root * start.double().mT)
+    return torch.linalg.lstsq(torch.cat(left), torch.cat(right)).solution.mT
+
+
+class Watched(NamedTuple):
+    """Inputs, outputs without bias, and the residual stream of a linear, a row for each token."""
+
+    inputs: Tensor
+    outputs: Tensor
+    stream: Tensor
+
+
+@torch.no_grad()
+def watch(model: LlamaForCausalLM, ids: Tensor) -> dict[str, Watched]:
+    """Return what all linears of the decoder layers do, by name, as hooks see it."""
+    seen: dict[str, Watched] = {}
+    stream = torch.tensor(0.0)
+
+    def keep_stream(module, given):
+        nonlocal stream
+        stream = given[0].flatten(0, 1)
+
+    def keep(name, module, given, output):
+        seen[name] = Watched(given[0].flatten(0, 1), output.flatten(0, 1), stream)
+
+    for name, module in model.model.layers.named_modules():
+        if name.endswith("layernorm"):
+            module.register_forward_pre_hook(keep_stream)
+        if name.endswith("_proj"):
+            module.register_forward_hook(partial(keep, name))
+    model(ids)
+    return seen
 
 
 @pytest.mark.parametrize("ridge", [1e-3, 1.0])
