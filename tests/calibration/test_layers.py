@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -82,12 +83,13 @@ def watch(model: LlamaForCausalLM, ids: Tensor) -> dict[str, Watched]:
     def keep(name, module, given, output):
         seen[name] = Watched(given[0].flatten(0, 1), output.flatten(0, 1), stream)
 
-    for name, module in model.model.layers.named_modules():
-        if name.endswith("layernorm"):
-            module.register_forward_pre_hook(keep_stream)
-        if name.endswith("_proj"):
-            module.register_forward_hook(partial(keep, name))
-    model(ids)
+    with ExitStack() as hooks:
+        for name, module in model.model.layers.named_modules():
+            if name.endswith("layernorm"):
+                hooks.callback(module.register_forward_pre_hook(keep_stream).remove)
+            if name.endswith("_proj"):
+                hooks.callback(module.register_forward_hook(partial(keep, name)).remove)
+        model(ids)
     return seen
 
 
