@@ -12,12 +12,16 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 import transformers
-from suite import ClipSuite, ClipTask, GlueSuite, HarnessSuite, Suite
+from suite import ClipSuite, GlueSuite, HarnessSuite, Suite
 from torch import Tensor
+
+from mergekit_ace.training.models import local_folder
+from mergekit_ace.training.tasks import zero_shot_head
 
 Score: TypeAlias = tuple[float, int]
 Scorer: TypeAlias = Callable[[str], Score]
@@ -146,9 +150,8 @@ def clip_scorer(suite: ClipSuite, checkpoint: str, limit: int | None) -> Scorer:
     from datasets import load_dataset
 
     tower = load_encoder(suite.encoder, checkpoint).eval().to(device())
-    whole = load_encoder("CLIPVisionModelWithProjection", suite.base.model)
-    projection = whole.visual_projection.to(device())
-    processor = transformers.CLIPImageProcessor.from_pretrained(suite.base.model)
+    base = local_folder(suite.base.model, Path(), trust_remote_code=False)
+    processor = transformers.CLIPImageProcessor.from_pretrained(base)
 
     def together(samples: list[dict]) -> tuple[Tensor, Tensor]:
         images = [sample["image"].convert("RGB") for sample in samples]
@@ -159,36 +162,23 @@ def clip_scorer(suite: ClipSuite, checkpoint: str, limit: int | None) -> Scorer:
     def score(name: str) -> Score:
         task = suite.tasks[name]
         data = load_dataset(**task.data)
-        head = zero_shot_head(suite.base.model, class_names(task, data), tuple(task.templates))
+        classes = tuple(task.classes or data.features["label"].names)
+        head = head_of(base, classes, tuple(task.templates)).to(device())
         right = seen = 0
         for pixels, labels in batches(data, limit, together):
-            features = projection(tower(pixel_values=pixels.to(device())).pooler_output)
-            right += int(((features @ head.T).argmax(-1).cpu() == labels).sum())
+            logits = head(tower(pixel_values=pixels.to(device())).pooler_output)
+            right += int((logits.argmax(-1).cpu() == labels).sum())
             seen += len(labels)
         return right / seen, seen
 
     return score
 
 
-def class_names(task: ClipTask, data: Any) -> tuple[str, ...]:
-    """Return the names of the classes, in the order of the labels."""
-    return tuple(task.classes or data.features["label"].names)
-
-
 @cache
-@torch.inference_mode()
-def zero_shot_head(base: str, classes: tuple[str, ...], templates: tuple[str, ...]) -> Tensor:
-    """Return (classes, features): the mean direction of each class's prompts."""
-    tower = load_encoder("CLIPTextModelWithProjection", base).eval().to(device())
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    rows = []
-    for name in classes:
-        prompts = [template.replace("{}", name.replace("_", " ")) for template in templates]
-        inputs = tokenizer(prompts, padding=True, truncation=True, return_tensors="pt")
-        embeddings = tower(**inputs.to(device())).text_embeds
-        mean = torch.nn.functional.normalize(embeddings, dim=-1).mean(0)
-        rows.append(torch.nn.functional.normalize(mean, dim=-1))
-    return torch.stack(rows)
+def head_of(base: str, classes: tuple[str, ...], templates: tuple[str, ...]) -> torch.nn.Module:
+    """Return the head that the text tower of a CLIP makes of the prompts of classes."""
+    names = [name.replace("_", " ") for name in classes]
+    return zero_shot_head(base, [[text.replace("{}", n) for text in templates] for n in names])
 
 
 def scorer(suite: Suite, checkpoint: str, limit: int | None) -> Scorer:

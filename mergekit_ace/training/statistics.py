@@ -175,14 +175,16 @@ class Measuring:
         """
         count, needed = len(self.config.models), 0
         for kind in self.config.measure:
-            size, _ = self.plan.sizes(kind)
+            size, memory = self.plan.sizes(kind)
             if not size:
                 raise TrainingError(
                     f"{self.config.base_model} has nothing of which {kind} could be measured"
                 )
             if not self.run.quiet:
-                experts = f"{count} expert{'s' * (count > 1)}"
-                click.echo(f"{kind} of {experts}: {count * size / 1e9:.3g} GB on disk")
+                click.echo(
+                    f"{kind} of {count} expert{'s' * (count > 1)}: {count * size / 1e9:.3g} GB on "
+                    f"disk, and {memory / 1e9:.3g} GB of memory beside the model"
+                )
             needed += size * sum(kind in self.missing(row) for row in range(count))
         free = shutil.disk_usage(self.run.path).free
         if needed > free:
