@@ -134,35 +134,17 @@ class RidgeMethod(TaskVectorMethod):
         if found is None or experts < 2:
             return super().work(settings, shape, experts)
         count, rows, columns = found
-        measured = _is_measured(settings.parameters)
-        plain = operations(rows, columns, experts, measured=measured)
-        small, large = sorted((rows, columns))
-        # Of the residual, the Gram matrix of F in float64 and its eigenvectors.
-        refined = 2 * rows * columns**2 + small**2 * large + 9.0 * small**3
-        moved = 12.0 * 4 * experts * rows * columns
-        memory = 4 * (experts + 4) * max(rows * columns, min(columns, experts * rows) ** 2)
-        return Work(
-            operations=(count * plain, count * (plain + self.refines * refined)),
-            moved=(count * moved, count * moved),
-            working=memory + self.refines * 24 * small**2,
-            form=form_of(rows, columns, experts, measured=measured),
-        )
-
-
-def form_of(rows: int, columns: int, experts: int, *, measured: bool = False) -> str:
-    """Return whether the system of the columns or that of all rows is solved."""
-    return "dual" if experts * rows < columns and not measured else "primal"
-
-
-def operations(rows: int, columns: int, experts: int, *, measured: bool = False) -> float:
-    """Return the operations of products, factor and solve of one matrix."""
-    area = rows * columns
-    if form_of(rows, columns, experts, measured=measured) == "dual":
-        size = experts * rows
-        return size**2 * columns + size**3 / 3 + 2 * size**2 * rows + 2 * size * area
-    numerator = 4 * area * rows if columns > 2 * rows else 2 * area * columns
-    solved = columns**3 / 3 + 2 * area * columns
-    return experts * area * columns + (experts - 1) * numerator + solved
+        size = min(columns, experts * rows)
+        if _is_measured(settings.parameters):
+            size = columns
+        # Products with all task vectors, the factor and its solve; of the refinement, its residual,
+        # the Gram matrix of F in float64 and its eigenvectors.
+        operations = 2.0 * experts * rows * columns * size + size**3 / 3 + 2 * rows * columns * size
+        working, small = 4 * (experts + 4) * max(rows * columns, size**2), min(rows, columns)
+        if self.refines:
+            operations += 2 * rows * columns * (columns + small) + 9.0 * small**3
+            working += 24 * small**2
+        return Work(count * operations, working)
 
 
 def _of_outputs(settings: TensorSettings) -> bool:

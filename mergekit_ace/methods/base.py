@@ -87,19 +87,15 @@ def cited(key: str) -> tuple[Citation]:
 
 @dataclass(frozen=True)
 class Work:
-    """What the merge of one tensor takes; pairs are without and with all that is optional.
+    """What the merge of one tensor takes, with all that is optional.
 
     Attributes:
         operations: floating-point operations.
-        moved: bytes to and from memory, where they are not part of a product.
-        working: bytes beside inputs and result, the larger of both.
-        form: of the closed form; None for what needs none.
+        working: bytes beside inputs and result.
     """
 
-    operations: tuple[float, float]
-    moved: tuple[float, float]
+    operations: float
     working: int
-    form: str | None = None
 
 
 def method_spec(
@@ -134,7 +130,6 @@ class TaskVectorMethod(GroupMergeMethod):
         citations: the papers to cite.
         own_rule: what is done with a tensor by the method's own formula, after "12 tensors are …".
         remedy: what else helps against a result that is too large for its dtype.
-        timed: whether the time that a merge takes can be told from its `work`.
         ill_conditioned: what helps where a system cannot be solved.
         whole: whether experts that share few directions all come back nearly whole at `lambda: 1`.
     """
@@ -143,7 +138,6 @@ class TaskVectorMethod(GroupMergeMethod):
     citations: ClassVar[tuple[Citation, ...]]
     own_rule: ClassVar[str]
     remedy: ClassVar[str] = ""
-    timed: ClassVar[bool] = True
     ill_conditioned: ClassVar[str] = ""
     whole: ClassVar[bool] = False
 
@@ -362,8 +356,7 @@ def _versions(group: TensorGroup) -> list[Tensor]:
 def sweep(shape: Sequence[int], experts: int) -> Work:
     """Return what it takes to read every entry of every expert once."""
     entries = math.prod(shape)
-    operations, moved = 2.0 * experts * entries, 3.0 * 4 * experts * entries
-    return Work((operations, operations), (moved, moved), 4 * entries)
+    return Work(2.0 * experts * entries, 4 * entries)
 
 
 def matrices_in(shape: Sequence[int], layout: str) -> tuple[int, int, int] | None:

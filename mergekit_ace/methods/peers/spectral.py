@@ -66,8 +66,6 @@ class MatrixMethod(TaskVectorMethod):
     experts are not known to it.
     """
 
-    timed = False  # decompositions do not run at the rate of products
-
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         base, *experts = tensors
         weights, scale = [1.0] * len(experts), self.scale(settings.parameters)
@@ -114,7 +112,7 @@ class MatrixMethod(TaskVectorMethod):
         count, rows, columns = found
         operations = count * self.operations(rows, columns, experts, settings.parameters)
         working = 8 * (experts + 3) * rows * columns
-        return Work((operations, operations), plain.moved, working)
+        return Work(operations, working)
 
     def operations(
         self, rows: int, columns: int, experts: int, parameters: Mapping[str, Any]
