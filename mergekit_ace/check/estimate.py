@@ -28,7 +28,6 @@ class TensorEstimate:
     Attributes:
         rule: `matrix`, `stacked`, … as it is read; the method's name if it reads entries.
         operations: floating-point operations.
-        moved: bytes to and from memory that are no part of a product.
         inputs: bytes of all versions in the dtype of the merge.
         working: bytes beside inputs and result.
     """
@@ -37,7 +36,6 @@ class TensorEstimate:
     shape: tuple[int, ...]
     rule: str
     operations: float
-    moved: float
     read: int
     written: int
     inputs: int
@@ -46,7 +44,7 @@ class TensorEstimate:
     @property
     def seconds(self) -> float:
         """How long it takes on a nominal machine, which tells tensors apart and no more."""
-        work = self.operations / OPERATIONS + self.moved / MEMORY
+        work = self.operations / OPERATIONS + 3 * self.inputs / MEMORY
         return work + (self.read + self.written) / DISK
 
 
@@ -114,8 +112,7 @@ def _estimate_tensor(
         name=tensor.name,
         shape=header.shape,
         rule=rule,
-        operations=max(work.operations),
-        moved=max(work.moved),
+        operations=work.operations,
         read=sum(h.bytes for h in headers.values()) + measured,
         written=header.entries * item_size(written_in),
         inputs=len(headers) * header.entries * item_size(merged_in),
