@@ -320,7 +320,10 @@ def calibrate_merge(config: Path, out: Path, **given: Any) -> None:
 )
 @click.option("--ray", metavar="ADDRESS", help="Use a Ray cluster; auto: the one at hand.")
 @click.option("--gpus-per-worker", type=click.FloatRange(min=0), help="1 with --cuda, else 0.")
-@click.option("--json", "as_json", is_flag=True, help="Progress as JSON lines, for programs.")
+@click.option(
+    "--json", is_flag=True, hidden=True, expose_value=False,
+    callback=old_spelling("no events are printed any more; the exit status tells"),
+)  # fmt: skip
 @click.option(
     "--unplanned",
     type=click.Choice(["base", "merge", "error"]),
@@ -337,9 +340,8 @@ def merge(config: Path, out: str, resume: bool, overwrite: bool, **given: Any) -
     kept. What `mergekit-ace check` finds is said first, and errors end the merge before it starts.
     LoRA adapters (BASE+ADAPTER) are added to the base as it goes, without copies of it.
     """
-    from mergekit_ace.merging.checks import MergeChecks
-    from mergekit_ace.merging.driver import run_shards
-    from mergekit_ace.merging.pool import WorkerOptions
+    from mergekit_ace.merging.run import MergeChecks, run_shards
+    from mergekit_ace.merging.workers import WorkerOptions
 
     if resume and overwrite:
         raise click.UsageError("--resume keeps what --overwrite drops; give one of them")
@@ -349,10 +351,7 @@ def merge(config: Path, out: str, resume: bool, overwrite: bool, **given: Any) -
         options.apply_global_options()
         strict, unplanned, prompt = not given["no_check"], given["unplanned"], given["prompt"]
         checks = MergeChecks(strict=strict, unplanned=unplanned, prompt=prompt)
-        run_shards(
-            config, out, options, pool, resume=not overwrite, overwrite=overwrite,
-            as_json=given["as_json"], checks=checks,
-        )  # fmt: skip
+        run_shards(config, out, options, pool, overwrite=overwrite, checks=checks)
 
 
 @main.command(

@@ -13,7 +13,6 @@ import os
 import struct
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -21,17 +20,17 @@ from typing import Annotated, Any, Literal
 import torch
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
-from pydantic import AfterValidator, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, Field
+from pydantic_core import from_json
 
 from mergekit_ace.adapters.peft_adapter import adapter_folder
 from mergekit_ace.files.saving import differences, file_states, package_versions, sha256, write_text
-from mergekit_ace.merging.job import MERGE_PACKAGES, MergeError, Shard
+from mergekit_ace.merging.shards import MERGE_PACKAGES, MergeError, Shard
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
 from mergekit_ace.planning import PlannedMerge, config_content
 
 MANIFEST_FILE = "merge_manifest.json"
-_FORMAT = 3
-_LARGEST = 2**28  # bytes; 100,000 tensors take a tenth of that
+_FORMAT = 4
 # Flags that change neither a tensor nor which files there are.
 _FREE_FLAGS = set(
     """
@@ -49,18 +48,15 @@ def _check_name(name: str) -> str:
     return name
 
 
-Count = Annotated[int, Field(ge=0)]
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 FileName = Annotated[str, AfterValidator(_check_name)]
 
 
-@dataclass
-class Manifest:
+class Manifest(BaseModel):
     """The whole manifest.
 
     Attributes:
         identity: the `fingerprint` of the merge.
-        models: their names, in the order of the run that began the merge.
         reports: bytes that the files under `report:` had before the run, by path.
         files: SHA-256 of every finished file, by name; empty for a shard whose tensors all turned
             out to be absent, so that there is no file.
@@ -68,19 +64,17 @@ class Manifest:
     """
 
     identity: dict[str, Any]
-    models: list[str]
-    reports: dict[str, Count]
+    reports: dict[str, Annotated[int, Field(ge=0)]]
     files: dict[FileName, Hash | Literal[""]]
     complete: bool = False
-    format: int = field(default=_FORMAT)
+    format: Literal[4] = _FORMAT
 
     @classmethod
     def begin(cls, plan: PlannedMerge, identity: dict[str, Any]) -> Manifest:
         """Return the manifest of a merge of which nothing is finished."""
-        models = [str(model) for model in plan.config.referenced_models()]
         paths = plan.named_paths("report")
         reports = {path: os.path.getsize(path) if os.path.exists(path) else 0 for path in paths}
-        return cls(identity, models, reports, {})
+        return cls(identity=identity, reports=reports, files={})
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -91,20 +85,17 @@ class Manifest:
         """
         path = folder / MANIFEST_FILE
         try:
-            if path.stat().st_size > _LARGEST:
-                raise ValueError("too large")
-            text = path.read_bytes()
-            content = json.loads(text)
-            if isinstance(content, dict) and content.get("format", _FORMAT) != _FORMAT:
+            content = from_json(path.read_bytes())
+            if isinstance(content, dict) and content.get("format") in range(1, _FORMAT):
                 raise MergeError(
                     f"{path} was written by another version of mergekit-ace; resume with that one, "
                     "or --overwrite"
                 )
-            return _MANIFEST.validate_json(text, strict=True)
+            return cls.model_validate(content, strict=True)
         except FileNotFoundError:
             return None
-        except (ValueError, OSError, RecursionError) as error:
-            raise _damaged(folder) from error
+        except (ValueError, OSError) as error:
+            raise MergeError(f"{path} is damaged; --overwrite starts anew") from error
 
     def check(self, folder: Path, plan: PlannedMerge, identity: dict[str, Any]) -> None:
         """Check that this is the manifest of a merge.
@@ -124,7 +115,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest, whole or not at all; it is on the disk when this returns."""
-        text = json.dumps(asdict(self), indent=1) + "\n"
+        text = json.dumps(self.model_dump(), indent=1) + "\n"
         write_text(folder / MANIFEST_FILE, text, durable=True)
 
     def compare(self, folder: Path, shards: Sequence[Shard]) -> tuple[list[str], list[str]]:
@@ -138,8 +129,8 @@ class Manifest:
             hashes = list(readers.map(partial(_hash, folder), self.files))
         sizes = {shard.file: shard.bytes for shard in shards}
         lost, edited = [], []
-        for (name, digest), found in zip(list(self.files.items()), hashes, strict=True):
-            if found == digest and (digest or not sizes.get(name)):
+        for (name, recorded), found in zip(list(self.files.items()), hashes, strict=True):
+            if found == recorded and (recorded or not sizes.get(name)):
                 continue
             if found and name not in sizes and not _is_broken(folder / name):
                 edited.append(name)
@@ -149,49 +140,34 @@ class Manifest:
         return lost, edited
 
 
-_MANIFEST = TypeAdapter(Manifest)
-
-
-def _damaged(folder: Path) -> MergeError:
-    return MergeError(f"{folder / MANIFEST_FILE} is damaged; --overwrite starts anew")
-
-
 def fingerprint(plan: PlannedMerge) -> dict[str, Any]:
-    """Fingerprint of a merge, as JSON; where it has changed, the merge is not resumed.
+    """Return what a merge depends on, as JSON; where it has changed, the merge is not resumed.
 
     Files are named by their model, so that a family may be moved as a whole. The number of threads
     counts as a flag: the last bits of a sum depend on it.
     """
-    models = plan.config.referenced_models()
     reports = [Path(path).expanduser().resolve() for path in plan.named_paths("report")]
+    models = plan.config.referenced_models()
     return {
         "config": config_content(plan.source),
         "flags": plan.options.model_dump(exclude=_FREE_FLAGS)
         | {"num_threads": torch.get_num_threads()},
         "versions": package_versions(*MERGE_PACKAGES),
-        "inputs": {str(model): _model_files(model, plan.adapters, reports) for model in models},
+        "inputs": {str(model): _model_files(model, reports) for model in models},
         "files": file_states(plan.named_paths(*FILE_PARAMETERS)),
         "unplanned": sorted({"merge" if t.merged else "base" for t in plan.unplanned}) or None,
     }
 
 
-def _model_files(
-    model: ModelReference, adapters: Collection[ModelReference], reports: Collection[Path]
-) -> dict[str, list[Any]]:
+def _model_files(model: ModelReference, reports: Collection[Path]) -> dict[str, list[Any]]:
     """Return size, time of change, and hash of the header, by file name.
 
     Args:
-        model: without an adapter, with one of `adapters`, or with one that was merged first.
-        adapters: see `PlannedMerge`.
         reports: what the merge itself writes, which may be in the folder of a model.
     """
-    read = Path(LoaderCache().get(model).index.base_path)
-    folders = {"": read}
-    if model.lora is not None and model in adapters:
-        folders = {"base/": read, "adapter/": adapter_folder(model.lora)}
-    elif model.lora is not None:
-        parts = {"base/": Path(model.model.path), "adapter/": Path(model.lora.path)}
-        folders |= {part: folder for part, folder in parts.items() if folder.is_dir()}
+    folders = {"": Path(LoaderCache().get(model).index.base_path)}
+    if model.lora is not None:
+        folders["adapter/"] = adapter_folder(model.lora)
     return {
         prefix + path.name: _file_state(path)
         for prefix, folder in folders.items()
@@ -224,7 +200,7 @@ def _is_broken(path: Path) -> bool:
     if path.suffix != ".json":
         return not path.stat().st_size
     try:
-        json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
+        from_json(path.read_bytes())
+    except ValueError:
         return True
     return path.name.endswith(".index.json")  # it follows from the shards

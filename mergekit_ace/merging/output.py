@@ -38,8 +38,8 @@ from mergekit_ace.files.model_files import (
     config_donor,
 )
 from mergekit_ace.files.saving import flush_to_disk, locked, sha256, write_text
-from mergekit_ace.merging.job import MergeError, OutputError, Shard, index_file
 from mergekit_ace.merging.manifest import MANIFEST_FILE
+from mergekit_ace.merging.shards import MergeError, Shard, shard_file
 from mergekit_ace.planning import PlannedMerge
 
 _LOG = logging.getLogger(__name__)
@@ -69,29 +69,49 @@ class OutputFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other runs out.
+        """Keep other runs out; a folder that was made here goes again where nothing was written.
 
         Raises:
-            MergeError: another run is at work here, or something here leads elsewhere.
-            OutputError: nothing can be written here.
+            MergeError: another run is at work here, or nothing can be written here.
         """
         busy = MergeError(f"another run is writing to {self.path}; wait for it")
         with ExitStack() as stack:
             try:
-                self._check_links()
                 stack.enter_context(locked(self.path, LOCK_FILE, busy))
             except OSError as error:
-                raise OutputError(f"cannot write to {self.path}: {error}") from error
+                raise MergeError(f"cannot write to {self.path}: {error}") from error
             yield
 
-    def _check_links(self) -> None:
-        for path in (self.scratch, self.path / LOCK_FILE):
-            if path.is_symlink():
+    def check_own(self, *, overwrite: bool) -> None:
+        """Refuse a folder that holds what no merge has written; nothing is written before that.
+
+        Args:
+            overwrite: whether a model may be there, which is dropped.
+
+        Raises:
+            MergeError: naming what is there.
+        """
+        for name in (SCRATCH_FOLDER, LOCK_FILE, MORE_TEMPLATES):
+            if (self.path / name).is_symlink():
                 raise MergeError(
-                    f"{path} is a link, and what it leads to would be changed; remove the link"
+                    f"{self.path / name} is a link, and what it leads to would be changed; remove "
+                    "the link"
                 )
-        if self.scratch.exists() and not self.scratch.is_dir():
-            raise MergeError(f"{self.scratch} is no folder; remove it")
+        if not self.path.is_dir() or (self.path / MANIFEST_FILE).exists():
+            return
+        names = sorted(path.name for path in self.path.iterdir())
+        foreign = [name for name in names if name not in (SCRATCH_FOLDER, LOCK_FILE)]
+        model = [n for n in foreign for part in ("config.json", *_WEIGHTS) if fnmatch(n, part)]
+        if model and not overwrite:
+            raise MergeError(
+                f"{self.path} holds a model already ({model[0]}); choose another directory, "
+                "or --overwrite"
+            )
+        if foreign and not model:
+            raise MergeError(
+                f"{self.path} holds files that are none of a merge ({', '.join(foreign[:3])}); "
+                "choose a directory that is new or empty"
+            )
 
     def check_needed(self, needed: Mapping[Path, str], reports: Iterable[str]) -> None:
         """Refuse to merge where something that the merge needs would be dropped or replaced.
@@ -122,22 +142,13 @@ class OutputFolder:
                 return True
         return False
 
-    def check_free(self) -> None:
-        """Raise a `MergeError` if a model is here that no manifest knows."""
-        found = [path for part in ("config.json", *_WEIGHTS) for path in self.path.glob(part)]
-        if found:
-            raise MergeError(
-                f"{self.path} holds a model already ({found[0].name}); choose another directory, "
-                "or --overwrite"
-            )
-
     def check_room(self, needed: int) -> None:
-        """Raise an `OutputError` if the disk has less than so many bytes free."""
+        """Raise a `MergeError` if the disk has less than so many bytes free."""
         usage = shutil.disk_usage(self.path)
         if usage.total and usage.free < needed:  # some network file systems tell nothing
-            raise OutputError(
+            raise MergeError(
                 f"{self.path} needs {needed / 1e9:.1f} GB more, and its disk has "
-                f"{usage.free / 1e9:.1f} GB free; make room and give the same command with --resume"
+                f"{usage.free / 1e9:.1f} GB free; make room and give the same command again"
             )
 
     def unmark(self, kept: Iterable[str] = ()) -> None:
@@ -152,7 +163,7 @@ class OutputFolder:
         for pattern in (*_WEIGHTS, *READ_BESIDE):
             for path in self.path.glob(pattern):
                 path.unlink()
-        shutil.rmtree(self.path / MORE_TEMPLATES, ignore_errors=True)  # follows no link
+        shutil.rmtree(self.path / MORE_TEMPLATES, ignore_errors=True)
         self.remove_scratch()
 
     def clean_scratch(self) -> None:
@@ -161,26 +172,17 @@ class OutputFolder:
         self.scratch.mkdir(exist_ok=True)
 
     def remove_scratch(self) -> None:
+        """Remove all that is unfinished."""
         shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def remove_parts(self, shard: int) -> None:
+    def remove_parts(self, shard: Shard) -> None:
         """Remove the unfinished files of one shard."""
-        for path in self.scratch.glob(f"shard-{shard + 1:05d}-*"):
+        for path in self.scratch.glob(f"shard-{shard.index + 1:05d}-*"):
             shutil.rmtree(path, ignore_errors=True)
-
-    def make_subfolder(self, path: Path) -> None:
-        """Make a folder in the directory, at a path from there.
-
-        Raises:
-            MergeError: it is there, as a link to elsewhere.
-        """
-        target = self.path / path
-        if not target.resolve().is_relative_to(self.path.resolve()):
-            raise MergeError(f"{target} leads out of {self.path}; remove that link")
-        target.mkdir(parents=True, exist_ok=True)
 
     def move_in(self, source: Path, name: str) -> None:
         """Give a file that is on the disk its name in the directory."""
+        (self.path / name).parent.mkdir(exist_ok=True)
         os.replace(source, self.path / name)
         flush_to_disk(self.path)
 
@@ -207,22 +209,11 @@ def complete_model(
     """
     staging = folder.scratch / f"complete-{uuid.uuid4().hex}"
     staging.mkdir()
-    options = plan.options
-    if len(shards) > 1:
-        index = index_file(safetensors=options.safe_serialization)
-        (staging / index).write_text(_index_text(folder.path, shards), encoding="utf-8")
-    if tokenizer is not None:
-        multiple = plan.vocabulary_multiple
-        _update_config_vocab(plan.out_config, plan.architecture, tokenizer.tokenizer, multiple)
-    plan.out_config.save_pretrained(staging)
-    if options.write_model_card:
-        card = _model_card(plan, folder.name)
-        (staging / "README.md").write_text(card, encoding="utf-8")
-        (staging / "mergekit_config.yml").write_text(plan.source, encoding="utf-8")
+    _write_config(folder, staging, plan, tokenizer, shards)
     _write_tokenizer(staging, plan, tokenizer)
     along = plan.architecture.tagalong_files or []
-    _copy_tagalong_files(_donor_config(plan), str(staging), along, options)
-    add_model_files(plan.config, staging, cache=options.transformers_cache)
+    _copy_tagalong_files(_donor_config(plan), str(staging), along, plan.options)
+    add_model_files(plan.config, staging, cache=plan.options.transformers_cache)
     files = [path.relative_to(staging) for path in sorted(staging.rglob("*")) if path.is_file()]
     files = [path for path in files if path.as_posix() not in kept]
     for path in files:
@@ -230,17 +221,33 @@ def complete_model(
     hashes = {path.as_posix(): sha256(staging / path) for path in files}
     ranks = {name: rank for rank, name in enumerate(reversed(_MARKS), start=1)}
     for path in sorted(files, key=lambda path: ranks.get(str(path), 0)):
-        folder.make_subfolder(path.parent)
         folder.move_in(staging / path, str(path))
     return hashes
 
 
+def _write_config(
+    folder: OutputFolder,
+    staging: Path,
+    plan: PlannedMerge,
+    tokenizer: TokenizerInfo | None,
+    shards: Sequence[Shard],
+) -> None:
+    """Write index, config and model card."""
+    if len(shards) > 1:
+        stem = shard_file(0, 1, safetensors=plan.options.safe_serialization)
+        (staging / f"{stem}.index.json").write_text(_index_text(folder.path, shards), "utf-8")
+    if tokenizer is not None:
+        multiple = plan.vocabulary_multiple
+        _update_config_vocab(plan.out_config, plan.architecture, tokenizer.tokenizer, multiple)
+    plan.out_config.save_pretrained(staging)
+    if plan.options.write_model_card:
+        (staging / "README.md").write_text(_model_card(plan, folder.name), "utf-8")
+        (staging / "mergekit_config.yml").write_text(plan.source, "utf-8")
+
+
 def _donor_config(plan: PlannedMerge) -> MergeConfiguration:
     """Return the config for mergekit to copy files by, which merges an adapter for that."""
-    donor = config_donor(plan.config)
-    if donor not in plan.adapters:
-        return plan.config
-    return plan.config.model_copy(update={"base_model": base_of(donor)})
+    return plan.config.model_copy(update={"base_model": base_of(config_donor(plan.config))})
 
 
 def _model_card(plan: PlannedMerge, name: str) -> str:
@@ -252,7 +259,7 @@ def _model_card(plan: PlannedMerge, name: str) -> str:
     try:
         return generate_card(config=plan.config, config_yaml=plan.source, name=name)
     except Exception:  # of the libraries below, by what is wrong with the network
-        config = MergeConfiguration.model_validate(_mark_folders(yaml.safe_load(plan.source)))
+        config = type(plan.config).model_validate(_mark_folders(yaml.safe_load(plan.source)))
         return generate_card(config=config, config_yaml=plan.source, name=name)
 
 
@@ -275,9 +282,9 @@ def _index_text(folder: Path, shards: Iterable[Shard]) -> str:
     places, total = {}, 0
     for shard in shards:
         path = folder / shard.file
-        held = read_file_header(path) if path.exists() else {}
-        places |= {name: shard.file for name in shard.tensors if name in held}
-        total += sum(header.bytes for header in held.values())
+        headers = read_file_header(path) if path.exists() else {}
+        places |= {name: shard.file for name in shard.tensors if name in headers}
+        total += sum(header.bytes for header in headers.values())
     metadata = {"total_size": total, "mergekit_version": version("mergekit")}
     return json.dumps({"metadata": metadata, "weight_map": places}, indent=2)
 
@@ -302,10 +309,14 @@ def _write_tokenizer(staging: Path, plan: PlannedMerge, built: TokenizerInfo | N
 
 
 def append_lines(reports: Mapping[str, str]) -> None:
-    """Append the lines of a shard to the files under `report:`."""
+    """Append the lines of a shard to the files under `report:`.
+
+    Args:
+        reports: files of lines by the path of the report.
+    """
     for path, lines in reports.items():
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(lines)
+        with open(path, "ab") as file:
+            file.write(Path(lines).read_bytes())
         flush_to_disk(path)
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,31 +13,10 @@ from mergekit.options import MergeOptions
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mergekit_ace.check.loading import merged_model, quiet_transformers
-from mergekit_ace.merging.job import MergeError
+from mergekit_ace.merging.shards import MergeError
 from mergekit_ace.methods.architecture import model_class
 
 _TOKENS = 20  # that are generated
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What a model made of a prompt.
-
-    Attributes:
-        continuation: the most likely tokens behind the prompt, at most 20.
-        loss: mean negative log-likelihood per token, in nats, of the prompt with the base's
-            continuation; where an encoder reads the prompt, of the continuation alone (or of the
-            prompt, should the base say nothing).
-    """
-
-    model: str
-    continuation: str
-    loss: float
-
-    @property
-    def text(self) -> str:
-        """One line for people."""
-        return f"{self.model}: {self.continuation!r}, mean loss {self.loss:.3g}"
 
 
 def check_trial(prompt: str, donor: ModelReference, options: MergeOptions) -> None:
@@ -76,11 +54,17 @@ def check_trial(prompt: str, donor: ModelReference, options: MergeOptions) -> No
 
 def try_prompt(
     prompt: str, result: Path, donor: ModelReference, options: MergeOptions
-) -> tuple[Trial, Trial]:
+) -> list[str]:
     """Let the base and the result continue a prompt; one of them is in memory at a time.
 
     Args:
         donor: the base, or the model whose config the result has.
+
+    Returns:
+        A line for each: the most likely tokens behind the prompt, at most 20, and the mean negative
+        log-likelihood per token, in nats, of the prompt with the base's continuation; where an
+        encoder reads the prompt, of the continuation alone (or of the prompt, should the base say
+        nothing).
 
     Raises:
         MergeError: the result's loss is not a number, or it cannot be loaded.
@@ -100,7 +84,8 @@ def try_prompt(
         raise MergeError(f"--try: {error}") from error
     if not math.isfinite(loss) and math.isfinite(base_loss):
         raise MergeError(f"--try: the loss of {result} on {prompt!r} is {loss}")
-    return Trial(str(donor), expected, base_loss), Trial(str(result), said, loss)
+    trials = ((str(donor), expected, base_loss), (str(result), said, loss))
+    return [f"{name}: {text!r}, mean loss {number:.5g}" for name, text, number in trials]
 
 
 def _tokenizer(path: str, revision: str | None, trust: bool) -> PreTrainedTokenizerBase:

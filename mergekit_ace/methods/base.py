@@ -495,22 +495,27 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return any(words in str(error) for words in OUT_OF_MEMORY)
 
 
-def notice(text: str) -> None:
-    """Count a tensor of which something is to be said when the merge is done.
+def notice(text: str, count: int = 1) -> None:
+    """Count tensors of which something is to be said when the merge is done.
 
     Args:
         text: of the warning, with "{tensors}" where their number goes; each is said once.
     """
     with _LOCK:
-        _NOTICES[text] += 1
+        _NOTICES[text] += count
+
+
+def take_notices() -> dict[str, int]:
+    """Return numbers of tensors by warning, and forget them."""
+    with _LOCK:
+        counts = dict(_NOTICES)
+        _NOTICES.clear()
+    return counts
 
 
 def flush_notices() -> None:
     """Log one warning for everything that was counted, and forget it."""
-    with _LOCK:
-        counts = dict(_NOTICES)
-        _NOTICES.clear()
-    for text, count in counts.items():
+    for text, count in take_notices().items():
         LOG.warning("%s", text.replace("{tensors}", f"{count} tensor{'s' if count > 1 else ''}"))
 
 

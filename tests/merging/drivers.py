@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -17,8 +16,8 @@ import psutil
 from mergekit.options import MergeOptions
 from tqdm import tqdm
 
-from mergekit_ace.merging.driver import run_shards
-from mergekit_ace.merging.pool import PRELOADED, WorkerOptions
+from mergekit_ace.merging.run import run_shards
+from mergekit_ace.merging.workers import PRELOADED, WorkerOptions
 
 SHARD_BYTES = 6_000
 
@@ -27,24 +26,21 @@ def drive(config: Path, out: Path, workers: int) -> None:
     """A driver, and its workers, in a process group of their own."""
     os.setpgrp()
     out.parent.mkdir(parents=True, exist_ok=True)
-    # both open until the process ends
-    sys.stdout = open(events_file(out), "w")  # noqa: SIM115
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = open(errors_file(out), "w")  # noqa: SIM115  # open until the process ends
+    # the process that this one was forked from has imported everything already
+    multiprocessing.set_start_method("fork", force=True)
     options = MergeOptions(out_shard_size=SHARD_BYTES, quiet=True)
-    # forked: the process that this one was forked from has imported everything already
-    forked = WorkerOptions(workers, start="fork")
-    run_shards(config, str(out), options, forked, resume=True, as_json=True)
+    run_shards(config, str(out), options, WorkerOptions(workers), resume=True)
 
 
-def events_file(out: Path) -> Path:
-    """Where a driver writes its events, as JSON lines."""
-    return out.with_name("events.jsonl")
+def errors_file(out: Path) -> Path:
+    """Where a driver writes what it says of errors."""
+    return out.with_name("errors.txt")
 
 
-def retries(out: Path) -> list[str]:
-    """Files of the shards that had to be computed again."""
-    events = map(json.loads, events_file(out).read_text().splitlines())
-    return [event["file"] for event in events if event["event"] == "retry"]
+def deaths(out: Path) -> int:
+    """How often a worker died."""
+    return errors_file(out).read_text().count("a worker died")
 
 
 def drive_with_bars_locked(config: Path, out: Path, workers: int) -> None:
@@ -64,7 +60,7 @@ class Driver:
         target: Callable[[Path, Path, int], None] = drive,
     ):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, "mergekit_ace.merging.driver"])
+        context.set_forkserver_preload([*PRELOADED, "mergekit_ace.merging.run"])
         self.process = context.Process(target=target, args=(config, out, workers))
         self.process.start()
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 from checkpoints import ace_config, save_family, tiny_llama
 from click.testing import CliRunner
-from coefficient_files import make_file
+from mergekit.config import MergeConfiguration
 from mergekit.scripts.run_yaml import main as mergekit_yaml
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from sharded import (
     INPUT_SHARDS,
@@ -30,9 +29,19 @@ from sharded import (
     write_config,
 )
 from test_architectures import MODELS, SAVE
-from transformers import LlamaForCausalLM
 
 from mergekit_ace.merging.manifest import Manifest
+
+
+@pytest.fixture(autouse=True)
+def in_order(monkeypatch):
+    """Let mergekit list models by their names, as a merge of ours does, instead of by chance."""
+    original = MergeConfiguration.referenced_models
+
+    def referenced_models(self):
+        return sorted(original(self), key=str)
+
+    monkeypatch.setattr(MergeConfiguration, "referenced_models", referenced_models)
 
 
 def compare(tmp_path: Path, config: dict, *flags: str) -> Path:
@@ -64,20 +73,6 @@ def test_methods(tmp_path, method, flags):
     files = len(list(ours.glob("*.safetensors")))
     assert files == (1 if not flags else len(shards_of(ours))) >= 1
     assert (files > 3) == bool(flags)
-
-
-def test_statsmerging_with_a_coefficient_file(tmp_path):
-    paths = save_llamas(tmp_path)
-    file = tmp_path / "coefficients.safetensors"
-    make_file(list(tiny_llama().state_dict()), paths[1:]).save(file)
-    config = ace_config(paths, merge_method="statsmerging", parameters={"coefficients": str(file)})
-    ours = compare(tmp_path, config, *SHARDS)
-    assert str(file) in Manifest.read(ours).identity["files"]
-
-
-def test_tied_heads(tmp_path):
-    paths = save_llamas(tmp_path, tie_word_embeddings=True)
-    compare(tmp_path, ace_config(paths), *SHARDS)
 
 
 @pytest.mark.parametrize(
@@ -149,27 +144,6 @@ def test_modules_with_parameters_of_their_own(tmp_path):
     compare(tmp_path, config, *SHARDS)
 
 
-def test_adapters_that_are_merged_first(tmp_path):
-    paths = save_llamas(tmp_path)
-    adapters = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        settings = LoraConfig(
-            r=2, target_modules="all-linear", init_lora_weights=False, use_dora=True
-        )
-        adapters.append(tmp_path / f"adapter{seed}")
-        get_peft_model(LlamaForCausalLM.from_pretrained(paths[0]), settings).save_pretrained(
-            adapters[-1]
-        )
-    config = ace_config([paths[0], *(f"{paths[0]}+{adapter}" for adapter in adapters)])
-    cache = ("--lora-merge-cache", str(tmp_path / "cache"))
-    ours = compare(tmp_path, config, *SHARDS, *cache)
-    file = adapters[0] / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-    text = refusal(tmp_path / "merge.yml", ours, *SHARDS, *cache, "--resume")
-    assert "adapter_model.safetensors" in text
-
-
 @pytest.mark.parametrize("flags", [(), ("--clone-tensors",)])
 def test_a_layer_that_occurs_twice(tmp_path, flags):
     paths = save_llamas(tmp_path)
@@ -218,8 +192,12 @@ huggingface_hub.list_repo_files = list_repo_files
 
 BOTH = """
 import sys
+from mergekit.config import MergeConfiguration
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 from mergekit_ace.cli import main
+
+original = MergeConfiguration.referenced_models
+MergeConfiguration.referenced_models = lambda self: sorted(original(self), key=str)
 
 if __name__ == "__main__":
     config, theirs, ours, *flags = sys.argv[1:]
@@ -231,7 +209,7 @@ if __name__ == "__main__":
 def test_names_on_the_hub(tmp_path):
     """Models that were downloaded before, by their names; what is there is told by an imitation.
 
-    Every process says its notices once, and leaves nothing behind.
+    A process says its notices once, and leaves nothing behind.
     """
     cache, names = tmp_path / "cache", []
     (tmp_path / "sitecustomize.py").write_text(LISTING)  # for all processes
@@ -260,8 +238,8 @@ def test_names_on_the_hub(tmp_path):
     assert done.returncode == 0, done.stderr
     assert_same(theirs, ours)
     assert set(Manifest.read(ours).identity["inputs"]) == set(names)
-    # mergekit-yaml in the first process, and one or two workers
-    assert 2 <= done.stderr.count("came out with entries above 65504") <= 3
+    # once for mergekit-yaml, ours and its workers
+    assert done.stderr.count("came out with entries above 65504") == 1
     assert "resource_tracker" not in done.stderr
     assert "leaked" not in done.stderr
 

@@ -13,6 +13,7 @@ import yaml
 from checkpoints import ace_config, fine_tuned, tiny_llama
 from sharded import (
     SHARDS,
+    Killed,
     assert_same,
     command,
     contents,
@@ -22,33 +23,13 @@ from sharded import (
     save_llamas,
     save_speakers,
     shards_of,
+    stop_at,
     tensors_of,
     write_config,
 )
 
 from mergekit_ace.merging.manifest import MANIFEST_FILE, Manifest
 from mergekit_ace.merging.output import LOCK_FILE, SCRATCH_FOLDER, OutputFolder
-from mergekit_ace.merging.worker import ShardWorker
-
-
-class Killed(BaseException):
-    """Nobody catches it."""
-
-
-@pytest.fixture
-def stop(monkeypatch):
-    """Let a merge end, as if killed, when the shard of this index is begun."""
-
-    def arm(index: int | None) -> None:
-        def merge(self, shard, tensors):
-            if shard == index:
-                raise Killed
-            yield from original(self, shard, tensors)
-
-        monkeypatch.setattr(ShardWorker, "merge", merge)
-
-    original = ShardWorker.merge
-    return arm
 
 
 @pytest.fixture
@@ -57,14 +38,19 @@ def family(tmp_path) -> list[str]:
 
 
 @pytest.fixture
-def begun(tmp_path, family, stop):
+def begun(tmp_path, family, monkeypatch):
     """A merge of which two shards are finished: its config, its directory."""
     config = write_config(tmp_path / "merge.yml", ace_config(family))
-    stop(2)
-    with pytest.raises(Killed):
-        command(config, tmp_path / "merged", *SHARDS)
-    stop(None)
-    return config, tmp_path / "merged"
+    return begin(config, tmp_path / "merged", monkeypatch)
+
+
+def begin(config: Path, out: Path, monkeypatch) -> tuple[Path, Path]:
+    """Compute two shards of a merge."""
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2)
+        with pytest.raises(Killed):
+            command(config, out, *SHARDS)
+    return config, out
 
 
 def whole(tmp_path: Path, config: Path, *flags: str) -> Path:
@@ -80,7 +66,8 @@ def test_it_goes_on(tmp_path, begun):
     assert not list(out.glob("*.index.json"))
     before = finished(out)
     assert len(before) == 2
-    text = command(config, out, *SHARDS, "--resume")
+    text = command(config, out, *SHARDS)
+    assert "is complete: all" in command(config, out, *SHARDS)
     count = len(shards_of(out))
     assert f"2 of {count} shards are finished and kept" in text
     assert f"{count - 2} shards in" in text
@@ -90,19 +77,9 @@ def test_it_goes_on(tmp_path, begun):
     assert not (out / LOCK_FILE).exists()
 
 
-def test_nothing_is_left_to_do(tmp_path, begun):
-    config, out = begun
-    command(config, out, *SHARDS, "--resume")
-    before, files = contents(out), finished(out)
-    text = command(config, out, *SHARDS, "--resume")
-    assert "is complete: all" in text
-    assert contents(out) == before
-    assert finished(out) == files
-
-
 def test_resume_begins_where_nothing_is(tmp_path, family):
     config = write_config(tmp_path / "merge.yml", ace_config(family))
-    command(config, tmp_path / "merged", *SHARDS, "--resume")
+    command(config, tmp_path / "merged", *SHARDS)
     assert_same(whole(tmp_path, config), tmp_path / "merged")
 
 
@@ -136,10 +113,23 @@ def test_a_model_is_not_overwritten(tmp_path, family, name):
     out = tmp_path / "merged"
     out.mkdir()
     (out / name).write_text("{}")
-    assert f"holds a model already ({name})" in refusal(config, out, "--resume")
+    assert f"holds a model already ({name})" in refusal(config, out)
     assert contents(out) == {name: b"{}"}
     command(config, out, *SHARDS, "--overwrite")
     assert_same(whole(tmp_path, config), out)
+
+
+@pytest.mark.parametrize("flags", [(), ("--resume",), ("--overwrite",)])
+def test_a_folder_of_other_files_is_refused(tmp_path, family, monkeypatch, flags):
+    """Such as that in which the command is given."""
+    config = write_config(tmp_path / "merge.yml", ace_config(family))
+    (tmp_path / "README.md").write_text("By hand.")
+    before = contents(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    text = refusal(config, ".", *flags)
+    assert "holds files that are none of a merge (README.md, base, " in text
+    assert "choose a directory that is new or empty" in text
+    assert contents(tmp_path) == before
 
 
 def change_config(family, config):
@@ -150,12 +140,6 @@ def change_config(family, config):
 
 def change_flag(family, config):
     return ("--random-seed", "7"), "flags.random_seed"
-
-
-def change_time(family, config):
-    path = next(Path(family[1]).glob("*.safetensors"))
-    os.utime(path, ns=(1, 1))
-    return (), f"inputs.{family[1]}.{path.name}.1"
 
 
 def change_header(family, config):
@@ -183,13 +167,13 @@ def change_version(family, config):
 
 @pytest.mark.parametrize(
     "change",
-    [change_config, change_flag, change_time, change_header, change_model, change_version],
+    [change_config, change_flag, change_header, change_model, change_version],
 )
 def test_what_changed_is_named(tmp_path, begun, family, change):
     config, out = begun
     flags, expected = change(family, config)
     before = contents(out)
-    text = refusal(config, out, *SHARDS, "--resume", *flags)
+    text = refusal(config, out, *SHARDS, *flags)
     assert "cannot be resumed; changed since it was begun: " in text
     assert expected in text
     assert contents(out) == before
@@ -206,13 +190,13 @@ def test_flags_that_change_nothing(begun):
 def test_a_shard_that_was_changed_is_computed_again(tmp_path, begun, complete):
     config, out = begun
     if complete:
-        command(config, out, *SHARDS, "--resume")
+        command(config, out, *SHARDS)
     before = finished(out)
     first, second = sorted(before)[:2]
     content = bytearray((out / first).read_bytes())
     content[-1] ^= 1
     (out / first).write_bytes(content)
-    text = command(config, out, *SHARDS, "--resume")
+    text = command(config, out, *SHARDS)
     assert f"{first} is not what it was when it was finished" in text
     assert finished(out)[second] == before[second]
     assert_same(whole(tmp_path, config), out)
@@ -221,7 +205,7 @@ def test_a_shard_that_was_changed_is_computed_again(tmp_path, begun, complete):
 def test_a_damaged_manifest(begun):
     config, out = begun
     (out / MANIFEST_FILE).write_text("{")
-    assert f"{MANIFEST_FILE} is damaged; --overwrite" in refusal(config, out, *SHARDS, "--resume")
+    assert f"{MANIFEST_FILE} is damaged; --overwrite" in refusal(config, out, *SHARDS)
     command(config, out, *SHARDS, "--overwrite")
 
 
@@ -238,28 +222,26 @@ def test_a_kill_during_the_last_steps(tmp_path, begun, monkeypatch):
 
         monkeypatch.setattr(OutputFolder, "move_in", move_in)
         with pytest.raises(Killed):
-            command(config, out, *SHARDS, "--resume")
+            command(config, out, *SHARDS)
         assert not (out / "config.json").exists()
         assert not Manifest.read(out).complete
     monkeypatch.setattr(OutputFolder, "move_in", original)
-    command(config, out, *SHARDS, "--resume")
+    command(config, out, *SHARDS)
     assert_same(tmp_path / "whole" / "merged", out)
 
 
-def test_a_tokenizer_has_the_same_numbers(tmp_path, stop):
-    """It is built again, and nothing in the directory is taken for one."""
+def test_a_joint_tokenizer_begins_anew(tmp_path, monkeypatch):
+    """And says so; nothing in the directory is taken for a tokenizer."""
     paths = save_speakers(tmp_path)
     config = write_config(tmp_path / "merge.yml", ace_config(paths, tokenizer={"source": "union"}))
-    out = tmp_path / "merged"
-    stop(2)
-    with pytest.raises(Killed):
-        command(config, out, *SHARDS)
-    stop(None)
-    stolen = tmp_path / "stolen"
+    _, out = begin(config, tmp_path / "merged", monkeypatch)
+    before, stolen = finished(out), tmp_path / "stolen"
     planted = out / SCRATCH_FOLDER / "tokenizer.pickle"
     planted.write_bytes(f"cos\nsystem\n(S'touch {stolen}'\ntR.".encode())
-    command(config, out, *SHARDS, "--resume")
+    text = command(config, out, *SHARDS)
+    assert "a merge with a joint tokenizer (`source: union`) begins anew" in text
     assert not stolen.exists()
+    assert before.items().isdisjoint(finished(out).items())
     assert_same(whole(tmp_path, config), out)
 
 
@@ -267,7 +249,7 @@ def lines_of(path: Path) -> list[str]:
     return [json.loads(line)["tensor"] for line in path.read_text().splitlines()]
 
 
-def test_a_report_has_every_tensor_once(tmp_path, family, stop):
+def test_a_report_has_every_tensor_once(tmp_path, family, monkeypatch):
     report = tmp_path / "report.jsonl"
     settings = ace_config(family, parameters={"report": str(report)})
     config = write_config(tmp_path / "merge.yml", settings)
@@ -275,17 +257,14 @@ def test_a_report_has_every_tensor_once(tmp_path, family, stop):
     files, every = shards_of(reference), lines_of(report)
     report.write_text('{"tensor": "of another merge"}\n')
     out = tmp_path / "merged"
-    stop(2)
-    with pytest.raises(Killed):
-        command(config, out, *SHARDS)
-    stop(None)
+    begin(config, out, monkeypatch)
     done = len(tensors_of(*(reference / file for file in files[:2])))
     assert lines_of(report) == ["of another merge", *every[:done]]
     # killed after the lines of the third shard were written, and before its entry
     third = tensors_of(reference / files[2])
     with open(report, "a") as file:
         file.write("".join(json.dumps({"tensor": name}) + "\n" for name in third) + '{"tens')
-    command(config, out, *SHARDS, "--resume")
+    command(config, out, *SHARDS)
     assert lines_of(report) == ["of another merge", *every]
     assert all("seconds" in line for line in report.read_text().splitlines()[1:])
 
@@ -296,19 +275,16 @@ def test_a_report_beside_a_model(tmp_path, family):
     settings = ace_config(family, parameters={"report": str(report)})
     config = write_config(tmp_path / "merge.yml", settings)
     command(config, tmp_path / "merged", *SHARDS)
-    assert "is complete: all" in command(config, tmp_path / "merged", *SHARDS, "--resume")
+    assert "is complete: all" in command(config, tmp_path / "merged", *SHARDS)
 
 
-def test_random_methods_draw_the_same(tmp_path, family, stop):
+def test_random_methods_draw_the_same(tmp_path, family, monkeypatch):
     settings = linear(family[1:], merge_method="dare_ties", base_model=family[0])
     settings["parameters"] = {"density": 0.5}
     config = write_config(tmp_path / "merge.yml", settings)
     reference = whole(tmp_path, config)
-    stop(2)
-    with pytest.raises(Killed):
-        command(config, tmp_path / "merged", *SHARDS)
-    stop(None)
-    command(config, tmp_path / "merged", *SHARDS, "--resume")
+    begin(config, tmp_path / "merged", monkeypatch)
+    command(config, tmp_path / "merged", *SHARDS)
     assert_same(reference, tmp_path / "merged")
     shutil.rmtree(tmp_path / "merged")
     command(config, tmp_path / "merged", *SHARDS, "--random-seed", 1)

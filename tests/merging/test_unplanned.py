@@ -13,6 +13,7 @@ from reference import naive_tensor, task_vector_error
 from safetensors.torch import load_file, save_file
 from sharded import (
     SHARDS,
+    Killed,
     assert_same,
     command,
     finished,
@@ -20,6 +21,7 @@ from sharded import (
     refusal,
     save_tokenizer,
     shards_of,
+    stop_at,
     tensors_of,
     write_config,
 )
@@ -27,17 +29,12 @@ from test_architectures import MODELS
 from transformers import LlamaForCausalLM, ViTForImageClassification
 
 from mergekit_ace.merging.manifest import Manifest
-from mergekit_ace.merging.worker import ShardWorker
 
 HEAD = {
     "mtp.layers.0.proj.weight": torch.Size([24, 32]),
     "mtp.layers.1.proj.weight": torch.Size([24, 32]),
     "mtp.norm.weight": torch.Size([32]),
 }
-
-
-class Killed(BaseException):
-    """Nobody catches it."""
 
 
 def weights(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -145,17 +142,6 @@ def test_what_was_planned_stays_as_it_was(tmp_path, paths, treatment, mergekit_y
     assert {tensor.dtype for tensor in ours.values()} == {torch.bfloat16}
 
 
-def test_without_dtypes_a_copy_is_the_same_bits(tmp_path, paths):
-    add_head(paths, torch.bfloat16)
-    settings = ace_config(paths)
-    del settings["dtype"]
-    config = write_config(tmp_path / "merge.yml", settings)
-    command(config, tmp_path / "merged", "--unplanned", "base")
-    base, merged = weights(paths[0]), weights(tmp_path / "merged")
-    assert all(merged[name].dtype == torch.bfloat16 for name in HEAD)
-    assert all(torch.equal(merged[name], base[name]) for name in HEAD)
-
-
 @pytest.mark.parametrize("treatment", ["base", "merge"])
 def test_they_are_in_shards_reports_index_and_manifest(tmp_path, paths, treatment):
     report = tmp_path / "report.jsonl"
@@ -173,35 +159,20 @@ def test_they_are_in_shards_reports_index_and_manifest(tmp_path, paths, treatmen
     assert (HEAD.keys() <= set(lines)) == (treatment == "merge")
 
 
-def test_workers_change_no_byte(tmp_path, paths):
-    config = write_config(tmp_path / "merge.yml", ace_config(paths))
-    flags = (*SHARDS, "--unplanned", "merge", "--quiet")
-    command(config, tmp_path / "one" / "merged", *flags)
-    command(config, tmp_path / "two" / "merged", *flags, "--workers", 2)
-    assert_same(tmp_path / "one" / "merged", tmp_path / "two" / "merged")
-
-
 def test_a_killed_merge_is_resumed(tmp_path, paths, monkeypatch):
     config, out = write_config(tmp_path / "merge.yml", ace_config(paths)), tmp_path / "merged"
     flags = (*SHARDS, "--unplanned", "merge", "--quiet")
-    command(config, tmp_path / "whole" / "merged", *flags)
+    command(config, tmp_path / "whole" / "merged", *flags, "--workers", 2)
     last = len(shards_of(tmp_path / "whole" / "merged")) - 1
-    original = ShardWorker.merge
-
-    def merge(self, shard, tensors):
-        if shard == last:
-            raise Killed
-        yield from original(self, shard, tensors)
-
-    monkeypatch.setattr(ShardWorker, "merge", merge)
-    with pytest.raises(Killed):
-        command(config, out, *flags)
-    monkeypatch.setattr(ShardWorker, "merge", original)
+    with monkeypatch.context() as patch:
+        stop_at(patch, last)
+        with pytest.raises(Killed):
+            command(config, out, *flags)
     before = finished(out)
     assert len(before) == last
-    text = refusal(config, out, *SHARDS, "--unplanned", "base", "--resume")
+    text = refusal(config, out, *SHARDS, "--unplanned", "base")
     assert "changed since it was begun: unplanned" in text
-    command(config, out, *flags, "--resume")
+    command(config, out, *flags)
     assert {name: finished(out)[name] for name in before} == before
     assert_same(tmp_path / "whole" / "merged", out)
 

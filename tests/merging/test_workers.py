@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -11,9 +12,9 @@ from checkpoints import ace_config
 from mergekit.options import MergeOptions
 from sharded import SHARD_BYTES, assert_same, command, save_llamas, write_config
 
-from mergekit_ace.merging.driver import run_shards
-from mergekit_ace.merging.job import MergeError
-from mergekit_ace.merging.pool import WorkerOptions, assign_gpus
+from mergekit_ace.files.saving import package_versions
+from mergekit_ace.merging.shards import MERGE_PACKAGES, MergeError, MergeJob, Shard, compute_shard
+from mergekit_ace.merging.workers import WorkerOptions, assign_gpus
 
 
 def test_gpus(monkeypatch):
@@ -37,11 +38,24 @@ def config(tmp_path) -> Path:
 
 @pytest.mark.parametrize(
     ("start", "size"),  # Linux and macOS; Windows, for which one worker that imports all will do
-    [("forkserver", SHARD_BYTES), ("spawn", 10**9)],
+    [(None, SHARD_BYTES), ("spawn", 10**9)],
 )
 def test_processes(tmp_path, config, monkeypatch, start, size):
     monkeypatch.chdir(tmp_path)  # workers are started where this process was at first
-    options = MergeOptions(out_shard_size=size, quiet=True)
-    run_shards(config, "two/merged", options, WorkerOptions(2, start=start))
+    multiprocessing.set_start_method(start, force=True)
+    try:
+        command(config, "two/merged", "--workers", 2, "--out-shard-size", size, "--quiet")
+    finally:
+        multiprocessing.set_start_method(None, force=True)
     command(config, tmp_path / "one" / "merged", "--out-shard-size", size, "--quiet")
     assert_same(tmp_path / "one" / "merged", tmp_path / "two" / "merged")
+
+
+def test_other_packages(tmp_path):
+    """On a node of a cluster that was set up at another time."""
+    versions = {**package_versions(*MERGE_PACKAGES), "torch": "0.1"}
+    job = MergeJob(MergeOptions(), None, None, str(tmp_path), versions=versions)
+    result = compute_shard(job, Shard(3, "model.safetensors", (), ()))
+    assert "a worker has other packages" in result.error
+    assert "'torch': '0.1'" in result.error
+    assert not list(tmp_path.iterdir())

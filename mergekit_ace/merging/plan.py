@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a merge that is run: models found, tensors planned, and what must not be replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from pickle import UnpicklingError
+
+import yaml
+from mergekit.architecture import WeightInfo
+from mergekit.architecture.conversion import can_convert_checkpoint_keys
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
+
+from mergekit_ace.adapters.adapter_plan import base_of
+from mergekit_ace.adapters.adapter_tasks import (
+    find_stored_change,
+    read_adapters,
+    show_bases,
+    use_adapters,
+)
+from mergekit_ace.adapters.peft_adapter import Adapter
+from mergekit_ace.check.config import shown_errors
+from mergekit_ace.check.loading import Treatment, treat_unplanned
+from mergekit_ace.files.models import Checkpoint, checkpoint_of
+from mergekit_ace.merging.shards import MergeError
+from mergekit_ace.methods.parameters import FILE_PARAMETERS
+from mergekit_ace.naming import listed
+from mergekit_ace.planning import (
+    PlannedMerge,
+    UnplannedTensor,
+    find_models,
+    model_folders,
+    plan_merge,
+    read_merge_config,
+)
+
+
+class OrderedConfiguration(MergeConfiguration):
+    """A configuration that lists its models by their names.
+
+    mergekit's own takes them from a set, so that their order changes from process to process. A
+    model card depends on it, and, where there is no base, which model gives the config.
+    """
+
+    def referenced_models(self) -> list[ModelReference]:
+        """Return all models, in the order of their names."""
+        return sorted(super().referenced_models(), key=str)
+
+
+def plan_run(
+    path: Path, options: MergeOptions, treatment: Treatment, *, told: bool
+) -> tuple[PlannedMerge, dict[ModelReference, Checkpoint]]:
+    """Read a config, find and check all models, and plan as `mergekit-yaml` does.
+
+    Args:
+        treatment: of tensors that mergekit leaves out of its plan.
+        told: whether its warnings have been shown already.
+
+    Returns:
+        The plan, and the headers of all models.
+
+    Raises:
+        DamagedFileError: a file of a model is missing or damaged.
+        MergeError: mergekit leaves out tensors, and nobody has said what to do with them.
+        RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says to the plan.
+    """
+    _, source = read_merge_config(path)
+    config = OrderedConfiguration.model_validate(yaml.safe_load(source))
+    adapters = _load_models(config, options)
+    plan = _plan_with_adapters(config, source, options, adapters)
+    checkpoints = {
+        model: checkpoint_of(model, LoaderCache().get(model).index)
+        for model in config.referenced_models()
+    }
+    extra, findings = treat_unplanned(plan, checkpoints, treatment)
+    errors = shown_errors(findings, quiet=told or options.quiet)
+    if errors:
+        raise MergeError(f"{errors}\nNothing was merged")
+    if extra:
+        plan = _plan_with_adapters(config, source, options, adapters, extra)
+    return plan, checkpoints
+
+
+def _load_models(
+    config: MergeConfiguration, options: MergeOptions
+) -> dict[ModelReference, Adapter]:
+    """Find, download and check all models, before any worker needs them; return the adapters."""
+    cache = LoaderCache()
+    cache.setup(options)
+    find_models(config)
+    models = config.referenced_models()
+    for model in models:
+        for known in (model, base_of(model)):
+            cache.loaders.pop(known, None)  # of another merge in this process
+    adapters = read_adapters([model for model in models if model.lora is not None])
+    for model, adapter in adapters.items():
+        _check_places(model, adapter)
+    show_bases(adapters)
+    for model in models:
+        try:
+            cache.get(model)
+        except UnpicklingError as error:  # its own advice is to trust the file
+            raise MergeError(
+                f"a .bin file of {model} holds more than tensors, which is never executed here; "
+                "download it again, or the model's safetensors files"
+            ) from error
+    return adapters
+
+
+def _check_places(model: ModelReference, adapter: Adapter) -> None:
+    """Raise a `MergeError` if an adapter changes what the files of its base do not hold."""
+    base, network = base_of(model), adapter.network
+    stored = set(LoaderCache().get(base).index.tensor_paths)
+    names = {*stored, *(f"{network.base_model_prefix}.{name}" for name in stored)}
+    held = {find_stored_change(adapter, WeightInfo(name=name)) for name in names}
+    kind = network.config.model_type
+    homeless = [
+        name
+        for name, change in adapter.changes.items()
+        if change not in held and not can_convert_checkpoint_keys(kind, stored, name)
+    ]
+    if homeless:
+        raise MergeError(
+            f"{model.lora} has {listed(homeless)}, which {base} does not; merge the adapter into "
+            "its base by peft's merge_and_unload, and give the model that save_pretrained writes"
+        )
+
+
+def _plan_with_adapters(
+    config: MergeConfiguration,
+    source: str,
+    options: MergeOptions,
+    adapters: dict[ModelReference, Adapter],
+    unplanned: Sequence[UnplannedTensor] = (),
+) -> PlannedMerge:
+    """Plan a merge whose adapters are added to their bases tensor by tensor."""
+    plan = plan_merge(config, source, options, unplanned, as_run=True)
+    saves = {
+        name: save.model_copy(update={"tensor_task": use_adapters(save.tensor_task, adapters)})
+        for name, save in plan.saves.items()
+    }
+    return replace(plan, saves=saves, adapters=tuple(adapters))
+
+
+def needed_files(config: Path, plan: PlannedMerge) -> dict[Path, str]:
+    """Return the files and caches that a merge reads, with what they are to it."""
+    needed = {config: "the config"}
+    for parameter in FILE_PARAMETERS:
+        paths = map(Path, plan.named_paths(parameter))
+        needed |= {path.expanduser(): f"`{parameter}:` of the config" for path in paths}
+    if plan.options.transformers_cache:
+        needed[Path(plan.options.transformers_cache)] = "the cache of models"
+    loaders = (LoaderCache().get(model) for model in plan.config.referenced_models())
+    loaded = (Path(loader.index.base_path) for loader in loaders)
+    for folder in (*model_folders(plan.config), *loaded):
+        files = folder.iterdir() if folder.is_dir() else ()
+        needed |= dict.fromkeys((folder, *files), "a file of a model to be merged")
+    return needed
