@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mergekit_ace.files.headers import DamagedFileError, read_file_header, read_headers, read_json
 
@@ -166,6 +166,8 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 def _check_config(path: Path) -> None:
     """Raise unless a config names a kind of model, and has the types of that kind."""
+    from transformers import CONFIG_MAPPING
+
     content = read_json(path)
     kind = content.get("model_type")
     if not isinstance(kind, str) or not kind:
@@ -173,8 +175,6 @@ def _check_config(path: Path) -> None:
             f"{path} has no `model_type`, which tells what kind of model this is; download or save "
             "the checkpoint again"
         )
-    from transformers import CONFIG_MAPPING
-
     if "auto_map" in content:  # the model brings code of its own, which says what it is
         return
     if kind not in CONFIG_MAPPING:
@@ -182,21 +182,12 @@ def _check_config(path: Path) -> None:
             f"{path} has `model_type`: {kind!r}, which this version of transformers does not know; "
             "correct it, or update transformers"
         )
-    wrong = _wrong_types(kind, content)
-    if wrong:
-        raise DamagedFileError(f"{path} is not a config of {kind}: {wrong}; correct it")
-
-
-def _wrong_types(kind: str, content: dict[str, Any]) -> str:
-    """Return what transformers finds wrong with a config; empty if nothing."""
-    from transformers import CONFIG_MAPPING
-
     try:
         CONFIG_MAPPING[kind].from_dict(dict(content))
     except Exception as error:  # of many kinds: dataclasses, lookups, arithmetic
-        last = str(error).strip().rpartition("\n")[2].strip()
-        return last.removeprefix("TypeError: ") or type(error).__name__
-    return ""
+        last = str(error).strip().rpartition("\n")[2].strip() or type(error).__name__
+        wrong = last.removeprefix("TypeError: ")
+        raise DamagedFileError(f"{path} is not a config of {kind}: {wrong}; correct it") from error
 
 
 def check_name(model: ModelReference) -> None:
@@ -215,22 +206,19 @@ def check_reference(model: ModelReference) -> None:
         DamagedFileError: naming the file, or the folder that is not there.
     """
     check_name(model)
-    for part, check in ((model.model, check_model_folder), (model.lora, check_adapter_folder)):
-        folder = existing_folder(part.path) if part else None
-        if folder is not None:
-            check(folder)
-            if part is model.model and model.override_architecture is None:
-                _check_architecture(folder / "config.json")
-
-
-def _check_architecture(path: Path) -> None:
-    """Raise unless a config names the one architecture by which mergekit knows the tensors."""
-    names = read_json(path).get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise DamagedFileError(
-            f"{path} has `architectures`: {names!r} instead of a list of one name, by which "
-            "mergekit knows the model; correct it after the base model's"
-        )
+    folder = existing_folder(model.model.path)
+    if folder is not None:
+        check_model_folder(folder)
+    if folder is not None and model.override_architecture is None:
+        names = read_json(folder / "config.json").get("architectures")
+        if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+            raise DamagedFileError(
+                f"{folder / 'config.json'} has `architectures`: {names!r} instead of a list of "
+                "one name, by which mergekit knows the model; correct it after the base model's"
+            )
+    folder = existing_folder(model.lora.path) if model.lora else None
+    if folder is not None:
+        check_adapter_folder(folder)
 
 
 def hub_file(part: ModelPath, name: str, *, cached: bool = False) -> str:

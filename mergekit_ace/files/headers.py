@@ -98,7 +98,6 @@ def read_file_header(path: Path) -> dict[str, TensorHeader]:
         DamagedFileError: the file is missing, something else, cut short, holds more than tensors,
             or its header contradicts itself.
     """
-    check_exists(path)
     check_content(path)
     if path.suffix != ".safetensors":
         return {
@@ -114,12 +113,14 @@ def read_file_header(path: Path) -> dict[str, TensorHeader]:
             }
     except (SafetensorError, OSError) as error:
         raise DamagedFileError(f"{path} is damaged: {error}; download or save it again") from error
-    for name, header in headers.items():
-        if header.dtype not in DTYPES:
-            raise DamagedFileError(
-                f"tensor {name} of {path} has the dtype {header.dtype!r}, which mergekit cannot "
-                "read; get the model in bfloat16, float16 or float32"
-            )
+    unknown = [
+        (name, header.dtype) for name, header in headers.items() if header.dtype not in DTYPES
+    ]
+    for name, dtype in unknown:
+        raise DamagedFileError(
+            f"tensor {name} of {path} has the dtype {dtype!r}, which mergekit cannot read; get "
+            "the model in bfloat16, float16 or float32"
+        )
     return headers
 
 
@@ -142,24 +143,19 @@ def read_pickle(path: str | os.PathLike, device: str = "meta") -> dict[str, Tens
         ) from error
 
 
-def check_exists(path: Path) -> None:
-    """Raise a `DamagedFileError` unless a file is there."""
-    if path.is_file():
-        return
-    if path.is_symlink():
+def check_content(path: Path) -> None:
+    """Raise a `DamagedFileError` unless a file is there, and none that a failed download left."""
+    if path.is_symlink() and not path.is_file():
         raise DamagedFileError(
             f"{path} is a link to {os.readlink(path)}, where no file is; get that file, or "
             "download the checkpoint again"
         )
-    raise DamagedFileError(f"{path} is missing; download or save the checkpoint again")
-
-
-def check_content(path: Path) -> None:
-    """Raise a `DamagedFileError` for a file that a failed download left in the place of another."""
-    with open(path, "rb") as file:
-        start = file.read(len(_LFS_POINTER) + 200).lstrip().lower()
+    if not path.is_file():
+        raise DamagedFileError(f"{path} is missing; download or save the checkpoint again")
     if not path.stat().st_size:
         raise DamagedFileError(f"{path} is empty; download or save it again")
+    with open(path, "rb") as file:
+        start = file.read(len(_LFS_POINTER) + 200).lstrip().lower()
     if start.startswith(_LFS_POINTER):
         raise DamagedFileError(
             f"{path} is a Git LFS pointer in the place of the file: run `git lfs pull` in "
@@ -178,7 +174,6 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         DamagedFileError: the file is missing, something else, or holds no JSON object.
     """
-    check_exists(path)
     check_content(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

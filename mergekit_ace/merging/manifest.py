@@ -7,10 +7,8 @@ nothing more: names of files come from the plan and paths from the config.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import struct
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -159,8 +157,8 @@ def fingerprint(plan: PlannedMerge) -> dict[str, Any]:
     }
 
 
-def _model_files(model: ModelReference, reports: Collection[Path]) -> dict[str, list[Any]]:
-    """Return size, time of change, and hash of the header, by file name.
+def _model_files(model: ModelReference, reports: Collection[Path]) -> dict[str, list[int]]:
+    """Return size and time of change by file name.
 
     Args:
         reports: what the merge itself writes, which may be in the folder of a model.
@@ -169,24 +167,11 @@ def _model_files(model: ModelReference, reports: Collection[Path]) -> dict[str, 
     if model.lora is not None:
         folders["adapter/"] = adapter_folder(model.lora)
     return {
-        prefix + path.name: _file_state(path)
+        prefix + path.name: [path.stat().st_size, path.stat().st_mtime_ns]
         for prefix, folder in folders.items()
         for path in sorted(folder.iterdir())
         if path.is_file() and path.resolve() not in reports
     }
-
-
-def _file_state(path: Path) -> list[Any]:
-    status = path.stat()
-    state: list[Any] = [status.st_size, status.st_mtime_ns]
-    return [*state, _header_hash(path)] if path.suffix == ".safetensors" else state
-
-
-def _header_hash(path: Path) -> str:
-    with open(path, "rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        return hashlib.sha256(start + file.read(min(length, 2**27))).hexdigest()
 
 
 def _hash(folder: Path, name: str) -> str:

@@ -113,34 +113,32 @@ class OutputFolder:
                 "choose a directory that is new or empty"
             )
 
-    def check_needed(self, needed: Mapping[Path, str], reports: Iterable[str]) -> None:
+    def check_needed(self, read: Iterable[Path], reports: Iterable[str]) -> None:
         """Refuse to merge where something that the merge needs would be dropped or replaced.
 
         Args:
-            needed: files and folders that are read, with what they are.
+            read: files and folders that are read.
+            reports: files to which lines are appended.
 
         Raises:
             MergeError: naming the file.
         """
-        reported = dict.fromkeys(map(Path, reports), "`report:` of the config")
-        for path, what in (*needed.items(), *reported.items()):
-            own = (*_DROPPED, *_CARD_FILES) if path in reported else _DROPPED
-            if self._takes(path, own):
+        needed = [(path, _DROPPED) for path in read]
+        needed += [(Path(path), (*_DROPPED, *_CARD_FILES)) for path in reports]
+        for path, patterns in needed:
+            # realpath, as a link to itself beside a model's weights is no error
+            places = path.parent.resolve() / path.name, Path(os.path.realpath(path))
+            if any(self._takes(place, patterns) for place in places):
                 raise MergeError(
-                    f"{path} ({what}) has a name that belongs to the result in {self.path}, so "
-                    "the merge would replace it; move it, or choose another directory"
+                    f"{path} is needed by the merge, and has a name that belongs to its result in "
+                    f"{self.path}, so it would be replaced; move it, or choose another directory"
                 )
 
-    def _takes(self, path: Path, patterns: Sequence[str]) -> bool:
-        """Tell whether a path is below `.merging/`, or a file here whose name is in `patterns`."""
+    def _takes(self, place: Path, patterns: Sequence[str]) -> bool:
+        """Tell whether a file is below `.merging/`, or here under a name in `patterns`."""
         root = self.path.resolve()
-        # realpath, as a link to itself beside a model's weights is no error
-        for place in (path.parent.resolve() / path.name, Path(os.path.realpath(path))):
-            if place == root / SCRATCH_FOLDER or root / SCRATCH_FOLDER in place.parents:
-                return True
-            if place.parent == root and any(fnmatch(place.name, name) for name in patterns):
-                return True
-        return False
+        inside = place.parent == root and any(fnmatch(place.name, name) for name in patterns)
+        return inside or root / SCRATCH_FOLDER in (place, *place.parents)
 
     def check_room(self, needed: int) -> None:
         """Raise a `MergeError` if the disk has less than so many bytes free."""

@@ -147,17 +147,10 @@ def _plan_with_adapters(
     return replace(plan, saves=saves, adapters=tuple(adapters))
 
 
-def needed_files(config: Path, plan: PlannedMerge) -> dict[Path, str]:
-    """Return the files and caches that a merge reads, with what they are to it."""
-    needed = {config: "the config"}
-    for parameter in FILE_PARAMETERS:
-        paths = map(Path, plan.named_paths(parameter))
-        needed |= {path.expanduser(): f"`{parameter}:` of the config" for path in paths}
-    if plan.options.transformers_cache:
-        needed[Path(plan.options.transformers_cache)] = "the cache of models"
+def needed_files(config: Path, plan: PlannedMerge) -> set[Path]:
+    """Return what a merge reads: config, models, and files that parameters name."""
+    needed = {config, *(Path(p).expanduser() for p in plan.named_paths(*FILE_PARAMETERS))}
     loaders = (LoaderCache().get(model) for model in plan.config.referenced_models())
-    loaded = (Path(loader.index.base_path) for loader in loaders)
-    for folder in (*model_folders(plan.config), *loaded):
-        files = folder.iterdir() if folder.is_dir() else ()
-        needed |= dict.fromkeys((folder, *files), "a file of a model to be merged")
-    return needed
+    folders = {*model_folders(plan.config), *(Path(one.index.base_path) for one in loaders)}
+    files = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
+    return {*needed, *folders, *files}

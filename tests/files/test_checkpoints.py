@@ -85,29 +85,19 @@ def cut(count: int) -> Change:
     return change
 
 
-def header(edit: Callable[[dict], object]) -> Change:
-    """Weights with another header."""
+def entry(**values) -> Change:
+    """Weights with another header of one tensor."""
 
     def change(folder: Path) -> None:
         file = folder / "model.safetensors"
         content = file.read_bytes()
         (length,) = struct.unpack("<Q", content[:8])
         entries = json.loads(content[8 : 8 + length])
-        edit(entries)
+        entries[UP].update(values)
         text = json.dumps(entries).encode()
         file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
 
     return change
-
-
-def entry(**values) -> Change:
-    """Another header of one tensor."""
-    return header(lambda entries: entries[UP].update(values))
-
-
-def swap_sizes(entries: dict) -> None:
-    start, end = entries[UP]["data_offsets"]
-    entries[UP]["data_offsets"] = [0, end - start]
 
 
 def config(**values) -> Change:
@@ -184,11 +174,6 @@ def become_file(folder: Path) -> None:
     folder.write_text("{}")
 
 
-def become_link(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.symlink_to("nowhere")
-
-
 def empty_folder(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
@@ -197,66 +182,28 @@ def empty_folder(folder: Path) -> None:
 WEIGHTS = "expert0/model.safetensors"
 DAMAGED = {
     "cut at the end": (cut(-100), WEIGHTS, "is damaged", AGAIN),
-    "cut in the header": (cut(300), WEIGHTS, "is damaged", AGAIN),
     "cut in the length": (cut(5), WEIGHTS, "header too small", AGAIN),
     "empty": (replace("model.safetensors", ""), WEIGHTS, "is empty", AGAIN),
     "LFS pointer": (replace("model.safetensors", LFS), WEIGHTS, PULL, "expert0"),
     "web page": (replace("model.safetensors", PAGE), WEIGHTS, "is a web page", "signing in"),
-    "zeros": (replace("model.safetensors", bytes(999)), WEIGHTS, "invalid JSON in header", AGAIN),
     "no tensors": (
         replace("model.safetensors", struct.pack("<Q", 2) + b"{}"),
         WEIGHTS,
         "holds no tensors",
         AGAIN,
     ),
-    "negative offset": (
-        header(lambda h: h[UP]["data_offsets"].__setitem__(0, -4)),
-        WEIGHTS,
-        "invalid value: integer `-4`",
-        AGAIN,
-    ),
-    "overlap": (header(swap_sizes), WEIGHTS, "invalid offset for tensor", AGAIN),
     "shape of other bytes": (entry(shape=[3, 3]), WEIGHTS, "invalid shape, data type", AGAIN),
-    "negative shape": (entry(shape=[-48, -32]), WEIGHTS, "invalid value: integer `-48`", AGAIN),
-    "shape of text": (entry(shape="many"), WEIGHTS, "invalid type: string", AGAIN),
     "unknown dtype": (
         entry(dtype="F4", shape=[96, 128]),
         WEIGHTS,
         "has the dtype 'F4'",
         "get the model in",
     ),
-    "dtype that is a list": (entry(dtype=[1]), WEIGHTS, "invalid type: sequence", AGAIN),
-    "entry that is a list": (
-        header(lambda h: h.update({UP: [1]})),
-        WEIGHTS,
-        "invalid JSON in header",
-        AGAIN,
-    ),
-    "metadata of numbers": (
-        header(lambda h: h.update(__metadata__={"format": 3})),
-        WEIGHTS,
-        "expected a string",
-        AGAIN,
-    ),
-    "nested header": (
-        replace("model.safetensors", struct.pack("<Q", 99_999) + b"[" * 99_999),
-        WEIGHTS,
-        "invalid JSON in header",
-        AGAIN,
-    ),
     "dangling link": (link("model.safetensors", "../blob"), WEIGHTS, "a link to ../blob", "again"),
-    "link to itself": (
-        link("model.safetensors", "model.safetensors"),
-        WEIGHTS,
-        "a link to model.safetensors",
-        "again",
-    ),
     "no weights": (without_weights(), "expert0 holds no weights", "", "again"),
     "GGUF": (without_weights("q4.gguf"), "expert0 holds no weights", "q4.gguf is none", "get or"),
     "an adapter": (without_weights("adapter_config.json"), "it is an adapter", "", "write BASE+"),
     "shards without index": (without_weights(SHARDS[0]), "no index beside", SHARDS[0], INDEX),
-    "pickle that is an LFS pointer": (pickled(LFS.encode()), "pytorch_model.bin", PULL, ""),
-    "pickle that is empty": (pickled(b""), "pytorch_model.bin", "is empty", AGAIN),
     "pickle that is cut": (pickled(b"PK\x03\x04 and so on"), "pytorch_model.bin", "", "safeten"),
     "pickle of code": (
         pickled(b"cposix\nsystem\n(S'touch executed'\ntR."),
@@ -266,10 +213,6 @@ DAMAGED = {
     ),
     "no config": (lambda f: (f / "config.json").unlink(), "expert0/config.json", "missing", "dow"),
     "config without JSON": (replace("config.json", "{'a': 1"), "config.json", "not JSON", AGAIN),
-    "config of bytes": (replace("config.json", b"\xff\xfe\0"), "config.json", "not JSON", AGAIN),
-    "config that is a list": (replace("config.json", "[1]"), "config.json", "holds a list", AGAIN),
-    "config that is empty": (replace("config.json", ""), "config.json", "is empty", AGAIN),
-    "config that is an LFS pointer": (replace("config.json", LFS), "config.json", PULL, ""),
     "config of wrong types": (
         config(hidden_size="many"),
         "config.json is not a config of llama",
@@ -284,21 +227,14 @@ DAMAGED = {
         "correct it, or update transformers",
     ),
     "no architectures": (config(architectures=None), "config.json", "list of one name", "correct"),
-    "two architectures": (config(architectures=["A", "B"]), "config.json", "['A', 'B']", "correct"),
     "tokenizer that is an LFS pointer": (
         replace("tokenizer.json", LFS),
         "tokenizer.json",
         PULL,
         "expert0",
     ),
-    "tokenizer that is cut": (replace("tokenizer.json", '{"a": '), "tokenizer.json", "JSON", AGAIN),
     "index that is not JSON": (sharded(lambda f, i: "{weight"), INDEX, "is not JSON", AGAIN),
-    "index that is an LFS pointer": (sharded(lambda f, i: LFS), INDEX, PULL, "expert0"),
-    "index that is a list": (sharded(lambda f, i: "[]"), INDEX, "holds a list", AGAIN),
     "index without a map": (sharded(lambda f, i: "{}"), INDEX, "has no weight_map", AGAIN),
-    "map that is a list": (sharded(lambda f, i: i.update(weight_map=[1])), INDEX, "no wei", AGAIN),
-    "map that is empty": (sharded(lambda f, i: i.update(weight_map={})), INDEX, "no wei", AGAIN),
-    "map to a number": (sharded(lambda f, i: i["weight_map"].update({UP: 3})), INDEX, "has 3", ""),
     "map to another folder": (
         sharded(lambda f, i: i["weight_map"].update({UP: "../base/model.safetensors"})),
         INDEX,
@@ -312,15 +248,8 @@ DAMAGED = {
         "again",
     ),
     "lost shard": (sharded(lambda f, i: (f / SHARDS[1]).unlink()), SHARDS[1], "missing", "again"),
-    "shard that is an LFS pointer": (
-        sharded(lambda f, i: (f / SHARDS[1]).write_text(LFS) and None),
-        SHARDS[1],
-        PULL,
-        "",
-    ),
     "no folder": (remove, "there is no folder", "expert0", "correct the name"),
     "folder that is a file": (become_file, "there is no folder", "expert0", "correct the name"),
-    "folder that is a dangling link": (become_link, "there is no folder", "expert0", "or the link"),
     "empty folder": (empty_folder, "expert0 holds no weights", "", "again"),
 }
 
@@ -379,9 +308,7 @@ def test_what_lies_beside_good_weights_stops_nothing(family, case):
         ({}, "holds no adapter_config.json; give the folder"),
         ({"adapter_config.json": "{"}, "adapter_config.json is damaged: it is not JSON"),
         ({"adapter_config.json": "{}"}, "holds no weights of an adapter"),
-        ({"adapter_config.json": '{"peft_type": "P_TUNING"}'}, "of the kind P_TUNING, which cha"),
         ({"adapter_config.json": "{}", "adapter_model.safetensors": LFS}, "git lfs pull"),
-        ({"adapter_config.json": "{}", "adapter_model.bin": PAGE}, "is a web page"),
     ],
 )
 def test_adapters(tmp_path, content, message):
@@ -398,20 +325,15 @@ def test_weight_files(family):
     assert [path.name for path in weight_files(family / "base")] == list(SHARDS)
 
 
-NAMES = ["#x bra{ce} quo\"te it's", "* [list] a: b %20 ä"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_names_of_folders(family, tmp_path, name):
-    family = Path(shutil.move(family, tmp_path / name))
+def test_names_of_folders(family, tmp_path):
+    family = Path(shutil.move(family, tmp_path / "#x bra{ce} quo\"te it's * [list] a: b %20 ä"))
     for command in commands(family, "base", "expert0"):
         result = CliRunner().invoke(main, command)
         assert result.exit_code == 0, (command[0], result.output, result.exception)
 
 
-@pytest.mark.parametrize("name", ["a+b", "a@b"])
-def test_names_that_a_config_cannot_have(family, tmp_path, name):
-    family = Path(shutil.move(family, tmp_path / name))
+def test_names_that_a_config_cannot_have(family, tmp_path):
+    family = Path(shutil.move(family, tmp_path / "a+b"))
     for command in commands(family, "base", "expert0"):
         result = CliRunner().invoke(main, command)
         assert result.exit_code == 1
@@ -420,7 +342,7 @@ def test_names_that_a_config_cannot_have(family, tmp_path, name):
         assert "rename it" in result.output
 
 
-@pytest.mark.parametrize("name", ["family/expert0", "./family/expert0", "../family/expert0"])
+@pytest.mark.parametrize("name", ["family/expert0", "../family/expert0"])
 def test_relative_folders(family, monkeypatch, name):
     monkeypatch.chdir(family if name.startswith("..") else family.parent)
     lines = commands(family, "base", "expert0")
@@ -437,10 +359,8 @@ def test_relative_folders(family, monkeypatch, name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nobody", "nobody is no folder"),
         ("nobody/nothing", "nobody/nothing is no folder"),
         ("a/b/c", "there is no folder a/b/c in "),
-        ("./none", "there is no folder ./none in "),
         ("~/none", "~ is not expanded"),
     ],
 )

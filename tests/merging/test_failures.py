@@ -157,17 +157,6 @@ def test_failures(tmp_path, config, whole, monkeypatch, count):
     assert_same(whole, out)
 
 
-@pytest.mark.parametrize("where", ["own", "process"])
-def test_what_mergekit_says(tmp_path, where):
-    paths = save_llamas(tmp_path)
-    file = max(Path(paths[1]).glob("*.index.json"))
-    text = file.read_text().replace("model.norm.weight", "model.norm.other")
-    file.write_text(text)
-    config = write_config(tmp_path / "merge.yml", linear(paths))
-    flags = ["--workers", 2] if where == "process" else []
-    refusal(config, tmp_path / "merged", *SHARDS, *flags)
-
-
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

@@ -22,7 +22,6 @@ from sharded import (
     assert_same,
     command,
     linear,
-    refusal,
     save_llamas,
     save_speakers,
     shards_of,
@@ -105,12 +104,6 @@ def test_chat_templates(tmp_path, template):
     compare(tmp_path, linear(paths[:1], chat_template=template))  # loaded, and saved again
 
 
-def test_an_unknown_chat_template_is_an_error(tmp_path):
-    config = ace_config(save_speakers(tmp_path), tokenizer={"source": "base"}, chat_template="nope")
-    path = write_config(tmp_path / "merge.yml", config)
-    assert "Invalid chat template: nope" in refusal(path, tmp_path / "out", "--no-check")
-
-
 def test_truncated_vocabularies(tmp_path):
     compare(tmp_path, ace_config(save_speakers(tmp_path)), *SHARDS, "--unsafe-truncate-embeddings")
 
@@ -131,17 +124,6 @@ def test_architectures(tmp_path, name):
     torch.manual_seed(0)
     paths = save_family(build(), tmp_path, max_shard_size=INPUT_SHARDS, **SAVE.get(name, {}))
     compare(tmp_path, ace_config(paths), *SHARDS)
-
-
-def test_modules_with_parameters_of_their_own(tmp_path):
-    paths = save_family(MODELS["t5"][0](), tmp_path)
-    config = ace_config(paths)
-    models = config.pop("models")
-    config["modules"] = {
-        name: {"models": models, "parameters": {"lambda": scale}}
-        for name, scale in (("shared", 1.0), ("encoder", 0.4), ("decoder", 0.7))
-    }
-    compare(tmp_path, config, *SHARDS)
 
 
 @pytest.mark.parametrize("flags", [(), ("--clone-tensors",)])

@@ -45,14 +45,14 @@ def config(tmp_path):
 
 
 @pytest.mark.parametrize("name", [SCRATCH_FOLDER, MORE_TEMPLATES])
-@pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
-def test_a_folder_that_leads_elsewhere(tmp_path, config, flag, name):
+@pytest.mark.parametrize("flags", [(), ("--overwrite",)])
+def test_a_folder_that_leads_elsewhere(tmp_path, config, flags, name):
     victim, out = tmp_path / "victim", tmp_path / "merged"
     victim.mkdir()
     (victim / "one.jinja").write_text("kept")
     out.mkdir()
     (out / name).symlink_to(victim)
-    assert f"{out / name} is a link" in refusal(config, out, flag)
+    assert f"{out / name} is a link" in refusal(config, out, *flags)
     assert (victim / "one.jinja").read_text() == "kept"
 
 

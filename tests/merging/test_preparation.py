@@ -30,7 +30,7 @@ def test_a_coefficient_file_in_the_output(tmp_path, family):
         assert "coefficients.safetensors" in refusal(config, out, *flags)
         assert contents(out) == before
     text = refusal(config, out, "--overwrite")
-    assert f"{file} (`coefficients:` of the config) has a name that belongs" in text
+    assert f"{file} is needed by the merge, and has a name that belongs" in text
     command(config, tmp_path / "elsewhere")
 
 
@@ -44,7 +44,7 @@ def test_a_model_whose_files_are_links_into_the_output(tmp_path, family):
     config = write_config(tmp_path / "merge.yml", linear([family[0], str(linked)]))
     before = contents(out)
     text = refusal(config, out, "--overwrite")
-    assert "(a file of a model to be merged) has a name that belongs to the result" in text
+    assert "is needed by the merge, and has a name that belongs" in text
     assert contents(out) == before
 
 
@@ -53,8 +53,8 @@ def test_a_report_under_a_name_of_the_result(tmp_path, family, name):
     out = tmp_path / "out"
     parameters = {"report": str(out / name)}
     config = write_config(tmp_path / "m.yml", ace_config(family[:2], parameters=parameters))
-    for flag in ("--resume", "--overwrite"):
-        assert "(`report:` of the config) has a name that" in refusal(config, out, flag)
+    for flags in ((), ("--overwrite",)):
+        assert f"{out / name} is needed by the merge" in refusal(config, out, *flags)
     assert not out.exists()
 
 
