@@ -224,7 +224,8 @@ def _compute_in_cluster(
     try:
         while waiting or running:
             while waiting and len(running) < count:
-                running[submit(waiting[0])] = waiting.popleft()
+                shard = waiting.popleft()
+                running[submit(shard)] = shard
             (reference, *_), _ = ray.wait(list(running))
             try:
                 result = ray.get(reference)

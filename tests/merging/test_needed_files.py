@@ -51,11 +51,12 @@ def test_a_model_whose_files_are_links_into_the_output(tmp_path, family):
 @pytest.mark.parametrize("name", ["merge_manifest.json", "README.md", ".merging/report.jsonl"])
 def test_a_report_under_a_name_of_the_result(tmp_path, family, name):
     out = tmp_path / "out"
+    (out / ".merging").mkdir(parents=True)
     parameters = {"report": str(out / name)}
     config = write_config(tmp_path / "m.yml", ace_config(family[:2], parameters=parameters))
     for flags in ((), ("--overwrite",)):
         assert f"{out / name} is needed by the merge" in refusal(config, out, *flags)
-    assert not out.exists()
+    assert not (out / name).exists()
 
 
 def test_what_may_lie_in_the_output(tmp_path, family):
