@@ -30,7 +30,7 @@ def drive(config: Path, out: Path, workers: int) -> None:
     # the process that this one was forked from has imported everything already
     multiprocessing.set_start_method("fork", force=True)
     options = MergeOptions(out_shard_size=SHARD_BYTES, quiet=True)
-    run_shards(config, str(out), options, WorkerOptions(workers), resume=True)
+    run_shards(config, str(out), options, WorkerOptions(workers))
 
 
 def errors_file(out: Path) -> Path:
