@@ -12,7 +12,7 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ def _compute_in_processes(
         while waiting or running:
             while waiting and idle:
                 (pool, gpu), index = idle.popitem(), waiting.popleft()
-                running[pool.submit(_compute_here, index)] = pool, gpu, index
+                running[_submit(pool, index)] = pool, gpu, index
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 pool, gpu, index = running.pop(future)
                 if not isinstance(future.exception(), BrokenProcessPool):
@@ -113,6 +113,16 @@ def _compute_in_processes(
     finally:
         for process in set(multiprocessing.active_children()) - others:
             process.kill()
+
+
+def _submit(pool: ProcessPoolExecutor, index: int) -> Future[ShardResult]:
+    """Have a shard computed; a process that died between two shards fails it as any other."""
+    try:
+        return pool.submit(_compute_here, index)
+    except BrokenProcessPool as error:
+        future: Future[ShardResult] = Future()
+        future.set_exception(error)
+        return future
 
 
 def _process_pool(job: MergeJob, shards: Sequence[Shard], gpu: str | None) -> ProcessPoolExecutor:
