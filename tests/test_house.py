@@ -18,7 +18,7 @@ import pytest
 
 LIMITS = {
     "files": 87,
-    "lines": 22319,
+    "lines": 22270,
     "lines of a file": 565,
     "parameters of a function": 9,
     "functions with more than 8 parameters": 3,

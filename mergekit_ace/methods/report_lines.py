@@ -105,16 +105,17 @@ def tensor_record(
         seconds: wall time of the work on this tensor.
         measured: other fields of the record.
     """
+    learned = settings.coefficients
     return Record(
         tensor=settings.name,
         method=method,
         shape=record.shape,
         layout=record.layout,
-        models=settings.models,
+        models=tuple(settings.models),
         seconds=round(seconds, 6),
         versions=package_versions(*REPORTED_PACKAGES),
-        coefficients=settings.coefficients,
-        matrices=[MatrixInspection(**vars(matrix)) for matrix in record.matrices],
+        coefficients=tuple(learned) if learned else None,
+        matrices=tuple(MatrixInspection(**vars(matrix)) for matrix in record.matrices),
         **measured,
     )
 
