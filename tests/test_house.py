@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 LIMITS = {
-    "files": 87,
-    "lines": 22270,
+    "files": 83,
+    "lines": 21673,
     "lines of a file": 565,
     "parameters of a function": 9,
     "functions with more than 8 parameters": 3,
