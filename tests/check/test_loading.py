@@ -1,35 +1,166 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers tells from headers alone what it would make of a checkpoint, and of a result."""
+"""Whether a result is whole: what mergekit leaves out of it, and what transformers makes of it."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import tiny_llama
+import yaml
+from catalogue import add, configure, rewrite
+from checkpoints import LLAMA, ace_config, save_family, tiny_llama
 from mergekit.io import ShardedTensorIndex
-from safetensors.torch import load_file, save_file
-from test_architectures import MODELS
-from transformers import AutoConfig
+from mergekit.options import MergeOptions
+from safetensors.torch import load_file
+from test_architectures import MODELS, SAVE
+from transformers import AutoConfig, GemmaConfig, GemmaForCausalLM
 
+from mergekit_ace.check.config import Finding
 from mergekit_ace.check.loading import (
     NotLoadedError,
-    load_headers,
     merged_model,
+    treat_unplanned,
     verify_model,
     wanted_names,
 )
-from mergekit_ace.files.headers import TensorHeader, read_file_header
+from mergekit_ace.files.models import read_checkpoint
 from mergekit_ace.methods.architecture import build_empty
+from mergekit_ace.planning import UnplannedTensor, plan_merge, read_merge_config
+
+UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
 
 
-def saved(folder: Path, name: str) -> tuple[AutoConfig, dict[str, TensorHeader]]:
+def left_out(
+    folder: Path, config: dict, treatment: str = "error"
+) -> tuple[list[UnplannedTensor], list[Finding]]:
+    """Return what is planned beside mergekit's plan, and what is said of it."""
+    path = folder / "merge.yml"
+    path.write_text(yaml.safe_dump(config))
+    parsed, source = read_merge_config(path)
+    plan = plan_merge(parsed, source, MergeOptions())
+    checkpoints = {model: read_checkpoint(model) for model in parsed.referenced_models()}
+    return treat_unplanned(plan, checkpoints, treatment)
+
+
+def saved(name: str, folder: Path, **save) -> list[str]:
     torch.manual_seed(0)
-    MODELS[name][0]().save_pretrained(folder)
-    headers = read_file_header(folder / "model.safetensors")
-    return AutoConfig.from_pretrained(folder), headers
+    return save_family(MODELS[name][0](), folder, **save)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_left_out_of_what_mergekit_knows(tmp_path, name):
+    """Also of experts that it packs, and of heads that are tied."""
+    paths = saved(name, tmp_path, **SAVE.get(name, {}))
+    assert left_out(tmp_path, ace_config(paths)) == ([], [])
+
+
+def test_vit_under_its_names_on_the_hub(tmp_path):
+    paths = saved("vit", tmp_path)
+    extra, (finding,) = left_out(tmp_path, ace_config(paths))
+    assert not extra
+    assert finding.level == "error"
+    assert f"mergekit plans no merge of 32 tensors of {', '.join(paths)}" in finding.message
+    assert "vit.encoder.layer.0.attention.attention.key.weight" in finding.message
+    assert "mergekit-ace merge --unplanned merge" in finding.remedy
+    assert f"copies them from {paths[0]}" in finding.remedy
+    assert "save_original_format=False" in finding.remedy
+
+
+@pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias"])
+def test_biases_that_the_architecture_does_not_name(tmp_path, bias):
+    """However few entries they have: transformers would draw them at random."""
+    paths = save_family(tiny_llama(**{bias: True}), tmp_path)
+    _, (finding,) = left_out(tmp_path, ace_config(paths))
+    assert "_proj.bias" in finding.message
+
+
+def test_heads_that_transformers_does_not_load(tmp_path):
+    """Other programs do: vLLM predicts several tokens with them."""
+    paths = saved("qwen3_moe", tmp_path)
+    for path in paths:
+        add(path, mtp__layers__0__weight=torch.ones(4, 4), mtp__norm__weight=torch.ones(4))
+    _, (finding,) = left_out(tmp_path, ace_config(paths))
+    assert finding.level == "error"
+    assert "2 tensors of" in finding.message
+    assert "(mtp.layers.0.weight, mtp.norm.weight)" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("name", "buffers"),
+    [
+        ("llama", {"model__layers__0__self_attn__rotary_emb__inv_freq": torch.ones(4)}),
+        (
+            "gpt2",
+            {
+                "transformer__h__0__attn__bias": torch.ones(1, 1, 32, 32),
+                "transformer__h__1__attn__bias": torch.ones(1, 1, 32, 32, dtype=torch.bool),
+                "transformer__h__0__attn__masked_bias": torch.tensor(-1e4),
+            },
+        ),
+        ("roberta", {"roberta__embeddings__position_ids": torch.arange(32)[None]}),
+        ("clip_text", {"text_model__embeddings__position_ids": torch.arange(16)[None]}),
+    ],
+)
+def test_buffers_are_no_loss(tmp_path, name, buffers):
+    paths = saved(name, tmp_path)
+    for path in paths[:2]:
+        add(path, **buffers)
+    assert left_out(tmp_path, ace_config(paths)) == ([], [])
+
+
+def test_tied_heads_that_some_files_hold_are_no_loss(tmp_path):
+    """mergekit's Gemma has no head, as the files of the base have none."""
+    torch.manual_seed(0)
+    paths = save_family(GemmaForCausalLM(GemmaConfig(**LLAMA, head_dim=8)), tmp_path)
+    head = load_file(f"{paths[1]}/model.safetensors")["model.embed_tokens.weight"]
+    add(paths[1], lm_head__weight=head)
+    assert left_out(tmp_path, ace_config(paths)) == ([], [])
+
+
+def test_layers_that_a_config_leaves_out_are_no_loss(tmp_path):
+    paths = save_family(tiny_llama(), tmp_path)
+    pieces = [{"sources": [{"model": paths[0], "layer_range": [0, 1]}]}]
+    config = {"merge_method": "passthrough", "slices": pieces, "dtype": "float32"}
+    assert left_out(tmp_path, config) == ([], [])
+
+
+@pytest.mark.parametrize("treatment", ["error", "base", "merge"])
+def test_what_only_an_expert_has(tmp_path, treatment):
+    """A warning; an error where transformers would load it, as the merge would be none of it."""
+    paths = save_family(tiny_llama(), tmp_path)
+    add(paths[2], v_head__summary__weight=torch.ones(1, 32))
+    extra, (finding,) = left_out(tmp_path, ace_config(paths), treatment)
+    assert not extra
+    assert finding.level == "warning"
+    assert f"1 tensor of {paths[2]} (v_head.summary.weight)" in finding.message
+    paths = saved("vit", tmp_path / "memory", **SAVE["vit"])
+    hub = saved("vit", tmp_path / "hub")
+    extra, findings = left_out(tmp_path, ace_config([paths[0], hub[1]]), treatment)
+    assert not extra
+    (finding,) = [finding for finding in findings if finding.level == "error"]
+    assert f"32 tensors of {hub[1]}" in finding.message
+    assert f"in the same way as {paths[0]}" in finding.remedy
+
+
+def test_what_some_models_lack_is_copied(tmp_path):
+    paths = save_family(tiny_llama(), tmp_path)
+    for path in paths:
+        add(path, mtp__both__weight=torch.ones(4, 4), mtp__steps=torch.arange(3))
+    for path in paths[:2]:
+        add(path, mtp__some__weight=torch.ones(4, 4))
+    extra, (finding,) = left_out(tmp_path, ace_config(paths), "merge")
+    models = {tensor.name: sorted(map(str, tensor.models)) for tensor in extra}
+    assert models == {"mtp.both.weight": paths, "mtp.some.weight": paths[:1]}
+    assert [tensor.merged for tensor in extra] == [name == "mtp.both.weight" for name in models]
+    assert f"not all models have 1 tensor of {paths[0]}" in finding.message
+    copied, told = left_out(tmp_path, ace_config(paths), "base")
+    assert [tensor.merged for tensor in copied] == [False, False]
+    assert not told
+
+
+def problem(result: Path, origin: Path) -> str:
+    return verify_model(result, merged_model(origin), origin, trust_remote_code=False)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -46,62 +177,18 @@ def test_every_architecture_is_whole(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit", "t5", "mixtral", "qwen3_moe"])
 def test_a_tensor_that_is_missing_or_too_large(tmp_path, name):
-    config, headers = saved(tmp_path, name)
-    gone = next(n for n in headers if "layer" in n or ".h." in n or "block." in n)
-    rest = {n: header for n, header in headers.items() if n != gone}
-    found = load_headers(config, rest, trust_remote_code=False)
+    for folder in ("result", "origin"):
+        torch.manual_seed(0)
+        MODELS[name][0]().save_pretrained(tmp_path / folder)
+    file = tmp_path / "result" / "model.safetensors"
+    whole = load_file(file)
+    gone = next(n for n in whole if "layer" in n or ".h." in n or "block." in n)
+    rewrite(tmp_path / "result", lambda tensors: tensors.pop(gone))
     # one expert less is another shape, or fits together no longer
-    assert found.missing or found.mismatched or found.failure
-    header = headers[gone]
-    odd = TensorHeader(header.dtype, (*header.shape[:-1], header.shape[-1] + 1), "")
-    found = load_headers(config, {**headers, gone: odd}, trust_remote_code=False)
-    assert found.mismatched or found.failure
-
-
-def test_tied_weights_are_not_needed():
-    names = ["model.embed_tokens.weight", "lm_head.weight"]
-    config = tiny_llama(tie_word_embeddings=True).config
-    config.architectures = ["LlamaForCausalLM"]
-    model = build_empty(config, trust_remote_code=False)
-    assert wanted_names(model, names) == ({names[0]}, {names[1]})
-    config.tie_word_embeddings = False
-    assert wanted_names(build_empty(config, trust_remote_code=False), names) == (set(names), set())
-
-
-def test_what_is_found(tmp_path):
-    config, headers = saved(tmp_path, "llama")
-    name = "model.layers.1.mlp.up_proj.weight"
-    headers[f"{name}.more"] = headers.pop(name)
-    headers["model.norm.weight"] = TensorHeader("BF16", (31,), "")
-    headers["model.layers.0.self_attn.rotary_emb.inv_freq"] = TensorHeader("F32", (4,), "")
-    found = load_headers(config, headers, trust_remote_code=False)
-    assert found.missing == {name}
-    assert found.unexpected == {f"{name}.more"}
-    assert found.mismatched == {"model.norm.weight": ((31,), (32,))}
-    assert not found.failure
-
-
-@pytest.mark.parametrize("name", ["NoSuchModel", "pipeline", "AutoModel"])
-def test_unknown_architectures(name):
-    config = tiny_llama().config
-    config.architectures = [name]
-    if name != "NoSuchModel":  # mergekit takes it for a language model, as this one is
-        assert build_empty(config, trust_remote_code=False).config.model_type == "llama"
-        return
-    config.model_type = "unheard"
-    config.__class__ = type("UnheardConfig", (config.__class__,), {"model_type": "unheard"})
-    assert load_headers(config, {}, trust_remote_code=False).failure
-
-
-def problem(result: Path, origin: Path) -> str:
-    return verify_model(result, merged_model(origin), origin, trust_remote_code=False)
-
-
-def rewrite(folder: Path, change) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, {"format": "pt"})
+    assert problem(tmp_path / "result", tmp_path / "origin")
+    larger = torch.cat([whole[gone], whole[gone][..., :1]], dim=-1)
+    rewrite(tmp_path / "result", lambda tensors: tensors.update({gone: larger}))
+    assert problem(tmp_path / "result", tmp_path / "origin")
 
 
 @pytest.fixture
@@ -113,26 +200,24 @@ def folders(tmp_path) -> tuple[Path, Path]:
 
 
 def test_faults_are_named(folders):
-    name = "model.layers.0.mlp.up_proj.weight"
-
     def spoil(tensors: dict) -> None:
-        tensors["model.layers.7.mlp.up_proj.weight"] = tensors.pop(name)
+        tensors["model.layers.7.mlp.up_proj.weight"] = tensors.pop(UP)
         tensors["lm_head.weight"] = torch.zeros(41, 32)
 
     rewrite(folders[0], spoil)
     text = problem(*folders)
-    assert f"it lacks 1 tensors: {name}" in text
+    assert f"it lacks 1 tensors: {UP}" in text
     assert "no place for 1 tensors: model.layers.7.mlp.up_proj.weight" in text
     assert "lm_head.weight (41, 32) instead of (40, 32)" in text
 
 
 def test_faults_of_the_origin_are_not_the_merges(folders):
     for folder in folders:
-        rewrite(folder, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight"))
-        rewrite(folder, lambda tensors: tensors.update(odd=torch.zeros(2)))
+        rewrite(folder, lambda tensors: tensors.pop(UP))
+        add(folder, odd=torch.zeros(2))
     assert problem(*folders) == ""
-    rewrite(folders[0], lambda tensors: tensors.pop("model.layers.0.mlp.down_proj.weight"))
-    assert "it lacks 1 tensors: model.layers.0.mlp.down_proj.weight" in problem(*folders)
+    rewrite(folders[0], lambda tensors: tensors.pop(DOWN))
+    assert f"it lacks 1 tensors: {DOWN}" in problem(*folders)
 
 
 def test_experts_that_do_not_fit_together(tmp_path):
@@ -147,8 +232,7 @@ def test_experts_that_do_not_fit_together(tmp_path):
 def test_a_model_that_transformers_does_not_load_either(folders):
     for folder in folders:
         rewrite(folder, lambda tensors: tensors.clear())
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "none such"}))
+        configure(folder, hidden_act="none such")
     with pytest.raises(NotLoadedError, match="origin either"):
         problem(*folders)
 
@@ -164,6 +248,5 @@ def test_pickles(folders):
     torch.save(load_file(result / "model.safetensors"), result / "pytorch_model.bin")
     (result / "model.safetensors").unlink()
     assert problem(*folders) == ""
-    config = json.loads((result / "config.json").read_text())
-    (result / "config.json").write_text(json.dumps(config | {"intermediate_size": 50}))
+    configure(result, intermediate_size=50)
     assert "6 tensors have another shape than in its config" in problem(*folders)

@@ -11,69 +11,59 @@ from pathlib import Path
 
 import pytest
 import torch
-from catalogue import findings
-from checkpoints import ace_config, fine_tuned, save_family, tiny_llama
+from catalogue import NAMES, add, configure, family_config, findings, rewrite, save_tokenizer
+from checkpoints import fine_tuned, save_family, tiny_llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from test_check import configure, rewrite, save_tokenizer
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-UP = "model.layers.1.mlp.up_proj.weight"
+UP, NORM, HEAD = "model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"
 CACHE = ("--lora-merge-cache", "cache")
 # Makes the mistake in a copy of a family, and returns flags; `paths` are of base and experts.
 Make = Callable[[list[str], dict], Sequence[str] | None]
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory) -> dict[str, Path]:
-    folders = {}
-    for name, settings in (("untied", {}), ("tied", {"tie_word_embeddings": True})):
-        folders[name] = tmp_path_factory.mktemp(name)
-        save_family(tiny_llama(**settings), folders[name])
-    return folders
+def family(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("family")
+    save_family(tiny_llama(), folder)
+    return folder
+
+
+def weights(which: int, change: Callable[[dict[str, Tensor]], object]) -> Make:
+    return lambda paths, config: rewrite(paths[which], change)
+
+
+def settings(which: int, **changes: object) -> Make:
+    return lambda paths, config: configure(paths[which], **changes)
 
 
 def retyped(which: int, name: str, dtype: torch.dtype, scale: float = 1000) -> Make:
-    """Of one tensor, or of all matrices whose name contains `name`."""
+    """Of one tensor, or of all whose name contains `name`."""
 
-    def make(paths, config):
-        def change(tensors: dict[str, Tensor]) -> None:
-            for key in [key for key in tensors if name in key]:
-                tensors[key] = (scale * tensors[key]).to(dtype)
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors |= {key: (scale * t).to(dtype) for key, t in tensors.items() if name in key}
 
-        rewrite(paths[which], change)
-
-    return make
+    return weights(which, change)
 
 
 def added(*whiches: int, **tensors: Tensor) -> Make:
-    def make(paths, config):
-        new = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
-        for which in whiches:
-            rewrite(paths[which], lambda stored: stored.update(new))
-
-    return make
+    return lambda paths, config: [add(paths[which], **tensors) for which in whiches][:0]
 
 
 def removed(which: int, name: str) -> Make:
-    return lambda paths, config: rewrite(paths[which], lambda tensors: tensors.pop(name))
-
-
-def quantised(which: int, method: str) -> Make:
-    settings = {"quant_method": method, "bits": 4}
-    return lambda paths, config: configure(paths[which], quantization_config=settings)
+    return weights(which, lambda tensors: tensors.pop(name))
 
 
 def packed(method: str, parts: Callable[[str, Tensor], dict[str, Tensor]]) -> Make:
     """The projections of an expert as a quantiser stores them."""
 
-    def make(paths, config):
-        def change(tensors: dict[str, Tensor]) -> None:
-            for name in [name for name in tensors if "_proj.weight" in name]:
-                weight = tensors.pop(name)
-                tensors.update(parts(name.removesuffix(".weight"), weight))
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if "_proj.weight" in name]:
+            tensors |= parts(name.removesuffix(".weight"), tensors.pop(name))
 
+    def make(paths, config):
         rewrite(paths[1], change)
         configure(paths[1], quantization_config={"quant_method": method})
 
@@ -99,12 +89,12 @@ def of_fp8(module: str, weight: Tensor) -> dict[str, Tensor]:
     return {f"{module}.weight": codes, f"{module}.weight_scale_inv": torch.ones(1, 1)}
 
 
-def saved(which: int, **settings) -> Make:
+def saved(which: int, **given) -> Make:
     """Another model in the place of one."""
 
     def make(paths, config):
         shutil.rmtree(paths[which])
-        tiny_llama(1, **settings).save_pretrained(paths[which])
+        fine_tuned(tiny_llama(**given), seed=which).save_pretrained(paths[which])
 
     return make
 
@@ -115,28 +105,25 @@ def gpt2(paths, config) -> None:
     GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(paths[1])
 
 
-def forgets(path: str, key: str) -> None:
-    file = Path(path) / "config.json"
-    content = json.loads(file.read_text())
-    del content[key]
-    file.write_text(json.dumps(content))
+def forgotten(key: str) -> Make:
+    """A key of an expert's `config.json`."""
 
-
-def head_without_a_word(paths, config) -> None:
-    """The default of the architecture counts where config.json says nothing."""
-    rewrite(paths[1], lambda tensors: tensors.pop("lm_head.weight"))
-    forgets(paths[1], "tie_word_embeddings")
-
-
-def head_stored(*whiches: int) -> Make:
     def make(paths, config):
-        def change(tensors: dict[str, Tensor]) -> None:
-            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-
-        for which in whiches:
-            rewrite(paths[which], change)
+        file = Path(paths[1]) / "config.json"
+        content = json.loads(file.read_text())
+        file.write_text(json.dumps({k: v for k, v in content.items() if k != key}))
 
     return make
+
+
+def all_of(*makes: Make) -> Make:
+    return lambda paths, config: [make(paths, config) for make in makes][:0]
+
+
+def other_shape(paths, config) -> None:
+    """Of a method that does not end the plan."""
+    tiny_llama(intermediate_size=64).save_pretrained(paths[1])
+    config |= {"merge_method": "task_arithmetic", "parameters": {"weight": 1}}
 
 
 def words(*of_models: Sequence[str] | None) -> Make:
@@ -150,28 +137,15 @@ def words(*of_models: Sequence[str] | None) -> Make:
     return make
 
 
-def files(name: str, text: Callable[[str], str]) -> Make:
-    """Vocabularies in files of their own."""
-
-    def make(paths, config):
-        for path, letters in zip(paths, ("abcd", "acbd", "abcd"), strict=True):
-            (Path(path) / name).write_text(text(letters))
-
-    return make
+def files(name: str, *texts: str) -> Make:
+    """Files of the models, but for those that have none."""
+    return lambda paths, config: [
+        Path(path, name).write_text(text) for path, text in zip(paths, texts, strict=True) if text
+    ][:0]
 
 
 def numbers(letters: str) -> str:
     return json.dumps({letter: number for number, letter in enumerate(letters)})
-
-
-def fast_and_slow(paths, config) -> None:
-    words("abcd", None, "abcd")(paths, config)
-    (Path(paths[1]) / "vocab.json").write_text(numbers("acbd"))
-
-
-def without_a_model(paths, config) -> None:
-    words("abcd", "acbd", "abcd")(paths, config)
-    (Path(paths[2]) / "tokenizer.json").write_text('{"model": null}')
 
 
 def damaged_tokens(**content) -> Make:
@@ -184,41 +158,33 @@ def damaged_tokens(**content) -> Make:
     return make
 
 
-def classes(*of_experts: Sequence[str]) -> Make:
+def index(edit: Callable[[dict], object]) -> Make:
+    """An index beside the weights of an expert."""
+
     def make(paths, config):
-        for path, names in zip(paths[1:], of_experts, strict=True):
-            configure(path, id2label=dict(enumerate(names)))
+        folder = Path(paths[1])
+        weight_map = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
+        edit(weight_map)
+        content = {"metadata": {}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
 
     return make
 
 
-def index(paths: list[str], edit: Callable[[dict], object]) -> None:
-    folder = Path(paths[1])
-    weight_map = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
-    edit(weight_map)
-    content = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
-
-
-def adapter(made_for: str = "", **settings) -> Make:
+def adapter(made_for: str = "", *, damaged: bool = False, **given) -> Make:
     def make(paths, config):
-        model = get_peft_model(
-            tiny_llama(**settings), LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
-        )
+        targets = ["q_proj", "down_proj"]
+        model = get_peft_model(tiny_llama(**given), LoraConfig(r=2, target_modules=targets))
         model.peft_config["default"].base_model_name_or_path = made_for or paths[0]
-        folder = f"{Path(paths[0]).parent}/adapter"
+        folder = Path(paths[0]).parent / "adapter"
         model.save_pretrained(folder)
         config["models"][0]["model"] = f"{paths[0]}+{folder}"
+        if damaged:
+            file = folder / "adapter_model.safetensors"
+            file.write_bytes(file.read_bytes()[:-8])
         return CACHE
 
     return make
-
-
-def damaged_adapter(paths, config) -> Sequence[str]:
-    adapter()(paths, config)
-    file = Path(paths[0]).parent / "adapter" / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:-8])
-    return CACHE
 
 
 def linked(paths, config) -> None:
@@ -226,200 +192,135 @@ def linked(paths, config) -> None:
     config["models"].append({"model": f"{paths[1]}-link"})
 
 
-def larger(which: int) -> Make:
-    def make(paths, config):
-        fine_tuned(tiny_llama(vocab_size=44), seed=1).save_pretrained(paths[which])
-
-    return make
+def empty(paths, config) -> None:
+    os.mkdir(f"{paths[1]}-empty")
+    config["models"].append({"model": f"{paths[1]}-empty"})
 
 
-def one_of_many(make: Make) -> Make:
-    """Without a `dtype:` in the config."""
-
-    def without_dtype(paths, config):
-        make(paths, config)
-        del config["dtype"]
-
-    return without_dtype
+def of_any_dtype(paths, config) -> None:
+    del config["dtype"]
 
 
+def in_bfloat16(paths, config) -> None:
+    config["dtype"] = "bfloat16"
+
+
+HALVED = weights(1, lambda t: t.update({n: (1.01 * x.float()).half() for n, x in t.items()}))
 BIAS = {"model__layers__0__self_attn__q_proj__bias": torch.ones(32)}
+DAMAGED = "the tokenizer of expert0 is damaged: tokenizer.json cannot be read"
 
-ERRORS: list[tuple[str, str, Make, str]] = [
+ERRORS: list[tuple[Make, str]] = [
     # Codes in the place of weights.
-    ("GPTQ", "untied", packed("gptq", of_gptq), "expert0 is stored as I32 (quantised: gptq)"),
+    (packed("gptq", of_gptq), "expert0 is stored as I32 (quantised: gptq)"),
     (
-        "4 bits",
-        "untied",
         packed("bitsandbytes", of_bnb_4),
-        "expert0 is stored as U8 (quantised: bitsandbytes), which cannot be merged → dequantise",
+        "is stored as U8 (quantised: bitsandbytes), which cannot be merged → dequantise",
     ),
-    ("fp8", "untied", packed("fp8", of_fp8), "is stored as F8_E4M3 (quantised: fp8)"),
+    (packed("fp8", of_fp8), "is stored as F8_E4M3 (quantised: fp8)"),
     (
-        "a GPTQ config",
-        "untied",
-        quantised(1, "gptq"),
+        settings(1, quantization_config={"quant_method": "gptq", "bits": 4}),
         "expert0 says that it is quantised (gptq), b",
     ),
-    ("all int8", "untied", retyped(1, "", torch.int8), "expert0 is stored as I8, which cannot be"),
-    (
-        "a tensor in int8",
-        "untied",
-        retyped(1, UP, torch.int8),
-        f"1 tensors in I8, which cannot be merged: {UP}",
-    ),
-    ("a tensor in fp8", "untied", retyped(1, UP, torch.float8_e4m3fn), "1 tensors in F8_E4M3"),
-    ("a complex tensor", "untied", retyped(2, UP, torch.complex64), "expert1 has 1 tensors in C64"),
-    ("uint8", "untied", one_of_many(retyped(1, UP, torch.uint8)), "expert0 has 1 tensors in U8"),
+    (retyped(1, "", torch.int8), "expert0 is stored as I8, which cannot be"),
+    (retyped(1, UP, torch.int8), f"1 tensors in I8, which cannot be merged: {UP}"),
+    (retyped(1, UP, torch.float8_e4m3fn), "1 tensors in F8_E4M3"),
+    (retyped(2, UP, torch.complex64), "expert1 has 1 tensors in C64"),
+    (all_of(retyped(1, UP, torch.uint8), of_any_dtype), "expert0 has 1 tensors in U8"),
     # Tensors that not all models have.
-    ("an expert lacks a norm", "untied", removed(1, "model.norm.weight"), "expert0 lacks 1 of 21"),
-    ("the base lacks a norm", "untied", removed(0, "model.norm.weight"), "base lacks 1 of 21"),
-    ("a matrix more", "untied", added(0, 1, 2, vision__weight=torch.ones(9, 32)), "vision.weight"),
-    ("a bias of the base", "untied", added(0, **BIAS), "self_attn.q_proj.bias"),
-    ("more layers", "untied", saved(1, num_hidden_layers=3), "expert0 has 3"),
-    ("wider", "untied", saved(1, hidden_size=64), "(40, 64) in expert0, but (40, 32) in the base"),
-    ("another family", "untied", gpt2, "Must specify --allow-crimes"),
+    (removed(1, NORM), "expert0 lacks 1 of 21"),
+    (removed(0, NORM), "base lacks 1 of 21"),
+    (added(0, 1, 2, vision__weight=torch.ones(9, 32)), "vision.weight"),
+    (added(0, **BIAS), "self_attn.q_proj.bias"),
+    (saved(1, num_hidden_layers=3), "expert0 has 3"),
+    (saved(1, hidden_size=64), "(40, 64) in expert0, but (40, 32) in the base"),
+    (other_shape, "shapes: expert0 has 6 tensors of another shape"),
+    (gpt2, "Must specify --allow-crimes"),
     # Heads.
-    ("tied base", "tied", saved(1), "base ties its head to the embedding, and expert0 has"),
-    ("tied expert", "untied", saved(1, tie_word_embeddings=True), "expert0 ties its head to the"),
-    ("headless expert", "untied", removed(1, "lm_head.weight"), "expert0 has no lm_head.weight"),
-    (
-        "headless base",
-        "untied",
-        removed(0, "lm_head.weight"),
-        "base has no lm_head.weight, and its",
-    ),
-    ("by default untied", "untied", head_without_a_word, "expert0 has no lm_head.weight"),
-    (
-        "an index without the head",
-        "untied",
-        lambda paths, config: index(paths, lambda names: names.pop("lm_head.weight")),
-        "expert0 has no lm_head.weight",
-    ),
+    (saved(0, tie_word_embeddings=True), "base ties its head to the embedding, and expert0 has"),
+    (saved(1, tie_word_embeddings=True), "expert0 ties its head to the"),
+    (removed(1, HEAD), "expert0 has no lm_head.weight"),
+    (removed(0, HEAD), "base has no lm_head.weight, and its"),
+    (all_of(removed(1, HEAD), forgotten("tie_word_embeddings")), "expert0 has no lm_head.weight"),
+    (index(lambda names: names.pop(HEAD)), "expert0 has no lm_head.weight"),
     # Tokens.
+    (words("abcd", "acbd", "abcd"), "numbers 2 tokens differently from the ba"),
+    (words(None, "acbd", "abcd"), "differently from expert0: 'b'"),
+    (files("vocab.json", *map(numbers, ("abcd", "acbd", "abcd"))), "numbers 2 tokens differently"),
+    (files("vocab.txt", *map("\n".join, ("abcd", "acbd", "abcd"))), "numbers 2 tokens differently"),
     (
-        "permuted",
-        "untied",
-        words("abcd", "acbd", "abcd"),
-        "numbers 2 tokens differently from the ba",
-    ),
-    (
-        "permuted beside none",
-        "untied",
-        words(None, "acbd", "abcd"),
-        "differently from expert0: 'b'",
-    ),
-    ("permuted vocab.json", "untied", files("vocab.json", numbers), "numbers 2 tokens differently"),
-    ("permuted vocab.txt", "untied", files("vocab.txt", "\n".join), "numbers 2 tokens differently"),
-    (
-        "fast and slow",
-        "untied",
-        fast_and_slow,
+        all_of(words("abcd", None, "abcd"), files("vocab.json", "", numbers("acbd"), "")),
         "expert0 numbers 2 tokens differently from the base",
     ),
-    ("more rows", "untied", larger(1), "expert0 has another vocabulary: model.embed_tokens.weight"),
-    ("fewer rows", "untied", larger(0), "expert1 has another vocabulary"),
+    (saved(1, vocab_size=44), "expert0 has another vocabulary: model.embed_tokens.weight"),
+    (saved(0, vocab_size=44), "expert1 has another vocabulary"),
+    (damaged_tokens(model={"type": "WordLevel", "vocab": {"a": "x"}}), DAMAGED),
+    (damaged_tokens(added_tokens=[3]), DAMAGED),
     (
-        "a token whose number is text",
-        "untied",
-        damaged_tokens(model={"type": "WordLevel", "vocab": {"a": "x"}}),
-        "the tokenizer of expert0 is damaged: tokenizer.json cannot be read",
+        all_of(words("abcd", "acbd", None), files("tokenizer.json", "", "", '{"model": null}')),
+        "expert0 numbers 2 tokens differ",
     ),
     (
-        "tokens that are numbers",
-        "untied",
-        damaged_tokens(added_tokens=[3]),
-        "the tokenizer of expert0 is damaged: tokenizer.json cannot be read",
-    ),
-    ("a tokenizer without a model", "untied", without_a_model, "expert0 numbers 2 tokens differ"),
-    (
-        "a norm without an axis",
-        "untied",
-        lambda paths, config: rewrite(
-            paths[1], lambda t: t.update({"model.norm.weight": torch.tensor(1.0)})
-        ),
+        weights(1, lambda t: t.update({NORM: torch.tensor(1.0)})),
         "tensor model.norm.weight has shape () in expert0, but (32,)",
     ),
     # Files and adapters.
     (
-        "an index with a tensor more",
-        "untied",
-        lambda paths, config: index(paths, lambda names: names.update(x="model.safetensors")),
+        index(lambda names: names.update(x="model.safetensors")),
         "model.safetensors lacks the tensor x that the index expects there",
     ),
+    (index(lambda names: names.update({UP: "m2.safetensors"})), "m2.safetensors is missing"),
     (
-        "an index of another shard",
-        "untied",
-        lambda paths, config: index(paths, lambda names: names.update({UP: "m2.safetensors"})),
-        "expert0/m2.safetensors is missing",
-    ),
-    (
-        "no architecture",
-        "untied",
-        lambda paths, config: forgets(paths[1], "architectures"),
+        forgotten("architectures"),
         "expert0/config.json has `architectures`: None instead of a list of one name",
     ),
-    ("a link", "untied", linked, "expert0 is listed 2 times, as expert0 and expert0-link"),
-    (
-        "a damaged adapter",
-        "untied",
-        damaged_adapter,
-        "adapter_model.safetensors is damaged",
-    ),
-    (
-        "a wider adapter",
-        "untied",
-        adapter(hidden_size=64),
-        "the shape (2, 64), and config and base ask for",
-    ),
-    (
-        "a deeper adapter",
-        "untied",
-        adapter(num_hidden_layers=3),
-        "onto the base, which has no such module",
-    ),
+    (empty, "expert0-empty holds no weights"),
+    (linked, "expert0 is listed 2 times, as expert0 and expert0-link"),
+    (adapter(damaged=True), "adapter_model.safetensors is damaged"),
+    (adapter(hidden_size=64), "the shape (2, 64), and config and base ask for"),
+    (adapter(num_hidden_layers=3), "onto the base, which has no such module"),
 ]
 
-WARNINGS: list[tuple[str, str, Make, str]] = [
-    ("tokens more", "untied", words("abcd", "abcde", "abcd"), "expert0 has 1 tokens that the base"),
+WARNINGS: list[tuple[Make, str]] = [
     (
-        "another adapter",
-        "untied",
-        adapter("other/model"),
-        "was trained on other/model, not on base",
+        in_bfloat16,
+        "dtypes: `dtype: bfloat16` rounds expert0, stored as F32, before its task vector",
     ),
-    ("mixed dtypes", "untied", one_of_many(retyped(1, "", torch.bfloat16, 1)), "different dtypes"),
+    (all_of(in_bfloat16, HALVED), "rounds expert0, stored as F16"),
+    (in_bfloat16, "write `dtype: float32` and `out_dtype: bfloat16`"),
     (
-        "another number of experts",
-        "untied",
-        lambda paths, config: [configure(p, num_local_experts=n) for n, p in enumerate(paths)][:0],
+        all_of(
+            forgotten("rope_parameters"),
+            settings(1, rope_theta=1e4, rope_scaling={"type": "linear", "factor": 2.0}),
+        ),
+        "rope_type: linear instead of default",
+    ),
+    (added(1, rotary=torch.zeros(1)), "so the result lacks 1 tensor of expert0 (rotary)"),
+    (words("abcd", "abcde", "abcd"), "expert0 has 1 tokens that the base"),
+    (adapter("other/model"), "was trained on other/model, not on base"),
+    (all_of(retyped(1, "", torch.bfloat16, 1), of_any_dtype), "different dtypes"),
+    (
+        all_of(*(settings(n, num_local_experts=n) for n in range(3))),
         "num_local_experts: 1 instead of 0",
     ),
     (
-        "classes of other names",
-        "untied",
-        classes(("good", "bad"), ("yes", "no")),
+        all_of(
+            settings(1, id2label={0: "good", 1: "bad"}), settings(2, id2label={0: "yes", 1: "no"})
+        ),
         "expert1 calls its classes yes, no, and expert0 calls them good, bad",
     ),
-    (
-        "another activation",
-        "untied",
-        lambda paths, config: configure(paths[1], hidden_act="gelu"),
-        "hidden_act: gelu instead of silu",
-    ),
+    (settings(1, hidden_act="gelu"), "hidden_act: gelu instead of silu"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("family", "make", "level", "message"),
-    [pytest.param(*row, "error", text, id=name) for name, *row, text in ERRORS]
-    + [pytest.param(*row, "warning", text, id=name) for name, *row, text in WARNINGS],
+    ("make", "level", "message"),
+    [(make, "error", text) for make, text in ERRORS]
+    + [(make, "warning", text) for make, text in WARNINGS],
 )
-def test_mistakes_in_checkpoints(families, tmp_path, family, make, level, message):
-    shutil.copytree(families[family], tmp_path, dirs_exist_ok=True)
-    paths = [str(tmp_path / name) for name in ("base", "expert0", "expert1")]
-    config = ace_config(paths)
-    flags = make(paths, config) or ()
+def test_mistakes_in_checkpoints(family, tmp_path, make, level, message):
+    shutil.copytree(family, tmp_path, dirs_exist_ok=True)
+    config = family_config(tmp_path)
+    flags = make([str(tmp_path / name) for name in NAMES], config) or ()
     told = findings(tmp_path, config, *flags)
     assert message in told[level]
     assert level == "error" or not told["error"]

@@ -3,20 +3,29 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from catalogue import findings
+from catalogue import (
+    NAMES,
+    NOTHING,
+    add,
+    configure,
+    family_config,
+    findings,
+    rewrite,
+    save_tokenizer,
+)
 from checkpoints import LLAMA, ace_config, save_family, tiny_llama
 from measured_files import measured_checkpoints, needs_statistics
 from safetensors.torch import load_file
 from test_architectures import MODELS
-from test_check import configure, rewrite, save_tokenizer
 from test_mistakes import each, first, listing, method, modules, parameters, slices, top
-from test_mistakes_in_checkpoints import Make, adapter, head_stored, words
+from test_mistakes_in_checkpoints import Make, adapter, words
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mergekit_ace.plugin import our_methods
@@ -36,13 +45,17 @@ CONFIGS = {
     "a gradient": parameters(epsilon=[1e-5, 1e-3]),
     "a gradient under a filter": parameters(epsilon=[{"filter": "mlp", "value": [1e-5, 1e-3]}]),
     "a large threshold": parameters(heterogeneity_threshold=1e300),
+    "a ridge of the mean": parameters(refinement_mean="ridged", epsilon=10),
+    "normalised and refined": parameters(
+        spectral_refinement="always", adaptive_normalization="always"
+    ),
     "a large ridge": parameters(epsilon=1e30),
     "text for a number": parameters(epsilon="1e-5"),
     "no parameters": top(parameters=None),
     "weights": each(weight=[{"filter": "mlp", "value": 0}, {"value": 0.5}]),
     "one of no weight": first(parameters={"weight": 0}),
-    "the base among the models": listing(lambda m, c: m.insert(0, {"model": c["base_model"]})),
-    "one expert": listing(lambda m, c: m.pop()),
+    "the base among the models": listing(lambda m, base: m.insert(0, {"model": base})),
+    "one expert": listing(lambda m, base: m.pop()),
     "a module": modules("default", parameters={"epsilon": 1e-3}),
     "a module's filters": modules("default", parameters={"epsilon": [ON_MLP]}),
     "slices": slices(lambda piece, sources: piece.update(parameters={"epsilon": 1e-3})),
@@ -64,34 +77,30 @@ def family(tmp_path_factory) -> Path:
     return folder
 
 
-def default(folder: Path) -> dict:
-    return ace_config([str(folder / name) for name in ("base", "expert0", "expert1")])
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configs(family, name):
-    assert findings(family, CONFIGS[name](default(family))) == {"error": "", "warning": ""}
+    assert findings(family, CONFIGS[name](family_config(family))) == NOTHING
 
 
 @pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
 def test_every_method_at_its_defaults(family, tmp_path, method):
-    config = default(family) | {"merge_method": method.spec.name}
+    config = family_config(family) | {"merge_method": method.spec.name}
     if method.spec.name == "statsmerging":
         config = each(weight=0.3)(config)
     if needs_statistics(method):
         paths = [config["base_model"], *(model["model"] for model in config["models"])]
         config["parameters"] = {"statistics": measured_checkpoints(tmp_path, paths)}
-    assert findings(family, config) == {"error": "", "warning": ""}
+    assert findings(family, config) == NOTHING
 
 
 def test_passthrough_and_slerp(family):
     base, expert = (str(family / name) for name in ("base", "expert0"))
     pair = {"merge_method": "slerp", "base_model": base, "parameters": {"t": [0, 0.5, 1]}}
     pair |= {"models": [{"model": base}, {"model": expert}], "dtype": "float32"}
-    assert findings(family, pair) == {"error": "", "warning": ""}
+    assert findings(family, pair) == NOTHING
     copied = {"sources": [{"model": base, "layer_range": [0, 2]}]}
     plain = {"merge_method": "passthrough", "slices": [copied], "dtype": "float32"}
-    assert findings(family, plain) == {"error": "", "warning": ""}
+    assert findings(family, plain) == NOTHING
 
 
 def tokenizer_source(source: str, *letters: str) -> Make:
@@ -131,6 +140,27 @@ def sharded(paths, config) -> None:
     tiny_llama(3).save_pretrained(paths[1], max_shard_size="20KB")
 
 
+def narrow(paths, config) -> None:
+    """In float32, with the values of bfloat16, of which `dtype: bfloat16` loses nothing."""
+    for path in paths:
+        rewrite(path, lambda t: t.update({n: x.bfloat16().float() for n, x in t.items()}))
+    config["dtype"] = "bfloat16"
+
+
+def of_transformers_4(paths, config) -> None:
+    """Rotary positions, which transformers 5 writes into `rope_parameters`."""
+    file = Path(paths[1]) / "config.json"
+    content = json.loads(file.read_text())
+    theta = content.pop("rope_parameters")["rope_theta"]
+    file.write_text(json.dumps(content | {"rope_theta": theta, "rope_scaling": None}))
+
+
+def counters(paths, config) -> None:
+    """In whole numbers, such as the batches that a batch norm counts."""
+    for path in paths:
+        add(path, model__norm__weight=torch.ones(32, dtype=torch.int64))
+
+
 CHECKPOINTS: dict[str, Make] = {
     "the same tokens": words("abcd", "abcd", "abcd"),
     "the base's tokens": tokenizer_source("base", "abcd", "acbd", "abcde"),
@@ -141,34 +171,29 @@ CHECKPOINTS: dict[str, Make] = {
     "old pickles": pickled,
     "shards": sharded,
     "an adapter": adapter(),
+    "values of bfloat16": narrow,
+    "a config of transformers 4": of_transformers_4,
+    "counters": counters,
 }
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoints(family, tmp_path, name):
     shutil.copytree(family, tmp_path, dirs_exist_ok=True)
-    paths = [str(tmp_path / name) for name in ("base", "expert0", "expert1")]
-    config = ace_config(paths)
-    flags = CHECKPOINTS[name](paths, config) or ()
-    assert findings(tmp_path, config, *flags) == {"error": "", "warning": ""}
+    config = family_config(tmp_path)
+    flags = CHECKPOINTS[name]([str(tmp_path / name) for name in NAMES], config) or ()
+    assert findings(tmp_path, config, *flags) == NOTHING
 
 
 @pytest.mark.parametrize("stored", [(0,), (1,), (0, 1, 2)])
 def test_tied_heads_that_some_models_store(tmp_path, stored):
     paths = save_family(tiny_llama(tie_word_embeddings=True), tmp_path)
     config = ace_config(paths)
-    head_stored(*stored)(paths, config)
+    for n in stored:
+        head = load_file(f"{paths[n]}/model.safetensors")["model.embed_tokens.weight"]
+        add(paths[n], lm_head__weight=head.clone())
     config["parameters"] = {"layout": [{"filter": "lm_head", "value": "mean"}, {"value": "auto"}]}
-    assert findings(tmp_path, config) == {"error": "", "warning": ""}
-
-
-def test_counters_in_whole_numbers(family, tmp_path):
-    """Such as the batches that a batch norm counts."""
-    shutil.copytree(family, tmp_path, dirs_exist_ok=True)
-    for name in ("base", "expert0", "expert1"):
-        counts = {"model.norm.weight": torch.ones(32, dtype=torch.int64)}
-        rewrite(str(tmp_path / name), lambda tensors, new=counts: tensors.update(new))
-    assert findings(tmp_path, default(tmp_path)) == {"error": "", "warning": ""}
+    assert findings(tmp_path, config) == NOTHING
 
 
 @pytest.mark.parametrize(
@@ -196,4 +221,4 @@ def test_examples(tmp_path, monkeypatch, name):
         config["models"] = config["models"][:1]
     config["base_model"] = paths[0]
     config["models"] = [{"model": path} for path in paths[1:]]
-    assert findings(tmp_path, config, *flags) == {"error": "", "warning": ""}
+    assert findings(tmp_path, config, *flags) == NOTHING
