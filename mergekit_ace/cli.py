@@ -518,7 +518,7 @@ def read_config(path: Path, model: type[M], given: dict[str, Any]) -> M:
     Raises:
         click.ClickException: the file is no YAML, or says something that `model` does not allow.
     """
-    from mergekit_ace.check.config import repeated_keys
+    from mergekit_ace.merge_config import repeated_keys
     from mergekit_ace.planning import explain_validation, read_yaml
 
     with failures():

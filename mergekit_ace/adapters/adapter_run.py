@@ -27,10 +27,10 @@ from mergekit_ace.adapters.adapter_plan import AdapterPlan, plan_adapters
 from mergekit_ace.adapters.peft_adapter import Change
 from mergekit_ace.adapters.writing import check_together, write_adapter
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.check.config import Finding, check_config, check_settings, shown_errors
 from mergekit_ace.files.model_files import TOKENIZER_FILES
 from mergekit_ace.files.models import headers_only
 from mergekit_ace.files.saving import package_versions, write_text
+from mergekit_ace.merge_config import Finding, check_config, check_settings, shown_errors
 from mergekit_ace.methods.base import flush_notices
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES, append_report
 from mergekit_ace.naming import in_bytes, in_time, listed, same_name

@@ -16,12 +16,6 @@ from mergekit import merge_methods
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
-from mergekit_ace.check.config import (
-    Finding,
-    check_config,
-    check_keys,
-    check_settings,
-)
 from mergekit_ace.check.estimate import MergeEstimate, estimate_merge
 from mergekit_ace.check.loading import Treatment, check_model_files, treat_unplanned
 from mergekit_ace.check.models import (
@@ -32,6 +26,12 @@ from mergekit_ace.check.models import (
 )
 from mergekit_ace.files.headers import DamagedFileError
 from mergekit_ace.files.models import Checkpoints, headers_only, read_checkpoint
+from mergekit_ace.merge_config import (
+    Finding,
+    check_config,
+    check_keys,
+    check_settings,
+)
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.naming import in_bytes
 from mergekit_ace.planning import (

@@ -28,10 +28,10 @@ from transformers.conversion_mapping import (
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import logging as transformers_logging
 
-from mergekit_ace.check.config import Finding
 from mergekit_ace.files.headers import TensorHeader, read_headers
 from mergekit_ace.files.model_files import GENERATION, config_donor, lost_model_files
 from mergekit_ace.files.models import Checkpoint, Checkpoints, empty_tensor
+from mergekit_ace.merge_config import Finding
 from mergekit_ace.methods.architecture import empty_network, model_class
 from mergekit_ace.naming import listed, without_numbers
 from mergekit_ace.planning import (
@@ -45,53 +45,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 Treatment = Literal["base", "merge", "error"]
+Names = Mapping[ModelReference, tuple[str, ...]]
 # What old checkpoints hold though any program computes it anew.
 _BUFFER = re.compile(
     r"(inv_freq|(cos|sin)_cached|masked_bias|position_ids|(attn|attention)\.bias)$"
 )
 _VOCABULARY = re.compile(r"embed|head|wte")
-
-
-@dataclass(frozen=True)
-class _Unplanned:
-    """What a merge would leave out, without buffers that any program computes anew.
-
-    Attributes:
-        donor: the model whose config the result has: the base, or the first one.
-        left: names that are the donor's as well, by model.
-        foreign: names that the donor lacks, by model.
-        needed: whether transformers would load one of these.
-    """
-
-    donor: ModelReference
-    left: Mapping[ModelReference, tuple[str, ...]]
-    foreign: Mapping[ModelReference, tuple[str, ...]]
-    needed: bool
-
-
-def _find_unplanned(plan: PlannedMerge, checkpoints: Checkpoints) -> _Unplanned:
-    """Find the tensors that a merge leaves out, but for buffers that any program computes anew."""
-    donor = config_donor(plan.config)
-    unread = {model: _unread(checkpoint, plan) for model, checkpoint in checkpoints.items()}
-    needed, tied = _wanted(donor, {name for names in unread.values() for name in names})
-    lost = {
-        model: [
-            name
-            for name in names
-            if name not in tied
-            and (name in needed or not _is_buffer(name, checkpoints[model].headers.get(name)))
-        ]
-        for model, names in unread.items()
-    }
-    own = set(lost[donor])
-    left = {model: tuple(n for n in names if n in own) for model, names in lost.items()}
-    foreign = {model: tuple(n for n in names if n not in own) for model, names in lost.items()}
-    return _Unplanned(
-        donor,
-        {model: names for model, names in left.items() if names},
-        {model: names for model, names in foreign.items() if names},
-        any(needed & set(names) for names in foreign.values()),
-    )
 
 
 def _unread(checkpoint: Checkpoint, plan: PlannedMerge) -> list[str]:
@@ -175,38 +134,62 @@ def _is_floating(header: TensorHeader | None) -> bool:
 def treat_unplanned(
     plan: PlannedMerge, checkpoints: Checkpoints, treatment: Treatment
 ) -> tuple[list[UnplannedTensor], list[Finding]]:
-    """Return what is to be planned beside mergekit's plan, and what is to be said of it.
+    """Find the tensors that a merge leaves out, but for buffers that any program computes anew.
 
     Args:
-        treatment: copy all of it from the base, or merge what all models have.
+        treatment: copy all of it from the model whose config the result has, or merge what all
+            models have.
+
+    Returns:
+        What is to be planned beside mergekit's plan, and what is to be said.
     """
-    unplanned = _find_unplanned(plan, checkpoints)
-    findings = [*_complaints(unplanned, treatment)]
-    if treatment == "error" or not unplanned.left:
+    donor = checkpoints[config_donor(plan.config)]
+    unread = {model: _unread(checkpoint, plan) for model, checkpoint in checkpoints.items()}
+    needed, tied = _wanted(donor.model, {name for names in unread.values() for name in names})
+    lost = {
+        model: [
+            name
+            for name in names
+            if name not in tied
+            and (name in needed or not _is_buffer(name, checkpoints[model].headers.get(name)))
+        ]
+        for model, names in unread.items()
+    }
+    own = set(lost[donor.model])
+    left = {model: tuple(n for n in names if n in own) for model, names in lost.items()}
+    foreign = {model: tuple(n for n in names if n not in own) for model, names in lost.items()}
+    findings = [*_complaints(donor.model, left, foreign, needed, treatment)]
+    if treatment == "error" or not own:
         return [], findings
-    donor, models = checkpoints[unplanned.donor], plan.tensors[0].task.model_order
+    models = plan.tensors[0].task.model_order
+    stored = [checkpoints[model].index.tensor_paths for model in models]
+    partial = [name for name in left[donor.model] if any(name not in names for names in stored)]
+    if partial and treatment == "merge":
+        text = f"not all models have {_count(partial)} of {donor.model}; copied from there"
+        findings.append(Finding.warning("tensors", f"{text}: {listed(partial)}"))
+    shared = models if treatment == "merge" else (donor.model,)
     rows = _vocabulary_rows(plan, donor)
-    extra, copied = [], []
-    for name in unplanned.left[donor.model]:
-        header = donor.headers.get(name)
-        everywhere = all(name in checkpoints[model].index.tensor_paths for model in models)
-        if treatment == "merge" and not everywhere:
-            copied.append(name)
-        merged = treatment == "merge" and everywhere and _is_floating(header)
-        of_tokens = header is not None and header.shape[:1] == (rows,)
-        extra.append(
-            UnplannedTensor(
-                name,
-                models if merged else (donor.model,),
-                merged,
-                floating=_is_floating(header),
-                vocabulary=of_tokens and _VOCABULARY.search(name) is not None,
-            )
-        )
-    if copied:
-        text = f"not all models have {_count(copied)} of {donor.model}; copied from there"
-        findings.append(Finding.warning("tensors", f"{text}: {listed(copied)}"))
-    return extra, findings
+    return [
+        _unplanned_tensor(name, donor, (donor.model,) if name in partial else shared, rows)
+        for name in left[donor.model]
+    ], findings
+
+
+def _unplanned_tensor(
+    name: str, donor: Checkpoint, models: tuple[ModelReference, ...], rows: int | None
+) -> UnplannedTensor:
+    """Return how a tensor gets into a result; whole numbers are copied."""
+    header = donor.headers.get(name)
+    floating = _is_floating(header)
+    merged = floating and models != (donor.model,)
+    of_tokens = header is not None and header.shape[:1] == (rows,)
+    return UnplannedTensor(
+        name,
+        models if merged else (donor.model,),
+        merged,
+        floating=floating,
+        vocabulary=of_tokens and _VOCABULARY.search(name) is not None,
+    )
 
 
 def _vocabulary_rows(plan: PlannedMerge, checkpoint: Checkpoint) -> int | None:
@@ -219,31 +202,34 @@ def _vocabulary_rows(plan: PlannedMerge, checkpoint: Checkpoint) -> int | None:
     return None
 
 
-def _complaints(unplanned: _Unplanned, treatment: Treatment) -> Iterator[Finding]:
-    donor = unplanned.donor
-    if unplanned.left and treatment == "error":
+def _complaints(
+    donor: ModelReference, left: Names, foreign: Names, needed: set[str], treatment: Treatment
+) -> Iterator[Finding]:
+    """Find tensors that nobody has said what to do with, and those that the donor lacks."""
+    if any(left.values()) and treatment == "error":
         yield Finding.error(
             "tensors",
-            f"mergekit plans no merge of {_explain(unplanned.left)}; the result would lack them",
+            f"mergekit plans no merge of {_explain(left)}; the result would lack them",
             "`mergekit-ace merge --unplanned merge` merges them by their names, `--unplanned base` "
             f"copies them from {donor}. Or save the models under the names that they have in "
             "memory (save_pretrained(…, save_original_format=False))",
         )
-    if unplanned.foreign:
-        yield (Finding.error if unplanned.needed else Finding.warning)(
+    if any(foreign.values()):
+        fatal = any(needed & set(names) for names in foreign.values())  # transformers loads them
+        yield (Finding.error if fatal else Finding.warning)(
             "tensors",
-            f"{donor} has no tensors of these names, so the result lacks "
-            f"{_explain(unplanned.foreign)}",
+            f"{donor} has no tensors of these names, so the result lacks {_explain(foreign)}",
             f"save all models in the same way as {donor}, with one version of transformers, or "
             "without them if they are of no use",
         )
 
 
-def _explain(left: Mapping[ModelReference, tuple[str, ...]]) -> str:
+def _explain(left: Names) -> str:
     """Return which tensors are left out of which models."""
     models: dict[tuple[str, ...], list[str]] = {}
     for model, names in left.items():
-        models.setdefault(names, []).append(str(model))
+        if names:
+            models.setdefault(names, []).append(str(model))
     return "; ".join(
         f"{_count(names)} of {listed(owners)} ({listed(sorted(names))})"
         for names, owners in models.items()

@@ -19,7 +19,6 @@ from transformers import CONFIG_MAPPING
 
 from mergekit_ace.adapters.adapter_tasks import read_adapters
 from mergekit_ace.adapters.lora_config import OtherAdapterError
-from mergekit_ace.check.config import HEADS, Finding
 from mergekit_ace.files.headers import (
     DTYPES,
     FLOATING,
@@ -29,6 +28,7 @@ from mergekit_ace.files.headers import (
 )
 from mergekit_ace.files.model_files import VOCABULARY_FILES
 from mergekit_ace.files.models import Checkpoint, Checkpoints
+from mergekit_ace.merge_config import HEADS, Finding
 from mergekit_ace.naming import listed, same_name
 from mergekit_ace.planning import ConfigError, PlannedTensor
 
@@ -178,7 +178,7 @@ def _check_configs(checkpoints: Checkpoints, base: ModelReference | None) -> Ite
     for model, checkpoint in checkpoints.items():
         own = _function(checkpoint.config)
         changed = [
-            f"{key}: {_short(own[key])} instead of {_short(value)}"
+            f"{key}: {own[key]!s:.40} instead of {value!s:.40}"
             for key, value in origin.items()
             if own.get(key, value) != value
         ]
@@ -204,11 +204,6 @@ def _function(config: Mapping[str, Any]) -> dict[str, Any]:
         rotary |= part if isinstance(part, dict) else {}
     kind = rotary.pop("rope_type", rotary.pop("type", "default"))
     return {n: config[n] for n in FUNCTION if n in config} | {"rope_type": kind} | rotary
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else text[:37] + "…"
 
 
 def _check_class_names(checkpoints: Checkpoints) -> Iterator[Finding]:

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from test_architectures import MODELS, SAVE
 from transformers import AutoConfig, GemmaConfig, GemmaForCausalLM
 
-from mergekit_ace.check.config import Finding
 from mergekit_ace.check.loading import (
     NotLoadedError,
     merged_model,
@@ -25,6 +24,7 @@ from mergekit_ace.check.loading import (
     wanted_names,
 )
 from mergekit_ace.files.models import read_checkpoint
+from mergekit_ace.merge_config import Finding
 from mergekit_ace.methods.architecture import build_empty
 from mergekit_ace.planning import UnplannedTensor, plan_merge, read_merge_config
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings, and what can be wrong with the config of a merge: keys, values, and what they reach."""
+"""What can be wrong with the config of a merge: keys, values, and what they reach."""
 
 from __future__ import annotations
 
