@@ -60,7 +60,8 @@ def test_vit_under_its_names_on_the_hub(tmp_path):
     extra, (finding,) = left_out(tmp_path, ace_config(paths))
     assert not extra
     assert finding.level == "error"
-    assert f"mergekit plans no merge of 32 tensors of {', '.join(paths)}" in finding.message
+    assert "mergekit plans no merge of 32 tensors of" in finding.message
+    assert all(path in finding.message for path in paths)
     assert "vit.encoder.layer.0.attention.attention.key.weight" in finding.message
     assert "mergekit-ace merge --unplanned merge" in finding.remedy
     assert f"copies them from {paths[0]}" in finding.remedy
