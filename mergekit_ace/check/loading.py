@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,7 +41,7 @@ from mergekit_ace.planning import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 Treatment = Literal["base", "merge", "error"]
 Names = Mapping[ModelReference, tuple[str, ...]]
@@ -51,6 +50,7 @@ _BUFFER = re.compile(
     r"(inv_freq|(cos|sin)_cached|masked_bias|position_ids|(attn|attention)\.bias)$"
 )
 _VOCABULARY = re.compile(r"embed|head|wte")
+_FAILURE = "its tensors cannot be put together"
 
 
 def _unread(checkpoint: Checkpoint, plan: PlannedMerge) -> list[str]:
@@ -278,52 +278,6 @@ class NotLoadedError(RuntimeError):
     """transformers does not load a model whose result is looked at."""
 
 
-@dataclass(frozen=True)
-class LoadedHeaders:
-    """What transformers says when it loads a checkpoint; names are those in memory.
-
-    Attributes:
-        missing: what the model has and the checkpoint lacks.
-        unexpected: what the checkpoint has and the model has no place for.
-        mismatched: shapes in the checkpoint and in the model, by name.
-        failure: why the model cannot be built, or stored tensors be put together; empty if so.
-    """
-
-    missing: frozenset[str] = frozenset()
-    unexpected: frozenset[str] = frozenset()
-    mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    failure: str = ""
-
-
-def load_headers(
-    config: PretrainedConfig, headers: Mapping[str, TensorHeader], *, trust_remote_code: bool
-) -> LoadedHeaders:
-    """Load a checkpoint without its values, by transformers' own machinery.
-
-    That renames and packs tensors as it does on a real load.
-
-    Args:
-        config: of the model; its first architecture is built.
-    """
-    try:
-        with quiet_transformers():
-            _, info = model_class(config, trust_remote_code).from_pretrained(
-                None,
-                config=config,
-                state_dict={name: empty_tensor(header) for name, header in headers.items()},
-                device_map="meta",
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-    except Exception as error:  # of many kinds: no such class, shapes that do not fit together
-        return LoadedHeaders(failure=str(error).strip() or type(error).__name__)
-    return LoadedHeaders(
-        missing=frozenset(info["missing_keys"]),
-        unexpected=frozenset(info["unexpected_keys"]),
-        mismatched={name: (tuple(a), tuple(b)) for name, a, b in info["mismatched_keys"]},
-    )
-
-
 def verify_model(
     folder: Path, donor: ModelReference, donor_folder: Path, *, trust_remote_code: bool
 ) -> str:
@@ -339,49 +293,59 @@ def verify_model(
     Raises:
         NotLoadedError: transformers does not load the donor either.
     """
-    result = _load_folder(merged_model(folder), folder, trust_remote_code)
-    if result == LoadedHeaders():
+    result = _faults(merged_model(folder), folder, trust_remote_code)
+    if not result:
         return ""
-    origin = _load_folder(donor, donor_folder, trust_remote_code)
-    if origin.failure:
-        raise NotLoadedError(f"transformers does not load {donor} either: {origin.failure}")
-    return "; ".join(_differences(result, origin))
+    origin = _faults(donor, donor_folder, trust_remote_code)
+    if _FAILURE in origin:
+        raise NotLoadedError(f"transformers does not load {donor} either: {origin[_FAILURE][0]}")
+    # a result may have more layers than its origin
+    known = {what: {without_numbers(name) for name in names} for what, names in origin.items()}
+    texts = []
+    for what, names in result.items():
+        new = [name for name in names if without_numbers(name) not in known.get(what, ())]
+        if new:
+            texts.append(f"{what.format(len(new))}: {listed(new)}")
+    return "; ".join(texts)
+
+
+def _faults(model: ModelReference, folder: Path, trust_remote_code: bool) -> dict[str, list[str]]:
+    """Load a checkpoint without its values, by transformers' own machinery.
+
+    That renames and packs tensors as it does on a real load.
+
+    Returns:
+        Tensors by what is wrong with them; names are those in memory.
+    """
+    config = model.config(trust_remote_code=trust_remote_code)
+    index = ShardedTensorIndex.from_disk(str(folder))
+    headers = read_headers(index.tensor_paths, index.base_path)
+    try:
+        with quiet_transformers():
+            _, info = model_class(config, trust_remote_code).from_pretrained(
+                None,
+                config=config,
+                state_dict={name: empty_tensor(header) for name, header in headers.items()},
+                device_map="meta",
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # of many kinds: no such class, shapes that do not fit together
+        return {_FAILURE: [str(error).strip() or type(error).__name__]}
+    faults = {
+        "it lacks {} tensors": sorted(info["missing_keys"]),
+        "its config has no place for {} tensors": sorted(info["unexpected_keys"]),
+        "{} tensors have another shape than in its config": [
+            f"{name} {tuple(stored)} instead of {tuple(expected)}"
+            for name, stored, expected in sorted(info["mismatched_keys"])
+        ],
+    }
+    return {what: names for what, names in faults.items() if names}
 
 
 def merged_model(folder: Path) -> ModelReference:
     """Return mergekit's reference to a folder, whatever its name."""
     return ModelReference(model=ModelPath(path=str(folder)))
-
-
-def _load_folder(model: ModelReference, folder: Path, trust_remote_code: bool) -> LoadedHeaders:
-    config = model.config(trust_remote_code=trust_remote_code)
-    index = ShardedTensorIndex.from_disk(str(folder))
-    headers = read_headers(index.tensor_paths, index.base_path)
-    return load_headers(config, headers, trust_remote_code=trust_remote_code)
-
-
-def _differences(result: LoadedHeaders, origin: LoadedHeaders) -> Iterator[str]:
-    if result.failure:
-        yield f"its tensors cannot be put together: {result.failure}"
-    missing = _only(result.missing, origin.missing)
-    if missing:
-        yield f"it lacks {len(missing)} tensors: {listed(missing)}"
-    unexpected = _only(result.unexpected, origin.unexpected)
-    if unexpected:
-        yield f"its config has no place for {len(unexpected)} tensors: {listed(unexpected)}"
-    odd = [
-        f"{name} {stored} instead of {expected}"
-        for name, (stored, expected) in sorted(result.mismatched.items())
-        if origin.mismatched.get(name) != (stored, expected)
-    ]
-    if odd:
-        yield f"{len(odd)} tensors have another shape than in its config: {listed(odd, 3)}"
-
-
-def _only(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return names of no kind that is known; a result may have more layers than its origin."""
-    kinds = {without_numbers(name) for name in known}
-    return sorted(name for name in names if without_numbers(name) not in kinds)
 
 
 @contextmanager
