@@ -17,8 +17,6 @@ from mergekit_ace.methods.base import TaskVectorMethod, sweep
 from mergekit_ace.planning import PlannedMerge, PlannedTensor
 
 PROCESS = 700_000_000  # bytes: python with torch, transformers and mergekit
-# Rates of a nominal machine: operations and bytes per second. Only their ratios count.
-OPERATIONS, MEMORY, DISK = 1e11, 1e10, 1e9
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,6 @@ class TensorEstimate:
     written: int
     inputs: int
     working: int
-
-    @property
-    def seconds(self) -> float:
-        """How long it takes on a nominal machine, which tells tensors apart and no more."""
-        work = self.operations / OPERATIONS + 3 * self.inputs / MEMORY
-        return work + (self.read + self.written) / DISK
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from mergekit_ace.adapters.adapter_tasks import (
     use_adapters,
 )
 from mergekit_ace.adapters.peft_adapter import Adapter
-from mergekit_ace.check.config import shown_errors
 from mergekit_ace.check.loading import Treatment, treat_unplanned
 from mergekit_ace.files.models import Checkpoint, checkpoint_of
+from mergekit_ace.merge_config import shown_errors
 from mergekit_ace.merging.shards import MergeError
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
 from mergekit_ace.naming import listed

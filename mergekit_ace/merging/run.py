@@ -18,11 +18,11 @@ from mergekit.tokenizer import TokenizerInfo
 from tqdm import tqdm
 
 from mergekit_ace.check.check import check_merge
-from mergekit_ace.check.config import shown_errors
 from mergekit_ace.check.estimate import estimate_merge
 from mergekit_ace.check.loading import NotLoadedError, Treatment, verify_model
 from mergekit_ace.files.model_files import config_donor
 from mergekit_ace.files.models import Checkpoint, own_loaders
+from mergekit_ace.merge_config import shown_errors
 from mergekit_ace.merging.manifest import Manifest, fingerprint
 from mergekit_ace.merging.output import OutputFolder, append_lines, complete_model, drop_lines
 from mergekit_ace.merging.plan import needed_files, plan_run
