@@ -364,20 +364,17 @@ def merge(config: Path, out: str, resume: bool, overwrite: bool, **given: Any) -
     "--rank", type=click.IntRange(min=1), help="Highest rank of a module; says what is cut off."
 )
 @click.option("--overwrite", is_flag=True, help="Replace files of another result in OUT.")
-@click.option("--json", "as_json", is_flag=True, help="Progress as JSON lines, for programs.")
-def adapter(
-    config: Path, out: Path, rank: int | None, overwrite: bool, as_json: bool, **flags: Any
-) -> None:
+def adapter(config: Path, out: Path, rank: int | None, overwrite: bool, **flags: Any) -> None:
     """Merge LoRA adapters into one, without weights of the base.
 
     CONFIG is that of the merge of the full models, with experts as BASE+ADAPTER, or adapters alone.
     """
-    from mergekit_ace.adapters.adapter_run import merge_adapters
+    from mergekit_ace.adapters.command import merge_adapters
 
     with failures():
         options = take_options(flags)
         options.apply_global_options()
-        merge_adapters(config, out, options, rank=rank, overwrite=overwrite, as_json=as_json)
+        merge_adapters(config, out, options, rank=rank, overwrite=overwrite)
 
 
 @main.command(example="check ace.yml out/", flags=READING_FLAGS)

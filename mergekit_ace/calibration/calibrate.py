@@ -19,8 +19,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from tqdm import tqdm
 
-from mergekit_ace.adapters.adapter_plan import base_of, with_base
-from mergekit_ace.adapters.adapter_tasks import AdaptedWeights
+from mergekit_ace.adapters.merge import AdaptedWeights
+from mergekit_ace.adapters.plan import base_of, with_base
 from mergekit_ace.calibration.layers import RIDGE, TABLE, Calibration, SampleTeacher, Weights
 from mergekit_ace.calibration.scaling import ChosenScale, ScaledWeights, ScaleSearch
 from mergekit_ace.files.checkpoints import weight_files

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from mergekit.common import ModelReference
 
-from mergekit_ace.adapters.adapter_tasks import MergeProducts
+from mergekit_ace.adapters.merge import MergeProducts
 from mergekit_ace.check.models import planned_headers, safetensors_dtype
 from mergekit_ace.files.headers import TensorHeader, item_size
 from mergekit_ace.files.models import Checkpoints

@@ -17,8 +17,8 @@ from mergekit.tokenizer.truncate import TruncatedVocabulary
 from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING
 
-from mergekit_ace.adapters.adapter_tasks import read_adapters
-from mergekit_ace.adapters.lora_config import OtherAdapterError
+from mergekit_ace.adapters.plan import read_adapters
+from mergekit_ace.adapters.read import OtherAdapterError
 from mergekit_ace.files.headers import (
     DTYPES,
     FLOATING,

@@ -21,7 +21,7 @@ from mergekit.io.tasks import LoaderCache
 from pydantic import AfterValidator, BaseModel, Field
 from pydantic_core import from_json
 
-from mergekit_ace.adapters.peft_adapter import adapter_folder
+from mergekit_ace.adapters.read import adapter_folder
 from mergekit_ace.files.saving import differences, file_states, package_versions, sha256, write_text
 from mergekit_ace.merging.shards import MERGE_PACKAGES, MergeError, Shard
 from mergekit_ace.methods.parameters import FILE_PARAMETERS

@@ -16,14 +16,9 @@ from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
-from mergekit_ace.adapters.adapter_plan import base_of
-from mergekit_ace.adapters.adapter_tasks import (
-    find_stored_change,
-    read_adapters,
-    show_bases,
-    use_adapters,
-)
-from mergekit_ace.adapters.peft_adapter import Adapter
+from mergekit_ace.adapters.merge import show_bases, use_adapters
+from mergekit_ace.adapters.plan import base_of, find_stored_change, read_adapters
+from mergekit_ace.adapters.read import Adapter
 from mergekit_ace.check.loading import Treatment, treat_unplanned
 from mergekit_ace.files.models import Checkpoint, checkpoint_of
 from mergekit_ace.merge_config import shown_errors

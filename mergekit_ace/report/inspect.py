@@ -18,7 +18,7 @@ from mergekit.options import MergeOptions
 from tqdm import tqdm
 
 import mergekit_ace
-from mergekit_ace.adapters.adapter_plan import AdapterPlan, names_adapters, plan_adapters
+from mergekit_ace.adapters.plan import AdapterPlan, names_adapters, plan_adapters
 from mergekit_ace.algebra.inspection import evenly_spaced
 from mergekit_ace.check.models import check_dtypes, check_tensors
 from mergekit_ace.files.headers import DamagedFileError, json_or_empty
@@ -154,7 +154,7 @@ def _weight_files(plan: PlannedMerge) -> list[str]:
 
 
 def _adapter_files(plan: AdapterPlan) -> list[str]:
-    pairs = ((a.file.path, a.folder / "adapter_config.json") for a in plan.adapters)
+    pairs = ((a.file, a.folder / "adapter_config.json") for a in plan.adapters)
     return [str(path) for pair in pairs for path in pair]
 
 

@@ -17,7 +17,7 @@ from mergekit.merge_methods.base import ParameterScope, TensorEntry, TensorGroup
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from torch import Tensor
 
-from mergekit_ace.adapters.adapter_plan import AdapterPlan, ChangedTensor
+from mergekit_ace.adapters.plan import AdapterPlan, ChangedTensor
 from mergekit_ace.algebra.inspection import (
     TensorInspection,
     compare_covariances,
@@ -209,7 +209,7 @@ def adapter_record(
     if changed is not None and any(change.kind == "saved" for change in changed.known):
         return _short_record(planned, "an adapter holds it whole, and the base is not read")
     method, parameters = _deciding_method(planned)
-    experts = tuple(model for model in planned.experts if plan.adapters_of.get(model))
+    experts = tuple(model for model in planned.experts if model.lora)
     settings = TensorSettings(planned.name, plan.base, experts, parameters, recorded=True)
     settings = method.complete(settings, len(header.shape))
     layout = method.layout(settings, len(header.shape))

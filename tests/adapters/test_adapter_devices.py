@@ -17,8 +17,8 @@ from peft_models import config_of, save_adapters
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mergekit_ace.adapters import adapter_merge, adapter_tasks
-from mergekit_ace.adapters.adapter_merge import MergedChange, merge_products
+from mergekit_ace.adapters import command as adapter_command
+from mergekit_ace.adapters import merge as adapter_merge
 from mergekit_ace.cli import main
 
 METHODS = {"ace": {}, "linear": {"weight": 0.5}, "tsv_m": {}}
@@ -61,18 +61,18 @@ def test_adapters(gpu, tmp_path, family, command, method):
 @pytest.mark.parametrize("command", ["adapter", "merge"])
 def test_full_devices(monkeypatch, tmp_path, caplog, family, command):
     """There is room for the factors and the base's tensor, and nothing more."""
-    config = config_of(family, "ace")
+    config, merge_products = config_of(family, "ace"), adapter_merge.merge_products
     expected = merge(config, tmp_path / "cpu", command)
     with imitated_gpu(monkeypatch) as device:
 
-        def beside_others(*arguments: Any) -> MergedChange:
+        def beside_others(*arguments: Any) -> adapter_merge.MergedProduct:
             device.memory = device.used
             try:
                 return merge_products(*arguments)
             finally:
                 device.memory = math.inf
 
-        for module in (adapter_merge, adapter_tasks):
+        for module in (adapter_merge, adapter_command):
             monkeypatch.setattr(module, "merge_products", beside_others)
         found = merge(config, tmp_path / "gpu", command, "--device", GPU)
     check(found, expected)

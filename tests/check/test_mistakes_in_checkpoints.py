@@ -276,7 +276,7 @@ ERRORS: list[tuple[Make, str]] = [
     (empty, "expert0-empty holds no weights"),
     (linked, "expert0 is listed 2 times, as expert0 and expert0-link"),
     (adapter(damaged=True), "adapter_model.safetensors is damaged"),
-    (adapter(hidden_size=64), "the shape (2, 64), and config and base ask for"),
+    (adapter(hidden_size=64), "config and base ask for"),
     (adapter(num_hidden_layers=3), "onto the base, which has no such module"),
 ]
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A merge of adapters as mergekit plans that of the full models, without one of their weights."""
+"""What adapters change of each tensor, and a merge of them planned without a weight of the base."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,8 +21,13 @@ from mergekit.merge_methods import BasePolicy
 from mergekit.options import MergeOptions
 from torch import Tensor, nn
 
-from mergekit_ace.adapters.lora_config import read_lora_config
-from mergekit_ace.adapters.peft_adapter import Adapter, Change, adapter_folder, read_adapter
+from mergekit_ace.adapters.read import (
+    Adapter,
+    Change,
+    adapter_folder,
+    read_adapter,
+    read_lora_config,
+)
 from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.files.checkpoints import check_name, existing_folder
 from mergekit_ace.files.headers import DamagedFileError, TensorHeader
@@ -91,28 +97,114 @@ class AdapterPlan:
 
     Attributes:
         base: the model that all adapters belong to.
-        adapters_of: by expert, in the order of the experts; None for the base itself, which
-            `linear` may have among its models.
+        adapters: in the order of the experts.
         checkpoints: of all models, as they would be.
     """
 
     merge: PlannedMerge
     base: ModelReference
-    adapters_of: Mapping[ModelReference, Adapter | None]
+    adapters: tuple[Adapter, ...]
     tensors: tuple[ChangedTensor, ...]
     checkpoints: tuple[Checkpoint, ...]
 
-    @property
-    def tied(self) -> dict[str, str]:
-        """The head by the name of its table, where all adapters keep the two as one."""
-        if not all(adapter.config.ensure_weight_tying for adapter in self.adapters):
-            return {}
-        return dict(getattr(self.adapters[0].network, "all_tied_weights_keys", {}))
 
-    @property
-    def adapters(self) -> list[Adapter]:
-        """All adapters."""
-        return [adapter for adapter in self.adapters_of.values() if adapter is not None]
+def read_adapters(models: Iterable[ModelReference]) -> dict[ModelReference, Adapter]:
+    """Read the adapters of models, by configs and headers.
+
+    Raises:
+        DamagedFileError: what is wrong with an adapter.
+        ConfigError: transformers does not know the architecture of a base.
+    """
+    return {model: read_adapter(model.lora, _base_network(base_of(model))) for model in models}
+
+
+@lru_cache(maxsize=4)  # it takes a second, and is asked for again and again
+def _base_network(base: ModelReference) -> nn.Module:
+    """Return a base without weights."""
+    try:
+        return empty_network(base)
+    except Exception as error:  # of transformers: no config, an unknown architecture, no network
+        first = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"the config of the base model {base} cannot be used ({type(error).__name__}: "
+            f"{first}); its config.json is needed, its weights are not"
+        ) from error
+
+
+def find_change(adapter: Adapter, weight: WeightInfo) -> Change | None:
+    """Return what an adapter changes of a tensor, by any of the names that it has in memory."""
+    found = (adapter.changes.get(name) for name in names_in_memory(weight))
+    return next((change for change in found if change is not None), None)
+
+
+def find_stored_change(adapter: Adapter, weight: WeightInfo) -> Change | None:
+    """Return what an adapter changes of a stored tensor, which may be a table and a head in memory.
+
+    A head that an adapter holds whole is a tensor of its own afterwards, whatever it was before.
+    """
+    names = names_in_memory(weight)
+    tied: list[Change | None] = []
+    for head, table in getattr(adapter.network, "all_tied_weights_keys", {}).items():
+        if head in names:
+            tied.append(adapter.changes.get(table))
+        change = adapter.changes.get(head)
+        if table in names and change is not None and change.kind != "saved":
+            tied.append(change)
+    return find_change(adapter, weight) or next(filter(None, tied), None)
+
+
+def names_in_memory(weight: WeightInfo) -> tuple[str, ...]:
+    """Return the names that a planned tensor may have in memory."""
+    return (weight.name, *(weight.aliases or ()))
+
+
+def base_of(model: ModelReference) -> ModelReference:
+    """Return the model that an adapter is put onto, or the model itself without one."""
+    return ModelReference(model=model.model)
+
+
+def with_base(model: ModelReference, base: ModelReference | None = None) -> ModelReference:
+    """Return `BASE+ADAPTER` for an adapter that stands alone, and any other model as it is.
+
+    Args:
+        base: by default the model that the adapter names.
+
+    Raises:
+        ConfigError: the adapter does not say which model it belongs to.
+        DamagedFileError: there is no such folder, or its config is damaged.
+    """
+    check_name(model)
+    if not _is_lone_adapter(model):
+        return model
+    if base is None:
+        config = read_lora_config(adapter_folder(model.model))
+        if not config.base_model_name_or_path:
+            raise ConfigError(
+                f"{model} does not say which model it belongs to; write BASE+{model}, with that "
+                "model"
+            )
+        path = {"path": config.base_model_name_or_path, "revision": config.revision}
+        base = ModelReference.model_validate({"model": path})
+    return ModelReference(model=base.model, lora=model.model)
+
+
+def _is_lone_adapter(model: ModelReference) -> bool:
+    """Tell whether a reference without `+` is an adapter's: a folder here, or a name on the Hub."""
+    if model.lora is not None:
+        return False
+    folder = existing_folder(model.model.path)
+    if folder is None:
+        try:
+            folder = adapter_folder(model.model)
+        except DamagedFileError:  # a full model, or nothing at all
+            return False
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+
+
+def names_adapters(config: MergeConfiguration) -> bool:
+    """Tell whether a model of a config is `BASE+ADAPTER`, or the folder of an adapter."""
+    models = [one.model for one in _definitions(config)]
+    return any(m.lora or (existing_folder(m.model.path) and _is_lone_adapter(m)) for m in models)
 
 
 def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions) -> AdapterPlan:
@@ -133,29 +225,27 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
     base = _complete_references(config)
     if merge_methods.get(config.merge_method).spec.contract.base is BasePolicy.REQUIRED:
         config.base_model = config.base_model or base
-    network = base_network(base)
     models = list(dict.fromkeys([base, *config.referenced_models()]))
-    adapters = {model: read_adapter(model.lora, network) for model in models if model.lora}
-    _warn_of_other_bases(adapters, base)
+    network = _base_network(base)
+    adapters = read_adapters(model for model in models if model.lora)
+    for adapter in adapters.values():
+        named = adapter.config.base_model_name_or_path
+        if named and not same_name(named, base.model.path):
+            LOG.warning("the adapter %s was trained on %s, not on %s", adapter.name, named, base)
     checkpoints = _checkpoints(models, network)
     with headers_only(checkpoints):
         architecture = _architecture(base, network, options)
         plan = plan_merge(config, source, options, architecture=architecture)
-        lost = _not_planned(plan, adapters)
+        lost = _not_planned(plan, adapters.values())
         if lost and any(part.slices for part in (config, *(config.modules or {}).values())):
             raise _elsewhere(lost)
         if lost:  # mergekit's architecture lacks them
             extra = [UnplannedTensor(name, tuple(models), merged=True) for name in lost]
             plan = plan_merge(config, source, options, extra, architecture)
     tensors = tuple(_changed(plan, adapters))
-    adapters_of = {m: adapters.get(m) for tensor in plan.tensors for m in tensor.experts}
-    return AdapterPlan(plan, base, adapters_of, tensors, tuple(checkpoints))
-
-
-def names_adapters(config: MergeConfiguration) -> bool:
-    """Tell whether a model of a config is `BASE+ADAPTER`, or the folder of an adapter."""
-    models = [one.model for one in _definitions(config)]
-    return any(m.lora or (existing_folder(m.model.path) and _is_adapter(m)) for m in models)
+    experts = dict.fromkeys(model for tensor in plan.tensors for model in tensor.experts)
+    merged = tuple(adapters[model] for model in experts if model in adapters)
+    return AdapterPlan(plan, base, merged, tensors, tuple(checkpoints))
 
 
 def _complete_references(config: MergeConfiguration) -> ModelReference:
@@ -164,31 +254,29 @@ def _complete_references(config: MergeConfiguration) -> ModelReference:
     Raises:
         ConfigError: there is no single base, or an expert is a full model.
     """
-    given = list(_definitions(config))
-    alone = [one for one in given if one.model.lora is None and _is_adapter(one.model)]
-    bases = {config.base_model} if config.base_model else set()
-    bases |= {base_of(one.model) for one in given if one.model.lora is not None}
-    if not bases:
-        bases = {_told_base(one.model) for one in alone}
-    if len(bases) > 1:
-        names = ", ".join(sorted(map(str, bases)))
-        raise ConfigError(
-            f"the adapters belong to different models ({names}); only adapters of one base merge "
-            "into one adapter"
-        )
-    if not bases:
+    inputs = list(_definitions(config))
+    bases = [base_of(one.model) for one in inputs if one.model.lora is not None]
+    bases = [config.base_model] if config.base_model else bases
+    for one in inputs:
+        one.model = with_base(one.model, next(iter(bases), None))
+    bases += [base_of(one.model) for one in inputs if one.model.lora is not None]
+    if not bases or not any(one.model.lora for one in inputs):
         raise ConfigError(
             "no expert of the config is an adapter; merge full models by mergekit-yaml, or write "
             "`- model: BASE+ADAPTER`"
         )
-    (base,) = bases
+    base = bases[0]
     if base.lora is not None:
         raise ConfigError(
             f"the base model {base} is an adapter itself; write base_model: {base.model}"
         )
-    for one in alone:
-        one.model = ModelReference(model=base.model, lora=one.model.model)
-    full = sorted({str(one.model) for one in given if one.model.lora is None} - {str(base)})
+    if len(set(bases)) > 1:
+        names = ", ".join(sorted(map(str, set(bases))))
+        raise ConfigError(
+            f"the adapters belong to different models ({names}); only adapters of one base merge "
+            "into one adapter"
+        )
+    full = sorted({str(one.model) for one in inputs if one.model.lora is None} - {str(base)})
     if full:
         raise ConfigError(
             f"{', '.join(full)} is a full model, and only adapters merge into an adapter; merge "
@@ -200,73 +288,11 @@ def _complete_references(config: MergeConfiguration) -> ModelReference:
 def _definitions(
     config: MergeConfiguration,
 ) -> Iterator[InputModelDefinition | InputSliceDefinition]:
-    """Yield every place of a config that names an input, once all names are looked at.
-
-    Raises:
-        DamagedFileError: mergekit takes a folder's name for something else.
-    """
-    for model in config.referenced_models():
-        check_name(model)
+    """Yield every place of a config that names an input."""
     for part in (config, *(config.modules or {}).values()):
         yield from part.models or ()
         for piece in part.slices or ():
             yield from piece.sources
-
-
-def base_of(model: ModelReference) -> ModelReference:
-    """Return the model that an adapter is put onto, or the model itself without one."""
-    return ModelReference(model=model.model)
-
-
-def _is_adapter(model: ModelReference) -> bool:
-    """Tell whether a reference without `+` is an adapter's: a folder here, or a name on the Hub."""
-    folder = existing_folder(model.model.path)
-    if folder is None:
-        try:
-            folder = adapter_folder(model.model)
-        except DamagedFileError:  # a full model, or nothing at all
-            return False
-    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
-
-
-def with_base(model: ModelReference) -> ModelReference:
-    """Return `BASE+ADAPTER` for an adapter that stands alone, and any other model as it is.
-
-    Raises:
-        ConfigError: the adapter does not say which model it belongs to.
-        DamagedFileError: there is no such folder, or its config is damaged.
-    """
-    check_name(model)
-    if model.lora is not None or not _is_adapter(model):
-        return model
-    return ModelReference(model=_told_base(model).model, lora=model.model)
-
-
-def _told_base(model: ModelReference) -> ModelReference:
-    told = read_lora_config(adapter_folder(model.model))
-    if not told.base_model_name_or_path:
-        raise ConfigError(
-            f"{model} does not say which model it belongs to; write BASE+{model}, with that model"
-        )
-    return ModelReference.model_validate(
-        {"model": {"path": told.base_model_name_or_path, "revision": told.revision}}
-    )
-
-
-def base_network(base: ModelReference) -> nn.Module:
-    """Return a base without weights.
-
-    Raises:
-        ConfigError: transformers has no such network.
-    """
-    try:
-        return empty_network(base)
-    except Exception as error:  # of transformers: no config, an unknown architecture, no network
-        first = (str(error).splitlines() or [""])[0]
-        raise ConfigError(
-            f"the config of the base model {base} cannot be used ({type(error).__name__}: "
-            f"{first}); its config.json is needed, its weights are not"
-        ) from error
 
 
 def _architecture(
@@ -284,13 +310,6 @@ def _architecture(
         return find_architecture(config, options)
 
 
-def _warn_of_other_bases(adapters: Mapping[ModelReference, Adapter], base: ModelReference) -> None:
-    for adapter in adapters.values():
-        told = adapter.config.base_model_name_or_path
-        if told and not same_name(told, base.model.path):
-            LOG.warning("the adapter %s was trained on %s, not on %s", adapter.name, told, base)
-
-
 def _checkpoints(models: Sequence[ModelReference], network: nn.Module) -> list[Checkpoint]:
     """Return headers as the checkpoints of the models would have them."""
     headers = {
@@ -301,17 +320,12 @@ def _checkpoints(models: Sequence[ModelReference], network: nn.Module) -> list[C
     return [Checkpoint(model, None, index, headers) for model in models]
 
 
-def _not_planned(plan: PlannedMerge, adapters: Mapping[ModelReference, Adapter]) -> list[str]:
-    changed = dict.fromkeys(name for adapter in adapters.values() for name in adapter.changes)
+def _not_planned(plan: PlannedMerge, adapters: Iterable[Adapter]) -> list[str]:
     planned = {
         name for tensor in plan.tensors for name in names_in_memory(tensor.task.output_weight)
     }
+    changed = dict.fromkeys(name for adapter in adapters for name in adapter.changes)
     return [name for name in changed if name not in planned]
-
-
-def names_in_memory(weight: WeightInfo) -> tuple[str, ...]:
-    """Return the names that a planned tensor may have in memory."""
-    return (weight.name, *(weight.aliases or ()))
 
 
 def _changed(
@@ -319,12 +333,11 @@ def _changed(
 ) -> Iterator[ChangedTensor]:
     moved = []
     for tensor in plan.tensors:
-        inputs = tensor.gather.weight_info
+        inputs, weight = tensor.gather.weight_info, tensor.task.output_weight
         if any(inputs[model].name != tensor.name for model in tensor.experts if model in inputs):
             moved.append(tensor.name)
             continue
         own = {model: adapters[model] for model in tensor.experts if model in adapters}
-        weight = tensor.task.output_weight
         found = ChangedTensor({m: (a, find_change(a, weight)) for m, a in own.items()}, tensor)
         if found.known:
             yield found
@@ -338,9 +351,3 @@ def _elsewhere(names: Sequence[str]) -> ConfigError:
         "and an adapter fits only the layers that it was trained on; merge full models by "
         "mergekit-yaml"
     )
-
-
-def find_change(adapter: Adapter, weight: WeightInfo) -> Change | None:
-    """Return what an adapter changes of a tensor, by any of the names that it has in memory."""
-    found = (adapter.changes.get(name) for name in names_in_memory(weight))
-    return next((change for change in found if change is not None), None)

@@ -24,7 +24,6 @@ from peft_models import (
     mixtral,
     of_full_models,
     opt,
-    qwen,
     save_adapters,
     tied_llama,
     train_by_chance,
@@ -137,7 +136,6 @@ KINDS = {
     "tied head": (tied_llama, {"target_modules": ["lm_head", "q_proj"]}),
     "table": (tiny_llama, {"target_modules": ["embed_tokens"]}),
     "saved": (tiny_llama, CASES["saved"][1]),
-    "biases": (qwen, CASES["all biases"][1]),
     "transposed": (gpt2, CASES["transposed"][1]),
     "experts": (mixtral, {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
 }

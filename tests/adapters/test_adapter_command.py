@@ -1,0 +1,499 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merges of adapters by `mergekit-ace adapter`, beside mergekit's merges of the full models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from checkpoints import tiny_llama
+from click.testing import CliRunner, Result
+from coefficient_files import make_file
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.merge import run_merge
+from mergekit.options import MergeOptions
+from peft import PeftModel
+from peft_models import (
+    CASES,
+    changed,
+    config_of,
+    gpt2,
+    gpt_oss,
+    merged_by_peft,
+    mixtral,
+    save_adapters,
+    tied_llama,
+    train_by_chance,
+    trained,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from mergekit_ace.adapters.read import read_adapter
+from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_tensor
+from mergekit_ace.algebra.task_vectors import other_side
+from mergekit_ace.cli import main
+from mergekit_ace.methods.architecture import is_table, stored_layout
+from mergekit_ace.report.record import read_records
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    """Where mergekit keeps adapters that it has merged into the base."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> list[str]:
+    """A base and three adapters of different ranks and targets."""
+    settings = {"target_modules": LINEAR, "lora_alpha": 0.3, "r": 2}
+    some = {**settings, "target_modules": ["q_proj", "up_proj"], "r": 4}
+    folder = tmp_path_factory.mktemp("family")
+    return save_adapters(folder, tiny_llama, settings, {**settings, "r": 3}, some)
+
+
+def weighted(paths: list[str], method: str, weights: list, **parameters) -> dict:
+    """A config with a weight for each expert."""
+    config = config_of(paths, method, **parameters)
+    for model, weight in zip(config["models"], weights, strict=True):
+        model["parameters"] = {"weight": weight}
+    return config
+
+
+def full_merge(config: dict, out: Path, cache: Path) -> dict[str, Tensor]:
+    """What `mergekit-yaml` makes of the full models."""
+    options = MergeOptions(lora_merge_cache=str(cache), lora_merge_dtype="float32", quiet=True)
+    run_merge(MergeConfiguration.model_validate(config), str(out), options)
+    return LlamaForCausalLM.from_pretrained(out).state_dict()
+
+
+def run(config: dict, folder: Path, *flags: object) -> Result:
+    path = folder / "config.yml"
+    path.write_text(yaml.safe_dump(config))
+    arguments = ["adapter", str(path), str(folder / "adapter"), *map(str, flags)]
+    return CliRunner().invoke(main, arguments)
+
+
+def adapter_merge(config: dict, folder: Path, *flags: object) -> Path:
+    """What `mergekit-ace adapter` makes of it; its folder."""
+    result = run(config, folder, "--quiet", *flags)
+    assert result.exit_code == 0, result.output
+    return folder / "adapter"
+
+
+def compare(
+    config: dict, base: str, folder: Path, cache: Path, *flags: object, bar: float = 5e-5
+) -> None:
+    """Compare task vectors of both ways, up to the rounding of the weights they are taken from."""
+    expected = full_merge(config, folder / "full", cache)
+    origin = LlamaForCausalLM.from_pretrained(base)
+    before = {name: tensor.double() for name, tensor in origin.state_dict().items()}
+    model = PeftModel.from_pretrained(origin, adapter_merge(config, folder, *flags))
+    got = model.merge_and_unload().state_dict()
+    changed = 0
+    for name, tensor in before.items():
+        wanted, found = expected[name].double() - tensor, got[name].double() - tensor
+        size = float(wanted.norm())
+        changed += size > 0
+        rounding = 2**-23 * float(tensor.norm())
+        assert float((found - wanted).norm()) <= bar * size + rounding, name
+    assert changed
+
+
+METHODS = [
+    ("ace", {}),
+    ("ace", {"spectral_refinement": "always", "adaptive_normalization": "always"}),
+    ("ace", {"epsilon": 1e-2, "lambda": 0.7}),
+    ("ace_relative", {}),
+    ("lines", {}),
+    ("cart", {"rank_fraction": 0.1}),
+    ("wudi", {"solver": "exact"}),
+    ("tsv_m", {}),
+    ("iso_c", {}),
+    ("iso_cts", {}),
+    ("task_arithmetic", {"weight": 0.6}),
+    ("task_arithmetic", {"weight": 0.6, "normalize": True, "lambda": 1.2}),
+    ("linear", {"weight": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("method", "parameters"), METHODS)
+def test_the_same_config_gives_the_same_weights(family, cache, tmp_path, method, parameters):
+    config = config_of(family, method, **parameters)
+    compare(config, family[0], tmp_path, cache)
+
+
+SETTINGS = {
+    "gradient": {"lambda": [0.2, 1.0]},
+    "filters": {
+        "lambda": [{"filter": "q_proj", "value": 0.3}, {"filter": "mlp", "value": [1.5, 0.5]}],
+        "epsilon": [{"filter": "down_proj", "value": "1e-3"}, {"value": 1e-5}],
+    },
+    "layouts": {
+        "layout": [
+            {"filter": "q_proj", "value": "mean"},
+            {"filter": "up_proj", "value": "transposed"},
+            {"value": "auto"},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_parameters_mean_the_same(family, cache, tmp_path, setting):
+    config = weighted(family, "ace", [1.0, 0.5, [0.1, 2.0]], **SETTINGS[setting])
+    compare(config, family[0], tmp_path, cache)
+
+
+def test_weights_of_statsmerging(family, cache, tmp_path):
+    config = weighted(family, "statsmerging", [0.4, [-0.5, 1.0], 0.3])
+    compare(config, family[0], tmp_path, cache)
+
+
+@pytest.mark.parametrize("basis", ["task_vector", "ace_relative"])
+def test_learned_coefficients(family, cache, tmp_path, basis):
+    names = list(LlamaForCausalLM.from_pretrained(family[0]).state_dict())
+    models = [f"{family[0]}+{path}" for path in family[1:]]
+    parameters = RelativeOptions().model_dump(mode="json") if basis == "ace_relative" else {}
+    file = make_file(names, models, basis=basis, parameters=parameters)
+    file.save(tmp_path / "coefficients.safetensors")
+    method = "statsmerging" if basis == "task_vector" else basis
+    config = config_of(family, method, coefficients=str(tmp_path / "coefficients.safetensors"))
+    compare(config, family[0], tmp_path, cache)
+
+
+def test_the_base_of_linear_takes_part(family, cache, tmp_path):
+    config = config_of(family, "linear", weight=0.3)
+    config["models"].append({"model": family[0], "parameters": {"weight": 0.5}})
+    compare(config, family[0], tmp_path, cache)
+
+
+def deltas(folder: str | Path) -> dict[str, Tensor]:
+    """What an adapter of `family`'s base adds."""
+    adapter = read_adapter(str(folder), tiny_llama().to("meta"))
+    return {name: adapter.low_rank(name).dense() for name in adapter.changes}
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+def test_one_adapter_alone_comes_out_as_it_is(family, tmp_path, dtype):
+    config = config_of(family[:2], "ace", **({"lambda": 1.0}))
+    config |= {"dtype": dtype or "float32", "out_dtype": dtype}
+    before, after = deltas(family[1]), deltas(adapter_merge(config, tmp_path))
+    assert before.keys() == after.keys()
+    for name, delta in before.items():
+        bar = 1e-2 if dtype == "bfloat16" else 1e-6
+        assert float((after[name] - delta).norm()) <= bar * float(delta.norm()), name
+
+
+@pytest.mark.parametrize("base", ["named by the adapters", "without weights"])
+def test_adapters_alone(own, tmp_path, base):
+    """Neither `BASE+` nor the base's weights are needed."""
+    for path in own[1:]:
+        edit_config(path, base_model_name_or_path=own[0])
+    config = config_of(own, "ace")
+    expected = adapter_merge(config, tmp_path)
+    del config["base_model"]
+    config["models"] = [{"model": path} for path in own[1:]]
+    if base == "without weights":
+        (tmp_path / "bare").mkdir()
+        shutil.copy(Path(own[0], "config.json"), tmp_path / "bare")
+        config["base_model"] = str(tmp_path / "bare")
+    (tmp_path / "other").mkdir()
+    out = adapter_merge(config, tmp_path / "other")
+    name = "adapter_model.safetensors"
+    assert (out / name).read_bytes() == (expected / name).read_bytes()
+    settings = json.loads((out / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == config.get("base_model", own[0])
+
+
+def test_a_merged_adapter_merges_again(family, cache, tmp_path):
+    first = adapter_merge(config_of(family[:3], "ace"), tmp_path)
+    paths = [family[0], str(first), family[3]]
+    (tmp_path / "again").mkdir()
+    compare(config_of(paths, "ace_relative"), family[0], tmp_path / "again", cache)
+
+
+def test_every_layer_may_have_adapters_of_its_own(family, tmp_path):
+    config = config_of(family[:1], "ace")
+    config.pop("models")
+    experts = [f"{family[0]}+{path}" for path in family[1:3]]
+    config["slices"] = [
+        {"sources": [{"model": one, "layer_range": [n, n + 1]} for one in (family[0], expert)]}
+        for n, expert in enumerate(experts)
+    ]
+    merged = deltas(adapter_merge(config, tmp_path))
+    assert len(merged) == 2 * len(LINEAR)
+    for n, path in enumerate(family[1:3]):
+        own = {name: delta for name, delta in deltas(path).items() if f"layers.{n}." in name}
+        for name, delta in own.items():
+            assert float((merged[name] - delta).norm()) <= 1e-6 * float(delta.norm()), name
+
+
+@pytest.mark.parametrize("build", [tied_llama, tiny_llama])
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+def test_a_table_and_a_head_are_told_apart(tmp_path, build, module):
+    paths = save_adapters(tmp_path, build, {"target_modules": [module]})
+    out = adapter_merge(config_of(paths, "ace"), tmp_path)
+    (name,) = read_adapter(str(out), build().to("meta")).changes
+    assert module in name
+
+
+def test_a_rank_cuts_the_smallest_directions(family, tmp_path):
+    whole = deltas(adapter_merge(config_of(family, "ace"), tmp_path))
+    (tmp_path / "cut").mkdir()
+    cut = deltas(adapter_merge(config_of(family, "ace"), tmp_path / "cut", "--rank", 3))
+    assert whole.keys() == cut.keys()
+    for name, full in whole.items():
+        left, values, right = torch.linalg.svd(full, full_matrices=False)
+        nearest = (left[:, :3] * values[:3]) @ right[:3]
+        assert float((cut[name] - nearest).norm()) <= 1e-6 * float(full.norm())
+
+
+@pytest.mark.parametrize("method", ["ties", "consensus_ta", "wudi"])
+def test_methods_by_entries_need_a_rank(family, cache, tmp_path, method):
+    parameters = {"weight": 1.0, "density": 0.5} if method == "ties" else {}
+    config = config_of(family, method, **parameters)
+    refused(config, tmp_path, f"merge_method: {method} makes no adapter: ", "--rank")
+    # all that the smallest side has
+    compare(config, family[0], tmp_path, cache, "--rank", 32, bar=1e-4)
+
+
+def test_the_report_is_that_of_the_full_merge(family, cache, tmp_path):
+    reports = [tmp_path / f"{name}.jsonl" for name in ("full", "adapter")]
+    full_merge(config_of(family, "ace", report=str(reports[0])), tmp_path / "full", cache)
+    adapter_merge(config_of(family, "ace", report=str(reports[1])), tmp_path)
+    full, ours = ({line.tensor: line for line in read_records(path)} for path in reports)
+    assert ours.keys() == {name for name, line in full.items() if any(line.matrices[0].tau)}
+    for name, line in ours.items():
+        for field in ("layout", "shape", "models"):
+            assert getattr(line, field) == getattr(full[name], field), (name, field)
+        (one,), (other,) = line.matrices, full[name].matrices
+        for field in ("rule", "heterogeneous", "normalized"):
+            assert getattr(one, field) == getattr(other, field), (name, field)
+        assert one.tau == pytest.approx(other.tau, rel=1e-4)
+
+
+def test_the_card_says_how_it_was_made(family, tmp_path):
+    out = adapter_merge(config_of(family, "ace"), tmp_path)
+    head, text = (out / "README.md").read_text().split("---\n")[1:3]
+    settings = yaml.safe_load(head)
+    assert settings["library_name"] == "peft"
+    assert settings["base_model"] == family[0]
+    assert "lora" in settings["tags"]
+    for words in ("merge_method: ace", "xu2026ace", "rank 5 to 9", family[1]):
+        assert words in text
+
+
+def test_the_tokenizer_of_an_adapter_is_kept(family, tmp_path):
+    path = shutil.copytree(family[2], tmp_path / "with tokenizer")
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (path / name).write_text("{}")
+    out = adapter_merge(config_of([*family[:2], str(path)], "ace"), tmp_path)
+    assert (out / "tokenizer.json").read_text() == "{}"
+
+
+KINDS = [
+    case for case in CASES if CASES[case][0] in (tiny_llama, tied_llama, gpt2, mixtral, gpt_oss)
+]
+
+
+@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize("method", ["ace", "ace_relative"])
+def test_every_kind_is_merged_as_its_full_tensors(tmp_path, case, method):
+    made = [trained(case, tmp_path / str(seed), seed) for seed in range(3)]
+    first, base = made[0], tmp_path / "base"
+    first.base.save_pretrained(base)
+    paths = [str(base), *(str(one.folder) for one in made)]
+    got = merged_by_peft(first.base, adapter_merge(config_of(paths, method), tmp_path))
+    network = first.network()
+    versions = [changed(read_adapter(path, network), first.weights) for path in paths[1:]]
+    for name, tensor in first.weights.items():
+        wanted = expected_tensor(method, name, str(base), tensor, [v[name] for v in versions])
+        origin, found = tensor.double(), got[name].double()
+        size = float((wanted - origin).norm())
+        assert float((found - wanted).norm()) <= 2e-5 * size + 2**-22 * float(origin.norm()), name
+
+
+def expected_tensor(
+    method: str, name: str, base: str, tensor: Tensor, versions: list[Tensor]
+) -> Tensor:
+    """What a method makes of full tensors in float64, by their outputs as of adapters."""
+    reference = ModelReference.parse(base)
+    layout = stored_layout("auto", reference, name, tensor.ndim, tables=method == "ace_relative")
+    if not is_table(reference, name):
+        layout = other_side(layout, tensor.ndim)
+    options = AceOptions() if method == "ace" else RelativeOptions()
+    return merge_tensor(tensor.double(), versions, options=options, layout=layout)[0]
+
+
+# What cannot be merged: a message, and nothing is changed on disk.
+
+
+def refused(config: dict | str, folder: Path, *words: str) -> None:
+    """The command ends with one message that has these words, and leaves nothing."""
+    result = run(config, folder)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert [word for word in words if word not in result.output] == [], result.output
+    assert not (folder / "adapter").exists()
+
+
+@pytest.fixture
+def own(family, tmp_path) -> list[str]:
+    """A base and two adapters, to be damaged."""
+    return [str(shutil.copytree(path, tmp_path / Path(path).name)) for path in family[:3]]
+
+
+def edit_config(path: str, **changes) -> None:
+    file = Path(path, "adapter_config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_tensors(path: str, change) -> None:
+    file = Path(path, "adapter_model.safetensors")
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def spoil(tensors: dict) -> None:
+    name = next(name for name in tensors if "layers.1.mlp.up_proj.lora_B" in name)
+    tensors[name][0, 0] = float("nan")
+
+
+def silence(tensors: dict) -> None:
+    """Let an adapter change nothing."""
+    for name in (name for name in tensors if "_B" in name):
+        tensors[name].zero_()
+
+
+def test_damaged_adapters(own, tmp_path):
+    """`test_adapter_read.py` has all that the reader refuses."""
+    config = config_of(own, "ace")
+    edit_tensors(own[2], spoil)  # found when its turn comes
+    refused(config, tmp_path, own[2], "NaN")
+    edit_config(own[2], use_dora=True)
+    refused(config, tmp_path, own[2], "use_dora", "merge_and_unload")
+    Path(own[0], "config.json").unlink()
+    refused(config, tmp_path, "config.json")
+
+
+def test_a_full_model_among_the_experts(own, tmp_path):
+    config = config_of(own, "ace")
+    tiny_llama(seed=3).save_pretrained(tmp_path / "full")
+    config["models"].append({"model": str(tmp_path / "full")})
+    refused(config, tmp_path, "is a full model", "mergekit-yaml")
+    models = [{"model": own[0], "parameters": {"weight": 1}}]
+    config = {"merge_method": "linear", "models": models, "dtype": "float32"}
+    refused(config, tmp_path, "no expert of the config is an adapter")
+
+
+def test_adapters_of_two_bases(own, tmp_path):
+    config = config_of(own, "linear", weight=0.5)
+    shutil.copytree(own[0], tmp_path / "copy")
+    config["models"][1]["model"] = f"{tmp_path / 'copy'}+{own[2]}"
+    refused(config, tmp_path, "belong to different models")
+
+
+def test_adapters_that_cannot_be_one(own, tmp_path):
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["model.layers.0.mlp.up_proj"]}
+    train_by_chance(tiny_llama, tmp_path / "whole", 3, **options)
+    config = config_of([*own, str(tmp_path / "whole")], "ace")
+    refused(config, tmp_path, "up_proj.weight is linear (48, 32) and saved (48, 32)")
+
+
+def test_weights_that_scale_the_base(family, tmp_path):
+    config = config_of(family[:3], "linear", weight=0.3, normalize=False)
+    refused(config, tmp_path, "sum to 0.6", "the base itself")
+
+
+def test_methods_on_weights_make_no_adapter(family, tmp_path):
+    refused(config_of(family, "karcher"), tmp_path, "depends on the weights themselves")
+
+
+@pytest.mark.parametrize("end", [1, 2])
+def test_layers_that_are_moved_or_left_out(family, tmp_path, end):
+    whole = config_of(family, "ace")
+    sources = [{"model": one["model"], "layer_range": [0, 2]} for one in whole.pop("models")]
+    sources.append({"model": family[0], "layer_range": [0, 2]})
+    cut = [{**source, "layer_range": [2 - end, 3 - end]} for source in sources]
+    refused({**whole, "slices": [{"sources": cut}]}, tmp_path, "layers", "mergekit-yaml")
+    assert run({**whole, "slices": [{"sources": sources}]}, tmp_path).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"epsilon": -1}, ["epsilon"]),
+        ({"layout": [{"filter": "no_such_part", "value": "matrix"}]}, ["no_such_part"]),
+        ({"epsilom": 1e-3}, ["'epsilom'", "did you mean 'epsilon'"]),
+    ],
+)
+def test_parameters_that_are_wrong(family, tmp_path, parameters, words):
+    refused(config_of(family, "ace", **parameters), tmp_path, *words)
+
+
+def test_adapters_that_change_nothing(own, tmp_path):
+    edit_tensors(own[2], silence)
+    assert run(config_of(own, "ace"), tmp_path).exit_code == 0
+    before, after = deltas(own[1]), deltas(tmp_path / "adapter")
+    assert all(torch.allclose(after[name], delta, rtol=1e-6) for name, delta in before.items())
+    shutil.rmtree(tmp_path / "adapter")
+    edit_tensors(own[1], silence)
+    refused(config_of(own, "ace"), tmp_path, "change nothing")
+
+
+def test_nothing_is_replaced_unasked(own, tmp_path):
+    out = tmp_path / "adapter"
+    out.mkdir()
+    (out / "tokenizer.json").write_text("{}")
+    said = run(config_of(own, "ace"), tmp_path).output
+    assert f"{out} holds tokenizer.json; --overwrite replaces what is there" in said
+    assert run(config_of(own, "ace"), tmp_path, "--overwrite").exit_code == 0
+    assert not (out / "tokenizer.json").exists(), "no adapter carries one"
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    assert run(config_of(own, "ace_relative"), tmp_path).exit_code == 1
+    edit_tensors(own[2], spoil)  # found on the way: the old one stays whole
+    assert run(config_of(own, "ace_relative"), tmp_path, "--overwrite").exit_code == 1
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_what_is_read_is_never_replaced(own, tmp_path, part):
+    before = {path: path.read_bytes() for path in Path(own[part]).iterdir()}
+    path = tmp_path / "config.yml"
+    path.write_text(yaml.safe_dump(config_of(own, "ace")))
+    result = CliRunner().invoke(main, ["adapter", str(path), own[part], "--overwrite"])
+    assert result.exit_code == 1
+    assert ("holds a model" if part == 0 else "which is merged") in result.output
+    assert {path: path.read_bytes() for path in Path(own[part]).iterdir()} == before
+
+
+def test_whole_tensors_need_the_base(own, tmp_path):
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    train_by_chance(tiny_llama, tmp_path / "saved", 3, **options)
+    Path(own[0], "model.safetensors").unlink()
+    config = config_of([*own, str(tmp_path / "saved")], "ace")
+    refused(config, tmp_path, "lm_head.weight", "weights of")
+
+
+def test_what_is_seldom_meant_is_said(family, tmp_path):
+    config = config_of(family[:2], "ace", spectral_refinement="always")
+    config["parameters"]["adaptive_normalization"] = "never"
+    assert "warning: config: spectral_refinement: always" in run(config, tmp_path).output
+
+
+def test_several_adapters_at_a_lambda_of_one(family, tmp_path):
+    words = "may together undo what the base knew"
+    assert words in run(config_of(family, "ace"), tmp_path).output
+    fewer = config_of(family[:3], "ace"), config_of(family, "ace", **{"lambda": 0.5})
+    for config in fewer:
+        assert words not in run(config, tmp_path, "--overwrite").output

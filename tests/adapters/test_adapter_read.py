@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an adapter changes is what PEFT makes of it; what is wrong with it is said at once."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from checkpoints import tiny_llama
+from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftModel, PromptTuningConfig
+from peft_models import (
+    CASES,
+    Convolutions,
+    Trained,
+    changed,
+    largest_difference,
+    mixtral,
+    tied_llama,
+    train_by_chance,
+    trained,
+)
+from safetensors.torch import load_file, save_file
+
+from mergekit_ace.adapters.read import read_adapter
+from mergekit_ace.files.headers import DamagedFileError
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Trained:
+    return trained("linear", tmp_path_factory.mktemp("good"))
+
+
+@pytest.fixture
+def folder(made, tmp_path) -> Path:
+    """A good adapter, to be changed."""
+    return shutil.copytree(made.folder, tmp_path / "adapter")
+
+
+def set_config(folder: Path, **values) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def set_tensors(folder: Path, change) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_changes_are_what_peft_merges(case, tmp_path):
+    made = trained(case, tmp_path)
+    adapter = read_adapter(str(tmp_path), made.network())
+    assert largest_difference(changed(adapter, made.weights), made.merged) < 2e-6
+
+
+OLD_EXPERTS = "base_model.model.model.layers.{}.block_sparse_moe.experts.{}.{}.lora_{}.weight"
+
+
+def test_experts_of_transformers_4_are_packed_as_peft_packs_them(tmp_path):
+    """Before transformers 5, every expert of Mixtral was a module of its own."""
+    base = mixtral()
+    names = [(n, e, w) for n in range(2) for e in range(3) for w in ("w1", "w2", "w3")]
+    tensors = {}
+    for layer, expert, name in names:
+        inner, outer = (24, 16) if name == "w2" else (16, 24)
+        tensors[OLD_EXPERTS.format(layer, expert, name, "A")] = torch.randn(2, inner)
+        tensors[OLD_EXPERTS.format(layer, expert, name, "B")] = torch.randn(outer, 2)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    LoraConfig(r=2, lora_alpha=3, target_modules=["w1", "w2", "w3"]).save_pretrained(tmp_path)
+    adapter = read_adapter(str(tmp_path), copy.deepcopy(base).to("meta"))
+    merged = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).merge_and_unload()
+    assert len(adapter.changes) == 4
+    assert largest_difference(changed(adapter, dict(base.state_dict())), merged.state_dict()) < 1e-5
+
+
+def test_factors_are_float64_with_the_scale_within(tmp_path):
+    made = trained("rslora", tmp_path)
+    adapter = read_adapter(str(tmp_path), made.network())
+    factors = adapter.low_rank("model.layers.1.self_attn.v_proj.weight")
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    place = "base_model.model.model.layers.1.self_attn.v_proj.lora_{}.weight"
+    product = stored[place.format("B")].double() @ stored[place.format("A")].double()
+    assert factors.left.dtype == factors.right.dtype == torch.float64
+    torch.testing.assert_close(factors.dense(), 7 / 2 * product, rtol=1e-14, atol=0)
+
+
+def test_conv1d_is_told_by_the_base_even_where_the_config_is_wrong(tmp_path):
+    """PEFT sets `fan_in_fan_out` by the module that it wrapped last."""
+    made = trained("transposed", tmp_path)
+    set_config(tmp_path, fan_in_fan_out=False)
+    adapter = read_adapter(str(tmp_path), made.network())
+    assert largest_difference(changed(adapter, made.weights), made.merged) < 2e-6
+
+
+@pytest.mark.parametrize("start", ["gaussian", "orthogonal", "eva", "mica"])
+def test_starts_of_a_training_change_nothing(made, folder, start):
+    set_config(folder, init_lora_weights=start, velora_config={})
+    adapter = read_adapter(str(folder), made.network())
+    assert largest_difference(changed(adapter, made.weights), made.merged) < 2e-6
+
+
+def test_code_that_a_config_names_is_not_imported(made, folder, monkeypatch):
+    code = {"base_model_class": "X", "parent_library": "this_would_run"}
+    set_config(folder, megatron_core="this_would_run", auto_mapping=code)
+    monkeypatch.syspath_prepend(folder)
+    (folder / "this_would_run.py").write_text("raise SystemExit")
+    assert len(read_adapter(str(folder), made.network()).changes) == 4
+
+
+def test_a_bin_file_is_not_opened(made, folder):
+    (folder / "adapter_model.safetensors").unlink()
+
+    class Harm:
+        def __reduce__(self):
+            return (Path.touch, (folder / "harm",))
+
+    torch.save({"x": Harm()}, folder / "adapter_model.bin")
+    with pytest.raises(DamagedFileError, match=r"adapter_model\.bin"):
+        read_adapter(str(folder), made.network())
+    assert not (folder / "harm").exists()
+
+
+def test_names_on_the_hub(made, monkeypatch):
+    asked = []
+
+    def download(repository, name, revision=None):
+        asked.append((repository, name, revision))
+        return str(made.folder / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    adapter = read_adapter("someone/adapter@v2", made.network())
+    assert (adapter.name, adapter.folder) == ("someone/adapter@v2", made.folder)
+    files = ("adapter_config.json", "adapter_model.safetensors")
+    assert asked == [("someone/adapter", name, "v2") for name in files]
+
+
+def test_settings_of_a_newer_peft_are_said(made, folder):
+    set_config(folder, some_new_number=16, use_something_new=False, something_config=None)
+    with pytest.warns(UserWarning, match="some_new_number"):
+        assert read_adapter(str(folder), made.network()).changes
+
+
+def refuse(folder: Path, *words: str, network=None) -> None:
+    """Read an adapter, which fails with an error that names what it has to."""
+    with pytest.raises(DamagedFileError) as caught:
+        read_adapter(str(folder), network or tiny_llama().to("meta"))
+    message = str(caught.value)
+    assert [word for word in (str(folder), *words) if word not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoHaConfig(target_modules=["q_proj"]),
+        LoKrConfig(target_modules=["q_proj"]),
+        IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+    ],
+    ids=lambda config: config.peft_type.value,
+)
+def test_another_type_of_adapter(folder, config):
+    config.save_pretrained(folder)
+    refuse(folder, config.peft_type.value, "save_as_lora", "merge_and_unload")
+
+
+def test_an_adapter_that_changes_no_weights(folder):
+    PromptTuningConfig(num_virtual_tokens=3).save_pretrained(folder)
+    refuse(folder, "PROMPT_TUNING", "changes no weights")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"use_dora": True}, ["use_dora", "save_as_lora", "merge_and_unload"]),
+        ({"use_qalora": True}, ["use_qalora"]),
+        ({"lora_bias": True}, ["lora_bias", "merge_and_unload"]),
+        ({"bias": "all"}, ["`bias`: all", "merge_and_unload"]),
+        ({"ensure_weight_tying": True}, ["ensure_weight_tying", "merge_and_unload"]),
+        ({"monteclora_config": {}}, ["monteclora_config"]),
+        ({"alora_invocation_tokens": [1, 2]}, ["alora_invocation_tokens"]),
+        ({"trainable_token_indices": [3]}, ["trainable_token_indices"]),
+        ({"layer_replication": [[0, 2], [1, 2]]}, ["layer_replication"]),
+        ({"megatron_config": {"a": 1}, "megatron_core": "os"}, ["megatron_config"]),
+        ({"init_lora_weights": "pissa_niter_4"}, ["path_initial_model_for_weight_conversion"]),
+        ({"use_something_new": True}, ["use_something_new", "update peft"]),
+        ({"r": 0}, ["`r` should be a positive integer", "correct its config"]),
+        ({"lora_alpha": "16"}, ["PEFT cannot put", "str"]),
+        ({"r": 8}, ["lora_", "(4, ", "(8, ", "rank_pattern"]),
+        ({"target_modules": "("}, ["PEFT cannot put", "unterminated"]),
+        ({"task_type": "NONE_SUCH"}, ["NONE_SUCH"]),
+        ({"peft_type": None}, ["peft_type"]),
+        ({"target_modules": ["v_proj"]}, ["targets", "down_proj"]),
+    ],
+    ids=str,
+)
+def test_a_config_that_cannot_be_merged(folder, values, words):
+    set_config(folder, **values)
+    refuse(folder, *words)
+
+
+@pytest.mark.parametrize(
+    ("content", "word"), [(None, "no adapter_config.json"), ("", "empty"), ("{", "JSON")]
+)
+def test_a_config_that_is_no_file_of_json(folder, content, word):
+    path = folder / "adapter_config.json"
+    path.unlink() if content is None else path.write_text(content)
+    refuse(folder, word)
+
+
+def test_missing_and_truncated_weights(folder):
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+    refuse(folder, "adapter_model.safetensors", "damaged")
+    path.unlink()
+    refuse(folder, "no weights")
+
+
+def renamed(new: str):
+    def change(tensors):
+        tensors[new] = tensors.pop(A)
+
+    return change
+
+
+def replaced(name: str, shape: tuple[int, ...]):
+    def change(tensors):
+        tensors[name] = torch.ones(shape)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop(A), [f"lacks {A}"]),
+        (lambda tensors: tensors.pop(B), [f"lacks {B}"]),
+        (lambda tensors: tensors.clear(), ["no tensors"]),
+        (replaced(A, (3, 32)), ["(3, 32)", "(4, 32)", "q_proj"]),
+        (replaced(A, (0,)), ["(0,)", "gathered"]),
+        (renamed(f"{Q}.lora_A.default.weight"), ["none that PEFT loads", "q_proj"]),
+        (replaced(f"{Q}.lora_magnitude_vector", (32,)), ["lora_magnitude_vector"]),
+        (replaced(f"{Q}.lora_embedding_A", (4, 32)), ["none that PEFT loads", "q_proj"]),
+        (replaced(f"{Q}.base_layer.bias", (32,)), ["none that PEFT loads", "q_proj"]),
+        (lambda tensors: tensors.update({A: tensors[A].int()}), ["I32", "q_proj"]),
+        (
+            lambda tensors: tensors.update({A: tensors[A].to(torch.float8_e4m3fn)}),
+            ["q_proj", "is in F8_E4M3", "bfloat16, float16 or float32"],
+        ),
+    ],
+)
+def test_tensors_that_are_no_adapter(folder, change, words):
+    set_tensors(folder, change)
+    refuse(folder, *words)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_none(made, folder, bad):
+    set_tensors(folder, lambda tensors: tensors[B][0].fill_(bad))
+    adapter = read_adapter(str(folder), made.network())
+    with pytest.raises(DamagedFileError, match=re.escape(B)):
+        adapter.low_rank("model.layers.0.self_attn.q_proj.weight")
+    adapter.low_rank("model.layers.1.self_attn.q_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"hidden_size": 48}, ["(32, 4)", "(48, 4)"]),
+        ({"num_hidden_layers": 1}, ["layers.1", "no such module"]),
+    ],
+)
+def test_an_adapter_of_another_base(folder, other, words):
+    refuse(folder, *words, network=tiny_llama(**other).to("meta"))
+
+
+def test_an_adapter_of_another_architecture(folder):
+    refuse(folder, "not found in the base", network=Convolutions().to("meta"))
+
+
+def test_saved_modules_of_a_larger_vocabulary(tmp_path):
+    trained("saved", tmp_path)
+    network = tiny_llama(vocab_size=41).to("meta")
+    refuse(tmp_path, "(40, 32)", "(41, 32)", "vocabulary", network=network)
+
+
+def test_factors_of_both_tied_tensors(tmp_path):
+    targets = ["lm_head", "embed_tokens"]
+    train_by_chance(tied_llama, tmp_path, target_modules=targets, r=2)
+    refuse(tmp_path, "lm_head", "embed_tokens", "one tensor", network=tied_llama().to("meta"))
+
+
+def test_a_convolution(tmp_path):
+    made = train_by_chance(Convolutions, tmp_path, target_modules=["line", "head"], r=2)
+    refuse(tmp_path, "line, a Conv1d", "merge_and_unload", network=made.network())
+
+
+def test_names_that_are_no_adapter():
+    for name in ("./none/such", "/none/such", "none_such_adapter"):
+        with pytest.raises(DamagedFileError, match="none"):
+            read_adapter(name, torch.nn.Module())
