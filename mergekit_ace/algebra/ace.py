@@ -31,7 +31,6 @@ from mergekit_ace.algebra.records import (
     Fraction,
     MatrixRecord,
     NonNegative,
-    Observer,
     RelativeLayout,
     Ridge,
     Statistic,
@@ -168,7 +167,6 @@ def merge_tensor(
     layout: RelativeLayout = "auto",
     coefficients: Sequence[float] | None = None,
     *,
-    observe: Observer | None = None,
     space: CoreSpace | None = None,
     measured: MeasuredInputs | None = None,
 ) -> tuple[Tensor, TensorRecord]:
@@ -184,8 +182,6 @@ def merge_tensor(
         layout: see `resolve_layout`; ``auto`` knows no name and no architecture here.
         coefficients: λ_t of the experts' components of X, and of `ace` last that of the refinement:
             any finite numbers, 1 by default. What is refined is X with all of them at 1.
-        observe: called with X, (o, i), of every matrix's closed form, and again once it is refined.
-            It must not write to X.
         space: of which the tensors are cores, if they are; `base` is 0 then, and so is W0.
         measured: covariances of the inputs, where there is one matrix, which take the place of a
             share of the estimates; not together with `space`.
@@ -214,7 +210,7 @@ def merge_tensor(
         formula = partial(merge_table, options=options, measured=measured)
     else:
         last = coefficients[-1] if coefficients and options.refines else 1.0
-        given = {"refinement": last, "observe": observe, "measured": measured}
+        given = {"refinement": last, "measured": measured}
         formula = partial(merge_changed, options=options, **given)
     return by_layout(base, experts, fixed, select, options.scale, formula)
 
@@ -226,7 +222,6 @@ def merge_matrix(
     options: AceOptions | RelativeOptions | None = None,
     coefficients: Sequence[float] | None = None,
     *,
-    observe: Observer | None = None,
     space: CoreSpace | None = None,
     measured: MeasuredInputs | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
@@ -237,7 +232,7 @@ def merge_matrix(
     """
     if isinstance(base, Tensor) and base.ndim != 2:
         raise ValueError(f"the base has {base.ndim} axes, and a matrix two; see merge_tensor")
-    given = {"observe": observe, "space": space, "measured": measured}
+    given = {"space": space, "measured": measured}
     merged, record = merge_tensor(base, experts, weights, options, "matrix", coefficients, **given)
     return merged, record.matrices[0]
 
@@ -292,7 +287,6 @@ def merge_changed(
     options: AceOptions | RelativeOptions,
     *,
     refinement: float = 1.0,
-    observe: Observer | None = None,
     measured: MeasuredInputs | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge one matrix that at least two experts changed; arguments as of `merge_tensor`."""
@@ -323,7 +317,6 @@ def merge_changed(
         options.scale,
         rank=branch.rank,
         refinement=refinement,
-        observe=observe,
         mix=measured and measured.mix,
         **known,
     )

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
-from torch import Tensor
 
 FixedLayout = Literal["matrix", "transposed", "stacked", "flattened", "mean", "table"]
 Layout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean"]
@@ -16,8 +14,6 @@ RelativeLayout = Literal["auto", "matrix", "transposed", "stacked", "flattened",
 Side = Literal["inputs", "outputs"]  # of a weight
 
 Form = Literal["primal", "dual"]
-Stage = Literal["closed form", "refined"]
-Observer = Callable[[Stage, Tensor], None]
 Statistic = Literal["auto", "gamma", "log_variance"]
 
 

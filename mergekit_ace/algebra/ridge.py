@@ -42,7 +42,7 @@ from mergekit_ace.algebra.linalg import (
     solve,
 )
 from mergekit_ace.algebra.measured import MeasuredCovariance
-from mergekit_ace.algebra.records import IllConditionedError, MatrixRecord, Observer
+from mergekit_ace.algebra.records import IllConditionedError, MatrixRecord
 from mergekit_ace.algebra.task_vectors import ActiveExperts, form_stack
 
 # The relative error of X that float32 may leave: storing X in bfloat16 costs a thousand times that.
@@ -500,7 +500,6 @@ def merge_by_ridge(
     *,
     rank: int = 0,
     refinement: float = 1.0,
-    observe: Observer | None = None,
     **known: Any,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge the versions of one matrix: W0 + λ (X + what the refinement adds).
@@ -512,7 +511,6 @@ def merge_by_ridge(
         scale: λ.
         rank: k of the refinement; 0 without.
         refinement: its coefficient.
-        observe: called with X, and again once it is refined.
         known: what else the record says.
 
     Returns:
@@ -541,13 +539,9 @@ def merge_by_ridge(
             break
     else:
         raise IllConditionedError("the sum of the covariances is singular or nearly so")
-    if observe is not None:
-        observe("closed form", merged)
     if component is not None:
         merged.add_(component.matrix, alpha=refinement)
         known |= {"refined": strength != 0, "sigma_iso": strength}
-        if observe is not None:
-            observe("refined", merged)
     ridges = [estimate.ridge for estimate in problem.estimates]
     if problem.spectral is not None:
         ridges = [ridge * share / sum(ridges) for share in ridges]

@@ -78,7 +78,6 @@ class RidgeMethod(TaskVectorMethod):
             options_from(self.options_class, settings.parameters),
             read.layout,
             settings.coefficients,
-            observe=read.observe,
             space=read.space,
             measured=lookup and lookup.inputs(tensors[0].shape, mix),
         )
@@ -168,13 +167,8 @@ def _as_solved(settings: TensorSettings, ndim: int) -> TensorSettings:
     layout = other_side(settings.layout, ndim)
     if layout == settings.layout or not _of_outputs(settings):
         return settings
-    space, observe = settings.space, settings.observe
-    return replace(
-        settings,
-        layout=layout,
-        space=space and CoreSpace(space.right, space.left),
-        observe=observe and (lambda stage, merged: observe(stage, merged.mT)),
-    )
+    space = settings.space and CoreSpace(settings.space.right, settings.space.left)
+    return replace(settings, layout=layout, space=space)
 
 
 def _with_side(record: TensorRecord, side: Side) -> TensorRecord:

@@ -24,7 +24,6 @@ from mergekit_ace.algebra.records import (
     Fraction,
     Layout,
     NonNegative,
-    Observer,
     Side,
 )
 
@@ -266,7 +265,6 @@ class TensorSettings:
         coefficients: that its merge uses; None where it has none.
         recorded: whether somebody will read the record of the merge.
         space: of which the tensors are cores, where all task vectors are of low rank.
-        observe: called with the merged task vector of a matrix, where the method can show it.
     """
 
     name: str | None
@@ -277,7 +275,6 @@ class TensorSettings:
     coefficients: Sequence[float] | None = None
     recorded: bool = False
     space: CoreSpace | None = None
-    observe: Observer | None = None
 
     @classmethod
     def of(cls, group: TensorGroup, parameters: Mapping[str, Any]) -> TensorSettings:

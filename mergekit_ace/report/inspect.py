@@ -165,8 +165,8 @@ def select(
 
     Args:
         filters: parts of names; all tensors without any.
-        sample: how many at most: as many of every kind, a kind being all tensors whose names differ
-            by numbers only, evenly spaced over the depth of the model.
+        sample: how many at most: evenly spaced, by kinds (names that differ by numbers only) and in
+            every kind by depth.
 
     Raises:
         ReportError: none is left.
@@ -177,20 +177,10 @@ def select(
             f"no tensor contains {' or '.join(map(repr, filters))}; there are, for example, "
             f"{', '.join(tensor.name for tensor in tensors[:3])}"
         )
-    names = sorted(chosen, key=natural_order)
-    return [chosen[name] for name in (names if sample is None else _thin_out(names, sample))]
-
-
-def _thin_out(names: Sequence[str], wanted: int) -> list[str]:
-    """Return at most `wanted` names, of every kind evenly over the depth, in their order."""
-    kinds: dict[str, list[str]] = {}
-    for name in names:
-        kinds.setdefault(without_numbers(name), []).append(name)
-    groups = list(kinds.values())
-    groups = [groups[n] for n in evenly_spaced(len(groups), wanted)]
-    each = max(1, wanted // len(groups))
-    kept = {group[n] for group in groups for n in evenly_spaced(len(group), each)}
-    return [name for name in names if name in kept]
+    names = sorted(chosen, key=lambda name: (without_numbers(name), natural_order(name)))
+    if sample is not None:
+        names = [names[n] for n in evenly_spaced(len(names), sample)]
+    return [chosen[name] for name in sorted(names, key=natural_order)]
 
 
 def _identity(

@@ -34,7 +34,6 @@ from mergekit_ace.algebra.records import (
     Fraction,
     MatrixRecord,
     Number,
-    Observer,
     Ridge,
     TensorRecord,
 )
@@ -84,7 +83,6 @@ def merge_tensor_by_regression(
     layout: FixedLayout,
     coefficients: Sequence[float] | None = None,
     *,
-    observe: Observer | None = None,
     space: CoreSpace | None = None,
     measured: MeasuredInputs | None = None,
 ) -> tuple[Tensor, TensorRecord]:
@@ -99,7 +97,6 @@ def merge_tensor_by_regression(
         merge_by_regression,
         options=options,
         measured=measured or MeasuredInputs(),
-        observe=observe,
     )
     return by_layout(base, experts, layout, select, options.scale, formula)
 
@@ -109,13 +106,12 @@ def merge_by_regression(
     active: ActiveExperts,
     options: RegressionOptions,
     measured: MeasuredInputs,
-    observe: Observer | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge one matrix that at least two experts changed; arguments as of `merge_tensor`."""
     if measured.of(active.positions) is None:
         return merge_mean(base, active, options.scale)
     problem = partial(_problem, base, active, options, measured)
-    return merge_by_ridge(base, active, problem, options.scale, observe=observe, rule="regmean")
+    return merge_by_ridge(base, active, problem, options.scale, rule="regmean")
 
 
 def _problem(
