@@ -18,10 +18,10 @@ import pytest
 
 LIMITS = {
     "files": 83,
-    "lines": 21673,
-    "lines of a file": 565,
+    "lines": 21491,
+    "lines of a file": 563,
     "parameters of a function": 9,
-    "functions with more than 8 parameters": 3,
+    "functions with more than 8 parameters": 1,
     "our modules that one imports": 18,
     "files that a tensor of ace enters": 10,
 }
