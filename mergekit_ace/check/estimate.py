@@ -84,9 +84,8 @@ def _estimate_tensor(
     header = headers[tensor.base] if tensor.base else next(iter(headers.values()))
     merged_in = safetensors_dtype(plan.config.dtype) or header.dtype
     written_in = safetensors_dtype(plan.config.out_dtype) or merged_in
-    experts, measured = max(1, len(headers) - 1), 0
     method = tensor.method
-    rule, work = method.spec.name, sweep(header.shape, experts)
+    rule, work = method.spec.name, sweep(header.shape, max(1, len(headers) - 1))
     if isinstance(tensor.task, MergeProducts):  # only the base's tensor is read
         headers, work = {tensor.base: header}, sweep(header.shape, 1)
     elif isinstance(method, TaskVectorMethod):
@@ -97,15 +96,12 @@ def _estimate_tensor(
         weights = zip(settings.experts, settings.weights, strict=True)
         experts = sum(weight != 0 for model, weight in weights if model in headers)
         work = method.work(settings, header.shape, experts)
-        if rule == "matrix" and settings.parameters.get("covariances"):
-            columns = header.shape[-1]
-            measured = experts * 4 * columns * (columns + 1) // 2  # triangles in float32
     return TensorEstimate(
         name=tensor.name,
         shape=header.shape,
         rule=rule,
         operations=work.operations,
-        read=sum(h.bytes for h in headers.values()) + measured,
+        read=sum(h.bytes for h in headers.values()),
         written=header.entries * item_size(written_in),
         inputs=len(headers) * header.entries * item_size(merged_in),
         working=work.working + 4 * header.entries,  # and the result in float32

@@ -167,7 +167,7 @@ def _output_size(
 ) -> int:
     """Return the bytes of a tensor of the result; 0 where no header tells."""
     tensor = PlannedTensor(save.tensor_task)
-    weights = dict(tensor.gather.weight_info.items())
+    weights = tensor.weights
     headers = {m: header for m, w in weights.items() if (header := checkpoints[m].source(w))}
     if not headers:
         return 0
