@@ -340,7 +340,8 @@ def merge(config: Path, out: str, resume: bool, overwrite: bool, **given: Any) -
     kept. What `mergekit-ace check` finds is said first, and errors end the merge before it starts.
     LoRA adapters (BASE+ADAPTER) are added to the base as it goes, without copies of it.
     """
-    from mergekit_ace.merging.run import MergeChecks, run_shards
+    from mergekit_ace.merging.plan import MergeChecks
+    from mergekit_ace.merging.run import run_shards
     from mergekit_ace.merging.workers import WorkerOptions
 
     if resume and overwrite:

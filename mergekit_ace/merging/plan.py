@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -19,6 +19,7 @@ from mergekit.options import MergeOptions
 from mergekit_ace.adapters.merge import show_bases, use_adapters
 from mergekit_ace.adapters.plan import base_of, find_stored_change, read_adapters
 from mergekit_ace.adapters.read import Adapter
+from mergekit_ace.check.check import check_merge
 from mergekit_ace.check.loading import Treatment, treat_unplanned
 from mergekit_ace.files.models import Checkpoint, checkpoint_of
 from mergekit_ace.merge_config import shown_errors
@@ -47,23 +48,40 @@ class OrderedConfiguration(MergeConfiguration):
         return sorted(super().referenced_models(), key=str)
 
 
-def plan_run(
-    path: Path, options: MergeOptions, treatment: Treatment, *, told: bool
-) -> tuple[PlannedMerge, dict[ModelReference, Checkpoint]]:
-    """Read a config, find and check all models, and plan as `mergekit-yaml` does.
+@dataclass(frozen=True)
+class MergeChecks:
+    """What `mergekit-ace merge` checks.
 
-    Args:
-        treatment: of tensors that mergekit leaves out of its plan.
-        told: whether its warnings have been shown already.
+    Attributes:
+        strict: check the config and the models first, and stop at errors; a result that is no whole
+            model is an error as well, and else a warning.
+        unplanned: what to do with tensors that mergekit's architecture does not plan.
+        prompt: a text that the result is to continue; None for no trial.
+    """
+
+    strict: bool = True
+    unplanned: Treatment = "error"
+    prompt: str | None = None
+
+
+def plan_run(
+    path: Path, options: MergeOptions, checks: MergeChecks
+) -> tuple[PlannedMerge, dict[ModelReference, Checkpoint]]:
+    """Check a merge, find its models, and plan as `mergekit-yaml` does.
 
     Returns:
         The plan, and the headers of all models.
 
     Raises:
         DamagedFileError: a file of a model is missing or damaged.
-        MergeError: mergekit leaves out tensors, and nobody has said what to do with them.
+        MergeError: something is wrong, or mergekit leaves out tensors, and nobody has said what to
+            do with them; the message names all of it, with the remedies.
         RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says to the plan.
     """
+    if checks.strict:
+        findings = check_merge(path, options, unplanned=checks.unplanned).findings
+        if errors := shown_errors(findings, quiet=options.quiet):
+            raise MergeError(f"{errors}\nNothing was merged; --no-check leaves this check out")
     _, source = read_merge_config(path)
     config = OrderedConfiguration.model_validate(yaml.safe_load(source))
     adapters = _load_models(config, options)
@@ -72,9 +90,8 @@ def plan_run(
         model: checkpoint_of(model, LoaderCache().get(model).index)
         for model in config.referenced_models()
     }
-    extra, findings = treat_unplanned(plan, checkpoints, treatment)
-    errors = shown_errors(findings, quiet=told or options.quiet)
-    if errors:
+    extra, findings = treat_unplanned(plan, checkpoints, checks.unplanned)
+    if errors := shown_errors(findings, quiet=checks.strict or options.quiet):
         raise MergeError(f"{errors}\nNothing was merged")
     if extra:
         plan = _plan_with_adapters(config, source, options, adapters, extra)

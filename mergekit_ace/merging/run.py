@@ -7,7 +7,6 @@ import heapq
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -17,15 +16,12 @@ from mergekit.options import MergeOptions
 from mergekit.tokenizer import TokenizerInfo
 from tqdm import tqdm
 
-from mergekit_ace.check.check import check_merge
 from mergekit_ace.check.estimate import estimate_merge
-from mergekit_ace.check.loading import NotLoadedError, Treatment, verify_model
-from mergekit_ace.files.model_files import config_donor
 from mergekit_ace.files.models import Checkpoint, own_loaders
-from mergekit_ace.merge_config import shown_errors
 from mergekit_ace.merging.manifest import Manifest, fingerprint
 from mergekit_ace.merging.output import OutputFolder, append_lines, complete_model, drop_lines
-from mergekit_ace.merging.plan import needed_files, plan_run
+from mergekit_ace.merging.plan import MergeChecks, needed_files, plan_run
+from mergekit_ace.merging.result import check_result, check_trial
 from mergekit_ace.merging.shards import (
     SLOWEST,
     MergeError,
@@ -34,26 +30,9 @@ from mergekit_ace.merging.shards import (
     ShardResult,
     divide_into_shards,
 )
-from mergekit_ace.merging.trial import check_trial, try_prompt
 from mergekit_ace.merging.workers import Compute, WorkerOptions, open_workers
 from mergekit_ace.methods.base import flush_notices, notice
-from mergekit_ace.planning import PlannedMerge, check_inputs, model_folders, read_merge_config
-
-
-@dataclass(frozen=True)
-class MergeChecks:
-    """What `mergekit-ace merge` checks.
-
-    Attributes:
-        strict: check the config and the models first, and stop at errors; a result that is no whole
-            model is an error as well, and else a warning.
-        unplanned: what to do with tensors that mergekit's architecture does not plan.
-        prompt: a text that the result is to continue; None for no trial.
-    """
-
-    strict: bool = True
-    unplanned: Treatment = "error"
-    prompt: str | None = None
+from mergekit_ace.planning import PlannedMerge, check_inputs, model_folders
 
 
 def run_shards(
@@ -82,8 +61,9 @@ def run_shards(
     folder.check_own(overwrite=overwrite)
     with folder.lock(), own_loaders():
         manifest = None if overwrite else Manifest.read(folder.path)
-        _check_before(config, options, checks)
-        plan, checkpoints = plan_run(config, options, checks.unplanned, told=checks.strict)
+        if checks.prompt is not None:
+            check_trial(checks.prompt, config, options)
+        plan, checkpoints = plan_run(config, options, checks)
         if folder.path.resolve() in [model.resolve() for model in model_folders(plan.config)]:
             raise MergeError(f"{folder.path} holds a model to be merged; write elsewhere")
         identity = fingerprint(plan)
@@ -94,7 +74,7 @@ def run_shards(
         if manifest:
             merge.compare()
         merge.compute(workers, overwrite=overwrite)
-        _check_after(folder.path, plan, checks)
+        check_result(folder.path, plan, checks)
         merge.summarize()
 
 
@@ -112,22 +92,6 @@ def _check_flags(options: MergeOptions, workers: WorkerOptions) -> None:
             f"--device {options.device}: every worker sees one GPU, which is its first; give "
             "--cuda, and in CUDA_VISIBLE_DEVICES the GPUs that workers of this machine may take"
         )
-
-
-def _check_before(config: Path, options: MergeOptions, checks: MergeChecks) -> None:
-    """Run `check`, and show what it warns of, unless mergekit's flags say `--quiet`.
-
-    Raises:
-        MergeError: something is wrong; the message names all of it, with the remedies.
-    """
-    if checks.prompt is not None:
-        check_trial(checks.prompt, config_donor(read_merge_config(config)[0]), options)
-    if not checks.strict:
-        return
-    findings = check_merge(config, options, unplanned=checks.unplanned).findings
-    errors = shown_errors(findings, quiet=options.quiet)
-    if errors:
-        raise MergeError(f"{errors}\nNothing was merged; --no-check leaves this check out")
 
 
 class _Merge:
@@ -173,6 +137,7 @@ class _Merge:
         # mergekit numbers the new tokens of a joint tokenizer in another order in every run
         if source == "union" and not self._whole():
             self.manifest.files.clear()
+            self.edited.clear()
             self.say("a merge with a joint tokenizer (`source: union`) begins anew")
         self.kept = len(self.shards) - len(self.todo)
         self.say(f"{self.kept} of {len(self.shards)} shards are finished and kept")
@@ -276,31 +241,3 @@ class _Merge:
         self.say("Slowest tensors:")
         for name, seconds in heapq.nlargest(SLOWEST, self.slowest.items(), key=lambda i: i[1]):
             self.say(f"  {seconds:8.2f} s  {name}")
-
-
-def _check_after(folder: Path, plan: PlannedMerge, checks: MergeChecks) -> None:
-    """Check that a result is a whole model, and let it continue the prompt, where there is one.
-
-    Raises:
-        MergeError: something is wrong with it.
-    """
-    donor, options = config_donor(plan.config), plan.options
-    weights = Path(LoaderCache().get(donor).index.base_path)
-    try:
-        problem = verify_model(folder, donor, weights, trust_remote_code=options.trust_remote_code)
-    except NotLoadedError as error:
-        problem = ""
-        if not options.quiet:
-            click.echo(f"whether the result loads was not checked: {str(error).splitlines()[0]}")
-    if problem:
-        text = (
-            f"{folder} is no model that transformers loads whole: {problem}. The files stay. See "
-            "what `slices:` and `modules:` of the config leave out, and what --unplanned carries "
-            "over"
-        )
-        if checks.strict:
-            raise MergeError(text)
-        click.echo(f"warning: {text}", err=True)
-    if checks.prompt is not None:
-        for trial in try_prompt(checks.prompt, folder, donor, options):
-            click.echo(trial)

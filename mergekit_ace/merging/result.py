@@ -1,27 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--try PROMPT`: what the result says beside the base, and how well it predicts the base."""
+"""What is asked of a result: that it is a whole model, and, by `--try`, what it says."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
+import click
 import torch
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mergekit_ace.check.loading import merged_model, quiet_transformers
+from mergekit_ace.check.loading import (
+    NotLoadedError,
+    merged_model,
+    quiet_transformers,
+    verify_model,
+)
+from mergekit_ace.files.model_files import config_donor
+from mergekit_ace.merging.plan import MergeChecks
 from mergekit_ace.merging.shards import MergeError
 from mergekit_ace.methods.architecture import model_class
+from mergekit_ace.planning import PlannedMerge, read_merge_config
 
 _TOKENS = 20  # that are generated
 
 
-def check_trial(prompt: str, donor: ModelReference, options: MergeOptions) -> None:
+def check_result(folder: Path, plan: PlannedMerge, checks: MergeChecks) -> None:
+    """Check that a result is a whole model, and let it continue the prompt, where there is one.
+
+    Raises:
+        MergeError: something is wrong with it.
+    """
+    donor, options = config_donor(plan.config), plan.options
+    weights = Path(LoaderCache().get(donor).index.base_path)
+    try:
+        problem = verify_model(folder, donor, weights, trust_remote_code=options.trust_remote_code)
+    except NotLoadedError as error:
+        problem = ""
+        if not options.quiet:
+            click.echo(f"whether the result loads was not checked: {str(error).splitlines()[0]}")
+    if problem:
+        text = (
+            f"{folder} is no model that transformers loads whole: {problem}. The files stay. See "
+            "what `slices:` and `modules:` of the config leave out, and what --unplanned carries "
+            "over"
+        )
+        if checks.strict:
+            raise MergeError(text)
+        click.echo(f"warning: {text}", err=True)
+    if checks.prompt is not None:
+        for trial in _try_prompt(checks.prompt, folder, donor, options):
+            click.echo(trial)
+
+
+def check_trial(prompt: str, config: Path, options: MergeOptions) -> None:
     """Raise a `MergeError` if the result will not be able to continue a prompt."""
-    trust = options.trust_remote_code
+    donor, trust = config_donor(read_merge_config(config)[0]), options.trust_remote_code
     if not prompt.strip():
         raise MergeError('--try needs a text to continue, such as --try "The capital of France is"')
     try:
@@ -37,7 +74,7 @@ def check_trial(prompt: str, donor: ModelReference, options: MergeOptions) -> No
         raise MergeError(f"--try needs a model that generates text, and a {kind.__name__} does not")
 
 
-def try_prompt(
+def _try_prompt(
     prompt: str, result: Path, donor: ModelReference, options: MergeOptions
 ) -> list[str]:
     """Let the base and the result continue a prompt; one of them is in memory at a time.
