@@ -100,7 +100,8 @@ class OutputFolder:
         if not self.path.is_dir() or (self.path / MANIFEST_FILE).exists():
             return
         names = sorted(path.name for path in self.path.iterdir())
-        foreign = [name for name in names if name not in (SCRATCH_FOLDER, LOCK_FILE)]
+        own = (SCRATCH_FOLDER, LOCK_FILE, f"{MANIFEST_FILE}.partial")  # of a merge that was killed
+        foreign = [name for name in names if name not in own]
         model = [n for n in foreign for part in ("config.json", *_WEIGHTS) if fnmatch(n, part)]
         if model and not overwrite:
             raise MergeError(

@@ -204,6 +204,7 @@ class _Merge:
         with closing(compute(todo)) as results:
             for shard, result in results:
                 if result.error:
+                    self.folder.remove_parts(shard)
                     check_inputs(self.plan.config)  # names the file, where one is the cause
                     raise MergeError(
                         f"{shard.file}: {result.error}\nWhat is finished is kept: give the same "

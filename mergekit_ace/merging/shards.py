@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -206,7 +205,6 @@ def compute_shard(
             message = f"failed {attempt} times, the last time with: {failure}"
             if attempt < ATTEMPTS:
                 click.echo(f"{shard.file} is tried again: {failure}", err=True)
-    shutil.rmtree(folder, ignore_errors=True)
     return ShardResult(error=message)
 
 

@@ -216,13 +216,15 @@ def test_sizes_of_shards(tmp_path, config, whole, size):
     assert_same(whole, tmp_path / "merged")
 
 
-def test_nan_that_a_method_of_mergekit_lets_through(tmp_path):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_nan_that_a_method_of_mergekit_lets_through(tmp_path, workers):
     paths = save_llamas(tmp_path)
     file = max(Path(paths[1]).glob("*.safetensors"))
     tensors = load_file(file)
     name = next(iter(tensors))
     save_file({**tensors, name: tensors[name] * float("nan")}, file, {"format": "pt"})
-    text = refusal(write_config(tmp_path / "merge.yml", linear(paths)), tmp_path / "merged")
+    config = write_config(tmp_path / "merge.yml", linear(paths))
+    text = refusal(config, tmp_path / "merged", *SHARDS, "--workers", workers)
     assert f"tensor {name} came out with NaN or Inf" in text
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from sharded import linear, refusal, save_llamas, write_config
+from sharded import command, linear, refusal, save_llamas, write_config
 
 from mergekit_ace.files.model_files import MORE_TEMPLATES
 from mergekit_ace.merging.manifest import MANIFEST_FILE
@@ -56,11 +56,13 @@ def test_a_folder_that_leads_elsewhere(tmp_path, config, flags, name):
     assert (victim / "one.jinja").read_text() == "kept"
 
 
-@pytest.mark.parametrize("name", [LOCK_FILE, f"{MANIFEST_FILE}.partial"])
-def test_files_that_lead_elsewhere(tmp_path, config, name):
+def test_files_that_lead_elsewhere(tmp_path, config):
     victim, out = tmp_path / "victim", tmp_path / "merged"
     victim.write_text("kept")
     out.mkdir()
-    (out / name).symlink_to(victim)
-    refusal(config, out)
+    (out / LOCK_FILE).symlink_to(victim)
+    assert f"{out / LOCK_FILE} is a link" in refusal(config, out)
+    (out / LOCK_FILE).unlink()
+    (out / f"{MANIFEST_FILE}.partial").symlink_to(victim)  # as a kill leaves such a file
+    command(config, out)
     assert victim.read_text() == "kept"
