@@ -142,11 +142,12 @@ class _Streams:
     """The residual streams of a teacher and of the merge on one batch, (n, length, features).
 
     Attributes:
+        number: of the teacher.
         used: which tokens count, (n, length).
         share: w_t / n_t.
     """
 
-    teacher: SampleTeacher
+    number: int
     used: Tensor
     share: float
     rotary: Rotary
@@ -233,12 +234,12 @@ class Calibration:
             start: weights of the merge.
             teachers: experts, and whoever says what should stay.
         """
-        streams = [self._open(start, t, *batch) for t in teachers for batch in t.batches]
+        streams = [s for n, t in enumerate(teachers) for s in self._open(start, n, t)]
         names = [name for group in GROUPS for name in group]
         for place in range(len(self.model.model.layers)):
             merge = self._load(place, start)
-            experts = {id(t): self._load(place, t.weights) for t in teachers}
-            runs = [stream.steps(experts[id(stream.teacher)], merge) for stream in streams]
+            experts = [self._load(place, teacher.weights) for teacher in teachers]
+            runs = [stream.steps(experts[stream.number], merge) for stream in streams]
             for group in GROUPS:
                 steps = zip(streams, map(next, runs), strict=True)
                 self._solve(group, merge, experts, steps)
@@ -247,12 +248,13 @@ class Calibration:
             weights = {name: merge.get_submodule(name).weight.cpu() for name in names}
             yield {f"model.layers.{place}.{name}.weight": weights[name] for name in names}
 
-    def _open(self, start: Weights, teacher: SampleTeacher, ids: Tensor, used: Tensor) -> _Streams:
-        """Return the streams of a batch at the embeddings, of teacher and merge."""
-        own, merged = (self._embed(weights, ids) for weights in (teacher.weights, start))
+    def _open(self, start: Weights, number: int, teacher: SampleTeacher) -> Iterator[_Streams]:
+        """Yield the streams of all batches of a teacher, at the embeddings."""
         share = teacher.weight / teacher.tokens
-        used = used.to(self.device)
-        return _Streams(teacher, used, share, self._positions(own), own, merged)
+        for ids, used in teacher.batches:
+            own, merged = (self._embed(weights, ids) for weights in (teacher.weights, start))
+            used = used.to(self.device)
+            yield _Streams(number, used, share, self._positions(own), own, merged)
 
     def _embed(self, weights: Weights, ids: Tensor) -> Tensor:
         rows, places = ids.unique(return_inverse=True)
@@ -271,20 +273,20 @@ class Calibration:
         return layer
 
     def _solve(
-        self, group: tuple[str, ...], merge: nn.Module, experts: Mapping[int, nn.Module],
+        self, group: tuple[str, ...], merge: nn.Module, experts: Sequence[nn.Module],
         steps: Iterable[tuple[_Streams, tuple[DecoderStep, DecoderStep, Tensor]]],
     ) -> None:  # fmt: skip
         """Replace the weights of a group in the merge's layer.
 
         Args:
-            experts: the same layer of every teacher, by the teacher's id.
+            experts: the same layer of every teacher.
             steps: of every batch.
         """
         writer = group[0] if group[0] in WRITERS else None
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        gram, written, read = zero, zero, dict.fromkeys(experts, zero)
+        gram, written, read = zero, zero, [zero] * len(experts)
         for streams, (merged, own, behind) in steps:
-            used, share, teacher = streams.used, streams.share, id(streams.teacher)
+            used, share, number = streams.used, streams.share, streams.number
             inputs = merged.inputs[used]
             gram = gram + share * summed_product(inputs, inputs)
             if writer:
@@ -294,13 +296,13 @@ class Calibration:
                 written = written + share * summed_product(wanted, inputs)
             else:
                 product = summed_product(own.inputs[used], inputs)
-                read[teacher] = read[teacher] + share * product
+                read[number] = read[number] + share * product
         factor = ridge_factor(gram, self.ridge)
         for name in group:
             cross = written
             if not writer:
                 # Y_t = X W_tᵀ, so that W_t comes out of the sum; biases stay those of the merge.
-                weights = {t: layer.get_submodule(name).weight for t, layer in experts.items()}
-                cross = sum(weights[t].double() @ read[t] for t in weights)
+                weights = (layer.get_submodule(name).weight.double() for layer in experts)
+                cross = sum(own @ both for own, both in zip(weights, read, strict=True))
             weight = merge.get_submodule(name).weight
             weight.copy_(solve_from(weight, gram, cross, factor))

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedModel
 
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import longest_input
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LENGTH = 256  # tokens of a text
 _AT_ONCE = 16  # texts that are written at once
@@ -58,8 +56,6 @@ def _write(model: PreTrainedModel, begun: torch.Tensor, length: int, seed: int) 
 
     Nothing of the distribution is cut off, and a text goes on after an end token.
     """
-    from transformers import GenerationConfig
-
     usual = model.generation_config
     model.generation_config = GenerationConfig(  # without the model's end tokens and penalties
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=length - 1,

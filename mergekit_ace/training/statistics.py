@@ -37,7 +37,6 @@ from mergekit_ace.files.statistics import (
     StatisticsIndex,
     save_index,
 )
-from mergekit_ace.methods.base import is_finite
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.data import Example, read_rows
 from mergekit_ace.training.family import ModelFolders
@@ -234,7 +233,7 @@ class Measuring:
             shown = tqdm(samples, what, unit="sample", disable=self.run.quiet)
             found = self._sum(reader, shown, kind)
             for name, tensor in found.items():
-                if not is_finite(tensor.float()):
+                if not tensor.isfinite().all():
                     raise TrainingError(
                         f"expert {expert.model}: {name} came out as NaN or Inf on data "
                         f"{reader.data.path}; its inputs or gradients overflow: save it in float32"
