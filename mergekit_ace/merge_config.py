@@ -284,7 +284,7 @@ def _check_chat_template(config: MergeConfiguration) -> Iterator[Finding]:
     """Ask mergekit for the template, which it refuses only once all weights are merged."""
     if config.chat_template in (None, "auto"):
         return
-    holder = SimpleNamespace(chat_template="")
+    holder: Any = SimpleNamespace(chat_template="")
     try:
         _set_chat_template(holder, config)
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(holder.chat_template)
@@ -389,18 +389,19 @@ def _check_filters(where: str, setting: Any, names: Sequence[str]) -> Iterator[F
         place = f"{where}.{n}" if isinstance(setting, list) else where
         if entry.value == []:
             yield _empty(place)
-        default = entry.filter in (None, "*")
-        matches = {name for name in names if default or entry.filter in name}
-        if not matches and not any(entry.filter in head for head in HEADS):
+        part = "" if entry.filter in (None, "*") else str(entry.filter)
+        default = not part
+        matches = {name for name in names if part in name}
+        if not matches and not any(part in head for head in HEADS):
             kinds = listed(list(dict.fromkeys(map(without_numbers, names))), 3)
             yield Finding.error(
                 "config",
-                f"{place}: the filter {entry.filter!r} matches no tensor of the merge",
+                f"{place}: the filter {part!r} matches no tensor of the merge",
                 "a filter is a part of tensor names, in the same case and without wildcards; there "
                 f"are: {kinds}",
             )
         elif matches and not matches & left and (ended or not default):
-            what = "second entry without filter" if default else f"filter {entry.filter!r}"
+            what = "second entry without filter" if default else f"filter {part!r}"
             yield Finding.error(
                 "config",
                 f"{place}: the {what} is never reached: the entries before it match all of its "
