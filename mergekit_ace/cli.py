@@ -254,7 +254,7 @@ def train(config: Path, out: Path, **given: Any) -> None:
     when the same command is given again.
     """
     from mergekit_ace.training.config import TrainConfig
-    from mergekit_ace.training.run import run_training
+    from mergekit_ace.training.train import run_training
 
     with failures():
         run_training(read_config(config, TrainConfig, given), out, **given)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from mergekit_ace.algebra.directions import leading_directions
 from mergekit_ace.algebra.records import Integer, Number
 
-HEADS = 4
 Statistic = Literal["mean", "variance", "magnitude", "singular_values"]
 STATISTICS: tuple[Statistic, ...] = ("mean", "variance", "magnitude", "singular_values")
 
@@ -113,9 +112,7 @@ def leading_singular_values(tensor: Tensor, rank: int) -> tuple[float, ...]:
     matrix = tensor.detach()
     matrix = matrix.reshape(1, -1) if matrix.ndim < 2 else matrix.flatten(start_dim=1)
     rank = min(rank, *matrix.shape)
-    if rank == 0:
-        return ()
-    return tuple(leading_directions(matrix, rank).values.tolist())
+    return tuple(leading_directions(matrix, rank).values.tolist()) if rank else ()
 
 
 def _centred_sums(tensor: Tensor) -> tuple[float, float]:
@@ -136,11 +133,8 @@ class LearnerConfig(BaseModel):
             ``shared``: the statistics of one (expert, tensor) pair, and the tensor's relative
             depth, give one coefficient; nothing is tied to the number of experts or tensors, so
             that a trained learner serves other experts. ``direct``: no network, the coefficients
-            themselves are the parameters; for comparison.
-        network: ``mlp``, or ``transformer`` (Table 13): attention over the experts of one tensor
-            (``shared``) or over the tensors of one expert (``concatenated``).
-        layers: of weights in the MLP, or of the transformer; ≥ 1.
-        hidden: width; a multiple of 4 for the transformer.
+            themselves are the parameters.
+        layers, hidden: number of weights in the MLP, and its width.
         statistics: at least one of `STATISTICS`.
         rank: r, how many singular values, 1 to 64.
         statistics_of: the expert's task vector Δ_k or its weights θ_k.
@@ -153,7 +147,6 @@ class LearnerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     input: Literal["shared", "concatenated", "direct"] = "concatenated"
-    network: Literal["mlp", "transformer"] = "mlp"
     layers: Annotated[Integer, Field(ge=1, le=16)] = 2
     hidden: Annotated[Integer, Field(ge=4, le=4096)] = 256
     statistics: tuple[Statistic, ...] = STATISTICS
@@ -162,12 +155,20 @@ class LearnerConfig(BaseModel):
     activation: Literal["softmax", "relu", "identity"] = "identity"
     initial: Number = 0.3
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_network(cls, values: Any) -> Any:
+        """Accept the `network: mlp` of earlier configs and coefficient files."""
+        if not isinstance(values, dict) or "network" not in values:
+            return values
+        if values["network"] != "mlp":
+            raise ValueError("`network` no longer exists; leave it out: every network is an MLP")
+        return {name: value for name, value in values.items() if name != "network"}
+
     @model_validator(mode="after")
     def _check(self) -> LearnerConfig:
         if not self.statistics or len(set(self.statistics)) != len(self.statistics):
             raise ValueError(f"statistics must be different ones of {', '.join(STATISTICS)}")
-        if self.network == "transformer" and self.hidden % HEADS:
-            raise ValueError(f"hidden must be a multiple of {HEADS} for network: transformer")
         return self
 
     def start(self, experts: int) -> float:
@@ -260,33 +261,6 @@ class Learner(nn.Module):
         return raw.relu() if self.config.activation == "relu" else raw
 
 
-def _starting_at_zero(layer: nn.Linear) -> nn.Linear:
-    """Zero a layer: training starts at task arithmetic, not at an accident of initialisation."""
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-def _mlp(inputs: int, config: LearnerConfig, outputs: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for _ in range(config.layers - 1):
-        layers += [nn.Linear(inputs, config.hidden), nn.GELU()]
-        inputs = config.hidden
-    return nn.Sequential(*layers, _starting_at_zero(nn.Linear(inputs, outputs)))
-
-
-def _transformer(inputs: int, config: LearnerConfig) -> nn.Sequential:
-    """Return a transformer from tokens (B, N, inputs) to one number each, (B, N, 1)."""
-    layer = nn.TransformerEncoderLayer(
-        config.hidden, HEADS, 2 * config.hidden, dropout=0.0, batch_first=True, norm_first=True
-    )
-    return nn.Sequential(
-        nn.Linear(inputs, config.hidden),
-        nn.TransformerEncoder(layer, config.layers, enable_nested_tensor=False),
-        _starting_at_zero(nn.Linear(config.hidden, 1)),
-    )
-
-
 class _Table(nn.Module):
     """Coefficients as parameters, without a network."""
 
@@ -299,23 +273,22 @@ class _Table(nn.Module):
 
 
 class _Predictor(nn.Module):
-    """Network for one pair of expert and tensor (`shared`), or for all statistics of one expert."""
+    """MLP for one pair of expert and tensor (`shared`), or for all statistics of one expert."""
 
     def __init__(self, config: LearnerConfig, tensors: int):
         super().__init__()
-        inputs = len(config.features) + 1
-        self.shared, self.attends = config.input == "shared", config.network == "transformer"
-        if self.attends and not self.shared:
-            self.place = nn.Parameter(0.02 * torch.randn(tensors, inputs))
-        if self.attends:
-            self.body = _transformer(inputs, config)
-        else:
-            sizes = (inputs, 1) if self.shared else (tensors * inputs, tensors)
-            self.body = _mlp(sizes[0], config, sizes[1])
+        self.shared = config.input == "shared"
+        features = len(config.features) + 1
+        inputs, outputs = (features, 1) if self.shared else (tensors * features, tensors)
+        layers: list[nn.Module] = []
+        for _ in range(config.layers - 1):
+            layers += [nn.Linear(inputs, config.hidden), nn.GELU()]
+            inputs = config.hidden
+        last = nn.Linear(inputs, outputs)
+        # Training starts at task arithmetic, not at an accident of initialisation.
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.body = nn.Sequential(*layers, last)
 
     def forward(self, inputs: Tensor) -> Tensor:  # (K, L, F + 1) -> (K, L)
-        if self.shared and self.attends:  # over the experts of one tensor
-            return self.body(inputs.transpose(0, 1)).squeeze(-1).T
-        if self.attends:  # over the tensors of one expert
-            return self.body(inputs + self.place).squeeze(-1)
         return self.body(inputs).squeeze(-1) if self.shared else self.body(inputs.flatten(1))

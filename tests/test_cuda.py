@@ -173,8 +173,10 @@ def test_workers_that_share_a_gpu(tmp_path, mergekit_yaml):
 
 @pytest.mark.parametrize("storage", ["disk", "cpu", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_coefficients(dtype, storage):
-    """Of a layer that is small, and one that is read in blocks."""
+def test_gradients_of_coefficients(dtype, monkeypatch):
+    """Of layers that are read in blocks."""
+    monkeypatch.setattr("mergekit_ace.training.merged.BLOCK", 1000)
+    monkeypatch.setattr("mergekit_ace.training.merged.DEVICE_BLOCK", 1000)
     rng = torch.Generator().manual_seed(1)
     shapes = {"0.weight": (300, 8), "1.weight": (8, 300)}
     base = {name: torch.randn(shape, generator=rng).to(dtype) for name, shape in shapes.items()}
@@ -190,7 +192,7 @@ def test_gradients_of_coefficients(dtype, storage):
     def products(device: str) -> Tensor:
         layers = (nn.Linear(8, 300, bias=False), nn.Linear(300, 8, bias=False))
         module = nn.Sequential(*layers).to(device, dtype)
-        merged = MergedModel(module, base, experts, list(base), storage, small=0, block=1000)
+        merged = MergedModel(module, base, experts, list(base))
         merged.write(torch.full((3, 2), 0.3))
         module(inputs.to(device)).square().sum().backward()
         merged.collect()

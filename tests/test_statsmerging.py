@@ -18,7 +18,6 @@ from mergekit_ace.cli import main
 from mergekit_ace.files.coefficients import CoefficientFileError
 from mergekit_ace.learner import LearnerConfig, features, measure_moments
 from mergekit_ace.naming import relative_depths
-from mergekit_ace.training.run import merge_config
 
 
 @pytest.fixture(scope="module")
@@ -106,25 +105,6 @@ def test_one_expert_with_weight_one_is_that_expert(family, mergekit_yaml):
     assert all(torch.equal(t, expert[n]) for n, t in tensors(merged).items())
 
 
-@pytest.mark.parametrize("activation", ["softmax", "identity"])
-def test_inline_weights_are_the_same_merge(family, names, tmp_path, mergekit_yaml, activation):
-    path = tmp_path / "c.safetensors"
-    file = make_file(names, family[1:])
-    if activation == "softmax":
-        file.coefficients = file.coefficients.softmax(0)
-    file.contents.base_model = family[0]
-    file.save(path)
-    looked_up = mergekit_yaml(config(family, {"coefficients": str(path)}), out="looked-up")
-    inline = merge_config(file, task="causal-lm", out_dtype=None)
-    del inline["tokenizer"]  # the tiny family has none
-    merged = mergekit_yaml(inline, out="inline")
-    assert all(torch.equal(t, tensors(looked_up)[n]) for n, t in tensors(merged).items())
-    if activation == "softmax":  # they sum to one, so mergekit's own method does the same
-        linear = mergekit_yaml(yaml.safe_load(yaml.safe_dump(inline)) | {"merge_method": "linear"})
-        for name, tensor in tensors(linear).items():
-            torch.testing.assert_close(tensor, tensors(merged)[name], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("what", ["task_vector", "weights"])
 def test_a_learner_predicts_for_experts_it_never_saw(family, names, tmp_path, mergekit_yaml, what):
     path = tmp_path / "c.safetensors"
@@ -145,29 +125,6 @@ def test_a_learner_predicts_for_experts_it_never_saw(family, names, tmp_path, me
 
     check(family, merged, predicted)
     assert len({tuple(predicted(name).tolist()) for name in names}) > 1
-
-
-def test_coefficients_of_another_architecture_by_depth(tmp_path, family, names, mergekit_yaml):
-    path = tmp_path / "c.safetensors"
-    deep = [n.replace("layers.1.", "layers.3.") for n in names if "layers.1." in n]
-    others = [
-        n.replace("layers.1.", f"layers.{d}.") for n in names if "layers.1." in n for d in (0, 1, 2)
-    ]
-    rest = [n for n in names if "layers." not in n]
-    file = make_file([*rest, *others, *deep], family[1:])
-    file.save(path)
-    merged = mergekit_yaml(config(family, {"coefficients": str(path), "match": "depth"}))
-    got, base = tensors(merged), tensors(family[0])
-    assert any(not torch.equal(t, base[n]) for n, t in got.items())
-    # embeddings are at the same depth in both
-    column = file.columns["model.embed_tokens.weight"]
-    expected = base["model.embed_tokens.weight"].double() + sum(
-        float(c) * (tensors(p)["model.embed_tokens.weight"] - base["model.embed_tokens.weight"])
-        for c, p in zip(file.coefficients[:, column], family[1:], strict=True)
-    )
-    torch.testing.assert_close(
-        got["model.embed_tokens.weight"].double(), expected, rtol=1e-5, atol=1e-6
-    )
 
 
 def test_missing_tensors_are_listed_before_anything_is_merged(

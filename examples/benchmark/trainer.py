@@ -89,7 +89,7 @@ def measure(folder: str, experts: int, options: argparse.Namespace) -> dict:
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         return {"model": size, "peak": peak_memory(lambda: loss(model).item(), device)}
     base, *family = (map_folder(Path(folder, str(k))) for k in range(experts + 1))
-    merged = MergedModel(model, base, family, list(base), "disk")
+    merged = MergedModel(model, base, family, list(base))
     coefficients = torch.full((experts, len(base)), 0.3)
 
     def step() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import mergekit_ace
 from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.run import run_training
+from mergekit_ace.training.train import run_training
 
 State = dict[str, Tensor]
 

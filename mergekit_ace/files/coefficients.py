@@ -27,7 +27,7 @@ from mergekit_ace.learner import Learner, LearnerConfig
 FORMAT = "mergekit-ace coefficients"
 VERSION = 1
 Granularity = Literal["tensor", "kind", "block", "task"]
-Basis = Literal["task_vector", "ties", "ace", "ace_relative"]
+Basis = Literal["task_vector", "ace", "ace_relative"]
 _LEARNER = "learner."
 
 
@@ -75,9 +75,8 @@ class Contents(BaseModel):
         tensors: L of them, in the order of the columns, input first.
         frozen: tensors on disk that take no part: the merge has the base's.
         granularity: what one coefficient was learned for.
-        basis: what is combined: task vectors, or what TIES keeps of them (both `statsmerging`), or
-            the components of the experts in a merge by `ace`, whose refinement is one more row, or
-            by `ace_relative`.
+        basis: what is combined: task vectors (by `statsmerging`), or the components of the experts
+            in a merge by `ace`, whose refinement is one more row, or by `ace_relative`.
         parameters: of the merge method that the components are of, where they are.
         learner: its configuration.
         config: of the training, as it was resolved.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coefficients of one tensor: found in a coefficient file, carried over, or predicted."""
+"""The coefficients of one tensor: found in a coefficient file, or predicted."""
 
 from __future__ import annotations
 
@@ -17,43 +17,10 @@ from mergekit_ace.learner import features, measure_moments
 from mergekit_ace.methods.architecture import tensor_names
 from mergekit_ace.methods.base import describe
 from mergekit_ace.methods.parameters import TensorSettings
-from mergekit_ace.naming import relative_depths, within_block
-
-
-def resample(file: CoefficientFile, name: str, depth: float) -> Tensor:
-    """Return the coefficients, (K,), that a tensor of another network gets at its relative depth.
-
-    Interpolated linearly between the tensors of the same kind (`mlp.up_proj.weight` in every
-    block) where the file has such, else between the means of all tensors of a depth; constant
-    beyond the ends.
-
-    Args:
-        file: whose coefficients are carried over.
-        name: of the tensor.
-        depth: see `naming.relative_depths`.
-    """
-    kind = within_block(name)
-    alike = [
-        column
-        for column, tensor in enumerate(file.contents.tensors)
-        if any(within_block(known) == kind for known in (tensor.name, *tensor.stored))
-    ]
-    with torch.device("cpu"):  # also inside of mergekit's own `with torch.device(…)`
-        columns = torch.tensor(alike or range(len(file.contents.tensors)))
-        depths, places = file.depths[columns].unique(return_inverse=True)  # ascending
-        values = torch.zeros(len(file.coefficients), len(depths))
-        values.index_add_(1, places, file.coefficients[:, columns])
-        values /= places.bincount(minlength=len(depths))
-        if len(depths) == 1:
-            return values[:, 0]
-        above = min(max(int(torch.searchsorted(depths, torch.tensor(depth))), 1), len(depths) - 1)
-        low, high = float(depths[above - 1]), float(depths[above])
-        share = min(max((depth - low) / (high - low), 0.0), 1.0)
-        return torch.lerp(values[:, above - 1], values[:, above], share)
-
+from mergekit_ace.naming import relative_depths
 
 # Which method applies coefficients of a basis that is not named after it.
-METHODS_OF_BASES = {"task_vector": "statsmerging", "ties": "statsmerging"}
+METHODS_OF_BASES = {"task_vector": "statsmerging"}
 LISTED = 8  # names in an error before it says how many more there are
 
 
@@ -91,17 +58,15 @@ class FileCoefficients:
 
     Args:
         path: of the file.
-        by_depth: carry them over to another architecture by relative depth, instead of by name.
         method: the merge method that asks.
 
     Raises:
         CoefficientFileError: they are coefficients of another basis.
     """
 
-    def __init__(self, path: str, *, by_depth: bool = False, method: str = "statsmerging"):
+    def __init__(self, path: str, *, method: str = "statsmerging"):
         self.path = path
         self.file = load_coefficients(path)
-        self.by_depth = by_depth
         self.method = method
         basis = self.file.contents.basis
         own = METHODS_OF_BASES.get(basis, basis)
@@ -144,9 +109,6 @@ class FileCoefficients:
         name = tensor.name
         if name in self.file.frozen:
             return [0.0] * len(rows)
-        if self.by_depth:
-            depth = _depth(tensor.base, name)
-            return resample(self.file, name or "", depth)[rows].tolist()
         column = self.file.columns.get(name or "")
         if column is not None:
             return self.file.coefficients[rows, column].tolist()
@@ -188,10 +150,7 @@ class FileCoefficients:
         )
         if self.file.contents.basis not in METHODS_OF_BASES:  # components fit one merge only
             return text
-        return (
-            f"{text} `missing: mean` merges such tensors by the mean of the task vectors; "
-            "`match: depth` carries coefficients over from another architecture."
-        )
+        return f"{text} `missing: mean` merges such tensors by the mean of the task vectors."
 
 
 def load_learner(path: str) -> CoefficientFile:

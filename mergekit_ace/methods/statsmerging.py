@@ -10,7 +10,7 @@ from typing import Any, Literal
 from mergekit.merge_methods.base import TensorGroup
 from torch import Tensor
 
-from mergekit_ace.algebra.linear import merge_elected, merge_entries, record_of_entries
+from mergekit_ace.algebra.linear import merge_entries
 from mergekit_ace.algebra.records import Factor
 from mergekit_ace.files.coefficients import load_coefficients
 from mergekit_ace.methods.base import Merged, TaskVectorMethod, cited, describe, method_spec
@@ -29,8 +29,7 @@ class StatsMerge(TaskVectorMethod):
 
     θ_0 + Σ_k λ_k Δ_k in float32, one tensor at a time. The coefficients are looked up in a file
     that the trainer wrote (``coefficients``), predicted from each tensor as it passes by a trained
-    network (``learner``), or given in the config (``weight``). Where the trainer learned them for
-    what TIES keeps of the Δ_k, they multiply that.
+    network (``learner``), or given in the config (``weight``).
     """
 
     spec = method_spec(
@@ -48,13 +47,6 @@ class StatsMerge(TaskVectorMethod):
                 "error",
                 "What happens to a tensor that the file does not know; mean: all λ = 1/T.",
             ),
-            shared(
-                "match",
-                Literal["name", "depth"],
-                "name",
-                "How tensors are found in the file; depth: by relative depth, for another "
-                "architecture.",
-            ),
         ),
     )
     summary = (
@@ -67,9 +59,6 @@ class StatsMerge(TaskVectorMethod):
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         assert settings.coefficients is not None
         base, *experts = tensors
-        if _elects(settings.parameters):
-            merged = merge_elected(base, experts, settings.coefficients)
-            return merged, record_of_entries(self.spec.name, base, experts)
         return merge_entries(base, experts, settings.coefficients, self.spec.name)
 
     def learned_coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
@@ -78,8 +67,7 @@ class StatsMerge(TaskVectorMethod):
             load_learner(learner)  # says here, before a tensor is read, if it cannot predict
         if path is None:
             return None
-        source = FileCoefficients(path, by_depth=settings.parameters["match"] == "depth")
-        return source.find(settings, missing=settings.parameters["missing"])
+        return FileCoefficients(path).find(settings, missing=settings.parameters["missing"])
 
     def check_settings(self, settings: TensorSettings) -> None:
         self._source(settings)
@@ -109,8 +97,6 @@ class StatsMerge(TaskVectorMethod):
         return given[0]
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
-        if _elects(parameters):
-            return "its coefficients are of what TIES keeps, which selects entries"
         reads = parameters.get("learner") is not None
         return "the network of its `learner` reads the weights of full models" if reads else ""
 
@@ -131,9 +117,3 @@ class StatsMerge(TaskVectorMethod):
         except (ValueError, OSError):
             seed = None
         return f"{seed} (of the training of the coefficients)" if seed is not None else "none"
-
-
-def _elects(parameters: Mapping[str, Any]) -> bool:
-    """Return whether the coefficients are of what TIES keeps of the task vectors."""
-    path = parameters.get("coefficients")
-    return path is not None and load_coefficients(path).contents.basis == "ties"

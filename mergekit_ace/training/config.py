@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a `train.yml` and of a `distill.yml`; unknown keys and wrong types are errors."""
+"""Settings of a `train.yml` and of a `distill.yml`; unknown keys and wrong types are errors.
+
+`examples/training/README.md` is the reference of all settings.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,23 @@ Task = Literal[
 ]
 LanguageTask = ("causal-lm", "seq2seq-lm", "masked-lm")
 Labels = Literal["hard", "soft", "true"]
-Storage = Literal["disk", "cpu", "device"]
 Count = Annotated[Integer, Field(ge=1)]
 Positive = Annotated[Number, Field(gt=0)]
+
+# The columns that models of a task read.
+_COLUMNS: dict[str, tuple[str, ...]] = {
+    "causal-lm": ("messages", "prompt", "text"),
+    "seq2seq-lm": ("prompt",),
+    "masked-lm": ("text",),
+    "sequence-classification": ("text",),
+    "image-classification": ("image",),
+    "zero-shot-image-classification": ("image",),
+}
+# Settings of earlier versions, and what to do instead.
+_REMOVED = {
+    "compare": "scores.md compares the merge with the experts, the base and the start",
+    "expert_storage": "weights are always mapped from disk",
+}
 
 
 class Strict(BaseModel):
@@ -37,26 +54,12 @@ class DataConfig(Strict):
     """Data of one teacher, and which of its columns are used.
 
     Attributes:
-        path: a .jsonl, .json, .csv, .parquet or .txt file, a folder that `datasets` knows or has
-            saved, or the name of a data set on the Hub.
-        name: configuration of a data set on the Hub.
-        split: which is read.
-        validation_split, test_split: splits for these purposes; by default a tenth each of what is
-            read, held out.
+        path: file, folder, or name of a data set on the Hub; `name` is its configuration there.
+        validation_split, test_split: by default a tenth each of `split` is held out.
         samples: how many are read, drawn at random by the seed; all by default.
         held_out: of a named validation or test split at most so many.
-        text, text_pair: columns of texts; with ``text`` a language model is supervised at every
-            token; a masked one at the masks in it, or at some that are put there.
-        prompt, completion: columns; a language model is supervised on the completion. Without a
-            completion (or null) the expert writes its own, greedily.
-        messages: column of chat messages, through the tokenizer's template. Supervised on all
-            answers of the assistant where the template marks them by ``{% generation %}``, else on
-            the last one. Where the last message is not the assistant's, the expert writes that
-            answer, and it alone is supervised.
-        image: column of images, or of pixel values (channels, height, width).
-        prompts: of each class, one or several, in the order of their numbers; the text tower of a
-            CLIP makes a head of them.
-        label: column of the true class, 0, 1, …; only evaluation sees it, unless ``labels: true``.
+        text, text_pair, prompt, completion, messages, image, label: columns.
+        prompts: texts of each class for the text tower of a CLIP, in the order of the labels.
         masking_rate: share of the tokens of a text without masks that are masked.
         max_length: in tokens; longer texts are cut.
         max_new_tokens: of completions that the expert writes.
@@ -101,25 +104,16 @@ class DataConfig(Strict):
         named = {purpose: getattr(self, purpose) for purpose in purposes}
         return {purpose: column for purpose, column in named.items() if column is not None}
 
-
-def _check_input(task: Task, data: DataConfig, whose: str) -> None:
-    """Raise ValueError unless the data has a column that models of `task` read."""
-    allowed = {
-        "causal-lm": {"text", "prompt", "messages"},
-        "seq2seq-lm": {"prompt"},
-        "masked-lm": {"text"},
-        "sequence-classification": {"text"},
-        "image-classification": {"image"},
-        "zero-shot-image-classification": {"image"},
-    }[task]
-    if not allowed & data.columns.keys():
-        columns = " or ".join(sorted(allowed))
-        raise ValueError(f"{whose} needs the column {columns} for task: {task}")
-    if (data.prompts is not None) != (task == "zero-shot-image-classification"):
-        raise ValueError(
-            f"{whose}: `prompts` of the classes are what task: zero-shot-image-classification "
-            "needs, and no other task takes them"
-        )
+    def check_task(self, task: Task, whose: str) -> None:
+        """Raise ValueError unless there is a column that models of `task` read."""
+        if not set(_COLUMNS[task]) & self.columns.keys():
+            columns = " or ".join(_COLUMNS[task])
+            raise ValueError(f"{whose} needs the column {columns} for task: {task}")
+        if (self.prompts is not None) != (task == "zero-shot-image-classification"):
+            raise ValueError(
+                f"{whose}: `prompts` of the classes are what task: zero-shot-image-classification "
+                "needs, and no other task takes them"
+            )
 
 
 class ExpertConfig(Strict):
@@ -138,13 +132,7 @@ class ExpertConfig(Strict):
 
 
 class SchedulerConfig(Strict):
-    """Schedule of the learning rate.
-
-    Attributes:
-        kind: ``step``: it is multiplied by `gamma` every `step` epochs. ``linear``: with every
-            step, to zero at the end of training.
-        step, gamma: of the former.
-    """
+    """Schedule of the learning rate: times `gamma` every `step` epochs, or ``linear`` to zero."""
 
     kind: Literal["step", "linear"] = "step"
     step: Count = 100
@@ -155,10 +143,9 @@ class LoopConfig(Strict):
     """Settings of a training loop.
 
     Attributes:
-        epochs: passes over the data of the largest expert; smaller sets start over.
+        epochs: passes over the largest data set; smaller ones start over.
         batch_size: samples per expert, process and backward pass.
         gradient_accumulation: backward passes per expert and step.
-        seed: of what is drawn at the start, the splits and the order of samples.
         max_steps: ends training earlier.
         evaluate_every: steps between evaluations on the held-out split; an epoch by default.
         checkpoint_every: steps between checkpoints.
@@ -178,10 +165,9 @@ class TrainingConfig(LoopConfig):
     """Settings of the training of coefficients, whose `learning_rate` is Adam's.
 
     Attributes:
-        penalty: ≥ 0, times the mean square of how far the coefficients are from where they start,
-            is added to the loss. By default see `TrainConfig.penalty`.
-        rehearsal_weight: how much the answers of the base to the rehearsal weigh in the loss, those
-            of all experts together being 1.
+        penalty: times the mean square of how far the coefficients are from their start; by default
+            see `TrainConfig.penalty`.
+        rehearsal_weight: weight of the rehearsal in the loss; all experts together have 1.
         patience: evaluations without improvement after which training ends; 0: never.
     """
 
@@ -191,49 +177,23 @@ class TrainingConfig(LoopConfig):
     patience: Annotated[Integer, Field(ge=0)] = 20
 
 
-class ComparisonConfig(Strict):
-    """Merges that the result is compared with at the end, on the test split.
-
-    Attributes:
-        task_arithmetic: weights to try, where the basis is task vectors.
-        scale: λ to try, where it is components.
-        direct: train coefficients without a learner, too; as long as the training itself.
-    """
-
-    task_arithmetic: tuple[Number, ...] = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
-    scale: tuple[Number, ...] = (0.7, 0.85, 1.2, 1.4)
-    direct: bool = True
-
-
 class TrainConfig(Strict):
     """Settings of a `train.yml`.
 
     Attributes:
-        base_model: the model that all experts were fine-tuned from.
-        models: at least one expert.
-        task: what the models do.
-        rehearsal: data that the merge should answer as the base model does, so that nothing else
-            is lost; for language models.
-        basis: what the coefficients multiply: the experts' task vectors, what TIES keeps of them
-            (``ties``), or their components in a merge by `ace` or `ace_relative`; training then
-            starts at that merge.
-        ace, ace_relative: parameters of these methods, for a basis of that name.
-        component_dtype: in which components are kept on disk.
-        granularity: one coefficient per expert and ``tensor`` (the paper's layer-wise), per
-            transformer ``block``, per ``kind`` of tensor, alike in all blocks, or per expert
-            (``task``).
-        loss: ``answers``: how far the merge is from the labels. ``entropy``: how undecided it is
-            itself, whatever the experts answer (AdaMerging).
+        rehearsal: data that the merge should answer as the base model does.
+        basis: what the coefficients multiply: task vectors, or the components of a merge by `ace`
+            or `ace_relative`, where training then starts.
+        granularity: what has its own coefficient: a ``tensor`` (the paper's layer-wise), a
+            transformer ``block``, a ``kind`` of tensor in all blocks, or an expert (``task``).
+        loss: ``answers``: distance from the labels. ``entropy``: of the merge's own answers
+            (AdaMerging).
         labels: ``hard`` (the expert's arg max), ``soft`` (its distribution) or ``true``; see
             `labels_of` for the default.
-        top_k: how many log-probabilities of a language model's soft label are kept.
+        top_k: log-probabilities in a soft label.
         exclude: substrings of tensor names that keep the base's values.
-        expert_storage: where the experts' weights lie during training: ``disk`` (memory-mapped),
-            ``cpu`` or ``device``.
-        dtype: of the merged model during training.
-        mixed_precision: of its forward pass, as accelerate has it.
+        dtype, mixed_precision: of the merged model during training, and of its forward pass.
         device_map: ``auto`` spreads a model over several GPUs.
-        trust_remote_code: as in transformers.
     """
 
     needs_data: ClassVar[bool] = True
@@ -252,9 +212,7 @@ class TrainConfig(Strict):
     labels: Labels | None = None
     top_k: Count = 32
     training: TrainingConfig = TrainingConfig()
-    compare: ComparisonConfig = ComparisonConfig()
     exclude: tuple[str, ...] = ()
-    expert_storage: Storage = "disk"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     mixed_precision: Literal["no", "fp16", "bf16"] = "no"
     device_map: Literal["auto"] | None = None
@@ -290,21 +248,46 @@ class TrainConfig(Strict):
 
     @property
     def options(self) -> AceOptions | RelativeOptions | None:
-        """Parameters of the merge that the components are of; None where there are no such."""
+        """Parameters of the merge that the components are of; None for task vectors."""
         return {"ace": self.ace, "ace_relative": self.ace_relative}.get(self.basis)
 
     @model_validator(mode="before")
     @classmethod
     def _start(cls, values: Any) -> Any:
-        """Let coefficients of components start at 1."""
-        if isinstance(values, dict) and values.get("basis") in ("ace", "ace_relative"):
-            learner = values.get("learner", {})
-            if isinstance(learner, dict):
-                return {**values, "learner": {"initial": 1.0, **learner}}
+        """Name settings that are gone; let coefficients of components start at 1."""
+        if not isinstance(values, dict):
+            return values
+        for name in _REMOVED.keys() & values.keys():
+            raise ValueError(f"`{name}` no longer exists; leave it out: {_REMOVED[name]}")
+        if values.get("basis") == "ties":
+            raise ValueError("basis: ties no longer exists; take task_vector, ace or ace_relative")
+        learner = values.get("learner", {})
+        if values.get("basis") in ("ace", "ace_relative") and isinstance(learner, dict):
+            return {**values, "learner": {"initial": 1.0, **learner}}
         return values
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
+        self._check_basis()
+        self._check_loss()
+        if self.device_map is not None and self.task not in LanguageTask:
+            raise ValueError("device_map is for language models; classifiers' heads change place")
+        if self.rehearsal is not None and self.task not in LanguageTask:
+            raise ValueError("rehearsal is for language models: a base has no classifier's head")
+        tasks = [expert.task for expert in self.models]
+        twice = sorted({task for task in tasks if tasks.count(task) > 1})
+        if twice:
+            raise ValueError(f"two experts are called {twice[0]!r}: give each a `task` of its own")
+        for expert in self.models:
+            if expert.data is None and (self.needs_data or self.task != "causal-lm"):
+                raise ValueError(f"{expert.task} has no data: add samples of what it is for")
+        for name, data in self.sources:
+            data.check_task(self.task, f"the data of {name}")
+            if self.labels == "true":
+                self._check_truth(name, data)
+        return self
+
+    def _check_basis(self) -> None:
         for name in ("ace", "ace_relative"):
             if name != self.basis and name in self.model_fields_set:
                 raise ValueError(f"there are parameters of {name}, but basis: {self.basis}")
@@ -317,12 +300,8 @@ class TrainConfig(Strict):
                 f"activation: softmax makes coefficients sum to 1; with basis: {self.basis} they "
                 "start at 1 each"
             )
-        if self.device_map is not None and self.task not in LanguageTask:
-            raise ValueError("device_map is for language models; classifiers' heads change place")
-        tasks = [expert.task for expert in self.models]
-        twice = sorted({task for task in tasks if tasks.count(task) > 1})
-        if twice:
-            raise ValueError(f"two experts are called {twice[0]!r}: give each a `task` of its own")
+
+    def _check_loss(self) -> None:
         if self.loss == "entropy" and self.rehearsal is not None:
             raise ValueError(
                 "loss: entropy takes no answers, and the base's are what rehearsal is for: leave "
@@ -330,19 +309,8 @@ class TrainConfig(Strict):
             )
         if self.loss == "entropy" and self.labels is not None:
             raise ValueError(f"loss: entropy takes no answers: leave out labels: {self.labels}")
-        if self.rehearsal is not None and self.task not in LanguageTask:
-            raise ValueError("rehearsal is for language models: a base has no classifier's head")
-        for expert in self.models:
-            if expert.data is None and (self.needs_data or self.task != "causal-lm"):
-                raise ValueError(f"{expert.task} has no data: add samples of what it is for")
-        for name, data in self.sources:
-            self._check_columns(name, data)
-        return self
 
-    def _check_columns(self, name: str, data: DataConfig) -> None:
-        _check_input(self.task, data, f"the data of {name}")
-        if self.labels != "true":
-            return
+    def _check_truth(self, name: str, data: DataConfig) -> None:
         if self.task not in LanguageTask and data.label is None:
             raise ValueError(f"labels: true needs the `label` column of {name}")
         if data.prompt is not None and data.completion is None:
@@ -371,16 +339,12 @@ class DistillConfig(Strict):
     Attributes:
         teacher: the model whose skill is wanted, of any architecture.
         student: the base model of the merge; the result has its architecture and starts there.
-        task: what both do.
-        data: unlabelled data of the teacher's task.
         signal: of a language model: ``logits`` (both have one tokenizer: Eq. 8) or ``text`` (the
             teacher writes the completions, the student learns them as hard labels); ``auto`` takes
             logits where the tokenizers agree.
         alpha: share of the hard labels in the loss, 0 to 1.
         temperature: T of the soft ones.
-        dtype: of the student during training.
-        mixed_precision: of its forward pass, as accelerate has it.
-        trust_remote_code: as in transformers.
+        dtype, mixed_precision: of the student during training, and of its forward pass.
     """
 
     teacher: str
@@ -402,7 +366,7 @@ class DistillConfig(Strict):
                 f"task: {self.task} cannot be distilled; causal-lm, sequence-classification and "
                 "image-classification can"
             )
-        _check_input(self.task, self.data, "the data")
+        self.data.check_task(self.task, "the data")
         if self.signal == "text" and self.data.prompt is None:
             raise ValueError("signal: text needs the `prompt` column: the teacher answers it")
         return self

@@ -97,12 +97,8 @@ def _read(config: DataConfig, split: str) -> Dataset:
         raise
     except Exception as error:  # of many kinds, from readers, the file system and the Hub
         cause = error.__cause__ or error  # `datasets` often says no more than that it failed
-        place = os.path.abspath(os.path.expanduser(config.path))
-        taken = os.path.exists(place) and ("::" in place or glob.has_magic(place))
-        hint = "; `datasets` takes `::` and any of *?[] in a path for patterns: rename the folder"
         raise TrainingError(
             f"{whose} (split {split}) cannot be read: {type(cause).__name__}: {cause}"
-            f"{hint if taken else ''}"
         ) from error
     if len(data) == 0:
         raise TrainingError(f"{whose} (split {split}) is empty")

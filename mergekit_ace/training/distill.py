@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,6 @@ from mergekit_ace.training.data import (
     step_indices,
     unpack_examples,
 )
-from mergekit_ace.training.loop import ModuleTraining
 from mergekit_ace.training.models import (
     check_classes,
     load_model,
@@ -35,7 +35,7 @@ from mergekit_ace.training.models import (
     load_skeleton,
     local_folder,
 )
-from mergekit_ace.training.state import TrainingError, TrainingRun
+from mergekit_ace.training.state import ModuleTraining, TrainingError, TrainingRun
 from mergekit_ace.training.tasks import CausalLanguageModel, fit_to_model, model_kind
 from mergekit_ace.training.teachers import SampleReader, explained_failures
 
@@ -69,16 +69,16 @@ def run_distillation(
         if (run.path / RECORD).exists():  # this very run, complete
             return run.path
         distillation = Distillation(config, teacher, student, run)
-        training = distillation.train()
+        training = train_student(distillation)
         kept = training.load_best()
         loss, agreement = distillation.evaluate("test")
         if run.is_main:
-            scores = {"test_loss": loss, "test_agreement": agreement, "kept": kept}
             distillation.student.save_pretrained(run.path)
             if distillation.student_processor is not None:
                 distillation.student_processor.save_pretrained(run.path)
             # Last the record, which says that the student is complete.
-            record = {**scores, "log": training.progress.log}
+            record = {"test_loss": loss, "test_agreement": agreement, "kept": kept}
+            record["log"] = training.progress.log
             write_text(run.path / RECORD, json.dumps(record, indent=1))
             for path in run.state.glob("*.safetensors"):
                 path.unlink()
@@ -86,15 +86,50 @@ def run_distillation(
         return run.path
 
 
+# Not by `transformers.Trainer`, which was tried (5.23). It takes as many lines once divergence and
+# the best student are cared for, its checkpoints are not whole or absent, so that a kill while one
+# is written stops the next start, and a ViT loses its progress.
+def train_student(distillation: Distillation) -> ModuleTraining:
+    """Train the student, or go on with it.
+
+    Raises:
+        Diverged: the loss became NaN or Inf.
+    """
+    settings, run, student = distillation.settings, distillation.run, distillation.student
+    optimizer = torch.optim.AdamW(
+        student.parameters(), lr=settings.learning_rate, weight_decay=WEIGHT_DECAY
+    )
+    count, batch = len(distillation.student_data["train"]), run.samples_per_step(settings)
+    training = ModuleTraining("student", run, student, optimizer, settings, -(-count // batch))
+    for step in training.steps(partial(warm_cosine_rate, settings)):
+        optimizer.zero_grad()
+        loss = distillation.backward(step_indices(settings.seed, 0, step, batch, count))
+        training.check_finite("the loss", loss)
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        if training.end_step(loss):
+            validation_loss, agreement = distillation.evaluate("validation")
+            training.keep_best(validation_loss, {"agreement": agreement})
+    return training
+
+
+def warm_cosine_rate(training: DistillTraining, step: int, total: int) -> float:
+    """Return the learning rate of one step, from 0: linear warm-up, then a cosine to 0."""
+    warmup = max(round(WARM_UP * total), 1)
+    if step < warmup:
+        return training.learning_rate * (step + 1) / warmup
+    share = (step - warmup) / max(total - warmup, 1)
+    return training.learning_rate * 0.5 * (1 + math.cos(math.pi * share))
+
+
 class Distillation:
     """Teacher, student, and the data as each of them reads it.
 
     Attributes:
-        teacher_processor, student_processor: of each.
-        by_text: whether the student learns the teacher's words, which are in the data, instead of
-            its logits.
+        settings: of the loop.
         student: starts as the base.
-        student_data, teacher_data: samples by split, with the same supervised positions.
+        student_processor: its tokenizer or image processor.
+        student_data: samples by split.
 
     Raises:
         TrainingError: teacher and student do not fit together, or data cannot be used.
@@ -108,30 +143,31 @@ class Distillation:
                 f"the teacher {config.teacher} is the student, who would learn nothing from it; "
                 "take the model that knows more as the teacher"
             )
-        self.run, self.kind = run, model_kind(config.task)
-        teacher = load_model(teacher_folder, self.kind, config, whole=True)
-        if self.kind.has_heads:
+        self.run, self.settings, self._kind = run, config.training, model_kind(config.task)
+        teacher = load_model(teacher_folder, self._kind, config, whole=True)
+        if self._kind.has_heads:
             check_classes(teacher.config, f"the teacher {config.teacher}")
-        skeleton = load_skeleton(student_folder, self.kind, config)
+        skeleton = load_skeleton(student_folder, self._kind, config)
         data = fit_to_model(fit_to_model(config.data, teacher), skeleton)
-        self.config = config.model_copy(update={"data": data})
-        self.teacher_processor, self.student_processor = (
-            load_processor([folder], self.kind, config)
+        self._config = config.model_copy(update={"data": data})
+        self._teacher_processor, self.student_processor = (
+            load_processor([folder], self._kind, config)
             for folder in (teacher_folder, student_folder)
         )
-        self.by_text = isinstance(self.kind, CausalLanguageModel) and self._needs_text()
-        self.teacher = teacher.to(run.accelerator.device)
+        # Whether the student learns the teacher's words, which are in the data, not its logits.
+        self._by_text = isinstance(self._kind, CausalLanguageModel) and self._needs_text()
+        self._teacher = teacher.to(run.accelerator.device)
         del teacher
         splits = unpack_examples(run.once("data", lambda: (self._read_data(), {}))[0])
         self.student_data = with_prefix(splits, "student-")
-        self.teacher_data = with_prefix(splits, "teacher-")
-        if self.by_text:
-            del self.teacher  # before the student takes memory
+        self._teacher_data = with_prefix(splits, "teacher-")  # the same supervised positions
+        if self._by_text:
+            del self._teacher  # before the student takes memory
         self.student = self._load_student(student_folder)
 
     def _needs_text(self) -> bool:
-        config = self.config
-        same = self.teacher_processor.get_vocab() == self.student_processor.get_vocab()
+        config = self._config
+        same = self._teacher_processor.get_vocab() == self.student_processor.get_vocab()
         if config.signal == "logits" and not same:
             raise TrainingError(
                 "signal: logits needs one tokenizer, but teacher and student have different ones; "
@@ -147,16 +183,16 @@ class Distillation:
 
     def _read_data(self) -> dict[str, Tensor]:
         """Return `student-train`, `teacher-train`, …: the rows as both models read them, packed."""
-        data, kind, settings = self.config.data, self.kind, self.config.training
-        if self.by_text:
+        data, kind, settings = self._config.data, self._kind, self.settings
+        if self._by_text:
             data = data.model_copy(update={"completion": None})
-        both = self.teacher_processor, self.student_processor  # of a text one may make no token
-        reader = SampleReader(self.teacher, kind, self.teacher_processor, data)
+        both = self._teacher_processor, self.student_processor  # of a text one may make no token
+        reader = SampleReader(self._teacher, kind, self._teacher_processor, data)
         splits = {}
         for split, rows in load_rows(data, settings.seed).items():
             rows = [row for row in rows if all(kind.encode(row, data, one) for one in both)]
             teacher = student = reader.read(rows, split, settings.batch_size, quiet=self.run.quiet)
-            if self.by_text:
+            if self._by_text:
                 student = [*filter(None, map(self._encode_answer, rows, teacher))]
             elif kind.has_heads:
                 student = [kind.encode(row, data, self.student_processor) for row in rows]
@@ -168,20 +204,20 @@ class Distillation:
     def _encode_answer(self, row: dict[str, Any], sample: Example) -> Example | None:
         """Return a prompt with what the teacher has written to it, as the student reads it."""
         words = sample["input_ids"][sample["supervised"]]
-        text = self.teacher_processor.decode(words, skip_special_tokens=True)
-        data = self.config.data.model_copy(update={"completion": "completion"})
-        return self.kind.encode({**row, "completion": text}, data, self.student_processor)
+        text = self._teacher_processor.decode(words, skip_special_tokens=True)
+        data = self._config.data.model_copy(update={"completion": "completion"})
+        return self._kind.encode({**row, "completion": text}, data, self.student_processor)
 
     def _load_student(self, folder: str) -> PreTrainedModel:
         """Load the student for training; a classifier gets a new head for the teacher's classes."""
-        config, new = self.config, self.kind.has_heads
+        config, new = self._config, self._kind.has_heads
         labels = ("num_labels", "id2label", "label2id") if new else ()
-        options = {name: getattr(self.teacher.config, name) for name in labels}
+        options = {name: getattr(self._teacher.config, name) for name in labels}
         dtype = getattr(torch, config.dtype)
         torch.manual_seed(config.training.seed)
-        student = load_model(folder, self.kind, config, dtype, whole=True, new_head=new, **options)
-        if not self.kind.has_heads and not self.by_text:
-            sizes = [len(m.get_output_embeddings().weight) for m in (self.teacher, student)]
+        student = load_model(folder, self._kind, config, dtype, whole=True, new_head=new, **options)
+        if not self._kind.has_heads and not self._by_text:
+            sizes = [len(m.get_output_embeddings().weight) for m in (self._teacher, student)]
             if sizes[0] != sizes[1]:
                 raise TrainingError(
                     f"the teacher has {sizes[0]} logits and the student {sizes[1]}, though their "
@@ -189,40 +225,12 @@ class Distillation:
                 )
         return student.requires_grad_(True).train().to(self.run.accelerator.device)
 
-    # Not by `transformers.Trainer`, which was tried (5.23, a subclass with Eq. 8 as its loss). It
-    # takes about as many lines once divergence and the best student are cared for, and it does not
-    # resume as this does: its checkpoints are not whole or absent, so that a kill while one is
-    # written stops the next start, and a model whose names on disk differ from those in memory
-    # (ViT) loses its progress.
-    def train(self) -> ModuleTraining:
-        """Train the student, or go on with it.
-
-        Raises:
-            Diverged: the loss became NaN or Inf.
-        """
-        settings, student = self.config.training, self.student
-        optimizer = torch.optim.AdamW(
-            student.parameters(), lr=settings.learning_rate, weight_decay=WEIGHT_DECAY
-        )
-
-        def evaluate() -> tuple[float, dict[str, float]]:
-            loss, agreement = self.evaluate("validation")
-            return loss, {"agreement": agreement}
-
-        per_epoch = -(-len(self.student_data["train"]) // self.run.samples_per_step(settings))
-        training = ModuleTraining("student", self.run, student, optimizer, evaluate)
-        rate = partial(warm_cosine_rate, settings)
-        training.run_steps(settings, per_epoch, rate, partial(self.step, optimizer))
-        return training
-
-    def step(self, optimizer: torch.optim.Optimizer, number: int) -> float:
-        """Take one step of the optimizer; return the mean loss per position before it."""
-        run, settings, count = self.run, self.config.training, len(self.student_data["train"])
-        indices = step_indices(settings.seed, 0, number, run.samples_per_step(settings), count)
-        optimizer.zero_grad()
+    def backward(self, indices: Sequence[int]) -> float:
+        """Leave the gradient of some samples in the student; return the mean loss per position."""
+        run = self.run
         totals = torch.zeros(2, dtype=torch.float64)
-        for part in run.share(indices, settings.batch_size):
-            loss, _, positions = self.loss("train", part)
+        for part in run.share(indices, self.settings.batch_size):
+            loss, _, positions = self._loss("train", part)
             loss.backward()
             totals += torch.tensor([float(loss.detach()), positions], dtype=torch.float64)
         total, positions = run.sum(totals).tolist()
@@ -231,8 +239,6 @@ class Distillation:
                 parameter.grad = torch.zeros_like(parameter)  # every process is in every sum
             if parameter.grad is not None:
                 parameter.grad = run.sum(parameter.grad) / positions
-        torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
-        optimizer.step()
         return total / positions
 
     @torch.no_grad()
@@ -240,30 +246,30 @@ class Distillation:
         """Return the mean loss per position, and the share of answers that are the teacher's."""
         self.student.eval()
         totals = torch.zeros(3, dtype=torch.float64)
-        indices = list(range(len(self.student_data[split])))
-        for part in self.run.share(indices, self.config.training.batch_size):
-            loss, right, positions = self.loss(split, part)
+        indices = range(len(self.student_data[split]))
+        for part in self.run.share(indices, self.settings.batch_size):
+            loss, right, positions = self._loss(split, part)
             totals += torch.tensor([float(loss), right, positions], dtype=torch.float64)
         self.student.train()
         loss, right, positions = self.run.sum(totals).tolist()
         return loss / positions, right / positions
 
-    def loss(self, split: str, indices: list[int]) -> tuple[Tensor, int, int]:
+    def _loss(self, split: str, indices: Sequence[int]) -> tuple[Tensor, int, int]:
         """Return the summed loss, how many answers are the teacher's, and how many there are."""
         samples = [self.student_data[split][index] for index in indices]
-        with self.run.accelerator.autocast(), explained_failures(self.student, self.config.data):
-            batch = send_to_device(self.kind.collate(samples), self.run.accelerator.device)
-            answers = self.kind.logits(self.student, batch)
-        if self.by_text:
+        with self.run.accelerator.autocast(), explained_failures(self.student, self._config.data):
+            batch = send_to_device(self._kind.collate(samples), self.run.accelerator.device)
+            answers = self._kind.logits(self.student, batch)
+        if self._by_text:
             words = torch.cat([sample["input_ids"][sample["supervised"]] for sample in samples])
             teacher_logits, labels = None, words.to(answers.device)
         else:
             with torch.no_grad():
-                read = [self.teacher_data[split][index] for index in indices]
-                reader = SampleReader(self.teacher, self.kind, None, self.config.data)
+                read = [self._teacher_data[split][index] for index in indices]
+                reader = SampleReader(self._teacher, self._kind, None, self._config.data)
                 teacher_logits = reader.logits(read)
             labels = teacher_logits.argmax(-1)
-        alpha, temperature = self.config.alpha, self.config.temperature
+        alpha, temperature = self._config.alpha, self._config.temperature
         loss = distillation_loss(answers, teacher_logits, labels, alpha, temperature)
         return loss, int((answers.argmax(-1) == labels).sum()), len(labels)
 
@@ -287,12 +293,3 @@ def distillation_loss(
     guess = (student.float() / temperature).log_softmax(-1)
     soft = kl_div(guess, target, reduction="sum", log_target=True)
     return alpha * hard + (1 - alpha) * temperature**2 * soft
-
-
-def warm_cosine_rate(training: DistillTraining, step: int, total: int) -> float:
-    """Return the learning rate of one step, from 0: linear warm-up, then a cosine to 0."""
-    warmup = max(round(WARM_UP * total), 1)
-    if step < warmup:
-        return training.learning_rate * (step + 1) / warmup
-    share = (step - warmup) / max(total - warmup, 1)
-    return training.learning_rate * 0.5 * (1 + math.cos(math.pi * share))

@@ -3,50 +3,48 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from mergekit.common import ModelReference
 from torch import Tensor
 from tqdm import tqdm
 
-from mergekit_ace.check.models import DEQUANTISE
-from mergekit_ace.files.headers import read_json
-from mergekit_ace.learner import (
-    LearnerInputs,
-    WeightMoments,
-    combine,
-    features,
-    measure_moments,
-)
+from mergekit_ace.algebra.components import split_tensor
+from mergekit_ace.algebra.records import IllConditionedError
+from mergekit_ace.files.headers import TensorHeader
+from mergekit_ace.files.saving import save_tensors
+from mergekit_ace.learner import LearnerInputs, WeightMoments, combine, features, measure_moments
+from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.methods.base import is_finite
 from mergekit_ace.naming import block_of, relative_depths, within_block
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.data import load_rows, unpack_examples
 from mergekit_ace.training.mapped_weights import (
     check_stored_dtypes,
+    map_tensors,
     map_weights,
+    stored_headers,
     stored_names,
-    write_components,
 )
 from mergekit_ace.training.models import (
+    SAME_MODEL,
+    ModelFolders,
     average_statistics,
     check_classes,
     check_expert,
     load_model,
-    load_processor,
     load_skeleton,
-    local_folder,
     merged_parameters,
     running_statistics,
     save_backbone,
 )
 from mergekit_ace.training.state import TrainingError, TrainingRun
-from mergekit_ace.training.tasks import ModelKind, head_modules, model_kind
+from mergekit_ace.training.tasks import head_modules
 from mergekit_ace.training.teachers import SampleReader, Teacher, answer_data
 
 if TYPE_CHECKING:
@@ -54,182 +52,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Weights = Mapping[str, Tensor]  # mapped from disk, by names in memory
-_SAME = (
-    "%s and %s are the same model as far as it is merged; list the base and every expert once, "
-    "with all of its data"
-)
 
 
-@dataclass(frozen=True)
-class ModelFolders:
-    """Folders of all models, and what the models have in common.
-
-    Attributes:
-        processor: tokenizer, or image processor (or None).
-    """
-
-    base: str
-    experts: tuple[str, ...]
-    processor: Any
-    kind: ModelKind
-
-    @classmethod
-    def find(cls, config: TrainConfig, run: TrainingRun) -> ModelFolders:
-        """Find all models before anything is computed.
-
-        Raises:
-            TrainingError: one cannot be found or is quantised, or they have different tokenizers.
-        """
-        kind = model_kind(config.task)
-        references = (config.base_model, *(expert.model for expert in config.models))
-        # The first process downloads, and merges adapters.
-        with run.accelerator.main_process_first():
-            folders = [
-                local_folder(reference, run.path / "adapters", config.trust_remote_code)
-                for reference in references
-            ]
-        places = [os.path.realpath(folder) for folder in folders]
-        for number, (reference, place) in enumerate(zip(references, places, strict=True)):
-            if read_json(Path(place) / "config.json").get("quantization_config"):
-                raise TrainingError(
-                    f"model {reference} is quantised, so it cannot be merged; {DEQUANTISE}"
-                )
-            if place in places[:number]:
-                raise TrainingError(_SAME % (reference, references[places.index(place)]))
-        processor = load_processor(folders, kind, config)
-        return cls(folders[0], tuple(folders[1:]), processor, kind)
-
-
+@dataclass
 class Family:
     """The base model with its experts, mapped from disk, and their labelled data.
-
-    One model is loaded after the other, and what is not labelled yet is.
 
     Attributes:
         module: the model that the merge is written into; holds the base at first.
         stored: names on disk of the L merged parameters, by their names in memory, input first.
         base, experts: weights.
-        components: of the experts in a merge, and of its refinement, where the basis is that.
         teachers: the experts, and last the base if there is a rehearsal, with their data.
-
-    Raises:
-        TrainingError: models do not fit together, or data cannot be used.
     """
 
-    def __init__(self, config: TrainConfig, folders: ModelFolders, run: TrainingRun):
-        self.config, self.folders, self.run = config, folders, run
-        self.experts: list[Weights] = []
-        self.teachers: list[Teacher] = []
-        base = load_model(folders.base, folders.kind, config)
-        self.stored = self._find_parameters(base)
-        # All of them now: mistakes in them show before the first answer.
-        rows = {
-            row: load_rows(data, config.training.seed)
-            for row, (_, data) in enumerate(config.sources)
-            if run.is_main and not run.file(f"labels-{row}").exists()
-        }
-        self.base = self._map_weights(base, None)
-        statistics = []
-        for row, path in enumerate(folders.experts):
-            expert = load_model(path, folders.kind, config, whole=True)
-            self.experts.append(self._map_weights(expert, row))
-            self._check_difference()
-            statistics.append(running_statistics(expert))
-            self.teachers.append(self._label(expert, row, rows))
-            del expert
-        if config.rehearsal is not None:
-            self.teachers.append(self._label(base, len(self.experts), rows))
-        dtype = getattr(torch, config.dtype)
-        # Loaded anew where the dtype differs: `to` would round the buffers of rotary embeddings.
-        if config.device_map is not None or base.dtype != dtype:
-            del base  # before its successor takes memory
-            placed = {"device_map": config.device_map}
-            base = load_model(folders.base, folders.kind, config, dtype, **placed)
-        average_statistics(base, statistics)
-        self.components = None
-        if config.basis != "task_vector":
-            with run.accelerator.main_process_first():
-                self.components = write_components(self)
-        if any(parameter.is_meta for parameter in base.parameters()):
-            raise TrainingError(
-                f"the base model {config.base_model} does not fit into the memory of all GPUs "
-                "together; try dtype: bfloat16"
-            )
-        self.module = base.to(run.accelerator.device) if config.device_map is None else base
-
-    def _find_parameters(self, base: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-        """Return the merged parameters with their names on disk, once all models have them."""
-        config, folders, kind = self.config, self.folders, self.folders.kind
-        names = merged_parameters(base, kind, config.exclude)
-        stored = stored_names(base, names, folders.base)
-        missing = [name for name, known in stored.items() if not known]
-        if missing:
-            raise TrainingError(
-                f"the base model {folders.base} has no {missing[0]} on disk; leave such tensors "
-                "out by `exclude`, or use the base that the experts come from"
-            )
-        on_disk = {name for names in stored.values() for name in names}
-        check_stored_dtypes(config.base_model, folders.base, on_disk)
-        for expert, path in zip(config.models, folders.experts, strict=True):
-            check_stored_dtypes(expert.model, path, on_disk)
-            skeleton = load_skeleton(path, kind, config)
-            check_expert(skeleton, base, names, kind, expert.model)
-            if kind.has_heads:
-                answers = config.loss == "answers"  # the entropy of a number is 0
-                check_classes(skeleton.config, f"expert {expert.model}", regression=answers)
-        return stored
-
-    def _map_weights(self, model: PreTrainedModel, row: int | None) -> Weights:
-        """Map the weights of an expert, or the base (None); keep the backbone of a classifier."""
-        folders, run = self.folders, self.run
-        path = folders.base if row is None else folders.experts[row]
-        copy = run.state / ("base.safetensors" if row is None else f"expert-{row}.safetensors")
-        with run.accelerator.main_process_first():  # the first one writes a copy, if it is needed
-            weights = map_weights(model, self.names, path, copy)
-        for name, tensor in weights.items():
-            if not is_finite(tensor):
-                raise TrainingError(
-                    f"tensor {name} of model {path} contains NaN or Inf; the checkpoint overflowed "
-                    "or is damaged: leave it out"
-                )
-        if folders.kind.has_heads and run.is_main:
-            save_backbone(model, run.backbone(row))
-        return weights
-
-    def _check_difference(self) -> None:
-        """Raise unless the last expert differs from the base, and from all experts before it."""
-        models = [self.config.base_model, *(expert.model for expert in self.config.models)]
-        *others, last = self.base, *self.experts
-        for other, known in zip(models, others, strict=False):
-            if all(torch.equal(tensor, known[key]) for key, tensor in last.items()):
-                raise TrainingError(_SAME % (models[len(others)], other))
-
-    def _label(
-        self, model: PreTrainedModel, row: int, rows: Mapping[int, Mapping[str, Dataset]]
-    ) -> Teacher:
-        """Let a teacher answer its data, unless it has; the base has the last number."""
-        config, folders, run = self.config, self.folders, self.run
-        name, data = config.sources[row]
-        head = head_modules(model, folders.kind, data, folders.base)
-
-        def answer() -> tuple[dict[str, Tensor], float | None]:
-            if config.device_map is None:
-                teacher = model.to(run.accelerator.device)
-            else:
-                folder = (*folders.experts, folders.base)[row]
-                teacher = load_model(folder, folders.kind, config, device_map=config.device_map)
-            reader = SampleReader(teacher, folders.kind, folders.processor, data)
-            answers = answer_data(reader, rows[row], name, config, quiet=run.quiet)
-            model.cpu()
-            return answers
-
-        samples, accuracy = run.once(f"labels-{row}", answer)
-        return Teacher(name, unpack_examples(samples), accuracy, head)
+    config: TrainConfig
+    folders: ModelFolders
+    run: TrainingRun
+    module: PreTrainedModel
+    stored: Mapping[str, tuple[str, ...]]
+    base: Weights
+    experts: list[Weights]
+    teachers: list[Teacher]
 
     @property
-    def names(self) -> list[str]:
-        """Names in memory of the L merged parameters."""
-        return list(self.stored)
+    def backbones(self) -> list[Path]:
+        """Folders for classifiers without heads, the base's first."""
+        names = ["base", *(f"expert-{row}" for row in range(len(self.config.models)))]
+        return [self.run.path / "backbones" / name for name in names]
 
     @cached_property
     def groups(self) -> Tensor:
@@ -240,6 +89,68 @@ class Family:
         keys = [key(name) for name in self.stored]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         return torch.tensor([numbers[key] for key in keys])
+
+    @cached_property
+    def components(self) -> list[Weights] | None:
+        """Components of the experts in the merge that training starts at, and of its refinement.
+
+        None for task vectors. What is on disk already is not computed again.
+
+        Raises:
+            TrainingError: a matrix is too ill-conditioned.
+        """
+        if self.config.options is None:
+            return None
+        with self.run.accelerator.main_process_first():
+            files = self._write_components()
+        return [
+            map_tensors({name: (str(path), str(row)) for name, path in files.items()})
+            for row in range(self._rows)
+        ]
+
+    @property
+    def _rows(self) -> int:
+        """Rows of coefficients."""
+        return len(self.experts) + (self.config.basis == "ace")
+
+    def _write_components(self) -> dict[str, Path]:
+        """Write a file per tensor with its components, and return it by the tensor's name."""
+        target = self.run.state / "components"
+        target.mkdir(parents=True, exist_ok=True)
+        dtype = getattr(torch, self.config.component_dtype)
+        if not self.run.quiet:
+            count = sum(weight.numel() for weight in self.base.values()) * self._rows
+            print(
+                f"components of {len(self.base)} tensors, {self._rows} each, in "
+                f"{self.config.component_dtype}: {count * dtype.itemsize / 1e9:.2f} GB in {target}"
+            )
+        headers = stored_headers(self.folders.base)
+        files = {name: target / f"{row:05d}.safetensors" for row, name in enumerate(self.base)}
+        bar = tqdm(files.items(), "components", unit="tensor", disable=self.run.quiet)
+        for name, path in bar:
+            if not path.exists():
+                parts = [part.to("cpu", dtype, copy=True) for part in self._split(name, headers)]
+                save_tensors(path, {str(row): part.contiguous() for row, part in enumerate(parts)})
+        return files
+
+    def _split(self, name: str, headers: Mapping[str, TensorHeader]) -> list[Tensor]:
+        """Return the components of one parameter.
+
+        mergekit merges what is packed from several tensors on disk as transformers packs it in
+        memory; so that is how the layout is found.
+        """
+        device, basis = self.run.accelerator.device, self.config.basis
+        base, *experts = (weights[name].to(device) for weights in (self.base, *self.experts))
+        shape, stored = tuple(base.shape), self.stored[name]
+        own = name if any(headers[n].shape != shape for n in stored) else stored[0]
+        model, tables = ModelReference.model_validate(self.folders.base), basis == "ace_relative"
+        layout = stored_layout("auto", model, own, len(shape), tables=tables)
+        try:
+            return split_tensor(base, experts, self.config.options, layout)
+        except (IllConditionedError, OverflowError) as error:
+            raise TrainingError(
+                f"{name} cannot be merged by {basis}: {error}. Raise its epsilon"
+            ) from error
 
     def learner_inputs(self) -> LearnerInputs:
         """Measure statistics and depth of each group, or read what was measured before."""
@@ -254,22 +165,146 @@ class Family:
         """Measure the statistics of every group, (K, G, F)."""
         learner = self.config.learner
         # Of weights or task vectors; a refinement has neither, but its component.
-        components = self.components or self.experts
-        described = components
+        described = self.components or self.experts
         if learner.statistics_of == "weights":
-            described = self.experts + components[len(self.experts) :]
+            described = self.experts + described[len(self.experts) :]
         minus_base = self.components is None and learner.statistics_of == "task_vector"
         total = len(described) * len(self.stored)
         bar = tqdm(total=total, desc="statistics", unit="tensor", disable=self.run.quiet)
         rows = []
         for weights in described:
-            parts: list[list[WeightMoments]] = [[] for _ in range(int(self.groups.max()) + 1)]
+            groups: list[list[WeightMoments]] = [[] for _ in range(int(self.groups.max()) + 1)]
             for group, name in zip(self.groups.tolist(), self.stored, strict=True):
                 tensor = weights[name].float()
                 tensor = tensor - self.base[name].float() if minus_base else tensor
-                parts[group].append(measure_moments(tensor, learner.rank))
+                groups[group].append(measure_moments(tensor, learner.rank))
                 bar.update()
-            groups = [combine(part, learner.rank) if len(part) > 1 else part[0] for part in parts]
-            rows.append([features(group, learner.statistics, learner.rank) for group in groups])
+            moments = [combine(g, learner.rank) if len(g) > 1 else g[0] for g in groups]
+            rows.append([features(one, learner.statistics, learner.rank) for one in moments])
         bar.close()
         return torch.tensor(rows, dtype=torch.float64)
+
+
+def load_family(config: TrainConfig, folders: ModelFolders, run: TrainingRun) -> Family:
+    """Load one model after the other, map its weights, and let it answer its data.
+
+    Raises:
+        TrainingError: models do not fit together, or data cannot be used.
+    """
+    module = load_model(folders.base, folders.kind, config)
+    stored = _check_models(config, folders, module)
+    # All of them now: mistakes in them show before the first answer.
+    rows = {
+        row: load_rows(data, config.training.seed)
+        for row, (_, data) in enumerate(config.sources)
+        if run.is_main and not run.file(f"labels-{row}").exists()
+    }
+    base = _map(run, module, stored, folders.base, "base")
+    experts: list[Weights] = []
+    teachers, statistics = [], []
+    for row, folder in enumerate(folders.experts):
+        expert = load_model(folder, folders.kind, config, whole=True)
+        experts.append(_map(run, expert, stored, folder, f"expert-{row}"))
+        _check_difference(config, [base, *experts])
+        if folders.kind.has_heads:
+            save_backbone(expert, run.path / "backbones" / f"expert-{row}", run)
+        statistics.append(running_statistics(expert))
+        teachers.append(_label(config, folders, run, expert, row, rows.get(row)))
+        del expert
+    if folders.kind.has_heads:
+        save_backbone(module, run.path / "backbones" / "base", run)
+    if config.rehearsal is not None:
+        row = len(experts)
+        teachers.append(_label(config, folders, run, module, row, rows.get(row)))
+    # Loaded anew where the dtype differs: `to` would round the buffers of rotary embeddings.
+    if config.device_map is not None or module.dtype != getattr(torch, config.dtype):
+        del module  # before its successor takes memory
+        module = _load_again(config, folders)
+    average_statistics(module, statistics)
+    if config.device_map is None:
+        module.to(run.accelerator.device)
+    return Family(config, folders, run, module, stored, base, experts, teachers)
+
+
+def _check_models(
+    config: TrainConfig, folders: ModelFolders, base: PreTrainedModel
+) -> dict[str, tuple[str, ...]]:
+    """Return the merged parameters with their names on disk, once all models have them."""
+    kind = folders.kind
+    names = merged_parameters(base, kind, config.exclude)
+    stored = stored_names(base, names, folders.base)
+    missing = [name for name, known in stored.items() if not known]
+    if missing:
+        raise TrainingError(
+            f"the base model {folders.base} has no {missing[0]} on disk; leave such tensors "
+            "out by `exclude`, or use the base that the experts come from"
+        )
+    on_disk = {name for names in stored.values() for name in names}
+    check_stored_dtypes(config.base_model, folders.base, on_disk)
+    for expert, path in zip(config.models, folders.experts, strict=True):
+        check_stored_dtypes(expert.model, path, on_disk)
+        skeleton = load_skeleton(path, kind, config)
+        check_expert(skeleton, base, names, kind, expert.model)
+        if kind.has_heads:
+            answers = config.loss == "answers"  # the entropy of a number is 0
+            check_classes(skeleton.config, f"expert {expert.model}", regression=answers)
+    return stored
+
+
+def _map(
+    run: TrainingRun, model: PreTrainedModel, names: Iterable[str], folder: str, copy: str
+) -> Weights:
+    """Map the weights of a model; `copy` names the file of a copy, if one is needed."""
+    with run.accelerator.main_process_first():  # the first one writes the copy
+        weights = map_weights(model, names, folder, run.file(copy))
+    for name, tensor in weights.items():
+        if not is_finite(tensor):
+            raise TrainingError(
+                f"tensor {name} of model {folder} contains NaN or Inf; the checkpoint overflowed "
+                "or is damaged: leave it out"
+            )
+    return weights
+
+
+def _check_difference(config: TrainConfig, weights: Sequence[Weights]) -> None:
+    """Raise unless the last model differs from those before it, the base and experts."""
+    references = [config.base_model, *(expert.model for expert in config.models)]
+    *others, last = weights
+    for other, reference in zip(others, references, strict=False):
+        if all(torch.equal(tensor, other[name]) for name, tensor in last.items()):
+            raise TrainingError(SAME_MODEL % (references[len(others)], reference))
+
+
+def _label(
+    config: TrainConfig, folders: ModelFolders, run: TrainingRun, model: PreTrainedModel, row: int,
+    rows: Mapping[str, Dataset] | None,
+) -> Teacher:  # fmt: skip
+    """Let a teacher answer its data, unless it has; the base has the last number."""
+    name, data = config.sources[row]
+    head = head_modules(model, folders.kind, data, folders.base)
+
+    def answer() -> tuple[dict[str, Tensor], float | None]:
+        if config.device_map is None:
+            teacher = model.to(run.accelerator.device)
+        else:
+            folder = (*folders.experts, folders.base)[row]
+            teacher = load_model(folder, folders.kind, config, device_map=config.device_map)
+        reader = SampleReader(teacher, folders.kind, folders.processor, data)
+        answers = answer_data(reader, rows, name, config, quiet=run.quiet)
+        model.cpu()
+        return answers
+
+    samples, accuracy = run.once(f"labels-{row}", answer)
+    return Teacher(name, unpack_examples(samples), accuracy, head)
+
+
+def _load_again(config: TrainConfig, folders: ModelFolders) -> PreTrainedModel:
+    """Load the base in the dtype of the training, and on its devices."""
+    dtype, device_map = getattr(torch, config.dtype), config.device_map
+    module = load_model(folders.base, folders.kind, config, dtype, device_map=device_map)
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise TrainingError(
+            f"the base model {config.base_model} does not fit into the memory of all GPUs "
+            "together; try dtype: bfloat16"
+        )
+    return module

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,25 +20,35 @@ from mergekit.common import ModelReference
 from torch import Tensor, nn
 
 from mergekit_ace.check.loading import quiet_transformers
+from mergekit_ace.check.models import DEQUANTISE
 from mergekit_ace.files.checkpoints import (
     check_model_folder,
     check_reference,
     find_on_hub,
     weight_files,
 )
+from mergekit_ace.files.headers import read_json
 from mergekit_ace.files.saving import file_states
 from mergekit_ace.naming import is_counter, is_running_statistic
+from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.mapped_weights import rewrite_tensors
-from mergekit_ace.training.state import TrainingError
+from mergekit_ace.training.state import TrainingError, TrainingRun
 from mergekit_ace.training.tasks import (
     ImageClassification,
     ModelKind,
     ZeroShotImageClassification,
     head_names,
+    model_kind,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+SAME_MODEL = (
+    "%s and %s are the same model as far as it is merged; list the base and every expert once, "
+    "with all of its data"
+)
 
 
 class LoadingSettings(Protocol):
@@ -49,6 +60,46 @@ class LoadingSettings(Protocol):
 
 # Files that are downloaded of a model on the Hub.
 _NEEDED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.py", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class ModelFolders:
+    """Folders of all models, and what the models have in common.
+
+    Attributes:
+        processor: tokenizer, or image processor (or None).
+    """
+
+    base: str
+    experts: tuple[str, ...]
+    processor: Any
+    kind: ModelKind
+
+    @classmethod
+    def find(cls, config: TrainConfig, run: TrainingRun) -> ModelFolders:
+        """Find all models before anything is computed.
+
+        Raises:
+            TrainingError: one cannot be found or is quantised, or they have different tokenizers.
+        """
+        kind = model_kind(config.task)
+        references = (config.base_model, *(expert.model for expert in config.models))
+        # The first process downloads, and merges adapters.
+        with run.accelerator.main_process_first():
+            folders = [
+                local_folder(reference, run.path / "adapters", config.trust_remote_code)
+                for reference in references
+            ]
+        places = [os.path.realpath(folder) for folder in folders]
+        for number, (reference, place) in enumerate(zip(references, places, strict=True)):
+            if read_json(Path(place) / "config.json").get("quantization_config"):
+                raise TrainingError(
+                    f"model {reference} is quantised, so it cannot be merged; {DEQUANTISE}"
+                )
+            if place in places[:number]:
+                raise TrainingError(SAME_MODEL % (reference, references[places.index(place)]))
+        processor = load_processor(folders, kind, config)
+        return cls(folders[0], tuple(folders[1:]), processor, kind)
 
 
 def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str:
@@ -278,14 +329,14 @@ def check_classes(config: PreTrainedConfig, reference: str, *, regression: bool 
     )
 
 
-def save_backbone(model: PreTrainedModel, folder: Path) -> None:
-    """Save a classifier without its head, under the names it has in memory; once.
+def save_backbone(model: PreTrainedModel, folder: Path, run: TrainingRun) -> None:
+    """Save a classifier without its head, under the names it has in memory; once, by one process.
 
     mergekit merges checkpoints of one architecture with the same tensors. Classifiers with heads of
     their own are not that, and of some architectures it overlooks the names on disk; backbones
     under these names are.
     """
-    if folder.exists():
+    if folder.exists() or not run.is_main:
         return
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

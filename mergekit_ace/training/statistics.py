@@ -39,9 +39,14 @@ from mergekit_ace.files.statistics import (
 )
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.data import Example, read_rows
-from mergekit_ace.training.family import ModelFolders
 from mergekit_ace.training.mapped_weights import stored_headers, stored_names
-from mergekit_ace.training.models import check_expert, load_model, load_skeleton, merged_parameters
+from mergekit_ace.training.models import (
+    ModelFolders,
+    check_expert,
+    load_model,
+    load_skeleton,
+    merged_parameters,
+)
 from mergekit_ace.training.own_texts import write_own_texts
 from mergekit_ace.training.state import TrainingError, TrainingRun, open_tensors
 from mergekit_ace.training.tasks import head_modules

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labels: every expert, and the base for the rehearsal, answers its own data once (Sec. 3.3)."""
+"""Teachers answer their data once (Sec. 3.3), and how far a merge is from their answers.
+
+Teachers are the experts and, for the rehearsal, the base model.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from mergekit_ace.methods.base import is_finite
-from mergekit_ace.training.config import DataConfig, TrainConfig
+from mergekit_ace.training.config import DataConfig, Labels, TrainConfig
 from mergekit_ace.training.data import Example, Examples, pack_examples
 from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import ModelKind, fit_to_model
@@ -268,3 +272,63 @@ def agreement(given: Tensor, wanted: Tensor) -> float:
     if min(len(given.unique()), len(wanted.unique())) < 2:
         return 0.0
     return float(torch.corrcoef(torch.stack((given, wanted)).double())[0, 1])
+
+
+def collate_labels(samples: Sequence[Example], labels: Labels) -> dict[str, Tensor]:
+    """Lay the labels of some samples end to end, over their P positions.
+
+    Returns:
+        For ``hard`` and ``true`` labels `classes`, (P,); for ``soft`` ones `log_probabilities` and
+        `classes`, (P, k). Of experts that answer with numbers: `numbers`, (P,). In `target`, (P,),
+        what counts as right: the truth where it is known.
+    """
+
+    def gather(name: str) -> Tensor:
+        return torch.cat([sample[name] for sample in samples])
+
+    target = gather("true" if "true" in samples[0] else "hard")
+    if target.is_floating_point():
+        return {"numbers": gather("true" if labels == "true" else "hard"), "target": target}
+    if labels != "soft":
+        return {"classes": gather(labels), "target": target}
+    return {
+        "log_probabilities": gather("soft_values"),
+        "classes": gather("soft_indices"),
+        "target": target,
+    }
+
+
+def summed_loss(logits: Tensor, labels: dict[str, Tensor]) -> Tensor:
+    """Return cross-entropy to hard labels (Eq. 7), or KL from teacher to merge (Eq. 32), summed.
+
+    To numbers it is the square of the distance, which the paper does not treat.
+
+    Args:
+        logits: (P, C).
+        labels: see `collate_labels`. Where only the k likeliest classes of the teacher are known,
+            the rest of both distributions counts as one class more.
+    """
+    logits = logits.float()
+    if "numbers" in labels:
+        return (logits.squeeze(-1) - labels["numbers"]).square().sum()
+    if "log_probabilities" not in labels:
+        return cross_entropy(logits, labels["classes"], reduction="sum")
+    merge = logits.log_softmax(-1).gather(-1, labels["classes"])
+    teacher = labels["log_probabilities"]
+    loss = (teacher.exp() * (teacher - merge)).sum()
+    if labels["classes"].shape[-1] < logits.shape[-1]:
+        teacher_rest, merge_rest = _log_rest(teacher), _log_rest(merge)
+        loss = loss + (teacher_rest.exp() * (teacher_rest - merge_rest)).sum()
+    return loss
+
+
+def summed_entropy(logits: Tensor) -> Tensor:
+    """Return the entropy of the distributions that logits (P, C) stand for, summed, in nats."""
+    logarithms = logits.float().log_softmax(-1)
+    return -(logarithms.exp() * logarithms).sum()
+
+
+def _log_rest(log_probabilities: Tensor) -> Tensor:
+    """Return the logarithm of the probability that the given classes leave, (P,)."""
+    rest = 1 - log_probabilities.exp().sum(-1)
+    return rest.clamp(min=torch.finfo(rest.dtype).eps).log()

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,11 +32,20 @@ from transformers import (
     ViTModel,
 )
 
+from mergekit_ace.files.coefficients import CoefficientFile
 from mergekit_ace.training.config import DistillConfig, TrainConfig
 from mergekit_ace.training.data import Examples, unpack_examples
 from mergekit_ace.training.distill import run_distillation
 from mergekit_ace.training.state import load_checkpoint
+from mergekit_ace.training.train import run_training
 
+RESNET = {
+    "num_channels": 1,
+    "embedding_size": 8,
+    "hidden_sizes": [8, 16],
+    "depths": [1, 1],
+    "layer_type": "basic",
+}
 WORDS = [f"w{n}" for n in range(36)]
 MIXTRAL = {
     "vocab_size": 40,
@@ -71,83 +82,97 @@ def write_rows(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def _save(model, folder: Path) -> str:
+def _save(model: PreTrainedModel, folder: Path, words: PreTrainedTokenizerFast | None) -> str:
     model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    if words is not None:
+        words.save_pretrained(folder)
     return str(folder)
 
 
-def _config(base: str, experts: list[tuple[str, dict]], task: str, **settings) -> dict:
+def _family(
+    folder: Path, task: str, base: PreTrainedModel, experts: list[PreTrainedModel],
+    row: Callable[[random.Random, int], dict], columns: dict,
+    words: PreTrainedTokenizerFast | None, rows: int = 20, **settings,
+) -> dict:  # fmt: skip
+    """A `train.yml` for saved models, each with rows of its own."""
+    members = []
+    for k, expert in enumerate(experts):
+        model = _save(expert, folder / f"expert{k}", words)
+        rng = random.Random(k)
+        path = write_rows(folder / f"data{k}.jsonl", [row(rng, k) for _ in range(rows)])
+        members.append({"model": model, "task": f"task{k}", "data": {"path": path, **columns}})
     return {
-        "base_model": base,
-        "models": [
-            {"model": model, "task": f"task{k}", "data": data}
-            for k, (model, data) in enumerate(experts)
-        ],
+        "base_model": _save(base, folder / "base", words),
+        "models": members,
         "task": task,
         "learner": {"hidden": 8, "activation": "identity"},
         "training": {"epochs": 1, "batch_size": 4, "learning_rate": 0.01},
-        "compare": {"task_arithmetic": [0.3], "direct": False},
         **settings,
     }
 
 
+def _tuned(base: PreTrainedModel, seed: int, count: int = 2, scale: float = 0.1) -> list:
+    return [fine_tuned(base, seed=seed + k, scale=scale) for k in range(count)]
+
+
+def _text_family(folder: Path, base: PreTrainedModel, seed: int, count: int = 2, **more) -> dict:
+    """Decoders on texts."""
+    experts = _tuned(base, seed, count)
+    return _family(
+        folder, "causal-lm", base, experts, lambda rng, _: {"text": sentence(rng)},
+        {"text": "text"}, tokenizer(), **more,
+    )  # fmt: skip
+
+
 def llama_family(folder: Path, experts: int = 2, rows: int = 20, **settings) -> dict:
-    """A `train.yml` for a tiny Llama and experts on texts."""
-    model = tiny_llama()
-    made = []
-    for k in range(experts):
-        path = _save(fine_tuned(model, seed=20 + k, scale=0.1), folder / f"expert{k}")
-        rng = random.Random(k)
-        data = write_rows(folder / f"data{k}.jsonl", [{"text": sentence(rng)} for _ in range(rows)])
-        made.append((path, {"path": data, "text": "text"}))
-    return _config(_save(model, folder / "base"), made, "causal-lm", **settings)
+    return _text_family(folder, tiny_llama(), 20, experts, rows=rows, **settings)
 
 
 def gpt2_family(folder: Path) -> dict:
-    """The texts of `llama_family`; weights are stored (in, out), and the head is tied."""
-    family = llama_family(folder / "llama")
+    """Weights are stored (in, out), and the head is tied."""
     torch.manual_seed(0)
     shape = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    base = GPT2LMHeadModel(GPT2Config(**shape, **dropout, bos_token_id=2, eos_token_id=3))
-    made = []
-    for k, expert in enumerate(family["models"]):
-        tuned = fine_tuned(base, seed=60 + k, scale=0.1)
-        made.append((_save(tuned, folder / f"expert{k}"), expert["data"]))
-    return _config(_save(base, folder / "base"), made, "causal-lm")
+    config = GPT2Config(**shape, **dropout, bos_token_id=2, eos_token_id=3)
+    return _text_family(folder, GPT2LMHeadModel(config), 60)
+
+
+def mixtral_family(folder: Path) -> dict:
+    """A mixture of three experts each, whose matrices are packed in memory only."""
+    torch.manual_seed(0)
+    return _text_family(folder, MixtralForCausalLM(MixtralConfig(**MIXTRAL)), 70)
 
 
 def rehearsed_family(folder: Path) -> dict:
     """The family of `llama_family`, and 20 texts that the merge should answer as the base does."""
-    rng = random.Random(9)
+    config, rng = llama_family(folder), random.Random(9)
     path = write_rows(folder / "general.jsonl", [{"text": sentence(rng)} for _ in range(20)])
-    return llama_family(folder) | {"rehearsal": {"path": path, "text": "text"}}
+    return config | {"rehearsal": {"path": path, "text": "text"}}
+
+
+def _classifiers(kind: type, config: Callable, base: PreTrainedModel, classes: tuple, **tuning):
+    """Classifiers with heads of different size on the weights of one base."""
+    for k, count in enumerate(classes):
+        torch.manual_seed(k)
+        expert = kind(config(num_labels=count))
+        expert.base_model.load_state_dict(base.state_dict())
+        yield fine_tuned(expert, seed=tuning["seed"] + k, scale=tuning["scale"])
 
 
 def bert_family(folder: Path, **settings) -> dict:
     """Text classifiers with heads of different size, on a base without a head."""
-    shape = {
-        "vocab_size": 40,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-        "max_position_embeddings": 32,
-    }
+    config = partial(
+        BertConfig, vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=24, max_position_embeddings=32,
+    )  # fmt: skip
     torch.manual_seed(0)
-    base = BertModel(BertConfig(**shape))
-    made = []
-    for k, classes in enumerate((2, 5)):
-        torch.manual_seed(k)
-        expert = BertForSequenceClassification(BertConfig(**shape, num_labels=classes))
-        expert.bert.load_state_dict(base.state_dict())
-        path = _save(fine_tuned(expert, seed=30 + k, scale=0.1), folder / f"expert{k}")
-        rng = random.Random(k)
-        rows = [{"sentence": sentence(rng), "label": rng.randrange(classes)} for _ in range(20)]
-        data = write_rows(folder / f"data{k}.jsonl", rows)
-        made.append((path, {"path": data, "text": "sentence", "label": "label"}))
-    return _config(_save(base, folder / "base"), made, "sequence-classification", **settings)
+    base, kind = BertModel(config()), BertForSequenceClassification
+    experts = list(_classifiers(kind, config, base, (2, 5), seed=30, scale=0.1))
+    return _family(
+        folder, "sequence-classification", base, experts,
+        lambda rng, k: {"sentence": sentence(rng), "label": rng.randrange((2, 5)[k])},
+        {"text": "sentence", "label": "label"}, tokenizer(), **settings,
+    )  # fmt: skip
 
 
 def regression_family(folder: Path, **settings) -> dict:
@@ -159,36 +184,38 @@ def regression_family(folder: Path, **settings) -> dict:
         path, num_labels=1, ignore_mismatched_sizes=True
     )
     torch.nn.init.normal_(expert.classifier.weight)
-    _save(expert, path)
+    expert.save_pretrained(path)
     return config
+
+
+def pixels(rng: random.Random, _: int = 0) -> dict:
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    return {"pixels": torch.rand(1, 8, 8, generator=generator).tolist()}
 
 
 def vit_family(folder: Path, **settings) -> dict:
     """Image classifiers; on disk their tensors have other names than in memory."""
-    shape = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-        "image_size": 8,
-        "patch_size": 4,
-        "num_channels": 1,
-    }
+    config = partial(
+        ViTConfig, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=24, image_size=8, patch_size=4, num_channels=1,
+    )  # fmt: skip
     torch.manual_seed(0)
-    base = ViTModel(ViTConfig(**shape), add_pooling_layer=False)
-    base.save_pretrained(folder / "base")
-    made = []
-    for k, classes in enumerate((3, 4)):
-        torch.manual_seed(k)
-        expert = ViTForImageClassification(ViTConfig(**shape, num_labels=classes))
-        expert.vit.load_state_dict(base.state_dict())
-        path = folder / f"expert{k}"
-        fine_tuned(expert, seed=40 + k, scale=0.1).save_pretrained(path)
-        generator = torch.Generator().manual_seed(k)
-        rows = [{"pixels": torch.rand(1, 8, 8, generator=generator).tolist()} for _ in range(20)]
-        data = write_rows(folder / f"data{k}.jsonl", rows)
-        made.append((str(path), {"path": data, "image": "pixels"}))
-    return _config(str(folder / "base"), made, "image-classification", **settings)
+    base = ViTModel(config(), add_pooling_layer=False)
+    kind = ViTForImageClassification
+    experts = list(_classifiers(kind, config, base, (3, 4), seed=40, scale=0.1))
+    columns = {"image": "pixels"}
+    return _family(folder, "image-classification", base, experts, pixels, columns, None, **settings)
+
+
+def resnet_family(folder: Path, **settings) -> dict:
+    """Convolutional image classifiers, with BatchNorm and without embeddings."""
+    torch.manual_seed(0)
+    base, kind = ResNetModel(ResNetConfig(**RESNET)), ResNetForImageClassification
+    config = partial(ResNetConfig, **RESNET)
+    tuned = _classifiers(kind, config, base, (3, 4), seed=80, scale=0.05)
+    experts = [seen_batches(expert, seed=80 + k) for k, expert in enumerate(tuned)]
+    columns = {"image": "pixels"}
+    return _family(folder, "image-classification", base, experts, pixels, columns, None, **settings)
 
 
 def t5_family(folder: Path, completion: str | None, **settings) -> dict:
@@ -196,29 +223,16 @@ def t5_family(folder: Path, completion: str | None, **settings) -> dict:
     torch.manual_seed(0)
     base = T5ForConditionalGeneration(
         T5Config(
-            vocab_size=40,
-            d_model=16,
-            d_kv=8,
-            d_ff=24,
+            vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2,
             feed_forward_proj="gated-gelu",  # the T5 that mergekit knows
-            tie_word_embeddings=False,
-            num_layers=2,
-            num_heads=2,
-            decoder_start_token_id=0,
-            pad_token_id=0,
-            eos_token_id=3,
+            tie_word_embeddings=False, decoder_start_token_id=0, pad_token_id=0, eos_token_id=3,
         )
-    )
-    made = []
-    folder.mkdir()
-    for k in range(2):
-        expert = fine_tuned(base, seed=50 + k, scale=0.1)
-        rng = random.Random(k)
-        rows = [{"q": sentence(rng), "a": sentence(rng)} for _ in range(20)]
-        data = write_rows(folder / f"data{k}.jsonl", rows)
-        columns = {"prompt": "q", "completion": completion, "max_new_tokens": 5}
-        made.append((_save(expert, folder / f"expert{k}"), {"path": data, **columns}))
-    return _config(_save(base, folder / "base"), made, "seq2seq-lm", **settings)
+    )  # fmt: skip
+    return _family(
+        folder, "seq2seq-lm", base, _tuned(base, 50),
+        lambda rng, _: {"q": sentence(rng), "a": sentence(rng)},
+        {"prompt": "q", "completion": completion, "max_new_tokens": 5}, tokenizer(), **settings,
+    )  # fmt: skip
 
 
 def masked_family(folder: Path, kind: type[PreTrainedModel], **settings) -> dict:
@@ -227,64 +241,15 @@ def masked_family(folder: Path, kind: type[PreTrainedModel], **settings) -> dict
     torch.manual_seed(0)
     base = kind(
         kind.config_class(
-            vocab_size=len(words),
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=24,
-            max_position_embeddings=32,
-            pad_token_id=words.pad_token_id,
+            vocab_size=len(words), hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+            intermediate_size=24, max_position_embeddings=32, pad_token_id=words.pad_token_id,
         )
-    )
-    made = []
-    for k, model in enumerate([base, *(fine_tuned(base, seed=60 + n, scale=0.1) for n in (0, 1))]):
-        path = folder / ("base" if k == 0 else f"expert{k - 1}")
-        model.save_pretrained(path)
-        words.save_pretrained(path)
-        rng = random.Random(k)
-        rows = [{"t": f"{sentence(rng)} <mask> {sentence(rng)}"} for _ in range(20)]
-        data = write_rows(folder / f"data{k}.jsonl", rows)
-        made.append((str(path), {"path": data, "text": "t"}))
-    return _config(made[0][0], made[1:], "masked-lm", **settings)
-
-
-def mixtral_family(folder: Path) -> dict:
-    """A mixture of three experts each, whose matrices are packed in memory only."""
-    family = llama_family(folder / "llama")
-    torch.manual_seed(0)
-    base = MixtralForCausalLM(MixtralConfig(**MIXTRAL))
-    made = []
-    for k, expert in enumerate(family["models"]):
-        tuned = fine_tuned(base, seed=70 + k, scale=0.1)
-        made.append((_save(tuned, folder / f"expert{k}"), expert["data"]))
-    return _config(_save(base, folder / "base"), made, "causal-lm")
-
-
-RESNET = {
-    "num_channels": 1,
-    "embedding_size": 8,
-    "hidden_sizes": [8, 16],
-    "depths": [1, 1],
-    "layer_type": "basic",
-}
-
-
-def resnet_family(folder: Path, **settings) -> dict:
-    """Convolutional image classifiers, with BatchNorm and without embeddings."""
-    torch.manual_seed(0)
-    base = ResNetModel(ResNetConfig(**RESNET))
-    base.save_pretrained(folder / "base")
-    made = []
-    for k, classes in enumerate((3, 4)):
-        expert = ResNetForImageClassification(ResNetConfig(**RESNET, num_labels=classes))
-        expert.resnet.load_state_dict(base.state_dict())
-        path = folder / f"expert{k}"
-        seen_batches(fine_tuned(expert, seed=80 + k, scale=0.05), seed=80 + k).save_pretrained(path)
-        generator = torch.Generator().manual_seed(k)
-        rows = [{"pixels": torch.rand(1, 8, 8, generator=generator).tolist()} for _ in range(20)]
-        data = write_rows(folder / f"data{k}.jsonl", rows)
-        made.append((str(path), {"path": data, "image": "pixels"}))
-    return _config(str(folder / "base"), made, "image-classification", **settings)
+    )  # fmt: skip
+    return _family(
+        folder, "masked-lm", base, _tuned(base, 60),
+        lambda rng, _: {"t": f"{sentence(rng)} <mask> {sentence(rng)}"}, {"text": "t"}, words,
+        **settings,
+    )  # fmt: skip
 
 
 def image_distillation(folder: Path) -> tuple[dict, dict]:
@@ -295,9 +260,9 @@ def image_distillation(folder: Path) -> tuple[dict, dict]:
         ResNetConfig(**RESNET, num_labels=5, id2label={n: f"kind {n}" for n in range(5)})
     )
     teacher.save_pretrained(folder / "teacher")
-    generator = torch.Generator().manual_seed(9)
-    rows = [{"pixels": torch.rand(1, 8, 8, generator=generator).tolist()} for _ in range(40)]
-    data = {"path": write_rows(folder / "more.jsonl", rows), "image": "pixels"}
+    rng = random.Random(9)
+    path = write_rows(folder / "more.jsonl", [pixels(rng) for _ in range(40)])
+    data = {"path": path, "image": "pixels"}
     return family, {
         "teacher": str(folder / "teacher"),
         "student": family["base_model"],
@@ -305,6 +270,19 @@ def image_distillation(folder: Path) -> tuple[dict, dict]:
         "data": data,
         "training": {"epochs": 6, "batch_size": 8, "learning_rate": 0.003},
     }
+
+
+def train(config: dict, out: Path, **options) -> CoefficientFile:
+    return run_training(parsed(config), out, quiet=True, **options)
+
+
+def log_of(out: Path) -> list[dict]:
+    """What `training.jsonl` says, a line per step and evaluation."""
+    return [json.loads(line) for line in (out / "training.jsonl").read_text().splitlines()]
+
+
+def changed(config: dict, **training) -> dict:
+    return {**config, "training": {**config["training"], **training}}
 
 
 def parsed(config: dict) -> TrainConfig:

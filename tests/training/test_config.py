@@ -30,7 +30,7 @@ def test_the_defaults_are_the_paper_s():
     assert (training.scheduler.step, training.scheduler.gamma) == (100, 0.1)
     assert config.labels_of(config.models[0].data) == "hard"
     assert config.granularity == "tensor"
-    assert (config.learner.network, config.learner.layers, config.learner.rank) == ("mlp", 2, 3)
+    assert (config.learner.layers, config.learner.rank) == (2, 3)
     assert [expert.task for expert in config.models] == ["org/math", "org/code"]
 
 
@@ -67,8 +67,12 @@ WRONG = [
     ("loss", "margin", "answers"),
     ("labels", "true", "needs the `completion` column of org/math"),
     ("learner.hidden", 3, "greater than or equal to 4"),
-    ("expert_storage", "cloud", "disk"),
+    ("expert_storage", "disk", "`expert_storage` no longer exists; leave it out"),
+    ("compare", {}, "`compare` no longer exists; leave it out"),
+    ("basis", "ties", "basis: ties no longer exists"),
+    ("learner.network", "transformer", "`network` no longer exists"),
     ("device_map", "cpu", "auto"),
+    ("ace", {"epsilon": 1.0}, "parameters of ace, but basis"),
 ]
 
 
@@ -103,10 +107,25 @@ def test_the_entropy_takes_no_answers():
         TrainConfig.model_validate(rehearsed)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ace": {"scale": 2.0}}, "scale cannot be chosen"),
+        ({"learner": {"activation": "softmax"}}, "softmax"),
+        ({"ace": {"epsilom": 1.0}}, "epsilom"),
+    ],
+)
+def test_what_is_wrong_about_components_is_said(change, message):
+    with pytest.raises(ValidationError, match=message):
+        TrainConfig.model_validate({**GOOD, "basis": "ace", **change})
+
+
 def test_coefficients_start_where_the_basis_says():
-    starts = {"task_vector": 0.3, "ties": 0.3, "ace": 1.0, "ace_relative": 1.0}
+    starts = {"task_vector": 0.3, "ace": 1.0, "ace_relative": 1.0}
     for basis, start in starts.items():
         assert TrainConfig.model_validate(changed("basis", basis)).learner.initial == start
+    chosen = {**GOOD, "basis": "ace", "learner": {"initial": 0.9}}
+    assert TrainConfig.model_validate(chosen).learner.initial == 0.9
 
 
 def test_a_device_map_is_for_language_models():

@@ -67,16 +67,6 @@ def test_the_seed_decides_and_nothing_is_written_beside_the_data(tmp_path):
     assert sorted(path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("name", ["a[1]", "b::c"])
-def test_folders_that_datasets_takes_for_patterns(tmp_path, name):
-    (tmp_path / name).mkdir()
-    path = write_rows(tmp_path / name / "d.jsonl", ROWS)
-    places = [path, tmp_path / name] if "::" in name else [tmp_path / name]
-    for place in places:
-        with pytest.raises(TrainingError, match="in a path for patterns: rename the folder"):
-            load_rows(config(place), 0)
-
-
 @pytest.mark.parametrize("kind", ["json", "csv", "parquet", "txt", "folder"])
 def test_files_of_every_kind(tmp_path, kind):
     path = tmp_path / f"d.{kind}"

@@ -15,15 +15,16 @@ from torch.func import functional_call
 
 from mergekit_ace.learner import Learner, LearnerConfig, features, measure_moments
 from mergekit_ace.naming import block_of
+from mergekit_ace.training import merged as merged_module
 from mergekit_ace.training.merged import MergedModel
 
 EXPERTS = 3
 
 
-@pytest.fixture(params=["kept", "in blocks"])
-def sizes(request) -> dict[str, int]:
-    """Task vectors of small tensors are kept; here all tensors are small."""
-    return {} if request.param == "kept" else {"small": 0, "block": 100}
+@pytest.fixture(autouse=True, params=[100, 2**18])
+def block(request, monkeypatch) -> None:
+    """Tensors are read in blocks of so many entries."""
+    monkeypatch.setattr(merged_module, "BLOCK", request.param)
 
 
 class Family:
@@ -55,15 +56,9 @@ class Family:
         ]
         return torch.tensor(rows, dtype=torch.float64)
 
-    def merged(self, sizes: dict[str, int], storage: str = "disk") -> MergedModel:
-        return MergedModel(
-            copy.deepcopy(self.base),
-            weights(self.base),
-            [weights(expert) for expert in self.experts],
-            self.names,
-            storage,
-            **sizes,
-        )
+    def merged(self) -> MergedModel:
+        experts = [weights(expert) for expert in self.experts]
+        return MergedModel(copy.deepcopy(self.base), weights(self.base), experts, self.names)
 
     def loss(self, model, parameters: dict[str, Tensor] | None = None) -> Tensor:
         inputs = {"input_ids": self.ids, "labels": self.ids}
@@ -99,7 +94,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     granularity=["tensor", "block", "task"],
     kind=["shared", "concatenated", "direct"],
 )
-def test_the_gradient_of_the_learner_is_that_of_autograd(granularity, activation, kind, sizes):
+def test_the_gradient_of_the_learner_is_that_of_autograd(granularity, activation, kind):
     family = Family(granularity)
     config = LearnerConfig(input=kind, hidden=16, activation=activation)
     statistics = family.statistics(config)
@@ -115,7 +110,7 @@ def test_the_gradient_of_the_learner_is_that_of_autograd(granularity, activation
     expected = [parameter.grad.clone() for parameter in learner.parameters()]
 
     learner.zero_grad()
-    merged = family.merged(sizes)
+    merged = family.merged()
     coefficients = learner(statistics, depths)
     merged.write(coefficients[:, family.groups])
     family.loss(merged.module).backward()
@@ -127,15 +122,14 @@ def test_the_gradient_of_the_learner_is_that_of_autograd(granularity, activation
         assert (parameter.grad - truth).norm() <= 1e-5 * max(t.norm() for t in expected)
 
 
-@pytest.mark.parametrize("storage", ["disk", "cpu", "device"])
-def test_products_are_the_gradient_wherever_the_experts_lie(storage, sizes):
+def test_products_are_the_gradient():
     family = Family("tensor", tie_word_embeddings=True)  # one parameter with two gradients
     coefficients = torch.randn(
         EXPERTS, len(family.names), generator=torch.Generator().manual_seed(1)
     )
     coefficients = (0.3 * coefficients).double().requires_grad_(True)
     naive_gradients(family, coefficients).backward()
-    merged = family.merged(sizes, storage)
+    merged = family.merged()
     merged.write(coefficients)
     for _ in range(2):  # backward passes add up
         family.loss(merged.module).backward()
@@ -145,13 +139,11 @@ def test_products_are_the_gradient_wherever_the_experts_lie(storage, sizes):
     assert not merged.products.any()
 
 
-def test_experts_of_different_dtypes(sizes):
+def test_experts_of_different_dtypes():
     family = Family("tensor")
     rounded = {name: tensor.bfloat16() for name, tensor in weights(family.experts[1]).items()}
     mixed = [weights(family.experts[0]), rounded]
-    merged = MergedModel(
-        copy.deepcopy(family.base), weights(family.base), mixed, family.names, **sizes
-    )
+    merged = MergedModel(copy.deepcopy(family.base), weights(family.base), mixed, family.names)
     merged.write(torch.full((2, len(family.names)), 0.5))
     for name in family.names:
         parts = [weights(family.base)[name].double(), *(e[name].double() for e in mixed)]
@@ -159,15 +151,14 @@ def test_experts_of_different_dtypes(sizes):
         assert relative_error(weights(merged.module)[name], expected) <= 1e-6
 
 
-def test_gradients_are_freed_and_nothing_else_moves(sizes):
+def test_gradients_are_freed_and_nothing_else_moves():
     family = Family("tensor")
     frozen = "model.norm.weight"
     names = [name for name in family.names if name != frozen]
     before = [{n: t.clone() for n, t in weights(m).items()} for m in (family.base, *family.experts)]
     module = copy.deepcopy(family.base)
-    merged = MergedModel(
-        module, weights(family.base), [weights(e) for e in family.experts], names, **sizes
-    )
+    experts = [weights(expert) for expert in family.experts]
+    merged = MergedModel(module, weights(family.base), experts, names)
     merged.write(torch.full((EXPERTS, len(names)), 0.5))
     family.loss(module).backward()
     merged.collect()
@@ -178,37 +169,20 @@ def test_gradients_are_freed_and_nothing_else_moves(sizes):
         assert all(torch.equal(tensor, known[name]) for name, tensor in weights(model).items())
 
 
-def test_zero_coefficients_write_the_base_bit_for_bit(sizes):
+def test_zero_coefficients_write_the_base_bit_for_bit():
     family = Family("tensor")
-    merged = family.merged(sizes)
+    merged = family.merged()
     merged.write(torch.ones(EXPERTS, len(family.names)))
     merged.write(torch.zeros(EXPERTS, len(family.names)))
     assert all(torch.equal(t, weights(family.base)[n]) for n, t in weights(merged.module).items())
 
 
-def test_the_written_merge_is_the_formula(sizes):
-    family = Family("tensor")
-    coefficients = torch.randn(
-        EXPERTS, len(family.names), generator=torch.Generator().manual_seed(2)
-    )
-    merged = family.merged(sizes)
-    merged.write(coefficients)
-    for column, name in enumerate(family.names):
-        origin = weights(family.base)[name].double()
-        expected = origin + sum(
-            coefficients[k, column].double() * (weights(e)[name].double() - origin)
-            for k, e in enumerate(family.experts)
-        )
-        assert relative_error(weights(merged.module)[name], expected) <= 1e-6
-
-
-@pytest.mark.parametrize("small", [0, 2**14])
-def test_the_base_in_another_precision_counts_as_in_the_method(rng, small):
+def test_the_base_in_another_precision_counts_as_in_the_method(rng):
     base = nn.Linear(64, 48, bias=False)
     origin = base.weight.detach().clone()
     versions = [origin + 0.01 * torch.randn(48, 64, generator=rng), origin.bfloat16()]
     experts = [{"weight": version} for version in versions]
-    merged = MergedModel(base, {"weight": origin}, experts, ["weight"], small=small)
+    merged = MergedModel(base, {"weight": origin}, experts, ["weight"])
     given = [0.5, 2.0]
     merged.write(torch.tensor(given)[:, None])
     wide = [version.float() for version in versions]

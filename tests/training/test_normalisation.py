@@ -18,7 +18,7 @@ from mergekit_ace.training.models import (
     running_statistics,
     write_statistics_of_batches,
 )
-from mergekit_ace.training.run import run_training
+from mergekit_ace.training.train import run_training
 
 
 def resnet(seed: int = 0) -> ResNetModel:

@@ -1,16 +1,247 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classifiers: wrong labels and images, padding, texts that are too long."""
+"""What is supervised, and that padding and batching change nothing."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from checkpoints import tiny_llama
 from families import tokenizer
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForSequenceClassification
 
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import model_kind
+
+CHAT = (
+    "{% for m in messages %}{{ m.role[0] and '<s> ' }}{{ m.content }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}<s> {% endif %}"
+)
+
+
+@pytest.fixture
+def words():
+    return tokenizer()
+
+
+def supervised(example, words) -> str:
+    chosen = example["input_ids"][example["supervised"]]
+    return " ".join(words.convert_ids_to_tokens(chosen.tolist()))
+
+
+def encode(row, words, task="causal-lm", **columns):
+    return model_kind(task).encode(row, DataConfig(path="d", **columns), words)
+
+
+def test_every_token_of_a_text_but_the_first(words):
+    example = encode({"t": "w1 w2 w3"}, words, text="t")
+    assert supervised(example, words) == "w2 w3"
+    assert example["true"].tolist() == example["input_ids"][1:].tolist()
+
+
+def test_a_completion_and_its_end(words):
+    row = {"q": "w1 w2", "a": "w3 w4"}
+    assert supervised(encode(row, words, prompt="q", completion="a"), words) == "w3 w4 </s>"
+    open_one = encode(row, words, prompt="q")
+    assert not open_one["supervised"].any()
+    assert "true" not in open_one
+
+
+def test_the_last_answer_of_a_chat(words):
+    words.chat_template = CHAT
+    chat = [
+        {"role": "user", "content": "w1"},
+        {"role": "assistant", "content": "w2"},
+        {"role": "user", "content": "w3"},
+        {"role": "assistant", "content": "w4 w5"},
+    ]
+    example = encode({"m": chat}, words, messages="m")
+    assert (
+        supervised(example, words).split() == ["w4", "w5", "</s>"]
+        or supervised(example, words) == "w4 w5</s>"
+    )
+    assert "true" not in encode({"m": chat[:-1]}, words, messages="m")
+
+
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<s> {% generation %}{{ m.content }} "
+    "</s>{% endgeneration %} {% else %}<s> {{ m.content }} </s> {% endif %}{% endfor %}"
+)
+
+
+TALK = [
+    {"role": "user", "content": "w1"},
+    {"role": "assistant", "content": "w2 w3"},
+    {"role": "user", "content": "w4"},
+    {"role": "assistant", "content": "w5"},
+]
+
+
+def test_all_answers_of_a_chat_whose_template_marks_them(words):
+    words.chat_template = MARKED
+    example = encode({"m": TALK}, words, messages="m")
+    assert supervised(example, words) == "w2 w3 </s> w5 </s>"
+    assert example["true"].tolist() == example["input_ids"][example["supervised"]].tolist()
+    cut = encode({"m": TALK}, words, messages="m", max_length=7)
+    assert supervised(cut, words) == "w2 w3 </s>"
+    # a last question is for the expert to answer, and its answer alone is supervised
+    assert "true" not in encode({"m": TALK[:3]}, words, messages="m")
+
+
+def test_the_last_answer_where_the_marks_are_around_nothing(words):
+    words.chat_template = CHAT + "{% generation %}{% endgeneration %}"
+    assert supervised(encode({"m": TALK}, words, messages="m"), words) == "w5 </s>"
+
+
+def test_a_role_that_the_template_knows(words):
+    words.chat_template = (
+        "{% for m in messages if m['role'] != 'ipython' %}{{ m['content'] }} {% endfor %}"
+    )
+    talk = [{"role": "ipython", "content": "w9"}, {"role": "user", "content": "w1"}]
+    assert (
+        encode({"m": talk}, words, messages="m")["input_ids"].tolist() == words("w1")["input_ids"]
+    )
+    talk[0]["role"] = "gpt"
+    with pytest.raises(TrainingError, match="a message of the role 'gpt'; roles are system"):
+        encode({"m": talk}, words, messages="m")
+
+
+def test_an_answer_without_text(words):
+    """A template that writes it behind the question is enough; else the answer is written plain."""
+    called = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    chat = {"m": [TALK[0], called]}
+    words.chat_template = CHAT
+    assert supervised(encode(chat, words, messages="m"), words)
+    words.chat_template = "{% for m in messages %}w{{ loop.length }} {{ m.content }} {% endfor %}"
+    with pytest.raises(TrainingError, match="column m has an answer without text, which"):
+        encode(chat, words, messages="m")
+
+
+def test_a_chat_without_a_template(words):
+    with pytest.raises(TrainingError, match="no chat template"):
+        encode({"m": [{"role": "user", "content": "w1"}]}, words, messages="m")
+
+
+def test_what_is_too_long_is_cut_or_left_out(words):
+    row = {"t": "w1 w2 w3 w4", "q": "w1 w2 w3", "a": "w4 w5"}
+    assert supervised(encode(row, words, text="t", max_length=3), words) == "w2 w3"
+    assert encode(row, words, prompt="q", completion="a", max_length=3) is None
+    cut = encode(row, words, prompt="q", completion="a", max_length=4)
+    assert supervised(cut, words) == "w4"
+    assert encode({"t": "w1"}, words, text="t") is None, "nothing to predict"
+
+
+def test_columns_that_hold_no_text(words):
+    with pytest.raises(TrainingError, match=r"column t holds None instead of text"):
+        encode({"t": None}, words, text="t")
+
+
+def test_logits_of_a_padded_batch_are_those_of_each_alone(words):
+    model, kind = tiny_llama(), model_kind("causal-lm")
+    rows = [{"t": "w1 w2 w3 w4 w5"}, {"t": "w6 w7"}, {"t": "w8 w9 w10"}]
+    examples = [encode(row, words, text="t") for row in rows]
+    with torch.no_grad():
+        together = kind.logits(model, kind.collate(examples))
+        alone = torch.cat([kind.logits(model, kind.collate([e])) for e in examples])
+        naive = torch.cat([model(input_ids=e["input_ids"][None]).logits[0, :-1] for e in examples])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(alone, naive, rtol=1e-4, atol=1e-5)
+
+
+def test_an_expert_writes_what_it_would_write_alone(words):
+    model, kind = tiny_llama(), model_kind("causal-lm")
+    data = DataConfig(path="d", prompt="q", max_new_tokens=6)
+    samples = [kind.encode({"q": q}, data, words) for q in ("w1 w2 w3 w4", "w5")]
+    for sample, done in zip(samples, kind.complete(model, samples, data, words), strict=True):
+        ids = sample["input_ids"].tolist()
+        for _ in range(6):  # greedily, by hand
+            with torch.no_grad():
+                ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == model.generation_config.eos_token_id:
+                break
+        assert done["input_ids"].tolist() == ids
+        assert int(done["supervised"].sum()) == len(ids) - len(sample["input_ids"])
+
+
+MASKED = model_kind("masked-lm")
+
+
+LONG = " ".join(f"w{n}" for n in range(20))
+
+
+@pytest.fixture
+def masker():
+    return tokenizer(mask_token="<mask>")
+
+
+def encode_masked(text: str, masker, **settings):
+    return MASKED.encode({"t": text}, DataConfig(path="d", text="t", **settings), masker)
+
+
+def test_masks_in_the_text_are_what_is_asked(masker):
+    example = encode_masked("w1 <mask> w3 <mask>", masker)
+    assert example["supervised"].tolist() == [False, True, False, True]
+    assert example["input_ids"].tolist() == masker("w1 <mask> w3 <mask>")["input_ids"]
+    assert "true" not in example, "nobody knows what stood there"
+
+
+def test_of_a_text_without_masks_some_tokens_are_masked(masker):
+    plain = torch.tensor(masker(LONG)["input_ids"])
+    example = encode_masked(LONG, masker)
+    asked = example["supervised"]
+    assert int(asked.sum()) == 3, "15 % of 20"
+    assert torch.equal(example["true"], plain[asked])
+    assert (example["input_ids"][asked] == masker.mask_token_id).all()
+    assert torch.equal(example["input_ids"][~asked], plain[~asked])
+    assert torch.equal(encode_masked(LONG, masker)["supervised"], asked), "always the same ones"
+    others = [encode_masked(f"{LONG} w{n}", masker)["supervised"][:20] for n in range(20, 30)]
+    assert any(not torch.equal(other, asked) for other in others)
+    counts = torch.stack(others).sum(0)
+    assert (counts > 0).sum() > 8, "anywhere in the text"
+
+
+def test_how_many_are_masked(masker):
+    assert int(encode_masked(LONG, masker, masking_rate=0.5)["supervised"].sum()) == 10
+    assert encode_masked(LONG, masker, masking_rate=1)["supervised"].all()
+    assert int(encode_masked("w1", masker)["supervised"].sum()) == 1
+    for rate in (0, 1.5):
+        with pytest.raises(ValueError, match="masking_rate"):
+            DataConfig(path="d", text="t", masking_rate=rate)
+
+
+def test_special_tokens_are_never_masked(masker):
+    example = encode_masked(f"<s> {LONG} </s>", masker, masking_rate=1)
+    assert example["supervised"].tolist() == [False] + [True] * 20 + [False]
+    assert encode_masked("<s> </s>", masker) is None, "nothing is left to mask"
+    assert encode_masked("", masker) is None
+
+
+def test_long_texts_are_cut(masker):
+    assert encode_masked(LONG, masker, max_length=5)["input_ids"].shape == (5,)
+    masker.model_max_length = 4
+    assert encode_masked(LONG, masker)["input_ids"].shape == (4,)
+
+
+def test_a_tokenizer_without_a_mask():
+    with pytest.raises(TrainingError, match="a tokenizer that has a mask token"):
+        encode_masked("w1 w2", tokenizer())
+
+
+def test_logits_at_masks_of_a_padded_batch_are_those_of_each_alone(masker):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=len(masker), intermediate_size=24, **shape)
+    model = BertForMaskedLM(config).eval()
+    examples = [
+        encode_masked(text, masker) for text in ("w1 <mask> w3 w4 <mask>", "<mask> w2", LONG)
+    ]
+    with torch.no_grad():
+        together = MASKED.logits(model, MASKED.collate(examples))
+        naive = torch.cat(
+            [model(input_ids=e["input_ids"][None]).logits[0][e["supervised"]] for e in examples]
+        )
+    assert len(together) == 2 + 1 + 3
+    torch.testing.assert_close(together, naive, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("pad", [None, 0, 5])
@@ -41,30 +272,8 @@ def test_a_padded_batch_is_answered_like_each_alone(pad):
     assert model.config.pad_token_id == pad
 
 
-def test_texts_are_cut_to_what_the_model_can_read():
-    words = tokenizer()
-    words.model_max_length = 4
-    data = DataConfig(path="d", text="t")
-    sample = model_kind("sequence-classification").encode({"t": "w1 " * 9}, data, words)
-    assert len(sample["input_ids"]) == 4
-
-
-@pytest.fixture
-def words():
-    return tokenizer()
-
-
-def encode(row, words, task="causal-lm", **columns):
-    return model_kind(task).encode(row, DataConfig(path="d", **columns), words)
-
-
 @pytest.mark.parametrize("label", ["cat", True, None])
 def test_labels_that_are_no_classes(words, label):
     row = {"t": "w1 w2", "l": label}
     with pytest.raises(TrainingError, match="labels are the numbers of the classes"):
         encode(row, words, "sequence-classification", text="t", label="l")
-
-
-def test_pixels_of_another_shape():
-    with pytest.raises(TrainingError, match="arrays with 2 axes"):
-        encode({"x": [[1.0, 2.0]]}, None, "image-classification", image="x")

@@ -16,9 +16,9 @@ from torch.nn.functional import normalize
 from transformers import CLIPConfig, CLIPModel, CLIPVisionModel, CLIPVisionModelWithProjection
 
 from mergekit_ace.training import statistics
-from mergekit_ace.training.run import run_training
 from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import zero_shot_head
+from mergekit_ace.training.train import run_training
 
 SMALL = {
     "hidden_size": 16,
@@ -55,7 +55,6 @@ def clip_family(folder: Path, **settings) -> dict:
         "task": "zero-shot-image-classification",
         "learner": {"input": "direct"},
         "training": {"epochs": 2, "batch_size": 4, "learning_rate": 0.1},
-        "compare": {"task_arithmetic": [0.3]},
         **settings,
     }
 

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that were killed, folders of other runs, and several processes."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import debug_launcher
+from accelerate.state import AcceleratorState
+from checkpoints import fine_tuned
+from families import changed, distil, image_distillation, llama_family, record, train
+from measured_files import measure
+from transformers import AutoModelForCausalLM
+
+from mergekit_ace.cli import main
+from mergekit_ace.files.coefficients import CoefficientFile
+from mergekit_ace.training import family as family_module
+from mergekit_ace.training import results as results_module
+from mergekit_ace.training import teachers as teachers_module
+from mergekit_ace.training.state import TrainingError, TrainingRun, save_checkpoint
+from mergekit_ace.training.train import Objective
+
+
+class Killed(BaseException):
+    """Like a signal: nothing in the package catches it."""
+
+
+def killed_after(monkeypatch, owner, name: str, calls: int) -> None:
+    original = getattr(owner, name)
+    left = [calls]
+
+    def dying(*args, **options):
+        if left[0] == 0:
+            raise Killed
+        left[0] -= 1
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, name, dying)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> dict:
+    return llama_family(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(llama, tmp_path_factory) -> tuple[dict, Path, CoefficientFile]:
+    """A training, its folder, and what came out."""
+    config = changed(llama, checkpoint_every=3, epochs=3)
+    out = tmp_path_factory.mktemp("whole") / "out"
+    return config, out, train(config, out)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "calls"),
+    [
+        (teachers_module, "label_batch", 7),  # in the labels of the second expert
+        (family_module, "measure_moments", 5),  # in the statistics
+        (Objective, "gradient", 1),  # before the first checkpoint
+        (Objective, "gradient", 5),  # after one
+        (Objective, "score", 2),  # in an evaluation
+        (results_module, "merge_config", 0),  # while the results are written
+    ],
+)
+def test_a_killed_run_goes_on_to_the_same_coefficients(
+    uninterrupted, tmp_path, monkeypatch, owner, name, calls
+):
+    config, out, whole = uninterrupted
+    killed = tmp_path / "killed"
+    with monkeypatch.context() as patch:
+        killed_after(patch, owner, name, calls)
+        with pytest.raises(Killed):
+            train(config, killed)
+    assert not (killed / "coefficients.safetensors").exists()
+    if owner is Objective:  # what is known is not asked for again
+        monkeypatch.delattr(teachers_module, "label_batch")
+        monkeypatch.delattr(family_module, "measure_moments")
+    resumed = train(config, killed)
+    assert torch.equal(resumed.coefficients, whole.coefficients)
+    assert resumed.contents == whole.contents
+    for file in ("training.jsonl", "scores.md"):
+        assert (killed / file).read_bytes() == (out / file).read_bytes()
+
+
+def test_labels_that_are_damaged_are_named(llama, tmp_path):
+    train(llama, tmp_path / "out")
+    labels = tmp_path / "out" / "state" / "labels-0.safetensors"
+    labels.write_bytes(labels.read_bytes()[:-9])
+    with pytest.raises(TrainingError, match=r"labels-0.safetensors is damaged .*; delete it to"):
+        train(llama, tmp_path / "out")
+    labels.unlink()
+    train(llama, tmp_path / "out")
+
+
+def test_another_run_s_folder_is_refused_unless_overwritten(llama, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    first = train(llama, out)
+    other = changed(llama, learning_rate=0.02)
+    with pytest.raises(TrainingError, match=r"another run; changed .*config\.training\.learning"):
+        train(other, out)
+    assert torch.equal(train(changed(llama, checkpoint_every=7), out).coefficients,
+                       first.coefficients)  # fmt: skip
+    with monkeypatch.context() as patch:
+        killed_after(patch, Objective, "gradient", 0)
+        with pytest.raises(Killed):
+            train(other, out, overwrite=True)
+    for name in ("coefficients.safetensors", "merge.yml"):
+        assert not (out / name).exists(), "it would look complete"
+    assert not torch.equal(train(other, out).coefficients, first.coefficients)
+
+
+def add_text(config: dict) -> None:
+    path = Path(config["models"][0]["data"]["path"])
+    path.write_text(path.read_text() + json.dumps({"text": "w1 w2 w3"}) + "\n")
+
+
+def tune_expert(config: dict) -> None:
+    folder = config["models"][0]["model"]
+    fine_tuned(AutoModelForCausalLM.from_pretrained(folder), seed=99).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(("change", "file"), [(add_text, "data0"), (tune_expert, "expert0")])
+def test_changed_inputs_are_another_run(tmp_path, change, file):
+    config = changed(llama_family(tmp_path / "family"), max_steps=1)
+    train(config, tmp_path / "out")
+    change(config)
+    with pytest.raises(TrainingError, match=rf"changed since then: files\..*{file}"):
+        train(config, tmp_path / "out")
+
+
+def test_a_mistake_that_is_mended_needs_no_other_folder(llama, tmp_path):
+    """Nothing was computed before the run found it, so nothing is lost."""
+    with pytest.raises(TrainingError, match="part of no name"):
+        train({**llama, "exclude": ["no such"]}, tmp_path / "out")
+    train(llama, tmp_path / "out")
+    assert (tmp_path / "out" / "coefficients.safetensors").exists()
+
+
+def test_two_runs_into_one_folder(tmp_path):
+    out = tmp_path / "out"
+    family, distillation = image_distillation(tmp_path)
+    with TrainingRun.start(out):
+        for start, config in ((train, family), (distil, distillation), (measure, family)):
+            with pytest.raises(TrainingError, match=f"another run is writing to {out}; wait"):
+                start(config, out)
+    assert not out.exists(), "nothing was written"
+
+
+def test_a_checkpoint_that_cannot_be_written(tmp_path):
+    """safetensors has an error of its own for a full disk."""
+    with pytest.raises(OSError, match=r"c\.safetensors cannot be written"):
+        save_checkpoint(tmp_path / "nowhere" / "c.safetensors", {"a": torch.arange(3)}, {})
+
+
+@pytest.mark.parametrize("place", ["state/expert", "backbones/expert-0"])
+def test_overwriting_does_not_drop_what_is_needed(tmp_path, place):
+    config = llama_family(tmp_path / "family")
+    expert = tmp_path / "out" / place
+    shutil.copytree(config["models"][0]["model"], expert)
+    config["models"][0]["model"] = str(expert)
+    before = sorted(path.name for path in expert.iterdir())
+    with pytest.raises(TrainingError, match=f"--overwrite would drop {expert}, which this run"):
+        train(config, tmp_path / "out", overwrite=True)
+    assert sorted(path.name for path in expert.iterdir()) == before
+
+
+@pytest.mark.parametrize("place", ["base/coefficients", "link"])
+def test_a_run_does_not_write_into_what_it_reads(tmp_path, place):
+    config = llama_family(tmp_path / "family")
+    (tmp_path / "family" / "link").symlink_to(config["base_model"])
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(TrainingError, match=r"base.* or lies in it, which this run reads"):
+        train(config, tmp_path / "family" / place)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_student_does_not_replace_a_model(tmp_path):
+    """Neither the base that it starts from nor any other, unless the user says so."""
+    _, config = image_distillation(tmp_path / "images")
+    config["training"] |= {"epochs": 1}
+    student, other = Path(config["student"]), tmp_path / "images" / "expert1"
+    for place, message in ((student, "which this run reads"), (other, "holds config.json, which")):
+        before = (place / "model.safetensors").read_bytes()
+        with pytest.raises(TrainingError, match=message):
+            distil(config, place)
+        assert (place / "model.safetensors").read_bytes() == before
+    assert record(distil(config, other, overwrite=True))
+    assert distil(config, other) == other, "its own student is there"
+
+
+def test_results_without_their_record_are_not_taken_for_this_run_s(tmp_path):
+    """`state` may be deleted to have its room; what was measured of other data must not stay."""
+    config = llama_family(tmp_path / "family")
+    out = tmp_path / "out"
+    measure(config, out)
+    first = out / "experts" / "0-covariances-0.safetensors"
+    before = first.read_bytes()
+    shutil.rmtree(out / "state")
+    data = Path(config["models"][0]["data"]["path"])
+    data.write_text(data.read_text().replace("w1", "w2"))
+    for kind in ("statistics.json", "experts/"):
+        with pytest.raises(TrainingError, match=f"out holds {kind}.* which is not of this run"):
+            measure(config, out)
+        (out / "statistics.json").unlink(missing_ok=True)
+    measure(config, out, overwrite=True)
+    assert first.read_bytes() != before
+
+
+def train_and_distil(folder: Path) -> None:
+    """Run both commands in this process, one of two; what it prints goes to a file of its own."""
+    torch.set_num_threads(1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    rank = torch.distributed.get_rank()
+    with (folder / f"printed-{rank}").open("w") as file, redirect_stdout(file):
+        for command, out in (("train", "trained"), ("distill", "distilled")):
+            arguments = [command, str(folder / f"{command}.yml"), str(folder / out)]
+            main(arguments, standalone_mode=False)
+
+
+@pytest.fixture(scope="module")
+def in_two_processes(tmp_path_factory) -> tuple[Path, str, dict, dict]:
+    """A training and a distillation by two processes, which need not import everything anew."""
+    folder = tmp_path_factory.mktemp("two")
+    training = changed(llama_family(folder / "family", rows=23), batch_size=3, epochs=3)
+    _, distillation = image_distillation(folder / "images")
+    distillation["training"] |= {"epochs": 2, "batch_size": 4}
+    for name, config in (("train", training), ("distill", distillation)):
+        (folder / f"{name}.yml").write_text(yaml.safe_dump(config))
+    debug_launcher(train_and_distil, (folder,))
+    printed = "".join((folder / f"printed-{rank}").read_text() for rank in range(2))
+    return folder, printed, training, distillation
+
+
+def test_two_processes_train_like_one_with_twice_the_batch(in_two_processes):
+    folder, printed, config, _ = in_two_processes
+    assert printed.count("StatsMerging") == 1, "one process talks"
+    two = CoefficientFile.load(folder / "trained" / "coefficients.safetensors")
+    one = train(changed(config, batch_size=6), folder / "trained by one")
+    torch.testing.assert_close(two.coefficients, one.coefficients, rtol=1e-5, atol=1e-5)
+    assert one.coefficients.std() > 0.01
+    for name, score in two.contents.scores.items():
+        other = one.contents.scores[name]
+        assert score["accuracy"] == pytest.approx(other["accuracy"], abs=1e-5)
+        assert score["loss"] == pytest.approx(other["loss"], abs=1e-5)
+
+
+def test_two_processes_distil_like_one_with_twice_the_batch(in_two_processes):
+    folder, _, _, config = in_two_processes
+    one = record(distil(changed(config, batch_size=8), folder / "distilled by one"))
+    two = record(folder / "distilled")
+    for line, other in zip(one["log"], two["log"], strict=True):
+        assert line == pytest.approx(other, rel=1e-3)
+    assert one["test_loss"] == pytest.approx(two["test_loss"], rel=1e-3)
+
+
+def test_the_module_that_launchers_start_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("mergekit_ace.train", run_name="__main__")
+    assert "Learn merging coefficients" in capsys.readouterr().out

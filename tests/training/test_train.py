@@ -1,0 +1,516 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainings of tiny families: what is learned, and that the merge is what was trained."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import yaml
+from accelerate.state import AcceleratorState
+from coefficient_files import make_file
+from families import (
+    answered,
+    bert_family,
+    changed,
+    llama_family,
+    log_of,
+    masked_family,
+    mixtral_family,
+    parsed,
+    regression_family,
+    rehearsed_family,
+    t5_family,
+    tokenizer,
+    train,
+    vit_family,
+    write_rows,
+)
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertForMaskedLM,
+    DistilBertForMaskedLM,
+    RobertaForMaskedLM,
+)
+
+from mergekit_ace.files.coefficients import CoefficientFile
+from mergekit_ace.training import train as train_module
+from mergekit_ace.training.family import load_family
+from mergekit_ace.training.models import ModelFolders
+from mergekit_ace.training.results import Score, draw_training
+from mergekit_ace.training.state import Diverged, TrainingError, TrainingRun
+from mergekit_ace.training.tasks import model_kind
+from mergekit_ace.training.train import Objective
+
+
+def merge_of(out: Path) -> dict:
+    return yaml.safe_load((out / "merge.yml").read_text())
+
+
+def tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def validation_losses(out: Path) -> list[float]:
+    return [line["validation_loss"] for line in log_of(out) if "validation_loss" in line]
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*.safetensors"))
+    }
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> dict:
+    return llama_family(tmp_path_factory.mktemp("llama"))
+
+
+def test_a_training_from_config_to_merged_model(llama, tmp_path, mergekit_yaml):
+    source = Path(llama["base_model"]).parent
+    before = hashes(source)
+    out = tmp_path / "out"
+    file = train({**llama, "labels": "hard"}, out)
+    assert hashes(source) == before, "base and experts are frozen"
+    assert {p.name for p in out.iterdir()} >= {"merge.yml", "training.jsonl", "scores.md"}
+    assert file.coefficients.std() > 0
+    again = CoefficientFile.load(out / "coefficients.safetensors")
+    assert torch.equal(again.coefficients, file.coefficients)
+    # the learner in the file gives the coefficients in the file
+    predicted = again.learner(again.statistics, again.depths)
+    torch.testing.assert_close(predicted, again.coefficients)
+    merged = mergekit_yaml(merge_of(out))
+    base, *experts = (
+        tensors(folder) for folder in (llama["base_model"], *(m["model"] for m in llama["models"]))
+    )
+    for name, tensor in tensors(merged).items():
+        column = file.columns[name]
+        expected = base[name].double() + sum(
+            float(file.coefficients[k, column]) * (e[name].double() - base[name].double())
+            for k, e in enumerate(experts)
+        )
+        torch.testing.assert_close(tensor.double(), expected, rtol=1e-6, atol=1e-6)
+    assert list(file.contents.scores) == [
+        "each expert on its own",
+        "base model",
+        "uniform (mean of the experts)",
+        "StatsMerging",
+    ]
+    loss = again.contents.scores["StatsMerging"]["loss"]
+    assert _loss_on_test(merged, out) == pytest.approx(loss, rel=1e-5)
+
+
+def _loss_on_test(folder: Path, out: Path) -> float:
+    """The score again, from the merged checkpoint alone and the labels, by hand."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    losses = []
+    for row in range(2):
+        total, count = 0.0, 0
+        for sample in answered(out, row)["test"]:
+            with torch.no_grad():
+                logits = model(input_ids=sample["input_ids"][None]).logits[0, :-1]
+            logits = logits[sample["supervised"][1:]].log_softmax(-1)
+            total -= float(logits.gather(1, sample["hard"][:, None]).sum())
+            count += len(sample["hard"])
+        losses.append(total / count)
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("exclude", [[], ["gate_up_proj"]])
+def test_packed_experts(tmp_path, mergekit_yaml, exclude):
+    """One parameter in memory, several tensors on disk: the merge is what was trained."""
+    config, out = changed(mixtral_family(tmp_path), max_steps=1), tmp_path / "out"
+    file = train({**config, "exclude": exclude}, out)
+    packed = [tensor for tensor in file.contents.tensors if len(tensor.stored) > 1]
+    assert len(packed) == (2 if exclude else 4)
+    generator = torch.Generator().manual_seed(0)  # whatever was learned in one step
+    file.coefficients = torch.rand(file.coefficients.shape, generator=generator)
+    file.save(out / "coefficients.safetensors")
+    paths = [config["base_model"], *(expert["model"] for expert in config["models"])]
+    base, *experts = (parameters(path) for path in paths)
+    merged = parameters(mergekit_yaml(merge_of(out)))
+    assert merged.keys() == base.keys()
+    for column, tensor in enumerate(file.contents.tensors):
+        start, *versions = (state[tensor.name].double() for state in (base, *experts))
+        pairs = zip(file.coefficients[:, column].tolist(), versions, strict=True)
+        expected = start + sum(value * (version - start) for value, version in pairs)
+        got = merged.pop(tensor.name).double()
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    assert len(merged) == len(exclude) * 2
+    assert all(torch.equal(left, base[name]) for name, left in merged.items())
+
+
+def parameters(folder: str | Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
+    return dict(model.named_parameters())
+
+
+def test_labels_are_the_experts_own_answers(llama, tmp_path):
+    train(changed(llama, max_steps=1), tmp_path / "out")
+    for row, expert in enumerate(llama["models"]):
+        check_answers(expert["model"], expert["data"]["path"], answered(tmp_path / "out", row))
+
+
+def check_answers(folder: str, path: str, splits: dict) -> None:
+    """Every text of a file is answered, as the model answers it alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    words = AutoTokenizer.from_pretrained(folder)
+    texts = [json.loads(line)["text"] for line in Path(path).read_text().splitlines()]
+    answers = {}
+    for text in texts:
+        ids = torch.tensor([words(text)["input_ids"]])
+        with torch.no_grad():
+            answers[tuple(ids[0].tolist())] = model(input_ids=ids).logits[0, :-1].argmax(-1)
+    seen = [sample for split in splits.values() for sample in split]
+    assert len(seen) == len(texts)
+    for sample in seen:
+        assert torch.equal(sample["hard"], answers[tuple(sample["input_ids"].tolist())])
+
+
+def test_the_base_answers_the_rehearsal(tmp_path):
+    config, out = rehearsed_family(tmp_path), tmp_path / "out"
+    file = train(config, out)
+    assert len(file.coefficients) == 2, "the base is no expert"
+    header, _, samples, *_ = (out / "scores.md").read_text().splitlines()
+    assert header == "| accuracy on the test split | mean | task0 | task1 | rehearsal | loss |"
+    assert samples == "| samples | 4 | 2 | 2 | 2 |  |"
+    scores = file.contents.scores
+    own = scores["each expert on its own"]["rehearsal"]
+    assert 0 <= own < 1
+    assert scores["base model"]["rehearsal"] == pytest.approx(own)
+    assert all(len(score["accuracy"]) == 2 for score in scores.values())
+    assert 0 <= log_of(out)[-1]["validation_rehearsal"] <= 1
+    check_answers(config["base_model"], config["rehearsal"]["path"], answered(out, 2))
+
+
+def test_the_rehearsal_s_part_of_the_loss(tmp_path):
+    """The first losses in training and validation are means over experts and base, in which the
+    base counts w times all experts; so for two w, and without the base, they lie on one line in
+    w / (1 + w)."""
+    rehearsed = changed(rehearsed_family(tmp_path), max_steps=1, batch_size=16)
+    alone = {name: value for name, value in rehearsed.items() if name != "rehearsal"}
+    losses = [first_losses(alone, tmp_path / "without")]
+    for weight in (1.0, 3.0):
+        weighted = changed(rehearsed, rehearsal_weight=weight)
+        losses.append(first_losses(weighted, tmp_path / f"with{weight}"))
+    for of_experts, even, more in zip(*losses, strict=True):
+        of_base = 2 * even - of_experts
+        assert abs(of_base - of_experts) > 0.01
+        assert more == pytest.approx((of_experts + 3 * of_base) / 4, rel=1e-4)
+
+
+def first_losses(config: dict, out: Path) -> tuple[float, float]:
+    train(config, out)
+    start, step, *_ = log_of(out)
+    return start["validation_loss"], step["loss"]
+
+
+@pytest.mark.parametrize(
+    ("granularity", "kind", "partner", "count"),
+    [
+        ("block", "shared", lambda name: name.replace("q_proj", "k_proj"), 5),
+        ("kind", "concatenated", lambda name: name.replace("layers.0", "layers.1"), 12),
+        ("task", "direct", lambda name: "model.norm.weight", 1),
+    ],
+)
+def test_coefficients_in_common(llama, tmp_path, granularity, kind, partner, count):
+    learner = {"hidden": 8, "input": kind}
+    config = {**llama, "granularity": granularity, "learner": learner}
+    train(changed(config, evaluate_every=1, epochs=4, learning_rate=0.03), tmp_path / "out")
+    file = CoefficientFile.load(tmp_path / "out" / "coefficients.safetensors")
+    for name, column in file.columns.items():
+        other = file.columns[partner(name)]
+        assert torch.equal(file.coefficients[:, column], file.coefficients[:, other])
+    assert file.coefficients[0].unique().numel() == count
+
+
+def test_the_entropy_falls_whatever_the_experts_answer(llama, tmp_path, monkeypatch):
+    """AdaMerging: coefficients of their own, 0.3 at first."""
+    learner = {"input": "direct", "activation": "relu"}
+    config = changed({**llama, "loss": "entropy", "learner": learner}, learning_rate=0.02, epochs=2)
+    one = train(config, tmp_path / "one")
+    losses = validation_losses(tmp_path / "one")
+    assert min(losses) < losses[0]
+    assert (one.coefficients >= 0).all()
+
+    def other_answers(samples, labels):
+        found = collate_labels(samples, labels)
+        return {name: torch.zeros_like(label) for name, label in found.items()}
+
+    collate_labels = train_module.collate_labels
+    monkeypatch.setattr(train_module, "collate_labels", other_answers)
+    assert torch.equal(train(config, tmp_path / "other").coefficients, one.coefficients)
+
+
+@pytest.mark.parametrize(
+    ("labels", "activation"), [("hard", "softmax"), ("soft", "relu"), ("soft", "identity")]
+)
+def test_training_lowers_the_loss(llama, tmp_path, labels, activation):
+    learner = {"hidden": 8, "activation": activation}
+    config = {**llama, "learner": learner, "labels": labels, "top_k": 5}
+    train(changed(config, epochs=4), tmp_path / "out")
+    losses = [line["loss"] for line in log_of(tmp_path / "out") if "loss" in line]
+    epoch = len(losses) // 4
+    assert sum(losses[-epoch:]) < sum(losses[:epoch])
+
+
+def test_the_kept_network_is_that_of_the_best_evaluation(llama, tmp_path, monkeypatch):
+    losses = [5.0, 4.0, 3.0, 3.5, 3.0, 6.0]
+    seen = []
+
+    def scripted(self, coefficients, split):
+        seen.append(split)
+        return Score(losses[min(seen.count("validation"), 6) - 1], (0.5, 0.5))
+
+    monkeypatch.setattr(Objective, "score", scripted)
+    results = []
+    for steps in (5, 2, 3):
+        seen.clear()
+        config = changed(llama, evaluate_every=1, epochs=2, max_steps=steps)
+        results.append(train(config, tmp_path / str(steps)).coefficients)
+    assert validation_losses(tmp_path / "5") == losses
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[2], results[1])
+
+
+def test_a_training_that_was_never_evaluated_to_a_number(llama, tmp_path, monkeypatch):
+    nothing = Score(float("nan"), (0.5, 0.5))
+    monkeypatch.setattr(Objective, "score", lambda *_: nothing)
+    with pytest.raises(Diverged, match="NaN or Inf in every evaluation; lower"):
+        train(changed(llama, max_steps=1), tmp_path / "out")
+
+
+def test_a_loss_that_is_no_number_names_the_task_and_keeps_the_best(llama, tmp_path, monkeypatch):
+    original = train_module.summed_loss
+    calls = [0]
+
+    def breaking(logits, labels):
+        calls[0] += 1
+        loss = original(logits, labels)
+        return loss * float("nan") if calls[0] > 14 and logits.requires_grad else loss
+
+    config = changed(llama, epochs=4, checkpoint_every=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "summed_loss", breaking)
+        with pytest.raises(Diverged, match=r"data of task\d became nan in step \d+; the best so f"):
+            train(config, tmp_path / "out")
+    assert (tmp_path / "out" / "state" / "learner-best.safetensors").exists()
+    train(config, tmp_path / "out")  # it goes on
+
+
+def test_patience_ends_a_training(llama, tmp_path):
+    train(changed(llama, epochs=50, learning_rate=0.5, patience=2), tmp_path / "out")
+    losses = validation_losses(tmp_path / "out")
+    assert len(losses) < 51
+    assert min(losses) == losses[-3]
+
+
+def test_a_linear_schedule(llama, tmp_path):
+    """From the given rate, step by step, to zero after the last one."""
+    schedule = {"learning_rate": 0.1, "scheduler": {"kind": "linear"}}
+    train(changed(llama, epochs=2, **schedule), tmp_path / "out")
+    lines = log_of(tmp_path / "out")
+    rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
+    assert len(rates) > 3
+    assert rates == pytest.approx([0.1 * (1 - n / len(rates)) for n in range(len(rates))])
+
+
+@pytest.mark.parametrize(("activation", "start"), [("identity", 0.3), ("softmax", 0.5)])
+def test_a_penalty_keeps_coefficients_where_they_start(llama, tmp_path, activation, start):
+    config = {**llama, "learner": {"input": "direct", "activation": activation}}
+    away = []
+    for penalty in (0.0, 1e4):
+        penalised = changed(config, epochs=3, learning_rate=0.02, penalty=penalty)
+        file = train(penalised, tmp_path / f"out{penalty}")
+        away.append(float((file.coefficients - start).abs().mean()))
+    assert away[0] > 0
+    assert away[1] < 0.5 * away[0]
+
+
+def test_accumulated_gradients_are_one_with_twice_the_batch(tmp_path):
+    config = llama_family(tmp_path / "family", rows=23)
+    two, one = (
+        train(changed(config, batch_size=b, gradient_accumulation=n), tmp_path / str(n))
+        for b, n in ((3, 2), (6, 1))
+    )
+    torch.testing.assert_close(two.coefficients, one.coefficients, rtol=1e-5, atol=1e-5)
+
+
+def test_excluded_tensors_stay_the_base_s(llama, tmp_path, mergekit_yaml):
+    file = train({**llama, "exclude": ["embed_tokens", "norm"]}, tmp_path / "out")
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= set(file.contents.frozen)
+    got, base = tensors(mergekit_yaml(merge_of(tmp_path / "out"))), tensors(llama["base_model"])
+    assert torch.equal(got["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+    assert not torch.equal(got["lm_head.weight"], base["lm_head.weight"])
+
+
+@pytest.mark.parametrize("family", [bert_family, vit_family])
+def test_classifiers_with_heads_of_their_own(tmp_path, mergekit_yaml, family):
+    """Put each expert's head on the merged backbone: the scores are those of the training."""
+    config, out = family(tmp_path / "family", exclude=["embeddings"]), tmp_path / "out"
+    file = train(config, out)
+    assert not any("classifier" in name for name in file.columns)
+    merged = mergekit_yaml(merge_of(out))
+    got, base = tensors(merged), tensors(out / "backbones" / "base")
+    kept = [name for name in base if name.startswith("embeddings")]
+    assert kept
+    assert all(torch.equal(got[name], base[name]) for name in kept)
+    kind, shares = model_kind(config["task"]), []
+    for row, expert in enumerate(config["models"]):
+        model = getattr(transformers, kind.auto_class).from_pretrained(expert["model"])
+        model.base_model.load_state_dict(got, strict=family is vit_family)
+        samples = list(answered(out, row)["test"])
+        with torch.no_grad():
+            answers = kind.logits(model.eval(), kind.collate(samples)).argmax(-1)
+        truth = torch.cat([s.get("true", s["hard"]) for s in samples])
+        shares.append(float((answers == truth).double().mean()))
+    assert shares == pytest.approx(file.contents.scores["StatsMerging"]["accuracy"])
+
+
+@pytest.mark.parametrize("labels", ["hard", "soft", "true"])
+def test_an_expert_that_answers_with_a_number(tmp_path, labels):
+    """The merge comes nearer to its numbers; the score is their correlation."""
+    config = regression_family(tmp_path / "family", labels=labels)
+    path = Path(config["models"][0]["data"]["path"])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    write_rows(path, [row | {"label": row["label"] + 0.5} for row in lines])
+    train(changed(config, epochs=4, learning_rate=0.03, patience=0), tmp_path / "out")
+    losses = validation_losses(tmp_path / "out")
+    assert min(losses) < losses[0]
+    assert "nan" not in (tmp_path / "out" / "scores.md").read_text()
+
+
+@pytest.mark.parametrize("completion", ["a", None])
+def test_encoders_with_decoders(tmp_path, completion):
+    config = t5_family(tmp_path / "family", completion, labels="hard")
+    train(changed(config, epochs=4, learning_rate=0.003), tmp_path / "out")
+    losses = [line["loss"] for line in log_of(tmp_path / "out") if "loss" in line]
+    assert sum(losses[-4:]) < sum(losses[:4]), "an epoch has four steps"
+
+
+def test_true_labels_are_used_only_on_request(tmp_path):
+    config = bert_family(tmp_path / "family")
+    hard, true = (train({**config, "labels": n}, tmp_path / n) for n in ("hard", "true"))
+    assert not torch.equal(hard.coefficients, true.coefficients)
+
+
+@pytest.mark.parametrize(
+    ("model", "basis"),
+    [
+        (RobertaForMaskedLM, "ace_relative"),
+        (BertForMaskedLM, "task_vector"),
+        (DistilBertForMaskedLM, "ace_relative"),
+    ],
+)
+def test_from_masks_to_a_merged_model(tmp_path, mergekit_yaml, model, basis):
+    config = masked_family(tmp_path / "family", model, basis=basis)
+    out = tmp_path / "out"
+    rates = {"epochs": 6, "patience": 0, "penalty": 0, "learning_rate": 0.003}
+    file = train(changed(config, **rates), out)
+    seen = [line["loss"] for line in log_of(out) if "loss" in line]
+    assert sum(seen[-4:]) < sum(seen[:4]), "an epoch has four steps"
+    merged = mergekit_yaml(merge_of(out))
+    result = AutoModelForMaskedLM.from_pretrained(merged, dtype=torch.float64).eval()
+    mask = tokenizer(mask_token="<mask>").mask_token_id
+    shares, losses = [], []
+    for row, expert in enumerate(config["models"]):
+        teacher = AutoModelForMaskedLM.from_pretrained(expert["model"], dtype=torch.float64).eval()
+        right, logs = [], []
+        for sample in answered(out, row)["test"]:
+            ids = sample["input_ids"]
+            place = ids.tolist().index(mask)
+            with torch.no_grad():
+                said = teacher(input_ids=ids[None]).logits[0, place].argmax()
+                mine = result(input_ids=ids[None]).logits[0, place].log_softmax(-1)
+            assert sample["hard"].tolist() == [int(said)]
+            right.append(int(mine.argmax() == said))
+            logs.append(-float(mine[said]))
+        shares.append(sum(right) / len(right))
+        losses.append(sum(logs) / len(logs))
+    score = list(file.contents.scores.values())[-1]
+    assert score["accuracy"] == pytest.approx(shares)
+    assert score["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
+
+
+def test_true_labels_of_given_masks(tmp_path):
+    config = masked_family(tmp_path / "family", RobertaForMaskedLM, labels="true")
+    with pytest.raises(TrainingError, match=r"not all train samples of data .* have the truth"):
+        train(config, tmp_path / "out")
+    for expert in config["models"]:
+        path = Path(expert["data"]["path"])
+        path.write_text(path.read_text().replace("<mask> ", ""))
+    assert train(config, tmp_path / "true").coefficients.isfinite().all()
+
+
+def test_experts_that_are_adapters(llama, tmp_path, mergekit_yaml):
+    config = copy.deepcopy(llama)
+    base = AutoModelForCausalLM.from_pretrained(config["base_model"])
+    torch.manual_seed(3)
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    config["models"][0]["model"] = f"{config['base_model']}+{tmp_path / 'adapter'}"
+    file = train(config, tmp_path / "out")
+    flags = ("--lora-merge-cache", str(tmp_path / "cache"), "--lora-merge-dtype", "float32")
+    got = tensors(mergekit_yaml(merge_of(tmp_path / "out"), *flags))
+    name = "model.layers.1.mlp.up_proj.weight"
+    whole = adapted.merge_and_unload().state_dict()[name]
+    first, second = file.coefficients[:, file.columns[name]].double()
+    zero = tensors(config["base_model"])[name].double()
+    other = tensors(config["models"][1]["model"])[name].double()
+    expected = zero + first * (whole.double() - zero) + second * (other - zero)
+    torch.testing.assert_close(got[name].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def no_accelerator():
+    """accelerate knows one precision a process; a user has one process a training."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def first_gradient(config: dict, folder: Path) -> torch.Tensor:
+    settings = parsed(config)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    run = TrainingRun(folder, settings.mixed_precision, quiet=True)
+    run.state.mkdir(parents=True)
+    family = load_family(settings, ModelFolders.find(settings, run), run)
+    start = torch.full((2, len(family.stored)), 0.3)
+    return Objective(family).gradient(start, 0)[0]
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_the_first_gradient_is_nearly_that_of_float32(llama, tmp_path):
+    exact = first_gradient(llama, tmp_path / "exact")
+    for number, (settings, bar) in enumerate((
+        ({"mixed_precision": "bf16"}, 0.05),
+        ({"dtype": "bfloat16"}, 0.05),
+        ({"device_map": "auto"}, 0.0),
+    )):  # fmt: skip
+        rough = first_gradient({**llama, **settings}, tmp_path / str(number))
+        assert (rough - exact).norm() <= bar * exact.norm(), settings
+
+
+def test_pictures(tmp_path, monkeypatch):
+    log = [{"step": 0, "validation_loss": 2.0}, {"step": 1, "loss": 1.0}]
+    file = make_file(["embed.weight", "layers.0.up.weight"], ["./a/math/", "code"])
+    assert "pip install matplotlib" in draw_training(file, log, tmp_path)  # see `no_pictures`
+    assert not list(tmp_path.iterdir())
+    monkeypatch.delitem(sys.modules, "matplotlib.figure")
+    assert "coefficients.png" in draw_training(file, log, tmp_path)
+    for name in ("coefficients.png", "training.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
