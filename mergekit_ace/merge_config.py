@@ -30,8 +30,8 @@ from mergekit.merge_methods.base import MergeMethodSpec, ParameterScope
 from mergekit.tokenizer.config import ModelTokenEmbedding, TokenEmbeddingConfig, TokenizerConfig
 from pydantic import BaseModel, ValidationError
 
-from mergekit_ace.files.coefficients import CoefficientFileError
 from mergekit_ace.methods.base import TaskVectorMethod
+from mergekit_ace.methods.coefficients import CoefficientFileError
 from mergekit_ace.naming import listed, without_numbers
 from mergekit_ace.planning import PlannedMerge, PlannedTensor
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from mergekit_ace.files.coefficients import CoefficientFile, Contents, Expert, MergedTensor
-from mergekit_ace.learner import Learner, LearnerConfig
+from mergekit_ace.algebra.learner import Learner, LearnerConfig
+from mergekit_ace.files.statistics import Expert, MergedTensor
+from mergekit_ace.methods.coefficients import CoefficientFile, Contents
 from mergekit_ace.naming import relative_depths
 
 

@@ -171,7 +171,6 @@ def test_workers_that_share_a_gpu(tmp_path, mergekit_yaml):
         torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("storage", ["disk", "cpu", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_coefficients(dtype, monkeypatch):
     """Of layers that are read in blocks."""

@@ -28,12 +28,10 @@ LIMITS = {
 # Layers from the bottom to the top; a module alone is named by its file.
 LAYERS = """naming files algebra methods plugin planning adapters check merging report training
     calibration score cli""".split()
-ELSEWHERE = {"merge_config": "planning", "learner": "training", "train": "cli"}
+ELSEWHERE = {"merge_config": "planning", "train": "cli"}
 # How many imports climb from a layer to one above it.
 CLIMBS = {
     "adapters -> report": 1,
-    "files -> training": 1,
-    "methods -> training": 1,
 }
 
 PACKAGE = Path(__file__).parents[1] / "mergekit_ace"

@@ -14,9 +14,9 @@ from coefficient_files import make_file
 from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from safetensors.torch import load_file
 
+from mergekit_ace.algebra.learner import LearnerConfig, features, measure_moments
 from mergekit_ace.cli import main
-from mergekit_ace.files.coefficients import CoefficientFileError
-from mergekit_ace.learner import LearnerConfig, features, measure_moments
+from mergekit_ace.methods.coefficients import CoefficientFileError
 from mergekit_ace.naming import relative_depths
 
 

@@ -13,7 +13,7 @@ hold, per token or sample, in float32 (counts in int64):
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
-from mergekit_ace.files.coefficients import Expert, MergedTensor, find_expert
 from mergekit_ace.files.headers import DamagedFileError, TensorHeader, read_file_header
 from mergekit_ace.files.saving import read_once, write_text
 
@@ -33,6 +32,50 @@ _AGAIN = "give the statistics.json that `mergekit-ace statistics` wrote, or run 
 
 class StatisticsFileError(ValueError):
     """Statistics that cannot be used; the message says why and what to do."""
+
+
+class Expert(BaseModel):
+    """Expert as it was called at training, or when it was measured.
+
+    Attributes:
+        task: its name, unique in the file; the model reference unless another was given.
+        model: mergekit's reference, as text.
+        revision: the commit that was read from a Hub, where that is known.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    task: str
+    model: str
+    revision: str | None = None
+
+
+class MergedTensor(BaseModel):
+    """Tensor of the merge, in memory and on disk.
+
+    Attributes:
+        name: of the parameter in memory.
+        stored: names of the tensors on disk that hold it; several where it is packed from them, or
+            tied under two names.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    stored: tuple[str, ...]
+
+
+def find_expert(experts: Sequence[Expert], model: str, task: str | None = None) -> int | None:
+    """Return the number of an expert, by its task if one is given, else by its model, or None.
+
+    A folder is the same under a relative and an absolute path.
+    """
+    for number, expert in enumerate(experts):
+        folders = os.path.isdir(model) and os.path.isdir(expert.model)
+        same = model == expert.model or (folders and os.path.samefile(model, expert.model))
+        if same if task is None else task == expert.task:
+            return number
+    return None
 
 
 class MeasuredExpert(Expert):

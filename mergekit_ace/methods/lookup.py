@@ -12,10 +12,14 @@ from mergekit.merge_methods.base import TensorGroup
 from pydantic import BaseModel
 from torch import Tensor
 
-from mergekit_ace.files.coefficients import CoefficientFile, CoefficientFileError, load_coefficients
-from mergekit_ace.learner import features, measure_moments
+from mergekit_ace.algebra.learner import features, measure_moments
 from mergekit_ace.methods.architecture import tensor_names
 from mergekit_ace.methods.base import describe
+from mergekit_ace.methods.coefficients import (
+    CoefficientFile,
+    CoefficientFileError,
+    load_coefficients,
+)
 from mergekit_ace.methods.parameters import TensorSettings
 from mergekit_ace.naming import relative_depths
 

@@ -164,7 +164,7 @@ def _is_report(path: str) -> bool:
 
 def _has_coefficients(path: str) -> str:
     """Check that a file can be loaded, before anything is merged."""
-    from mergekit_ace.files.coefficients import load_coefficients  # few merges need it
+    from mergekit_ace.methods.coefficients import load_coefficients  # few merges need it
 
     load_coefficients(path)
     return path

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mergekit_ace.algebra.linear import merge_entries
 from mergekit_ace.algebra.records import Factor
-from mergekit_ace.files.coefficients import load_coefficients
 from mergekit_ace.methods.base import Merged, TaskVectorMethod, cited, describe, method_spec
+from mergekit_ace.methods.coefficients import load_coefficients
 from mergekit_ace.methods.lookup import FileCoefficients, load_learner, predict_coefficients
 from mergekit_ace.methods.parameters import COEFFICIENTS, TASK, TensorSettings, per_expert, shared
 

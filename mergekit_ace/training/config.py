@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mergekit_ace.algebra.ace import AceOptions, RelativeOptions
+from mergekit_ace.algebra.learner import LearnerConfig
 from mergekit_ace.algebra.records import Fraction, Integer, NonNegative, Number
-from mergekit_ace.files.coefficients import Basis, Granularity
-from mergekit_ace.learner import LearnerConfig
+from mergekit_ace.methods.coefficients import Basis, Granularity
 
 Task = Literal[
     "causal-lm",

@@ -15,10 +15,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mergekit_ace.algebra.components import split_tensor
+from mergekit_ace.algebra.learner import (
+    LearnerInputs,
+    WeightMoments,
+    combine,
+    features,
+    measure_moments,
+)
 from mergekit_ace.algebra.records import IllConditionedError
 from mergekit_ace.files.headers import TensorHeader
 from mergekit_ace.files.saving import save_tensors
-from mergekit_ace.learner import LearnerInputs, WeightMoments, combine, features, measure_moments
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.methods.base import is_finite
 from mergekit_ace.naming import block_of, relative_depths, within_block

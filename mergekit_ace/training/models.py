@@ -52,7 +52,7 @@ SAME_MODEL = (
 
 
 class LoadingSettings(Protocol):
-    """Settings of any command, of which these are used here."""
+    """What the settings of every command have."""
 
     task: str
     trust_remote_code: bool
@@ -116,13 +116,11 @@ def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str
     parsed = ModelReference.model_validate(reference)
     check_reference(parsed)
     find_on_hub(parsed)
-    folder = parsed.model.path
+    folder, revision = parsed.model.path, parsed.model.revision
     if parsed.lora:
         folder = _with_adapter(parsed, adapters, trust_remote_code)
     if not os.path.exists(folder):
-        folder = snapshot_download(
-            parsed.model.path, revision=parsed.model.revision, allow_patterns=_NEEDED
-        )
+        folder = snapshot_download(folder, revision=revision, allow_patterns=_NEEDED)
     check_model_folder(Path(folder))  # what was downloaded, too
     if weight_files(Path(folder))[0].suffix != ".safetensors":
         raise TrainingError(
@@ -224,24 +222,25 @@ def load_processor(folders: list[str], kind: ModelKind, config: LoadingSettings)
     Raises:
         TrainingError: there is no tokenizer, or there are different ones.
     """
+
+    def having(*files: str) -> list[str]:
+        return [f for f in folders if any(os.path.isfile(os.path.join(f, n)) for n in files)]
+
     if isinstance(kind, ImageClassification):
-        for folder in folders:
-            if os.path.isfile(os.path.join(folder, "preprocessor_config.json")):
-                return transformers.AutoImageProcessor.from_pretrained(folder)
-        return None
-    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt")
-    having = [f for f in folders if any(os.path.isfile(os.path.join(f, name)) for name in files)]
-    if not having:
+        found = having("preprocessor_config.json")
+        return transformers.AutoImageProcessor.from_pretrained(found[0]) if found else None
+    found = having("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt")
+    if not found:
         raise TrainingError(f"neither the base model {folders[0]} nor an expert has a tokenizer")
     trust = config.trust_remote_code
     tokenizer, *others = (
         transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
-        for folder in having
+        for folder in found
     )
-    for folder, other in zip(having[1:], others, strict=True):
+    for folder, other in zip(found[1:], others, strict=True):
         if other.get_vocab() != tokenizer.get_vocab():
             raise TrainingError(
-                f"the tokenizer of {folder} is not that of {having[0]}; experts of one merge need "
+                f"the tokenizer of {folder} is not that of {found[0]}; experts of one merge need "
                 "one tokenizer (align them first, e.g. by mergekit's `tokenizer:` section)"
             )
         if not getattr(tokenizer, "chat_template", None):
@@ -280,28 +279,22 @@ def check_expert(
 ) -> None:
     """Raise unless the expert has the base's parameters but for its head, with their shapes."""
     heads = tuple(f"{head}." for head in head_names(expert, kind))
-    known = base.named_parameters(remove_duplicate=False)
-    expected = {name: tuple(parameter.shape) for name, parameter in known}
+    expected = {n: tuple(p.shape) for n, p in base.named_parameters(remove_duplicate=False)}
+    shapes = {n: tuple(p.shape) for n, p in expert.named_parameters() if not n.startswith(heads)}
     tied, own = (
         getattr(model.config.get_text_config(), "tie_word_embeddings", False)
         for model in (base, expert)
     )
-    shapes = {
-        name: tuple(parameter.shape)
-        for name, parameter in expert.named_parameters()
-        if not name.startswith(heads)
-    }
     more = [name for name in shapes if name not in expected]
-    wrong = [name for name in names if shapes.get(name) != expected[name]]
+    wrong = next((name for name in names if shapes.get(name) != expected[name]), None)
     if tied != own and not kind.has_heads:
         what = f"has tie_word_embeddings: {own} in its config, and the base model {tied}"
     elif more:
         what = f"has {len(more)} parameters that the base model lacks, such as {more[0]}"
-    elif wrong and wrong[0] not in shapes:
-        what = f"has no parameter {wrong[0]}"
-    elif wrong:
-        name = wrong[0]
-        what = f"has {name} of shape {shapes[name]}, which is {expected[name]} in the base model"
+    elif wrong in shapes:
+        what = f"has {wrong} of shape {shapes[wrong]}, which is {expected[wrong]} in the base model"
+    elif wrong is not None:
+        what = f"has no parameter {wrong}"
     else:
         return
     raise TrainingError(
@@ -316,12 +309,11 @@ def check_classes(config: PreTrainedConfig, reference: str, *, regression: bool 
     Args:
         regression: one with a single number as its answer will do, too.
     """
-    kind = getattr(config, "problem_type", None)
-    if config.num_labels > 1 and kind in (None, "single_label_classification"):
+    kind, several = getattr(config, "problem_type", None), config.num_labels > 1
+    allowed = several or regression
+    if allowed and kind in (None, "single_label_classification" if several else "regression"):
         return
-    if regression and config.num_labels == 1 and kind in (None, "regression"):
-        return
-    what = f"problem_type: {kind}" if config.num_labels > 1 else "a single output (a regression)"
+    what = f"problem_type: {kind}" if several else "a single output (a regression)"
     known = "a number, or one class of several" if regression else "one class of several"
     raise TrainingError(
         f"{reference} has {what}; the trainer knows only classifiers that give every sample "

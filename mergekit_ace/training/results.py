@@ -17,11 +17,12 @@ from torch import Tensor
 from transformers import AutoConfig
 
 import mergekit_ace
-from mergekit_ace.files.coefficients import CoefficientFile, Contents, Expert, MergedTensor
+from mergekit_ace.algebra.learner import Learner, LearnerInputs
 from mergekit_ace.files.models import read_checkpoint
 from mergekit_ace.files.saving import write_text
-from mergekit_ace.learner import Learner, LearnerInputs
+from mergekit_ace.files.statistics import Expert, MergedTensor
 from mergekit_ace.methods.architecture import lacks_embeddings
+from mergekit_ace.methods.coefficients import CoefficientFile, Contents
 from mergekit_ace.methods.lookup import METHODS_OF_BASES
 from mergekit_ace.naming import short_names
 from mergekit_ace.report.markdown import markdown_text

@@ -14,8 +14,8 @@ import torch
 from accelerate.utils import gather_object, send_to_device
 from torch import Tensor
 
-from mergekit_ace.files.coefficients import CoefficientFile
-from mergekit_ace.learner import Learner, LearnerInputs
+from mergekit_ace.algebra.learner import Learner, LearnerInputs
+from mergekit_ace.methods.coefficients import CoefficientFile
 from mergekit_ace.training.config import TrainConfig, TrainingConfig
 from mergekit_ace.training.data import Example, step_indices
 from mergekit_ace.training.family import Family, load_family

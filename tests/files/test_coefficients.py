@@ -9,12 +9,12 @@ from coefficient_files import make_file
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from mergekit_ace.files.coefficients import (
+from mergekit_ace.algebra.learner import LearnerConfig
+from mergekit_ace.methods.coefficients import (
     CoefficientFile,
     CoefficientFileError,
     load_coefficients,
 )
-from mergekit_ace.learner import LearnerConfig
 
 NAMES = ["embed.weight", "layers.0.up.weight", "layers.1.up.weight", "norm.weight"]
 
@@ -66,7 +66,7 @@ def _rewritten(path, metadata=None, drop=()):
 @pytest.mark.parametrize(
     ("metadata", "drop", "message"),
     [
-        ({"version": "2"}, (), "format version 1, but format version 2"),
+        ({"version": "2"}, (), "of format version 1, but .* version: 2"),
         ({"format": "something"}, (), "not one of coefficients"),
         ({"contents": "{"}, (), "damaged"),
         ({"contents": "{}"}, (), "damaged"),
@@ -116,7 +116,5 @@ def test_inconsistent_contents_are_refused():
         CoefficientFile(good.contents, good.coefficients[:, :2], *parts)
     with pytest.raises(ValueError, match="NaN"):
         CoefficientFile(good.contents, good.coefficients * float("nan"), *parts)
-    with pytest.raises(ValueError, match=r"stored as torch\.int64"):
-        CoefficientFile(good.contents, good.coefficients.long(), *parts)
     with pytest.raises(ValueError, match="share a task"):
         make_file(NAMES, ["a", "b"], tasks=["x", "x"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from mergekit_ace.learner import Learner, LearnerConfig, Standardizer
+from mergekit_ace.algebra.learner import Learner, LearnerConfig, Standardizer
 
 EXPERTS, TENSORS = 3, 5
 KINDS = ["shared", "concatenated", "direct"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mergekit_ace.learner import (
+from mergekit_ace.algebra.learner import (
     STATISTICS,
     WeightMoments,
     combine,

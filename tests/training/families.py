@@ -32,7 +32,7 @@ from transformers import (
     ViTModel,
 )
 
-from mergekit_ace.files.coefficients import CoefficientFile
+from mergekit_ace.methods.coefficients import CoefficientFile
 from mergekit_ace.training.config import DistillConfig, TrainConfig
 from mergekit_ace.training.data import Examples, unpack_examples
 from mergekit_ace.training.distill import run_distillation

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from transformers import MixtralForCausalLM
 
 from mergekit_ace.check.check import check_merge
-from mergekit_ace.files.coefficients import CoefficientFile, CoefficientFileError
+from mergekit_ace.methods.coefficients import CoefficientFile, CoefficientFileError
 from mergekit_ace.training import family as components_module
 from mergekit_ace.training.train import run_training
 

@@ -158,7 +158,8 @@ def invoke(tmp_path, command: str, text: str) -> str:
 
 @pytest.mark.parametrize("command", ["train", "distill"])
 def test_the_command_says_every_mistake_and_where(tmp_path, command):
-    text = "task: causal-lm\nmodels: 3\nepochz: 4\ntraining: {epochs: 0, batchsize: 2}\n"
+    text = "task: causal-lm\nepochz: 4\ntraining: {epochs: 0, batchsize: 2}\n"
+    text += "models: 3\n" if command == "train" else "teacher: org/teacher\n"
     output = invoke(tmp_path, command, text)
     assert "epochz: there is no such setting (found: 4)" in output
     assert "training.batchsize: there is no such setting" in output
@@ -172,7 +173,8 @@ def test_files_that_hold_no_config(tmp_path, text):
 
 @pytest.mark.parametrize("command", ["train", "distill"])
 def test_keys_that_stand_twice(tmp_path, command):
-    output = invoke(tmp_path, command, "task: causal-lm\ntraining: {epochs: 1, epochs: 2}\n")
+    text = "task: causal-lm\ntraining: {epochs: 1, epochs: 2}\nteacher: org/teacher\n"
+    output = invoke(tmp_path, command, text if command == "distill" else text[:-21])
     assert "config.yml: the key 'epochs' stands in line 2 and again in line 2" in output
 
 

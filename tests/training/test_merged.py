@@ -13,7 +13,7 @@ from mergekit.merge_methods import merge_tensors
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from mergekit_ace.learner import Learner, LearnerConfig, features, measure_moments
+from mergekit_ace.algebra.learner import Learner, LearnerConfig, features, measure_moments
 from mergekit_ace.naming import block_of
 from mergekit_ace.training import merged as merged_module
 from mergekit_ace.training.merged import MergedModel

@@ -21,7 +21,7 @@ from measured_files import measure
 from transformers import AutoModelForCausalLM
 
 from mergekit_ace.cli import main
-from mergekit_ace.files.coefficients import CoefficientFile
+from mergekit_ace.methods.coefficients import CoefficientFile
 from mergekit_ace.training import family as family_module
 from mergekit_ace.training import results as results_module
 from mergekit_ace.training import teachers as teachers_module

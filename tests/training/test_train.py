@@ -43,7 +43,7 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
-from mergekit_ace.files.coefficients import CoefficientFile
+from mergekit_ace.methods.coefficients import CoefficientFile
 from mergekit_ace.training import train as train_module
 from mergekit_ace.training.family import load_family
 from mergekit_ace.training.models import ModelFolders

@@ -9,23 +9,24 @@ metadata. Nothing is unpickled, and whatever does not fit is refused with the re
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mergekit_ace.algebra.learner import Learner, LearnerConfig
 from mergekit_ace.files.headers import DamagedFileError, check_content
 from mergekit_ace.files.saving import read_once, save_tensors, with_prefix
-from mergekit_ace.learner import Learner, LearnerConfig
+from mergekit_ace.files.statistics import Expert, MergedTensor, find_expert
 
 FORMAT = "mergekit-ace coefficients"
-VERSION = 1
+VERSION = "1"
 Granularity = Literal["tensor", "kind", "block", "task"]
 Basis = Literal["task_vector", "ace", "ace_relative"]
 _LEARNER = "learner."
@@ -33,37 +34,6 @@ _LEARNER = "learner."
 
 class CoefficientFileError(ValueError):
     """Coefficient file that cannot be used; the message says why and what to do."""
-
-
-class Expert(BaseModel):
-    """Expert as it was called at training.
-
-    Attributes:
-        task: its name, unique in the file; the model reference unless another was given.
-        model: mergekit's reference, as text.
-        revision: the commit that was read from a Hub, where that is known.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    task: str
-    model: str
-    revision: str | None = None
-
-
-class MergedTensor(BaseModel):
-    """Tensor of the merge, in memory and on disk.
-
-    Attributes:
-        name: of the parameter in memory.
-        stored: names of the tensors on disk that hold it; several where it is packed from them, or
-            tied under two names.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str
-    stored: tuple[str, ...]
 
 
 class Contents(BaseModel):
@@ -78,7 +48,6 @@ class Contents(BaseModel):
         basis: what is combined: task vectors (by `statsmerging`), or the components of the experts
             in a merge by `ace`, whose refinement is one more row, or by `ace_relative`.
         parameters: of the merge method that the components are of, where they are.
-        learner: its configuration.
         config: of the training, as it was resolved.
         scores: of the comparison at its end.
         package: version of this package.
@@ -127,7 +96,17 @@ class CoefficientFile:
 
     def __post_init__(self) -> None:
         self.groups = torch.arange(len(self.depths)) if self.groups is None else self.groups
-        self._check()
+        shape = (self.contents.rows, len(self.contents.tensors))
+        expected = [shape, (*shape, len(self.contents.learner.features)), shape[1:], shape[1:]]
+        tensors = (self.coefficients, self.statistics, self.depths, self.groups)
+        found = [tuple(tensor.shape) for tensor in tensors]
+        if found != expected:
+            raise ValueError(f"tensors have shapes {found}, expected {expected}")
+        if not self.coefficients.isfinite().all():
+            raise ValueError("there are coefficients that are NaN or Inf")
+        tasks = [expert.task for expert in self.contents.experts]
+        if len(set(tasks)) != len(tasks):
+            raise ValueError(f"experts share a task name: {tasks}")
 
     @cached_property
     def columns(self) -> dict[str, int]:
@@ -165,19 +144,15 @@ class CoefficientFile:
         }
         for name, tensor in self.learner_state.items():
             tensors[_LEARNER + name] = tensor.detach().cpu().contiguous().clone()
-        metadata = {
-            "format": FORMAT,
-            "version": str(VERSION),
-            "contents": self.contents.model_dump_json(),
-        }
-        save_tensors(path, tensors, metadata)
+        contents = self.contents.model_dump_json()
+        save_tensors(path, tensors, {"format": FORMAT, "version": VERSION, "contents": contents})
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> CoefficientFile:
-        """Read and check a file; see `load_coefficients`, which keeps it.
+        """Read a file; see `load_coefficients`, which keeps it.
 
         Raises:
-            CoefficientFileError: it is missing, damaged, of another format version or inconsistent.
+            CoefficientFileError: it is missing, damaged, or something else.
         """
         path = os.path.expanduser(os.fspath(path))
         if not os.path.isfile(path):
@@ -187,61 +162,33 @@ class CoefficientFile:
             )
         try:
             check_content(Path(path))
-        except DamagedFileError as error:
-            raise CoefficientFileError(f"the coefficient file {error}") from error
-        try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            found = metadata.get("format"), metadata.get("version")
-            if found != (FORMAT, str(VERSION)):
-                what = f"format version {found[1]}" if found[0] == FORMAT else "something else"
-                raise CoefficientFileError(
-                    f"{path} is not one of coefficients of format version {VERSION}, but {what}; "
-                    "give the coefficients.safetensors that `mergekit-ace train` wrote, or train "
-                    "again"
-                )
-            contents = Contents.model_validate_json(metadata["contents"])
-            learner = with_prefix(tensors, _LEARNER)
-            own = ("coefficients", "statistics", "depths")
-            return cls(contents, *(tensors[name] for name in own), learner, tensors["groups"])
-        except CoefficientFileError:
-            raise
-        except (SafetensorError, ValidationError, KeyError, ValueError) as error:
+        except DamagedFileError as error:
+            raise CoefficientFileError(f"the coefficient file {error}") from error
+        except SafetensorError as error:
+            raise _damaged(path, error) from error
+        if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
             raise CoefficientFileError(
-                f"the coefficient file {path} is damaged ({type(error).__name__}: {error}); copy "
-                "it again, or train again"
-            ) from error
-
-    def _check(self) -> None:
-        shape = (self.contents.rows, len(self.contents.tensors))
-        features = len(self.contents.learner.features)
-        expected = (shape, (*shape, features), shape[1:], shape[1:])
-        found = tuple(
-            tuple(t.shape) for t in (self.coefficients, self.statistics, self.depths, self.groups)
-        )
-        if found != expected:
-            raise ValueError(f"tensors have shapes {found}, expected {expected}")
-        if not self.coefficients.is_floating_point():
-            raise ValueError(f"coefficients are stored as {self.coefficients.dtype}")
-        if not self.coefficients.isfinite().all():
-            raise ValueError("there are coefficients that are NaN or Inf")
-        tasks = [expert.task for expert in self.contents.experts]
-        if len(set(tasks)) != len(tasks):
-            raise ValueError(f"experts share a task name: {tasks}")
+                f"{path} is not one of coefficients of format version {VERSION}, but format: "
+                f"{metadata.get('format')}, version: {metadata.get('version')}; give the "
+                "coefficients.safetensors that `mergekit-ace train` wrote, or train again"
+            )
+        try:
+            contents = Contents.model_validate_json(metadata["contents"])
+            own = ("coefficients", "statistics", "depths")
+            learner = with_prefix(tensors, _LEARNER)
+            return cls(contents, *(tensors[name] for name in own), learner, tensors["groups"])
+        except (KeyError, ValueError) as error:
+            raise _damaged(path, error) from error
 
 
-def find_expert(experts: Sequence[Expert], model: str, task: str | None = None) -> int | None:
-    """Return the number of an expert, by its task if one is given, else by its model, or None.
-
-    A folder is the same under a relative and an absolute path.
-    """
-    for number, expert in enumerate(experts):
-        folders = os.path.isdir(model) and os.path.isdir(expert.model)
-        same = model == expert.model or (folders and os.path.samefile(model, expert.model))
-        if same if task is None else task == expert.task:
-            return number
-    return None
+def _damaged(path: str, error: Exception) -> CoefficientFileError:
+    return CoefficientFileError(
+        f"the coefficient file {path} is damaged ({type(error).__name__}: {error}); copy it again, "
+        "or train again"
+    )
 
 
 load_coefficients = read_once(CoefficientFile.load)

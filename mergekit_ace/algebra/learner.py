@@ -37,10 +37,10 @@ class WeightMoments:
         singular: the largest singular values, descending; missing ones are left out.
     """
 
-    count: int
-    mean: float
-    spread: float
-    singular: tuple[float, ...]
+    count: int = 0
+    mean: float = 0.0
+    spread: float = 0.0
+    singular: tuple[float, ...] = ()
 
     @property
     def variance(self) -> float:
@@ -54,7 +54,7 @@ class WeightMoments:
 
 
 def measure_moments(tensor: Tensor, rank: int) -> WeightMoments:
-    """Measure the moments of one tensor.
+    """Measure the moments of one tensor, in float64 over blocks, so that no float64 copy exists.
 
     Args:
         tensor: any shape and floating dtype, finite.
@@ -64,21 +64,34 @@ def measure_moments(tensor: Tensor, rank: int) -> WeightMoments:
         ValueError: the tensor holds NaN or Inf.
     """
     if tensor.numel() == 0:
-        return WeightMoments(0, 0.0, 0.0, ())
-    mean, spread = _centred_sums(tensor)
+        return WeightMoments()
+    blocks = tensor.detach().reshape(-1).split(2**20)
+    mean = sum(float(block.sum(dtype=torch.float64)) for block in blocks) / tensor.numel()
+    spread = sum(float((block.double() - mean).square().sum()) for block in blocks)
     if not (math.isfinite(mean) and math.isfinite(spread)):
         raise ValueError("the tensor contains NaN or Inf")
     return WeightMoments(tensor.numel(), mean, spread, leading_singular_values(tensor, rank))
 
 
+def leading_singular_values(tensor: Tensor, rank: int) -> tuple[float, ...]:
+    """Return the `rank` largest singular values of a tensor as a matrix, or all, descending.
+
+    Args:
+        tensor: (o, i), or (o, …) read as (o, rest); a vector is one row. Finite.
+    """
+    matrix = tensor.detach()
+    matrix = matrix.reshape(1, -1) if matrix.ndim < 2 else matrix.flatten(start_dim=1)
+    rank = min(rank, *matrix.shape)
+    return tuple(leading_directions(matrix, rank).values.tolist()) if rank else ()
+
+
 def combine(parts: Iterable[WeightMoments], rank: int) -> WeightMoments:
     """Combine moments of several tensors (Chan, Golub & LeVeque 1979, pairwise updating)."""
-    total = WeightMoments(0, 0.0, 0.0, ())
+    total = WeightMoments()
     for part in parts:
-        count = total.count + part.count
         if part.count == 0:
             continue
-        step = part.mean - total.mean
+        count, step = total.count + part.count, part.mean - total.mean
         total = WeightMoments(
             count,
             total.mean + step * part.count / count,
@@ -102,44 +115,20 @@ def features(moments: WeightMoments, statistics: Sequence[Statistic], rank: int)
     return [known.get(name, 0.0) for name in feature_names(statistics, rank)]
 
 
-def leading_singular_values(tensor: Tensor, rank: int) -> tuple[float, ...]:
-    """Return the `rank` largest singular values of a tensor as a matrix, descending.
-
-    Args:
-        tensor: (o, i), or (o, …) read as (o, rest); a vector is one row. Finite.
-        rank: how many; there are fewer where a side is shorter than that.
-    """
-    matrix = tensor.detach()
-    matrix = matrix.reshape(1, -1) if matrix.ndim < 2 else matrix.flatten(start_dim=1)
-    rank = min(rank, *matrix.shape)
-    return tuple(leading_directions(matrix, rank).values.tolist()) if rank else ()
-
-
-def _centred_sums(tensor: Tensor) -> tuple[float, float]:
-    """Mean and Σ (x − mean)², summed in float64 over blocks, so that no float64 copy exists."""
-    flat = tensor.detach().reshape(-1)
-    blocks = flat.split(2**20)
-    mean = sum(float(block.sum(dtype=torch.float64)) for block in blocks) / flat.numel()
-    spread = sum(float((block.double() - mean).square().sum()) for block in blocks)
-    return mean, spread
-
-
 class LearnerConfig(BaseModel):
     """Settings of the learner: which network, on which statistics.
 
     Attributes:
         input: what the network sees at once, which the paper leaves open. ``concatenated``: the
-            statistics of all tensors of one expert in one vector give all its coefficients (A.3.1).
-            ``shared``: the statistics of one (expert, tensor) pair, and the tensor's relative
-            depth, give one coefficient; nothing is tied to the number of experts or tensors, so
-            that a trained learner serves other experts. ``direct``: no network, the coefficients
-            themselves are the parameters.
+            statistics of all tensors of one expert give all its coefficients (A.3.1). ``shared``:
+            the statistics of one (expert, tensor) pair, and the tensor's relative depth, give one
+            coefficient, so that a trained learner serves other experts. ``direct``: no network,
+            the coefficients themselves are the parameters.
         layers, hidden: number of weights in the MLP, and its width.
-        statistics: at least one of `STATISTICS`.
-        rank: r, how many singular values, 1 to 64.
+        rank: r, how many singular values.
         statistics_of: the expert's task vector Δ_k or its weights θ_k.
-        activation: over the raw outputs: ``softmax`` over the experts, ``relu`` or ``identity``.
-            The paper has merges with and without softmax; the default leaves coefficients free.
+        activation: over the raw outputs. The paper has merges with and without softmax (over the
+            experts); the default leaves coefficients free.
         initial: what every coefficient starts at with ``relu`` and ``identity``. Softmax starts
             at 1/K.
     """
@@ -230,15 +219,14 @@ class LearnerInputs(NamedTuple):
 
 
 class Learner(nn.Module):
-    """Network that predicts coefficients (K, L) from statistics (K, L, F)."""
+    """Network that predicts coefficients (K, L) from statistics (K, L, F).
+
+    Args:
+        experts: K; only ``direct`` is tied to it.
+        tensors: L; ``concatenated`` and ``direct`` are tied to it.
+    """
 
     def __init__(self, config: LearnerConfig, experts: int, tensors: int):
-        """
-        Args:
-            config: see `LearnerConfig`.
-            experts: K; only ``direct`` is tied to it.
-            tensors: L; ``concatenated`` and ``direct`` are tied to it.
-        """
         super().__init__()
         self.config = config
         self.standardizer = Standardizer(len(config.features))
