@@ -238,16 +238,15 @@ def _check_messages(messages: Any, data: DataConfig, template: str) -> None:
         raise TrainingError(f"{whose} holds {messages!r} instead of a list of messages")
     for message in messages:
         given = message.items() if isinstance(message, dict) else ()
-        keys = sorted(key for key, value in given if value is not None)
-        if "role" not in keys or not {"content", "tool_calls"} & set(keys):
-            found = f"the keys {', '.join(keys)}" if keys else repr(message)
+        keys = {key for key, value in given if value is not None}
+        if "role" not in keys or not {"content", "tool_calls"} & keys:
+            found = f"the keys {', '.join(sorted(keys))}" if keys else repr(message)
             raise TrainingError(
                 f"{whose} has a message with {found}; messages have `role` (system, user, "
                 "assistant) and `content`: rename the keys"
             )
         role = message["role"]
-        named = f"'{role}'" in template or f'"{role}"' in template
-        if role not in _ROLES and not named:
+        if role not in _ROLES and not re.search(f"""["']{re.escape(role)}["']""", template):
             raise TrainingError(
                 f"{whose} has a message of the role {role!r}; roles are {', '.join(_ROLES)}"
             )
@@ -417,28 +416,11 @@ class ImageClassification(_Classification):
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example:
         """Encode a row: `pixel_values` (1, channels, height, width)."""
-        image, whose = row[data.columns["image"]], f"data {data.path}: column {data.image}"
-        if isinstance(image, list):
-            try:
-                pixels = torch.tensor(image, dtype=torch.float32)
-            except (TypeError, ValueError) as error:
-                raise TrainingError(f"{whose} holds a list that is no array: {error}") from error
-        elif not hasattr(image, "convert"):
-            raise TrainingError(
-                f"{whose} holds {image!r:.60} instead of an image or pixel values; give a folder "
-                "of images, or a data set that has them in it"
-            )
-        elif processor is None:
-            raise TrainingError(
-                f"data {data.path} holds images, but the base model has no image processor "
-                "(preprocessor_config.json); add one, or give pixel values"
-            )
-        else:
-            pixels = processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
+        pixels = _pixels(row[data.columns["image"]], data, processor)
         if pixels.ndim != 3:
             raise TrainingError(
-                f"{whose} holds arrays with {pixels.ndim} axes; pixel values have three: "
-                "channels, height, width"
+                f"data {data.path}: column {data.image} holds arrays with {pixels.ndim} axes; "
+                "pixel values have three: channels, height, width"
             )
         return {"pixel_values": pixels[None]} | self.truth(row, data)
 
@@ -449,6 +431,27 @@ class ImageClassification(_Classification):
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Return the logits, (B, classes)."""
         return model(**batch).logits
+
+
+def _pixels(image: Any, data: DataConfig, processor: Any) -> Tensor:
+    """Return the pixel values of an image, or those that are given."""
+    whose = f"data {data.path}: column {data.image}"
+    if isinstance(image, list):
+        try:
+            return torch.tensor(image, dtype=torch.float32)
+        except (TypeError, ValueError) as error:
+            raise TrainingError(f"{whose} holds a list that is no array: {error}") from error
+    if not hasattr(image, "convert"):
+        raise TrainingError(
+            f"{whose} holds {image!r:.60} instead of an image or pixel values; give a folder of "
+            "images, or a data set that has them in it"
+        )
+    if processor is None:
+        raise TrainingError(
+            f"data {data.path} holds images, but the base model has no image processor "
+            "(preprocessor_config.json); add one, or give pixel values"
+        )
+    return processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
 
 
 class ZeroShotImageClassification(ImageClassification):

@@ -235,16 +235,16 @@ def _checked_truth(sample: Example, classes: int, data: DataConfig) -> Example:
     true = sample.get("true")
     if true is None:
         return {}
-    if classes == 1:
-        if not true.isfinite().all():
-            raise TrainingError(f"data {data.path} has a label that is NaN or Inf: leave it out")
+    if classes == 1 and true.isfinite().all():
         return {"true": true.float()}
+    if classes == 1:
+        raise TrainingError(f"data {data.path} has a label that is NaN or Inf: leave it out")
     if true.is_floating_point():
         raise TrainingError(
             f"data {data.path} has the label {float(true[0])}; the labels of its expert are the "
             "numbers of its classes: 0, 1, …"
         )
-    if not bool(((true >= 0) & (true < classes)).all()):
+    if int(true.min()) < 0 or int(true.max()) >= classes:
         raise TrainingError(
             f"data {data.path} has the label {int(true.max())}, but its expert knows only the "
             f"classes 0 to {classes - 1}"
@@ -291,11 +291,8 @@ def collate_labels(samples: Sequence[Example], labels: Labels) -> dict[str, Tens
         return {"numbers": gather("true" if labels == "true" else "hard"), "target": target}
     if labels != "soft":
         return {"classes": gather(labels), "target": target}
-    return {
-        "log_probabilities": gather("soft_values"),
-        "classes": gather("soft_indices"),
-        "target": target,
-    }
+    log_probabilities, classes = gather("soft_values"), gather("soft_indices")
+    return {"log_probabilities": log_probabilities, "classes": classes, "target": target}
 
 
 def summed_loss(logits: Tensor, labels: dict[str, Tensor]) -> Tensor:

@@ -13,11 +13,13 @@ import torch
 import yaml
 from families import (
     bert_family,
+    changed,
     gpt2_family,
     llama_family,
     mixtral_family,
     parsed,
     t5_family,
+    train,
     vit_family,
 )
 from mergekit.options import MergeOptions
@@ -47,57 +49,66 @@ FAMILIES = {
     "bert": bert_family,
     "vit": vit_family,
     "t5": lambda folder: t5_family(folder / "t5", "a"),
+    "mixtral": mixtral_family,
 }
+# On disk the parameters of these have other names, or are packed otherwise, than in memory.
+LOADED = {"mixtral": MixtralForCausalLM}
+
+
+def weights(folder: str | Path, kind: str) -> dict[str, torch.Tensor]:
+    if kind not in LOADED:
+        return load_file(Path(folder) / "model.safetensors")
+    model = LOADED[kind].from_pretrained(folder).requires_grad_(False)
+    return dict(model.named_parameters())
 
 
 @pytest.mark.parametrize(
-    ("kind", "basis", "parameters"),
+    ("kind", "basis", "parameters", "dtype"),
     [
-        ("llama", "ace", REFINED),
-        ("llama", "ace_relative", {"centred": True}),
-        ("gpt2", "ace_relative", {}),
-        ("gpt2", "ace", {}),
-        ("bert", "ace_relative", {}),
-        ("vit", "ace", REFINED),
-        ("t5", "ace_relative", {}),
+        ("llama", "ace", REFINED, "float32"),
+        ("llama", "ace_relative", {"centred": True}, "bfloat16"),
+        ("gpt2", "ace_relative", {}, "float32"),
+        ("gpt2", "ace", {}, "float32"),
+        ("bert", "ace_relative", {}, "float32"),
+        ("vit", "ace", REFINED, "float32"),
+        ("t5", "ace_relative", {}, "float32"),
+        ("mixtral", "ace", REFINED, "float32"),
+        ("mixtral", "ace_relative", {}, "float32"),
     ],
 )
-def test_the_method_merges_what_was_trained(tmp_path, mergekit_yaml, kind, basis, parameters):
+def test_the_method_merges_what_was_trained(
+    tmp_path, mergekit_yaml, kind, basis, parameters, dtype
+):
     """Every tensor of the merge is what the model in training had."""
     config = with_basis(FAMILIES[kind](tmp_path), basis, **parameters)
-    config["training"]["max_steps"] = 1
     out = tmp_path / "out"
-    file = run_training(parsed(config), out, quiet=True)
+    file = train(changed({**config, "component_dtype": dtype}, max_steps=1), out)
     assert file.contents.basis == basis
     assert file.coefficients.shape[0] == 2 + (basis == "ace")
     assert abs(float(file.coefficients[:2].mean()) - 1) < 0.5
     generator = torch.Generator().manual_seed(0)  # whatever was learned in one step
     file.coefficients += 0.5 * torch.randn(file.coefficients.shape, generator=generator)
     file.save(out / "coefficients.safetensors")
-    scores = file.contents.scores
-    assert list(scores.values())[-1]["loss"] > 0
     merge = yaml.safe_load((out / "merge.yml").read_text())
     assert merge["merge_method"] == basis
-    merged = load_file(mergekit_yaml(merge, out="merged") / "model.safetensors")
-    base = load_file(Path(merge["base_model"]) / "model.safetensors")
-    state = out / "state" / "components"
-    stored = {n: t for t in file.contents.tensors for n in (t.name, *t.stored)}
-    order = [tensor.name for tensor in file.contents.tensors]
+    base, merged = (weights(f, kind) for f in (merge["base_model"], mergekit_yaml(merge)))
+    columns = {n: c for c, t in enumerate(file.contents.tensors) for n in (t.name, *t.stored)}
     compared = 0
     for name, tensor in merged.items():
-        if name not in stored:  # the base's
+        if name not in columns:  # the base's
             assert torch.equal(tensor, base[name])
             continue
-        column = order.index(stored[name].name)
-        parts = load_file(state / f"{column:05d}.safetensors")
+        parts = load_file(out / "state" / "components" / f"{columns[name]:05d}.safetensors")
+        assert parts["0"].dtype == getattr(torch, dtype)
         total = sum(
-            float(file.coefficients[row, column]) * parts[str(row)].double()
-            for row in range(len(file.coefficients))
+            float(value) * parts[str(row)].double()
+            for row, value in enumerate(file.coefficients[:, columns[name]])
         )
         expected = base[name].double() + total
         if total.any():
             rounding = 2**-23 * float(expected.norm() / total.norm())
-            assert task_vector_error(tensor, expected, base[name]) <= 1e-4 + rounding, name
+            bar = 1e-4 if dtype == "float32" else 1e-2
+            assert task_vector_error(tensor, expected, base[name]) <= bar + rounding, name
             compared += 1
     assert compared > 10
 
@@ -105,8 +116,7 @@ def test_the_method_merges_what_was_trained(tmp_path, mergekit_yaml, kind, basis
 def test_training_starts_at_the_merge(tmp_path, mergekit_yaml):
     """With all coefficients 1 the file merges as the method does without it."""
     config = with_basis(llama_family(tmp_path), "ace", **REFINED)
-    config["training"]["learning_rate"] = 1e-12
-    file = run_training(parsed(config), tmp_path / "out", quiet=True)
+    file = train(changed(config, learning_rate=1e-12), tmp_path / "out")
     torch.testing.assert_close(file.coefficients, torch.ones_like(file.coefficients))
     scores = file.contents.scores
     assert list(scores) == [
@@ -131,7 +141,7 @@ def trained(tmp_path_factory) -> tuple[dict, Path]:
     folder = tmp_path_factory.mktemp("trained")
     config = with_basis(llama_family(folder), "ace_relative")
     config["exclude"] = ["embed_tokens"]
-    run_training(parsed(config), folder / "out", quiet=True)
+    train(config, folder / "out")
     return config, folder / "out"
 
 
@@ -225,46 +235,8 @@ def test_components_are_not_computed_twice(tmp_path, monkeypatch, capsys):
     assert "components of 21 tensors, 2 each, in float32" in capsys.readouterr().out
     found = list((out / "state" / "components").glob("*.safetensors"))
     assert len(found) == 4
-    file = run_training(parsed(config), out, quiet=True)
+    file = train(config, out)
     tensors = len(file.contents.tensors)
     assert len(calls) == 5 + tensors - 4
-    whole = run_training(parsed(config), tmp_path / "whole", quiet=True)
+    whole = train(config, tmp_path / "whole")
     assert torch.equal(file.coefficients, whole.coefficients)
-
-
-def test_less_disk(tmp_path, mergekit_yaml):
-    config = with_basis(llama_family(tmp_path), "ace_relative")
-    config["component_dtype"] = "bfloat16"
-    file = run_training(parsed(config), tmp_path / "out", quiet=True)
-    path = next((tmp_path / "out" / "state" / "components").iterdir())
-    assert {tensor.dtype for tensor in load_file(path).values()} == {torch.bfloat16}
-    assert file.coefficients.isfinite().all()
-
-
-@pytest.mark.parametrize("basis", ["ace", "ace_relative"])
-def test_packed_tensors(tmp_path, mergekit_yaml, basis):
-    """mergekit, too, merges as one what is one parameter in memory and several on disk."""
-    config = with_basis(mixtral_family(tmp_path), basis, **(REFINED if basis == "ace" else {}))
-    config["training"]["max_steps"] = 1
-    out = tmp_path / "out"
-    file = run_training(parsed(config), out, quiet=True)
-    packed = [tensor for tensor in file.contents.tensors if len(tensor.stored) > 1]
-    assert [len(tensor.stored) for tensor in packed] == [6, 3] * 2, "w1 and w3, w2; three experts"
-    generator = torch.Generator().manual_seed(0)
-    file.coefficients += 0.3 * torch.randn(file.coefficients.shape, generator=generator)
-    file.save(out / "coefficients.safetensors")
-    merge = yaml.safe_load((out / "merge.yml").read_text())
-    merged = MixtralForCausalLM.from_pretrained(mergekit_yaml(merge, out="merged"))
-    base = MixtralForCausalLM.from_pretrained(merge["base_model"])
-    start = dict(base.named_parameters())
-    for column, tensor in enumerate(file.contents.tensors):
-        parts = load_file(out / "state" / "components" / f"{column:05d}.safetensors")
-        total = sum(
-            float(value) * parts[str(row)].double()
-            for row, value in enumerate(file.coefficients[:, column])
-        )
-        own = start[tensor.name].detach().double()
-        got = merged.get_parameter(tensor.name).detach().double()
-        assert float((got - own - total).norm()) <= 1e-4 * float(total.norm()) + 1e-6, tensor.name
-    name = packed[0].name
-    assert (merged.get_parameter(name) - start[name]).detach().abs().max() > 0.01

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from checkpoints import fine_tuned
-from families import answered, parsed, tokenizer, write_rows
+from families import answered, parsed, tokenizer, train, write_rows
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
@@ -18,7 +18,6 @@ from transformers import CLIPConfig, CLIPModel, CLIPVisionModel, CLIPVisionModel
 from mergekit_ace.training import statistics
 from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import zero_shot_head
-from mergekit_ace.training.train import run_training
 
 SMALL = {
     "hidden_size": 16,
@@ -76,7 +75,7 @@ def logits_by_hand(folder: str, tower: CLIPVisionModel, pixels, prompts) -> torc
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clip")
     config = clip_family(folder / "family")
-    return config, run_training(parsed(config), folder / "out", quiet=True), folder / "out"
+    return config, train(config, folder / "out"), folder / "out"
 
 
 def test_answers_are_those_of_each_tower_with_its_prompts(trained):
@@ -129,7 +128,7 @@ def test_a_tower_that_lacks_more_than_its_projection(tmp_path):
     lost = next(name for name in tensors if name.endswith("mlp.fc1.weight"))
     save_file({n: t for n, t in tensors.items() if n != lost}, path, {"format": "pt"})
     with pytest.raises(TrainingError, match=r"mlp\.fc1\.weight"):
-        run_training(parsed(config), tmp_path / "out", quiet=True)
+        train(config, tmp_path / "out")
 
 
 def test_fisher_information_is_of_answers_by_the_prompts(tmp_path, monkeypatch):
@@ -141,7 +140,7 @@ def test_fisher_information_is_of_answers_by_the_prompts(tmp_path, monkeypatch):
         return honest(model, names, samples, logits, *more)
 
     monkeypatch.setattr(statistics, "sum_fisher", watched)
-    config = {n: v for n, v in clip_family(tmp_path).items() if n != "compare"}
-    config = statistics.StatisticsConfig.model_validate({**config, "measure": ["fisher"]})
+    config = {**clip_family(tmp_path), "measure": ["fisher"]}
+    config = statistics.StatisticsConfig.model_validate(config)
     statistics.measure_statistics(config, tmp_path / "out", quiet=True)
     assert seen == [len(prompts) for prompts in PROMPTS]
