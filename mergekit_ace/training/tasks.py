@@ -124,10 +124,9 @@ class CausalLanguageModel(TextModel):
         """
         ids, supervised = _token_ids(row, data, processor)
         if supervised is None:  # a prompt that fills max_length leaves no room for an answer
-            if len(ids) >= data.max_length:
-                return None
             nothing = torch.zeros(len(ids), dtype=torch.bool)
-            return {"input_ids": torch.tensor(ids), "supervised": nothing}
+            sample = {"input_ids": torch.tensor(ids), "supervised": nothing}
+            return sample if len(ids) < data.max_length else None
         ids, supervised = ids[: data.max_length], supervised[: data.max_length]
         if supervised:
             supervised[0] = False  # nothing comes before it
@@ -356,29 +355,23 @@ class MaskedLanguageModel(TextModel):
         return model(**inputs).logits[batch["supervised"]]
 
 
-class _Classification:
-    """Base of classifiers: one answer per sample; each expert keeps its own head."""
+def _truth(row: dict[str, Any], data: DataConfig) -> Example:
+    """Return `true` (1,) where the data has a column of classes, or of numbers."""
+    if data.label is None:
+        return {}
+    label = row[data.label]
+    if isinstance(label, bool) or not isinstance(label, int | float):
+        raise TrainingError(
+            f"data {data.path}: column {data.label} holds {label!r}; labels are the numbers of "
+            "the classes: 0, 1, …"
+        )
+    return {"true": torch.tensor([label])}
+
+
+class SequenceClassification(TextModel):
+    """Classifier of texts, or of pairs of them; each expert keeps its own head."""
 
     has_heads = True
-    writes = False
-
-    @staticmethod
-    def truth(row: dict[str, Any], data: DataConfig) -> Example:
-        """Return `true` (1,) where the data has a column of classes, or of numbers."""
-        if data.label is None:
-            return {}
-        label = row[data.label]
-        if isinstance(label, bool) or not isinstance(label, int | float):
-            raise TrainingError(
-                f"data {data.path}: column {data.label} holds {label!r}; labels are the numbers of "
-                "the classes: 0, 1, …"
-            )
-        return {"true": torch.tensor([label])}
-
-
-class SequenceClassification(_Classification, TextModel):
-    """Classifier of texts, or of pairs of them."""
-
     auto_class = "AutoModelForSequenceClassification"
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
@@ -388,7 +381,7 @@ class SequenceClassification(_Classification, TextModel):
             None for a text without tokens.
         """
         example = encode_texts(row, data, processor)
-        return example | self.truth(row, data) if len(example["input_ids"]) else None
+        return example | _truth(row, data) if len(example["input_ids"]) else None
 
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Return the logits, (B, classes).
@@ -409,9 +402,11 @@ class SequenceClassification(_Classification, TextModel):
             config.pad_token_id = known
 
 
-class ImageClassification(_Classification):
+class ImageClassification:
     """Classifier of images, or of pixel values (channels, height, width) as they are."""
 
+    has_heads = True
+    writes = False
     auto_class = "AutoModelForImageClassification"
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example:
@@ -422,7 +417,7 @@ class ImageClassification(_Classification):
                 f"data {data.path}: column {data.image} holds arrays with {pixels.ndim} axes; "
                 "pixel values have three: channels, height, width"
             )
-        return {"pixel_values": pixels[None]} | self.truth(row, data)
+        return {"pixel_values": pixels[None]} | _truth(row, data)
 
     def collate(self, samples: Sequence[Example]) -> Batch:
         """Put images of one size into a batch, (B, channels, height, width)."""
@@ -467,16 +462,19 @@ class ZeroShotImageClassification(ImageClassification):
 ModelKind = TextModel | ImageClassification
 
 
+_KINDS = {
+    "causal-lm": CausalLanguageModel,
+    "seq2seq-lm": Seq2SeqLanguageModel,
+    "masked-lm": MaskedLanguageModel,
+    "sequence-classification": SequenceClassification,
+    "image-classification": ImageClassification,
+    "zero-shot-image-classification": ZeroShotImageClassification,
+}
+
+
 def model_kind(task: Task) -> ModelKind:
     """Return how models are used for `task`."""
-    return {
-        "causal-lm": CausalLanguageModel,
-        "seq2seq-lm": Seq2SeqLanguageModel,
-        "masked-lm": MaskedLanguageModel,
-        "sequence-classification": SequenceClassification,
-        "image-classification": ImageClassification,
-        "zero-shot-image-classification": ZeroShotImageClassification,
-    }[task]()
+    return _KINDS[task]()
 
 
 def head_names(model: PreTrainedModel, kind: ModelKind) -> list[str]:

@@ -72,13 +72,6 @@ def test_the_order_of_experts_does_not_matter(kind):
     )
 
 
-@pytest.mark.parametrize("layers", [2, 4])
-def test_layers_of_the_mlp(layers):
-    learner = Learner(LearnerConfig(layers=layers, hidden=8), EXPERTS, TENSORS)
-    linear = [m for m in learner.modules() if isinstance(m, torch.nn.Linear)]
-    assert len(linear) == layers
-
-
 def test_statistics_are_standardised_over_experts_and_tensors():
     config = LearnerConfig()
     statistics, _ = inputs(config)

@@ -88,11 +88,6 @@ def test_all_answers_of_a_chat_whose_template_marks_them(words):
     assert "true" not in encode({"m": TALK[:3]}, words, messages="m")
 
 
-def test_the_last_answer_where_the_marks_are_around_nothing(words):
-    words.chat_template = CHAT + "{% generation %}{% endgeneration %}"
-    assert supervised(encode({"m": TALK}, words, messages="m"), words) == "w5 </s>"
-
-
 def test_a_role_that_the_template_knows(words):
     words.chat_template = (
         "{% for m in messages if m['role'] != 'ipython' %}{{ m['content'] }} {% endfor %}"
@@ -117,11 +112,6 @@ def test_an_answer_without_text(words):
         encode(chat, words, messages="m")
 
 
-def test_a_chat_without_a_template(words):
-    with pytest.raises(TrainingError, match="no chat template"):
-        encode({"m": [{"role": "user", "content": "w1"}]}, words, messages="m")
-
-
 def test_what_is_too_long_is_cut_or_left_out(words):
     row = {"t": "w1 w2 w3 w4", "q": "w1 w2 w3", "a": "w4 w5"}
     assert supervised(encode(row, words, text="t", max_length=3), words) == "w2 w3"
@@ -131,9 +121,16 @@ def test_what_is_too_long_is_cut_or_left_out(words):
     assert encode({"t": "w1"}, words, text="t") is None, "nothing to predict"
 
 
-def test_columns_that_hold_no_text(words):
-    with pytest.raises(TrainingError, match=r"column t holds None instead of text"):
-        encode({"t": None}, words, text="t")
+@pytest.mark.parametrize(
+    ("row", "columns", "message"),
+    [
+        ({"t": None}, {"text": "t"}, r"column t holds None instead of text"),
+        ({"m": TALK}, {"messages": "m"}, "no chat template"),
+    ],
+)
+def test_rows_that_cannot_be_read(words, row, columns, message):
+    with pytest.raises(TrainingError, match=message):
+        encode(row, words, **columns)
 
 
 def test_logits_of_a_padded_batch_are_those_of_each_alone(words):
