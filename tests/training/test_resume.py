@@ -201,7 +201,7 @@ def test_results_without_their_record_are_not_taken_for_this_run_s(tmp_path):
     config = llama_family(tmp_path / "family")
     out = tmp_path / "out"
     measure(config, out)
-    first = out / "experts" / "0-covariances-0.safetensors"
+    first = out / "experts" / "0-covariances.safetensors"
     before = first.read_bytes()
     shutil.rmtree(out / "state")
     data = Path(config["models"][0]["data"]["path"])
