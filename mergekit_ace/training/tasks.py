@@ -103,7 +103,7 @@ class TextModel:
 
     def collate(self, samples: Sequence[Example]) -> Batch:
         """Pad what models read of samples at the end, (B, n), and mark that there it was padded."""
-        names = [name for name in _PADDED if name in samples[0]]
+        names = (name for name in _PADDED if name in samples[0])
         batch = {name: pad([sample[name] for sample in samples]) for name in names}
         return batch | {"attention_mask": padding_mask([one["input_ids"] for one in samples])}
 
@@ -144,7 +144,7 @@ class CausalLanguageModel(TextModel):
         # Flush right, so that writing starts at one column.
         ids, mask = (
             pad_sequence(rows, batch_first=True, padding_side="left")
-            for rows in (known, [torch.ones_like(row) for row in known])
+            for rows in (known, [*map(torch.ones_like, known)])
         )
         completed = []
         for prompt, answer in zip(known, _write(model, ids, mask, data, processor), strict=True):
@@ -541,10 +541,8 @@ def zero_shot_head(folder: str, prompts: Sequence[str | Sequence[str]]) -> ZeroS
     """
     from transformers import AutoTokenizer, CLIPModel
 
-    no_texts = (
-        f"{folder} cannot make heads of prompts: give a whole CLIPModel with its tokenizer as "
-        "base_model"
-    )
+    wanted = "give a whole CLIPModel with its tokenizer as base_model"
+    no_texts = f"{folder} cannot make heads of prompts: {wanted}"
     try:
         model, info = CLIPModel.from_pretrained(
             folder, local_files_only=True, output_loading_info=True
