@@ -27,8 +27,7 @@ REACH = 5.0
 BINS = 50
 # Entries that a histogram counts; of a larger tensor that many, evenly spaced.
 SAMPLE = 2**18
-# Entries compared at once: they stay in a cache, and their products are sums short enough for
-# float32.
+# Entries compared at once, which stay in a cache.
 CHUNK = 2**18
 # Leading directions that span the subspaces compared.
 SUBSPACE = 16
@@ -325,16 +324,15 @@ def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
         experts: W_t, shaped as `base`.
     """
     flat = [tensor.reshape(-1) for tensor in (base, *experts)]
-    count, dtype = base.numel(), torch.promote_types(torch.float32, base.dtype)
+    count = base.numel()
     products = torch.zeros(len(experts), len(experts), dtype=torch.float64, device=base.device)
     changed = torch.zeros(len(experts), dtype=torch.int64, device=base.device)
     base_square = 0.0
     for start in range(0, count, CHUNK):
-        block = slice(start, min(start + CHUNK, count))
-        origin = flat[0][block].to(dtype)
-        deltas = torch.stack([expert[block].to(dtype) for expert in flat[1:]]).sub_(origin)
+        origin, *versions = (tensor[start : start + CHUNK].double() for tensor in flat)
+        deltas = torch.stack(versions).sub_(origin)
         base_square += squared_norm(origin)
-        products += _products(deltas)
+        products += deltas @ deltas.mT
         changed += torch.count_nonzero(deltas, dim=1)
     unit = _root_mean_square(products, count)
     step = _sample_step(count)
@@ -367,16 +365,6 @@ def compare_products(deltas: Sequence[LowRank]) -> Comparison:
         unit=unit,
         histogram=tuple(_histogram(_sampled_entries(delta), unit) for delta in deltas),
     )
-
-
-def _products(rows: Tensor) -> Tensor:
-    """Return inner products of rows, (T, n), in float64, and by it where float32 lacks range."""
-    products = (rows @ rows.mT).double()
-    diagonal = products.diagonal()
-    if rows.dtype == torch.float32 and not bool(((diagonal > 1e-20) & (diagonal < 1e30)).all()):
-        rows = rows.double()
-        products = rows @ rows.mT
-    return products
 
 
 def _root_mean_square(products: Tensor, count: int) -> float:
