@@ -172,7 +172,7 @@ def _merge_tensors(
         deltas = list(map(tensor.product, planned.experts))
         work = partial(_merge_on, planned, change, deltas, rank)
         merged = first_that_fits(device, work, planned.method.spec.name, planned.name)
-        if merged.record is not None and merged.settings.recorded:
+        if merged.record and merged.settings and merged.settings.recorded:
             seconds = time.perf_counter() - start
             append_report(planned.method.spec.name, merged.settings, merged.record, seconds)
         if merged.delta is not None:

@@ -9,7 +9,7 @@ gets the experts' versions, those of one tensor at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference
 from mergekit.graph import Task
-from mergekit.io.tasks import GatherTensors, LoaderCache
+from mergekit.io.tasks import GatherTensors, LoaderCache, LoadTensor
 from mergekit.merge_methods import MergeMethod
 from mergekit.merge_methods.base import TensorEntry, TensorGroup, TensorMetadata
 from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge
@@ -162,7 +162,7 @@ def execute(planned: PlannedTensor, base: Tensor, experts: Sequence[Tensor]) -> 
     return merged
 
 
-def show_bases(models: Sequence[ModelReference]) -> None:
+def show_bases(models: Iterable[ModelReference]) -> None:
     """Let mergekit plan with the files of the base in the place of an adapter's merged model."""
     cache = LoaderCache()
     for model in models:
@@ -196,6 +196,7 @@ def use_adapters(
 def _merges_products(planned: PlannedTensor) -> bool:
     """Tell whether all experts change a tensor of one base by products that merge in their span."""
     bases = {base_of(model) for model in planned.task.model_order}
+    assert isinstance(planned.gather, GatherAdapted)
     known = planned.gather.adapted.known
     if len(bases) > 1 or not known or any(change.kind == "saved" for change in known):
         return False
@@ -220,12 +221,11 @@ class GatherAdapted(GatherTensors):
 
     def arguments(self) -> dict[str, Task]:
         """Return what is read: the base's tensor in the place of every adapter's."""
-        return {
-            key: task.model_copy(update={"model": base_of(task.model)})
-            if task.model in self.adapted.changes
-            else task
-            for key, task in super().arguments().items()
-        }
+        tasks = super().arguments()
+        for key, task in tasks.items():
+            if isinstance(task, LoadTensor) and task.model in self.adapted.changes:
+                tasks[key] = task.model_copy(update={"model": base_of(task.model)})
+        return tasks
 
     def execute(self, **tensors: Tensor) -> dict[ModelReference, Tensor]:
         """Return the versions by model."""
@@ -259,7 +259,7 @@ class MergeProducts(ExecuteMergeMethodTask):
             check_finite(method.spec.name, TensorGroup(entries=entries, metadata=metadata))
         work = partial(_add_products, planned, base)
         result, merged = first_that_fits(base.device, work, method.spec.name, planned.name)
-        if merged.settings is not None and merged.record is not None:
+        if isinstance(method, TaskVectorMethod) and merged.settings and merged.record:
             method.check_size(result, merged.settings)
             if merged.settings.recorded:
                 seconds = time.perf_counter() - start
@@ -271,6 +271,7 @@ def _add_products(
     planned: PlannedTensor, base: Tensor, device: torch.device
 ) -> tuple[Tensor, MergedProduct]:
     """Merge what adapters change of a tensor, and add it to the base's; both on a device."""
+    assert isinstance(planned.gather, GatherAdapted)
     base = base.to(device)
     products = map(planned.gather.adapted.product, planned.experts)
     merged = merge_products(planned, [product and product.to(device) for product in products])

@@ -109,13 +109,17 @@ class AdapterPlan:
 
 
 def read_adapters(models: Iterable[ModelReference]) -> dict[ModelReference, Adapter]:
-    """Read the adapters of models, by configs and headers.
+    """Read the adapters of models that have one, by configs and headers.
 
     Raises:
         DamagedFileError: what is wrong with an adapter.
         ConfigError: transformers does not know the architecture of a base.
     """
-    return {model: read_adapter(model.lora, _base_network(base_of(model))) for model in models}
+    return {
+        model: read_adapter(model.lora, _base_network(base_of(model)))
+        for model in models
+        if model.lora
+    }
 
 
 @lru_cache(maxsize=4)  # it takes a second, and is asked for again and again
@@ -227,7 +231,7 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
         config.base_model = config.base_model or base
     models = list(dict.fromkeys([base, *config.referenced_models()]))
     network = _base_network(base)
-    adapters = read_adapters(model for model in models if model.lora)
+    adapters = read_adapters(models)
     for adapter in adapters.values():
         named = adapter.config.base_model_name_or_path
         if named and not same_name(named, base.model.path):
@@ -306,8 +310,8 @@ def _architecture(
         base.config(trust_remote_code=options.trust_remote_code).save_pretrained(folder)
         index = {"weight_map": dict.fromkeys(network.state_dict(), "model.safetensors")}
         Path(folder, "model.safetensors.index.json").write_text(json.dumps(index))
-        config = MergeConfiguration(merge_method="linear", models=[{"model": {"model": folder}}])
-        return find_architecture(config, options)
+        content = {"merge_method": "linear", "models": [{"model": {"model": folder}}]}
+        return find_architecture(MergeConfiguration.model_validate(content), options)
 
 
 def _checkpoints(models: Sequence[ModelReference], network: nn.Module) -> list[Checkpoint]:

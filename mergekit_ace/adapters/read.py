@@ -21,7 +21,7 @@ from typing import Any, Literal
 import peft
 import torch
 from mergekit.common import ModelPath
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.utils import ModulesToSaveWrapper
 from safetensors import safe_open
@@ -78,7 +78,7 @@ class Change:
             tensor that takes the place of the base's (`modules_to_save`).
         shape: of the tensor as the base stores it.
         tensors: names of A and B, or of the one tensor, in the adapter's file.
-        rank: of the change; None where it is no product.
+        rank: of the change; 0 where it is no product.
         scale: by which the product counts.
         swapped: whether a packed parameter is stored (E, i, o).
     """
@@ -88,7 +88,7 @@ class Change:
     kind: Kind
     shape: tuple[int, ...]
     tensors: tuple[str, ...]
-    rank: int | None = None
+    rank: int = 0
     scale: float = 1.0
     swapped: bool = False
 
@@ -261,6 +261,7 @@ def read_lora_config(folder: Path) -> LoraConfig:
             f"{path} is no config that peft {peft.__version__} reads: {error}; correct it, or save "
             "the adapter again"
         ) from error
+    assert isinstance(config, LoraConfig)
     _check_variant(path, config)
     return config
 
@@ -322,7 +323,7 @@ def put_layers(network: nn.Module, config: LoraConfig) -> PeftModel:
 
 
 def _convert(
-    file: Path, shapes: Shapes, network: nn.Module, config: LoraConfig
+    file: Path, shapes: Shapes, network: nn.Module, config: PeftConfig
 ) -> dict[str, Tensor]:
     """Return the tensors of an adapter that was made for transformers 4; else nothing.
 
@@ -361,7 +362,7 @@ def possible_changes(model: PeftModel) -> tuple[dict[str, Change], Shapes]:
     return changes, {key: tuple(tensor.shape) for key, tensor in stored.items()}
 
 
-def _layer_change(place: str, layer: LoraLayer) -> Change:
+def _layer_change(place: str, layer: Any) -> Change:
     """Return what one of PEFT's layers changes: the weight of a module, or a packed parameter.
 
     Args:
@@ -400,8 +401,12 @@ def _module_kind(module: nn.Module) -> Kind | None:
     """Return how a module stores its weight; None of one that cannot be merged here."""
     from transformers.pytorch_utils import Conv1D
 
-    kinds = {nn.Embedding: "embedding", Conv1D: "transposed", nn.Linear: "linear"}
-    return next((kind for types, kind in kinds.items() if isinstance(module, types)), None)
+    kinds: dict[type, Kind] = {
+        nn.Embedding: "embedding",
+        Conv1D: "transposed",
+        nn.Linear: "linear",
+    }
+    return next((kind for known, kind in kinds.items() if isinstance(module, known)), None)
 
 
 def _check_shapes(file: Path, shapes: Shapes, expected: Shapes) -> None:

@@ -49,7 +49,7 @@ def write_adapter(
     Raises:
         ValueError: nothing is changed, or a tensor holds NaN, or more than the dtype can.
     """
-    parts = {change.name: (change, _stored(change, made, dtype)) for change, made in merged}
+    parts = {change.name: (change, _as_written(change, made, dtype)) for change, made in merged}
     if not parts:
         raise ValueError("the adapters change nothing that could be written")
     config = _config(parts, adapters, base, revision)
@@ -66,20 +66,22 @@ def write_adapter(
     write_text(settings, f"{text}\n", durable=True)
 
 
-def _stored(change: Change, made: LowRank | Tensor, dtype: torch.dtype) -> LowRank | Tensor:
-    """Return what is merged as it is written.
+def _as_written(change: Change, made: LowRank | Tensor, dtype: torch.dtype) -> LowRank | Tensor:
+    """Return what is merged, in the dtype of the file."""
+    if isinstance(made, Tensor):
+        return _stored(change, made, dtype)
+    left, right = _stored(change, made.left, dtype), _stored(change, made.right, dtype)
+    return LowRank(left, right, change.shape).padded(1)
 
-    Raises:
-        ValueError: it holds NaN, or more than the dtype can.
-    """
-    factors = (made.left, made.right) if isinstance(made, LowRank) else (made,)
-    stored = [factor.to("cpu", dtype) for factor in factors]
-    if not all(torch.isfinite(tensor).all() for tensor in stored):
+
+def _stored(change: Change, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    stored = tensor.to("cpu", dtype)
+    if not torch.isfinite(stored).all():
         raise ValueError(
             f"the merged {change.name} holds NaN, or numbers that {dtype} cannot; write the "
             "adapter in bfloat16 or float32"
         )
-    return LowRank(*stored, change.shape).padded(1) if isinstance(made, LowRank) else stored[0]
+    return stored
 
 
 def _named(parts: Merged, adapter: Adapter, config: LoraConfig) -> dict[str, Tensor]:
@@ -88,8 +90,8 @@ def _named(parts: Merged, adapter: Adapter, config: LoraConfig) -> dict[str, Ten
     tensors: dict[str, Tensor] = {}
     for name, (_, made) in parts.items():
         place = places[name]
-        factors = isinstance(made, LowRank)
-        stored = place.to_peft(made.padded(place.rank)) if factors else (made,)
+        whole = isinstance(made, Tensor)
+        stored = (made,) if whole else place.to_peft(made.padded(place.rank))
         tensors |= {k: t.contiguous() for k, t in zip(place.tensors, stored, strict=True)}
     return tensors
 
@@ -104,7 +106,7 @@ def _config(
     """
     network = adapters[0].network
     changes = dict(parts.values())
-    products = {change: made.rank for change, made in changes.items() if change.kind != "saved"}
+    products = {c: made.rank for c, made in changes.items() if isinstance(made, LowRank)}
     modules = {c.module: rank for c, rank in products.items() if c.kind != "parameter"}
     parameters = [change.name for change in products if change.kind == "parameter"]
     rank = max(products.values(), default=1)

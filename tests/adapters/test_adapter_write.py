@@ -33,7 +33,7 @@ from mergekit_ace.algebra.low_rank import LowRank
 def held(adapter: Adapter):
     """What an adapter changes, as a merge of it alone would be."""
     for name, change in adapter.changes.items():
-        yield change, adapter.full(name) if change.rank is None else adapter.low_rank(name)
+        yield change, adapter.full(name) if change.kind == "saved" else adapter.low_rank(name)
 
 
 def write(adapter: Adapter, folder, dtype=torch.float32) -> None:
