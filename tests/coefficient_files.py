@@ -47,4 +47,5 @@ def make_file(
         statistics,
         torch.tensor([depths[name] for name in names]),
         network.state_dict(),
+        torch.arange(len(names)),
     )

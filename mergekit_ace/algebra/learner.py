@@ -181,6 +181,10 @@ class Standardizer(nn.Module):
         centre, width: (F,), mean and standard deviation of the logarithms.
     """
 
+    unit: Tensor
+    centre: Tensor
+    width: Tensor
+
     def __init__(self, features: int):
         super().__init__()
         self.register_buffer("unit", torch.ones(features, dtype=torch.float64))

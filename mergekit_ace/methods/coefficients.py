@@ -83,8 +83,7 @@ class CoefficientFile:
         statistics: (K, L, F), float64, what the learner was given; likewise.
         depths: (L,), float32.
         learner_state: of the trained network.
-        groups: (L,), int64: tensors of one group, 0 … G − 1, share a coefficient; by default each
-            has its own.
+        groups: (L,), int64: tensors of one group, 0 … G − 1, share a coefficient.
     """
 
     contents: Contents
@@ -92,10 +91,9 @@ class CoefficientFile:
     statistics: Tensor
     depths: Tensor
     learner_state: Mapping[str, Tensor]
-    groups: Tensor | None = None
+    groups: Tensor
 
     def __post_init__(self) -> None:
-        self.groups = torch.arange(len(self.depths)) if self.groups is None else self.groups
         shape = (self.contents.rows, len(self.contents.tensors))
         expected = [shape, (*shape, len(self.contents.learner.features)), shape[1:], shape[1:]]
         tensors = (self.coefficients, self.statistics, self.depths, self.groups)
@@ -177,9 +175,10 @@ class CoefficientFile:
             )
         try:
             contents = Contents.model_validate_json(metadata["contents"])
-            own = ("coefficients", "statistics", "depths")
-            learner = with_prefix(tensors, _LEARNER)
-            return cls(contents, *(tensors[name] for name in own), learner, tensors["groups"])
+            own = {
+                name: tensors[name] for name in ("coefficients", "statistics", "depths", "groups")
+            }
+            return cls(contents, learner_state=with_prefix(tensors, _LEARNER), **own)
         except (KeyError, ValueError) as error:
             raise _damaged(path, error) from error
 

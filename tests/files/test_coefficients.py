@@ -111,7 +111,7 @@ def test_a_file_is_read_once_until_it_changes(tmp_path):
 
 def test_inconsistent_contents_are_refused():
     good = make_file(NAMES, ["a", "b"])
-    parts = (good.statistics, good.depths, good.learner_state)
+    parts = (good.statistics, good.depths, good.learner_state, good.groups)
     with pytest.raises(ValueError, match="shapes"):
         CoefficientFile(good.contents, good.coefficients[:, :2], *parts)
     with pytest.raises(ValueError, match="NaN"):
