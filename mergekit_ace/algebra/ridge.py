@@ -249,53 +249,15 @@ def solve_closed_form(problem: Problem) -> Solution:
 
 
 def _solve_primal(problem: Problem) -> Solution:
-    vectors, estimates = problem.vectors, problem.estimates
-    rows, columns = vectors.shape
-    through_rows = columns > 2 * rows and not problem.is_measured
-    origin = min(range(len(estimates)), key=lambda t: estimates[t].ridge)
-    centre = vectors.means.mean(dim=0)
-    sums = [vectors.zeros(rows, columns) for _ in problem.coefficients]
-    system, row = vectors.zeros(columns, columns), vectors.zeros(columns)  # Σ_t S_t (μ_t − μ̄)
-    squares = None if through_rows else vectors.covariances()
-    kept: list[Tensor] = []
-    for t, estimate in enumerate(estimates):
-        factor = estimate.scale
-        if squares is None:
-            square, part = None, vectors.block(ALL, t)
-            add_product_(system, part.mT, part, factor)
-            if problem.refined:
-                row.addmv_(part.mT, part @ (vectors.means[t] - centre), alpha=factor)
-        else:
-            square = squares(t) if factor else vectors.zeros(columns, columns)
-            if problem.is_measured:
-                square, factor = _with_measured(square.mul_(factor), estimate), 1.0
-                kept.append(square)
-            system.add_(square, alpha=factor)
-            if problem.refined:
-                row.addmv_(square, vectors.means[t] - centre, alpha=factor)
-        for block in vectors.rows() if t != origin else ():
-            own, first = vectors.block(block, t), vectors.block(block, origin)
-            for total, given in zip(sums, problem.coefficients, strict=True):
-                moved = _times(own, given[t]) - _times(first, given[origin])
-                if square is None:
-                    add_product_(total, product(moved, own.mT), own, factor)
-                else:
-                    add_product_(total[block], moved, square, factor)
+    vectors, ridges = problem.vectors, [estimate.ridge for estimate in problem.estimates]
+    origin = ridges.index(min(ridges))
+    sums, system, row, kept = _normal_equations(problem, origin)
     trace, ridge = system.trace(), problem.ridge(system)
-    target = None
-    if problem.refined:  # Σ_t C_t S_t − C̄ S + 1(Σ_t S_t (μ_t − μ̄))ᵀ
-        target = sums[-1].clone()
-        mean = [1 / len(estimates)] * len(estimates)
-        for block in vectors.rows():
-            beyond = vectors.block(block, origin) - vectors.combined(block, mean)
-            add_product_(target[block], beyond, system)
-            if problem.ridged_mean:
-                target[block].sub_((vectors.combined(block, mean) + centre).mul_(ridge))
-        target += row
+    target = _primal_target(problem, sums[-1], system, row, origin) if problem.refined else None
     common = system.mean(dim=0)[None] / problem.prior if problem.prior else None
     system.diagonal().add_(ridge)
     lower, failed = factorize(system)
-    ridges, found = [estimate.ridge for estimate in estimates], []
+    found = []
     for total, given in zip(sums, problem.coefficients, strict=True):
         shares = [share * a for share, a in zip(ridges, given, strict=True)]
         shares[origin] -= given[origin] * sum(ridges)  # Σ_t ε_t (λ_t C_t − λ_r C_r)
@@ -314,6 +276,67 @@ def _solve_primal(problem: Problem) -> Solution:
         found = [_with_prior_(merged, probes[-1]) for merged in found]
     target = None if target is None else target.add_(found[-1])
     return Solution(found[0], found[-1], target, ridge, trace, _checked(error, lower, failed))
+
+
+def _normal_equations(
+    problem: Problem, origin: int
+) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor]]:
+    """Return what the estimates sum up to, without their ridges.
+
+    Args:
+        problem: the regression.
+        origin: r.
+
+    Returns:
+        Σ_{t≠r} (λ_t C_t − λ_r C_r) S_t, (o, i), for the λ_t of every X that is needed; S, (i, i);
+        Σ_t S_t (μ_t − μ̄), (i,), for F; and the S_t themselves where covariances were measured.
+    """
+    vectors, (rows, columns) = problem.vectors, problem.vectors.shape
+    # Of wide matrices (λ_t C_t − λ_r C_r) C_tᵀ is the smaller product.
+    squares = None
+    if columns <= 2 * rows or problem.is_measured:
+        squares = vectors.covariances()
+    sums = [vectors.zeros(rows, columns) for _ in problem.coefficients]
+    system, row = vectors.zeros(columns, columns), vectors.zeros(columns)
+    kept: list[Tensor] = []
+    for t, estimate in enumerate(problem.estimates):
+        factor, square = estimate.scale, None
+        if squares is None:
+            part = vectors.block(ALL, t)
+            add_product_(system, part.mT, part, factor)
+        else:
+            square = squares(t) if factor else vectors.zeros(columns, columns)
+            if problem.is_measured:
+                square, factor = _with_measured(square.mul_(factor), estimate), 1.0
+                kept.append(square)
+            system.add_(square, alpha=factor)
+        if problem.refined:
+            away = vectors.means[t] - vectors.means.mean(dim=0)
+            moved = part.mT @ (part @ away) if square is None else square @ away
+            row.add_(moved, alpha=factor)
+        for block in vectors.rows() if t != origin else ():
+            own, first = vectors.block(block, t), vectors.block(block, origin)
+            for total, given in zip(sums, problem.coefficients, strict=True):
+                moved = _times(own, given[t]) - _times(first, given[origin])
+                if square is None:
+                    add_product_(total, product(moved, own.mT), own, factor)
+                else:
+                    add_product_(total[block], moved, square, factor)
+    return sums, system, row, kept
+
+
+def _primal_target(
+    problem: Problem, total: Tensor, system: Tensor, row: Tensor, origin: int
+) -> Tensor:
+    """Return R, (o, i): Σ_t C_t S_t − C̄ S + 1(Σ_t S_t (μ_t − μ̄))ᵀ, from `_normal_equations`."""
+    vectors, target = problem.vectors, total.clone()
+    mean = [1 / len(problem.estimates)] * len(problem.estimates)
+    for block in vectors.rows():
+        average = vectors.combined(block, mean)
+        add_product_(target[block], vectors.block(block, origin) - average, system)
+        if problem.ridged_mean:
+            target[block].sub_((average + vectors.means.mean(dim=0)) * problem.ridge(system))
+    return target.add_(row)
 
 
 def _factor(problem: Problem, ridge: Tensor) -> Tensor:
