@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 # By what a safetensors file calls them, all that mergekit reads.
 DTYPES = {
@@ -100,10 +99,7 @@ def read_file_header(path: Path) -> dict[str, TensorHeader]:
     """
     check_content(path)
     if path.suffix != ".safetensors":
-        return {
-            name: TensorHeader(DTYPE_NAMES.get(t.dtype, "F32"), tuple(t.shape), str(path))
-            for name, t in read_pickle(path).items()
-        }
+        return _pickled_headers(path)
     try:
         with safe_open(path, framework="pt") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -124,23 +120,23 @@ def read_file_header(path: Path) -> dict[str, TensorHeader]:
     return headers
 
 
-def read_pickle(path: str | os.PathLike, device: str = "meta") -> dict[str, Tensor]:
-    """Return the tensors of an old `.bin` file; on the meta device, their shapes and dtypes only.
-
-    Raises:
-        DamagedFileError: the file is damaged, or holds more than tensors.
-    """
+def _pickled_headers(path: Path) -> dict[str, TensorHeader]:
+    """Return the headers of the tensors in an old `.bin` file."""
     from mergekit.io.loader import DumbPytorchLoader
 
     try:
-        content = DumbPytorchLoader(os.fspath(path), device=device).tensors
+        content = DumbPytorchLoader(str(path), device="meta").tensors
         content = content.get("state_dict", content)
-        return {name: value for name, value in content.items() if isinstance(value, Tensor)}
     except Exception as error:  # of many kinds; torch's advice is to trust the file
         raise DamagedFileError(
             f"{path} is damaged, or holds more than tensors, which is never executed here; "
             "download it again, or the model's safetensors files"
         ) from error
+    return {
+        name: TensorHeader(DTYPE_NAMES.get(tensor.dtype, "F32"), tuple(tensor.shape), str(path))
+        for name, tensor in content.items()
+        if isinstance(tensor, torch.Tensor)
+    }
 
 
 def check_content(path: Path) -> None:
