@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 LIMITS = {
-    "files": 80,
-    "lines": 21078,
+    "files": 83,
+    "lines": 21491,
     "lines of a file": 563,
     "parameters of a function": 9,
     "functions with more than 8 parameters": 1,
