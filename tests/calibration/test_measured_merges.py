@@ -118,22 +118,6 @@ def test_check_says_what_is_missing(tmp_path):
     assert CliRunner().invoke(main, ["check", str(place)]).exit_code == 1
 
 
-def test_check_counts_what_is_read_of_covariances(tmp_path):
-    config = llama_family(tmp_path / "family")
-    file = str(measure(config, tmp_path / "stats").path)
-    paths = [config["base_model"], *(e["model"] for e in config["models"])]
-    parts = []
-    for parameters in ({}, {"covariances": file}):
-        place = tmp_path / "merge.yml"
-        place.write_text(yaml.safe_dump(ace_config(paths, parameters=parameters)))
-        shown = command("check", place, "--json")
-        tensors = json.loads(shown[shown.index("{") :])["estimate"]["tensors"]
-        parts.append(next(p for p in tensors if p["name"].endswith("0.mlp.up_proj.weight")))
-    columns = parts[0]["shape"][-1]
-    triangle = 4 * columns * (columns + 1) // 2
-    assert parts[1]["read"] - parts[0]["read"] == (len(paths) - 1) * triangle
-
-
 def test_inspect_compares_estimates_with_what_was_measured(tmp_path):
     config = llama_family(tmp_path / "family")
     file = str(measure(config, tmp_path / "stats").path)
