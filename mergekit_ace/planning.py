@@ -24,7 +24,7 @@ from mergekit.architecture.json_definitions import (
     JsonModuleArchitecture,
 )
 from mergekit.common import ModelReference
-from mergekit.config import ConfigReader, MergeConfiguration
+from mergekit.config import ConfigReader, InputModelDefinition, MergeConfiguration
 from mergekit.graph import Executor
 from mergekit.io.tasks import GatherTensors, LoaderCache, SaveTensor, TensorWriterTask
 from mergekit.merge import _model_out_config
@@ -52,6 +52,11 @@ class ConfigError(ValueError):
 _LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
+def merge_task(save: SaveTensor) -> Any:
+    """Return the task that merges what a task writes."""
+    return save.tensor_task
+
+
 @dataclass(frozen=True)
 class PlannedTensor:
     """One tensor of the result."""
@@ -66,7 +71,7 @@ class PlannedTensor:
     @property
     def gather(self) -> GatherTensors:
         """The task that reads it; embeddings may be aligned afterwards."""
-        task = self.task.gather_tensors
+        task: Any = self.task.gather_tensors
         return getattr(task, "gather_tensors", task)
 
     @cached_property
@@ -158,7 +163,7 @@ class PlannedMerge:
     @cached_property
     def tensors(self) -> tuple[PlannedTensor, ...]:
         """All tensors of the result, in the order of `saves`."""
-        return tuple(PlannedTensor(save.tensor_task) for save in self.saves.values())
+        return tuple(PlannedTensor(merge_task(save)) for save in self.saves.values())
 
     @cached_property
     def method(self) -> MergeMethod:
@@ -167,7 +172,7 @@ class PlannedMerge:
 
     def named_paths(self, *parameters: str) -> list[str]:
         """Return the paths that parameters of tensors name, each once."""
-        settings = [dict(save.tensor_task.parameters.items()) for save in self.saves.values()]
+        settings = [dict(tensor.task.parameters.items()) for tensor in self.tensors]
         values = (setting.get(name) for setting in settings for name in parameters)
         return list(dict.fromkeys(value for value in values if isinstance(value, str)))
 
@@ -297,7 +302,7 @@ def mergekit_architecture(
     models = config.referenced_models()
     if any(model.lora for model in models):  # mergekit infers none of them
         bases = {model.model_copy(update={"lora": None}): None for model in models}
-        inputs = [{"model": base} for base in bases]
+        inputs = [InputModelDefinition(model=base) for base in bases]
         config = MergeConfiguration(
             merge_method="linear", base_model=config.base_model, models=inputs
         )
@@ -434,7 +439,7 @@ def _plan_unplanned(
     names = [tensor.name for tensor in tensors]
     for tensor in tensors:
         one = planner if tensor.merged else _copier(planner, tensor)
-        module = next(iter(one.config.modules.values()))
+        module: Any = next(iter((one.config.modules or {}).values()))
         reader = ConfigReader(config=one.config, t=_depth(tensor.name, names), module=module)
         weights = [tensor.weight] * len(tensor.models)
         one.plan_tensor(
@@ -459,7 +464,7 @@ def _keep_counters(planner: MergePlanner, saves: Sequence[SaveTensor]) -> list[S
     kept = []
     for save in saves:
         if is_counter(save.tensor_name):
-            model = planner.config.base_model or save.tensor_task.model_order[0]
+            model = planner.config.base_model or merge_task(save).model_order[0]
             counter = UnplannedTensor(save.tensor_name, (model,), merged=False, floating=False)
             (save,) = _plan_unplanned(planner, [counter], save.writer_task)
         kept.append(save)
@@ -471,7 +476,7 @@ def _copier(planner: MergePlanner, tensor: UnplannedTensor) -> MergePlanner:
     config, settings = planner.config, planner.config.tokenizer
     copied = MergeConfiguration(
         merge_method="passthrough",
-        models=[{"model": tensor.models[0]}],
+        models=[InputModelDefinition(model=tensor.models[0])],
         dtype=config.dtype if tensor.floating else None,
         out_dtype=config.out_dtype,
         # rows of single tokens may be configured to come from models that are not asked here

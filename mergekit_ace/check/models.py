@@ -167,7 +167,7 @@ def _ties_head(checkpoint: Checkpoint) -> bool | None:
     """Return whether transformers ties the head to the embedding; None where that is unknown."""
     text, kind = checkpoint.config.get("text_config"), checkpoint.config.get("model_type")
     given = {**(text if isinstance(text, dict) else {}), **checkpoint.config}
-    if "tie_word_embeddings" in given or kind not in CONFIG_MAPPING:
+    if "tie_word_embeddings" in given or not kind or kind not in CONFIG_MAPPING:
         return given.get("tie_word_embeddings")
     return getattr(CONFIG_MAPPING[kind](), "tie_word_embeddings", None)
 
@@ -256,8 +256,8 @@ def _compare_tokens(
     checkpoint: Checkpoint, origin: Checkpoint, base: ModelReference
 ) -> Iterator[Finding]:
     """Find tokens that a model numbers differently from the first model with tokens, or adds."""
-    files = [one.file("tokenizer.json") for one in (origin, checkpoint)]
-    if all(files) and files[0].read_bytes() == files[1].read_bytes():
+    first, second = origin.file("tokenizer.json"), checkpoint.file("tokenizer.json")
+    if first and second and first.read_bytes() == second.read_bytes():
         return
     known, tokens = _tokens(origin), _tokens(checkpoint)
     by_number = {number: token for token, number in known.items()}
@@ -362,10 +362,13 @@ def compare_shapes(
     odd: dict[ModelReference, list[str]] = defaultdict(list)
     vocabularies: dict[ModelReference, str] = {}
     for tensor, found in planned_headers(tensors, checkpoints):
-        first = tensor.base if tensor.base in found else next(iter(found), None)
+        first = found.get(tensor.base) if tensor.base else None
+        first = first or next(iter(found.values()), None)
+        if first is None:
+            continue
         for model, header in found.items():
-            text = f"{tensor.name} {header.shape} instead of {found[first].shape}"
-            if header.shape == found[first].shape:
+            text = f"{tensor.name} {header.shape} instead of {first.shape}"
+            if header.shape == first.shape:
                 continue
             if tensor.task.output_weight.vocabulary_axis is None:
                 odd[model].append(text)
@@ -393,8 +396,8 @@ def check_adapters(
     Args:
         merged_first: whether each is merged into its base first, as `mergekit-yaml` does.
     """
-    adapted = [model for model in checkpoints if model.lora is not None]
-    for model in adapted:
+    adapted = [(model, model.lora) for model in checkpoints if model.lora is not None]
+    for model, lora in adapted:
         if merged_first and options.lora_merge_cache and _is_inferred(model, options):
             yield Finding.error(
                 "adapters",
@@ -408,7 +411,7 @@ def check_adapters(
             pass
         except DamagedFileError as error:
             yield Finding.error("adapters", str(error))
-        file = Path(model.lora.path, "adapter_config.json")
+        file = Path(lora.path, "adapter_config.json")
         made_for = json_or_empty(file).get("base_model_name_or_path")
         if made_for and not same_name(made_for, model.model.path):
             yield Finding.warning(
@@ -420,7 +423,7 @@ def check_adapters(
         yield Finding.warning(
             "adapters",
             "mergekit-yaml merges adapters into their base first: "
-            f"{listed([str(model.lora) for model in adapted])}",
+            f"{listed([str(lora) for _, lora in adapted])}",
             "merge by mergekit-ace merge, which need not; or give --lora-merge-cache DIR and "
             "--lora-merge-dtype float32 to mergekit-yaml and to this check",
         )
