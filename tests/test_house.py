@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 LIMITS = {
-    "files": 83,
-    "lines": 21491,
+    "files": 80,
+    "lines": 21093,
     "lines of a file": 563,
     "parameters of a function": 9,
     "functions with more than 8 parameters": 1,

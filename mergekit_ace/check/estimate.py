@@ -86,7 +86,7 @@ def _estimate_tensor(
     written_in = safetensors_dtype(plan.config.out_dtype) or merged_in
     method = tensor.method
     rule, work = method.spec.name, sweep(header.shape, max(1, len(headers) - 1))
-    if isinstance(tensor.task, MergeProducts):  # only the base's tensor is read
+    if tensor.base and isinstance(tensor.task, MergeProducts):  # only the base's is read
         headers, work = {tensor.base: header}, sweep(header.shape, 1)
     elif isinstance(method, TaskVectorMethod):
         settings = tensor.settings

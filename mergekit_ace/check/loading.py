@@ -110,7 +110,7 @@ def wanted_names(model: PreTrainedModel, names: Iterable[str]) -> tuple[set[str]
     """
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if not isinstance(entry, WeightRenaming)]
+    converters: list[Any] = [one for one in mapping if not isinstance(one, WeightRenaming)]
     state, prefix = model.state_dict(), model.base_model_prefix
 
     def in_memory(name: str) -> str:
@@ -321,8 +321,9 @@ def _faults(model: ModelReference, folder: Path, trust_remote_code: bool) -> dic
     index = ShardedTensorIndex.from_disk(str(folder))
     headers = read_headers(index.tensor_paths, index.base_path)
     try:
+        kind: Any = model_class(config, trust_remote_code)
         with quiet_transformers():
-            _, info = model_class(config, trust_remote_code).from_pretrained(
+            _, info = kind.from_pretrained(
                 None,
                 config=config,
                 state_dict={name: empty_tensor(header) for name, header in headers.items()},
