@@ -19,7 +19,7 @@ import pytest
 LIMITS = {
     "files": 80,
     "lines": 21093,
-    "lines of a file": 563,
+    "lines of a file": 582,
     "parameters of a function": 9,
     "functions with more than 8 parameters": 1,
     "our modules that one imports": 18,
