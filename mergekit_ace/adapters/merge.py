@@ -26,7 +26,7 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from pydantic import InstanceOf
 from torch import Tensor
 
-from mergekit_ace.adapters.plan import AdaptedTensor, base_of, find_stored_change, read_adapters
+from mergekit_ace.adapters.plan import AdaptedTensor, base_of, find_change, read_adapters
 from mergekit_ace.adapters.read import Adapter
 from mergekit_ace.algebra.low_rank import LowRank, compress
 from mergekit_ace.algebra.records import TensorRecord
@@ -176,7 +176,7 @@ def use_adapters(
     planned = PlannedTensor(task)
     weights: dict[ModelReference, WeightInfo] = dict(planned.gather.weight_info.items())
     changes = {
-        model: (adapters[model], find_stored_change(adapters[model], weight))
+        model: (adapters[model], find_change(adapters[model], weight))
         for model, weight in weights.items()
         if model in adapters
     }
@@ -291,7 +291,7 @@ class AdaptedWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self.base[name]
-        change = find_stored_change(self.adapter, WeightInfo(name=name))
+        change = find_change(self.adapter, WeightInfo(name=name))
         adapted = AdaptedTensor({self.model: (self.adapter, change)})
         return adapted.version(self.model, tensor.float()) if change else tensor
 
@@ -304,4 +304,6 @@ class AdaptedWeights(Mapping[str, Tensor]):
     @cached_property
     def adapter(self) -> Adapter:
         """The adapter, whose own tensors are read as they are needed."""
-        return read_adapters([self.model])[self.model]
+        adapter = read_adapters([self.model])[self.model]
+        adapter.check_ties()
+        return adapter

@@ -141,22 +141,6 @@ def find_change(adapter: Adapter, weight: WeightInfo) -> Change | None:
     return next((change for change in found if change is not None), None)
 
 
-def find_stored_change(adapter: Adapter, weight: WeightInfo) -> Change | None:
-    """Return what an adapter changes of a stored tensor, which may be a table and a head in memory.
-
-    A head that an adapter holds whole is a tensor of its own afterwards, whatever it was before.
-    """
-    names = names_in_memory(weight)
-    tied: list[Change | None] = []
-    for head, table in getattr(adapter.network, "all_tied_weights_keys", {}).items():
-        if head in names:
-            tied.append(adapter.changes.get(table))
-        change = adapter.changes.get(head)
-        if table in names and change is not None and change.kind != "saved":
-            tied.append(change)
-    return find_change(adapter, weight) or next(filter(None, tied), None)
-
-
 def names_in_memory(weight: WeightInfo) -> tuple[str, ...]:
     """Return the names that a planned tensor may have in memory."""
     return (weight.name, *(weight.aliases or ()))
@@ -236,6 +220,8 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
         named = adapter.config.base_model_name_or_path
         if named and not same_name(named, base.model.path):
             LOG.warning("the adapter %s was trained on %s, not on %s", adapter.name, named, base)
+        if adapter.without_effect:
+            LOG.warning("%s", adapter.without_effect)
     checkpoints = _checkpoints(models, network)
     with headers_only(checkpoints):
         architecture = _architecture(base, network, options)

@@ -43,6 +43,7 @@ from mergekit_ace.files.headers import (
     read_file_header,
     read_json,
 )
+from mergekit_ace.naming import listed
 
 Kind = Literal["linear", "transposed", "embedding", "parameter", "saved"]
 Shapes = dict[str, tuple[int, ...]]  # by the names of tensors in an adapter's file
@@ -145,6 +146,39 @@ class Adapter:
         """Leave out the network, whose code a worker may not have: it only reads tensors."""
         return {**vars(self), "network": None}
 
+    @property
+    def without_effect(self) -> str:
+        """What is wrong with scales of zero, and what to do about it; empty where none is."""
+        products = [change for change in self.changes.values() if change.rank]
+        zero = [change.name for change in products if change.scale == 0]
+        if not zero:
+            return ""
+        return (
+            f"{self.folder / 'adapter_config.json'} has a `lora_alpha` or an `alpha_pattern` of 0, "
+            f"so that the adapter leaves {len(zero)} of its {len(products)} tensors as they are "
+            f"({listed(zero, 3)}); set it to that of the training"
+        )
+
+    def check_ties(self) -> None:
+        """Raise if the adapter changes one of two tensors that are one (tied) in the base.
+
+        PEFT's model changes it in its place alone, and a merge into the one tensor changes both.
+
+        Raises:
+            OtherAdapterError: it holds the tensor whole, where PEFT's own merge unties them.
+            DamagedFileError: it has factors, which PEFT, too, merges into both.
+        """
+        for head, table in getattr(self.network, "all_tied_weights_keys", {}).items():
+            known = [self.changes[name] for name in (table, head) if name in self.changes]
+            if known:
+                factors = any(change.rank for change in known)
+                raise (DamagedFileError if factors else OtherAdapterError)(
+                    f"{self.file} changes {known[0].name}, and the base has {table} and {head} "
+                    "tied, as one tensor, so that a merge would change both; put the adapter onto "
+                    f"a copy of the base with `tie_word_embeddings`: false and {table} once more "
+                    f"as {head}, and merge with that as the base"
+                )
+
     def low_rank(self, name: str) -> LowRank:
         """Return the change of a tensor as factors in float64, with PEFT's scale within.
 
@@ -212,7 +246,6 @@ def read_adapter(reference: ModelPath | str, network: nn.Module) -> Adapter:
             f"{file} lacks {lacking}, the other factor of a product that it has; download or save "
             "the adapter again"
         )
-    _check_ties(file, changes, network)
     return Adapter(str(reference), folder, config, changes, network, file, dtypes, converted)
 
 
@@ -300,8 +333,14 @@ def _read_header(file: Path) -> tuple[frozenset[torch.dtype], Shapes]:
     for name, header in headers.items():
         if header.dtype not in FLOATING:
             raise DamagedFileError(
-                f"tensor {name} of {file} is in {header.dtype}, by which nothing can be computed; "
-                "save the adapter in bfloat16, float16 or float32"
+                f"tensor {name} of {file} is in {header.dtype}, as quantised adapters are; give "
+                "the adapter that it was made from, in bfloat16, float16 or float32"
+            )
+        if 0 in header.shape:
+            raise DamagedFileError(
+                f"tensor {name} of {file} is empty, as DeepSpeed's ZeRO-3 leaves parameters that "
+                "are not gathered; save the adapter again from a checkpoint of the training, with "
+                "`stage3_gather_16bit_weights_on_model_save`: true"
             )
     shapes = {name: tuple(header.shape) for name, header in headers.items()}
     return frozenset(DTYPES[header.dtype] for header in headers.values()), shapes
@@ -421,22 +460,6 @@ def _check_shapes(file: Path, shapes: Shapes, expected: Shapes) -> None:
         if shape != expected[name]:
             raise DamagedFileError(
                 f"tensor {name} of {file} has the shape {shape}, and config and base ask for "
-                f"{expected[name]}; correct `r` or `rank_pattern`, give the base that the adapter "
-                "was trained on, with the vocabulary that it had then, or save it again with all "
-                "shards gathered"
-            )
-
-
-def _check_ties(file: Path, changes: Mapping[str, Change], network: nn.Module) -> None:
-    """Raise for factors of a table and of a head that are one tensor.
-
-    Of these PEFT's model uses each in its place, and PEFT's merge adds both to the one tensor.
-    """
-    products = {name for name, change in changes.items() if change.rank}
-    for head, table in getattr(network, "all_tied_weights_keys", {}).items():
-        if products.issuperset((table, head)):
-            raise DamagedFileError(
-                f"{file} has factors of {table} and of {head}, which are one tensor in the base, "
-                "so that no merge can do what the adapter does; train it on one of them, or on a "
-                "base with `tie_word_embeddings`: false"
+                f"{expected[name]}; correct `r` or `rank_pattern`, or give the base that the "
+                "adapter was trained on, with the vocabulary that it had then"
             )

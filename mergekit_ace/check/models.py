@@ -406,7 +406,10 @@ def check_adapters(
                 "merge by mergekit-ace merge",
             )
         try:
-            read_adapters([model])
+            adapter = read_adapters([model])[model]
+            if adapter.without_effect:
+                yield Finding.warning("adapters", adapter.without_effect)
+            adapter.check_ties()
         except (OtherAdapterError, ConfigError):  # only PEFT can tell whether it fits
             pass
         except DamagedFileError as error:

@@ -17,7 +17,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_ace.adapters.merge import show_bases, use_adapters
-from mergekit_ace.adapters.plan import base_of, find_stored_change, read_adapters
+from mergekit_ace.adapters.plan import base_of, find_change, read_adapters
 from mergekit_ace.adapters.read import Adapter
 from mergekit_ace.check.check import check_merge
 from mergekit_ace.check.loading import Treatment, treat_unplanned
@@ -111,6 +111,7 @@ def _load_models(
             cache.loaders.pop(known, None)  # of another merge in this process
     adapters = read_adapters([model for model in models if model.lora is not None])
     for model, adapter in adapters.items():
+        adapter.check_ties()
         _check_places(model, adapter)
     show_bases(adapters)
     for model in models:
@@ -129,7 +130,7 @@ def _check_places(model: ModelReference, adapter: Adapter) -> None:
     base, network = base_of(model), adapter.network
     stored = set(LoaderCache().get(base).index.tensor_paths)
     names = {*stored, *(f"{network.base_model_prefix}.{name}" for name in stored)}
-    held = {find_stored_change(adapter, WeightInfo(name=name)) for name in names}
+    held = {find_change(adapter, WeightInfo(name=name)) for name in names}
     kind = network.config.model_type
     homeless = [
         name

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +20,8 @@ from huggingface_hub import snapshot_download
 from mergekit.common import ModelReference
 from torch import Tensor, nn
 
+from mergekit_ace.adapters.plan import read_adapters
+from mergekit_ace.adapters.read import OtherAdapterError
 from mergekit_ace.check.loading import quiet_transformers
 from mergekit_ace.check.models import DEQUANTISE
 from mergekit_ace.files.checkpoints import (
@@ -30,6 +33,7 @@ from mergekit_ace.files.checkpoints import (
 from mergekit_ace.files.headers import read_json
 from mergekit_ace.files.saving import file_states
 from mergekit_ace.naming import is_counter, is_running_statistic
+from mergekit_ace.planning import ConfigError
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.mapped_weights import rewrite_tensors
 from mergekit_ace.training.state import TrainingError, TrainingRun
@@ -131,13 +135,19 @@ def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str
 
 
 def _with_adapter(reference: ModelReference, adapters: Path, trust_remote_code: bool) -> str:
-    """Merge an adapter into its model; the folder appears only when it is complete."""
+    """Merge an adapter into its model; the folder appears only when it is complete.
+
+    Raises:
+        DamagedFileError: what is wrong with the adapter.
+    """
     parts = [reference.model.path, reference.lora.path]
     identity = json.dumps([str(reference), file_states(parts)])
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
     if not (adapters / name).exists():
         partial = adapters / "partial"
         shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OtherAdapterError, ConfigError):  # PEFT's merge does what the reader does not
+            read_adapters([reference])[reference].check_ties()
         whole = reference.merged(str(partial), trust_remote_code, "float32")
         os.replace(whole.model.path, adapters / name)
     return str(adapters / name)

@@ -238,12 +238,14 @@ def test_every_layer_may_have_adapters_of_its_own(family, tmp_path):
 
 
 @pytest.mark.parametrize("build", [tied_llama, tiny_llama])
-@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
-def test_a_table_and_a_head_are_told_apart(tmp_path, build, module):
-    paths = save_adapters(tmp_path, build, {"target_modules": [module]})
+@pytest.mark.parametrize("modules", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_a_table_and_a_head_are_told_apart(tmp_path, build, modules):
+    paths = save_adapters(tmp_path, build, {"target_modules": modules})
     out = adapter_merge(config_of(paths, "ace"), tmp_path)
-    (name,) = read_adapter(str(out), build().to("meta")).changes
-    assert module in name
+    before, after = (read_adapter(str(f), build().to("meta")) for f in (paths[1], out))
+    assert [name.split(".")[-2] for name in sorted(after.changes)] == sorted(modules, reverse=True)
+    for name in before.changes:
+        torch.testing.assert_close(after.low_rank(name).dense(), before.low_rank(name).dense())
 
 
 def test_a_rank_cuts_the_smallest_directions(family, tmp_path):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
+from peft import PeftModel
 from peft_models import (
     CASES,
     EXPERTS,
@@ -30,9 +32,12 @@ from peft_models import (
 )
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from mergekit_ace.cli import main
+from mergekit_ace.files.headers import DamagedFileError
 from mergekit_ace.merging.manifest import Manifest
+from mergekit_ace.training.models import local_folder
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SHARDS = ("--out-shard-size", "6K")
@@ -46,11 +51,14 @@ def family(tmp_path_factory) -> list[str]:
     return save_adapters(folder, tiny_llama, every, {**every, "r": 2}, {**some, "r": 4})
 
 
-def command(config: dict, out: Path, *flags: object, fails: bool = False) -> str:
-    """Run `mergekit-ace merge`; what it says."""
+def command(
+    config: dict, out: Path, *flags: object, name: str = "merge", fails: bool = False
+) -> str:
+    """Run a command on a config; what it says."""
     path = out.with_suffix(".yml")
     path.write_text(yaml.safe_dump(config))
-    arguments = ["merge", str(path), str(out), "--no-copy-tokenizer", *map(str, flags)]
+    arguments = [name, str(path), str(out), *map(str, flags)]
+    arguments += ["--no-copy-tokenizer"] * (name == "merge")
     result = CliRunner().invoke(main, arguments)
     assert (result.exit_code != 0) == fails, result.output
     return result.output
@@ -132,8 +140,6 @@ def test_learned_coefficients(family, tmp_path):
 
 
 KINDS = {
-    "tied": (tied_llama, {"target_modules": ["embed_tokens", "q_proj"]}),
-    "tied head": (tied_llama, {"target_modules": ["lm_head", "q_proj"]}),
     "table": (tiny_llama, {"target_modules": ["embed_tokens"]}),
     "saved": (tiny_llama, CASES["saved"][1]),
     "transposed": (gpt2, CASES["transposed"][1]),
@@ -218,8 +224,49 @@ def test_what_is_no_product_is_refused(family, tmp_path):
     assert "use_dora" in command(config_of(paths, "ace"), tmp_path / "out", fails=True)
 
 
-def test_a_head_that_is_no_longer_tied_is_refused(tmp_path):
-    options = CASES["saved and no longer tied"][1]
+TIED = [
+    {"target_modules": ["embed_tokens", "q_proj"]},
+    {"target_modules": ["lm_head"]},
+    {"target_modules": ["lm_head", "embed_tokens"]},
+    {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+]
+
+
+@pytest.mark.parametrize("options", TIED, ids=str)
+def test_tied_tensors_are_merged_on_an_untied_base(tmp_path, options):
+    """The remedy of the error gives what PEFT's model answers."""
     paths = save_adapters(tmp_path, tied_llama, options)
     said = command(config_of(paths, "ace"), tmp_path / "out", fails=True)
-    assert "has lm_head.weight, which" in said
+    assert "model.embed_tokens.weight and lm_head.weight tied, as one tensor" in said
+    checked = CliRunner().invoke(main, ["check", str(tmp_path / "out.yml")]).output
+    # mergekit-yaml and training merge by PEFT, which unties what is saved whole
+    factors = "modules_to_save" not in options
+    assert ("tied, as one tensor" in checked) == factors
+    with pytest.raises(DamagedFileError, match="tied") if factors else nullcontext():
+        local_folder(f"{paths[0]}+{paths[1]}", tmp_path, False)
+
+    base = LlamaForCausalLM.from_pretrained(paths[0])
+    untied = tiny_llama(tie_word_embeddings=False)
+    untied.load_state_dict(base.state_dict())
+    untied.save_pretrained(tmp_path / "untied")
+    command(config_of([str(tmp_path / "untied"), paths[1]], "ace"), tmp_path / "out")
+    tokens = torch.arange(3, 15)[None]
+    expected = PeftModel.from_pretrained(base, paths[1])(tokens).logits
+    got = LlamaForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "scales", [{"lora_alpha": 0}, {"alpha_pattern": {"up_proj": 0}}], ids=["all", "some"]
+)
+def test_a_scale_of_zero_is_said(family, tmp_path, caplog, scales):
+    folder = tmp_path / "idle"
+    train_by_chance(tiny_llama, folder, target_modules=["q_proj", "up_proj"], **scales)
+    config = config_of([*family[:2], str(folder)], "ace")
+    count = 4 if "lora_alpha" in scales else 2
+    for name in ("merge", "adapter"):
+        caplog.clear()
+        said = command(config, tmp_path / name, name=name) + caplog.text
+        assert f"{folder / 'adapter_config.json'} has a `lora_alpha`" in said
+        assert f"leaves {count} of its 4 tensors as they are" in said
