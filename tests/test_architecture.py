@@ -18,26 +18,6 @@ def reference(config: tf.PretrainedConfig, architecture: str, folder) -> ModelRe
     return ModelReference.parse(str(folder))
 
 
-@pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "GPT2ForSequenceClassification"])
-def test_conv1d_by_kind_not_by_number_or_prefix(tmp_path, architecture):
-    config = tf.GPT2Config(vocab_size=40, n_positions=8, n_embd=8, n_layer=2, n_head=2)
-    model = reference(config, architecture, tmp_path)
-    for name in (
-        "transformer.h.1.attn.c_attn.weight",
-        "h.0.mlp.c_proj.weight",
-        "transformer.h.11.mlp.c_fc.weight",  # a taller stack than the base
-    ):
-        assert is_transposed(model, name)
-    for name in (
-        "transformer.wte.weight",
-        "transformer.h.1.attn.c_attn.bias",
-        "lm_head.weight",
-        "score.weight",
-        "other_c_attn.weight",
-    ):
-        assert not is_transposed(model, name)
-
-
 def test_packed_experts(tmp_path):
     oss = tf.GptOssConfig(**SMALL, num_local_experts=2, intermediate_size=16, head_dim=8)
     model = reference(oss, "GptOssForCausalLM", tmp_path / "oss")
@@ -70,46 +50,19 @@ def test_an_architecture_that_cannot_be_built_is_reported_once(tmp_path, caplog)
     assert "layout: transposed" in record.getMessage()
 
 
-@pytest.mark.parametrize(
-    ("config", "architecture", "tables", "others"),
-    [
-        (
-            tf.LlamaConfig(**SMALL),
-            "LlamaForCausalLM",
-            ["model.embed_tokens.weight"],
-            ["lm_head.weight", "model.norm.weight", "model.layers.0.mlp.up_proj.weight"],
-        ),
-        (
-            tf.GPT2Config(vocab_size=40, n_positions=8, n_embd=8, n_layer=1, n_head=2),
-            "GPT2LMHeadModel",
-            ["transformer.wte.weight", "wpe.weight"],
-            ["h.0.attn.c_attn.weight", "lm_head.weight"],
-        ),
-        (
-            tf.T5Config(
-                vocab_size=40,
-                d_model=8,
-                d_kv=4,
-                d_ff=8,
-                num_layers=1,
-                num_heads=2,
-                feed_forward_proj="gated-gelu",
-            ),
-            "T5ForConditionalGeneration",
-            [
-                "shared.weight",
-                "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
-            ],
-            ["lm_head.weight", "encoder.block.0.layer.0.SelfAttention.q.weight"],
-        ),
-    ],
-    ids=["llama", "gpt2", "t5"],
-)
-def test_tables(tmp_path, config, architecture, tables, others):
-    model = reference(config, architecture, tmp_path)
-    assert [name for name in (*tables, *others) if is_table(model, name)] == tables
-    assert not is_table(0, tables[0])
-    assert not is_table(model, None)
+def test_tables(tmp_path):
+    """Those of Llama and GPT-2 are merged in test_relative.py."""
+    t5 = tf.T5Config(
+        vocab_size=40, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2,
+        feed_forward_proj="gated-gelu",
+    )  # fmt: skip
+    model = reference(t5, "T5ForConditionalGeneration", tmp_path)
+    attention = "encoder.block.0.layer.0.SelfAttention"
+    for table in ("shared.weight", f"{attention}.relative_attention_bias.weight"):
+        assert is_table(model, table)
+    for other in ("lm_head.weight", f"{attention}.q.weight", None):
+        assert not is_table(model, other)
+    assert not is_table(0, "shared.weight")
 
 
 @pytest.mark.parametrize(

@@ -52,15 +52,6 @@ def test_leading_directions(rng, shape, unit, share):
     assert is_orthonormal(found.right)
 
 
-@pytest.mark.parametrize("shape", [SMALL[0], *LARGE[:2]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_stored_in_few_digits_is_decomposed_in_float64(rng, shape, dtype):
-    matrix = torch.randn(shape, generator=rng).to(dtype)
-    found, expected = leading_directions(matrix, 5), svd(matrix, 5)
-    assert found.left.dtype == found.values.dtype == found.right.dtype == torch.float64
-    assert distance(found.matrix, expected.matrix) <= 1e-9
-
-
 @pytest.mark.parametrize("shape", SMALL + LARGE)
 @pytest.mark.parametrize("unit", UNITS)
 def test_directions_that_a_matrix_does_not_have_are_left_out(rng, shape, unit):
@@ -90,19 +81,6 @@ def test_the_orthogonal_factor(rng, shape, kind):
     assert distance(found, polar(svd(matrix, 280))) <= lost
 
 
-@pytest.mark.parametrize("shape", LARGE)
-@pytest.mark.parametrize("kind", SPECTRA)
-def test_a_cut_between_directions(rng, shape, kind):
-    matrix = with_values(rng, shape, spectrum(kind, 280))
-    sigma = spectrum(kind, 280)
-    for count in (20, 200):
-        if sigma[count - 1] == sigma[count]:
-            continue  # which of them are kept is arbitrary
-        found, expected = leading_directions(matrix, count), svd(matrix, count)
-        torch.testing.assert_close(found.values, expected.values, rtol=1e-7, atol=0)
-        assert distance(polar(found), polar(expected)) <= 1e-6
-
-
 @pytest.mark.parametrize("shape", SMALL + LARGE)
 @pytest.mark.parametrize("repeated", [1.0, 3.0])
 def test_equal_singular_values(rng, shape, repeated):
@@ -114,28 +92,6 @@ def test_equal_singular_values(rng, shape, repeated):
         basis, exact = getattr(found, name), getattr(expected, name)
         assert distance(basis @ basis.mT, exact @ exact.mT) <= 1e-9
     assert distance(found.matrix, expected.matrix) <= 1e-9
-
-
-@pytest.mark.parametrize("shape", SMALL + LARGE)
-def test_what_is_below_a_floor_is_left_out(rng, shape):
-    sigma = torch.cat([torch.ones(8), torch.full((min(shape) - 8,), 1e-6)]).double()
-    matrix = with_values(rng, shape, sigma)
-    assert (
-        distance(polar(leading_directions(matrix, min(shape), 1e-3)), polar(svd(matrix, 8))) <= 1e-9
-    )
-    assert len(leading_directions(matrix, min(shape)).values) == min(shape)
-
-
-@pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("angle", [1.0, 1e-2, 0.0])
-def test_columns_made_orthonormal(rng, unit, angle):
-    """Half of them are turned from the other half by an angle: at 0 they repeat them."""
-    basis = torch.linalg.qr(torch.randn(400, 300, generator=rng, dtype=torch.float64)).Q
-    columns = basis.clone()
-    columns[:, 150:] = columns[:, :150] + angle * columns[:, 150:]
-    found = orthogonal_factor(unit * columns)
-    assert distance(found, polar(svd(columns, 300 if angle else 150))) <= 1e-9
-    assert int(torch.linalg.matrix_rank(found)) == (300 if angle else 150)
 
 
 @pytest.mark.parametrize("method", ["tsv_m", "iso_c", "iso_cts"])

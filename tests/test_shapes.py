@@ -23,11 +23,6 @@ def files(tmp_path) -> list[ModelReference]:
     return models
 
 
-def test_equal_shapes_and_absent_tensors(files):
-    check_shapes("w", files[1:], files[0])
-    check_shapes("no such tensor", files[1:], files[0])
-
-
 def test_a_file_that_changed_is_read_again(files):
     check_shapes("w", files[1:], files[0])
     path = files[1].model.path

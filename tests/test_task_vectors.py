@@ -3,10 +3,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference import naive_mean
 
 from mergekit_ace.algebra.linalg import squared_norm
-from mergekit_ace.algebra.task_vectors import merge_mean, select_active, task_vector
+from mergekit_ace.algebra.task_vectors import select_active, task_vector
 
 
 def test_bfloat16_differences_are_exact():
@@ -44,30 +43,6 @@ def test_extreme_weights(size):
     base = torch.zeros(2, 2)
     active = select_active(base, [base + 1, base + 2], [size, 3 * size], torch.float32)
     assert active.weights == pytest.approx((0.5, 1.5))
-
-
-def test_mean_of_a_vector(rng):
-    base = torch.randn(9, generator=rng)
-    experts = [base + 0.1 * torch.randn(9, generator=rng) for _ in range(3)]
-    active = select_active(base, experts, [1.0, 2.0, 0.0], torch.float64)
-    merged, record = merge_mean(base, active, 0.5)
-    assert record.rule == "mean"
-    assert record.weight == pytest.approx((2 / 3, 4 / 3, 0))
-    torch.testing.assert_close(merged, naive_mean(base, experts, [1.0, 2.0, 0.0], 0.5))
-
-
-@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
-@pytest.mark.parametrize("shape", [(40, 7), (7,), ()])
-def test_what_is_measured(rng, size, shape):
-    base = torch.randn(shape, generator=rng)
-    experts = [base + torch.randn(shape, generator=rng) for _ in range(2)]
-    base, experts = size * base, [size * expert for expert in experts]
-    active = select_active(base, experts, [1.0, 1.0], torch.float32)
-    deltas = [(expert.double() - base.double()).reshape(shape or (1,)) for expert in experts]
-    tau = [float(delta.square().sum()) for delta in deltas]
-    assert active.tau == pytest.approx(tau, rel=1e-5)
-    traces = [float((delta - delta.mean(dim=0)).square().sum()) for delta in deltas]
-    assert active.traces == pytest.approx(traces, rel=1e-4, abs=1e-5 * max(tau))
 
 
 def test_a_task_vector_that_overflows():
