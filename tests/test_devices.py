@@ -191,16 +191,10 @@ def lines_of(config: dict, folder: Path, device: torch.device | str) -> dict[str
     """The lines that `inspect` writes."""
     path = folder / "inspected.yml"
     path.write_text(yaml.safe_dump(config))
-    arguments = [
-        "inspect",
-        str(path),
-        str(folder / str(device)),
-        "--quiet",
-        "--device",
-        str(device),
-    ]
+    out = folder / str(device)
+    arguments = ["inspect", str(path), str(out), "--quiet", "--device", str(device)]
     CliRunner().invoke(main, arguments, catch_exceptions=False)
-    lines = (folder / str(device) / "report.jsonl").read_text().splitlines()
+    lines = (out / "report.jsonl").read_text().splitlines()
     return {line["tensor"]: line for line in map(json.loads, lines)}
 
 

@@ -17,8 +17,6 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-FOLDER = Path(__file__).resolve().parents[1] / "examples" / "evidence"
-
 
 @pytest.fixture
 def evidence(example):
@@ -305,14 +303,6 @@ def test_the_repair(language, tokenizer, monkeypatch):
     assert facts["held_out_loss"]["40"] < facts["held_out_loss"]["0"] - 0.5
 
 
-def test_rates(language):
-    recipe = language[0].Recipe("adamw", 1e-3, 100)
-    assert [recipe.rate_at(step) for step in (0, 9, 50, 99)] == [1e-4, 1e-3, 1e-3, 1e-3]
-    falling = language[0].Recipe("adamw", 1e-3, 100, decay=True)
-    assert falling.rate_at(50) == pytest.approx(5e-4)
-    assert 0 < falling.rate_at(99) < 2e-5
-
-
 def test_texts_are_split_by_whole_files(evidence, tmp_path, monkeypatch):
     texts = evidence("texts")
     for language in ("xx", "yy"):
@@ -390,8 +380,3 @@ def test_tables(evidence):
     assert error == pytest.approx(((0.03**2 + 0.04**2) / 2 + 0.01) ** 0.5)
     page = "a\n<!-- table: t -->\nold\n<!-- end of table -->\nb"
     assert tables.fill_in(page, {"t": "| new |\n"}) == page.replace("old", "| new |")
-
-
-def test_the_judge_is_short():
-    files = list(FOLDER.glob("*.py"))
-    assert sum(len(path.read_text("utf-8").splitlines()) for path in files) <= 1500

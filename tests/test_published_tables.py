@@ -487,11 +487,3 @@ def test_a_published_mean_of_other_tasks(llm):
     suite = llm("suite").load_suite("clip-8")
     shown = llm("comparison").compare(suite, ["cars", "mnist"], {"experts": {}})
     assert re.search(r"\| \*RegMean\+\+\* \[\d+\] \| 70\.5 \| 99\.0 \| 84\.8 \|", shown)
-
-
-def test_the_threshold_of_the_authors(llm):
-    """Two rows of RoBERTa differ in nothing but the threshold."""
-    rows = llm("suite").load_suite("glue-roberta").rows
-    paper = rows["ace as in the paper"].parameters
-    authors = rows["ace as in the paper, threshold 0.5"].parameters
-    assert authors == paper | {"heterogeneity_threshold": 0.5}

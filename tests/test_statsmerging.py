@@ -11,7 +11,7 @@ import yaml
 from checkpoints import save_family, tiny_llama
 from click.testing import CliRunner
 from coefficient_files import make_file
-from mergekit.merge_methods import merge_state_dicts, merge_tensors
+from mergekit.merge_methods import merge_tensors
 from safetensors.torch import load_file
 
 from mergekit_ace.algebra.learner import LearnerConfig, features, measure_moments
@@ -200,13 +200,6 @@ def test_a_learner_per_block_does_not_predict_tensors(family, names, tmp_path, m
         mergekit_yaml(config(family, {"learner": str(path)}))
 
 
-def test_no_base_model(family, mergekit_yaml):
-    wrong = config(family, None, [{"weight": 1}] * 3)
-    del wrong["base_model"]
-    with pytest.raises(Exception, match="base_model"):
-        mergekit_yaml(wrong)
-
-
 def test_tensors_in_memory(rng):
     base, *experts = (torch.randn(3, 4, generator=rng).bfloat16() for _ in range(3))
     merged = merge_tensors(
@@ -217,28 +210,6 @@ def test_tensors_in_memory(rng):
         expected = expected + weight * (expert.double() - base.double())
     assert merged.dtype == torch.bfloat16
     torch.testing.assert_close(merged.double(), expected, rtol=2**-8, atol=0)
-
-
-def test_state_dicts_with_a_file(tmp_path, rng):
-    state = {"layers.0.weight": torch.randn(3, 4, generator=rng)}
-    models = {
-        m: {n: t + torch.randn(t.shape, generator=rng) for n, t in state.items()}
-        for m in ("a", "b")
-    }
-    path = tmp_path / "c.safetensors"
-    file = make_file(list(state), ["a", "b"])
-    file.save(path)
-    merged = merge_state_dicts(
-        {"base": state} | models,
-        "statsmerging",
-        base="base",
-        parameters={"coefficients": str(path)},
-    )
-    expected = state["layers.0.weight"] + sum(
-        c * (models[m]["layers.0.weight"] - state["layers.0.weight"])
-        for c, m in zip(file.coefficients[:, 0], ("a", "b"), strict=True)
-    )
-    torch.testing.assert_close(merged["layers.0.weight"], expected)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
 
 import torch
 from dictionaries import NEW_LANGUAGES, OLD_LANGUAGES, make_tokenizer
-from family import BASE, Recipe, answers, new_model, save_model, shortened, train
+from family import Recipe, answers, save_model, shortened, train, train_base
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -51,17 +51,9 @@ MERGES = {
 
 
 def train_family(steps: int | None = None) -> None:
-    """Train what is not there yet.
-
-    Args:
-        steps: at most so many each, to see that everything runs.
-    """
+    """Train what is not there yet, by at most so many steps each."""
     tokenizer = make_tokenizer()
-    if not (FAMILY / "base").exists():
-        torch.manual_seed(BASE.seed)
-        model = new_model(tokenizer)
-        train(model, tokenizer, shortened(BASE, steps), "base")
-        save_model(model, tokenizer, FAMILY / "base")
+    train_base(FAMILY, steps)
     for language, recipe in ADAPTERS.items():
         if (FAMILY / language).exists():
             continue

@@ -27,6 +27,13 @@ from mergekit_ace.files.saving import write_text
 
 # A process that is `mergekit-yaml`, and writes its times by stages to `figures.json`.
 TIMED = [sys.executable, str(Path(__file__).resolve()), "--timed", "figures.json"]
+# Starts a command and writes its peak of memory, to which that of a larger parent would count.
+LAUNCHER = """
+import resource, subprocess, sys
+status = subprocess.call(sys.argv[2:])
+open(sys.argv[1], "w").write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
+sys.exit(status)
+"""
 EXPERT_PARAMETERS = {"task_arithmetic": {"weight": 0.3}, "ties": {"weight": 0.3, "density": 0.5}}
 
 
@@ -55,13 +62,12 @@ def measure(command: list[str], folder: Path) -> dict[str, float]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     start = time.perf_counter()
     with open(folder / "merge.log", "wb") as log:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
-        _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+        launcher = [sys.executable, "-c", LAUNCHER, "memory.txt", *command]
+        done = subprocess.run(launcher, cwd=folder, env=environment, stdout=log, stderr=log)
     wall = time.perf_counter() - start
-    if process.returncode != 0:
+    if done.returncode != 0:
         raise SystemExit((folder / "merge.log").read_text(encoding="utf-8"))
-    return {"wall": wall, "resident_bytes": usage.ru_maxrss * 1024}
+    return {"wall": wall, "resident_bytes": 1024 * int((folder / "memory.txt").read_text())}
 
 
 def merge_timed(figures: str, arguments: list[str]) -> None:
@@ -84,10 +90,9 @@ def merge_timed(figures: str, arguments: list[str]) -> None:
 
         def timed(self, *args, **kwargs):
             start = time.perf_counter()
-            try:
-                return execute(self, *args, **kwargs)
-            finally:
-                seconds[stage] += time.perf_counter() - start
+            result = execute(self, *args, **kwargs)
+            seconds[stage] += time.perf_counter() - start
+            return result
 
         task.execute = timed
 
@@ -103,10 +108,11 @@ def merge_timed(figures: str, arguments: list[str]) -> None:
     Path(figures).write_text(json.dumps(seconds), encoding="utf-8")
 
 
-def print_figures(method: str, figures: dict[str, float], first: dict[str, float]) -> None:
+def print_figures(method: str, figures: dict[str, float], first: float) -> None:
+    """Print seconds, the ratio of the wall time to the first method's, and memory."""
     stages = " ".join(f"{figures[stage]:9.1f}" for stage in ("wall", "read", "compute", "write"))
     memory = [figures[kind] for kind in ("resident_bytes", "device_bytes") if kind in figures]
-    line = f"{method:16} {stages} {figures['wall'] / first['wall']:8.2f}"
+    line = f"{method:16} {stages} {figures['wall'] / first:8.2f}"
     print(line, *(f"{size / 1e9:9.2f}" for size in memory), flush=True)
 
 
@@ -143,7 +149,7 @@ def main() -> None:
         first = None
         for method in arguments.methods:
             figures = merge(method, models, folder, arguments.flags)
-            first = first or figures
+            first = first or figures["wall"]
             print_figures(method, figures, first)
             rows.append({"method": method, **figures})
             if arguments.json:

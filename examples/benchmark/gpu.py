@@ -118,19 +118,18 @@ def run(stage: Stage, seconds: float, out: Path, folder: Path, environment: dict
 
 def run_stages(
     stages: Sequence[Stage], out: Path, folder: Path, left: Callable[[], float],
-    again: Sequence[str] = (),
+    only: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Run the stages that have no result yet, or are named in `again`, while seconds are left.
+    """Run the stages named in `only`, else all that have no result, while seconds are left.
 
-    One that the budget has cut short has none.
+    A stage that the budget has cut short has none.
     """
     out.mkdir(parents=True, exist_ok=True)
     file, environment = out / "gpu.json", environment_of(folder / "packages")
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for stage in stages:
         state = known.get(stage.name, {}).get("state", "cut short")
-        if state != "cut short" and stage.name not in again:
-            print(f"{stage.name}: {state} already", flush=True)
+        if stage.name not in only and (only or state != "cut short"):
             continue
         seconds = min(stage.limit, left() - STOPPING)
         if seconds < min(LEAST, stage.limit):
@@ -154,16 +153,6 @@ def unpack(wheels: Path, target: Path) -> None:
                 archive.extractall(target)
 
 
-def describe_checkout(target: Path) -> None:
-    """Write the metadata that an installed package would have."""
-    text = (CHECKOUT / "mergekit_ace" / "__init__.py").read_text(encoding="utf-8")
-    (found,) = re.findall(r'^__version__ = "(.+)"', text, re.MULTILINE)
-    folder = target / f"mergekit_ace-{found}.dist-info"
-    folder.mkdir(parents=True, exist_ok=True)
-    metadata = f"Metadata-Version: 2.1\nName: mergekit-ace\nVersion: {found}\n"
-    (folder / "METADATA").write_text(metadata, encoding="utf-8")
-
-
 def environment_of(packages: Path) -> dict[str, str]:
     """Return the environment of a stage, in which the checkout stands for an installed package."""
     paths = [str(packages), str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
@@ -183,9 +172,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="for the results")
     parser.add_argument("--minutes", type=float, default=60, help="after which it ends")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STAGE")
-    parser.add_argument("--skip", nargs="+", choices=names, default=[], metavar="STAGE")
-    parser.add_argument("--again", nargs="+", choices=names, default=[], metavar="STAGE")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=[], metavar="STAGE",
+        help="these stages alone, with a result or without",
+    )  # fmt: skip
     parser.add_argument("--wheels", type=Path, help="folder of packages that may be missing here")
     parser.add_argument("--folder", type=Path, help="for models, by default in --out; 20 to 120 GB")
     parser.add_argument("--small", action="store_true", help="only to see that all stages run")
@@ -193,18 +183,16 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # stages end, too
     folder = (arguments.folder or arguments.out).resolve() / "gpu-stages"
     try:
-        describe_checkout(folder / "packages")
+        folder.mkdir(parents=True, exist_ok=True)
         if arguments.wheels:
             unpack(arguments.wheels, folder / "packages")
         cuda = sees_gpu(environment_of(folder / "packages"))
         if not cuda and not arguments.small:
             sys.exit("torch sees no GPU here, without which only --small runs")
         stages = all_stages(arguments.small, cuda, shutil.disk_usage(folder).free)
-        wanted = set(arguments.only) - set(arguments.skip)
-        stages = [stage for stage in stages if stage.name in wanted]
         end = began + 60 * arguments.minutes
         out = arguments.out.resolve()
-        run_stages(stages, out, folder, lambda: end - time.monotonic(), arguments.again)
+        run_stages(stages, out, folder, lambda: end - time.monotonic(), arguments.only)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{arguments.out} has the results")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -116,13 +117,13 @@ def time_matrix(shape: tuple[int, int], experts: int, options: argparse.Namespac
     stored = getattr(torch, options.stored)
     models = family(shape, experts, options.heterogeneous, stored, options.spectrum, options.device)
     seconds: dict[str, list[float]] = {way: [] for way in options.ways}
-    memory = dict.fromkeys(options.ways, 0)
+    memory: dict[str, int | None] = dict.fromkeys(options.ways)
     for _ in range(options.rounds + 1):  # the first one warms up
         for way in options.ways:
             before = reset_peak(options.device)
             seconds[way].append(timed(partial(merge_by, way, *models), options.device)[0])
             if before is not None:
-                memory[way] = max(memory[way], peak(options.device) - before)
+                memory[way] = max(memory[way] or 0, peak(options.device) - before)
     kept = {way: every[1:] or every for way, every in seconds.items()}
     first = kept[options.ways[0]]
     return [
@@ -130,23 +131,23 @@ def time_matrix(shape: tuple[int, int], experts: int, options: argparse.Namespac
             "way": way,
             "seconds": median(own),
             "ratio": median(a / b for a, b in zip(own, first, strict=True)),
-            "memory": memory[way] or None,
+            "memory": memory[way],
         }
         for way, own in kept.items()
     ]
 
 
 def print_row(what: str, row: dict) -> None:
+    """Print the figures of a way for a matrix or a model."""
     memory = "" if row["memory"] is None else f"{row['memory'] / 1e6:8.0f}"
-    print(
-        f"{what:16} {row['way']:16} {row['seconds']:9.4f} {row['ratio']:8.2f} {memory}", flush=True
-    )
+    figures = f"{row['seconds']:9.4f} {row['ratio']:8.2f} {memory}"
+    print(f"{what:16} {row['way']:16} {figures}", flush=True)
 
 
 def total_of(rows: list[dict], first: float | None) -> dict:
     """Return the seconds of a model's matrices together, and the most memory that one took."""
     seconds = sum(row["count"] * row["seconds"] for row in rows)
-    memory = max((row["memory"] for row in rows if row["memory"]), default=None)
+    memory = max((row["memory"] for row in rows if row["memory"] is not None), default=None)
     ratio = seconds / (first or seconds)
     return {"way": rows[0]["way"], "seconds": seconds, "ratio": ratio, "memory": memory}
 
@@ -157,21 +158,15 @@ def process_bytes(field: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
-def machine(device: str) -> dict[str, str | int]:
-    """Return what the figures are measured on."""
-    known = Path("/proc/cpuinfo")
-    lines = known.read_text(encoding="utf-8").splitlines() if known.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
-    name = torch.cuda.get_device_name() if device == "cuda" else name
-    return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
-
-
 def print_machine(device: str) -> dict[str, str | int]:
     """Print what the figures are measured on, and return it."""
-    about = machine(device)
-    print(f"{about['device']}, {about['threads']} threads, torch {about['torch']}", flush=True)
-    return about
+    known = Path("/proc/cpuinfo")
+    text = known.read_text(encoding="utf-8") if known.exists() else ""
+    names = re.findall(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    name = torch.cuda.get_device_name() if device == "cuda" else [*names, platform.machine()][0]
+    threads = torch.get_num_threads()
+    print(f"{name}, {threads} threads, torch {torch.__version__}", flush=True)
+    return {"device": name, "threads": threads, "torch": torch.__version__}
 
 
 def main() -> None:

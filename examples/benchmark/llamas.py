@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import json
-import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 _SETTINGS = """hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads vocab_size""".split()
@@ -29,8 +30,6 @@ SIZES = {
     size: dict(zip(_SETTINGS, shape, strict=True), tie_word_embeddings=size == "1B")
     for size, shape in _SHAPES.items()
 }
-SHARD_BYTES = 2**30
-INDEX = "model.safetensors.index.json"
 
 
 def make_config(size: str, **changes: int | bool) -> LlamaConfig:
@@ -51,33 +50,23 @@ def write_family(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     paths = [folder / "base", *(folder / f"expert{model + 1}" for model in range(experts))]
     for model, path in enumerate(paths):
-        if (path / INDEX).exists():
+        if (path / "config.json").exists():
             continue
         scale = 30 ** ((model - 1) / max(experts - 1, 1) - 0.5) if heterogeneous and model else 1.0
-        tensors = (
-            (name, make_tensor(name, shape, model, scale, device)) for name, shape in shapes(config)
-        )
-        write_model(path, config, tensors)
+        write_model(path, config, partial(make_tensor, model=model, scale=scale, device=device))
     return paths
 
 
-def shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of a Llama's tensors."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    narrow = hidden // config.num_attention_heads * config.num_key_value_heads
-    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
-    for layer in range(config.num_hidden_layers):
-        prefix = f"model.layers.{layer}"
-        for name, rows in (("q", hidden), ("k", narrow), ("v", narrow), ("o", hidden)):
-            yield f"{prefix}.self_attn.{name}_proj.weight", (rows, hidden)
-        yield f"{prefix}.mlp.gate_proj.weight", (inner, hidden)
-        yield f"{prefix}.mlp.up_proj.weight", (inner, hidden)
-        yield f"{prefix}.mlp.down_proj.weight", (hidden, inner)
-        yield f"{prefix}.input_layernorm.weight", (hidden,)
-        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-    yield "model.norm.weight", (hidden,)
-    if not config.tie_word_embeddings:
-        yield "lm_head.weight", (config.vocab_size, hidden)
+def empty_weights(config: LlamaConfig) -> dict[str, Tensor]:
+    """Return the weights of a Llama by name, without their numbers."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).bfloat16()
+    return dict(model.named_parameters())
+
+
+def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a Llama's weights by name."""
+    return {name: tuple(weight.shape) for name, weight in empty_weights(config).items()}
 
 
 def make_tensor(name: str, shape: tuple[int, ...], model: int, scale: float, device: str) -> Tensor:
@@ -95,28 +84,14 @@ def make_tensor(name: str, shape: tuple[int, ...], model: int, scale: float, dev
     return tensor.bfloat16().cpu()
 
 
-def write_model(path: Path, config: LlamaConfig, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write shards, their index and the config."""
+def write_model(path: Path, config: LlamaConfig, make: Callable[..., Tensor]) -> None:
+    """Write shards of the tensors that `make(name, shape)` returns, their index and the config."""
+    plan = split_torch_state_dict_into_shards(empty_weights(config), max_shard_size="1GB")
     path.mkdir(parents=True, exist_ok=True)
-    places: dict[str, str] = {}
-    shard: dict[str, Tensor] = {}
-    number, total = 0, 0
-
-    def flush() -> None:
-        nonlocal number
-        number += 1
-        file = f"model-{number:05d}.safetensors"
-        save_file(shard, path / file, metadata={"format": "pt"})
-        places.update(dict.fromkeys(shard, file))
-        shard.clear()
-
-    for name, tensor in tensors:
-        size = sum(t.numel() for t in shard.values()) + tensor.numel()
-        if shard and 2 * size > SHARD_BYTES:
-            flush()
-        shard[name] = tensor
-        total += 2 * math.prod(tensor.shape)
-    flush()
+    known = shapes(config)
+    for file, names in plan.filename_to_tensors.items():
+        save_file({name: make(name, known[name]) for name in names}, path / file, {"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     config.save_pretrained(path)
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (path / INDEX).write_text(json.dumps(index), encoding="utf-8")

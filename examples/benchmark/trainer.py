@@ -25,7 +25,7 @@ from statistics import median
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
-from kernels import machine, process_bytes, timed
+from kernels import print_machine, process_bytes, timed
 from llamas import SIZES, make_config
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
@@ -138,6 +138,7 @@ def main() -> None:
         print(json.dumps(measure(*options.child, options)))
         return
     rows: list[dict] = []
+    machine = print_machine(options.device)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         write_family(Path(folder), max(options.experts), options)
         plain = measure_apart(folder, 0)
@@ -152,7 +153,7 @@ def main() -> None:
                 flush=True,
             )
             if options.json:
-                about = {"machine": machine(options.device), "size": options.size, "rows": rows}
+                about = {"machine": machine, "size": options.size, "rows": rows}
                 write_text(options.json, json.dumps(about, indent=1))
 
 

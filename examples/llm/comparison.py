@@ -49,10 +49,7 @@ def _table(
 def compare(suite: Suite, tasks: Sequence[str], ours: Mapping[str, Scores]) -> str:
     """Return two Markdown tables: scores in percent, and shares of the experts' scores.
 
-    Args:
-        suite: whose published rows are shown in italics below ours.
-        tasks: the columns; the means are theirs.
-        ours: our scores by row and task, between 0 and 1; `experts` is one of the rows.
+    `ours` are scores between 0 and 1 by row and task; published rows are in italics below them.
     """
     percent = {row: {t: 100 * s for t, s in scores.items()} for row, scores in ours.items()}
     reference = next((row.scores for row in suite.published if row.row == EXPERTS), {})

@@ -123,13 +123,7 @@ def glue_scorer(suite: GlueSuite, checkpoint: str, limit: int | None) -> Scorer:
 
 
 def agreement(metric: str, logits: Tensor, labels: list) -> float:
-    """Compare answers with labels by one of GLUE's metrics.
-
-    Args:
-        metric: `accuracy`, `matthews`, `accuracy_f1` or `correlations`.
-        logits: (samples, classes), or (samples, 1) where a number is predicted.
-        labels: class indices, or numbers.
-    """
+    """Compare logits, (samples, classes) or (samples, 1), with labels by a metric of GLUE."""
     from scipy.stats import pearsonr, spearmanr
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
@@ -182,13 +176,7 @@ def head_of(base: str, classes: tuple[str, ...], templates: tuple[str, ...]) -> 
 
 
 def scorer(suite: Suite, checkpoint: str, limit: int | None) -> Scorer:
-    """Load a checkpoint; return the function that scores it on a task of the suite.
-
-    Args:
-        suite: that the checkpoint belongs to.
-        checkpoint: a language model, or an encoder as it is merged.
-        limit: at most so many samples of each task.
-    """
+    """Load a checkpoint; return the function that scores it on a task, by `limit` samples."""
     gc.collect()  # of the model before, which refers to itself
     torch.cuda.empty_cache()
     by = {"harness": harness_scorer, "glue": glue_scorer, "clip": clip_scorer}

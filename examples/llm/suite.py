@@ -19,72 +19,43 @@ class Strict(BaseModel):
 
 
 class Checkpoint(Strict):
-    """A model on the Hub or in a local folder.
+    """A model on the Hub or in a local folder."""
 
-    Attributes:
-        model: the repository's name, or the folder.
-        subfolder: where the checkpoint lies in it.
-        gigabytes: how much there is to download.
-    """
-
-    model: str
-    subfolder: str = ""
-    gigabytes: float
+    model: str  # the repository's name, or the folder
+    subfolder: str = ""  # where the checkpoint lies in it
+    gigabytes: float  # how much there is to download
 
 
 class Task(Strict):
-    """What every task has.
+    """What every task has."""
 
-    Attributes:
-        expert: name of the expert that was trained for it.
-        samples: how many there are, where that is known before the download.
-    """
-
-    expert: str
-    samples: int | None = None
+    expert: str  # name of the expert that was trained for it
+    samples: int | None = None  # how many there are, where that is known before the download
 
 
 class HarnessTask(Task):
-    """A task of lm-evaluation-harness, found there by its key in the suite.
+    """A task of lm-evaluation-harness, found there by its key in the suite."""
 
-    Attributes:
-        metric: the harness's name of it and of its filter, such as `acc,none`.
-        runs_code: whether the answers are programs, which the metric runs.
-    """
-
-    metric: str
-    runs_code: bool = False
+    metric: str  # the harness's name of it and of its filter, such as `acc,none`
+    runs_code: bool = False  # whether the answers are programs, which the metric runs
 
 
 class GlueTask(Task):
-    """Sentences, or pairs of them, that an expert's own head classifies or scores.
+    """Sentences, or pairs of them, that an expert's own head classifies or scores."""
 
-    Attributes:
-        data: the arguments of `datasets.load_dataset`.
-        columns: the one or two columns with text.
-        metric: accuracy, Matthews correlation, the mean of accuracy and F1, or the mean of
-            Pearson's and Spearman's correlations.
-        first: how many samples count, from the first on, where a paper took no more.
-    """
-
-    data: dict[str, Any]
-    columns: Annotated[list[str], Field(min_length=1, max_length=2)]
+    data: dict[str, Any]  # the arguments of `datasets.load_dataset`
+    columns: Annotated[list[str], Field(min_length=1, max_length=2)]  # with text
+    # The last two are means: of accuracy and F1, and of Pearson's and Spearman's correlations.
     metric: Literal["accuracy", "matthews", "accuracy_f1", "correlations"] = "accuracy"
-    first: int | None = None
+    first: int | None = None  # how many samples count, where a paper took no more
 
 
 class ClipTask(Task):
-    """Images that are classified by the nearest of the prompts of their classes.
+    """Images that are classified by the nearest of the prompts of their classes."""
 
-    Attributes:
-        data: the arguments of `datasets.load_dataset`; the columns are `image` and `label`.
-        templates: the prompts, with {} for the class.
-        classes: their names, if not those of the data set's label column.
-    """
-
-    data: dict[str, Any]
-    templates: Annotated[list[str], Field(min_length=1)]
-    classes: list[str] | None = None
+    data: dict[str, Any]  # the arguments of `load_dataset`; the columns are `image` and `label`
+    templates: Annotated[list[str], Field(min_length=1)]  # the prompts, with {} for the class
+    classes: list[str] | None = None  # their names, if not those of the column `label`
 
 
 class Row(Strict):
@@ -96,38 +67,24 @@ class Row(Strict):
 
 
 class Published(Strict):
-    """A row that somebody published, in percent.
-
-    Attributes:
-        source: paper and table, or repository and file.
-        scores: by task.
-        mean: as published; where it is missing, it is formed from the scores.
-        share: mean share of the experts' scores, where only that is known.
-    """
+    """A row that somebody published, in percent."""
 
     row: str
-    source: str
-    scores: dict[str, float] = {}
-    mean: float | None = None
-    share: float | None = None
+    source: str  # paper and table, or repository and file
+    scores: dict[str, float] = {}  # by task
+    mean: float | None = None  # as published; else it is formed from the scores
+    share: float | None = None  # mean share of the experts' scores, where only that is known
 
 
 class BaseSuite(Strict):
-    """What every suite has.
-
-    Attributes:
-        dtype: in which mergekit merges.
-        out_dtype: of the merged checkpoints, if another.
-        rows: merges beside those of our methods at their defaults.
-        published: rows to compare with; `experts` among them is what their shares refer to.
-    """
+    """What every suite has."""
 
     base: Checkpoint
     experts: dict[str, Checkpoint]
-    dtype: str = "float32"
-    out_dtype: str | None = None
-    rows: dict[str, Row] = {}
-    published: list[Published] = []
+    dtype: str = "float32"  # in which mergekit merges
+    out_dtype: str | None = None  # of the merged checkpoints, if another
+    rows: dict[str, Row] = {}  # merges beside those of our methods at their defaults
+    published: list[Published] = []  # the shares refer to the row `experts` among them
 
     @model_validator(mode="after")
     def _names_exist(self) -> BaseSuite:
@@ -142,31 +99,21 @@ class BaseSuite(Strict):
 
 
 class HarnessSuite(BaseSuite):
-    """Language models, evaluated by lm-evaluation-harness; whole checkpoints are merged.
-
-    Attributes:
-        chat_template: whether questions are asked in the model's chat format.
-        include_path: a folder with further tasks of the harness, instead of its own.
-    """
+    """Language models, evaluated by lm-evaluation-harness; whole checkpoints are merged."""
 
     evaluator: Literal["harness"]
     tasks: dict[str, HarnessTask]
-    chat_template: bool = False
-    include_path: str | None = None
+    chat_template: bool = False  # whether questions are asked in the model's chat format
+    include_path: str | None = None  # a folder with further tasks, instead of the harness's own
 
 
 class GlueSuite(BaseSuite):
-    """Text classifiers: the encoders are merged, and every expert's head stays its own.
-
-    Attributes:
-        encoder: the class of transformers as which the encoders are merged.
-        max_length: in tokens; the rest of a text is cut off.
-    """
+    """Text classifiers: the encoders are merged, and every expert's head stays its own."""
 
     evaluator: Literal["glue"]
     tasks: dict[str, GlueTask]
-    encoder: str
-    max_length: int
+    encoder: str  # the class of transformers as which the encoders are merged
+    max_length: int  # in tokens; the rest of a text is cut off
 
 
 class ClipSuite(BaseSuite):
@@ -182,11 +129,7 @@ _ANY_SUITE = TypeAdapter(Annotated[Suite, Field(discriminator="evaluator")])
 
 
 def suite_file(name: str) -> Path:
-    """Return the file of a suite that comes with us, or the file of that name.
-
-    Raises:
-        FileNotFoundError: there is none, with the names of those that come with us.
-    """
+    """Return the file of a suite that comes with us, or the file of that name."""
     for path in (SUITES / f"{name}.yml", Path(name)):
         if path.is_file():
             return path
@@ -195,10 +138,5 @@ def suite_file(name: str) -> Path:
 
 
 def load_suite(name: str) -> Suite:
-    """Read the suite of this name, or the file.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: the file has a key that no suite has, or a name that it does not define.
-    """
+    """Read the suite of this name, or the file; a ValueError says what is wrong with it."""
     return _ANY_SUITE.validate_python(yaml.safe_load(suite_file(name).read_text(encoding="utf-8")))

@@ -40,11 +40,7 @@ NEEDS_SAMPLES = ("statsmerging", "regmean", "fisher")
 
 
 def merge_configs(suite: Suite) -> dict[str, dict]:
-    """Return method and parameters of every merge by the name of its row.
-
-    These are the mean, the suite's own rows, and each of our methods at its defaults, except those
-    that need samples.
-    """
+    """Return the merges by row: the mean, the suite's own, and our methods at their defaults."""
     mean = {"merge_method": "task_arithmetic", "parameters": {"weight": 1 / len(suite.experts)}}
     rows = {"mean": mean}
     for name, row in suite.rows.items():
@@ -56,25 +52,16 @@ def merge_configs(suite: Suite) -> dict[str, dict]:
 
 
 class Run:
-    """One run of a suite in its folder of results.
+    """One run of a suite, by at most `limit` samples of each task, in its folder of results.
 
     The folder gets `encoders/` (what is merged, if that is not whole checkpoints), `merged/`,
     `results/` with a JSON file per row, and `tables.md`. What is there is not done again.
-
-    Args:
-        suite: what to merge and evaluate.
-        folder: for everything that is written.
-        limit: at most so many samples of each task.
-        run_code: whether programs that models wrote may be run.
     """
 
     def __init__(self, suite: Suite, folder: Path, limit: int | None, run_code: bool):
         self.suite, self.folder, self.limit = suite, folder, limit
-        self.tasks = [
-            name
-            for name, task in suite.tasks.items()
-            if run_code or not getattr(task, "runs_code", False)
-        ]
+        runs = {name: getattr(task, "runs_code", False) for name, task in suite.tasks.items()}
+        self.tasks = [name for name in runs if run_code or not runs[name]]
 
     def prepare(self) -> None:
         """Make the folder; end the program if it has the results of a suite that was another."""

@@ -35,25 +35,15 @@ from transformers import (
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one model is trained.
+    """How one model is trained."""
 
-    Attributes:
-        languages: what a batch is drawn from; an expert rehearses the old languages too.
-        new: the language that an expert learns; None for the base.
-        new_share: share of an expert's batch that is the new language.
-        steps: optimiser steps.
-        peak: peak of the one-cycle learning rate.
-        batch: lines per step.
-        seed: of initialisation and data.
-    """
-
-    languages: tuple[str, ...]
-    new: str | None
+    languages: tuple[str, ...]  # of a batch; an expert rehearses the old languages too
+    new: str | None  # the language that an expert learns; None for the base
     steps: int
-    peak: float
-    seed: int
-    batch: int = 48
-    new_share: float = 1 / 3
+    peak: float  # of the one-cycle learning rate
+    seed: int  # of initialisation and data
+    batch: int = 48  # lines per step
+    new_share: float = 1 / 3  # of an expert's batch that is the new language
 
 
 BASE = Recipe(OLD_LANGUAGES, None, steps=500, peak=1e-3, seed=0)
@@ -109,19 +99,9 @@ def train(
 
 
 def train_family(folder: Path, steps: int | None = None) -> None:
-    """Train what is not in `folder` yet; each model appears there only when it is complete.
-
-    Args:
-        folder: for the models.
-        steps: at most so many per model, to see that everything runs.
-    """
+    """Train what is not in `folder` yet, by at most so many steps a model."""
     tokenizer = make_tokenizer()
-    if not (folder / "base").exists():
-        recipe = shortened(BASE, steps)
-        torch.manual_seed(recipe.seed)
-        model = new_model(tokenizer)
-        train(model, tokenizer, recipe, "base")
-        save_model(model, tokenizer, folder / "base")
+    train_base(folder, steps)
     for language, recipe in EXPERTS.items():
         if (folder / language).exists():
             continue
@@ -129,6 +109,17 @@ def train_family(folder: Path, steps: int | None = None) -> None:
         model = LlamaForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
         train(model, tokenizer, shortened(recipe, steps), language)
         save_model(model, tokenizer, folder / language)
+
+
+def train_base(folder: Path, steps: int | None = None) -> None:
+    """Train the base, unless it is in the folder already."""
+    if (folder / "base").exists():
+        return
+    tokenizer = make_tokenizer()
+    torch.manual_seed(BASE.seed)
+    model = new_model(tokenizer)
+    train(model, tokenizer, shortened(BASE, steps), "base")
+    save_model(model, tokenizer, folder / "base")
 
 
 def shortened(recipe: Recipe, steps: int | None) -> Recipe:
@@ -146,12 +137,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, targe
 
 
 def accuracies(folder: Path, keys: Sequence[str] = KEYS) -> dict[str, float]:
-    """Return the share of right answers, 0 to 1, per language: every word in four orders.
-
-    Args:
-        folder: of a checkpoint, or an adapter.
-        keys: only these words count; they are asked beside the others.
-    """
+    """Return the share of right answers, 0 to 1, per language, of those to some of the words."""
     dictionaries = make_dictionaries()
     shares = {}
     for language, (given, right) in answers(folder).items():
