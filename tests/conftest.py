@@ -181,7 +181,7 @@ def run_example(example, monkeypatch, capsys) -> Callable[..., str]:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run Python, and mergekit-yaml, in this process where an example calls `subprocess.run`.
+    """Run Python in this process where an example calls `subprocess.run`.
 
     Importing torch and mergekit anew takes seconds per command. Other commands run as ever.
     """
@@ -189,9 +189,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(command: list, cwd: Path | None = None, check: bool = False, **options):
         first, *arguments = map(str, command)
-        if Path(first).name == "mergekit-yaml":
-            arguments = ["-m", "mergekit.scripts.run_yaml", *arguments]
-        elif first != sys.executable:
+        if first != sys.executable:
             return start(command, cwd=cwd, check=check, **options)
         with (
             monkeypatch.context() as inside,

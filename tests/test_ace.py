@@ -15,6 +15,7 @@ from reference import naive_ace, naive_mean, task_vector_error
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix, merge_tensor
 from mergekit_ace.algebra import linalg, ridge
 from mergekit_ace.algebra.ace import RelativeOptions
+from mergekit_ace.algebra.task_vectors import measure_heterogeneity
 
 merge_relative = partial(merge_tensor, options=RelativeOptions())
 SHAPES = [(24, 24), (16, 60), (60, 16), (2, 30), (30, 1), (7, 5)]
@@ -524,3 +525,26 @@ def test_a_refinement_of_nothing_is_nothing():
     problem = ridge.Problem(vectors, [ridge.Estimate(1.0, 0.5)] * 2, spectral=0.01, refined=True)
     component = ridge._guarded(problem, zero, ridge.Component(zero, torch.tensor(0.0)))
     assert torch.equal(component.matrix, zero)
+
+
+def test_a_task_vector_that_overflows():
+    base = torch.full((2, 2), -3e38)
+    with pytest.raises(OverflowError, match=r"expert 0 overflows torch\.float32; compute_dtype"):
+        merge_matrix(base, [-base, base])
+    merged, _ = merge_matrix(base, [-base, base], options=AceOptions(compute_dtype="float64"))
+    assert torch.equal(merged, -base.double())
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e300])
+def test_extreme_weights(rng, size):
+    base, experts = family(rng, 12, 9, 2, scales=[0.1, 10.0])
+    expected = naive_ace(base, experts, [1.0, 3.0])
+    merged, record = merge_matrix(base, experts, [size, 3 * size])
+    assert record.weight == pytest.approx((0.5, 1.5))
+    assert task_vector_error(merged, expected, base) <= 5e-5
+
+
+def test_extreme_spreads():
+    assert measure_heterogeneity([0.5, 2.0]).gamma == math.inf  # the mean logarithm is 0
+    assert measure_heterogeneity([1.0, 1.0]).gamma == 0
+    assert math.isfinite(measure_heterogeneity([1e-300, 1e300]).log_variance)

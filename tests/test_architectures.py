@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,8 +17,23 @@ from mergekit_ace.cli import main
 
 TEXT = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4}
+HEAD = {"head_dim": 8}
 MOE = {**LLAMA, "num_experts_per_tok": 2}
-IMAGE = {"image_size": 16, "patch_size": 8}
+TOWER = {**TEXT, **HEADS, "max_position_embeddings": 16, "eos_token_id": 39}
+VISION = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **HEADS,
+    "image_size": 16, "patch_size": 8,
+}  # fmt: skip
+T5 = {
+    "vocab_size": 40, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+    "feed_forward_proj": "gated-gelu",  # mergekit knows the gated T5 of version 1.1
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+GPT2 = {"vocab_size": 40, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic"}
+LABELS = {"num_labels": 3}
+SMALLEST = {"depth_multiplier": 0.25, "min_depth": 4}
+_MOBILENET = "MobileNetV2ForImageClassification"
 
 
 def _tokens() -> dict:
@@ -28,73 +44,49 @@ def _pixels() -> dict:
     return {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16)}
 
 
-TOWER = {**TEXT, **HEADS, "max_position_embeddings": 16, "eos_token_id": 39}
-VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **HEADS, **IMAGE}
-T5 = {
-    "vocab_size": 40,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "feed_forward_proj": "gated-gelu",
-    "decoder_start_token_id": 0,
-}
+def _pairs() -> dict:
+    return {**_tokens(), "labels": torch.arange(3, 15).reshape(2, 6)}
 
 
+def _model(kind: str, config: type, inputs: Callable[[], dict], **settings) -> tuple:
+    """Return what builds a model of a class of transformers, and what makes its inputs."""
+    return lambda: getattr(tf, kind)(config(**settings)), inputs
+
+
+_SLIDING = {"layer_types": ["sliding_attention"] * 2}
+_FEW = {"num_experts": 3, "moe_intermediate_size": 24}
+_BERT = {**TEXT, **HEADS, **LABELS, "max_position_embeddings": 32}
 MODELS = {
-    "llama": (lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA)), _tokens),
-    "mistral": (lambda: tf.MistralForCausalLM(tf.MistralConfig(**LLAMA)), _tokens),
-    "qwen3": (lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**LLAMA, head_dim=8)), _tokens),
-    "gemma3": (
-        lambda: tf.Gemma3ForCausalLM(
-            tf.Gemma3TextConfig(**LLAMA, head_dim=8, layer_types=["sliding_attention"] * 2)
-        ),
-        _tokens,
+    "llama": _model("LlamaForCausalLM", tf.LlamaConfig, _tokens, **LLAMA),
+    "mistral": _model("MistralForCausalLM", tf.MistralConfig, _tokens, **LLAMA),
+    "qwen3": _model("Qwen3ForCausalLM", tf.Qwen3Config, _tokens, **LLAMA, **HEAD),
+    "gemma3": _model(
+        "Gemma3ForCausalLM", tf.Gemma3TextConfig, _tokens, **LLAMA, **HEAD, **_SLIDING
     ),
-    "gpt2": (
-        lambda: tf.GPT2LMHeadModel(
-            tf.GPT2Config(vocab_size=40, n_positions=32, n_embd=32, n_layer=2, n_head=4)
-        ),
-        _tokens,
+    "gpt2": _model("GPT2LMHeadModel", tf.GPT2Config, _tokens, **GPT2),
+    "mixtral": _model("MixtralForCausalLM", tf.MixtralConfig, _tokens, **MOE, num_local_experts=3),
+    "qwen3_moe": _model("Qwen3MoeForCausalLM", tf.Qwen3MoeConfig, _tokens, **MOE, **HEAD, **_FEW),
+    "roberta": _model("RobertaForSequenceClassification", tf.RobertaConfig, _tokens, **_BERT),
+    "t5": _model("T5ForConditionalGeneration", tf.T5Config, _pairs, **T5),
+    "vit": _model("ViTForImageClassification", tf.ViTConfig, _pixels, **VISION, **LABELS),
+    "clip_vision": _model(
+        "CLIPVisionModelWithProjection", tf.CLIPVisionConfig, _pixels, **VISION, projection_dim=16
     ),
-    "mixtral": (
-        lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**MOE, num_local_experts=3)),
-        _tokens,
-    ),
-    "qwen3_moe": (
-        lambda: tf.Qwen3MoeForCausalLM(
-            tf.Qwen3MoeConfig(**MOE, num_experts=3, moe_intermediate_size=24, head_dim=8)
-        ),
-        _tokens,
-    ),
-    "roberta": (
-        lambda: tf.RobertaForSequenceClassification(
-            tf.RobertaConfig(**TEXT, **HEADS, max_position_embeddings=32, num_labels=3)
-        ),
-        _tokens,
-    ),
-    # mergekit knows the gated T5 of version 1.1
-    "t5": (
-        lambda: tf.T5ForConditionalGeneration(tf.T5Config(**T5)),
-        lambda: {**_tokens(), "labels": torch.arange(3, 15).reshape(2, 6)},
-    ),
-    "vit": (lambda: tf.ViTForImageClassification(tf.ViTConfig(**VISION, num_labels=3)), _pixels),
-    "clip_vision": (
-        lambda: tf.CLIPVisionModelWithProjection(tf.CLIPVisionConfig(**VISION, projection_dim=16)),
-        _pixels,
-    ),
-    "clip_text": (
-        lambda: tf.CLIPTextModelWithProjection(tf.CLIPTextConfig(**TOWER, projection_dim=16)),
-        _tokens,
+    "clip_text": _model(
+        "CLIPTextModelWithProjection", tf.CLIPTextConfig, _tokens, **TOWER, projection_dim=16
     ),
 }
 HAS = {"gpt2": "transposed", "mixtral": "stacked", "qwen3_moe": "stacked"}
-RESNET = {
-    "embedding_size": 8,
-    "hidden_sizes": [8, 16],
-    "depths": [1, 2],
-    "layer_type": "basic",
+# Models without embeddings: both CLIP towers, and convolutions, some of them depthwise.
+WITHOUT = {
+    "clip": (
+        lambda: tf.CLIPModel(
+            tf.CLIPConfig(text_config=TOWER, vision_config=VISION, projection_dim=16)
+        ),
+        lambda: {**_tokens(), **_pixels()},
+    ),
+    "resnet": _model("ResNetForImageClassification", tf.ResNetConfig, _pixels, **RESNET, **LABELS),
+    "mobilenet": _model(_MOBILENET, tf.MobileNetV2Config, _pixels, **SMALLEST, **LABELS),
 }
 
 
@@ -126,35 +118,10 @@ def test_merge_of_an_architecture(name, tmp_path, mergekit_yaml, caplog):
     assert not [r for r in caplog.records if r.name.startswith("mergekit_ace")]
 
 
-def _whole_clip() -> tf.CLIPModel:
-    return tf.CLIPModel(tf.CLIPConfig(text_config=TOWER, vision_config=VISION, projection_dim=16))
-
-
-def _vit() -> tf.ViTForImageClassification:
-    return MODELS["vit"][0]()
-
-
-def _resnet() -> tf.ResNetForImageClassification:
-    return tf.ResNetForImageClassification(tf.ResNetConfig(**RESNET, num_labels=3))
-
-
-def _mobilenet() -> tf.MobileNetV2ForImageClassification:
-    """Depthwise convolutions, kernels (o, 1, 3, 3)."""
-    config = tf.MobileNetV2Config(depth_multiplier=0.25, min_depth=4, num_labels=3)
-    return tf.MobileNetV2ForImageClassification(config)
-
-
-@pytest.mark.parametrize(
-    ("build", "inputs"),
-    [
-        (_whole_clip, lambda: {**_tokens(), **_pixels()}),
-        (_resnet, _pixels),
-        (_mobilenet, _pixels),
-    ],
-    ids=["clip", "resnet", "mobilenet"],
-)
-def test_models_without_embeddings_go_by_the_names_of_their_tensors(build, inputs, tmp_path):
+@pytest.mark.parametrize("name", WITHOUT)
+def test_models_without_embeddings_go_by_the_names_of_their_tensors(name, tmp_path):
     """BatchNorm keeps the base's counters, and gets the mean of the experts' statistics."""
+    build, inputs = WITHOUT[name]
     torch.manual_seed(0)
     model = build()
     paths = save_family(model, tmp_path)
@@ -163,7 +130,7 @@ def test_models_without_embeddings_go_by_the_names_of_their_tensors(build, input
     answer = CliRunner().invoke(main, ["merge", str(config), str(tmp_path / "out")])
     assert answer.exit_code == 0, answer.output
     merged, layouts = check_merge(type(model), paths, tmp_path / "out")
-    assert ("flattened" in layouts) == (build is not _whole_clip)
+    assert ("flattened" in layouts) == (name != "clip")
     assert _finite(merged, inputs())
     answer = CliRunner().invoke(main, ["check", str(config)])
     assert answer.exit_code == 1
@@ -173,15 +140,12 @@ def test_models_without_embeddings_go_by_the_names_of_their_tensors(build, input
     assert answer.exit_code == 0, answer.output
 
 
-@pytest.mark.parametrize(
-    ("build", "inputs"),
-    [(_whole_clip, lambda: {**_tokens(), **_pixels()}), (_vit, _pixels)],
-    ids=["clip", "vit"],
-)
+@pytest.mark.parametrize("name", ["clip", "vit"])
 def test_checkpoints_that_mergekit_yaml_cannot_read_go_through_mergekit_pytorch(
-    build, inputs, tmp_path, mergekit_pytorch
+    name, tmp_path, mergekit_pytorch
 ):
     """Both CLIP towers at once, and ViT as it lies on the Hub."""
+    build, inputs = (MODELS | WITHOUT)[name]
     torch.manual_seed(0)
     model = build()
     paths = save_family(model, tmp_path)

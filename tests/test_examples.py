@@ -135,25 +135,6 @@ def test_the_gpt2_config_on_classifiers_with_heads_of_different_sizes(tmp_path, 
         assert error <= 1e-4, (name, layout)
 
 
-def test_quickstart_dictionaries(example):
-    dictionaries, family = (example("quickstart", name) for name in ("dictionaries", "family"))
-    made = dictionaries.make_dictionaries()
-    assert len(made) == 8
-    tokenizer = dictionaries.make_tokenizer()
-    for dictionary in made.values():
-        assert sorted(dictionary.answers) == sorted(dictionaries.KEYS)
-        assert len(set(dictionary.answers.values())) == len(dictionaries.KEYS)
-        ids, labels = dictionaries.encode(dictionaries.exam(dictionary), tokenizer)
-        assert tokenizer.unk_token_id not in ids
-        asked = labels != -100
-        assert asked.sum() == 4 * len(dictionaries.KEYS)
-        assert torch.equal(labels[asked], ids[asked])
-        first = tokenizer.decode(ids[0]).split()
-        assert first[:2] == ["<s>", dictionary.language]
-        assert dictionary.answers[first[2]] == first[4]
-    assert family.new_model(tokenizer).num_parameters() == pytest.approx(1.4e6, rel=0.05)
-
-
 @pytest.fixture(scope="module")
 def trained_quickstart(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("quickstart") / "family"

@@ -173,13 +173,6 @@ def test_layouts(rng):
     assert turned.tau == pytest.approx(plain.tau)
 
 
-def test_frozen_and_single(rng):
-    base = torch.randn(8, 8, generator=rng)
-    (nobody,) = look(base, [base, base], "matrix").matrices
-    assert (nobody.rule, nobody.spectrum) == ("base", None)
-    assert look(base, [base, base + 1], "matrix").matrices[0].rule == "single"
-
-
 def test_a_merge_without_a_refinement(rng):
     """Its spectrum is that of what it has added to the base."""
     base, experts = family(rng, 24, 40, 2)

@@ -49,12 +49,6 @@ def test_each_stacked_matrix_takes_its_own_branch(rng):
     assert torch.equal(merged[2].float(), alike)  # untouched by everyone: bit for bit
 
 
-def test_kernels_of_networks_of_convolutions_are_matrices():
-    for ndim, expected in [(4, "flattened"), (5, "flattened"), (3, "mean"), (2, "matrix")]:
-        assert resolve_layout("auto", "convolution.weight", ndim, kernel=True) == expected
-    assert resolve_layout("mean", "convolution.weight", 4, kernel=True) == "mean"
-
-
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (3, 0, 4)])
 @pytest.mark.parametrize("layout", ["matrix", "stacked", "flattened", "transposed", "mean"])
 def test_empty_tensors(shape, layout):
@@ -71,42 +65,35 @@ def test_unchanged_tensors_come_back_as_they_are(layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "name", "ndim", "transposed", "expected"),
+    ("layout", "name", "ndim", "stored", "expected"),
     [
-        ("auto", "model.layers.0.mlp.up_proj.weight", 2, False, "matrix"),
-        ("auto", "transformer.h.0.mlp.c_fc.weight", 2, True, "transposed"),
-        ("auto", "model.layers.0.mlp.experts.down_proj", 3, False, "stacked"),
-        ("auto", "model.layers.0.mlp.experts.down_proj", 3, True, "transposed"),
-        ("auto", "model.layers.0.my_experts_bank.weight", 3, False, "mean"),
-        ("auto", "model.layers.0.mlp.experts.gate_up_proj_bias", 2, False, "mean"),
-        ("auto", "model.layers.0.mlp.experts.3.w1.weight", 2, False, "matrix"),
-        ("auto", "conv.weight", 3, False, "mean"),
-        ("auto", "patch.weight", 4, False, "mean"),
-        ("auto", "norm.weight", 1, False, "mean"),
-        ("auto", None, 2, False, "matrix"),
-        ("matrix", "transformer.h.0.mlp.c_fc.weight", 2, True, "matrix"),
-        ("matrix", "norm.weight", 1, False, "mean"),
-        ("matrix", "experts.w", 3, False, "mean"),
-        ("stacked", "w", 3, False, "stacked"),
-        ("flattened", "patch.weight", 4, False, "flattened"),
-        ("flattened", "norm.weight", 1, False, "mean"),
-        ("transposed", "b", 1, True, "mean"),
-        ("mean", "w", 2, False, "mean"),
+        ("auto", "mlp.up_proj.weight", 2, None, "matrix"),
+        ("auto", "h.0.mlp.c_fc.weight", 2, "transposed", "transposed"),
+        ("auto", "mlp.experts.down_proj", 3, None, "stacked"),
+        ("auto", "mlp.experts.down_proj", 3, "transposed", "transposed"),
+        ("auto", "my_experts_bank.weight", 3, None, "mean"),
+        ("auto", "mlp.experts.gate_up_proj_bias", 2, None, "mean"),
+        ("auto", "mlp.experts.3.w1.weight", 2, None, "matrix"),
+        ("auto", "patch.weight", 4, None, "mean"),
+        ("auto", "convolution.weight", 4, "kernel", "flattened"),
+        ("auto", "convolution.weight", 3, "kernel", "mean"),
+        ("auto", "convolution.weight", 2, "kernel", "matrix"),
+        ("auto", "embed_tokens.weight", 2, "table", "table"),
+        ("auto", "norm.weight", 1, "table", "mean"),
+        ("auto", None, 2, None, "matrix"),
+        ("matrix", "h.0.mlp.c_fc.weight", 2, "transposed", "matrix"),
+        ("matrix", "embed_tokens.weight", 2, "table", "matrix"),
+        ("matrix", "norm.weight", 1, None, "mean"),
+        ("matrix", "experts.w", 3, None, "mean"),
+        ("stacked", "w", 3, None, "stacked"),
+        ("flattened", "patch.weight", 4, None, "flattened"),
+        ("flattened", "norm.weight", 1, None, "mean"),
+        ("transposed", "b", 1, "transposed", "mean"),
+        ("mean", "convolution.weight", 4, "kernel", "mean"),
+        ("table", "w", 2, None, "table"),
+        ("table", "w", 3, "table", "mean"),
     ],
 )
-def test_resolve_layout(layout, name, ndim, transposed, expected):
-    assert resolve_layout(layout, name, ndim, transposed=transposed) == expected
-
-
-@pytest.mark.parametrize(
-    ("layout", "ndim", "expected"),
-    [
-        ("auto", 2, "table"),
-        ("matrix", 2, "matrix"),
-        ("table", 2, "table"),
-        ("table", 3, "mean"),
-        ("auto", 1, "mean"),
-    ],
-)
-def test_resolve_the_layout_of_a_table(layout, ndim, expected):
-    assert resolve_layout(layout, "embed_tokens.weight", ndim, table=True) == expected
+def test_resolve_layout(layout, name, ndim, stored, expected):
+    known = {stored: True} if stored else {}
+    assert resolve_layout(layout, name, ndim, **known) == expected

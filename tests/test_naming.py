@@ -50,24 +50,17 @@ def test_input_sides_of_many_architectures(name):
     assert relative_depths([name])[name] == 0
 
 
-def test_what_tensors_of_all_layers_have_in_common():
-    name = "model.layers.11.mlp.experts.3.w1.weight"
-    assert without_numbers(name) == "model.layers.*.mlp.experts.*.w1.weight"
-    assert within_block(name) == ".mlp.experts.3.w1.weight"
-    assert without_numbers("0.weight") == "*.weight"
-    assert within_block("0.weight") == ".weight"
-    for outside in ("lm_head.weight", "fc1.weight"):
-        assert without_numbers(outside) == within_block(outside) == outside
-
-
-def test_modules():
-    names = [
-        "model.layers.11.mlp.up_proj.weight",
-        "mlp.experts.gate_up_proj",
-        "lm_head.weight",
-        "w",
-    ]
-    assert [*map(module_of, names)] == ["up_proj", "gate_up_proj", "lm_head", "w"]
+@pytest.mark.parametrize(
+    ("name", "pattern", "place", "module"),
+    [
+        ("h.11.experts.3.w1.weight", "h.*.experts.*.w1.weight", ".experts.3.w1.weight", "w1"),
+        ("0.experts.gate_up", "*.experts.gate_up", ".experts.gate_up", "gate_up"),
+        ("lm_head.weight", "lm_head.weight", "lm_head.weight", "lm_head"),
+        ("fc1", "fc1", "fc1", "fc1"),
+    ],
+)
+def test_what_tensors_of_all_layers_have_in_common(name, pattern, place, module):
+    assert (without_numbers(name), within_block(name), module_of(name)) == (pattern, place, module)
 
 
 def test_layer_ten_comes_behind_layer_nine():

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from mergekit_ace.methods.base import Work
 from mergekit_ace.methods.parameters import TensorSettings
-from mergekit_ace.methods.peers.entries import layer_coefficient
 from mergekit_ace.methods.peers.spectral import minimise_by_adam, minimise_exactly
 from mergekit_ace.methods.reference import known_methods
 from mergekit_ace.plugin import our_methods
@@ -87,7 +86,7 @@ def large_family(rng, shape: tuple[int, int], kind: str, dtype: torch.dtype, exp
 LARGE = dict(zip(SPECTRA, 3 * [(264, 264), (260, 380), (380, 260)], strict=True))
 ROWS = [(row, kind) for row in MATRIX_METHODS for kind in SPECTRA if row != "cart 0.3"]
 ROWS.remove(("wudi exact", "steepest"))  # its normal equations have a condition number of 1e14
-STORED = [torch.bfloat16, torch.float32]  # in turns; test_directions knows all spectra
+STORED = [torch.bfloat16, torch.float32]  # in turns
 
 
 @pytest.mark.parametrize(
@@ -208,15 +207,6 @@ def test_wudi_by_adam(rng):
     assert torch.equal(merge("wudi", base, members, steps=0), merge("wudi", base, members, steps=0))
 
 
-@pytest.mark.parametrize("shape", [(3, 8), (6, 8), (8, 8), (20, 8)])
-@pytest.mark.parametrize("experts", [1, 2, 3])
-def test_wudi_in_closed_form(rng, shape, experts):
-    """By the smaller of the squares, wherever the rows are more or fewer than the columns."""
-    deltas = [torch.randn(shape, generator=rng, dtype=torch.float64) for _ in range(experts)]
-    expected = naive.naive_wudi_exact(deltas)
-    torch.testing.assert_close(minimise_exactly(deltas), expected)
-
-
 def test_wudi_descends_to_its_closed_form(rng):
     base, members = family(rng, 6, 8, 2, noise=1.0)
     deltas = deltas_of(base, members)
@@ -255,12 +245,6 @@ def test_consensus_of_more_experts_than_there_are(rng):
         merge("consensus_ta", base, members, consensus=3)
     single = merge("consensus_ta", base, members[:1], consensus=3, **{"lambda": 1.0})
     assert torch.equal(single, members[0])
-
-
-def test_lines_by_depth():
-    assert layer_coefficient(None, 1, 0.25, 0.5) == 0.25
-    assert [layer_coefficient(n, 3, 0.25, 0.5) for n in range(3)] == [0.25, 0.5, 0.75]
-    assert layer_coefficient(0, 1, 0.25, 0.5) == 0.75
 
 
 def test_lines_on_a_checkpoint(tmp_path, mergekit_yaml):
@@ -336,3 +320,26 @@ def test_wudi_where_task_vectors_cancel_one_another():
     """X = 0 to the last digit has no relative error."""
     delta = torch.arange(1.0, 8, dtype=torch.float64)[:, None]
     assert minimise_exactly([delta, -delta]).norm() <= 1e-12
+
+
+@pytest.mark.parametrize("method", ["tsv_m", "iso_c", "iso_cts"])
+@pytest.mark.parametrize("shape", [(40, 60), (280, 300)])
+def test_the_rounding_of_float32_adds_no_directions(rng, method, shape):
+    """Adapters that were added to float32 weights are merged as those added to nothing."""
+    base = torch.randn(shape, generator=rng)
+    deltas = [0.1 * with_values(rng, shape, torch.ones(3).double()) for _ in range(3)]
+    expected = merge(method, torch.zeros_like(deltas[0]), deltas)
+    merged = merge(method, base, [(base + delta).float() for delta in deltas]).double() - base
+    assert task_vector_error(merged, expected, torch.zeros_like(expected)) <= 2e-3
+
+
+@pytest.mark.parametrize("row", ["tsv_m", "iso_c", "iso_cts"])
+@pytest.mark.parametrize("shape", [(20, 50), (280, 300)])
+def test_equal_singular_values(rng, row, shape):
+    """As of orthogonalised updates; and values too small for their squares to be numbers."""
+    base, values = torch.zeros(shape, dtype=torch.float64), torch.tensor([2.0] * 6 + [1.0] * 7)
+    members = [with_values(rng, shape, values.double()) for _ in range(2)]
+    expected = MATRIX_METHODS[row][2](members)
+    for unit in (1.0, 1e-170):
+        merged = merge(row, base, [unit * member for member in members])
+        assert task_vector_error(merged / unit, expected, base) <= 1e-9

@@ -184,11 +184,8 @@ def classifiers(kind: str) -> tuple[tf.PreTrainedModel, dict[str, tf.PreTrainedM
         config, head = tf.GPT2Config(**size), tf.GPT2ForSequenceClassification
         base = tf.GPT2LMHeadModel(config)
     else:
-        config, head = (
-            tf.RobertaConfig(**LLAMA, pad_token_id=1),
-            tf.RobertaForSequenceClassification,
-        )
-        base = tf.RobertaForMaskedLM(config)
+        config = tf.RobertaConfig(**LLAMA, pad_token_id=1)
+        base, head = tf.RobertaForMaskedLM(config), tf.RobertaForSequenceClassification
     experts = {}
     for seed, (name, labels) in enumerate({"taste": 2, "kind": 3, "degree": 1}.items()):
         experts[name] = head(type(config)(**{**config.to_dict(), "num_labels": labels}))
@@ -464,14 +461,9 @@ def test_means_and_shares(llm):
 @pytest.mark.parametrize(
     ("name", "row", "mean"),
     [
-        ("clip-8", "RegMean", "82.4"),
         ("clip-8", "RegMean++", "84.4"),  # 84.35 by the rounded scores
-        ("clip-8", "Fisher merging", "70.6"),
         ("clip-8", "AdaMerging, layer-wise", "82.6"),
-        ("clip-8", "FeatCal after task_arithmetic", "85.5"),
-        ("glue-gpt2", "RegMean", "68.8"),
         ("glue-gpt2", "Fisher merging", "58.7"),
-        ("mergebench-3b", "task_arithmetic, Llama-3.2-3B", "60.1"),
         ("mergebench-3b", "FeatCal after task_arithmetic, Llama-3.2-3B", "62.1"),
     ],
 )

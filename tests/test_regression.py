@@ -99,13 +99,6 @@ def test_experts_that_did_not_change_a_tensor(rng, tmp_path):
     assert task_vector_error(merged, expected, base) <= 5e-5
 
 
-def test_identical_experts_come_back(rng, tmp_path):
-    base, (expert,) = family(rng, 10, 8, 1)
-    covariances = [random_covariance(rng, 8) for _ in range(2)]
-    path = write_statistics(tmp_path, {"covariance": {"w": covariances}}, ["1", "2"])
-    torch.testing.assert_close(merge(path, [base, expert, expert.clone()]), expert)
-
-
 def test_without_statistics_it_says_what_to_run(rng):
     base, experts = family(rng, 4, 4, 2)
     with pytest.raises(ValueError, match="regmean: there are no statistics; run `mergekit-ace st"):

@@ -147,15 +147,3 @@ def test_adapters_keep_inputs_with_what_was_measured_or_learned(method, known):
     assert merger.work(adapters, (900, 100), 2).form == "dual"
     given = replace(adapters, parameters={**adapters.parameters, known: "file"})
     assert merger.work(given, (900, 100), 2).form == "primal"
-
-
-def test_costs_are_those_of_the_other_side():
-    """Of a matrix with many outputs, the system of the outputs is the large one."""
-    method = merge_methods.get("ace")
-    by = {
-        side: method.work(settings_of(method, 2, side=side), (900, 100), 2)
-        for side in ("inputs", "outputs")
-    }
-    assert by["inputs"].form == "primal"
-    assert by["outputs"].form == "dual"
-    assert by["outputs"] == method.work(settings_of(method, 2), (100, 900), 2)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from checkpoints import save_family, tiny_llama
 from click.testing import CliRunner
 from coefficient_files import make_file
@@ -180,24 +179,21 @@ def test_wrong_configs_are_explained(
 
 
 @pytest.mark.parametrize(
-    "learner", [LearnerConfig(input="direct"), LearnerConfig(input="concatenated", hidden=8)]
+    ("contents", "message"),
+    [
+        ({"learner": LearnerConfig(input="direct")}, "only one with input: shared"),
+        ({"learner": LearnerConfig(input="concatenated", hidden=8)}, "only one with input: shared"),
+        ({"granularity": "block"}, "granularity: block"),
+    ],
 )
-def test_only_a_shared_learner_predicts(family, names, tmp_path, mergekit_yaml, learner):
+def test_learners_that_predict_nothing(family, names, tmp_path, mergekit_yaml, contents, message):
     path = tmp_path / "c.safetensors"
-    make_file(names, family[1:], learner=learner).save(path)
-    with pytest.raises(CoefficientFileError, match="only one with input: shared"):
+    make_file(names, family[1:], **contents).save(path)
+    with pytest.raises(CoefficientFileError, match=message):
         mergekit_yaml(config(family, {"learner": str(path)}))
-    (tmp_path / "merge.yml").write_text(yaml.safe_dump(config(family, {"learner": str(path)})))
-    result = CliRunner().invoke(main, ["check", str(tmp_path / "merge.yml")])
+    result = CliRunner().invoke(main, ["check", str(tmp_path / "merged.yml")])
     assert result.exit_code == 1
     assert "error: coefficients: statsmerging: the learner" in result.output
-
-
-def test_a_learner_per_block_does_not_predict_tensors(family, names, tmp_path, mergekit_yaml):
-    path = tmp_path / "c.safetensors"
-    make_file(names, family[1:], granularity="block").save(path)
-    with pytest.raises(CoefficientFileError, match="granularity: block"):
-        mergekit_yaml(config(family, {"learner": str(path)}))
 
 
 def test_tensors_in_memory(rng):
@@ -212,17 +208,17 @@ def test_tensors_in_memory(rng):
     torch.testing.assert_close(merged.double(), expected, rtol=2**-8, atol=0)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_damaged_inputs_are_named(bad):
-    base, expert = torch.zeros(2, 2), torch.zeros(2, 2)
-    expert[0, 1] = bad
-    with pytest.raises(ValueError, match=r"statsmerging: .* of model 1 contains NaN or Inf"):
-        merge_tensors([base, expert], "statsmerging", base_index=0, parameters={"weight": [1.0]})
-
-
-def test_a_result_out_of_range_is_named():
-    base, expert = torch.zeros(2, 2).half(), torch.full((2, 2), 6e4).half()
-    with pytest.raises(ValueError, match=r"too large for torch\.float16"):
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (float("nan"), "statsmerging: .* of model 1 contains NaN or Inf"),
+        (float("inf"), "statsmerging: .* of model 1 contains NaN or Inf"),
+        (6e4, r"too large for torch\.float16"),
+    ],
+)
+def test_damaged_inputs_and_results_out_of_range_are_named(entry, message):
+    base, expert = torch.zeros(2, 2).half(), torch.full((2, 2), entry).half()
+    with pytest.raises(ValueError, match=message):
         merge_tensors([base, expert], "statsmerging", base_index=0, parameters={"weight": [2.0]})
 
 

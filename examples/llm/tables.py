@@ -159,12 +159,9 @@ def run_mergekit(config: Path, folder: Path) -> None:
     """Run mergekit-yaml as a user would; the folder is there when the merge is whole."""
     unfinished = folder.with_name(folder.name + ".partial")
     shutil.rmtree(unfinished, ignore_errors=True)
-    beside = Path(sys.executable).parent  # the command of this environment, even if not activated
-    command = shutil.which("mergekit-yaml", path=f"{beside}{os.pathsep}{os.environ['PATH']}")
-    if command is None:
-        sys.exit("mergekit-yaml is not installed: pip install .")
-    flags = ["--quiet", "--random-seed", "0"] + ["--cuda"] * (device() == "cuda")
-    result = subprocess.run([command, config, unfinished, *flags], capture_output=True, text=True)
+    command = [sys.executable, "-m", "mergekit.scripts.run_yaml", str(config), str(unfinished)]
+    command += ["--quiet", "--random-seed", "0"] + ["--cuda"] * (device() == "cuda")
+    result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         sys.exit(f"mergekit-yaml {config} failed:\n{result.stderr}")
     unfinished.rename(folder)

@@ -35,17 +35,10 @@ def merge(config: Path | dict, out: Path) -> None:
         text = yaml.safe_dump(config, sort_keys=False)
         config = out.with_suffix(".yml")
         config.write_text(text)
-    beside = Path(sys.executable).parent  # the command of this environment, even if not activated
-    command = shutil.which("mergekit-yaml", path=f"{beside}{os.pathsep}{os.environ['PATH']}")
-    if command is None:
-        sys.exit("mergekit-yaml is not installed: pip install .")
-    result = subprocess.run(
-        [command, config, out, "--random-seed", "0", "--quiet"],
-        cwd=HERE,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # two merges run side by side, one a core
-    )
+    command = [sys.executable, "-m", "mergekit.scripts.run_yaml", str(config), str(out)]
+    command += ["--random-seed", "0", "--quiet"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # two merges run side by side, one a core
+    result = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     if result.returncode != 0:
         sys.exit(f"mergekit-yaml {config.name} failed:\n{result.stderr}")
 

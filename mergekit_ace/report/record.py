@@ -54,7 +54,8 @@ def read_records(path: Path) -> list[Record]:
         raise ReportError(
             f"{path} has no lines: no tensor was merged; give the report of a finished merge"
         )
-    methods = sorted({record.method for record in records.values()})
+    # Counters of batches are copied, and skipped: their method is not that of the merge.
+    methods = sorted({record.method for record in records.values() if not record.skipped})
     if len(methods) > 1:
         raise ReportError(
             f"{path} holds lines of several merges, by {' and '.join(methods)}; keep those of one"
@@ -102,7 +103,7 @@ class Report:
         compared = [record for record in records if not record.skipped]
         depths = relative_depths([record.name for record in compared])
         self.records = sorted(compared, key=lambda r: (depths[r.name], natural_order(r.name)))
-        self.name = records[0].method if records else ""
+        self.name = next((record.method for record in [*compared, *records]), "")
         self.stands_in = next((r.decisions_of for r in compared if r.decisions_of), None)
         method = find_merge_method(self.name)
         self.method = method if isinstance(method, TaskVectorMethod) else None
