@@ -57,9 +57,8 @@ def test_adapters(run_example, measured_here, tmp_path):
     """Every kind of row: a merge method, PEFT's way, and a full merge."""
     rows = ["tsv_m", "peft-cat", "full-ace"]
     small = ["--size", "tiny", "--adapters", 2, "--rank", 3, "--folder", tmp_path]
-    shown = run_example(
-        "benchmark", "adapters", *small, "--rows", *rows, "--json", tmp_path / "a.json"
-    )
+    small += ["--json", tmp_path / "a.json"]
+    shown = run_example("benchmark", "adapters", *small, "--rows", *rows)
     figures = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert list(figures) == rows
     for row in rows:
@@ -82,14 +81,9 @@ def test_the_lean_transcription(example, rng, shape, heterogeneous):
     lean_ace = example("benchmark", "lean").lean_ace
     merged = lean_ace(base.double(), [e.double() for e in experts], heterogeneous=heterogeneous)
     switch = "always" if heterogeneous else "never"
-    expected = naive_ace(
-        base,
-        experts,
-        adaptive_normalization=switch,
-        spectral_refinement=switch,
-        epsilon_scale="absolute",
-        refinement_mean="ridged",
-    )
+    paper = {"epsilon_scale": "absolute", "refinement_mean": "ridged"}
+    paper |= dict.fromkeys(("adaptive_normalization", "spectral_refinement"), switch)
+    expected = naive_ace(base, experts, **paper)
     torch.testing.assert_close(merged, expected)
 
 

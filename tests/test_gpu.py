@@ -26,17 +26,14 @@ def gpu_program(example) -> ModuleType:
 def run(gpu_program, tmp_path) -> Callable[..., dict]:
     """Run made-up stages, each a program and its limit; return how all stages ended."""
 
-    def run(
-        stages: dict[str, tuple[str, float]], left: tuple[float, ...] = (), only: str = ""
-    ) -> dict:
+    def run(stages: dict, left: tuple[float, ...] = (), only: str = "") -> dict:
         remaining = chain(left, repeat(1000))
         listed = [
             gpu_program.Stage(name, limit, (sys.executable, "-c", program, "FIGURES", "FOLDER"))
             for name, (program, limit) in stages.items()
         ]
-        gpu_program.run_stages(
-            listed, tmp_path / "out", tmp_path / "work", lambda: next(remaining), only.split()
-        )
+        folders = tmp_path / "out", tmp_path / "work"
+        gpu_program.run_stages(listed, *folders, lambda: next(remaining), only.split())
         known = json.loads((tmp_path / "out" / "gpu.json").read_text())
         return {name: stage["state"] for name, stage in known.items()}
 

@@ -70,12 +70,8 @@ CASES = [
 )
 def test_working_memory():
     cases = [(*shape, experts, refined) for shape, experts, _ in CASES for refined in (False, True)]
-    environment = {
-        **os.environ,
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "0",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
+    thresholds = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    environment = {**os.environ, **thresholds, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", PROGRAM, json.dumps(cases)]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     for case, (form, share) in zip(cases, json.loads(output.stdout), strict=True):

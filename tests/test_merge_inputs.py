@@ -31,48 +31,34 @@ def test_tensors_in_memory_are_merged_like_checkpoints(tmp_path, mergekit_yaml):
 
 
 def test_shards_in_and_out(tmp_path, mergekit_yaml):
-    paths = save_family(tiny_llama(), tmp_path, max_shard_size="20KB")
+    scales = [0.001, 0.02, 0.3]
+    paths = save_family(tiny_llama(), tmp_path, 3, scales, max_shard_size="20KB")
     assert len(list(Path(paths[0]).glob("*.safetensors"))) > 2
     out = mergekit_yaml(ace_config(paths), "--out-shard-size", "8K")
     assert len(list(out.glob("*.safetensors"))) > 2
     check_merge(LlamaForCausalLM, paths, out)
 
 
-@pytest.mark.parametrize("flags", [[], ["--lazy-unpickle"]])
-def test_pickled_checkpoints(tmp_path, mergekit_yaml, flags):
-    paths = save_family(tiny_llama(), tmp_path)
-    pickled = []
-    for path in paths:  # to other folders: mergekit keeps its readers while the process lives
-        pickled.append(f"{path}-pickled")
-        shutil.copytree(path, pickled[-1])
-        torch.save(checkpoint(path), Path(pickled[-1]) / "pytorch_model.bin")
-        (Path(pickled[-1]) / "model.safetensors").unlink()
-    expected = mergekit_yaml(ace_config(paths), out="expected")
-    got = mergekit_yaml(ace_config(pickled), *flags)
-    for name, tensor in checkpoint(expected).items():
-        assert torch.equal(checkpoint(got)[name], tensor), name
-
-
-@pytest.mark.parametrize("flag", ["--clone-tensors", "--async-write", "--lazy-unpickle"])
-def test_flags_change_nothing(tmp_path, mergekit_yaml, flag):
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize("flags", [[], ["--lazy-unpickle"], ["--clone-tensors", "--async-write"]])
+def test_pickles_and_flags_change_nothing(tmp_path, mergekit_yaml, flags, pickled):
     paths = save_family(tiny_llama(), tmp_path)
     expected = checkpoint(mergekit_yaml(ace_config(paths), out="expected"))
-    got = checkpoint(mergekit_yaml(ace_config(paths), flag))
+    for n, path in enumerate(paths if pickled else []):
+        paths[n] = f"{path}-pickled"  # mergekit keeps its readers while the process lives
+        shutil.copytree(path, paths[n])
+        torch.save(checkpoint(path), Path(paths[n]) / "pytorch_model.bin")
+        (Path(paths[n]) / "model.safetensors").unlink()
+    got = checkpoint(mergekit_yaml(ace_config(paths), *flags))
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(got[name], tensor), name
 
 
-def test_the_base_may_be_listed_among_the_models(tmp_path, mergekit_yaml):
-    paths = save_family(tiny_llama(), tmp_path)
-    out = mergekit_yaml(ace_config([paths[0], *paths]))
-    check_merge(LlamaForCausalLM, paths, out)
-
-
-def test_tied_head(tmp_path, mergekit_yaml):
+def test_a_tied_head_and_a_base_that_is_listed_among_the_models(tmp_path, mergekit_yaml):
     paths = save_family(tiny_llama(tie_word_embeddings=True), tmp_path)
     assert "lm_head.weight" not in checkpoint(paths[0])
-    out = mergekit_yaml(ace_config(paths))
+    out = mergekit_yaml(ace_config([paths[0], *paths]))
     check_merge(LlamaForCausalLM, paths, out)
 
 

@@ -7,16 +7,11 @@ import json
 
 import pytest
 import torch
-from checkpoints import ace_config, expected_layout, save_family, state, tiny_llama
+from checkpoints import ace_config, expected_layout, save_family, state
 from matrices import HETEROGENEOUS, family
 from mergekit.merge_methods import merge_tensors
-from reference import (
-    naive_mean,
-    naive_relative,
-    naive_table,
-    task_vector_error,
-)
-from transformers import GPT2Config, GPT2LMHeadModel
+from reference import naive_mean, naive_relative, naive_table, task_vector_error
+from test_architectures import MODELS
 
 from mergekit_ace.algebra.ace import RelativeOptions, merge_tensor
 
@@ -157,29 +152,15 @@ def test_rows_that_one_expert_moved_are_its_own(rng):
 def test_an_epsilon_of_zero_says_what_to_do(rng):
     base = torch.zeros(3, 9)
     experts = [torch.randn(3, 9, generator=rng) for _ in range(2)]
+    given = {"base_index": 0, "parameters": {"epsilon": 0}, "name": "w"}
     with pytest.raises(ValueError, match=r"ace_relative: tensor w cannot.*Raise `epsilon`"):
-        merge_tensors(
-            [base, *experts],
-            "ace_relative",
-            base_index=0,
-            parameters={"epsilon": 0},
-            name="w",
-        )
+        merge_tensors([base, *experts], "ace_relative", **given)
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        tiny_llama,
-        lambda: GPT2LMHeadModel(
-            GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=16)
-        ),
-    ],
-    ids=["llama", "gpt2"],
-)
-def test_a_checkpoint_through_mergekit_yaml(tmp_path, mergekit_yaml, build):
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_checkpoint_through_mergekit_yaml(tmp_path, mergekit_yaml, name):
     torch.manual_seed(0)
-    model = build()
+    model = MODELS[name][0]()
     paths = save_family(model, tmp_path, experts=3, scales=[0.002, 0.02, 0.1])
     report = tmp_path / "report.jsonl"
     parameters = {"epsilon": "3e-2", "report": str(report)}

@@ -143,7 +143,11 @@ def test_outputs_have_nothing_measured_or_learned(method, known):
 @pytest.mark.parametrize("known", ["coefficients", "covariances"])
 @pytest.mark.parametrize("method", METHODS)
 def test_adapters_keep_inputs_with_what_was_measured_or_learned(method, known):
-    merger, adapters = merge_methods.get(method), of_models(method, ["base+one", "base+two"])
-    assert merger.work(adapters, (900, 100), 2).form == "dual"
+    merger, names, shape = merge_methods.get(method), ["base+one", "base+two"], (900, 100)
+    inputs, outputs = (
+        merger.work(of_models(method, names, side=side), shape, 2) for side in ("inputs", "outputs")
+    )
+    adapters = of_models(method, names)
+    assert merger.work(adapters, shape, 2) == outputs != inputs
     given = replace(adapters, parameters={**adapters.parameters, known: "file"})
-    assert merger.work(given, (900, 100), 2).form == "primal"
+    assert merger.work(given, shape, 2) == inputs
