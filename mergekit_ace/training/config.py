@@ -37,11 +37,6 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     "image-classification": ("image",),
     "zero-shot-image-classification": ("image",),
 }
-# Settings of earlier versions, and what to do instead.
-_REMOVED = {
-    "compare": "scores.md compares the merge with the experts, the base and the start",
-    "expert_storage": "weights are always mapped from disk",
-}
 
 
 class Strict(BaseModel):
@@ -254,15 +249,10 @@ class TrainConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _start(cls, values: Any) -> Any:
-        """Name settings that are gone; let coefficients of components start at 1."""
-        if not isinstance(values, dict):
-            return values
-        for name in _REMOVED.keys() & values.keys():
-            raise ValueError(f"`{name}` no longer exists; leave it out: {_REMOVED[name]}")
-        if values.get("basis") == "ties":
-            raise ValueError("basis: ties no longer exists; take task_vector, ace or ace_relative")
-        learner = values.get("learner", {})
-        if values.get("basis") in ("ace", "ace_relative") and isinstance(learner, dict):
+        """Let coefficients of components start at 1."""
+        of_components = isinstance(values, dict) and values.get("basis") in ("ace", "ace_relative")
+        learner = values.get("learner", {}) if of_components else None
+        if isinstance(learner, dict):
             return {**values, "learner": {"initial": 1.0, **learner}}
         return values
 

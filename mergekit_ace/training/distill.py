@@ -65,7 +65,7 @@ def run_distillation(
                 for reference in (config.teacher, config.student)
             )
         inputs = [teacher, student, config.data.path]
-        run.claim(config, inputs, overwrite=overwrite, results=(RECORD, "config.json"))
+        run.claim(config, inputs, overwrite=overwrite)
         if (run.path / RECORD).exists():  # this very run, complete
             return run.path
         distillation = Distillation(config, teacher, student, run)

@@ -137,32 +137,22 @@ class TrainingRun:
         total = self.accelerator.reduce(numbers.to(self.accelerator.device), reduction="sum")
         return total.to(numbers.device)
 
-    def claim(
-        self,
-        config: BaseModel,
-        inputs: Iterable[str],
-        *,
-        overwrite: bool,
-        results: Sequence[str] = _RESULTS,
-    ) -> None:
+    def claim(self, config: BaseModel, inputs: Sequence[str], *, overwrite: bool) -> None:
         """Make the folder this run's, or find that it is already.
 
         Args:
             inputs: files and folders that it reads.
             overwrite: drop another run's state.
-            results: names of files in the folder that are not replaced unless they are this run's.
 
         Raises:
-            TrainingError: the folder holds something else, or lies in an input, or holds one that
-                would be dropped.
+            TrainingError: the folder holds a model or something else, or lies in an input, or holds
+                one that would be dropped.
         """
         if self.is_main:
-            self._claim(config, list(inputs), overwrite, results)
+            self._claim(config, inputs, overwrite)
         self.wait()
 
-    def _claim(
-        self, config: BaseModel, inputs: list[str], overwrite: bool, results: Sequence[str]
-    ) -> None:
+    def _claim(self, config: BaseModel, inputs: Sequence[str], overwrite: bool) -> None:
         identity = {
             "config": config.model_dump(mode="json"),
             "processes": self.accelerator.num_processes,
@@ -177,7 +167,8 @@ class TrainingRun:
             return
         # A run that ended before it computed anything, over a mistake in its config or its data,
         # has nothing that would be lost. A folder whose record is gone may have anything in it.
-        found = [path for name in results if (path := self.path / name).is_file()]
+        names = ("config.json", *_RESULTS)  # of a model, or of any run
+        found = [path for name in names if (path := self.path / name).is_file()]
         for folder in [self.state] if known else made:
             found += [path for path in folder.rglob("*") if path != record and path.is_file()]
         if found and not overwrite:

@@ -47,15 +47,13 @@ RESNET = {
     "layer_type": "basic",
 }
 WORDS = [f"w{n}" for n in range(36)]
-MIXTRAL = {
-    "vocab_size": 40,
+SMALL = {
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_local_experts": 3,
 }
+MIXTRAL = SMALL | {"vocab_size": 40, "num_key_value_heads": 2, "num_local_experts": 3}
 
 
 def tokenizer(**special: str) -> PreTrainedTokenizerFast:
@@ -150,24 +148,25 @@ def rehearsed_family(folder: Path) -> dict:
     return config | {"rehearsal": {"path": path, "text": "text"}}
 
 
-def _classifiers(kind: type, config: Callable, base: PreTrainedModel, classes: tuple, **tuning):
+def _classifiers(
+    kind: type, config: Callable, base: PreTrainedModel, classes: tuple, seed: int, scale: float
+) -> list[PreTrainedModel]:
     """Classifiers with heads of different size on the weights of one base."""
+    experts = []
     for k, count in enumerate(classes):
         torch.manual_seed(k)
         expert = kind(config(num_labels=count))
         expert.base_model.load_state_dict(base.state_dict())
-        yield fine_tuned(expert, seed=tuning["seed"] + k, scale=tuning["scale"])
+        experts.append(fine_tuned(expert, seed=seed + k, scale=scale))
+    return experts
 
 
 def bert_family(folder: Path, **settings) -> dict:
     """Text classifiers with heads of different size, on a base without a head."""
-    config = partial(
-        BertConfig, vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=24, max_position_embeddings=32,
-    )  # fmt: skip
+    config = partial(BertConfig, vocab_size=40, max_position_embeddings=32, **SMALL)
     torch.manual_seed(0)
     base, kind = BertModel(config()), BertForSequenceClassification
-    experts = list(_classifiers(kind, config, base, (2, 5), seed=30, scale=0.1))
+    experts = _classifiers(kind, config, base, (2, 5), seed=30, scale=0.1)
     return _family(
         folder, "sequence-classification", base, experts,
         lambda rng, k: {"sentence": sentence(rng), "label": rng.randrange((2, 5)[k])},
@@ -193,18 +192,19 @@ def pixels(rng: random.Random, _: int = 0) -> dict:
     return {"pixels": torch.rand(1, 8, 8, generator=generator).tolist()}
 
 
+def _image_family(folder: Path, base: PreTrainedModel, experts: list, settings: dict) -> dict:
+    columns = {"image": "pixels"}
+    return _family(folder, "image-classification", base, experts, pixels, columns, None, **settings)
+
+
 def vit_family(folder: Path, **settings) -> dict:
     """Image classifiers; on disk their tensors have other names than in memory."""
-    config = partial(
-        ViTConfig, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=24, image_size=8, patch_size=4, num_channels=1,
-    )  # fmt: skip
+    config = partial(ViTConfig, image_size=8, patch_size=4, num_channels=1, **SMALL)
     torch.manual_seed(0)
     base = ViTModel(config(), add_pooling_layer=False)
     kind = ViTForImageClassification
-    experts = list(_classifiers(kind, config, base, (3, 4), seed=40, scale=0.1))
-    columns = {"image": "pixels"}
-    return _family(folder, "image-classification", base, experts, pixels, columns, None, **settings)
+    experts = _classifiers(kind, config, base, (3, 4), seed=40, scale=0.1)
+    return _image_family(folder, base, experts, settings)
 
 
 def resnet_family(folder: Path, **settings) -> dict:
@@ -214,8 +214,7 @@ def resnet_family(folder: Path, **settings) -> dict:
     config = partial(ResNetConfig, **RESNET)
     tuned = _classifiers(kind, config, base, (3, 4), seed=80, scale=0.05)
     experts = [seen_batches(expert, seed=80 + k) for k, expert in enumerate(tuned)]
-    columns = {"image": "pixels"}
-    return _family(folder, "image-classification", base, experts, pixels, columns, None, **settings)
+    return _image_family(folder, base, experts, settings)
 
 
 def t5_family(folder: Path, completion: str | None, **settings) -> dict:
@@ -239,12 +238,8 @@ def masked_family(folder: Path, kind: type[PreTrainedModel], **settings) -> dict
     """Encoders that fill masks, on texts with one mask each; the head is tied to the embeddings."""
     words = tokenizer(mask_token="<mask>")
     torch.manual_seed(0)
-    base = kind(
-        kind.config_class(
-            vocab_size=len(words), hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-            intermediate_size=24, max_position_embeddings=32, pad_token_id=words.pad_token_id,
-        )
-    )  # fmt: skip
+    shape = SMALL | {"vocab_size": len(words), "max_position_embeddings": 32}
+    base = kind(kind.config_class(**shape, pad_token_id=words.pad_token_id))
     return _family(
         folder, "masked-lm", base, _tuned(base, 60),
         lambda rng, _: {"t": f"{sentence(rng)} <mask> {sentence(rng)}"}, {"text": "t"}, words,

@@ -17,7 +17,6 @@ from families import (
     gpt2_family,
     llama_family,
     mixtral_family,
-    parsed,
     t5_family,
     train,
     vit_family,
@@ -29,8 +28,6 @@ from transformers import MixtralForCausalLM
 
 from mergekit_ace.check.check import check_merge
 from mergekit_ace.methods.coefficients import CoefficientFile, CoefficientFileError
-from mergekit_ace.training import family as components_module
-from mergekit_ace.training.train import run_training
 
 REFINED = {"epsilon": 1e-3, "spectral_refinement": "always"}
 
@@ -216,27 +213,3 @@ def test_a_check_mentions_weights_that_were_not_trained(trained, tmp_path):
         findings = check_merge(tmp_path / "weighted.yml", MergeOptions()).findings
         told = [f for f in findings if "different weights" in f.message]
         assert [f.level for f in told] == ["warning"] * found
-
-
-def test_components_are_not_computed_twice(tmp_path, monkeypatch, capsys):
-    config = with_basis(llama_family(tmp_path), "ace_relative")
-    original, calls = components_module.split_tensor, []
-
-    def split(*arguments):
-        calls.append(arguments)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return original(*arguments)
-
-    monkeypatch.setattr(components_module, "split_tensor", split)
-    out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        run_training(parsed(config), out)
-    assert "components of 21 tensors, 2 each, in float32" in capsys.readouterr().out
-    found = list((out / "state" / "components").glob("*.safetensors"))
-    assert len(found) == 4
-    file = train(config, out)
-    tensors = len(file.contents.tensors)
-    assert len(calls) == 5 + tensors - 4
-    whole = train(config, tmp_path / "whole")
-    assert torch.equal(file.coefficients, whole.coefficients)

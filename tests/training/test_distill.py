@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import fine_tuned, tiny_llama
 from families import (
+    bert_family,
     distil,
     image_distillation,
     record,
@@ -23,10 +26,10 @@ from families import (
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
-    BertConfig,
     BertForSequenceClassification,
     PreTrainedTokenizerFast,
 )
@@ -68,40 +71,34 @@ def images(tmp_path_factory) -> tuple[dict, dict]:
     return image_distillation(tmp_path_factory.mktemp("images"))
 
 
-def test_a_convolutional_network_becomes_an_expert(images, tmp_path):
-    family, config = images
-    out = distil(config, tmp_path / "student")
-    assert losses(out)[-1] < losses(out)[0]
-    student, info = AutoModelForImageClassification.from_pretrained(out, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert student.config.model_type == "vit"
-    assert student.config.id2label[3] == "kind 3"
-    assert not (out / "state" / "student.safetensors").exists()
-    # it merges with the other experts
-    heterogeneous = {"model": str(out), "task": "cnn", "data": config["data"]}
-    mixed = {**family, "models": [*family["models"], heterogeneous]}
-    assert len(train(mixed, tmp_path / "merge").coefficients) == 3
-
-
-def test_a_transformer_becomes_a_convolutional_expert(tmp_path):
-    teacher = vit_family(tmp_path / "transformers")["models"][1]
-    family = resnet_family(tmp_path / "convolutional")
-    data = family["models"][0]["data"]
-    config = {
-        "teacher": teacher["model"],
+def to_convolutions(folder: Path) -> tuple[dict, dict]:
+    """A family of ResNets, and a transformer as the teacher of their base."""
+    family = resnet_family(folder / "convolutional")
+    return family, {
+        "teacher": vit_family(folder / "transformers")["models"][1]["model"],
         "student": family["base_model"],
         "task": "image-classification",
-        "data": data,
+        "data": family["models"][0]["data"],
         "training": FAST,
     }
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "label"),
+    [(image_distillation, "vit", "kind 3"), (to_convolutions, "resnet", "LABEL_3")],
+)
+def test_a_teacher_of_another_architecture_becomes_an_expert(tmp_path, make, kind, label):
+    family, config = make(tmp_path / "models")
     out = distil(config, tmp_path / "student")
     assert losses(out)[-1] < losses(out)[0]
     student, info = AutoModelForImageClassification.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"]
-    assert student.config.model_type == "resnet"
-    counters = {int(b) for n, b in student.named_buffers() if n.endswith("num_batches_tracked")}
-    assert min(counters) > 0
-    family["models"].append({"model": str(out), "task": "vit", "data": data})
+    assert (student.config.model_type, student.config.id2label[3]) == (kind, label)
+    assert not (out / "state" / "student.safetensors").exists()
+    counters = [int(b) for n, b in student.named_buffers() if n.endswith("num_batches_tracked")]
+    assert all(counters)
+    # it merges with the other experts
+    family["models"].append({"model": str(out), "task": "student", "data": config["data"]})
     assert len(train(family, tmp_path / "merge").coefficients) == 3
 
 
@@ -182,6 +179,12 @@ def language(folder: Path, *, same: bool, columns: dict) -> dict:
 )
 def test_language_models(tmp_path, same, columns, signal):
     config = language(tmp_path, same=same, columns=columns)
+    if not same:
+        text = {**config, "data": {"path": config["data"]["path"], "text": "text"}}
+        with pytest.raises(TrainingError, match=r"different tokenizers.*`prompt` column"):
+            distil(text, tmp_path / "out")
+        with pytest.raises(TrainingError, match="signal: logits needs one tokenizer"):
+            distil({**config, "signal": "logits"}, tmp_path / "out")
     out = distil({**config, "signal": signal}, tmp_path / "out")
     per_epoch = len(losses(out)) // 6
     assert sum(losses(out)[-per_epoch:]) < sum(losses(out)[:per_epoch])
@@ -194,49 +197,19 @@ def test_language_models(tmp_path, same, columns, signal):
 
 def test_text_classifiers(tmp_path):
     """The teacher's tokenizer begins every text with a token, the student's has none for some."""
-    shape = {
-        "vocab_size": 40,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-        "max_position_embeddings": 32,
-    }
-    for name, hidden, labels in (("student", 16, 2), ("teacher", 24, 3)):
-        torch.manual_seed(hidden)
-        config = BertConfig(**shape, hidden_size=hidden, num_labels=labels)
-        BertForSequenceClassification(config).save_pretrained(tmp_path / name)
-        words = tokenizer()
-        if name == "teacher":
-            begun = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 2)])
-            words.backend_tokenizer.post_processor = begun
-        words.save_pretrained(tmp_path / name)
+    config = bert_family(tmp_path)
+    student, teacher = (Path(model["model"]) for model in config["models"])
+    words = tokenizer()
+    begun = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 2)])
+    words.backend_tokenizer.post_processor = begun
+    words.save_pretrained(teacher)
     rng = random.Random(0)
     rows = [{"text": sentence(rng) if n % 8 else ""} for n in range(40)]
-    data = write_rows(tmp_path / "data.jsonl", rows)
-    out = distil(
-        {
-            "teacher": str(tmp_path / "teacher"),
-            "student": str(tmp_path / "student"),
-            "task": "sequence-classification",
-            "data": {"path": data, "text": "text"},
-            "training": FAST,
-        },
-        tmp_path / "out",
-    )
-    assert BertForSequenceClassification.from_pretrained(out).config.num_labels == 3
-
-
-@pytest.mark.parametrize(
-    ("same", "columns", "signal", "message"),
-    [
-        (False, {"text": "text"}, "auto", "different tokenizers.*`prompt` column"),
-        (False, {"prompt": "q"}, "logits", "signal: logits needs one tokenizer"),
-    ],
-)
-def test_tokenizers_that_differ_are_explained(tmp_path, same, columns, signal, message):
-    config = language(tmp_path, same=same, columns=columns)
-    with pytest.raises(TrainingError, match=message):
-        distil({**config, "signal": signal}, tmp_path / "out")
+    data = {"path": write_rows(tmp_path / "data.jsonl", rows), "text": "text"}
+    settings = {"task": config["task"], "data": data, "training": FAST}
+    models = {"teacher": str(teacher), "student": str(student)}
+    out = distil(models | settings, tmp_path / "out")
+    assert BertForSequenceClassification.from_pretrained(out).config.num_labels == 5
 
 
 def test_a_loss_that_is_no_number(images, tmp_path, monkeypatch):
@@ -266,39 +239,57 @@ def test_wrong_settings(images, change, message):
         DistillConfig.model_validate({**config, **change})
 
 
-def test_samples_that_the_student_cannot_read(tmp_path):
-    """A teacher of convolutions reads images of any size, and the student's tokens may be more."""
-    _, config = image_distillation(tmp_path)
+def edit_weights(whose: str, part: str, change: Callable[[Tensor], Tensor | None]) -> Callable:
+    """Change one tensor of teacher or student, or leave it out."""
+
+    def edit(config: dict) -> None:
+        file = Path(config[whose], "model.safetensors")
+        tensors = load_file(file)
+        name = next(name for name in tensors if name.endswith(part))
+        tensors[name] = change(tensors[name])
+        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        save_file(kept, file, {"format": "pt"})
+
+    return edit
+
+
+def large_images(config: dict) -> None:
+    """A teacher of convolutions reads images of any size."""
     write_rows(Path(config["data"]["path"]), [{"pixels": torch.rand(1, 16, 16).tolist()}] * 20)
-    with pytest.raises(TrainingError, match=r"more\.jsonl: .*base cannot read its samples: Input"):
-        distil(config, tmp_path / "out")
 
 
-def test_a_teacher_that_answers_nan(tmp_path):
+def several_classes(config: dict) -> None:
+    path = Path(config["teacher"], "config.json")
+    several = {"problem_type": "multi_label_classification"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | several))
+
+
+def one_model(config: dict) -> None:
+    config["teacher"] = f"{config['student']}/."
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (large_images, r"more\.jsonl: .*base cannot read its samples: Input"),
+        (several_classes, "the teacher .* problem_type: multi_label_classification"),
+        (one_model, "is the student, who would learn nothing from it"),
+        (
+            edit_weights("teacher", "classifier.1.bias", lambda bias: bias * float("nan")),
+            "teacher answers NaN or Inf to a sample of data",
+        ),
+        (
+            edit_weights("student", "layernorm_before.weight", lambda weight: None),
+            "lacks 1 param.*before.weight",
+        ),
+        (
+            edit_weights("student", "layernorm_before.weight", lambda weight: weight[1:].clone()),
+            "^tensor .*before.weight",
+        ),
+    ],
+)
+def test_models_that_do_not_go_together(tmp_path, change, message):
     _, config = image_distillation(tmp_path)
-    file = tmp_path / "teacher" / "model.safetensors"
-    tensors = load_file(file)
-    tensors["classifier.1.bias"][0] = float("nan")
-    save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(TrainingError, match="teacher answers NaN or Inf to a sample of data"):
+    change(config)
+    with pytest.raises(TrainingError, match=message):
         distil(config, tmp_path / "out")
-
-
-@pytest.mark.parametrize("change", ["missing", "narrower"])
-def test_a_student_whose_backbone_is_not_whole(tmp_path, change):
-    _, config = image_distillation(tmp_path)
-    file = Path(config["student"]) / "model.safetensors"
-    tensors = load_file(file)
-    name = next(name for name in tensors if name.endswith("layernorm_before.weight"))
-    kept = tensors.pop(name)
-    if change == "narrower":
-        tensors[name] = kept[1:].clone()
-    save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(TrainingError, match=r"(lacks 1 param|^tensor ).*before.weight"):
-        distil(config, tmp_path / "out")
-
-
-def test_a_teacher_that_is_the_student(images, tmp_path):
-    _, config = images
-    with pytest.raises(TrainingError, match="is the student, who would learn nothing from it"):
-        distil({**config, "teacher": f"{config['student']}/."}, tmp_path / "out")

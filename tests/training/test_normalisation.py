@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import yaml
-from families import answered, resnet_family, train
+from families import resnet_family, train
 from transformers import ResNetForImageClassification, ResNetModel
 
 from mergekit_ace.naming import is_running_statistic
@@ -33,20 +33,3 @@ def test_a_merge_has_the_mean_of_the_experts(trained, mergekit_yaml):
     for name, buffer in base.named_buffers():
         mean = sum(expert[name] for expert in experts) / len(experts)
         torch.testing.assert_close(got[name], mean if is_running_statistic(name) else buffer)
-
-
-def test_a_merge_of_backbones_answers_as_the_scores_say(trained, mergekit_yaml):
-    file, out = trained
-    merged = mergekit_yaml(yaml.safe_load((out / "merge.yml").read_text()))
-    backbone = ResNetModel.from_pretrained(merged).eval()
-    shares = []
-    for row, expert in enumerate(file.contents.experts):
-        model = ResNetForImageClassification.from_pretrained(expert.model).eval()
-        model.resnet = backbone
-        test = answered(out, row)["test"]
-        pixels = torch.cat([sample["pixel_values"] for sample in test])
-        answers = torch.cat([sample["hard"] for sample in test])
-        with torch.no_grad():
-            given = model(pixel_values=pixels).logits.argmax(-1)
-        shares.append(float((given == answers).float().mean()))
-    assert file.contents.scores["ace, coefficients"]["accuracy"] == pytest.approx(shares)

@@ -33,59 +33,60 @@ def encode(row, words, task="causal-lm", **columns):
     return model_kind(task).encode(row, DataConfig(path="d", **columns), words)
 
 
-def test_every_token_of_a_text_but_the_first(words):
-    example = encode({"t": "w1 w2 w3"}, words, text="t")
-    assert supervised(example, words) == "w2 w3"
-    assert example["true"].tolist() == example["input_ids"][1:].tolist()
-
-
-def test_a_completion_and_its_end(words):
-    row = {"q": "w1 w2", "a": "w3 w4"}
-    assert supervised(encode(row, words, prompt="q", completion="a"), words) == "w3 w4 </s>"
-    open_one = encode(row, words, prompt="q")
-    assert not open_one["supervised"].any()
-    assert "true" not in open_one
-
-
-def test_the_last_answer_of_a_chat(words):
-    words.chat_template = CHAT
-    chat = [
-        {"role": "user", "content": "w1"},
-        {"role": "assistant", "content": "w2"},
-        {"role": "user", "content": "w3"},
-        {"role": "assistant", "content": "w4 w5"},
-    ]
-    example = encode({"m": chat}, words, messages="m")
-    assert (
-        supervised(example, words).split() == ["w4", "w5", "</s>"]
-        or supervised(example, words) == "w4 w5</s>"
-    )
-    assert "true" not in encode({"m": chat[:-1]}, words, messages="m")
-
-
 MARKED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<s> {% generation %}{{ m.content }} "
     "</s>{% endgeneration %} {% else %}<s> {{ m.content }} </s> {% endif %}{% endfor %}"
 )
+SAID = (("user", "w1"), ("assistant", "w2 w3"), ("user", "w4"), ("assistant", "w5"))
+TALK = [{"role": role, "content": content} for role, content in SAID]
+ROW = {"t": "w1 w2 w3 w4", "q": "w1 w2 w3", "a": "w4 w5", "m": TALK, "one": "w1"}
+ANSWERED = {"prompt": "q", "completion": "a"}
 
 
-TALK = [
-    {"role": "user", "content": "w1"},
-    {"role": "assistant", "content": "w2 w3"},
-    {"role": "user", "content": "w4"},
-    {"role": "assistant", "content": "w5"},
-]
+@pytest.mark.parametrize(
+    ("template", "columns", "expected"),
+    [
+        (None, {"text": "t"}, "w2 w3 w4"),
+        (None, {"text": "t", "max_length": 3}, "w2 w3"),
+        (None, {"text": "one"}, None),
+        (None, ANSWERED, "w4 w5 </s>"),
+        (None, {**ANSWERED, "max_length": 4}, "w4"),
+        (None, {**ANSWERED, "max_length": 3}, None),
+        (CHAT, {"messages": "m"}, "w5 </s>"),
+        (MARKED, {"messages": "m"}, "w2 w3 </s> w5 </s>"),
+        (MARKED, {"messages": "m", "max_length": 7}, "w2 w3 </s>"),
+    ],
+)
+def test_what_is_supervised(words, template, columns, expected):
+    """All of a text but its first token, an answer with its end, and what a template marks."""
+    words.chat_template = template
+    example = encode(ROW, words, **columns)
+    assert (example and supervised(example, words)) == expected
+    if example:
+        assert example["true"].tolist() == example["input_ids"][example["supervised"]].tolist()
 
 
-def test_all_answers_of_a_chat_whose_template_marks_them(words):
-    words.chat_template = MARKED
-    example = encode({"m": TALK}, words, messages="m")
-    assert supervised(example, words) == "w2 w3 </s> w5 </s>"
-    assert example["true"].tolist() == example["input_ids"][example["supervised"]].tolist()
-    cut = encode({"m": TALK}, words, messages="m", max_length=7)
-    assert supervised(cut, words) == "w2 w3 </s>"
-    # a last question is for the expert to answer, and its answer alone is supervised
-    assert "true" not in encode({"m": TALK[:3]}, words, messages="m")
+@pytest.mark.parametrize(
+    ("template", "columns"),
+    [(None, {"prompt": "q"}), (CHAT, {"messages": "m"}), (MARKED, {"messages": "m"})],
+)
+def test_a_question_is_for_the_expert_to_answer(words, template, columns):
+    words.chat_template = template
+    example = encode({"q": "w1 w2", "m": TALK[:-1]}, words, **columns)
+    assert not example["supervised"].any()
+    assert "true" not in example
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "message"),
+    [
+        ({"t": None}, {"text": "t"}, r"column t holds None instead of text"),
+        ({"m": TALK}, {"messages": "m"}, "no chat template"),
+    ],
+)
+def test_rows_that_cannot_be_read(words, row, columns, message):
+    with pytest.raises(TrainingError, match=message):
+        encode(row, words, **columns)
 
 
 def test_a_role_that_the_template_knows(words):
@@ -110,27 +111,6 @@ def test_an_answer_without_text(words):
     words.chat_template = "{% for m in messages %}w{{ loop.length }} {{ m.content }} {% endfor %}"
     with pytest.raises(TrainingError, match="column m has an answer without text, which"):
         encode(chat, words, messages="m")
-
-
-def test_what_is_too_long_is_cut_or_left_out(words):
-    row = {"t": "w1 w2 w3 w4", "q": "w1 w2 w3", "a": "w4 w5"}
-    assert supervised(encode(row, words, text="t", max_length=3), words) == "w2 w3"
-    assert encode(row, words, prompt="q", completion="a", max_length=3) is None
-    cut = encode(row, words, prompt="q", completion="a", max_length=4)
-    assert supervised(cut, words) == "w4"
-    assert encode({"t": "w1"}, words, text="t") is None, "nothing to predict"
-
-
-@pytest.mark.parametrize(
-    ("row", "columns", "message"),
-    [
-        ({"t": None}, {"text": "t"}, r"column t holds None instead of text"),
-        ({"m": TALK}, {"messages": "m"}, "no chat template"),
-    ],
-)
-def test_rows_that_cannot_be_read(words, row, columns, message):
-    with pytest.raises(TrainingError, match=message):
-        encode(row, words, **columns)
 
 
 def test_logits_of_a_padded_batch_are_those_of_each_alone(words):
@@ -197,13 +177,17 @@ def test_of_a_text_without_masks_some_tokens_are_masked(masker):
     assert (counts > 0).sum() > 8, "anywhere in the text"
 
 
-def test_how_many_are_masked(masker):
-    assert int(encode_masked(LONG, masker, masking_rate=0.5)["supervised"].sum()) == 10
-    assert encode_masked(LONG, masker, masking_rate=1)["supervised"].all()
-    assert int(encode_masked("w1", masker)["supervised"].sum()) == 1
-    for rate in (0, 1.5):
-        with pytest.raises(ValueError, match="masking_rate"):
-            DataConfig(path="d", text="t", masking_rate=rate)
+@pytest.mark.parametrize(
+    ("text", "rate", "count"), [(LONG, 0.5, 10), (LONG, 1, 20), ("w1", 0.15, 1)]
+)
+def test_how_many_are_masked(masker, text, rate, count):
+    assert int(encode_masked(text, masker, masking_rate=rate)["supervised"].sum()) == count
+
+
+def test_long_texts_are_cut(masker):
+    assert encode_masked(LONG, masker, max_length=5)["input_ids"].shape == (5,)
+    masker.model_max_length = 4
+    assert encode_masked(LONG, masker)["input_ids"].shape == (4,)
 
 
 def test_special_tokens_are_never_masked(masker):
@@ -211,12 +195,6 @@ def test_special_tokens_are_never_masked(masker):
     assert example["supervised"].tolist() == [False] + [True] * 20 + [False]
     assert encode_masked("<s> </s>", masker) is None, "nothing is left to mask"
     assert encode_masked("", masker) is None
-
-
-def test_long_texts_are_cut(masker):
-    assert encode_masked(LONG, masker, max_length=5)["input_ids"].shape == (5,)
-    masker.model_max_length = 4
-    assert encode_masked(LONG, masker)["input_ids"].shape == (4,)
 
 
 def test_a_tokenizer_without_a_mask():
@@ -267,10 +245,3 @@ def test_a_padded_batch_is_answered_like_each_alone(pad):
     torch.testing.assert_close(together, naive, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(alone, naive, rtol=1e-4, atol=1e-5)
     assert model.config.pad_token_id == pad
-
-
-@pytest.mark.parametrize("label", ["cat", True, None])
-def test_labels_that_are_no_classes(words, label):
-    row = {"t": "w1 w2", "l": label}
-    with pytest.raises(TrainingError, match="labels are the numbers of the classes"):
-        encode(row, words, "sequence-classification", text="t", label="l")

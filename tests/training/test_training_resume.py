@@ -16,7 +16,7 @@ import yaml
 from accelerate import debug_launcher
 from accelerate.state import AcceleratorState
 from checkpoints import fine_tuned
-from families import changed, distil, image_distillation, llama_family, record, train
+from families import changed, distil, image_distillation, llama_family, parsed, record, train
 from measured_files import measure
 from transformers import AutoModelForCausalLM
 
@@ -25,8 +25,8 @@ from mergekit_ace.methods.coefficients import CoefficientFile
 from mergekit_ace.training import family as family_module
 from mergekit_ace.training import results as results_module
 from mergekit_ace.training import teachers as teachers_module
-from mergekit_ace.training.state import TrainingError, TrainingRun, save_checkpoint
-from mergekit_ace.training.train import Objective
+from mergekit_ace.training.state import TrainingError, TrainingRun
+from mergekit_ace.training.train import Objective, run_training
 
 
 class Killed(BaseException):
@@ -88,6 +88,20 @@ def test_a_killed_run_goes_on_to_the_same_coefficients(
     assert resumed.contents == whole.contents
     for file in ("training.jsonl", "scores.md"):
         assert (killed / file).read_bytes() == (out / file).read_bytes()
+
+
+def test_components_are_not_computed_twice(llama, tmp_path, monkeypatch, capsys):
+    config, split = {**llama, "basis": "ace_relative"}, family_module.split_tensor
+    with monkeypatch.context() as patch:
+        killed_after(patch, family_module, "split_tensor", 4)
+        with pytest.raises(Killed):
+            run_training(parsed(config), tmp_path / "out")
+    assert "components of 21 tensors, 2 each, in float32" in capsys.readouterr().out
+    calls = []
+    monkeypatch.setattr(family_module, "split_tensor", lambda *a: calls.append(a) or split(*a))
+    file = train(config, tmp_path / "out")
+    assert len(calls) == len(file.contents.tensors) - 4
+    assert torch.equal(file.coefficients, train(config, tmp_path / "whole").coefficients)
 
 
 def test_labels_that_are_damaged_are_named(llama, tmp_path):
@@ -152,12 +166,6 @@ def test_two_runs_into_one_folder(tmp_path):
             with pytest.raises(TrainingError, match=f"another run is writing to {out}; wait"):
                 start(config, out)
     assert not out.exists(), "nothing was written"
-
-
-def test_a_checkpoint_that_cannot_be_written(tmp_path):
-    """safetensors has an error of its own for a full disk."""
-    with pytest.raises(OSError, match=r"c\.safetensors cannot be written"):
-        save_checkpoint(tmp_path / "nowhere" / "c.safetensors", {"a": torch.arange(3)}, {})
 
 
 @pytest.mark.parametrize("place", ["state/expert", "backbones/expert-0"])

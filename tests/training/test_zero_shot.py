@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from checkpoints import fine_tuned
-from families import answered, parsed, tokenizer, train, write_rows
+from families import SMALL, answered, parsed, tokenizer, train, write_rows
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
@@ -19,21 +19,20 @@ from mergekit_ace.training import statistics
 from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import zero_shot_head
 
-SMALL = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "projection_dim": 12,
-}
 PROMPTS = (["w1 w2", "w3 w4", ["w5", "w6 w7"]], ["w8", "w9 w1"])
 
 
 def clip_family(folder: Path, **settings) -> dict:
     """A whole CLIP, and image towers of it, one without a projection."""
     words = tokenizer()
-    text = {**SMALL, "vocab_size": 40, "max_position_embeddings": 16, "eos_token_id": 3}
-    vision = {**SMALL, "image_size": 8, "patch_size": 4}
+    text = {
+        **SMALL,
+        "projection_dim": 12,
+        "vocab_size": 40,
+        "max_position_embeddings": 16,
+        "eos_token_id": 3,
+    }
+    vision = {**SMALL, "projection_dim": 12, "image_size": 8, "patch_size": 4}
     torch.manual_seed(0)
     config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=12)
     base = CLIPModel(config)
@@ -78,29 +77,24 @@ def trained(tmp_path_factory):
     return config, train(config, folder / "out"), folder / "out"
 
 
-def test_answers_are_those_of_each_tower_with_its_prompts(trained):
-    config, _, out = trained
-    for row, expert in enumerate(config["models"]):
-        tower = CLIPVisionModel.from_pretrained(expert["model"]).eval()
-        for split in answered(out, row).values():
-            for sample in split:
-                pixels = sample["pixel_values"]
-                logits = logits_by_hand(config["base_model"], tower, pixels, PROMPTS[row])
-                assert sample["hard"] == logits.argmax(-1)
-
-
 def test_the_merge_is_the_model_that_was_scored(trained, mergekit_yaml):
+    """Labels are the answers of each tower with its prompts, and scores those of the merge."""
     config, file, out = trained
     merged = mergekit_yaml(yaml.safe_load((out / "merge.yml").read_text()))
     tower, info = CLIPVisionModel.from_pretrained(merged, output_loading_info=True)
     assert not info["missing_keys"]
     shares = []
-    for row, prompts in enumerate(PROMPTS):
-        test = answered(out, row)["test"]
-        pixels = torch.cat([sample["pixel_values"] for sample in test])
-        answers = torch.cat([sample["hard"] for sample in test])
-        given = logits_by_hand(config["base_model"], tower.eval(), pixels, prompts).argmax(-1)
-        shares.append(float((given == answers).float().mean()))
+    for row, (expert, prompts) in enumerate(zip(config["models"], PROMPTS, strict=True)):
+        own = CLIPVisionModel.from_pretrained(expert["model"]).eval()
+        for samples in answered(out, row).values():
+            pixels = torch.cat([sample["pixel_values"] for sample in samples])
+            answers = torch.cat([sample["hard"] for sample in samples])
+            given = [
+                logits_by_hand(config["base_model"], model, pixels, prompts).argmax(-1)
+                for model in (own, tower.eval())
+            ]
+            assert torch.equal(given[0], answers)
+        shares.append(float((given[1] == answers).float().mean()))  # the test split is the last
     assert file.contents.scores["StatsMerging"]["accuracy"] == pytest.approx(shares)
 
 
