@@ -46,7 +46,6 @@ from mergekit_ace.training.models import (
     load_model,
     load_skeleton,
     merged_parameters,
-    running_statistics,
     save_backbone,
 )
 from mergekit_ace.training.state import TrainingError, TrainingRun
@@ -207,14 +206,14 @@ def load_family(config: TrainConfig, folders: ModelFolders, run: TrainingRun) ->
     }
     base = _map(run, module, stored, folders.base, "base")
     experts: list[Weights] = []
-    teachers, statistics = [], []
+    teachers, buffers = [], []
     for row, folder in enumerate(folders.experts):
         expert = load_model(folder, folders.kind, config, whole=True)
         experts.append(_map(run, expert, stored, folder, f"expert-{row}"))
         _check_difference(config, [base, *experts])
         if folders.kind.has_heads:
             save_backbone(expert, run.path / "backbones" / f"expert-{row}", run)
-        statistics.append(running_statistics(expert))
+        buffers.append({n: b.cpu().clone() for n, b in expert.named_buffers()})
         teachers.append(_label(config, folders, run, expert, row, rows.get(row)))
         del expert
     if folders.kind.has_heads:
@@ -226,7 +225,7 @@ def load_family(config: TrainConfig, folders: ModelFolders, run: TrainingRun) ->
     if config.device_map is not None or module.dtype != getattr(torch, config.dtype):
         del module  # before its successor takes memory
         module = _load_again(config, folders)
-    average_statistics(module, statistics)
+    average_statistics(module, buffers)
     if config.device_map is None:
         module.to(run.accelerator.device)
     return Family(config, folders, run, module, stored, base, experts, teachers)

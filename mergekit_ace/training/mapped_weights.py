@@ -116,6 +116,8 @@ def stored_names(
     Returns:
         Stored names per parameter; empty for one that the checkpoint does not have.
     """
+    from transformers.core_model_loading import revert_weight_conversion
+
     names = list(names)
     known = stored_headers(folder)
     numbers = {id(model.get_parameter(name)): number for number, name in enumerate(names)}
@@ -126,19 +128,13 @@ def stored_names(
         if id(parameter) in numbers
     }
     found: dict[str, set[str]] = {name: set() for name in names}
-    for renamed in (tags, _as_saved(model, tags)):
+    try:
+        saved = revert_weight_conversion(model, dict(tags))
+    except Exception:  # a conversion that needs real tensors: names in memory must do
+        saved = tags
+    for renamed in (tags, saved):
         for name, tag in renamed.items():
             stored = _same_name(name, model, known)
             if stored is not None and tag.numel():
                 found[names[int(tag.flatten()[0])]].add(stored)
     return {name: tuple(sorted(stored)) for name, stored in found.items()}
-
-
-def _as_saved(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return `state` under the names, and in the packing, that transformers saves."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    try:
-        return revert_weight_conversion(model, dict(state))
-    except Exception:  # a conversion that needs real tensors: names in memory must do
-        return state

@@ -349,21 +349,18 @@ def save_backbone(model: PreTrainedModel, folder: Path, run: TrainingRun) -> Non
     os.replace(partial, folder)
 
 
-def running_statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Return the means and variances that BatchNorm layers have seen, by name; copies."""
-    buffers = model.named_buffers()
-    return {name: buffer.clone() for name, buffer in buffers if is_running_statistic(name)}
-
-
 def average_statistics(model: nn.Module, experts: Sequence[Mapping[str, Tensor]]) -> None:
-    """Give a model the mean of the experts' statistics, as `ace` merges them.
+    """Give a model the mean of the experts' BatchNorm statistics, as `ace` merges them.
 
     They do not depend on coefficients. To measure them anew for every merge would cost a pass over
     the data, and coefficients learned with such statistics are worse.
+
+    Args:
+        experts: their buffers by name.
     """
-    buffers = dict(model.named_buffers())
-    for name in experts[0].keys() & buffers.keys():
-        buffers[name].copy_(torch.stack([expert[name].float() for expert in experts]).mean(0))
+    for name, buffer in model.named_buffers():
+        if is_running_statistic(name):
+            buffer.copy_(torch.stack([expert[name].float() for expert in experts]).mean(0))
 
 
 def write_statistics_of_batches(model: nn.Module, folders: Iterable[Path]) -> None:

@@ -85,16 +85,6 @@ def encode_texts(row: dict[str, Any], data: DataConfig, tokenizer: Any) -> Examp
     return {name: torch.tensor(encoded[name]) for name in _TEXT_INPUTS if name in encoded}
 
 
-def pad(tensors: list[Tensor]) -> Tensor:
-    """Return vectors of different length as rows, (B, n), filled with 0."""
-    return pad_sequence(tensors, batch_first=True)
-
-
-def padding_mask(tensors: list[Tensor]) -> Tensor:
-    """Return 1 where `pad` has an entry, 0 where it has filled, (B, n)."""
-    return pad([torch.ones(len(tensor), dtype=torch.long) for tensor in tensors])
-
-
 class TextModel:
     """Base of the kinds of models that read texts."""
 
@@ -103,9 +93,9 @@ class TextModel:
 
     def collate(self, samples: Sequence[Example]) -> Batch:
         """Pad what models read of samples at the end, (B, n), and mark that there it was padded."""
-        names = (name for name in _PADDED if name in samples[0])
-        batch = {name: pad([sample[name] for sample in samples]) for name in names}
-        return batch | {"attention_mask": padding_mask([one["input_ids"] for one in samples])}
+        columns = {n: [one[n] for one in samples] for n in _PADDED if n in samples[0]}
+        columns["attention_mask"] = [torch.ones_like(ids) for ids in columns["input_ids"]]
+        return {name: pad_sequence(rows, batch_first=True) for name, rows in columns.items()}
 
 
 class CausalLanguageModel(TextModel):

@@ -216,7 +216,7 @@ def label_batch(
     if config.labels_of(teacher.given) == "soft" and classes > 1:
         best = logits.log_softmax(-1).topk(min(config.top_k, classes), dim=-1)
         answers |= {"soft_values": best.values, "soft_indices": best.indices}
-    counts = [count_positions(sample) for sample in samples]
+    counts = [int(one["supervised"].sum()) if "supervised" in one else 1 for one in samples]  # P
     parts = {name: answer.cpu().split(counts) for name, answer in answers.items()}
     return [
         sample
@@ -250,11 +250,6 @@ def _checked_truth(sample: Example, classes: int, data: DataConfig) -> Example:
             f"classes 0 to {classes - 1}"
         )
     return {"true": true}
-
-
-def count_positions(sample: Example) -> int:
-    """Return P, the number of supervised positions of a sample."""
-    return int(sample["supervised"].sum()) if "supervised" in sample else 1
 
 
 def agreement(given: Tensor, wanted: Tensor) -> float:
