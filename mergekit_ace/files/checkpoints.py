@@ -183,7 +183,7 @@ def _check_config(path: Path) -> None:
             "correct it, or update transformers"
         )
     try:
-        CONFIG_MAPPING[kind].from_dict(dict(content))
+        CONFIG_MAPPING[kind].from_json_file(path)  # which may hold {"__float__": "Infinity"}
     except Exception as error:  # of many kinds: dataclasses, lookups, arithmetic
         last = str(error).strip().rpartition("\n")[2].strip() or type(error).__name__
         wrong = last.removeprefix("TypeError: ")

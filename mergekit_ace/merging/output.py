@@ -18,9 +18,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from mergekit.card import generate_card
 from mergekit.config import MergeConfiguration
+from mergekit.io.loader import TensorLoader
 from mergekit.merge import (
     _copy_tagalong_files,
     _copy_tokenizer,
@@ -28,6 +30,7 @@ from mergekit.merge import (
     _update_config_vocab,
 )
 from mergekit.tokenizer import TokenizerInfo
+from torch import Tensor
 
 from mergekit_ace.adapters.plan import base_of
 from mergekit_ace.files.headers import read_file_header
@@ -38,6 +41,7 @@ from mergekit_ace.files.model_files import (
     config_donor,
 )
 from mergekit_ace.files.saving import flush_to_disk, locked, sha256, write_text
+from mergekit_ace.merge_config import HEADS
 from mergekit_ace.merging.manifest import MANIFEST_FILE
 from mergekit_ace.merging.shards import MergeError, Shard, shard_file
 from mergekit_ace.planning import PlannedMerge
@@ -238,10 +242,44 @@ def _write_config(
     if tokenizer is not None:
         multiple = plan.vocabulary_multiple
         _update_config_vocab(plan.out_config, plan.architecture, tokenizer.tokenizer, multiple)
+    _untie_head(folder.path, plan, shards)
     plan.out_config.save_pretrained(staging)
     if plan.options.write_model_card:
         (staging / "README.md").write_text(_model_card(plan, folder.name), "utf-8")
         (staging / "mergekit_config.yml").write_text(plan.source, "utf-8")
+
+
+def _untie_head(folder: Path, plan: PlannedMerge, shards: Sequence[Shard]) -> None:
+    """Let the config say that the head is its own, where the result holds another than it ties.
+
+    Programs that tie it all the same would answer with the embedding in its place.
+    """
+    config = plan.out_config
+    tied = [
+        part
+        for part in (config, config.get_text_config())
+        if getattr(part, "tie_word_embeddings", False)
+    ]
+    if not tied:
+        return
+    matrices = [t.name for t in plan.tensors if t.task.output_weight.vocabulary_axis == 0]
+    files = {name: folder / shard.file for shard in shards for name in shard.tensors}
+    stored = {
+        name: tensor for name in matrices if (tensor := _stored(files[name], name)) is not None
+    }
+    heads = [name for name in stored if name.endswith(HEADS)]
+    others = [stored[name] for name in stored if name not in heads]
+    for head in heads:
+        if others and not any(torch.equal(stored[head], other) for other in others):
+            for part in tied:
+                part.tie_word_embeddings = False
+
+
+def _stored(file: Path, name: str) -> Tensor | None:
+    """Return a tensor of the result; None where all models lack it."""
+    if not file.exists() or name not in read_file_header(file):
+        return None
+    return TensorLoader.get(str(file)).get_tensor(name)
 
 
 def _donor_config(plan: PlannedMerge) -> MergeConfiguration:
