@@ -289,6 +289,15 @@ def answered(out: Path, teacher: int) -> dict[str, Examples]:
     return unpack_examples(load_checkpoint(out / "state" / f"labels-{teacher}.safetensors")[0])
 
 
+@torch.no_grad()
+def logits_by_hand(model, sample: dict) -> torch.Tensor:
+    """What a language model answers at the supervised positions of a sample alone."""
+    logits = model(input_ids=sample["input_ids"][None]).logits[0]
+    if type(model).__name__.endswith("MaskedLM"):
+        return logits[sample["supervised"]]
+    return logits[:-1][sample["supervised"][1:]]
+
+
 def distil(config: dict, out: Path, **options) -> Path:
     return run_distillation(DistillConfig.model_validate(config), out, quiet=True, **options)
 

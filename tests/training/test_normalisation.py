@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import yaml
 from families import resnet_family, train
@@ -12,17 +11,10 @@ from transformers import ResNetForImageClassification, ResNetModel
 from mergekit_ace.naming import is_running_statistic
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A family of ResNets whose statistics differ, its coefficients, and where they lie."""
-    folder = tmp_path_factory.mktemp("resnets")
-    config = resnet_family(folder / "family", basis="ace", learner={"input": "direct"})
-    return train(config, folder / "out"), folder / "out"
-
-
-def test_a_merge_has_the_mean_of_the_experts(trained, mergekit_yaml):
+def test_a_merge_has_the_mean_of_the_experts(tmp_path, mergekit_yaml):
     """By mergekit-yaml, which refuses counters that differ."""
-    file, out = trained
+    out = tmp_path / "out"
+    file = train(resnet_family(tmp_path, basis="ace", learner={"input": "direct"}), out)
     merged = mergekit_yaml(yaml.safe_load((out / "merge.yml").read_text()))
     got = dict(ResNetModel.from_pretrained(merged).named_buffers())
     experts = [

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checkpoints import tiny_llama
-from families import tokenizer
+from families import SMALL, logits_by_hand, tokenizer
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForSequenceClassification
 
 from mergekit_ace.training.config import DataConfig
@@ -113,18 +113,6 @@ def test_an_answer_without_text(words):
         encode(chat, words, messages="m")
 
 
-def test_logits_of_a_padded_batch_are_those_of_each_alone(words):
-    model, kind = tiny_llama(), model_kind("causal-lm")
-    rows = [{"t": "w1 w2 w3 w4 w5"}, {"t": "w6 w7"}, {"t": "w8 w9 w10"}]
-    examples = [encode(row, words, text="t") for row in rows]
-    with torch.no_grad():
-        together = kind.logits(model, kind.collate(examples))
-        alone = torch.cat([kind.logits(model, kind.collate([e])) for e in examples])
-        naive = torch.cat([model(input_ids=e["input_ids"][None]).logits[0, :-1] for e in examples])
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(alone, naive, rtol=1e-4, atol=1e-5)
-
-
 def test_an_expert_writes_what_it_would_write_alone(words):
     model, kind = tiny_llama(), model_kind("causal-lm")
     data = DataConfig(path="d", prompt="q", max_new_tokens=6)
@@ -202,20 +190,19 @@ def test_a_tokenizer_without_a_mask():
         encode_masked("w1 w2", tokenizer())
 
 
-def test_logits_at_masks_of_a_padded_batch_are_those_of_each_alone(masker):
+@pytest.mark.parametrize("task", ["causal-lm", "masked-lm"])
+def test_logits_of_a_padded_batch_are_those_of_each_alone(masker, task):
     torch.manual_seed(0)
-    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=len(masker), intermediate_size=24, **shape)
-    model = BertForMaskedLM(config).eval()
-    examples = [
-        encode_masked(text, masker) for text in ("w1 <mask> w3 w4 <mask>", "<mask> w2", LONG)
-    ]
+    config = BertConfig(vocab_size=len(masker), **SMALL)
+    model = BertForMaskedLM(config).eval() if task == "masked-lm" else tiny_llama()
+    texts = ["w1 w2 w3 w4 w5", "w6 w7", "w8 w9 w10"]
+    if task == "masked-lm":
+        texts = ["w1 <mask> w3 w4 <mask>", "<mask> w2", LONG]
+    kind, samples = model_kind(task), [encode({"t": t}, masker, task, text="t") for t in texts]
     with torch.no_grad():
-        together = MASKED.logits(model, MASKED.collate(examples))
-        naive = torch.cat(
-            [model(input_ids=e["input_ids"][None]).logits[0][e["supervised"]] for e in examples]
-        )
-    assert len(together) == 2 + 1 + 3
+        together = kind.logits(model, kind.collate(samples))
+    naive = torch.cat([logits_by_hand(model, sample) for sample in samples])
+    assert len(together) == (2 + 1 + 3 if task == "masked-lm" else 4 + 1 + 2)
     torch.testing.assert_close(together, naive, rtol=1e-4, atol=1e-5)
 
 

@@ -21,6 +21,7 @@ from families import (
     changed,
     llama_family,
     log_of,
+    logits_by_hand,
     masked_family,
     mixtral_family,
     parsed,
@@ -126,14 +127,6 @@ def check_scores(merged: Path, out: Path, config: dict, kind=AutoModelForCausalL
     score = list(CoefficientFile.load(out / "coefficients.safetensors").contents.scores.values())
     assert score[-1]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert score[-1]["accuracy"] == pytest.approx(shares)
-
-
-@torch.no_grad()
-def logits_by_hand(model, sample: dict) -> torch.Tensor:
-    logits = model(input_ids=sample["input_ids"][None]).logits[0]
-    if type(model).__name__.endswith("MaskedLM"):
-        return logits[sample["supervised"]]
-    return logits[:-1][sample["supervised"][1:]]
 
 
 def test_packed_experts(tmp_path, mergekit_yaml):
