@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
+LOG = logging.getLogger(__name__)
 SAME_MODEL = (
     "%s and %s are the same model as far as it is merged; list the base and every expert once, "
     "with all of its data"
@@ -147,7 +149,10 @@ def _with_adapter(reference: ModelReference, adapters: Path, trust_remote_code: 
         partial = adapters / "partial"
         shutil.rmtree(partial, ignore_errors=True)
         with suppress(OtherAdapterError, ConfigError):  # PEFT's merge does what the reader does not
-            read_adapters([reference])[reference].check_ties()
+            adapter = read_adapters([reference])[reference]
+            if adapter.without_effect:
+                LOG.warning("%s", adapter.without_effect)
+            adapter.check_ties()
         whole = reference.merged(str(partial), trust_remote_code, "float32")
         os.replace(whole.model.path, adapters / name)
     return str(adapters / name)

@@ -270,3 +270,6 @@ def test_a_scale_of_zero_is_said(family, tmp_path, caplog, scales):
         said = command(config, tmp_path / name, name=name) + caplog.text
         assert f"{folder / 'adapter_config.json'} has a `lora_alpha`" in said
         assert f"leaves {count} of its 4 tensors as they are" in said
+    caplog.clear()
+    local_folder(f"{family[0]}+{folder}", tmp_path, False)  # for a training
+    assert f"leaves {count} of its 4 tensors as they are" in caplog.text
