@@ -382,11 +382,9 @@ def test_suites_are_whole(llm, path):
 
 
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
-def test_a_dry_run_writes_nothing(llm, path, tmp_path, monkeypatch, capsys):
-    flags = ["--suite", path.stem, "--out", str(tmp_path / "out"), "--dry-run", "--limit", "99"]
-    monkeypatch.setattr(sys, "argv", ["tables.py", *flags, "--methods", "ace", "ties"])
-    llm("tables").main()
-    shown = capsys.readouterr().out
+def test_a_dry_run_writes_nothing(llm, run, path, tmp_path):
+    flags = ["--suite", path.stem, "--dry-run", "--limit", "99", "--methods", "ace", "ties"]
+    shown = run({}, *flags)
     suite = llm("suite").load_suite(path.stem)
     for expert in suite.experts.values():
         assert expert.model in shown
@@ -397,32 +395,19 @@ def test_a_dry_run_writes_nothing(llm, path, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("change", "flags", "message"),
     [
-        (["--suite", "glue-gpt3"], "there is no suite 'glue-gpt3': give one of clip-8, glue-gpt2"),
-        (["--suite", "clip-8", "--methods", "aces"], "has no row aces; its rows are mean, task"),
+        ({}, ["--suite", "glue-gpt3"], "there is no suite 'glue-gpt3': give one of clip-8, glue-g"),
+        ({}, ["--methods", "aces"], "has no row aces; its rows are mean, ace as"),
+        ({"taskz": {}}, [], "taskz"),
+        ({"experts": {}}, [], "names the expert '.*', not in experts"),
+        ({"published": [{"row": "A", "source": "A", "scores": {"x": 1}}]}, [], "no task: .'x'"),
     ],
 )
-def test_names_that_do_not_exist(llm, monkeypatch, flags, message):
-    monkeypatch.setattr(sys, "argv", ["tables.py", *flags])
-    with pytest.raises(SystemExit, match=message):
-        llm("tables").main()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"taskz": {}}, "taskz"),
-        ({"experts": {}}, "names the expert '.*', not in experts"),
-        ({"published": [{"row": "ACE", "source": "A", "scores": {"x": 1}}]}, "no task: .'x'"),
-    ],
-)
-def test_mistakes_in_a_suite(llm, tmp_path, change, message):
+def test_mistakes_in_a_suite_or_on_the_command_line(run, change, flags, message):
     source = yaml.safe_load((SUITES[0].parent / "clip-8.yml").read_text(encoding="utf-8"))
-    path = tmp_path / "suite.yml"
-    path.write_text(yaml.safe_dump(source | change), encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        llm("suite").load_suite(str(path))
+    with pytest.raises(SystemExit, match=message):
+        run(source | change, *flags)
 
 
 def test_metrics_of_glue(llm):

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RegMean and Fisher merging against their formulas in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from matrices import deltas_of, family
+from measured_files import Kind, random_covariance, write_statistics
+from mergekit.merge_methods import merge_tensors
+from naive_peers import naive_fisher, naive_regmean
+from reference import naive_mean, task_vector_error
+from torch import Tensor
+
+KINDS: dict[str, Kind] = {"regmean": "covariance", "fisher": "fisher"}
+NAIVE = {"regmean": naive_regmean, "fisher": naive_fisher}
+both = pytest.mark.parametrize("method", KINDS)
+
+
+def merge(
+    method: str, path: str | None, tensors: list[Tensor], name: str = "w", **parameters
+) -> Tensor:
+    given = {"statistics": path, **parameters}
+    return merge_tensors(tensors, method, base_index=0, name=name, parameters=given)
+
+
+def information(rng: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=rng).square() * torch.rand(shape, generator=rng)
+
+
+def measurements(rng: torch.Generator, method: str, experts: int) -> list[Tensor]:
+    """Measure made-up experts of a matrix, (10, 8)."""
+    if method == "fisher":
+        return [information(rng, 10, 8) for _ in range(experts)]
+    return [random_covariance(rng, 8) for _ in range(experts)]
+
+
+def written(folder: Path, method: str, measured: list[Tensor], others: tuple[str, ...] = ()) -> str:
+    models = [str(1 + number) for number in range(len(measured))]
+    return write_statistics(folder, {KINDS[method]: {"w": measured}}, models, others)
+
+
+def check(
+    method: str,
+    merged: Tensor,
+    tensors: Sequence[Tensor],
+    measured: list[Tensor],
+    weights: list[float] | None = None,
+    scale: float = 1.0,
+    **options,
+) -> None:
+    base, *experts = tensors
+    weights = weights or [1.0] * len(experts)
+    found = NAIVE[method](deltas_of(base, experts), measured, weights, **options)
+    bar = 5e-5 if method == "regmean" else 1e-5
+    assert task_vector_error(merged, base + scale * found, base) <= bar
+
+
+@pytest.mark.parametrize("shape", [(10, 40), (50, 12), (24, 24)])
+@pytest.mark.parametrize(
+    "options", [{}, {"off_diagonal": 1.0, "epsilon": 0.01}, {"off_diagonal": 0.1, "lambda": 0.7}]
+)
+def test_regmean(rng, tmp_path, shape, options):
+    base, experts = family(rng, *shape, 3)
+    covariances = [random_covariance(rng, shape[1]) for _ in experts]
+    path = written(tmp_path, "regmean", covariances)
+    merged = merge("regmean", path, [base, *experts], **options)
+    given = {name: value for name, value in options.items() if name != "lambda"}
+    scale = options.get("lambda", 1.0)
+    check("regmean", merged, [base, *experts], covariances, scale=scale, **given)
+    stored = [tensor.T for tensor in (base, *experts)]
+    turned = merge("regmean", path, stored, layout="transposed", **options)
+    torch.testing.assert_close(turned.T, merged)
+
+
+@pytest.mark.parametrize("shape", [(10, 8), (7,), (3, 2, 4), ()])
+@pytest.mark.parametrize("options", [{}, {"lambda": 0.7}, {"fisher_floor": 0.5}])
+def test_fisher(rng, tmp_path, shape, options):
+    base = torch.randn(shape, generator=rng)
+    experts = [base + 0.1 * torch.randn(shape, generator=rng) for _ in range(3)]
+    fisher = [information(rng, *shape) for _ in experts]
+    path = written(tmp_path, "fisher", fisher)
+    weights = [1.0, 2.0, 0.5]
+    given = {"weight": dict(enumerate(weights, 1)), **options}
+    merged = merge("fisher", path, [base, *experts], **given)
+    floor, scale = options.get("fisher_floor", 1e-6), options.get("lambda", 1.0)
+    check("fisher", merged, [base, *experts], fisher, weights, scale, floor=floor)
+
+
+@both
+def test_weights_and_experts_that_did_not_change_a_tensor(rng, tmp_path, method):
+    base, (one, two) = family(rng, 10, 8, 2)
+    measured = measurements(rng, method, 3)
+    path = written(tmp_path, method, measured)
+    same = base.clone()
+    assert torch.equal(merge(method, path, [base, same, same]), base)
+    assert torch.equal(merge(method, path, [base, same, one]), one)
+    assert torch.equal(merge(method, path, [base, one, two], weight={1: 1.0, 2: 0.0}), one)
+    merged = merge(method, path, [base, one, same, two], weight={1: 1.0, 2: 1.0, 3: 3.0})
+    check(method, merged, [base, one, two], [measured[0], measured[2]], [1.0, 3.0])
+
+
+@both
+def test_where_nothing_was_measured_is_the_mean(rng, tmp_path, method):
+    base, experts = family(rng, 10, 8, 2)
+    path = written(tmp_path, method, measurements(rng, method, 2), ("v",))
+    expected = naive_mean(base, experts)
+    assert task_vector_error(merge(method, path, [base, *experts], "v"), expected, base) <= 1e-5
+    vectors = [base[0], *(expert[0] for expert in experts)]
+    merged = merge(method, path, vectors, "v")
+    assert task_vector_error(merged, expected[0], base[0]) <= 1e-5
+    stacks = [torch.stack([tensor, tensor]) for tensor in (base, *experts)]
+    layout = {"layout": "stacked"} if method == "regmean" else {}
+    merged = merge(method, path, stacks, "v", **layout)
+    assert task_vector_error(merged[1], expected, base) <= 1e-5
+
+
+def test_inputs_that_no_sample_has_get_the_mean(rng, tmp_path):
+    """As of a unit that is never active: there is nothing to regress on."""
+    base, experts = family(rng, 10, 8, 2)
+    covariances = measurements(rng, "regmean", 2)
+    for covariance in covariances:
+        covariance[3] = covariance[:, 3] = 0
+    covariances[1] *= float(covariances[0].trace() / covariances[1].trace())
+    merged = merge("regmean", written(tmp_path, "regmean", covariances), [base, *experts])
+    torch.testing.assert_close(merged[:, 3], naive_mean(base, experts)[:, 3].float())
+
+
+def test_entries_without_information_get_the_mean(rng, tmp_path):
+    base, experts = family(rng, 10, 8, 2)
+    fisher = measurements(rng, "fisher", 2)
+    for part in fisher:
+        part[2] = 0
+    zeros = [torch.zeros(10, 8)] * 2
+    path = write_statistics(tmp_path, {"fisher": {"w": fisher, "v": zeros}}, ["1", "2"])
+    mean = naive_mean(base, experts).float()
+    torch.testing.assert_close(merge("fisher", path, [base, *experts])[2], mean[2])
+    torch.testing.assert_close(merge("fisher", path, [base, *experts], "v"), mean)
+
+
+def test_an_expert_whose_samples_never_came_there(rng, tmp_path):
+    base, experts = family(rng, 10, 8, 3)
+    covariances = measurements(rng, "regmean", 3)
+    covariances[1] = torch.zeros(8, 8)
+    merged = merge("regmean", written(tmp_path, "regmean", covariances), [base, *experts])
+    kept = [covariances[0], covariances[2]]
+    check("regmean", merged, [base, experts[0], experts[2]], kept)
+
+
+def test_huge_and_tiny_information(rng, tmp_path):
+    base, experts = family(rng, 10, 8, 2)
+    fisher = measurements(rng, "fisher", 2)
+    expected = merge("fisher", written(tmp_path / "a", "fisher", fisher), [base, *experts])
+    for exponent in (-60, 60):
+        path = written(tmp_path / "b", "fisher", [part * 2.0**exponent for part in fisher])
+        torch.testing.assert_close(merge("fisher", path, [base, *experts]), expected)
+
+
+@both
+def test_what_is_wrong_is_said(rng, tmp_path, method):
+    base, experts = family(rng, 10, 8, 2)
+    with pytest.raises(ValueError, match=f"{method}: there are no statistics; run `mergekit-ace"):
+        merge(method, None, [base, *experts])
+    with pytest.raises(ValueError, match=r"'statistics' is 'none.json' \(there are no statistics"):
+        merge(method, "none.json", [base, *experts])
+
+
+def test_statistics_of_another_kind_or_shape(rng, tmp_path):
+    base, experts = family(rng, 10, 8, 2)
+    path = written(tmp_path, "regmean", measurements(rng, "regmean", 2))
+    with pytest.raises(ValueError, match=r"holds no fisher; add `measure: \[fisher\]`"):
+        merge("fisher", path, [base, *experts])
+    path = written(tmp_path / "f", "fisher", measurements(rng, "fisher", 2))
+    with pytest.raises(ValueError, match="tensor w does not have the shape that it had"):
+        merge("fisher", path, [tensor[:4] for tensor in (base, *experts)])
