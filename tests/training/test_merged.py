@@ -79,6 +79,7 @@ def test_products_are_the_gradient():
         family.loss(merged.module).backward()
     merged.collect()
     assert relative_error(merged.products / 2, coefficients.grad) <= 1e-5
+    assert all(parameter.grad is None for parameter in merged.module.parameters()), "freed"
     merged.clear()
     assert not merged.products.any()
 
@@ -94,7 +95,8 @@ def test_zero_coefficients_write_the_base_bit_for_bit():
 def test_the_base_in_another_precision_counts_as_in_the_method(rng):
     base = nn.Linear(64, 48, bias=False)
     origin = base.weight.detach().clone()
-    versions = [origin + 0.01 * torch.randn(48, 64, generator=rng), origin.bfloat16()]
+    tuned = origin + 0.01 * torch.randn(48, 64, generator=rng)
+    versions = [tuned.bfloat16(), origin.bfloat16()]
     experts = [{"weight": version} for version in versions]
     merged = MergedModel(base, {"weight": origin}, experts, ["weight"])
     given = [0.5, 2.0]
@@ -105,5 +107,5 @@ def test_the_base_in_another_precision_counts_as_in_the_method(rng):
     torch.testing.assert_close(base.weight.detach(), expected, rtol=0, atol=1e-7)
     (base.weight * torch.ones(48, 64)).sum().backward()
     merged.collect()
-    slope = float((versions[0] - origin).double().sum())
+    slope = float((wide[0] - origin).double().sum())
     assert merged.products[:, 0].tolist() == pytest.approx([slope, 0], rel=1e-5)

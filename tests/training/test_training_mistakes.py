@@ -145,6 +145,7 @@ def other_words(folder: Path) -> None:
 NOT_CHOOSING = edit_config(problem_type="multi_label_classification")
 MODELS = [
     ("llama", "base", retyped(torch.int8, 1000), r"up_proj.weight of model .* is stored as I8"),
+    ("llama", "expert1", retyped(torch.int8, 1000), r"up_proj.weight of model .* is stored as I8"),
     ("llama", "expert1", retyped(torch.float32, float("nan")), r"model .* contains NaN or Inf"),
     ("llama", "base", edit_config(quantization_config={"quant_method": "gptq"}), "is quantised"),
     ("llama", "expert0", edit_config(intermediate_size=64), r"mlp.* of shape .* in the base"),
