@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from mergekit import merge_methods
 from mergekit.architecture import (
@@ -23,7 +24,7 @@ from mergekit.architecture.json_definitions import (
     JsonModuleArchDef,
     JsonModuleArchitecture,
 )
-from mergekit.common import ModelReference
+from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import ConfigReader, InputModelDefinition, MergeConfiguration
 from mergekit.graph import Executor
 from mergekit.io.tasks import GatherTensors, LoaderCache, SaveTensor, TensorWriterTask
@@ -38,6 +39,8 @@ from transformers import PretrainedConfig
 
 from mergekit_ace.algebra.records import FixedLayout
 from mergekit_ace.files.checkpoints import check_reference, find_on_hub
+from mergekit_ace.files.headers import DTYPES, FLOATING
+from mergekit_ace.files.models import Checkpoints
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.parameters import TensorSettings
@@ -372,6 +375,7 @@ def plan_merge(
     unplanned: Sequence[UnplannedTensor] = (),
     architecture: ModelArchitecture | None = None,
     *,
+    checkpoints: Checkpoints | None = None,
     as_run: bool = False,
 ) -> PlannedMerge:
     """Plan what `mergekit-yaml` would do, from configs and headers.
@@ -382,6 +386,8 @@ def plan_merge(
         config, source: of the merge, see `read_merge_config`; its models have been checked.
         unplanned: what is to be merged beside what mergekit plans.
         architecture: of the models, where it is known.
+        checkpoints: headers of the models, by which tensors keep a dtype that is wider than that of
+            the rest; and without which mergekit leaves out what it has to convert in some layers.
         as_run: whether tensors come in the order in which mergekit would merge them, instead of
             that of the architecture.
 
@@ -392,7 +398,7 @@ def plan_merge(
     copy = config.model_copy(deep=True)  # planning rewrites the configuration
     architecture = architecture or find_architecture(copy, options)
     out = _result_config(copy, architecture, options)
-    planner = MergePlanner(copy, architecture, options=options, out_model_config=out)
+    planner = HeaderPlanner(copy, architecture, options, out, checkpoints or {})
     try:
         targets = planner.plan_to_disk("")  # only a plan: nothing is written
     except RuntimeError as error:
@@ -423,8 +429,69 @@ def _result_config(
     return result
 
 
+class HeaderPlanner(MergePlanner):
+    """mergekit's planner, which also looks at how the models store a tensor."""
+
+    def __init__(
+        self,
+        config: MergeConfiguration,
+        architecture: ModelArchitecture,
+        options: MergeOptions,
+        out_config: PretrainedConfig,
+        checkpoints: Checkpoints,
+    ):
+        super().__init__(config, architecture, options, out_config)
+        self.checkpoints = checkpoints
+
+    def plan_tensor(
+        self,
+        weight: WeightInfo,
+        weights_in: list[WeightInfo],
+        models: list[ModelReference],
+        cfg_reader: ConfigReader,
+    ) -> None:
+        """Plan a tensor as mergekit, but for its dtype, and where it is stored under other names.
+
+        mergekit leaves out a tensor that not all layers have, and that it would have to convert.
+        """
+        pairs = [
+            pair for pair in zip(models, weights_in, strict=True) if pair[0] in self.checkpoints
+        ]
+        stored = any(
+            name in self.checkpoints[model].headers
+            for model, one in pairs
+            for name in (one.name, *(one.aliases or ()))
+        )
+        if weight.optional and not weight.tied_names and not stored:
+            found = any(self.checkpoints[model].source(one) for model, one in pairs)
+            weight = weight.model_copy(update={"optional": not found})
+        if dtype := self._wide_dtype(pairs):
+            weight = weight.model_copy(update={"force_dtype": dtype})
+            weights_in = [one.model_copy(update={"force_dtype": dtype}) for one in weights_in]
+        super().plan_tensor(weight, weights_in, models, cfg_reader)
+
+    def _wide_dtype(self, pairs: Sequence[tuple[ModelReference, WeightInfo]]) -> str | None:
+        """Return the dtype that all models keep a tensor in though their others are narrower.
+
+        Routers and state spaces need it. None where the result's dtype loses nothing.
+        """
+        result = dtype_from_name(self.config.out_dtype or self.config.dtype)
+        headers = [
+            (self.checkpoints[model], self.checkpoints[model].source(w)) for model, w in pairs
+        ]
+        dtypes = {header.dtype for _, header in headers if header is not None}
+        main = {checkpoint.main_dtype for checkpoint, header in headers if header is not None}
+        if result is None or len(dtypes) != 1 or not (dtypes | main) <= set(FLOATING):
+            return None
+        (dtype,) = (DTYPES[name] for name in dtypes)
+        narrower = {result, *(DTYPES[name] for name in main)}
+        if any(torch.promote_types(other, dtype) == other for other in narrower):
+            return None
+        return str(dtype).removeprefix("torch.")
+
+
 def _plan_unplanned(
-    planner: MergePlanner, tensors: Sequence[UnplannedTensor], writer: TensorWriterTask
+    planner: HeaderPlanner, tensors: Sequence[UnplannedTensor], writer: TensorWriterTask
 ) -> Iterator[SaveTensor]:
     """Yield mergekit's tasks for tensors that it has not planned.
 
@@ -452,11 +519,11 @@ def _plan_unplanned(
             tensor_task=task,
             writer_task=writer,
             clone=one.options.clone_tensors,
-            dtype=dtype,
+            dtype=task.output_weight.force_dtype or dtype,
         )
 
 
-def _keep_counters(planner: MergePlanner, saves: Sequence[SaveTensor]) -> list[SaveTensor]:
+def _keep_counters(planner: HeaderPlanner, saves: Sequence[SaveTensor]) -> list[SaveTensor]:
     """Take counters of batches from one model, the base where there is one.
 
     They are whole numbers, which mergekit merges only where all models have the same.
@@ -471,7 +538,7 @@ def _keep_counters(planner: MergePlanner, saves: Sequence[SaveTensor]) -> list[S
     return kept
 
 
-def _copier(planner: MergePlanner, tensor: UnplannedTensor) -> MergePlanner:
+def _copier(planner: HeaderPlanner, tensor: UnplannedTensor) -> HeaderPlanner:
     """Return a planner that takes a tensor from one model; numbers of tokens are the result's."""
     config, settings = planner.config, planner.config.tokenizer
     copied = MergeConfiguration(
@@ -482,7 +549,9 @@ def _copier(planner: MergePlanner, tensor: UnplannedTensor) -> MergePlanner:
         # rows of single tokens may be configured to come from models that are not asked here
         tokenizer=settings.model_copy(update={"tokens": None}) if settings else None,
     )
-    copier = MergePlanner(copied, planner.arch_info, planner.options, planner.out_model_config)
+    copier = HeaderPlanner(
+        copied, planner.arch_info, planner.options, planner.out_model_config, planner.checkpoints
+    )
     copier.normalize_config()
     copier._tokenizer_task = planner._tokenizer_task
     return copier

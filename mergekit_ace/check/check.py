@@ -21,8 +21,10 @@ from mergekit_ace.check.loading import Treatment, check_model_files, treat_unpla
 from mergekit_ace.check.models import (
     check_adapters,
     check_checkpoints,
+    check_padding,
     check_tensors,
     compare_shapes,
+    safetensors_dtype,
 )
 from mergekit_ace.files.headers import DamagedFileError
 from mergekit_ace.files.models import Checkpoints, headers_only, read_checkpoint
@@ -33,7 +35,7 @@ from mergekit_ace.merge_config import (
     check_settings,
 )
 from mergekit_ace.methods.base import TaskVectorMethod
-from mergekit_ace.naming import in_bytes
+from mergekit_ace.naming import in_bytes, listed
 from mergekit_ace.planning import (
     ConfigError,
     PlannedMerge,
@@ -106,6 +108,7 @@ def check_merge(
         estimate = estimate_merge(plan, checkpoints)
         findings += _check_plan(plan, checkpoints)
         if by_mergekit:
+            findings += _check_rounded(plan)
             findings += check_model_files(config, options)
             findings += _check_disk(estimate, out or Path("."))
     return Preflight(
@@ -186,7 +189,7 @@ def _plan(
     """Return mergekit's own plan, with what the merge methods say while it is made."""
     with headers_only(list(checkpoints.values())), _warnings() as warnings:
         try:
-            plan = plan_merge(config, source, options, unplanned)
+            plan = plan_merge(config, source, options, unplanned, checkpoints=checkpoints)
         except Exception as error:  # mergekit raises whatever its parts do
             text = str(error) or type(error).__name__
             if text.startswith("Unimplemented merge method"):
@@ -223,10 +226,24 @@ def _warnings() -> Iterator[list[str]]:
 def _check_plan(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
     yield from check_tensors(plan.tensors, checkpoints)
     yield from compare_shapes(plan.tensors, checkpoints, plan.config)
+    yield from check_padding(plan, checkpoints)
     # without copies, which know nothing of the method's parameters
     own = {tensor.name for tensor in plan.tensors if tensor.method is plan.method}
     saves = {name: save for name, save in plan.saves.items() if name in own}
     yield from check_settings(replace(plan, saves=saves))
+
+
+def _check_rounded(plan: PlannedMerge) -> Iterator[Finding]:
+    """Find tensors that mergekit-yaml rounds though all models store them in a wider dtype."""
+    weights = [tensor.task.output_weight for tensor in plan.tensors]
+    kept = [w.name for w in weights if w.force_dtype and safetensors_dtype(w.force_dtype)]
+    if kept:
+        yield Finding.warning(
+            "dtypes",
+            f"mergekit-yaml rounds {len(kept)} tensors that all models keep in a wider dtype than "
+            f"the others: {listed(kept)}",
+            "merge by mergekit-ace merge, which leaves them in it",
+        )
 
 
 def _check_disk(estimate: MergeEstimate, out: Path) -> Iterator[Finding]:

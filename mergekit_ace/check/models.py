@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from mergekit.architecture import arch_info_for_config
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
+from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 from tokenizers import Tokenizer
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoTokenizer
 
 from mergekit_ace.adapters.plan import read_adapters
 from mergekit_ace.adapters.read import OtherAdapterError
@@ -26,11 +27,11 @@ from mergekit_ace.files.headers import (
     TensorHeader,
     json_or_empty,
 )
-from mergekit_ace.files.model_files import VOCABULARY_FILES
+from mergekit_ace.files.model_files import TOKENIZER_CONFIG, VOCABULARY_FILES
 from mergekit_ace.files.models import Checkpoint, Checkpoints
 from mergekit_ace.merge_config import HEADS, Finding
 from mergekit_ace.naming import listed, same_name
-from mergekit_ace.planning import ConfigError, PlannedTensor
+from mergekit_ace.planning import ConfigError, PlannedMerge, PlannedTensor
 
 # Share of whole numbers in the entries of a model that masks and counters stay below, and a
 # quantised model does not.
@@ -71,7 +72,7 @@ def safetensors_dtype(name: str | None) -> str:
 
 def check_dtypes(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find dtypes that differ, cannot be merged, or are rounded too early."""
-    main = {model: _main_dtype(checkpoint) for model, checkpoint in checkpoints.items()}
+    main = {model: checkpoint.main_dtype for model, checkpoint in checkpoints.items()}
     wanted = safetensors_dtype(config.dtype)
     for model, checkpoint in checkpoints.items():
         yield from _check_quantised(checkpoint)
@@ -95,26 +96,14 @@ def check_dtypes(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterat
         )
 
 
-def _main_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype of most entries; empty where headers tell nothing."""
-    return next((name for name, _ in _entries_by_dtype(checkpoint).most_common(1)), "")
-
-
-def _entries_by_dtype(checkpoint: Checkpoint) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for header in checkpoint.headers.values():
-        counts[header.dtype] += header.entries
-    return counts
-
-
 def _check_quantised(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Find a model whose tensors are not its weights, but codes of them."""
-    model, dtype = checkpoint.model, _main_dtype(checkpoint)
+    model, dtype = checkpoint.model, checkpoint.main_dtype
     settings = checkpoint.config.get("quantization_config")
     method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else ""
     if not method and (dtype in FLOATING or not dtype):
         return
-    counts = _entries_by_dtype(checkpoint)
+    counts = checkpoint.entries_by_dtype
     codes = {name: count for name, count in counts.items() if name not in FLOATING}
     if sum(codes.values()) > WHOLE_NUMBERS * sum(counts.values()):
         by = f" (quantised: {method})" if method else ""
@@ -249,7 +238,8 @@ def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> I
 
 
 def _has_tokens(checkpoint: Checkpoint) -> bool:
-    return any(checkpoint.file(name) for name in ("tokenizer.json", "vocab.json", "vocab.txt"))
+    files = (checkpoint.file(name) for name in VOCABULARY_FILES if name != TOKENIZER_CONFIG)
+    return any(files)
 
 
 def _compare_tokens(
@@ -304,7 +294,18 @@ def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
     tokens = text.removesuffix("\n").split("\n") if text else ()
     numbered = {token: number for number, token in enumerate(tokens)}
     vocabulary = checkpoint.read_json("vocab.json") or numbered
-    return {**vocabulary, **checkpoint.read_json("added_tokens.json")} if vocabulary else {}
+    if vocabulary:
+        return {**vocabulary, **checkpoint.read_json("added_tokens.json")}
+    return _converted_tokens(checkpoint) if _has_tokens(checkpoint) else {}
+
+
+def _converted_tokens(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the tokens of a file such as `tokenizer.model`, which only transformers reads."""
+    path, revision = checkpoint.model.model.path, checkpoint.model.model.revision
+    try:
+        return AutoTokenizer.from_pretrained(path, revision=revision).get_vocab()
+    except Exception:  # of many kinds: a missing library, code of the model's own
+        return {}
 
 
 def planned_headers(
@@ -386,6 +387,34 @@ def compare_shapes(
             f"{model} has another vocabulary: {text}",
             "align them: add the line `tokenizer: {source: base}` (or union)",
         )
+
+
+def check_padding(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
+    """Find a padded vocabulary of the base that `tokenizer:` cuts to the tokens of the result."""
+    base = plan.config.base_model or next(iter(checkpoints))
+    aligned = [t for t in plan.tensors if isinstance(t.task.gather_tensors, PermutedVocabulary)]
+    header = checkpoints[base].source(aligned[0].weights[base]) if aligned else None
+    tokens = _result_tokens(plan.config, checkpoints, base) if header is not None else 0
+    rows = header.shape[aligned[0].task.output_weight.vocabulary_axis] if tokens else 0
+    left = tokens + -tokens % (plan.vocabulary_multiple or 1)
+    if left < rows:
+        yield Finding.warning(
+            "tokenizers",
+            f"{aligned[0].name} has {rows} rows in {base}, and {left} in the result, whose "
+            f"tokenizer has {tokens} tokens: the other rows, of padding, are left out",
+            f"add `pad_to_multiple_of: {rows}` below `tokenizer:` to keep {rows} rows",
+        )
+
+
+def _result_tokens(
+    config: MergeConfiguration, checkpoints: Checkpoints, base: ModelReference
+) -> int:
+    """Return the number of tokens of a tokenizer that mergekit builds; 0 where that is unknown."""
+    source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
+    chosen = {"base": [base], "union": list(checkpoints)}.get(str(source), [source])
+    added = config.tokenizer.tokens if config.tokenizer else None
+    known = [_tokens(checkpoints[model]) for model in chosen if model in checkpoints]
+    return len({*added, *set().union(*known)} if added else set().union(*known))
 
 
 def check_adapters(

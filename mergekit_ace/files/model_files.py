@@ -23,12 +23,12 @@ _PROCESSORS = (
 )
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 MORE_TEMPLATES = "additional_chat_templates"
-_TOKENIZER = "tokenizer_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 _STAMP = {"transformers_version"}  # of whoever wrote the file
 # One of them is there wherever transformers can load a tokenizer.
 VOCABULARY_FILES = (
-    "tokenizer.json", "tokenizer.model", _TOKENIZER, "vocab.json", "vocab.txt", "spiece.model",
-    "sentencepiece.bpe.model", "tekken.json",
+    "tokenizer.json", "tokenizer.model", TOKENIZER_CONFIG, "vocab.json", "vocab.txt",
+    "spiece.model", "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
 TOKENIZER_FILES = (
     *VOCABULARY_FILES, "special_tokens_map.json", "added_tokens.json", "merges.txt",
@@ -106,9 +106,9 @@ def _code(model: ModelReference, beside: Path) -> list[str]:
 
 def _has_template(folder: Path) -> bool:
     """Tell whether a result has a chat template, or no tokenizer that could use one."""
-    if not (folder / _TOKENIZER).is_file():
+    if not (folder / TOKENIZER_CONFIG).is_file():
         return True
-    own = json_or_empty(folder / _TOKENIZER).get("chat_template")
+    own = json_or_empty(folder / TOKENIZER_CONFIG).get("chat_template")
     return bool(own) or any((folder / name).exists() for name in _TEMPLATES)
 
 
@@ -138,14 +138,14 @@ def lost_model_files(
     base, speaker = config_donor(config), tokenizer_donor(config)
     has = {
         name: find_model_file(base.model, name) is not None
-        for name in (_TOKENIZER, "tokenizer.json", "tokenizer.model")
+        for name in (TOKENIZER_CONFIG, "tokenizer.json", "tokenizer.model")
     }
     built = config.tokenizer or config.tokenizer_source or config.chat_template
-    if not built and has[_TOKENIZER] and (has["tokenizer.json"] or has["tokenizer.model"]):
+    if not built and has[TOKENIZER_CONFIG] and (has["tokenizer.json"] or has["tokenizer.model"]):
         kept = (*kept, *_COPIED)
     lost = {name: base for name in _PROCESSORS if find_model_file(base.model, name)}
     generation = find_model_file(speaker.model, GENERATION)
-    if generation and has[_TOKENIZER] and not _is_derived(generation):
+    if generation and has[TOKENIZER_CONFIG] and not _is_derived(generation):
         lost[GENERATION] = speaker
     return {name: model for name, model in lost.items() if name not in kept}
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,6 +74,19 @@ class Checkpoint:
     def bytes(self) -> int:
         """The bytes of all tensors."""
         return sum(header.bytes for header in self.headers.values())
+
+    @cached_property
+    def entries_by_dtype(self) -> Counter[str]:
+        """The number of entries that are stored in each dtype."""
+        counts: Counter[str] = Counter()
+        for header in self.headers.values():
+            counts[header.dtype] += header.entries
+        return counts
+
+    @property
+    def main_dtype(self) -> str:
+        """The dtype of most entries; empty where headers tell nothing."""
+        return next((name for name, _ in self.entries_by_dtype.most_common(1)), "")
 
     def source(self, weight: WeightInfo) -> TensorHeader | None:
         """Return what mergekit reads for a planned tensor; None where there is nothing of it.

@@ -21,7 +21,7 @@ from mergekit_ace.adapters.plan import base_of, find_change, read_adapters
 from mergekit_ace.adapters.read import Adapter
 from mergekit_ace.check.check import check_merge
 from mergekit_ace.check.loading import Treatment, treat_unplanned
-from mergekit_ace.files.models import Checkpoint, checkpoint_of
+from mergekit_ace.files.models import Checkpoint, Checkpoints, checkpoint_of
 from mergekit_ace.merge_config import shown_errors
 from mergekit_ace.merging.shards import MergeError
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
@@ -85,16 +85,16 @@ def plan_run(
     _, source = read_merge_config(path)
     config = OrderedConfiguration.model_validate(yaml.safe_load(source))
     adapters = _load_models(config, options)
-    plan = _plan_with_adapters(config, source, options, adapters)
     checkpoints = {
         model: checkpoint_of(model, LoaderCache().get(model).index)
         for model in config.referenced_models()
     }
+    plan = _plan_with_adapters(config, source, options, adapters, checkpoints)
     extra, findings = treat_unplanned(plan, checkpoints, checks.unplanned)
     if errors := shown_errors(findings, quiet=checks.strict or options.quiet):
         raise MergeError(f"{errors}\nNothing was merged")
     if extra:
-        plan = _plan_with_adapters(config, source, options, adapters, extra)
+        plan = _plan_with_adapters(config, source, options, adapters, checkpoints, extra)
     return plan, checkpoints
 
 
@@ -149,10 +149,11 @@ def _plan_with_adapters(
     source: str,
     options: MergeOptions,
     adapters: dict[ModelReference, Adapter],
+    checkpoints: Checkpoints,
     unplanned: Sequence[UnplannedTensor] = (),
 ) -> PlannedMerge:
     """Plan a merge whose adapters are added to their bases tensor by tensor."""
-    plan = plan_merge(config, source, options, unplanned, as_run=True)
+    plan = plan_merge(config, source, options, unplanned, checkpoints=checkpoints, as_run=True)
     saves = {
         name: save.model_copy(update={"tensor_task": use_adapters(save.tensor_task, adapters)})
         for name, save in plan.saves.items()

@@ -15,6 +15,7 @@ from catalogue import NAMES, add, configure, family_config, findings, rewrite, s
 from checkpoints import fine_tuned, save_family, tiny_llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from sentencepiece import SentencePieceTrainer
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -209,6 +210,35 @@ HALVED = weights(1, lambda t: t.update({n: (1.01 * x.float()).half() for n, x in
 BIAS = {"model__layers__0__self_attn__q_proj__bias": torch.ones(32)}
 DAMAGED = "the tokenizer of expert0 is damaged: tokenizer.json cannot be read"
 
+
+def padded(**settings: int) -> Make:
+    """Tokens of which there are fewer than rows of embeddings."""
+
+    def make(paths, config):
+        words("abcd", "abcd", "abcd")(paths, config)
+        config["tokenizer"] = {"source": "base", **settings}
+
+    return make
+
+
+def wide_router(paths, config) -> None:
+    """Models in bfloat16 but for one tensor in float32."""
+    for path in paths:
+        rewrite(path, lambda t: t.update({n: x.bfloat16() for n, x in t.items() if n != NORM}))
+    config["out_dtype"] = "bfloat16"
+
+
+def sentencepieces(paths, config) -> None:
+    """Tokenizers that are nothing but a `tokenizer.model`; the first expert's is another one."""
+    named = {"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>"}
+    for path, text in zip(paths, ("abc bca abb", "cab cca bca", "abc bca abb"), strict=True):
+        SentencePieceTrainer.train(
+            sentence_iterator=iter([text] * 9), model_prefix=f"{path}/tokenizer", vocab_size=9,
+            model_type="bpe", minloglevel=2,
+        )  # fmt: skip
+        (Path(path) / "tokenizer_config.json").write_text(json.dumps(named))
+
+
 ERRORS: list[tuple[Make, str]] = [
     # Codes in the place of weights.
     (packed("gptq", of_gptq), "expert0 is stored as I32 (quantised: gptq)"),
@@ -245,6 +275,7 @@ ERRORS: list[tuple[Make, str]] = [
     # Tokens.
     (words("abcd", "acbd", "abcd"), "numbers 2 tokens differently from the ba"),
     (words(None, "acbd", "abcd"), "differently from expert0: 'b'"),
+    (sentencepieces, "tokens differently from the base"),
     (files("vocab.json", *map(numbers, ("abcd", "acbd", "abcd"))), "numbers 2 tokens differently"),
     (files("vocab.txt", *map("\n".join, ("abcd", "acbd", "abcd"))), "numbers 2 tokens differently"),
     (
@@ -296,6 +327,9 @@ WARNINGS: list[tuple[Make, str]] = [
     ),
     (added(1, rotary=torch.zeros(1)), "so the result lacks 1 tensor of expert0 (rotary)"),
     (words("abcd", "abcde", "abcd"), "expert0 has 1 tokens that the base"),
+    (padded(), "add `pad_to_multiple_of: 40` below `tokenizer:` to keep 40 rows"),
+    (padded(pad_to_multiple_of=16), "has 40 rows in base, and 16 in the result"),
+    (wide_router, "mergekit-yaml rounds 1 tensors that all models keep in a wider dtype"),
     (adapter("other/model"), "was trained on other/model, not on base"),
     (all_of(retyped(1, "", torch.bfloat16, 1), of_any_dtype), "different dtypes"),
     (

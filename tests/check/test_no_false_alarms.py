@@ -31,6 +31,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from mergekit_ace.plugin import our_methods
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+# A token for each row of the embedding, of which one is for unknown words.
+ALL = ["a", *(f"t{n}" for n in range(1, LLAMA["vocab_size"]))]
 ON_MLP = {"filter": "mlp", "value": 1e-3}
 
 CONFIGS = {
@@ -103,7 +105,7 @@ def test_passthrough_and_slerp(family):
     assert findings(family, plain) == NOTHING
 
 
-def tokenizer_source(source: str, *letters: str) -> Make:
+def tokenizer_source(source: str, *letters: list[str]) -> Make:
     def make(paths, config):
         words(*letters)(paths, config)
         config["tokenizer"] = {"source": source}
@@ -163,8 +165,8 @@ def counters(paths, config) -> None:
 
 CHECKPOINTS: dict[str, Make] = {
     "the same tokens": words("abcd", "abcd", "abcd"),
-    "the base's tokens": tokenizer_source("base", "abcd", "acbd", "abcde"),
-    "all tokens": tokenizer_source("union", "abcd", "acbd", "abcde"),
+    "the base's tokens": tokenizer_source("base", ALL, ALL[::-1], [*ALL, "b"]),
+    "all tokens": tokenizer_source("union", ALL, ALL[::-1], [*ALL, "b"]),
     "tokens that end lines": fast_and_lines,
     "a template": template,
     "tied": without_head_in_the_config,
@@ -212,7 +214,7 @@ def test_examples(tmp_path, monkeypatch, name):
         model = tiny_llama()
     paths = save_family(model, tmp_path, experts=len(config["models"]))
     for path in paths:
-        save_tokenizer(path, list("abcd"))
+        save_tokenizer(path, ALL)
     flags = ()
     if name == "lora-experts":
         single = ace_config(paths)

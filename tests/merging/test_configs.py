@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `config.json` of a result says what its tensors are."""
+"""The `config.json` of a result says what its tensors are, which keep a dtype of their own."""
 
 from __future__ import annotations
 
@@ -42,3 +42,19 @@ def test_infinity(tmp_path):
         0.0,
         {"__float__": "Infinity"},
     ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_that_all_models_keep_in_float32(tmp_path, dtype):
+    """Nobody has changed them, and they are in the result bit for bit."""
+    norm = torch.rand(32, generator=torch.Generator().manual_seed(1))
+    paths = save_family(tiny_llama(), tmp_path)
+    for path in paths:
+        file = Path(path, "model.safetensors")
+        tensors = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+        save_file({**tensors, "model.norm.weight": norm}, file, {"format": "pt"})
+    settings = ace_config(paths, dtype=dtype, out_dtype="bfloat16")
+    command(write_config(tmp_path / "merge.yml", settings), tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert torch.equal(merged.pop("model.norm.weight"), norm)
+    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
