@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 LIMITS = {
-    "files": 80,
-    "lines": 21093,
+    "files": 79,
+    "lines": 20906,
     "lines of a file": 582,
-    "parameters of a function": 9,
-    "functions with more than 8 parameters": 1,
+    "parameters of a function": 8,
+    "functions with more than 8 parameters": 0,
     "our modules that one imports": 18,
     "files that a tensor of ace enters": 10,
 }
