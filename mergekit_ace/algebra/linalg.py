@@ -57,8 +57,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 def squared_norm(tensor: Tensor) -> float:
     """Return ‖X‖_F² of a tensor of any shape and size of entries.
 
-    Row by row in the tensor's own dtype, summed in float64: thirty times as fast as float64
-    throughout, which is taken where squares leave the range of float32.
+    Row by row in the tensor's own dtype, and in float64 where squares leave the range of float32.
     """
     if tensor.ndim > 1 and tensor.dtype == torch.float32:
         rows = torch.linalg.vector_norm(tensor, dim=-1)
