@@ -23,9 +23,9 @@ __all__ = [
 
 _HOMES = {
     "AceOptions": "algebra.ace",
-    "IllConditionedError": "algebra.records",
-    "MatrixRecord": "algebra.records",
-    "TensorRecord": "algebra.records",
+    "IllConditionedError": "algebra.task_vectors",
+    "MatrixRecord": "algebra.task_vectors",
+    "TensorRecord": "algebra.task_vectors",
     "merge_matrix": "algebra.ace",
     "merge_tensor": "algebra.ace",
     "register": "plugin",
@@ -34,7 +34,7 @@ _HOMES = {
 TYPE_CHECKING = False  # typing itself would cost every Python process its import
 if TYPE_CHECKING:
     from mergekit_ace.algebra.ace import AceOptions, merge_matrix, merge_tensor
-    from mergekit_ace.algebra.records import IllConditionedError, MatrixRecord, TensorRecord
+    from mergekit_ace.algebra.task_vectors import IllConditionedError, MatrixRecord, TensorRecord
     from mergekit_ace.plugin import register
 
 

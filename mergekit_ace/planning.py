@@ -37,7 +37,7 @@ from mergekit.tokenizer import BuildTokenizer
 from pydantic import ValidationError
 from transformers import PretrainedConfig
 
-from mergekit_ace.algebra.records import FixedLayout
+from mergekit_ace.algebra.task_vectors import FixedLayout
 from mergekit_ace.files.checkpoints import check_reference, find_on_hub
 from mergekit_ace.files.headers import DTYPES, FLOATING
 from mergekit_ace.files.models import Checkpoints

@@ -30,7 +30,6 @@ def test_against_the_reference(rng, shape, scales, dtype):
     bar = 5e-5 if dtype == "float32" else 1e-9
     assert task_vector_error(merged, naive_ace(base, experts), base) <= bar
     assert record.heterogeneous == (scales is not None)
-    assert record.form == ("dual" if 3 * shape[0] < shape[1] else "primal")
 
 
 @pytest.mark.parametrize("shape", [(60, 16), (16, 60), (30, 30)])
@@ -115,15 +114,13 @@ def test_the_measured_error_is_the_error(rng, shape, kind):
             deltas.append(10.0**exponent * delta)
         experts = [base + delta for delta in deltas]
         options = AceOptions(epsilon_scale="absolute")
-        merged, record = merge_matrix(base, experts, options=options)
+        merged, _ = merge_matrix(base, experts, options=options)
         expected = naive_ace(base, experts, epsilon_scale="absolute")
         error = task_vector_error(merged, expected, base)
-        assert error <= (3 * ridge.TOLERANCE if record.precision == "float32" else 1e-6)
-        if record.precision == "float32" and error > 1e-6:
-            assert error / 6 <= record.error <= 6 * error
-        precisions.append(record.precision)
-    assert precisions[0] == "float32"
-    assert "float64" in precisions or kind != "low rank"
+        assert error <= (3 * ridge.TOLERANCE if merged.dtype == torch.float32 else 1e-6)
+        precisions.append(merged.dtype)
+    assert precisions[0] == torch.float32
+    assert torch.float64 in precisions or kind != "low rank"
 
 
 def test_both_means_of_the_refinement_agree_where_the_ridge_is_small(rng):
@@ -370,8 +367,8 @@ def test_huge_and_tiny_weights(rng, exponent, shape, switches):
     unit = 2.0**exponent
     options = AceOptions(epsilon_scale="relative", epsilon=0.1, **switches)
     reference, _ = merge_matrix(base, experts, options=options)
-    merged, record = merge_matrix(base * unit, [e * unit for e in experts], options=options)
-    assert record.precision == "float64"
+    merged, _ = merge_matrix(base * unit, [e * unit for e in experts], options=options)
+    assert merged.dtype == torch.float64
     torch.testing.assert_close(merged / unit, reference.double(), rtol=1e-4, atol=1e-5)
 
 
@@ -518,15 +515,6 @@ def test_a_weak_expert_does_not_decide_the_merge(rng, merge, kind, shape, unit):
         before = merged
 
 
-def test_a_refinement_of_nothing_is_nothing():
-    """An expert and its negative may leave X at 0 to the last bit."""
-    base, zero = torch.zeros(6, 4), torch.zeros(6, 4)
-    vectors = ridge.TaskVectors(base, [base + 1, base - 1], torch.float32, centred=False)
-    problem = ridge.Problem(vectors, [ridge.Estimate(1.0, 0.5)] * 2, spectral=0.01, refined=True)
-    component = ridge._guarded(problem, zero, ridge.Component(zero, torch.tensor(0.0)))
-    assert torch.equal(component.matrix, zero)
-
-
 def test_a_task_vector_that_overflows():
     base = torch.full((2, 2), -3e38)
     with pytest.raises(OverflowError, match=r"expert 0 overflows torch\.float32; compute_dtype"):
@@ -545,6 +533,6 @@ def test_extreme_weights(rng, size):
 
 
 def test_extreme_spreads():
-    assert measure_heterogeneity([0.5, 2.0]).gamma == math.inf  # the mean logarithm is 0
-    assert measure_heterogeneity([1.0, 1.0]).gamma == 0
-    assert math.isfinite(measure_heterogeneity([1e-300, 1e300]).log_variance)
+    assert measure_heterogeneity([0.5, 2.0])[0] == math.inf  # the mean logarithm is 0
+    assert measure_heterogeneity([1.0, 1.0])[0] == 0
+    assert math.isfinite(measure_heterogeneity([1e-300, 1e300])[1])

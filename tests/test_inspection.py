@@ -22,7 +22,7 @@ from mergekit_ace.algebra.inspection import (
     compare_subspaces,
     inspect_tensor,
 )
-from mergekit_ace.algebra.records import MatrixRecord, TensorRecord
+from mergekit_ace.algebra.task_vectors import MatrixRecord, TensorRecord
 
 
 def look(base, experts, layout, weights=None, **options) -> TensorInspection:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from mergekit_ace import AceOptions
 from mergekit_ace.algebra.ace import RelativeOptions
-from mergekit_ace.algebra.records import Factor, Fraction, NonNegative, Number, Ridge
+from mergekit_ace.algebra.task_vectors import Factor, Fraction, NonNegative, Number, Ridge
 from mergekit_ace.methods.ace import AceMerge
 from mergekit_ace.methods.parameters import (
     LAYOUT,

@@ -30,7 +30,7 @@ from mergekit_ace.adapters.merge import (
 from mergekit_ace.adapters.plan import AdapterPlan, ChangedTensor, names_in_memory, plan_adapters
 from mergekit_ace.adapters.read import MERGE_MODELS, Change
 from mergekit_ace.adapters.write import write_adapter
-from mergekit_ace.algebra.directions import leading_directions
+from mergekit_ace.algebra.linalg import leading_directions
 from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.files.model_files import TOKENIZER_FILES
 from mergekit_ace.files.models import headers_only

@@ -29,7 +29,7 @@ from torch import Tensor
 from mergekit_ace.adapters.plan import AdaptedTensor, base_of, find_change, read_adapters
 from mergekit_ace.adapters.read import Adapter
 from mergekit_ace.algebra.low_rank import LowRank, compress
-from mergekit_ace.algebra.records import TensorRecord
+from mergekit_ace.algebra.task_vectors import TensorRecord
 from mergekit_ace.methods.base import (
     MERGE_ERRORS,
     TaskVectorMethod,

@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ACE-Merging of one stored tensor: Xu et al., CVPR 2026, arXiv 2603.02945, Algorithm 1; and ours.
+"""ACE-Merging of one stored tensor (Xu et al., CVPR 2026, arXiv 2603.02945, Algorithm 1); and ours.
 
-Steps 1 to 3 are decided here: how heterogeneous the experts are, whether their covariances G_t are
-divided by their traces, and with which ridge and prior the closed form is solved (`ridge`).
+Steps 1 to 3 are taken here; `ridge` solves the closed form, and refines its spectrum.
 
-``ace_relative`` is ours: the same regression with all covariances brought to trace 1 and nothing
-else, so that it minimises Σ_t w_t ‖(X − Δ_t) K_t^½‖² with K_t = Δ_tᵀΔ_t / τ_t and a ridge. A table
-whose rows are looked up, such as token embeddings, is a special case. Read as (d, n), it multiplies
-unit vectors, so that the covariance of its inputs is diagonal whatever the task: how often each row
-is asked for. Of the estimate Δ_tΔ_tᵀ, with Δ_t stored (n, d), the diagonal is left, and the merge
-is a mean row by row, X[v] = Σ_t w_t c_tv Δ_t[v] / Σ_t w_t c_tv with c_tv = ‖Δ_t[v]‖² / τ_t + ε/n.
+``ace_relative`` is ours: the same with estimates of trace 1 and nothing else. A table whose rows
+are looked up, such as embeddings, multiplies unit vectors, so that of the estimate Δ_tΔ_tᵀ only the
+diagonal is left.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,7 +23,9 @@ from torch import Tensor
 from mergekit_ace.algebra.linalg import blocks
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.measured import MeasuredInputs
-from mergekit_ace.algebra.records import (
+from mergekit_ace.algebra.ridge import Regression, merge_by_ridge
+from mergekit_ace.algebra.task_vectors import (
+    ActiveExperts,
     Factor,
     Fraction,
     MatrixRecord,
@@ -35,13 +34,7 @@ from mergekit_ace.algebra.records import (
     Ridge,
     Statistic,
     TensorRecord,
-)
-from mergekit_ace.algebra.ridge import Estimate, Problem, TaskVectors, merge_by_ridge
-from mergekit_ace.algebra.task_vectors import (
-    ActiveExperts,
-    Heterogeneity,
     by_layout,
-    check_versions,
     measure_heterogeneity,
     merge_mean,
     resolve_layout,
@@ -54,8 +47,6 @@ from mergekit_ace.algebra.task_vectors import (
 CLEARLY_APART = 1.0
 # A trace below this share of τ_t is what rounding leaves of 0: all rows moved alike.
 NOTHING = 1e-10
-
-
 CENTRED = "Whether the column means of Δ_t are taken out (Eq. 5)."
 
 
@@ -194,24 +185,24 @@ def merge_tensor(
         expert changed it), and the record of what was done.
 
     Raises:
-        TypeError, ValueError: the versions do not belong together, see `check_versions`, are no
-            floating-point numbers, or are not finite.
+        TypeError, ValueError: the versions do not belong together, are no floating-point numbers,
+            or are not finite.
         IllConditionedError: A cannot be factored, even in float64; raise ``epsilon``.
         OverflowError: a task vector overflows the compute dtype.
     """
     options = options or AceOptions()
-    weights = weights if weights is not None else [1.0] * len(experts)
-    check_versions(base, experts, weights, coefficients, len(experts) + options.refines)
+    weights = [1.0] * len(experts) if weights is None else weights
+    _check_versions(base, experts, weights, coefficients, len(experts) + options.refines)
     own = coefficients and coefficients[: len(experts)]
-    given = {"coefficients": own, "space": space, "keep": True}
-    select = partial(select_active, weights=weights, dtype=options.dtype, **given)
+    select = partial(
+        select_active, weights=weights, dtype=options.dtype, coefficients=own, space=space
+    )
     fixed = resolve_layout(layout, None, base.ndim)
     if fixed == "table" and isinstance(options, RelativeOptions):
         formula = partial(merge_table, options=options, measured=measured)
     else:
-        last = coefficients[-1] if coefficients and options.refines else 1.0
-        given = {"refinement": last, "measured": measured}
-        formula = partial(merge_changed, options=options, **given)
+        last = coefficients[-1] if coefficients else 1.0
+        formula = partial(_merge_changed, options=options, refinement=last, measured=measured)
     return by_layout(base, experts, fixed, select, options.scale, formula)
 
 
@@ -222,176 +213,137 @@ def merge_matrix(
     options: AceOptions | RelativeOptions | None = None,
     coefficients: Sequence[float] | None = None,
     *,
-    space: CoreSpace | None = None,
     measured: MeasuredInputs | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
-    """Merge the versions of one matrix, (o, i); arguments and errors as of `merge_tensor`.
-
-    Returns:
-        W0 + λ X, (o, i), and the record of what was done.
-    """
+    """Merge the versions of one matrix, (o, i), as `merge_tensor` does."""
     if isinstance(base, Tensor) and base.ndim != 2:
         raise ValueError(f"the base has {base.ndim} axes, and a matrix two; see merge_tensor")
-    given = {"space": space, "measured": measured}
-    merged, record = merge_tensor(base, experts, weights, options, "matrix", coefficients, **given)
+    merged, record = merge_tensor(
+        base, experts, weights, options, "matrix", coefficients, measured=measured
+    )
     return merged, record.matrices[0]
 
 
-@dataclass(frozen=True)
-class Branch:
-    """What step 1 decides for one matrix.
+def _check_versions(
+    base: Tensor,
+    experts: Sequence[Tensor],
+    weights: Sequence[float],
+    coefficients: Sequence[float] | None,
+    components: int,
+) -> None:
+    """Raise a `TypeError` or `ValueError` for what is no set of versions of one tensor."""
+    if len(experts) == 0:
+        raise ValueError("there is no expert; give at least one")
+    for t, version in enumerate((base, *experts)):
+        name = f"expert {t - 1}" if t else "the base"
+        if not isinstance(version, Tensor):
+            raise TypeError(f"{name} is a {type(version).__name__}; give a torch.Tensor")
+        if version.shape != base.shape:
+            shapes = f"{tuple(version.shape)}, but the base {tuple(base.shape)}"
+            raise ValueError(f"{name} has the shape {shapes}; merge versions of one tensor")
+    if len(weights) != len(experts):
+        raise ValueError(f"there are {len(weights)} weights for {len(experts)} experts")
+    if not all(0 <= weight < math.inf for weight in weights):
+        raise ValueError(f"weights are finite, 0 or greater, but these are {list(weights)}")
+    if coefficients is not None and len(coefficients) != components:
+        raise ValueError(
+            f"there are {len(coefficients)} coefficients for {components} components: one for "
+            "every expert, and with `ace` a last one for the refinement"
+        )
+    if not all(map(math.isfinite, coefficients or ())):
+        raise ValueError(f"coefficients are finite, but these are {coefficients}")
 
-    Attributes:
-        statistics: both measures of heterogeneity.
-        threshold: above which a statistic tells a heterogeneous matrix.
-        heterogeneous: whether it counts as one.
-        normalized: whether covariances are divided by their traces.
-        rank: k of the refinement; 0 without.
-    """
 
-    statistics: Heterogeneity
-    threshold: float
-    heterogeneous: bool
-    normalized: bool
-    rank: int
-
-
-def decide_branch(active: ActiveExperts, options: AceOptions | RelativeOptions) -> Branch:
-    """Take step 1: how much do the experts differ in scale, and what follows from it (Eq. 7)?
+def _merge_changed(
+    base: Tensor,
+    active: ActiveExperts,
+    options: AceOptions | RelativeOptions,
+    refinement: float,
+    measured: MeasuredInputs | None,
+) -> tuple[Tensor, MatrixRecord]:
+    """Merge one matrix that at least two experts changed: decide its branch (step 1), and solve.
 
     γ divides by (mean log τ)², so that it depends on the unit of the weights, and is large near
     τ = 1 whatever the experts are. ``auto`` asks for their spread alone (departure).
     """
-    statistics = measure_heterogeneity(active.tau)
-    variance = statistics.log_variance
-    if isinstance(options, RelativeOptions):
-        return Branch(statistics, CLEARLY_APART, False, True, 0)
-    value = statistics.gamma if options.heterogeneity == "gamma" else variance
-    auto = options.heterogeneity == "auto"
-    threshold = CLEARLY_APART if auto else options.heterogeneity_threshold
-    heterogeneous = value > threshold
-    switch = {"auto": heterogeneous, "always": True, "never": False}
-    rank = int(options.rank_fraction * min(active.shape))
-    return Branch(
-        statistics=statistics,
-        threshold=threshold,
-        heterogeneous=heterogeneous,
-        normalized=switch[options.adaptive_normalization],
-        rank=rank if switch[options.spectral_refinement] else 0,
-    )
-
-
-def merge_changed(
-    base: Tensor,
-    active: ActiveExperts,
-    options: AceOptions | RelativeOptions,
-    *,
-    refinement: float = 1.0,
-    measured: MeasuredInputs | None = None,
-) -> tuple[Tensor, MatrixRecord]:
-    """Merge one matrix that at least two experts changed; arguments as of `merge_tensor`."""
     for version in (base, *active.experts):
         if not version.is_floating_point():
             raise TypeError(f"a matrix of {version.dtype} is no weight; convert it to float32")
-    branch = decide_branch(active, options)
-    measured = measured and measured.of(active.positions)
-    own = estimated(base, active, options, branch)
-    if not own:  # every expert moved all its rows alike
-        return merge_mean(base, active, options.scale)
-    known = {"rule": "ace_relative"}
+    known: dict[str, Any] = {"rule": "ace_relative"}
+    normalized, rank = True, 0
     if isinstance(options, AceOptions):
+        gamma, variance = measure_heterogeneity(active.tau)
+        auto = options.heterogeneity == "auto"
+        threshold = CLEARLY_APART if auto else options.heterogeneity_threshold
+        heterogeneous = (gamma if options.heterogeneity == "gamma" else variance) > threshold
+        switch = {"auto": heterogeneous, "always": True, "never": False}
+        normalized = switch[options.adaptive_normalization]
+        if switch[options.spectral_refinement]:
+            rank = int(options.rank_fraction * min(active.shape))
         known = {
             "rule": "ace",
-            "gamma": branch.statistics.gamma,
-            "log_variance": branch.statistics.log_variance,
+            "gamma": gamma,
+            "log_variance": variance,
             "statistic": options.heterogeneity,
-            "threshold": branch.threshold,
-            "heterogeneous": branch.heterogeneous,
-            "normalized": branch.normalized,
+            "threshold": threshold,
+            "heterogeneous": heterogeneous,
+            "normalized": normalized,
             "refined": False,
+            "rank": rank,
         }
-    return merge_by_ridge(
-        base,
-        active,
-        partial(make_problem, base, active, options, branch, own, measured),
-        options.scale,
-        rank=branch.rank,
-        refinement=refinement,
-        mix=measured and measured.mix,
-        **known,
-    )
+    problem = _regression(base, active, options, normalized, measured)
+    if problem is None:  # every expert moved all its rows alike
+        return merge_mean(base, active, options.scale)
+    if problem.measured and measured:
+        known["mix"] = measured.mix
+    problem = replace(problem, rank=rank, refinement=refinement)
+    return merge_by_ridge(base, active, problem, options.scale, **known)
 
 
-def estimated(
-    base: Tensor, active: ActiveExperts, options: AceOptions | RelativeOptions, branch: Branch
-) -> dict[int, float]:
-    """Return tr(G_t) of the active experts that have an estimate, by their number among them.
+def _regression(
+    base: Tensor,
+    active: ActiveExperts,
+    options: AceOptions | RelativeOptions,
+    normalized: bool,
+    measured: MeasuredInputs | None,
+) -> Regression | None:
+    """Return the regression of one matrix (Eqs. 8-13); None where no expert has an estimate.
 
-    One whose rows all moved alike has C_t = 0: nothing can be divided by its trace, nor has a ridge
-    that counts in traces a size (departure: the paper divides by zero).
+    An expert whose rows all moved alike has C_t = 0: nothing can be divided by its trace, nor has a
+    ridge that counts in traces a size (departure: the paper divides by zero).
     """
     traces = dict(enumerate(active.traces if options.centred else active.tau))
     for t, (expert, tau) in enumerate(zip(active.experts, active.tau, strict=True)):
         if options.centred and traces[t] <= 1e-2 * tau:  # the difference has lost its digits
             delta = task_vector(expert, base, torch.float64)
             traces[t] = float((delta - delta.mean(dim=0)).square().sum())
-    if branch.normalized or options.epsilon_scale == "relative":
-        return {t: trace for t, trace in traces.items() if trace > NOTHING * active.tau[t]}
-    return traces if any(traces.values()) else {}
-
-
-def make_problem(
-    base: Tensor,
-    active: ActiveExperts,
-    options: AceOptions | RelativeOptions,
-    branch: Branch,
-    traces: dict[int, float],
-    measured: MeasuredInputs | None,
-    dtype: torch.dtype,
-) -> Problem:
-    """Return the regression of one matrix (Eqs. 8-13).
-
-    Args:
-        base, active, options, branch, measured: see `merge_changed`.
-        traces: from `estimated`.
-        dtype: of the task vectors.
-    """
-    columns, scale = active.shape[1], options.epsilon_scale
-    total = sum(active.weights[t] for t in traces)
-    epsilon = options.ridge
-    estimates = []
-    for t, trace in traces.items():
+    if normalized or options.epsilon_scale == "relative":
+        traces = {t: trace for t, trace in traces.items() if trace > NOTHING * active.tau[t]}
+    if not any(traces.values()):
+        return None
+    scales, ridges, found = [], [], {}
+    for place, (t, trace) in enumerate(traces.items()):
         weight = active.weights[t]
-        factor = weight / trace if branch.normalized else weight
-        ridge = weight / total
-        if scale == "relative":  # ε times the mean eigenvalue of S_t
-            ridge = epsilon * factor * trace / columns
-        elif scale == "absolute":
-            ridge = epsilon * factor
+        factor = weight / trace if normalized else weight
+        relative = options.ridge * factor * trace / active.shape[1]  # ε times S_t's mean eigenvalue
+        ridge = {"spectrum": weight, "absolute": options.ridge * factor, "relative": relative}
+        ridges.append(ridge[options.epsilon_scale])
         own = measured.covariance(active.positions[t]) if measured else None
-        share = measured.mix if measured and own is not None else 0.0
-        estimates.append(
-            Estimate(
-                scale=(1 - share) * factor,
-                ridge=ridge,
-                coefficient=active.coefficients[t],
-                measured=own if share else None,
-                measured_scale=share * factor * trace / own.trace if own is not None else 0.0,
-            )
-        )
+        if own and measured:
+            found[place] = own, measured.mix * factor * trace / own.trace
+            factor *= 1 - measured.mix
+        scales.append(factor)
     prior = 0.0
     if options.structural_prior:
-        prior = sum(active.tau) / len(active.tau) if branch.normalized else 1.0
-    experts = [active.experts[t] for t in traces]
-    stack = active.stack
-    if stack is not None and (len(stack), stack.dtype) != (len(experts), dtype):
-        stack = None
-    return Problem(
-        TaskVectors(base, experts, dtype, centred=options.centred, stack=stack),
-        estimates,
-        spectral=epsilon if scale == "spectrum" else None,
+        prior = sum(active.tau) / len(active.tau) if normalized else 1.0
+    return Regression(
+        experts=tuple(traces),
+        scales=scales,
+        ridges=ridges,
+        spectral=options.ridge if options.epsilon_scale == "spectrum" else None,
+        measured=found,
+        centred=options.centred,
         prior=prior,
-        refined=branch.rank > 0,
         ridged_mean=isinstance(options, AceOptions) and options.refinement_mean == "ridged",
     )
 
@@ -402,21 +354,18 @@ def merge_table(
     options: RelativeOptions,
     measured: MeasuredInputs | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
-    """Merge the versions of one table.
+    """Merge a table of looked-up rows, X[v] = Σ_t w_t c_tv Δ_t[v] / Σ_t w_t c_tv.
+
+    With c_tv = ‖Δ_t[v]‖² / τ_t + ε/n. Measured shares of lookups, where there are some, take the
+    place of a share of the first term.
 
     Args:
         base: W0, (n, d), a row per thing that is looked up, n > 1.
         active: at least two experts W_t, each (n, d), that changed it.
-        options: of which ε counts in mean squared norms of a row of Δ_t.
-        measured: how often each row was looked up, whose shares take the place of a share of the
-            c_tv.
-
-    Returns:
-        W0 + λ X, (n, d), in the compute dtype or wider, and the record of what was done.
     """
     rows, width = base.shape
     counts = base.new_zeros((len(active.experts), rows), dtype=torch.float64)  # w_t c_tv
-    mixed = False
+    known = {}
     given = zip(active.experts, active.weights, active.tau, active.positions, strict=True)
     for count, (expert, weight, tau, position) in zip(counts, given, strict=True):
         for block in blocks(rows, width, base.device):
@@ -426,7 +375,7 @@ def merge_table(
         count.div_(tau)
         asked = measured.count(position) if measured else None
         if measured and asked is not None:
-            mixed = True
+            known["mix"] = measured.mix
             count.lerp_(asked.to(count), measured.mix)
         count.add_(options.ridge / rows).mul_(weight)
     total = counts.sum(dim=0)
@@ -437,6 +386,4 @@ def merge_table(
         for count, expert in zip(counts, active.experts, strict=True):
             delta = task_vector(expert[block], base[block], active.dtype)
             merged[block] += delta.mul_(count[block, None]).mul_(options.scale)
-    precision = str(active.dtype).removeprefix("torch.")
-    mix = measured.mix if mixed and measured else None
-    return merged, active.record("ace_relative", precision=precision, mix=mix)
+    return merged, active.record("ace_relative", **known)

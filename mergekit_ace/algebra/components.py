@@ -14,8 +14,13 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_tensor
-from mergekit_ace.algebra.records import FixedLayout
-from mergekit_ace.algebra.task_vectors import as_matrices, from_matrices, select_active, task_vector
+from mergekit_ace.algebra.task_vectors import (
+    FixedLayout,
+    as_matrices,
+    from_matrices,
+    select_active,
+    task_vector,
+)
 
 
 def split_tensor(

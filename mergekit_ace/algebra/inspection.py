@@ -15,12 +15,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.directions import Directions, leading_directions
-from mergekit_ace.algebra.linalg import full_precision, squared_norm
+from mergekit_ace.algebra.linalg import Directions, full_precision, leading_directions, squared_norm
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, rows_in_common
 from mergekit_ace.algebra.measured import MeasuredCovariance
-from mergekit_ace.algebra.records import FixedLayout, MatrixRecord, TensorRecord
-from mergekit_ace.algebra.task_vectors import as_matrices, task_vector
+from mergekit_ace.algebra.task_vectors import (
+    FixedLayout,
+    MatrixRecord,
+    TensorRecord,
+    as_matrices,
+    task_vector,
+)
 
 # A histogram reaches from −REACH to REACH root mean squares of all task vectors of the tensor.
 REACH = 5.0

@@ -19,8 +19,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from mergekit_ace.algebra.directions import leading_directions
-from mergekit_ace.algebra.records import Integer, Number
+from mergekit_ace.algebra.linalg import leading_directions
+from mergekit_ace.algebra.task_vectors import Integer, Number
 
 Statistic = Literal["mean", "variance", "magnitude", "singular_values"]
 STATISTICS: tuple[Statistic, ...] = ("mean", "variance", "magnitude", "singular_values")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products, Cholesky factors and eigenvectors of large matrices on whatever device they are.
+"""Products, factors, eigenvectors and singular directions of matrices, on any device.
 
-On a CPU they are NumPy's and SciPy's: torch leaves a CPU to MKL, which takes up to twice as long on
-other makers' processors, and NumPy halves the work of a product of a matrix with its own transpose.
+On a CPU they are NumPy's and SciPy's: torch leaves a CPU to MKL, which is slow on other makers'
+processors, and NumPy halves the work of a product of a matrix with its own transpose.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,27 +22,17 @@ from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
 # Entries that are worked on at once where a tensor need not exist twice: 4 MiB in float32, which
-# stay in a CPU's cache; on a GPU, which has done a smaller block before it hears of the next, 128.
+# stay in a CPU's cache; more on a GPU, which waits for every block.
 BLOCK_ENTRIES = 2**20
 GPU_BLOCK = 2**25
-# Entries of all task vectors of a matrix that are in memory at once: 1 GiB in float32.
-LARGEST_STACK = 2**28
+# Singular values below this share of the largest are lost in a Gram matrix in float64.
+WEAKEST = 1e-7
 CPU = torch.device("cpu")
 
 
-def blocks(
-    length: int, width: int, device: torch.device = CPU, *, entries: int | None = None
-) -> Iterator[slice]:
-    """Iterate over slices of 0…length, so that a large matrix never exists twice.
-
-    Args:
-        length: how many items.
-        width: entries of one.
-        device: that works on the blocks.
-        entries: of a block; by default what suits the device.
-    """
-    if entries is None:
-        entries = BLOCK_ENTRIES if device.type == "cpu" else GPU_BLOCK
+def blocks(length: int, width: int, device: torch.device = CPU) -> Iterator[slice]:
+    """Iterate over slices of 0…length of items with `width` entries, as large as suits a device."""
+    entries = BLOCK_ENTRIES if device.type == "cpu" else GPU_BLOCK
     step = max(1, entries // max(1, width))
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
@@ -55,25 +46,12 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def squared_norm(tensor: Tensor) -> float:
-    """Return ‖X‖_F² of a tensor of any shape and size of entries.
-
-    Row by row in the tensor's own dtype, and in float64 where squares leave the range of float32.
-    """
-    if tensor.ndim > 1 and tensor.dtype == torch.float32:
-        rows = torch.linalg.vector_norm(tensor, dim=-1)
-        total = float(rows.double().square().sum())
-        if 1e-25 < total < 1e35 or not tensor.any():
-            return total
+    """Return ‖X‖_F², summed in float64."""
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Return L R, (m, n).
-
-    Args:
-        left: L, (m, k), any strides.
-        right: R, (k, n), of the same dtype. Lᵀ itself costs half on a CPU.
-    """
+    """Return L R, (m, n), of L, (m, k), and R, (k, n), of one dtype and any strides."""
     if left.device.type != "cpu":
         return left @ right
     return torch.from_numpy(np.matmul(left.detach().numpy(), right.detach().numpy()))
@@ -92,13 +70,10 @@ def gram(factor: Tensor) -> Tensor:
 
 
 def factorize(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the Cholesky factor of a symmetric positive definite matrix, and whether there is one.
+    """Return the Cholesky factor L of a matrix, and a number on its device: 0 where L Lᵀ is it.
 
     Args:
-        matrix: (n, n), contiguous; overwritten on a CPU.
-
-    Returns:
-        L, (n, n), and a number on its device: 0 where L Lᵀ is the matrix.
+        matrix: symmetric, (n, n), contiguous; overwritten on a CPU.
     """
     if matrix.device.type != "cpu":
         return torch.linalg.cholesky_ex(matrix)
@@ -108,48 +83,101 @@ def factorize(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def solve(rows: Tensor, lower: Tensor) -> Tensor:
-    """Return rows times (L Lᵀ)⁻¹.
-
-    Args:
-        rows: (m, n), contiguous; overwritten on a CPU.
-        lower: L, (n, n), from `factorize`.
-    """
+    """Return rows, (m, n), contiguous and overwritten on a CPU, times (L Lᵀ)⁻¹ of a factor L."""
     if rows.device.type != "cpu":
         return torch.cholesky_solve(rows.mT, lower).mT
     if not rows.numel():
         return rows
-    given = (lower.numpy(), True), rows.numpy().T
-    found = scipy.linalg.cho_solve(*given, overwrite_b=True, check_finite=False)
-    return torch.from_numpy(found.T)
+    system = (lower.numpy(), True)
+    solved = scipy.linalg.cho_solve(system, rows.numpy().T, overwrite_b=True, check_finite=False)
+    return torch.from_numpy(solved.T)
 
 
 def leading_eigenpairs(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest eigenvalues, (k,), and their eigenvectors, (n, k), the largest first.
+    """Return the k ≥ 1 largest eigenvalues of a symmetric matrix, (n, n), and eigenvectors, (n, k).
 
-    Args:
-        matrix: symmetric, (n, n).
-        count: 1 ≤ k ≤ n.
+    The largest comes first.
     """
     if matrix.device.type != "cpu":
         values, vectors = torch.linalg.eigh(matrix)
-        return values.flip(0)[:count], vectors.flip(1)[:, :count]
-    size = len(matrix)
-    chosen = None if 2 * count > size else (size - count, size - 1)
-    found = scipy.linalg.eigh(
-        matrix.numpy(), subset_by_index=chosen, driver="evr" if chosen else "evd",
-        check_finite=False,
-    )  # fmt: skip
-    values, vectors = (torch.from_numpy(np.ascontiguousarray(part)) for part in found)
+    else:
+        size = len(matrix)
+        chosen = None if 2 * count > size else (size - count, size - 1)
+        driver = "evr" if chosen else "evd"
+        pairs = scipy.linalg.eigh(
+            matrix.numpy(), subset_by_index=chosen, driver=driver, check_finite=False
+        )
+        values, vectors = (torch.from_numpy(np.ascontiguousarray(part)) for part in pairs)
     return values.flip(0)[:count], vectors.flip(1)[:, :count]
 
 
-def orthonormal(columns: Tensor) -> Tensor:
-    """Return an orthonormal basis of columns, (n, r) or (E, n, r)."""
-    return torch.linalg.qr(columns).Q
+@dataclass(frozen=True)
+class Directions:
+    """Leading singular triplets of a matrix, (o, i), in float64, the largest first.
+
+    Attributes:
+        left: U, (o, k).
+        values: σ, (k,).
+        right: V, (i, k).
+    """
+
+    left: Tensor
+    values: Tensor
+    right: Tensor
+
+    @property
+    def matrix(self) -> Tensor:
+        """U diag(σ) Vᵀ, (o, i)."""
+        return (self.left * self.values) @ self.right.mT
 
 
-# Of all threads that merge: --multi-gpu merges tensors side by side, and the switches are global.
+def leading_directions(matrix: Tensor, count: int, floor: float = 0.0) -> Directions:
+    """Return the largest singular triplets that a matrix has.
+
+    They come from the eigenvectors P of its smaller Gram matrix: A Aᵀ = P diag(σ²) Pᵀ gives the
+    triplets (p, σ, Aᵀp/σ) (Golub and Van Loan, Matrix Computations, §8.6).
+
+    Args:
+        matrix: A, (o, i), finite, any floating dtype.
+        count: how many at most.
+        floor: singular values that are no larger are rounding, as those below `WEAKEST` are.
+    """
+    turned = matrix.shape[0] > matrix.shape[1]
+    wide = matrix.mT if turned else matrix
+    side, length = wide.shape
+    short = torch.zeros(side, 0, dtype=torch.float64, device=wide.device)
+    long, values = short.new_zeros(length, 0), short.new_zeros(0)
+    # Squares of the tiniest and the largest entries leave the range of float64.
+    scale = float(torch.stack(torch.aminmax(matrix)).abs().max()) if matrix.numel() else 0.0
+    if count and scale:
+        parts = list(blocks(length, side, wide.device))
+        squares = torch.zeros(side, side, dtype=torch.float64, device=wide.device)
+        for columns in parts:
+            squares += gram(wide[:, columns].double() / scale)
+        short = leading_eigenpairs(squares, min(count, side))[1].contiguous()
+        long = torch.cat([product((wide[:, c].double() / scale).mT, short) for c in parts])
+        values = torch.linalg.vector_norm(long, dim=0)
+        kept = values > max(floor / scale, WEAKEST * float(values.max()))
+        short, values = short[:, kept], values[kept]
+        long, values = long[:, kept] / values, values * scale
+    return Directions(long, values, short) if turned else Directions(short, values, long)
+
+
+def orthogonal_factor(matrix: Tensor) -> Tensor:
+    """Return U Vᵀ of A = U diag(σ) Vᵀ, (o, i): the nearest matrix with orthonormal rows or columns.
+
+    Directions that A does not have add nothing (orthogonal Procrustes; Golub and Van Loan, §6.4.1).
+    """
+    directions = leading_directions(matrix, min(matrix.shape))
+    return directions.left @ directions.right.mT
+
+
+# --multi-gpu merges tensors side by side, and the switches of torch and of the BLAS are global.
 _LOCK = threading.Lock()
+# What has a switch of its own for float32 products; before torch 2.9 there is one for all.
+_BACKENDS: list[Any] = []
+if hasattr(torch.backends.mkldnn, "fp32_precision"):
+    _BACKENDS += [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # pyright: ignore
 _users = 0
 _saved: list[str] = []
 _limit: Any = None
@@ -159,15 +187,13 @@ _limit: Any = None
 def full_precision() -> Iterator[None]:
     """Let float32 products have float32 factors, and SciPy's BLAS as many threads as torch.
 
-    torch may round the factors of a float32 product to TF32 on a GPU, or to bfloat16 on a CPU,
-    where the caller allowed that for training. Ten or seven bits are not enough to invert a
-    covariance. Afterwards the caller's settings are back.
+    Where the caller allowed TF32 or bfloat16 factors for training, their ten or seven bits would
+    not suffice to invert a covariance. Afterwards the caller's settings are back.
     """
     global _users, _saved, _limit
     with _LOCK:
         if _users == 0:
-            _saved = _get_precision()
-            _set_precision(["highest"] if len(_saved) == 1 else ["ieee"] * len(_saved))
+            _saved = _exchange_precision(None)
             _limit = _controller().limit(limits=torch.get_num_threads(), user_api="blas")
         _users += 1
     try:
@@ -176,7 +202,7 @@ def full_precision() -> Iterator[None]:
         with _LOCK:
             _users -= 1
             if _users == 0:
-                _set_precision(_saved)
+                _exchange_precision(_saved)
                 _limit.restore_original_limits()
 
 
@@ -185,23 +211,13 @@ def _controller() -> ThreadpoolController:
     return ThreadpoolController()
 
 
-def _backends() -> list:
-    backends = [torch.backends.cuda.matmul, torch.backends.mkldnn]
-    if not all(hasattr(backend, "fp32_precision") for backend in backends):
-        return []  # before torch 2.9 there is one switch for all
-    return [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # pyright: ignore
-
-
-def _get_precision() -> list[str]:
-    backends = _backends()
-    if not backends:
-        return [torch.get_float32_matmul_precision()]
-    return [backend.fp32_precision for backend in backends]
-
-
-def _set_precision(values: list[str]) -> None:
-    backends = _backends()
-    if not backends:
-        torch.set_float32_matmul_precision(values[0])
-    for backend, value in zip(backends, values, strict=False):
+def _exchange_precision(values: list[str] | None) -> list[str]:
+    """Set the precision of float32 products, by default the full one; return what it was."""
+    if not _BACKENDS:
+        before = [torch.get_float32_matmul_precision()]
+        torch.set_float32_matmul_precision(values[0] if values else "highest")
+        return before
+    before = [backend.fp32_precision for backend in _BACKENDS]
+    for backend, value in zip(_BACKENDS, values or ["ieee", "ieee"], strict=True):
         backend.fp32_precision = value
+    return before

@@ -24,8 +24,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import full_precision, orthonormal
-from mergekit_ace.algebra.records import FixedLayout
+from mergekit_ace.algebra.linalg import full_precision
+from mergekit_ace.algebra.task_vectors import FixedLayout
 
 # Singular values of a merged core below this share of the largest are what rounding leaves of 0.
 NOTHING = 1e-13
@@ -162,7 +162,7 @@ def _basis(columns: Tensor) -> Tensor:
     """
     rows = columns.shape[-2]
     ones = torch.ones_like(columns[..., :1])
-    basis = orthonormal(torch.cat([ones, columns], dim=-1))
+    basis = torch.linalg.qr(torch.cat([ones, columns], dim=-1)).Q
     basis = torch.cat([ones / math.sqrt(rows), basis[..., 1:]], dim=-1)  # QR leaves the sign open
     count = basis.shape[-1]
     if count == 1:
@@ -174,7 +174,7 @@ def _basis(columns: Tensor) -> Tensor:
 
 def compress(delta: LowRank, rank: int) -> tuple[LowRank, float]:
     """Return the nearest product of a rank, in the Frobenius norm; see `CoreSpace.expand`."""
-    space = CoreSpace(orthonormal(delta.left), orthonormal(delta.right.mT))
+    space = CoreSpace(torch.linalg.qr(delta.left).Q, torch.linalg.qr(delta.right.mT).Q)
     return space.expand(space.core(delta), delta.shape, rank)
 
 
@@ -184,5 +184,5 @@ def rows_in_common(deltas: Sequence[LowRank]) -> tuple[list[Tensor], Tensor]:
     Rows keep their norms and angles, so that whatever merges row by row merges the Y_t.
     """
     right = torch.cat([delta.right for delta in deltas], dim=-2)
-    basis = orthonormal(right.mT)
+    basis = torch.linalg.qr(right.mT).Q
     return [delta.left @ (delta.right @ basis) for delta in deltas], basis

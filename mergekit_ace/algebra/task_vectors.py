@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Task vectors Δ_t = W_t − W0: which of them take part in a merge, and what every method shares.
+"""Task vectors Δ_t = W_t − W0: which take part in a merge, their matrices, sums, and the records.
 
 A stored tensor is merged matrix by matrix (`by_layout`), by the formula of a method where at least
-two experts changed a matrix; by the mean of the task vectors otherwise.
+two experts changed a matrix, and by the mean of the task vectors otherwise.
 """
 
 from __future__ import annotations
@@ -11,14 +11,38 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import torch
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import as_rows, blocks
-from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.records import FixedLayout, MatrixRecord, RelativeLayout, TensorRecord
+
+if TYPE_CHECKING:
+    from mergekit_ace.algebra.low_rank import CoreSpace
+
+FixedLayout = Literal["matrix", "transposed", "stacked", "flattened", "mean", "table"]
+Layout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean"]
+RelativeLayout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean", "table"]
+Side = Literal["inputs", "outputs"]  # of a weight
+Statistic = Literal["auto", "gamma", "log_variance"]
+
+
+def _number(value: Any) -> Any:
+    """Pydantic reads a bool as 0 or 1; a YAML `yes` where a number belongs is a mistake."""
+    if isinstance(value, bool):
+        raise ValueError("expected a number, not a boolean")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Integer = Annotated[int, BeforeValidator(_number)]
+NonNegative = Annotated[Number, Field(ge=0)]
+# Products of two factors, and a ridge, stay in the range of float32, in which they are applied.
+Factor = Annotated[Number, Field(ge=-1e15, le=1e15)]
+Ridge = Annotated[Number, Field(ge=0, le=1e30)]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
 
 T = TypeVar("T")
 # Precisions that checkpoints are saved in, maybe one after the other, the last one first.
@@ -31,47 +55,77 @@ GRIDS = (
 )
 
 
-def task_vector(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
-    """Form Δ = W − W0 in `dtype`.
-
-    Two bfloat16 tensors are first widened: their difference rarely fits bfloat16's eight bits.
-
-    Args:
-        expert: W, any shape.
-        base: W0, the shape of `expert`.
-        dtype: at least as wide as the tensors' own.
-    """
-    return expert.to(dtype, copy=True).sub_(base)  # base is widened entry by entry
-
-
-class NonFiniteError(ValueError):
-    """A version of a tensor contains NaN or Inf.
+@dataclass(frozen=True)
+class MatrixRecord:
+    """What was measured and decided for one matrix. Tuples have an entry per expert given.
 
     Attributes:
-        position: of the expert; None for the base.
+        rule: the name of the merge method whose formula was used; ``single`` (one expert changed
+            it); ``mean``; ``base`` (nobody changed it).
+        weight: w_t, rescaled to mean 1 over the experts in use; 0 for one that is not.
+        tau: τ_t, 0 where unchanged.
+        changed: 0 for an expert that is the base, maybe in another precision, else 1.
+        gamma, log_variance: the two statistics of heterogeneity.
+        statistic, threshold: how heterogeneity is told, see `AceOptions`, and above what.
+        heterogeneous: whether the matrix counts as heterogeneous.
+        normalized, prior, refined: which steps were taken.
+        epsilon: ε_t of Eqs. 9-10 times w_t; None for an expert that is not in use.
+        ridge: ε̄ = Σ ε_t in mean eigenvalues of Σ S_t, as used.
+        amplification: ‖X‖² / Σ_t ‖Δ_t‖² of the closed form: 1 for experts orthogonal to one
+            another, 1/T where they agree, and large at the interpolation threshold.
+        rank: k of the refinement; sigma_iso: its strength.
+        mix: share of what was measured on samples in the covariances; None where nothing was.
+        side: of which covariances were estimated; None where none were. With ``outputs``, i above
+            is the number of outputs.
+        selected: share of the entries that were added, where a method chooses entries.
     """
 
-    def __init__(self, position: int | None):
-        name = "the base" if position is None else f"expert {position}"
-        super().__init__(f"{name} contains NaN or Inf")
-        self.position = position
+    rule: str
+    weight: tuple[float, ...]
+    tau: tuple[float, ...]
+    changed: tuple[int, ...]
+    gamma: float | None = None
+    log_variance: float | None = None
+    statistic: Statistic | None = None
+    threshold: float | None = None
+    heterogeneous: bool | None = None
+    normalized: bool | None = None
+    prior: bool | None = None
+    refined: bool | None = None
+    epsilon: tuple[float | None, ...] | None = None
+    ridge: float | None = None
+    amplification: float | None = None
+    rank: int | None = None
+    sigma_iso: float | None = None
+    mix: float | None = None
+    side: Side | None = None
+    selected: float | None = None
 
 
 @dataclass(frozen=True)
-class Moments:
-    """What is measured of the task vectors of one tensor before anything is decided.
+class TensorRecord:
+    """What was done to a stored tensor, read by a layout: a record per matrix, in row-major order.
 
-    Attributes:
-        tau: τ_t = ‖Δ_t‖_F² (Eq. 43) of every expert.
-        shift: o ‖μ_t‖², with μ_t the means over Δ_t's first axis: of it tr(G_t) is τ_t less.
-        size: ‖W0‖_F².
-        stack: the Δ_t themselves, (T, o, i), where all of them were formed at once.
+    `coefficients` are those of components, and of the refinement, where they are not all 1.
     """
 
-    tau: tuple[float, ...]
-    shift: tuple[float, ...]
-    size: float
-    stack: Tensor | None = None
+    shape: tuple[int, ...]
+    layout: FixedLayout
+    matrices: tuple[MatrixRecord, ...]
+    coefficients: tuple[float, ...] | None = None
+
+
+class IllConditionedError(ValueError):
+    """The digits at hand are not enough: Σ_t S_t is singular or nearly so, even in float64."""
+
+
+class NonFiniteError(ValueError):
+    """A version of a tensor contains NaN or Inf."""
+
+
+def task_vector(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
+    """Form Δ = W − W0 in `dtype`, at least as wide as the tensors' own, in which it rarely fits."""
+    return expert.to(dtype, copy=True).sub_(base)  # base is widened entry by entry
 
 
 def form_stack(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -79,103 +133,41 @@ def form_stack(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype) -> T
     stack = base.new_empty((len(experts), *base.shape), dtype=dtype)
     for delta, expert in zip(stack, experts, strict=True):
         delta.copy_(expert)
-    return stack.sub_(base)  # widened entry by entry
-
-
-def measure(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype) -> Moments:
-    """Measure all task vectors; one transfer from a GPU.
-
-    Args:
-        base, experts: W0 and the W_t, of one shape.
-        dtype: in which W − W0 is formed.
-    """
-    origin, *versions = (as_rows(tensor) for tensor in (base, *experts))
-    squares = torch.zeros(len(experts) + 1, dtype=torch.float64, device=base.device)
-    sums = squares.new_zeros(len(experts), origin.shape[1])
-    width, stack = len(experts) * origin.shape[1], None
-    for rows in blocks(len(origin), width, base.device):
-        stack = form_stack(origin[rows], [version[rows] for version in versions], dtype)
-        norms = torch.linalg.vector_norm(stack, dim=2)
-        own = torch.linalg.vector_norm(origin[rows], dim=1, dtype=dtype)
-        squares += torch.cat([own[None], norms]).double().square_().sum(dim=1)
-        sums += stack.sum(dim=1)
-    shifts = sums.square_().sum(dim=1) / max(1, len(origin))
-    size, *found = torch.cat([squares, shifts]).tolist()
-    tau, shift = found[: len(experts)], found[len(experts) :]
-    # Squares of the tiniest and the largest entries leave the range of float32.
-    odd = [e for e, t in zip(experts, tau, strict=True) if not 1e-25 < t < 1e35]
-    if dtype == torch.float32 and any(bool((expert != base).any()) for expert in odd):
-        return measure(base, experts, torch.float64)
-    whole = stack if stack is not None and stack[0].numel() == base.numel() else None
-    return Moments(tuple(tau), tuple(shift), size, whole)
-
-
-def is_base_rounded(expert: Tensor, base: Tensor, tau: float, size: float) -> bool:
-    """Tell whether an expert is the base, saved through a coarser precision, and nothing else.
-
-    Such an expert differs from the base in nearly every entry, and would decide a merge whose
-    experts count by what they changed.
-
-    Args:
-        expert, base: W and W0, of one shape.
-        tau: ‖W − W0‖².
-        size: ‖W0‖².
-    """
-    if not base.is_floating_point():
-        return False
-    for grids in GRIDS:
-        coarsest = max(torch.finfo(grid).eps for grid in grids)
-        lossless = coarsest <= torch.finfo(base.dtype).eps
-        tiny = max(torch.finfo(grid).tiny * torch.finfo(grid).eps for grid in grids)
-        most = (0.0 if lossless else size * coarsest**2) + base.numel() * tiny**2
-        if tau > most:
-            continue
-        saved = base
-        for grid in reversed(grids):
-            saved = saved.to(grid)
-        if torch.equal(saved.to(torch.float64), expert.to(torch.float64)):
-            return True
-    return False
+    return stack.sub_(base)
 
 
 @dataclass(frozen=True)
 class ActiveExperts:
     """The experts that take part in one matrix: those with positive weight that changed it.
 
-    An expert that left a tensor as it was, or is the base in another precision, says nothing about
-    it. Kept in, it would make log τ_t meaningless.
+    One that left a tensor as it was, or is the base in another precision, says nothing about it.
 
     Attributes:
         experts: weights W_t of the active experts, each shaped as the base.
         weights: w_t, rescaled to mean 1 over the active experts.
         coefficients: λ_t of the active experts, by which their components of a merge are
             multiplied; 1 unless learned.
-        all_tau: τ_t of *all* experts given, in their order; 0 where unchanged.
+        positions: where the active ones stand among those given.
+        all_tau: τ_t = ‖Δ_t‖_F² (Eq. 43) of *all* experts given; 0 where unchanged.
         traces: tr(G_t) of the active experts, of centred task vectors; to about 1e-6 τ_t.
         changed: of all experts given: 0 for one that is the base, maybe rounded, else 1.
         size: ‖W0‖_F².
-        positions: where the active ones stand among those given.
         dtype: in which task vectors are formed.
-        space: of which the matrices are cores; None for matrices that stand for themselves.
-        stack: the Δ_t, (T, o, i), where they were kept; to be overwritten.
+        shape: of a task vector; of the matrix that it stands for, if it is a core.
+        stack: the Δ_t, (T, o, i), where they were formed at once; to be overwritten.
     """
 
     experts: tuple[Tensor, ...]
     weights: tuple[float, ...]
     coefficients: tuple[float, ...]
+    positions: tuple[int, ...]
     all_tau: tuple[float, ...]
     traces: tuple[float, ...]
     changed: tuple[int, ...]
     size: float
-    positions: tuple[int, ...]
     dtype: torch.dtype
-    space: CoreSpace | None = None
+    shape: tuple[int, ...]
     stack: Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of a task vector; of the matrix that it stands for, if it is a core."""
-        return self.space.shape if self.space else tuple(self.experts[0].shape)
 
     @property
     def tau(self) -> tuple[float, ...]:
@@ -189,52 +181,8 @@ class ActiveExperts:
 
     def spread(self, values: Sequence[T], absent: T) -> tuple[T, ...]:
         """Return values of the active experts at their places among all experts given."""
-        spread = [absent] * len(self.all_tau)
-        for position, value in zip(self.positions, values, strict=True):
-            spread[position] = value
-        return tuple(spread)
-
-
-def check_versions(
-    base: Tensor,
-    experts: Sequence[Tensor],
-    weights: Sequence[float],
-    coefficients: Sequence[float] | None = None,
-    components: int = 0,
-) -> None:
-    """Refuse what is no set of versions of one tensor.
-
-    Args:
-        base, experts, weights, coefficients: see `merge_tensor`.
-        components: how many coefficients there have to be.
-
-    Raises:
-        TypeError: something is no tensor.
-        ValueError: there is no expert, a shape or the number of weights or coefficients differs,
-            a weight is negative, or one of them is not finite.
-    """
-    if len(experts) == 0:
-        raise ValueError("there is no expert; give at least one")
-    named = {"the base": base} | {f"expert {t}": expert for t, expert in enumerate(experts)}
-    for name, version in named.items():
-        if not isinstance(version, Tensor):
-            raise TypeError(f"{name} is a {type(version).__name__}; give a torch.Tensor")
-        if version.shape != base.shape:
-            shapes = f"{tuple(version.shape)}, but the base {tuple(base.shape)}"
-            raise ValueError(f"{name} has the shape {shapes}; merge versions of one tensor")
-    if len(weights) != len(experts):
-        raise ValueError(f"there are {len(weights)} weights for {len(experts)} experts")
-    if not all(0 <= weight < math.inf for weight in weights):
-        raise ValueError(f"weights are finite, 0 or greater, but these are {list(weights)}")
-    if coefficients is None:
-        return
-    if len(coefficients) != components:
-        raise ValueError(
-            f"there are {len(coefficients)} coefficients for {components} components: one for "
-            "every expert, and with `ace` a last one for the refinement"
-        )
-    if not all(map(math.isfinite, coefficients)):
-        raise ValueError(f"coefficients are finite, but these are {list(coefficients)}")
+        found = dict(zip(self.positions, values, strict=True))
+        return tuple(found.get(position, absent) for position in range(len(self.all_tau)))
 
 
 def select_active(
@@ -244,104 +192,123 @@ def select_active(
     dtype: torch.dtype,
     coefficients: Sequence[float] | None = None,
     space: CoreSpace | None = None,
-    *,
-    keep: bool = False,
 ) -> ActiveExperts:
     """Measure τ_t and keep the experts that have something to say.
 
     Args:
-        base: W0, finite, any shape.
-        experts: W_t, finite, shaped as `base`.
+        base, experts: W0 and the W_t, of any one shape.
         weights: w_t ≥ 0, one per expert.
         dtype: where the task vectors are formed, unless the tensors are wider themselves.
         coefficients: λ_t, one per expert; 1 by default.
         space: of which the tensors are cores, if they are.
-        keep: whether the task vectors of a matrix are kept, if all are formed at once.
 
     Raises:
         NonFiniteError: an expert or the base contains NaN or Inf.
         OverflowError: a task vector does not fit `dtype`, or its squared norm float64.
     """
     dtype = torch.promote_types(dtype, base.dtype)
-    moments = measure(base, experts, dtype)
-    tau = moments.tau
+    tau, shift, size, stack = _measure(base, experts, dtype)
     for position, (expert, value) in enumerate(zip(experts, tau, strict=True)):
         if value < 1e76:  # no entry can be too large for float32
             continue
-        for place, version in ((None, base), (position, expert)):
+        for name, version in (("the base", base), (f"expert {position}", expert)):
             if not version.isfinite().all():
-                raise NonFiniteError(place)
+                raise NonFiniteError(f"{name} contains NaN or Inf")
         if value == math.inf or not task_vector(expert, base, dtype).isfinite().all():
             raise OverflowError(
                 f"the task vector of expert {position} overflows {dtype}"
                 + ("; compute_dtype: float64 has room for it" if dtype == torch.float32 else "")
             )
     changed = tuple(
-        int(value > 0 and not is_base_rounded(expert, base, value, moments.size))
+        int(value > 0 and not is_base_rounded(expert, base, value, size))
         for expert, value in zip(experts, tau, strict=True)
     )
     positions = tuple(t for t, weight in enumerate(weights) if weight > 0 and changed[t])
     # Dividing by the largest first keeps the sum of very large or very small weights in range.
-    top = max((weights[p] for p in positions), default=1.0)
-    share = [weights[p] / top for p in positions]
-    mean = sum(share) / len(share) if share else 1.0
+    top = max((weights[t] for t in positions), default=1.0)
+    shares = [weights[t] / top for t in positions]
+    if stack is not None and 0 < len(positions) < len(experts):
+        stack = torch.stack([stack[t] for t in positions])
     return ActiveExperts(
-        experts=tuple(experts[p] for p in positions),
-        weights=tuple(s / mean for s in share),
-        coefficients=tuple(coefficients[p] if coefficients else 1.0 for p in positions),
-        all_tau=tau,
-        traces=tuple(tau[p] - moments.shift[p] for p in positions),
-        changed=changed,
-        size=moments.size,
+        experts=tuple(experts[t] for t in positions),
+        weights=tuple(share * len(shares) / sum(shares) for share in shares),
+        coefficients=tuple(coefficients[t] if coefficients else 1.0 for t in positions),
         positions=positions,
+        all_tau=tuple(tau),
+        traces=tuple(tau[t] - shift[t] for t in positions),
+        changed=changed,
+        size=size,
         dtype=dtype,
-        space=space,
-        stack=_chosen(moments.stack, positions) if keep and base.ndim == 2 else None,
+        shape=space.shape if space else tuple(base.shape),
+        stack=stack,
     )
 
 
-def _chosen(stack: Tensor | None, positions: Sequence[int]) -> Tensor | None:
-    if stack is None or not positions:
-        return None
-    every = len(positions) == len(stack)
-    return stack if every else torch.stack([stack[position] for position in positions])
+def _measure(
+    base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[list[float], list[float], float, Tensor | None]:
+    """Return all τ_t, all o ‖μ_t‖², ‖W0‖², and the Δ_t of small tensors; one transfer from a GPU.
 
-
-@dataclass(frozen=True)
-class Heterogeneity:
-    """Statistics of log τ_t over the active experts.
-
-    Attributes:
-        gamma: Var_t[log τ_t] / (mean_t log τ_t)², Eq. 7. It depends on the unit of the weights and
-            diverges where the τ_t lie around 1; infinite where their mean log is exactly 0.
-        log_variance: Var_t[log τ_t] alone, the same in every unit.
-
-    Both use the sample variance (divisor T − 1); the paper does not say which, its authors'
-    implementation does.
+    With o ‖μ_t‖² of the means μ_t over the first axis, tr(G_t) is τ_t − o ‖μ_t‖².
     """
+    origin, *versions = (as_rows(tensor) for tensor in (base, *experts))
+    squares = torch.zeros(len(experts) + 1, dtype=torch.float64, device=base.device)
+    sums = squares.new_zeros(len(experts), origin.shape[1])
+    stack = None
+    for rows in blocks(len(origin), len(experts) * origin.shape[1], base.device):
+        stack = form_stack(origin[rows], [version[rows] for version in versions], dtype)
+        norms = torch.linalg.vector_norm(stack, dim=2)
+        own = torch.linalg.vector_norm(origin[rows], dim=1, dtype=dtype)
+        squares += torch.cat([own[None], norms]).double().square_().sum(dim=1)
+        sums += stack.sum(dim=1)
+    shifts = sums.square_().sum(dim=1) / max(1, len(origin))
+    size, *measured = torch.cat([squares, shifts]).tolist()
+    tau, shift = measured[: len(experts)], measured[len(experts) :]
+    # Squares of the tiniest and the largest entries leave the range of float32.
+    odd = [e for e, t in zip(experts, tau, strict=True) if not 1e-25 < t < 1e35]
+    if dtype == torch.float32 and any(bool((expert != base).any()) for expert in odd):
+        return _measure(base, experts, torch.float64)
+    whole = stack is not None and stack[0].numel() == base.numel()
+    return tau, shift, size, stack if whole else None
 
-    gamma: float
-    log_variance: float
+
+def is_base_rounded(expert: Tensor, base: Tensor, tau: float, size: float) -> bool:
+    """Tell whether an expert W is the base W0, saved through a coarser precision, and nothing else.
+
+    It differs from the base in nearly every entry, and would decide a merge whose experts count by
+    what they changed. τ = ‖W − W0‖² and ‖W0‖² tell most others without a look at the entries.
+    """
+    if not base.is_floating_point():
+        return False
+    for grids in GRIDS:
+        coarsest = max(torch.finfo(grid).eps for grid in grids)
+        tiny = max(torch.finfo(grid).tiny * torch.finfo(grid).eps for grid in grids)
+        lossless = coarsest <= torch.finfo(base.dtype).eps
+        if tau > (0.0 if lossless else size * coarsest**2) + base.numel() * tiny**2:
+            continue
+        saved = reduce(Tensor.to, reversed(grids), base)
+        if torch.equal(saved.double(), expert.double()):
+            return True
+    return False
 
 
-def measure_heterogeneity(tau: Sequence[float]) -> Heterogeneity:
-    """Return both statistics for τ_t > 0 of at least two experts."""
+def measure_heterogeneity(tau: Sequence[float]) -> tuple[float, float]:
+    """Return γ = Var_t[log τ_t] / (mean_t log τ_t)² (Eq. 7) and Var_t[log τ_t], of two τ_t or more.
+
+    γ depends on the unit of the weights and diverges where the τ_t lie around 1. The variance is
+    the sample variance (divisor T − 1), as in the published implementation.
+    """
     logs = [math.log(value) for value in tau]
     mean = math.fsum(logs) / len(logs)
     variance = math.fsum((value - mean) ** 2 for value in logs) / (len(logs) - 1)
     if variance == 0:
-        return Heterogeneity(gamma=0.0, log_variance=0.0)
+        return 0.0, 0.0
     square = mean * mean
-    return Heterogeneity(gamma=variance / square if square > 0 else math.inf, log_variance=variance)
+    return variance / square if square > 0 else math.inf, variance
 
 
 def clamp_to_versions(merged: Tensor, versions: Sequence[Tensor]) -> Tensor:
-    """Return a merge whose entries lie between the smallest and the largest of all models.
-
-    Args:
-        merged: of any rule.
-        versions: what it was merged from, the base's among them.
-    """
+    """Return a merge whose entries lie between the smallest and the largest of all models."""
     low, high = (reduce(f, versions) for f in (torch.minimum, torch.maximum))
     return torch.clamp(merged, low.to(merged.dtype), high.to(merged.dtype))
 
@@ -351,25 +318,48 @@ def merge_mean(base: Tensor, active: ActiveExperts, scale: float) -> tuple[Tenso
 
     Where nobody changed the tensor it is `base` itself, uncast. Where one expert did, it is
     W0 + λ λ_t Δ: with one task the minimiser of Eq. 2 is that expert, whatever its covariance.
-
-    Args:
-        base: W0, any shape.
-        active: the experts.
-        scale: λ.
     """
-    if not active.experts:
-        return base, active.record("base")
-    rule = "single" if len(active.experts) == 1 else "mean"
-    shares = [
-        scale * coefficient * weight / len(active.weights)
-        for weight, coefficient in zip(active.weights, active.coefficients, strict=True)
-    ]
-    if shares == [1]:  # W0 + (W − W0) may round; W itself is exact
-        return active.experts[0].to(active.dtype), active.record(rule)
-    merged = base.to(active.dtype, copy=True)
-    for expert, share in zip(active.experts, shares, strict=True):
-        merged.add_(task_vector(expert, base, active.dtype), alpha=share)
-    return merged, active.record(rule)
+    rule = {0: "base", 1: "single"}.get(len(active.experts), "mean")
+    pairs = zip(active.weights, active.coefficients, strict=True)
+    shares = [scale * coefficient * weight / len(active.weights) for weight, coefficient in pairs]
+    return add_task_vectors(base, active.experts, shares, active.dtype), active.record(rule)
+
+
+def merge_entries(
+    base: Tensor, experts: Sequence[Tensor], coefficients: Sequence[float], rule: str
+) -> tuple[Tensor, TensorRecord]:
+    """Return θ_0 + Σ_k s_k λ_k (θ_k − θ_0) of any shape, s_k being 0 where nothing changed, else 1.
+
+    The record, by the name of the method as its rule, has the layout of what is no matrix.
+    """
+    active = select_active(base, experts, [1.0] * len(experts), torch.float32)
+    shares = [coefficients[t] for t in active.positions]
+    record = MatrixRecord(rule, (1.0,) * len(experts), active.all_tau, active.changed)
+    merged = add_task_vectors(base, active.experts, shares, active.dtype)
+    return merged, TensorRecord(tuple(base.shape), "mean", (record,))
+
+
+def add_task_vectors(
+    base: Tensor, experts: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype
+) -> Tensor:
+    """Return W0 + Σ_t a_t Δ_t in a dtype; with all shares 0 the base itself, uncast.
+
+    The task vectors are summed before the base is added, so that the sum is rounded by its own
+    size. A single share of 1 gives that expert, to the bit.
+    """
+    used = [(e, share) for e, share in zip(experts, shares, strict=True) if share != 0]
+    if not used:
+        return base
+    if len(used) == 1 and used[0][1] == 1:
+        return used[0][0].to(dtype)
+    merged = torch.empty_like(base, dtype=dtype, memory_format=torch.contiguous_format)
+    origin, out, *versions = (as_rows(t) for t in (base, merged, *(expert for expert, _ in used)))
+    for rows in blocks(len(origin), 4 * origin.shape[1], base.device):  # several stay in the cache
+        out[rows] = 0
+        for version, (_, share) in zip(versions, used, strict=True):
+            out[rows].add_(task_vector(version[rows], origin[rows], dtype), alpha=share)
+        out[rows] += origin[rows]
+    return merged
 
 
 def resolve_layout(
@@ -410,10 +400,6 @@ def other_side(layout: FixedLayout, ndim: int) -> FixedLayout:
     """Return the layout that reads the transposes of the matrices that a layout reads.
 
     Tables, means and kernels, of which there is no other reading, keep theirs.
-
-    Args:
-        layout: of a tensor.
-        ndim: its axes.
     """
     if layout in ("matrix", "stacked"):
         return "transposed"
@@ -433,29 +419,18 @@ def as_matrices(tensor: Tensor, layout: FixedLayout) -> tuple[Tensor, ...]:
 
 def from_matrices(parts: Sequence[Tensor], shape: torch.Size, layout: FixedLayout) -> Tensor:
     """Invert `as_matrices`; the parts may differ in dtype, the widest one wins."""
-    widest = parts[0].dtype
-    for part in parts[1:]:
-        widest = torch.promote_types(widest, part.dtype)
-    if len(parts) == 1:
-        stacked = parts[0].unsqueeze(0)
-    else:
-        stacked = torch.stack([part.to(widest) for part in parts])
-    if layout == "transposed":
-        stacked = stacked.mT
-    return stacked.reshape(shape)
-
-
-Formula = Callable[[Tensor, ActiveExperts], tuple[Tensor, MatrixRecord]]
-Selection = Callable[[Tensor, Sequence[Tensor]], ActiveExperts]
+    widest = reduce(torch.promote_types, (part.dtype for part in parts))
+    stacked = torch.stack([part.to(widest) for part in parts]) if len(parts) > 1 else parts[0][None]
+    return (stacked.mT if layout == "transposed" else stacked).reshape(shape)
 
 
 def by_layout(
     base: Tensor,
     experts: Sequence[Tensor],
     layout: FixedLayout,
-    select: Selection,
+    select: Callable[[Tensor, Sequence[Tensor]], ActiveExperts],
     scale: float,
-    formula: Formula,
+    formula: Callable[[Tensor, ActiveExperts], tuple[Tensor, MatrixRecord]],
     *,
     entrywise: bool = False,
 ) -> tuple[Tensor, TensorRecord]:
@@ -470,20 +445,21 @@ def by_layout(
         entrywise: whether the formula is for what is no matrix, too.
     """
     has_matrices = layout != "mean" and base.numel() > 0
-
-    def merge(base: Tensor, experts: Sequence[Tensor]) -> tuple[Tensor, MatrixRecord]:
-        active = select(base, experts)
+    tensors = [(tensor,) for tensor in (base, *experts)]
+    if has_matrices:
+        tensors = [as_matrices(tensor, layout) for tensor in (base, *experts)]
+    parts, records = [], []
+    for origin, *versions in zip(*tensors, strict=True):
+        active = select(origin, versions)
         # One row is its own column mean: a vector in the shape of a matrix.
-        if len(active.experts) < 2 or not (entrywise or (has_matrices and active.shape[0] > 1)):
-            return merge_mean(base, active, scale)
-        return formula(base, active)
-
-    if not has_matrices:
-        merged, record = merge(base, experts)
-        return merged, TensorRecord(tuple(base.shape), "mean", (record,))
-    views = [as_matrices(tensor, layout) for tensor in (base, *experts)]
-    parts, records = zip(*(merge(own[0], own[1:]) for own in zip(*views, strict=True)), strict=True)
-    merged = base
-    if any(record.rule != "base" for record in records):
-        merged = from_matrices(parts, base.shape, layout)
+        solved = entrywise or (has_matrices and active.shape[0] > 1)
+        own = formula(origin, active) if solved and len(active.experts) > 1 else None
+        merged, record = own or merge_mean(origin, active, scale)
+        parts.append(merged)
+        records.append(record)
+    layout = layout if has_matrices else "mean"
+    if all(record.rule == "base" for record in records):
+        merged = base
+    else:
+        merged = from_matrices(parts, base.shape, layout) if has_matrices else parts[0]
     return merged, TensorRecord(tuple(base.shape), layout, tuple(records))

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_tensor
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.records import RelativeLayout, Side, TensorRecord
-from mergekit_ace.algebra.task_vectors import other_side
+from mergekit_ace.algebra.task_vectors import RelativeLayout, Side, TensorRecord, other_side
 from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import (
     Merged,

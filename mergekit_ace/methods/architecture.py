@@ -17,8 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergekit_ace.algebra.records import FixedLayout, RelativeLayout
-from mergekit_ace.algebra.task_vectors import resolve_layout
+from mergekit_ace.algebra.task_vectors import FixedLayout, RelativeLayout, resolve_layout
 from mergekit_ace.naming import without_numbers
 
 if TYPE_CHECKING:

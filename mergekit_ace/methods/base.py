@@ -32,8 +32,13 @@ from mergekit.merge_methods.base import (
 )
 from torch import Tensor
 
-from mergekit_ace.algebra.records import FixedLayout, IllConditionedError, TensorRecord
-from mergekit_ace.algebra.task_vectors import NonFiniteError, clamp_to_versions
+from mergekit_ace.algebra.task_vectors import (
+    FixedLayout,
+    IllConditionedError,
+    NonFiniteError,
+    TensorRecord,
+    clamp_to_versions,
+)
 from mergekit_ace.methods.architecture import (
     check_shapes,
     is_transposed,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, compress, rows_in_common
-from mergekit_ace.algebra.records import FixedLayout, TensorRecord
+from mergekit_ace.algebra.task_vectors import FixedLayout, TensorRecord
 from mergekit_ace.methods.base import TaskVectorMethod, describe
 from mergekit_ace.methods.parameters import TensorSettings
 

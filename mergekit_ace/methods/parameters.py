@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.records import (
+from mergekit_ace.algebra.task_vectors import (
     Factor,
     FixedLayout,
     Fraction,

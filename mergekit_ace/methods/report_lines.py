@@ -13,7 +13,7 @@ from pydantic import SerializerFunctionWrapHandler as Handler
 from typing_extensions import Self
 
 from mergekit_ace.algebra.inspection import MatrixInspection, PairTable, TensorInspection
-from mergekit_ace.algebra.records import TensorRecord
+from mergekit_ace.algebra.task_vectors import TensorRecord
 from mergekit_ace.files.saving import package_versions
 from mergekit_ace.methods.parameters import TensorSettings
 

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from mergekit.merge_methods.base import TensorGroup
 from torch import Tensor
 
-from mergekit_ace.algebra.linear import merge_entries
-from mergekit_ace.algebra.records import Factor
+from mergekit_ace.algebra.task_vectors import Factor, merge_entries
 from mergekit_ace.methods.base import Merged, TaskVectorMethod, cited, describe, method_spec
 from mergekit_ace.methods.coefficients import load_coefficients
 from mergekit_ace.methods.lookup import FileCoefficients, load_learner, predict_coefficients

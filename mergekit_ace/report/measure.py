@@ -25,8 +25,7 @@ from mergekit_ace.algebra.inspection import (
     inspect_tensor,
 )
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank
-from mergekit_ace.algebra.records import FixedLayout
-from mergekit_ace.algebra.task_vectors import as_matrices
+from mergekit_ace.algebra.task_vectors import FixedLayout, as_matrices
 from mergekit_ace.files.headers import FLOATING, TensorHeader
 from mergekit_ace.methods.ace import AceMerge
 from mergekit_ace.methods.base import (

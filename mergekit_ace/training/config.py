@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mergekit_ace.algebra.ace import AceOptions, RelativeOptions
 from mergekit_ace.algebra.learner import LearnerConfig
-from mergekit_ace.algebra.records import Fraction, Integer, NonNegative, Number
+from mergekit_ace.algebra.task_vectors import Fraction, Integer, NonNegative, Number
 from mergekit_ace.methods.coefficients import Basis, Granularity
 
 Task = Literal[

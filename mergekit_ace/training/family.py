@@ -22,7 +22,7 @@ from mergekit_ace.algebra.learner import (
     features,
     measure_moments,
 )
-from mergekit_ace.algebra.records import IllConditionedError
+from mergekit_ace.algebra.task_vectors import IllConditionedError
 from mergekit_ace.files.headers import TensorHeader
 from mergekit_ace.files.saving import save_tensors
 from mergekit_ace.methods.architecture import stored_layout

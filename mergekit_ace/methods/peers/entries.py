@@ -13,9 +13,16 @@ from mergekit.merge_methods.base import TensorGroup
 from pydantic import Field
 from torch import Tensor
 
-from mergekit_ace.algebra.linear import merge_entries
-from mergekit_ace.algebra.records import Factor, MatrixRecord, NonNegative
-from mergekit_ace.algebra.task_vectors import ActiveExperts, by_layout, select_active, task_vector
+from mergekit_ace.algebra.task_vectors import (
+    ActiveExperts,
+    Factor,
+    MatrixRecord,
+    NonNegative,
+    by_layout,
+    merge_entries,
+    select_active,
+    task_vector,
+)
 from mergekit_ace.methods.architecture import tensor_names
 from mergekit_ace.methods.base import Merged, TaskVectorMethod, cited, describe, method_spec
 from mergekit_ace.methods.parameters import LAMBDA, TensorSettings, shared

@@ -28,7 +28,9 @@ from torch import Tensor
 from mergekit_ace.algebra.linalg import as_rows, blocks
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.measured import MeasuredInputs
-from mergekit_ace.algebra.records import (
+from mergekit_ace.algebra.ridge import Regression, merge_by_ridge
+from mergekit_ace.algebra.task_vectors import (
+    ActiveExperts,
     Factor,
     FixedLayout,
     Fraction,
@@ -36,9 +38,10 @@ from mergekit_ace.algebra.records import (
     Number,
     Ridge,
     TensorRecord,
+    by_layout,
+    merge_mean,
+    select_active,
 )
-from mergekit_ace.algebra.ridge import Estimate, Problem, TaskVectors, merge_by_ridge
-from mergekit_ace.algebra.task_vectors import ActiveExperts, by_layout, merge_mean, select_active
 from mergekit_ace.methods.ace import RidgeMethod
 from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import Merged, TaskVectorMethod, cited, method_spec
@@ -110,37 +113,30 @@ def merge_by_regression(
     """Merge one matrix that at least two experts changed; arguments as of `merge_tensor`."""
     if measured.of(active.positions) is None:
         return merge_mean(base, active, options.scale)
-    problem = partial(_problem, base, active, options, measured)
+    problem = _problem(active, options, measured)
     return merge_by_ridge(base, active, problem, options.scale, rule="regmean")
 
 
 def _problem(
-    base: Tensor,
-    active: ActiveExperts,
-    options: RegressionOptions,
-    measured: MeasuredInputs,
-    dtype: torch.dtype,
-) -> Problem:
+    active: ActiveExperts, options: RegressionOptions, measured: MeasuredInputs
+) -> Regression:
     """Return the regression by w_t G_t of the experts that were measured, of mean eigenvalue 1."""
-    found = [measured.covariance(position) for position in active.positions]
-    total = math.fsum(w * m.trace for w, m in zip(active.weights, found, strict=True) if m)
-    epsilon, columns = max(options.epsilon, LEAST_RIDGE), base.shape[1]
-    given = zip(active.experts, active.weights, active.coefficients, found, strict=True)
-    experts, estimates = [], []
-    for expert, weight, coefficient, own in given:
-        if own is None:
-            continue
-        experts.append(expert)
-        estimates.append(
-            Estimate(
-                scale=0.0,
-                ridge=epsilon * weight * own.trace / total,
-                coefficient=coefficient,
-                measured=replace(own, off_diagonal=options.off_diagonal),
-                measured_scale=weight * columns / total,
+    found = {t: measured.covariance(position) for t, position in enumerate(active.positions)}
+    known = {t: own for t, own in found.items() if own is not None}
+    total = math.fsum(active.weights[t] * own.trace for t, own in known.items())
+    epsilon, columns = max(options.epsilon, LEAST_RIDGE), active.shape[1]
+    return Regression(
+        experts=tuple(known),
+        scales=[0.0] * len(known),
+        ridges=[epsilon * active.weights[t] * own.trace / total for t, own in known.items()],
+        measured={
+            place: (
+                replace(own, off_diagonal=options.off_diagonal),
+                active.weights[t] * columns / total,
             )
-        )
-    return Problem(TaskVectors(base, experts, dtype, centred=False), estimates)
+            for place, (t, own) in enumerate(known.items())
+        },
+    )
 
 
 class RegMeanMerge(RidgeMethod):
@@ -255,7 +251,7 @@ class FisherMerge(TaskVectorMethod):
             own = [fisher[position] for position in active.positions]
             floor = settings.parameters["fisher_floor"]
             merged = merge_by_fisher(base, active.experts, own, active.weights, floor, active.dtype)
-            record = active.record(self.spec.name, precision="float64")
+            record = active.record(self.spec.name)
             return merged.mul_(scale).add_(base), record
 
         return by_layout(base, experts, "mean", select, scale, formula, entrywise=True)

@@ -18,10 +18,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from mergekit_ace.algebra.directions import leading_directions, orthogonal_factor
-from mergekit_ace.algebra.linalg import full_precision
-from mergekit_ace.algebra.records import Fraction, MatrixRecord, Number
-from mergekit_ace.algebra.task_vectors import ActiveExperts, by_layout, select_active, task_vector
+from mergekit_ace.algebra.linalg import full_precision, leading_directions, orthogonal_factor
+from mergekit_ace.algebra.task_vectors import (
+    ActiveExperts,
+    Fraction,
+    MatrixRecord,
+    Number,
+    by_layout,
+    select_active,
+    task_vector,
+)
 from mergekit_ace.methods.base import (
     Merged,
     TaskVectorMethod,
@@ -82,7 +88,7 @@ class MatrixMethod(TaskVectorMethod):
         rank = self.rank(shape, len(deltas), parameters)
         matrices = TaskMatrices(deltas, shape, _floors(base, active), rank or 0)
         merged = self.combine(matrices, parameters)
-        record = active.record(self.spec.name, rank=rank, precision="float64")
+        record = active.record(self.spec.name, rank=rank)
         return merged.mul_(self.scale(parameters)).add_(base), record
 
     def scale(self, parameters: Mapping[str, Any]) -> float:
