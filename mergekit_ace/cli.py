@@ -422,9 +422,8 @@ def check(
 def inspect(config: Path, out: Path, **given: Any) -> None:
     """Measure all task vectors of a merge, without merging.
 
-    OUT gets the report and its page, report.html. CONFIG is that of the merge; LoRA adapters are
-    looked at without their base. An inspection that was interrupted goes on when the same command
-    is given again.
+    OUT gets the report and its page, report.html. CONFIG is that of the merge. LoRA adapters are
+    looked at without their base; with --lora-merge-cache, merged into it.
     """
     from mergekit_ace.report.inspect import run_inspection
 

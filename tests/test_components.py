@@ -12,29 +12,24 @@ from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_tensor
 from mergekit_ace.algebra.components import split_tensor
 
 OWN = [1.7, 0.0, -0.6]
-REFINEMENT = 0.4
 SHAPES = [(20, 90), (120, 24), (50, 60), (22, 55)]
 
 
 @pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["even", "uneven"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("dtype", "bar"), [("float32", 5e-4), ("float64", 1e-8)])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("switches", [{}, {"refinement_mean": "ridged"}, {"centred": False}])
-def test_ace(rng, switches, shape, dtype, scales):
+def test_ace(rng, switches, shape, dtype, bar, scales):
     base, experts = family(rng, *shape, 3, scales=scales, noise=0.3)
     epsilon = 1e-4 if scales is None else 1e-2
     options = AceOptions(epsilon=epsilon, scale=0.8, compute_dtype=dtype, **switches)
     for weights in (None, [1.0, 0.2, 3.0]):
         for own in (OWN, [0.0, 0.0, 2.0], [1.0, 1.0, 1.0]):
-            given = [*own, REFINEMENT]
+            given = [*own, 0.4]  # of the refinement
             merged, record = merge_tensor(base, experts, weights, options, "matrix", given)
-            expected = naive_ace(
-                base, experts, weights,
-                lambda_=0.8, epsilon=epsilon, coefficients=given, **switches,
-            )  # fmt: skip
-            (matrix,) = record.matrices
-            assert matrix.refined == (scales is not None)
-            bar = 1e-8 if dtype == "float64" else 5e-4
+            known = {"lambda_": 0.8, "epsilon": epsilon, "coefficients": given, **switches}
+            expected = naive_ace(base, experts, weights, **known)
+            assert record.matrices[0].refined == (scales is not None)
             assert task_vector_error(merged, expected, base) <= bar
 
 
@@ -42,13 +37,12 @@ def test_ace(rng, switches, shape, dtype, scales):
 def test_ace_relative(rng, shape):
     base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS, noise=0.3)
     for options in ({}, {"centred": True, "structural_prior": True}):
-        expected = naive_relative(base, experts, coefficients=OWN, **options)
         chosen = RelativeOptions(compute_dtype="float64", **options)
-        merged, _ = merge_tensor(base, experts, None, chosen, "matrix", OWN)
-        assert task_vector_error(merged, expected, base) <= 1e-9
-    expected = naive_table(base, experts, coefficients=OWN)
-    merged, _ = merge_tensor(base, experts, None, chosen, "table", OWN)
-    assert task_vector_error(merged, expected, base) <= 1e-9
+        expected = {"matrix": naive_relative(base, experts, coefficients=OWN, **options)}
+        expected["table"] = naive_table(base, experts, coefficients=OWN)
+        for layout, known in expected.items():
+            merged, _ = merge_tensor(base, experts, None, chosen, layout, OWN)
+            assert task_vector_error(merged, known, base) <= 1e-9
 
 
 def test_ones_change_no_bit(rng):
@@ -58,18 +52,16 @@ def test_ones_change_no_bit(rng):
 
 
 @pytest.mark.parametrize("layout", ["matrix", "transposed", "mean", "stacked"])
-@pytest.mark.parametrize("method", ["ace", "ace_relative"])
-def test_components_add_up(rng, method, layout):
+@pytest.mark.parametrize("kind", [AceOptions, RelativeOptions])
+def test_components_add_up(rng, kind, layout):
     base, experts = family(rng, 12, 16, 3, scales=HETEROGENEOUS)
     experts.append(base.bfloat16().float())  # left the tensor as it was
     if layout == "stacked":
         other, more = family(rng, 12, 16, 4)
         base = torch.stack([base, other])
         experts = [torch.stack(pair) for pair in zip(experts, more, strict=True)]
-    kind = AceOptions if method == "ace" else RelativeOptions
-    options = kind(epsilon=1e-2, scale=0.5)
-    parts = split_tensor(base, experts, options, layout)
-    assert len(parts) == (5 if method == "ace" else 4)
+    parts = split_tensor(base, experts, kind(epsilon=1e-2, scale=0.5), layout)
+    assert len(parts) == (5 if kind is AceOptions else 4)
     if layout != "stacked":
         assert not parts[3].any()
     given = [0.3, 1.0, 2.0, 7.0, -1.0][: len(parts)]

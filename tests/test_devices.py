@@ -32,7 +32,7 @@ from torch import Tensor
 from mergekit_ace import AceOptions, merge_matrix
 from mergekit_ace.algebra.ace import RelativeOptions
 from mergekit_ace.algebra.components import split_tensor
-from mergekit_ace.algebra.inspection import inspect_tensor
+from mergekit_ace.algebra.inspection import compare_entries
 from mergekit_ace.cli import main
 from mergekit_ace.methods.base import TaskVectorMethod, first_that_fits, is_out_of_memory
 from mergekit_ace.plugin import our_methods
@@ -188,11 +188,11 @@ def test_inspections_of_checkpoints(monkeypatch, tmp_path, caplog, full):
         def beside_others(*arguments):
             device.memory = device.used if full else math.inf
             try:
-                return inspect_tensor(*arguments)
+                return compare_entries(*arguments)
             finally:
                 device.memory = math.inf
 
-        monkeypatch.setattr(measure, "inspect_tensor", beside_others)
+        monkeypatch.setattr(measure, "compare_entries", beside_others)
         found = lines_of(config, tmp_path, GPU)
     assert found.keys() == expected.keys()
     for name, line in found.items():

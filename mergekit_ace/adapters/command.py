@@ -40,7 +40,7 @@ from mergekit_ace.methods.base import first_that_fits, flush_notices
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES, append_report
 from mergekit_ace.naming import in_bytes, in_time, listed, same_name
 from mergekit_ace.planning import ConfigError, PlannedTensor, read_merge_config
-from mergekit_ace.report.markdown import citation_blocks, markdown_text, method_link
+from mergekit_ace.report.card import markdown_text
 
 # What a result is made of; nobody's is replaced unasked.
 _PARTS = (
@@ -302,11 +302,12 @@ def _card_text(name: str, plan: AdapterPlan, summary: AdapterSummary, base: str)
         f"---\n{yaml.safe_dump(head, sort_keys=False).strip()}\n---",
         f"# {markdown_text(name)}",
         f"A LoRA adapter of {markdown_text(base)}, merged from {len(plan.adapters)} adapters by "
-        f"{method_link(method)}, within the span of their factors. {_result(summary)}",
+        f"{method.spec.pretty_name or method.spec.name}, within the span of their factors. "
+        f"{_result(summary)}",
         _table(plan),
         f"Made by `mergekit-ace adapter` ({markdown_text(packages)}) from this configuration:",
         f"```yaml\n{plan.merge.source.strip()}\n```",
-        *citation_blocks(method),
+        *(f"```bibtex\n{one.bibtex}\n```" for one in getattr(method, "citations", ())),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -1,66 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `inspect` measures of the task vectors of one tensor, and of what a merge makes of them.
-
-Task vectors of low rank are measured in the cores of `low_rank.py`, without full matrices; only
-single entries are formed, for the histogram.
-"""
+"""What `inspect` measures of the task vectors Δ_t = W_t − W0 of one tensor."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import Directions, full_precision, leading_directions, squared_norm
-from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, rows_in_common
+from mergekit_ace.algebra.linalg import full_precision, leading_directions, squared_norm
+from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.algebra.measured import MeasuredCovariance
-from mergekit_ace.algebra.task_vectors import (
-    FixedLayout,
-    MatrixRecord,
-    TensorRecord,
-    as_matrices,
-    task_vector,
-)
+from mergekit_ace.algebra.task_vectors import MatrixRecord, TensorRecord
 
-# A histogram reaches from −REACH to REACH root mean squares of all task vectors of the tensor.
+# A histogram has `BINS` intervals from −REACH to REACH root mean squares of all task vectors.
 REACH = 5.0
 BINS = 50
-# Entries that a histogram counts; of a larger tensor that many, evenly spaced.
+# About so many entries, evenly spaced, are counted in a histogram.
 SAMPLE = 2**18
 # Entries compared at once, which stay in a cache.
 CHUNK = 2**18
-# Leading directions that span the subspaces compared.
+# Leading singular directions that span the subspaces compared.
 SUBSPACE = 16
-# The leading part of a spectrum whose share of the energy is reported (Fig. 2 of ACE-Merging).
-LEADING = 0.05
-# Of a stack of matrices, the directions of so many are looked at, evenly spaced.
+# Of a stack of matrices, so many are looked at, evenly spaced.
 STACK_SAMPLE = 4
-# Rules that are no formula for a matrix: the mean, and what fewer than two experts changed.
-TRIVIAL_RULES = ("mean", "single", "base")
 
 PairTable = tuple[tuple[float | None, ...], ...]
-# Called with the versions of a tensor (or their cores), a layout, and `refine=False` for the merge
-# before its spectral refinement; for cores also with `space`, see `CoreSpace`.
-Merge = Callable[..., tuple[Tensor, TensorRecord]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The task vectors Δ_t = W_t − W0 of one tensor; lists in the order of the experts.
+    """The task vectors of one tensor; lists in the order of the experts.
 
     Attributes:
         base_norm: ‖W0‖_F; None where only the Δ_t are known.
         norm: ‖Δ_t‖_F.
-        unchanged: share of entries with W_t = W0, 0 to 1; 1 for a tensor without entries.
+        unchanged: share of entries with W_t = W0, 0 to 1; of factors 1 for Δ_t = 0, else 0.
         cosine: ⟨Δ_s, Δ_t⟩ / (‖Δ_s‖ ‖Δ_t‖), T × T; None where one of them is zero.
         unit: root mean square of the entries of all task vectors, the unit of the histogram.
-        histogram: T × (`BINS` + 2), counts of entries of Δ_t: below −`REACH` units, in `BINS`
-            intervals of equal width, above. Of large tensors `SAMPLE` entries count, or up to
-            twice as many.
+        histogram: T × `BINS`, counts of entries of Δ_t; the first and the last bin count what lies
+            beyond them as well. None where nothing changed.
     """
 
     base_norm: float | None
@@ -68,7 +49,7 @@ class Comparison:
     unchanged: tuple[float, ...]
     cosine: PairTable
     unit: float
-    histogram: tuple[tuple[int, ...], ...]
+    histogram: tuple[tuple[int, ...], ...] | None
 
 
 @dataclass(frozen=True)
@@ -92,223 +73,16 @@ class Subspaces:
 
 
 @dataclass(frozen=True)
-class MergedSpectrum:
-    """The spectrum of the merged task vector X, before and after the refinement.
-
-    Attributes:
-        leading: k, how many singular values are the top 5 %, at least one.
-        before, after: σ_1 … σ_k without and with the refinement; equal without one.
-        share_before, share_after: Σ_{j≤k} σ_j² / ‖X‖_F², 0 to 1.
-        alignment: |⟨u_j, u'_j⟩| of the k leading singular vectors of the shorter side before and
-            after, 0 to 1; None without refinement.
-    """
-
-    leading: int
-    before: tuple[float, ...]
-    after: tuple[float, ...]
-    share_before: float
-    share_after: float
-    alignment: tuple[float, ...] | None
-
-
-@dataclass(frozen=True)
-class CovarianceAgreement:
-    """Estimates G_t = Δ_tᵀΔ_t beside measured covariances M_t (ACE-Merging, Theorem 1).
-
-    By the theorem G_t is proportional to the covariance of the inputs of task t. A merge turns on
-    whether G_t is nearer to its own task's M_t than to those of the others.
-
-    Attributes:
-        cosine: ⟨G_t, M_s⟩ / (‖G_t‖ ‖M_s‖), T × T, row t, 0 to 1; None where one of them is zero or
-            was not measured.
-        size: k, how many directions span a subspace: `SUBSPACE`, or the shorter side.
-        angles: the k principal angles between the leading subspaces of G_t and M_t in degrees,
-            ascending, 0 to 90; None likewise.
-    """
-
-    cosine: PairTable
-    size: int
-    angles: tuple[tuple[float, ...] | None, ...]
-
-
-@dataclass(frozen=True)
 class MatrixInspection(MatrixRecord):
     """The record of a matrix's merge, and what only `inspect` measures of it.
 
     Attributes:
         subspaces: of the task vectors; None where nobody looked.
-        spectrum: of the merge; None where it is the mean or one expert, or nobody looked.
-        agreement: with measured covariances, where there are some.
+        agreement: cosines of the estimates with measured covariances, see `compare_covariances`.
     """
 
     subspaces: Subspaces | None = None
-    spectrum: MergedSpectrum | None = None
-    agreement: CovarianceAgreement | None = None
-
-
-@dataclass(frozen=True)
-class TensorInspection:
-    """One stored tensor.
-
-    Attributes:
-        shape: as stored.
-        layout: how it is read.
-        comparison: of all its entries.
-        matrices: one, or one per stacked matrix in row-major order.
-    """
-
-    shape: tuple[int, ...]
-    layout: FixedLayout
-    comparison: Comparison
-    matrices: tuple[MatrixInspection, ...]
-
-
-@full_precision()
-def inspect_tensor(
-    base: Tensor,
-    experts: Sequence[Tensor],
-    layout: FixedLayout,
-    merge: Merge,
-    dtype: torch.dtype = torch.float32,
-) -> TensorInspection:
-    """Look at the versions of a tensor, and at what a merge makes of them.
-
-    Args:
-        base: W0.
-        experts: W_t, at least one, each shaped as `base`.
-        layout: how the tensor is read.
-        merge: of a tensor, or of one matrix of it at a time.
-        dtype: in which task vectors are formed, unless the tensors are wider.
-
-    Raises:
-        IllConditionedError, OverflowError: whatever the merge does.
-    """
-    shape, comparison = tuple(base.shape), compare_entries(base, experts)
-    if layout == "mean" or base.numel() == 0:
-        matrices = (_glance((base, *experts), "mean", merge),)
-        return TensorInspection(shape, "mean", comparison, matrices)
-    stacks = list(zip(*(as_matrices(tensor, layout) for tensor in (base, *experts)), strict=True))
-    close = evenly_spaced(len(stacks), STACK_SAMPLE)
-    kind = "table" if layout == "table" else "matrix"
-    matrices = tuple(
-        inspect_matrix(stack, kind, merge, dtype) if n in close else _glance(stack, kind, merge)
-        for n, stack in enumerate(stacks)
-    )
-    return TensorInspection(shape, layout, comparison, matrices)
-
-
-def inspect_products(
-    deltas: Sequence[LowRank], layout: FixedLayout, merge: Merge
-) -> TensorInspection:
-    """Do what `inspect_tensor` does for task vectors of low rank, without W0.
-
-    Args:
-        deltas: Δ_t of the experts in float64, at least one; of rank 1 and zero where an expert
-            left the tensor as it was.
-        layout: how the tensor is read; by it they are of low rank.
-        merge: of cores, or of thin tables, one matrix at a time; W0 is zero.
-    """
-    shape, comparison = deltas[0].shape, compare_products(deltas)
-    views = [delta.read_as(layout) for delta in deltas]
-    if layout == "mean":
-        tensors, space = _in_coordinates(views, layout)
-        matrices = (_glance(tensors, "mean", partial(merge, space=space)),)
-        return TensorInspection(shape, layout, comparison, matrices)
-    stacked = views[0].left.ndim == 3
-    count = len(views[0].left) if stacked else 1
-    stacks = ([view.matrix(n) for view in views] if stacked else views for n in range(count))
-    close, kind = evenly_spaced(count, STACK_SAMPLE), "table" if layout == "table" else "matrix"
-    matrices = []
-    for number, stack in enumerate(stacks):
-        tensors, space = _in_coordinates(stack, layout)
-        own = partial(merge, space=space)
-        if number in close:
-            found = inspect_matrix(tensors, kind, own, torch.float64, stack[0].shape)
-        else:
-            found = _glance(tensors, kind, own)
-        matrices.append(found)
-    return TensorInspection(shape, layout, comparison, tuple(matrices))
-
-
-def _in_coordinates(
-    deltas: Sequence[LowRank], layout: FixedLayout
-) -> tuple[list[Tensor], CoreSpace | None]:
-    """Return 0 and the Δ_t in coordinates of their span; of tables in those of the rows' span."""
-    if layout == "table":
-        thin, _ = rows_in_common(deltas)
-        return [torch.zeros_like(thin[0]), *thin], None
-    space = CoreSpace.of(deltas)
-    return [space.zeros(), *(space.core(delta) for delta in deltas)], space
-
-
-def _glance(tensors: Sequence[Tensor], layout: FixedLayout, merge: Merge) -> MatrixInspection:
-    return MatrixInspection(**vars(merge(tensors, layout)[1].matrices[0]))
-
-
-def inspect_matrix(
-    tensors: Sequence[Tensor],
-    layout: FixedLayout,
-    merge: Merge,
-    dtype: torch.dtype,
-    shape: Sequence[int] | None = None,
-) -> MatrixInspection:
-    """Look closely at one matrix.
-
-    Args:
-        tensors: W0 and the W_t, or cores of them.
-        layout: ``matrix`` or ``table``.
-        merge: of the matrix.
-        dtype: in which task vectors are formed.
-        shape: (o, i), of the matrix that cores stand for.
-    """
-    base, *experts = tensors
-    shape = base.shape if shape is None else shape
-    leading = math.ceil(LEADING * min(shape))
-    merged, whole = merge(tensors, layout)
-    (record,) = whole.matrices
-    spectrum = None
-    if record.rule not in TRIVIAL_RULES:
-        after = _directions(merged, base, dtype, leading)
-        before = after
-        if record.refined:
-            before = _directions(merge(tensors, layout, refine=False)[0], base, dtype, leading)
-        spectrum = _spectrum(before, after, wide=shape[0] <= shape[1])
-    del merged  # not kept while the subspaces are looked at
-    subspaces = compare_subspaces(base, experts, dtype, min(SUBSPACE, *shape))
-    return MatrixInspection(**vars(record), subspaces=subspaces, spectrum=spectrum)
-
-
-def _directions(
-    merged: Tensor, base: Tensor, dtype: torch.dtype, count: int
-) -> tuple[Directions, float]:
-    """Return the leading directions of what a merge added to the base, and its energy."""
-    added = task_vector(merged, base, torch.promote_types(dtype, merged.dtype))
-    return leading_directions(added, count), squared_norm(added)
-
-
-def _spectrum(
-    before: tuple[Directions, float], after: tuple[Directions, float], *, wide: bool
-) -> MergedSpectrum:
-    (one, energy_before), (other, energy_after) = before, after
-    alignment = None
-    if one is not other:
-        sides = (one.left, other.left) if wide else (one.right, other.right)
-        k = min(len(one.values), len(other.values))
-        cosines = (sides[0][:, :k] * sides[1][:, :k]).sum(dim=0)
-        alignment = tuple(cosines.abs().clamp(max=1).tolist())
-    return MergedSpectrum(
-        leading=len(other.values),
-        before=tuple(one.values.tolist()),
-        after=tuple(other.values.tolist()),
-        share_before=_share(one, energy_before),
-        share_after=_share(other, energy_after),
-        alignment=alignment,
-    )
-
-
-def _share(directions: Directions, energy: float) -> float:
-    """Return the share of the energy in the leading values, 0 to 1."""
-    return min(1.0, float(directions.values.square().sum()) / energy) if energy else 0.0
+    agreement: PairTable | None = None
 
 
 def evenly_spaced(count: int, wanted: int) -> list[int]:
@@ -321,38 +95,35 @@ def evenly_spaced(count: int, wanted: int) -> list[int]:
 
 
 def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
-    """Compare task vectors by all that one sweep over the entries can tell.
+    """Compare task vectors entry by entry, in float64.
 
     Args:
         base: W0, any shape, finite.
         experts: W_t, shaped as `base`.
     """
-    flat = [tensor.reshape(-1) for tensor in (base, *experts)]
+    origin, *versions = (tensor.reshape(-1) for tensor in (base, *experts))
     count = base.numel()
     products = torch.zeros(len(experts), len(experts), dtype=torch.float64, device=base.device)
     changed = torch.zeros(len(experts), dtype=torch.int64, device=base.device)
     base_square = 0.0
     for start in range(0, count, CHUNK):
-        origin, *versions = (tensor[start : start + CHUNK].double() for tensor in flat)
-        deltas = torch.stack(versions).sub_(origin)
-        base_square += squared_norm(origin)
+        part = slice(start, start + CHUNK)
+        base_square += squared_norm(origin[part].double())
+        deltas = torch.stack([v[part].double() for v in versions]).sub_(origin[part].double())
         products += deltas @ deltas.mT
         changed += torch.count_nonzero(deltas, dim=1)
-    unit = _root_mean_square(products, count)
-    step = _sample_step(count)
-    samples = (e[::step].to(torch.float64, copy=True).sub_(flat[0][::step]) for e in flat[1:])
-    return Comparison(
-        base_norm=math.sqrt(base_square),
-        norm=tuple(products.diagonal().sqrt().tolist()),
-        unchanged=tuple(1 - n / count if count else 1.0 for n in changed.tolist()),
-        cosine=_cosines(products),
-        unit=unit,
-        histogram=tuple(_histogram(sample, unit) for sample in samples),
-    )
+    step = max(1, count // SAMPLE)
+    samples = (v[::step].double() - origin[::step].double() for v in versions)
+    unchanged = [1 - n / count if count else 1.0 for n in changed.tolist()]
+    return _comparison(math.sqrt(base_square), products, unchanged, count, samples)
 
 
 def compare_products(deltas: Sequence[LowRank]) -> Comparison:
-    """Compare task vectors of one tensor by their factors, and by entries for the histogram."""
+    """Compare task vectors of low rank by their factors; single rows are formed for the histogram.
+
+    Args:
+        deltas: Δ_t in float64, of one tensor.
+    """
     inner = [
         [float(((a.left.mT @ b.left) * (a.right @ b.right.mT)).sum()) for b in deltas]
         for a in deltas
@@ -360,155 +131,118 @@ def compare_products(deltas: Sequence[LowRank]) -> Comparison:
     products = torch.tensor(inner, dtype=torch.float64)
     products.diagonal().clamp_(min=0)  # rounding may leave a little below it
     count = math.prod(deltas[0].shape)
-    unit = _root_mean_square(products, count)
-    return Comparison(
-        base_norm=None,
-        norm=tuple(products.diagonal().sqrt().tolist()),
-        unchanged=tuple(1 - _changed(delta) / count if count else 1.0 for delta in deltas),
-        cosine=_cosines(products),
-        unit=unit,
-        histogram=tuple(_histogram(_sampled_entries(delta), unit) for delta in deltas),
-    )
+    step = max(1, count // SAMPLE)
+    samples = ((delta.left[..., ::step, :] @ delta.right).flatten() for delta in deltas)
+    unchanged = [float(square == 0) for square in products.diagonal().tolist()]
+    return _comparison(None, products, unchanged, count, samples)
 
 
-def _root_mean_square(products: Tensor, count: int) -> float:
-    """Return that of the entries of all task vectors, from their inner products, T × T."""
-    return math.sqrt(float(products.trace()) / max(1, count * len(products)))
-
-
-def _cosines(products: Tensor) -> PairTable:
-    """Return cosines from inner products, T × T; None where one of two vectors is zero."""
+def _comparison(
+    base_norm: float | None,
+    products: Tensor,  # ⟨Δ_s, Δ_t⟩, (T, T)
+    unchanged: Sequence[float],
+    count: int,
+    samples: Iterable[Tensor],
+) -> Comparison:
     norms = products.diagonal().sqrt()
-    return _pairs(products / torch.outer(norms, norms), norms.tolist())
+    unit = math.sqrt(float(products.trace()) / max(1, count * len(products)))
+    scaled = (sample.div(unit).clamp(-REACH, REACH) for sample in samples)
+    counts = (torch.histc(sample.cpu(), BINS, -REACH, REACH) for sample in scaled)
+    return Comparison(
+        base_norm=base_norm,
+        norm=tuple(norms.tolist()),
+        unchanged=tuple(unchanged),
+        cosine=_pairs(products / torch.outer(norms, norms), norms.tolist()),
+        unit=unit,
+        histogram=tuple(tuple(bins.long().tolist()) for bins in counts) if unit else None,
+    )
 
 
 def _pairs(table: Tensor, sizes: Sequence[float]) -> PairTable:
     """Return a T × T table with None wherever a size is zero."""
-    rows = table.tolist()
+    rows = enumerate(table.tolist())
     return tuple(
         tuple(value if sizes[s] and sizes[t] else None for t, value in enumerate(row))
-        for s, row in enumerate(rows)
+        for s, row in rows
     )
 
 
-def _sample_step(count: int) -> int:
-    """Return every how many entries one is counted in a histogram."""
-    return max(1, count // SAMPLE)
-
-
-def _histogram(entries: Tensor, unit: float) -> tuple[int, ...]:
-    """Return the histogram of entries of a task vector; see `Comparison`. They are overwritten."""
-    if unit:
-        entries /= unit
-    # Index 0 is below −REACH, BINS + 1 is at or above REACH.
-    index = ((entries + REACH) * (BINS / (2 * REACH))).floor().clamp_(-1, BINS).long() + 1
-    return tuple(torch.bincount(index, minlength=BINS + 2).tolist())
-
-
-def _changed(delta: LowRank) -> int:
-    """Return how many entries are not zero, but for single ones in which a sum of products is."""
-    rows, columns = delta.left.any(dim=-1).sum(dim=-1), delta.right.any(dim=-2).sum(dim=-1)
-    return int((rows * columns).sum())
-
-
-def _sampled_entries(delta: LowRank) -> Tensor:
-    """Return the entries of Δ that a histogram of the full tensor counts."""
-    left, right = delta.left.flatten(0, -2), delta.right.mT.contiguous()
-    rows, columns = delta.left.shape[-2], right.shape[-2]
-    right, count = right.flatten(0, -2), math.prod(delta.shape)
-    places = torch.arange(0, count, _sample_step(count), device=left.device)
-    parts = []
-    for part in places.split(max(1, CHUNK // max(1, delta.rank))):
-        row, column = part // columns, part % columns
-        number = row // rows  # of the matrix in a stack
-        parts.append((left[row] * right[number * columns + column]).sum(dim=-1))
-    return torch.cat(parts)
-
-
-def compare_subspaces(
-    base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype, most: int = SUBSPACE
-) -> Subspaces:
+@full_precision()
+def compare_subspaces(deltas: Iterable[Tensor]) -> Subspaces:
     """Compare the leading subspaces of task vectors, and measure their stable ranks.
 
     Args:
-        base: W0, (o, i), finite, with at least one entry.
-        experts: W_t, (o, i).
-        dtype: in which W_t − W0 is formed; one of them exists at a time.
-        most: directions that span a subspace, if the task vectors have as many.
+        deltas: Δ_t, (o, i), finite, with at least one entry; they are asked for one by one.
     """
-    dtype = torch.promote_types(dtype, base.dtype)
     directions, ranks = [], []
-    for expert in experts:
-        delta = task_vector(expert, base, dtype)
-        found = leading_directions(delta, most)
+    for delta in deltas:
+        found = leading_directions(delta, SUBSPACE)
         directions.append(found)
         strongest = float(found.values[0]) if len(found.values) else 0.0
         ranks.append(squared_norm(delta) / strongest**2 if strongest else None)
     counts = [len(found.values) for found in directions]
-    size = min(filter(None, counts), default=most)
+    size = min(filter(None, counts), default=0)
 
     def overlaps(side: str) -> PairTable:
         leading = [getattr(found, side)[:, :size] for found in directions]
-        products = (
+        products = [
             [float((one.mT @ other).square().sum()) for other in leading] for one in leading
-        )
-        shares = torch.tensor(list(products), dtype=torch.float64) / size
+        ]
+        shares = torch.tensor(products, dtype=torch.float64) / max(1, size)
         return _pairs(shares.clamp(max=1), counts)
 
     return Subspaces(size, tuple(ranks), inputs=overlaps("right"), outputs=overlaps("left"))
 
 
+def add_subspaces(
+    record: TensorRecord, stacks: Sequence[Callable[[], Iterable[Tensor]]]
+) -> TensorRecord:
+    """Return the record of a merge with the subspaces of `STACK_SAMPLE` of its matrices.
+
+    A method that reads a stack entry by entry has one record of it, which stays as it is.
+
+    Args:
+        stacks: for every matrix of the tensor what returns its task vectors, (o, i).
+    """
+    if len(record.matrices) != len(stacks):
+        return record
+    close = evenly_spaced(len(stacks), STACK_SAMPLE)
+    subspaces = [
+        compare_subspaces(stack()) if n in close else None for n, stack in enumerate(stacks)
+    ]
+    pairs = zip(record.matrices, subspaces, strict=True)
+    matrices = tuple(MatrixInspection(**vars(matrix), subspaces=own) for matrix, own in pairs)
+    return replace(record, matrices=matrices)
+
+
 @torch.no_grad()
 @full_precision()
 def compare_covariances(
-    base: Tensor, experts: Sequence[Tensor], measured: Sequence[MeasuredCovariance | None]
-) -> CovarianceAgreement:
-    """Compare G_t = Δ_tᵀΔ_t with what was measured, of one matrix.
+    deltas: Sequence[Tensor], measured: Sequence[MeasuredCovariance | None]
+) -> PairTable:
+    """Compare estimates G_t = Δ_tᵀΔ_t with measured covariances M_s (ACE-Merging, Theorem 1).
+
+    By the theorem G_t is proportional to the covariance of the inputs of task t. A merge turns on
+    whether G_t is nearer to its own task's M_t than to those of the others.
 
     Args:
-        base: W0, (o, i), finite.
-        experts: W_t, (o, i).
+        deltas: Δ_t, (o, i), finite.
         measured: M_t, (i, i); None where there is none.
 
-    Working memory is one (i, i) matrix and the task vectors.
+    Returns:
+        ⟨G_t, M_s⟩ / (‖G_t‖ ‖M_s‖), T × T, row t, 0 to 1; None where one of them is zero or was not
+        measured. Working memory is one (i, i) matrix and one task vector.
     """
-    dtype = torch.promote_types(torch.float32, base.dtype)
-    size = min(SUBSPACE, *base.shape)
-    deltas = [task_vector(expert, base, dtype) for expert in experts]
-    norms = [_gram_norm(delta) for delta in deltas]
+    shorter = (delta if len(delta) <= delta.shape[1] else delta.mT for delta in deltas)
+    norms = [squared_norm(side @ side.mT) ** 0.5 for side in shorter]
     columns: list[list[float | None]] = []
-    angles: list[tuple[float, ...] | None] = []
-    for own, (delta, known) in enumerate(zip(deltas, measured, strict=True)):
-        if known is None or known.trace == 0:
-            columns.append([None] * len(deltas))
-            angles.append(None)
-            continue
-        matrix = known.matrix(delta)
-        length = squared_norm(matrix) ** 0.5
-        columns.append(
-            [
-                _inner(other, matrix) / (norm * length) if norm else None
-                for other, norm in zip(deltas, norms, strict=True)
-            ]
-        )
-        angles.append(_principal_angles(delta, matrix, size) if norms[own] else None)
-    cosine = tuple(tuple(row) for row in zip(*columns, strict=True))
-    return CovarianceAgreement(cosine, size, tuple(angles))
-
-
-def _gram_norm(delta: Tensor) -> float:
-    """Return ‖ΔᵀΔ‖_F through the smaller square."""
-    small = delta if len(delta) <= delta.shape[1] else delta.mT
-    return squared_norm(small @ small.mT) ** 0.5
-
-
-def _inner(delta: Tensor, matrix: Tensor) -> float:
-    """Return ⟨ΔᵀΔ, M⟩ = tr(Δ M Δᵀ)."""
-    return float((delta @ matrix).mul_(delta).sum(dtype=torch.float64))
-
-
-def _principal_angles(delta: Tensor, matrix: Tensor, size: int) -> tuple[float, ...]:
-    one = leading_directions(delta, size).right.to(torch.float64)
-    other = leading_directions(matrix, size).right.to(torch.float64)
-    cosines = torch.linalg.svdvals(one.mT @ other).clamp(max=1)
-    return tuple(torch.rad2deg(torch.acos(cosines)).tolist())
+    for known in measured:
+        column: list[float | None] = [None] * len(deltas)
+        if known is not None and known.trace > 0:
+            matrix = known.matrix(deltas[0])
+            length = squared_norm(matrix) ** 0.5
+            for t, (delta, norm) in enumerate(zip(deltas, norms, strict=True)):
+                inner = (delta @ matrix).mul_(delta).sum(dtype=torch.float64)  # tr(Δ M Δᵀ)
+                column[t] = float(inner) / (norm * length) if norm else None
+        columns.append(column)
+    return tuple(zip(*columns, strict=True))

@@ -28,7 +28,7 @@ from mergekit_ace.files.headers import DamagedFileError
 from mergekit_ace.files.saving import locked, package_versions, save_tensors
 from mergekit_ace.merging.manifest import MANIFEST_FILE
 from mergekit_ace.naming import short_names
-from mergekit_ace.report.markdown import markdown_text
+from mergekit_ace.report.card import markdown_text
 from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict, Task
 from mergekit_ace.training.data import Batch, Example, read_rows
 from mergekit_ace.training.mapped_weights import map_folder, map_tensors, rewrite_tensors

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_valid
 from pydantic import SerializerFunctionWrapHandler as Handler
 from typing_extensions import Self
 
-from mergekit_ace.algebra.inspection import MatrixInspection, PairTable, TensorInspection
+from mergekit_ace.algebra.inspection import MatrixInspection, PairTable
 from mergekit_ace.algebra.task_vectors import TensorRecord
 from mergekit_ace.files.saving import package_versions
 from mergekit_ace.methods.parameters import TensorSettings
@@ -92,7 +92,7 @@ class Record(BaseModel):
 def tensor_record(
     method: str,
     settings: TensorSettings,
-    record: TensorRecord | TensorInspection,
+    record: TensorRecord,
     seconds: float,
     **measured: Any,
 ) -> Record:
@@ -101,7 +101,7 @@ def tensor_record(
     Args:
         method: the merge method.
         settings: of the tensor.
-        record: what was done, or what `inspect` found.
+        record: what was done; `inspect` adds what it found to its matrices.
         seconds: wall time of the work on this tensor.
         measured: other fields of the record.
     """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report: the records of all tensors of one merge, read from a file, and tables of them."""
+"""A report: the records of all tensors of one merge, as tables, and in about a dozen sentences."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,25 @@ import pandas as pd
 from mergekit import merge_methods
 from pydantic import ValidationError
 
-from mergekit_ace.algebra.inspection import MatrixInspection, PairTable
-from mergekit_ace.methods.base import SHARED_RULES, TaskVectorMethod
 from mergekit_ace.methods.report_lines import Record
-from mergekit_ace.naming import layer_of, natural_order, relative_depths, short_names
+from mergekit_ace.naming import (
+    layer_of,
+    listed,
+    module_of,
+    natural_order,
+    relative_depths,
+    short_names,
+    without_numbers,
+)
+
+# An expert "barely differs" outside of the middle layers that hold this share of its change …
+MOST = 0.95
+# … if those are at most this share of all layers.
+FEW_LAYERS = 0.6
+ALIKE, OPPOSED = 0.9, -0.1  # cosines
+WEAK = 0.1  # of the strongest expert's norm
+FAR = 0.3  # ‖Δ‖/‖W0‖ at which an expert is hardly a fine-tune of this base
+LARGE = 2.5  # ‖X‖² / Σ ‖Δ_t‖² of a merge that follows noise
 
 Values = list[float | None]
 
@@ -45,98 +60,63 @@ def read_records(path: Path) -> list[Record]:
         try:
             record = Record.model_validate_json(text)
         except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"])).removeprefix("matrices.0.")
             raise ReportError(
-                f"line {number} of {path} is not the line of a report: {_problem(error)}; remove "
-                "it, or give the file that `report:` of a merge, or `mergekit-ace inspect`, wrote"
+                f"line {number} of {path} is not the line of a report: "
+                f"{f'{field}: ' if field else ''}{first['msg']}; remove it, or give the file that "
+                "`report:` of a merge, or `mergekit-ace inspect`, wrote"
             ) from error
         records[number if record.tensor is None else record.tensor] = record
-    if not records:
-        raise ReportError(
-            f"{path} has no lines: no tensor was merged; give the report of a finished merge"
-        )
     # Counters of batches are copied, and skipped: their method is not that of the merge.
     methods = sorted({record.method for record in records.values() if not record.skipped})
     if len(methods) > 1:
         raise ReportError(
             f"{path} holds lines of several merges, by {' and '.join(methods)}; keep those of one"
         )
+    if not records:
+        raise ReportError(
+            f"{path} has no lines: no tensor was merged; give the report of a finished merge"
+        )
     return list(records.values())
 
 
-def _problem(error: ValidationError) -> str:
-    """Return the first thing that is wrong in a line, with the name of its field."""
-    first = error.errors()[0]
-    field = ".".join(map(str, first["loc"])).removeprefix("matrices.0.")
-    return f"{field}: {first['msg']}" if field else first["msg"]
-
-
-def title_of(name: str) -> str:
-    """Return a merge method's name for people, or its plain name if mergekit does not know it."""
-    method = find_merge_method(name)
-    return method.spec.pretty_name or name if method else name
-
-
-def find_merge_method(name: str) -> Any:
-    """Return a merge method of mergekit's or of ours by its name; None if there is no such one."""
-    methods = {method.spec.name: method for method in merge_methods.registered_methods()}
-    return methods.get(name)
-
-
 class Report:
-    """The records of one merge in the order of depth, and what they say of whole models.
-
-    Args:
-        records: of all tensors, in any order.
+    """The records of one merge, and what they say of whole models.
 
     Attributes:
-        records: of the tensors that were compared.
-        skipped: the others.
-        name: the merge method of the config.
-        stands_in: the method whose decisions are shown in the place of the merge's own, or None.
-        method: the merge method, if it is one of ours.
-        models: the experts, in their order; one that is absent somewhere is listed all the same.
-        experts: their short names.
+        records: of the tensors that were compared, in the order of depth.
+        looked_at: those that `inspect` wrote of all experts; a merge's own report knows less.
+        skipped: names of the other tensors.
+        name, title: of the merge method, as in a config and for people.
+        stands_in: the title of the method whose decisions are shown in the place of the merge's.
+        about, citations, rules: what the method does, BibTeX, words for its rules; of ours alone.
+        models, experts: paths and short names of the experts.
+
+    Raises:
+        ReportError: no tensor could be compared.
     """
 
     def __init__(self, records: Sequence[Record]):
-        self.skipped = [record for record in records if record.skipped]
-        compared = [record for record in records if not record.skipped]
+        compared = [record for record in records if record.matrices]
+        if not compared:
+            raise ReportError("no tensor could be compared: there is nothing to show")
         depths = relative_depths([record.name for record in compared])
         self.records = sorted(compared, key=lambda r: (depths[r.name], natural_order(r.name)))
-        self.name = next((record.method for record in [*compared, *records]), "")
-        self.stands_in = next((r.decisions_of for r in compared if r.decisions_of), None)
-        method = find_merge_method(self.name)
-        self.method = method if isinstance(method, TaskVectorMethod) else None
-        longest = max((record.models for record in self.records), key=len, default=())
+        self.skipped = [record.name for record in records if not record.matrices]
+        method = merge_methods.get(compared[0].method)
+        other = next((record.decisions_of for record in compared if record.decisions_of), None)
+        self.name, self.title = method.spec.name, method.spec.pretty_name or method.spec.name
+        self.stands_in = merge_methods.get(other).spec.pretty_name if other else None
+        self.about: str = getattr(method, "about", "")
+        self.citations = [citation.bibtex for citation in getattr(method, "citations", ())]
+        self.rules: dict[str, str] = getattr(merge_methods.get(other or self.name), "rules", {})
+        longest = max((record.models for record in self.records), key=len)
         others = (model for record in self.records for model in record.models)
         self.models = list(dict.fromkeys([*longest, *others]))
         self.experts = short_names(self.models)
-
-    @property
-    def title(self) -> str:
-        """The merge method's name for people."""
-        return title_of(self.name)
-
-    @property
-    def about(self) -> str:
-        """What the method does; empty for one that is not ours."""
-        return self.method.about if self.method else ""
-
-    @property
-    def citations(self) -> list[str]:
-        """BibTeX of the papers behind the method; none for one that is not ours."""
-        return [citation.bibtex for citation in self.method.citations] if self.method else []
-
-    @property
-    def rules(self) -> dict[str, str]:
-        """Words for what is done with tensors, by the rules of the method that decided."""
-        decided = find_merge_method(self.stands_in or self.name)
-        return decided.rules if isinstance(decided, TaskVectorMethod) else SHARED_RULES
-
-    @property
-    def looked_at(self) -> list[Record]:
-        """Records that `inspect` wrote; a merge's own report knows less."""
-        return [record for record in self.records if record.norm is not None]
+        count = len(self.models)
+        self.looked_at = [r for r in self.records if r.norm and len(r.models) == count]
 
     @cached_property
     def matrices(self) -> pd.DataFrame:
@@ -156,9 +136,7 @@ class Report:
             for record in self.records
             for n, matrix in enumerate(record.matrices)
         ]
-        own = (field.name for field in fields(MatrixInspection))
-        columns = [*Record.model_fields, *own, "label", "layer"]
-        return pd.DataFrame(rows, columns=columns, dtype=object)
+        return pd.DataFrame(rows, dtype=object)
 
     def having(self, field: str) -> pd.DataFrame:
         """Return the rows of `matrices` that have a field."""
@@ -167,26 +145,23 @@ class Report:
     @cached_property
     def shares(self) -> pd.DataFrame:
         """A row per matrix and expert, with the place of the matrix in `matrices` as `row`."""
-        frame = pd.DataFrame(self._shares(), columns=["row", "tensor", "label", "layer", *_SHARES])
-        return frame.astype(dict.fromkeys(_SHARES[1:], float))
-
-    def _shares(self) -> Iterator[tuple[Any, ...]]:
+        rows = []
         names = dict(zip(self.models, self.experts, strict=True))
         for number, row in enumerate(self.matrices.itertuples()):
-            nothing = [None] * len(row.models)
-            columns = zip(
-                map(names.get, row.models),
-                row.tau,
-                row.changed,
-                row.coefficients or row.weight,  # without that of a refinement, which comes last
-                row.relative_size or nothing,
-                row.subspaces.stable_rank if row.subspaces else nothing,
-                [row.agreement.cosine[t][t] for t in range(len(nothing))]
-                if row.agreement else nothing,
-                strict=False,
-            )  # fmt: skip
-            for values in columns:
-                yield (number, row.tensor, row.label, row.layer, *values)
+            for t, model in enumerate(row.models):
+                cosines = pd.Series(row.agreement[t] if row.agreement else {t: None}, dtype=float)
+                rows.append({
+                    **{name: getattr(row, name) for name in ("tensor", "label", "layer")},
+                    "row": number,
+                    "expert": names[model],
+                    "tau": row.tau[t],
+                    "changed": row.changed[t],
+                    "weight": (row.coefficients or row.weight)[t],
+                    "stable_rank": row.subspaces.stable_rank[t] if row.subspaces else None,
+                    "own": cosines[t],
+                    "others": cosines.drop(t).mean(),
+                })  # fmt: skip
+        return pd.DataFrame(rows).astype({"tau": float, "weight": float, "stable_rank": float})
 
     @cached_property
     def norms(self) -> list[float]:
@@ -197,52 +172,177 @@ class Report:
     @property
     def relative_sizes(self) -> Values:
         """‖Δ_t‖/‖W0‖ over the whole model; None if nobody has read the base."""
-        base = math.hypot(*(record.base_norm or 0.0 for record in self.looked_at))
+        base = math.hypot(*(record.base_norm or 0.0 for record in self.records))
         return [norm / base if base else None for norm in self.norms]
-
-    @property
-    def unchanged(self) -> Values:
-        """Share of all entries that an expert left as they were; None if nobody looked."""
-        rows = [dict(zip(r.models, r.unchanged, strict=True)) for r in self.looked_at]
-        shares = pd.DataFrame(rows, columns=self.models, dtype=float)
-        entries = pd.Series([math.prod(r.shape) for r in self.looked_at], dtype=float)
-        whole = shares.notna().mul(entries, axis=0).sum()
-        return _quotient(shares.mul(entries, axis=0).sum().to_numpy(), whole.to_numpy())
 
     @cached_property
     def cosines(self) -> list[Values]:
         """Cosine of whole task vectors, T × T; None where one is zero, or nobody looked."""
         products = np.zeros((len(self.models), len(self.models)))
         for record in self.looked_at:
-            table = self._spread(record.models, record.cosine)
-            norms = self._spread(record.models, np.outer(record.norm, record.norm))
-            products += np.nan_to_num(table * norms)
-        squares = products.diagonal()
-        return _quotient(products, np.sqrt(np.outer(squares, squares)))
+            cosines = np.nan_to_num(np.array(record.cosine, dtype=float))
+            products += cosines * np.outer(record.norm, record.norm)
+        lengths = np.sqrt(products.diagonal())
+        with np.errstate(invalid="ignore"):
+            return _with_none(products / np.outer(lengths, lengths))
 
     def overlaps(self, side: str) -> list[Values]:
         """Return the mean overlap of leading subspaces, `inputs` or `outputs`, over matrices."""
-        rows = self.having("subspaces")
-        pairs = zip(rows.models, rows.subspaces, strict=True)
-        tables = [self._spread(models, getattr(spaces, side)) for models, spaces in pairs]
-        stack = np.array(tables).reshape(-1, len(self.models), len(self.models))
-        return _quotient(np.nansum(stack, axis=0), (~np.isnan(stack)).sum(axis=0))
+        matrices = [matrix for record in self.looked_at for matrix in record.matrices]
+        tables = [getattr(matrix.subspaces, side) for matrix in matrices if matrix.subspaces]
+        stack = np.array(tables, dtype=float).reshape(-1, len(self.models), len(self.models))
+        return _with_none(np.ma.masked_invalid(stack).mean(axis=0).filled(np.nan))
 
-    def _spread(self, models: Sequence[str], table: PairTable | np.ndarray) -> np.ndarray:
-        """Return a table over some experts at the places of all; NaN for what it does not know."""
-        places = [self.models.index(model) for model in models]
-        spread = np.full((len(self.models), len(self.models)), np.nan)
-        spread[np.ix_(places, places)] = np.array(table, dtype=float)
-        return spread
+    @property
+    def agreement(self) -> dict[str, dict[str, float | None]]:
+        """Mean cosines of estimates with measured covariances by kind of tensor.
 
-
-# The columns of `Report.shares` that differ between experts.
-_SHARES = (
-    "expert", "tau", "changed", "weight", "relative_size", "stable_rank", "agreement",
-)  # fmt: skip
+        Those of the `own` task and of the `others` (None without any); empty if nothing was
+        measured.
+        """
+        known = self.shares.dropna(subset="own")
+        means = known.groupby(known.tensor.map(without_numbers), sort=False)[["own", "others"]]
+        means = means.mean().astype(object)
+        return means.where(means.notna(), None).to_dict("index")
 
 
-def _quotient(above: np.ndarray, below: np.ndarray) -> Any:
-    """Return a quotient as lists, with None where the divisor is 0."""
-    quotient = np.divide(above, below, out=np.full(above.shape, np.nan), where=below > 0)
-    return np.where(np.isnan(quotient), None, quotient).tolist()
+def _with_none(values: np.ndarray) -> Any:
+    return np.where(np.isnan(values), None, values).tolist()
+
+
+def summarize(report: Report) -> dict[str, Any]:
+    """Return numbers, and the sentences that the page begins with: what `summary.json` holds."""
+    return {
+        "method": report.name,
+        "about": report.about,
+        "citations": report.citations,
+        "experts": report.models,
+        "tensors": len(report.records),
+        "matrices": dict(Counter(report.matrices.rule)),
+        "skipped": report.skipped,
+        "norm": report.norms,
+        "relative_size": report.relative_sizes,
+        "cosine": report.cosines,
+        "heterogeneous": sum(report.having("heterogeneous").heterogeneous),
+        "refined": sum(report.having("refined").refined),
+        "largest_ridge": max(report.having("ridge").ridge, default=None),
+        "largest_amplification": max(report.having("amplification").amplification, default=None),
+        "agreement": report.agreement,
+        "sentences": list(_sentences(report)),
+    }
+
+
+def _sentences(report: Report) -> Iterator[str]:
+    """Yield the summary, most important first."""
+    rules = Counter(report.matrices.rule).most_common()
+    parts = [f"{count} {report.rules.get(rule, rule)}" for rule, count in rules]
+    experts = _count(len(report.models), "expert")
+    yield f"{_count(len(report.records), 'tensor')} of {experts}: {_joined(parts)}."
+    if report.stands_in:
+        yield (
+            f"{report.title} is a method of mergekit, which tells nothing of its decisions: they "
+            f"are what {report.stands_in} would make of these experts with its defaults."
+        )
+    yield from _odd_experts(report)
+    yield from _pairs(report)
+    yield from _decisions(report)
+    if report.skipped:
+        names = listed(report.skipped)
+        yield f"{_count(len(report.skipped), 'tensor')} cannot be compared: {names}."
+    if report.agreement:
+        means = pd.DataFrame(report.agreement.values(), index=report.agreement).astype(float)
+        own, others = means.own, means.others.mean()
+        beside = "" if np.isnan(others) else f", and {others:.2f} with those of the other tasks"
+        yield (
+            f"Estimates ΔᵀΔ have a cosine of {own.mean():.2f} with the measured covariances of "
+            f"their own tasks{beside}; {own.max():.2f} in {own.idxmax()}, {own.min():.2f} in "
+            f"{own.idxmin()}."
+        )
+
+
+def _odd_experts(report: Report) -> Iterator[str]:
+    """Tell of experts that are the base, no fine-tune of it, weak, or changed few layers."""
+    strongest = max(report.norms)
+    for name, norm, size in zip(report.experts, report.norms, report.relative_sizes, strict=True):
+        if norm == 0:
+            yield f"{name} does not differ from the base at all: is it the right checkpoint?"
+        elif size is not None and size > FAR:
+            yield (
+                f"{name} is {size:.0%} of the base's size away from it: was it really fine-tuned "
+                "from this base?"
+            )
+        if 0 < norm < WEAK * strongest:
+            yield (
+                f"{name} has moved {strongest / norm:.0f} times less than the strongest expert; "
+                "what it learned is easily lost in a merge."
+            )
+    layers = report.shares.dropna(subset="layer")
+    squares = layers.pivot_table("tau", "layer", "expert", "sum").reindex(columns=report.experts)
+    for name, change in squares.fillna(0.0).items():
+        within = change.cumsum() / (change.sum() or 1.0)
+        first, last = (within.searchsorted(share) for share in ((1 - MOST) / 2, (1 + MOST) / 2))
+        if len(change) >= 3 and last < len(change) and last - first < FEW_LAYERS * len(change):
+            span = f"{squares.index[first]}–{squares.index[last]}"
+            yield f"{name} barely differs from the base outside layers {span}."
+    rounded = report.shares[(report.shares.tau > 0) & (report.shares.changed == 0)]
+    for name, count in rounded.groupby("expert").tensor.nunique().items():
+        yield (
+            f"{name} is left out of {_count(count, 'tensor')}, where it is the base, saved in "
+            "another precision."
+        )
+
+
+def _pairs(report: Report) -> Iterator[str]:
+    """Tell which experts are nearly the same or opposed; if none are, which are nearest."""
+    names, cosines = report.experts, report.cosines
+    pairs = [(a, b) for a in range(len(names)) for b in range(a)]
+    known = [(value, names[b], names[a]) for a, b in pairs if (value := cosines[a][b]) is not None]
+    for value, one, other in sorted(known, reverse=True):
+        if value > ALIKE:
+            yield (
+                f"{one} and {other} learned nearly the same (cosine {value:.2f}): together they "
+                "count double."
+            )
+        elif value < OPPOSED:
+            yield f"{one} and {other} pull in opposite directions (cosine {value:.2f})."
+    if known and OPPOSED <= max(known)[0] <= ALIKE:
+        value, one, other = max(known)
+        yield (
+            f"The most similar experts are {one} and {other}, with a cosine of {value:.2f} between "
+            "their task vectors."
+        )
+
+
+def _decisions(report: Report) -> Iterator[str]:
+    """Tell how many matrices are heterogeneous, and where the ridge should have been larger."""
+    solved = report.having("statistic")
+    if len(solved):
+        count = solved.heterogeneous.sum()
+        statistic = "γ" if solved.statistic.iloc[0] == "gamma" else "The variance of log τ"
+        yield (
+            f"{statistic} exceeds the threshold in {count} of {len(solved)} matrices."
+            if count
+            else f"{statistic} stays below the threshold in all {len(solved)} matrices: the "
+            "experts differ little in scale, and nothing is normalised or refined unless you ask "
+            "for it."
+        )
+    ridges = report.having("amplification").sort_values("amplification", ascending=False)
+    large = ridges[ridges.amplification > LARGE]
+    if len(large):
+        modules = [module for module, _ in Counter(map(module_of, large.tensor)).most_common()]
+        worst = large.head(3)
+        named = [f"{a:.3g} in {b}" for a, b in zip(worst.amplification, worst.label, strict=True)]
+        yield (
+            f"The merge is larger than what the experts hold in {len(large)} of {len(ridges)} "
+            f"matrices, of {listed(modules)}: ‖X‖² / Σ ‖Δ_t‖² is {_joined(named)}. A ridge that "
+            "is too small amplifies noise there; leave epsilon_scale out, or raise epsilon for "
+            "these tensors by a filter."
+        )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun if number == 1 else noun + 's'}"
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))

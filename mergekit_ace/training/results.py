@@ -25,7 +25,7 @@ from mergekit_ace.methods.architecture import lacks_embeddings
 from mergekit_ace.methods.coefficients import CoefficientFile, Contents
 from mergekit_ace.methods.lookup import METHODS_OF_BASES
 from mergekit_ace.naming import short_names
-from mergekit_ace.report.markdown import markdown_text
+from mergekit_ace.report.card import markdown_text
 from mergekit_ace.training.config import LanguageTask
 from mergekit_ace.training.family import Family
 from mergekit_ace.training.mapped_weights import stored_headers

@@ -20,6 +20,7 @@ from peft_models import (
     save_adapters,
     train_by_chance,
 )
+from safetensors.torch import load_file, save_file
 
 from mergekit_ace.cli import main
 
@@ -48,10 +49,16 @@ def lines_of(folder: Path) -> dict[str, dict]:
     return {line["tensor"]: line for line in lines}
 
 
-def in_full(config: dict, folder: Path) -> dict[str, dict]:
-    """Inspect the adapters merged into full models."""
+def compare_with_full_models(config: dict, folder: Path, base: str) -> None:
+    """Inspect adapters without a weight of the base, and merged into full models."""
     inspect(of_full_models(config, folder / "cache"), folder / "full")
-    return lines_of(folder / "full")
+    without_weights(base)
+    inspect(config, folder / "report")
+    expected, found = lines_of(folder / "full"), lines_of(folder / "report")
+    assert found.keys() == expected.keys()
+    for name, line in expected.items():
+        check_line(found[name], line)
+        assert "base_norm" not in found[name]
 
 
 def without_weights(base: str) -> None:
@@ -78,14 +85,12 @@ def check_line(found: dict, expected: dict) -> None:
         near(found.get(name), expected.get(name), f"{name} of {found['tensor']}")
     if "cosine" in expected:
         near(found["cosine"], expected["cosine"], "cosine")
-        for one, other in zip(found["histogram"], expected["histogram"], strict=True):
-            assert sum(one) == sum(other)
-            moved = sum(abs(a - b) for a, b in zip(one, other, strict=True))
-            assert moved <= 0.01 * sum(other) + 2
-    for part in ("subspaces", "spectrum"):
-        assert (part in found) == (part in expected), part
-        for name in expected.get(part, ()):
-            near(found[part][name], expected[part][name], name, 2e-3)
+    for one, other in zip(found.get("histogram", ()), expected.get("histogram", ()), strict=True):
+        moved = sum(abs(a - b) for a, b in zip(one, other, strict=True))
+        assert moved <= 0.01 * sum(other) + 2
+    assert ("subspaces" in found) == ("subspaces" in expected)
+    for name, value in expected.get("subspaces", {}).items():
+        near(found["subspaces"][name], value, name, 2e-3)
     pairs = zip(found.get("matrices", ()), expected.get("matrices", ()), strict=True)
     for one, other in pairs:
         check_line({"tensor": found["tensor"], **one}, {"tensor": found["tensor"], **other})
@@ -104,17 +109,8 @@ def test_lines_are_those_of_the_full_models(tmp_path, method, parameters):
     settings = {"target_modules": LINEAR, "r": 16, "lora_alpha": 4}
     some = {**settings, "target_modules": ["q_proj", "up_proj"]}
     paths = save_adapters(tmp_path, tiny_llama, settings, settings, some)
-    config = config_of(paths, method, **parameters)
-    expected = in_full(config, tmp_path)
-    without_weights(paths[0])
-    inspect(config, tmp_path / "report")
-    found = lines_of(tmp_path / "report")
-    assert found.keys() == expected.keys()
-    for name, line in expected.items():
-        check_line(found[name], line)
-        assert "base_norm" not in found[name]
-    page = (tmp_path / "report" / "report.html").read_text()
-    assert "adapter1" in page
+    compare_with_full_models(config_of(paths, method, **parameters), tmp_path, paths[0])
+    assert "adapter1" in (tmp_path / "report" / "report.html").read_text()
     assert (tmp_path / "report" / "summary.json").exists()
 
 
@@ -142,22 +138,13 @@ KINDS = {
 def test_every_kind_of_change(tmp_path, kind):
     build, options = KINDS[kind]
     paths = save_adapters(tmp_path, build, options, options)
-    config = config_of(paths, "ace_relative")
-    expected = in_full(config, tmp_path)
-    without_weights(paths[0])
-    inspect(config, tmp_path / "report")
-    found = lines_of(tmp_path / "report")
-    assert found.keys() == expected.keys()
-    for name, line in expected.items():
-        check_line(found[name], line)
+    compare_with_full_models(config_of(paths, "ace_relative"), tmp_path, paths[0])
 
 
 def test_directions_that_an_adapter_has_not_are_not_compared(tmp_path):
     """Two adapters of rank 2 with the same inputs share all of them."""
     settings = {"target_modules": ["q_proj"], "r": 2}
     paths = save_adapters(tmp_path, tiny_llama, settings, settings)
-    from safetensors.torch import load_file, save_file
-
     first, second = (Path(path, "adapter_model.safetensors") for path in paths[1:])
     inputs = {name: t for name, t in load_file(first).items() if "lora_A" in name}
     save_file({**load_file(second), **inputs}, second)
@@ -166,16 +153,6 @@ def test_directions_that_an_adapter_has_not_are_not_compared(tmp_path):
         assert line["subspaces"]["size"] == 2
         assert line["subspaces"]["inputs"][0][1] == pytest.approx(1)
         assert line["subspaces"]["outputs"][0][1] < 0.9
-        assert len(line["spectrum"]["before"]) == 2
-
-
-def test_another_alpha_is_another_inspection(tmp_path):
-    paths = save_adapters(tmp_path, tiny_llama, CASES["linear"][1])
-    inspect(config_of(paths, "ace"), tmp_path / "report")
-    file = Path(paths[1], "adapter_config.json")
-    file.write_text(json.dumps({**json.loads(file.read_text()), "lora_alpha": 64}))
-    said = inspect(config_of(paths, "ace"), tmp_path / "report", fails=True)
-    assert f"changed since then: files.{file}" in said
 
 
 def test_adapters_alone_and_what_is_held_whole(tmp_path):
@@ -196,8 +173,7 @@ def test_what_leaves_the_span_is_looked_at_in_full(tmp_path):
     train_by_chance(tiny_llama, Path(paths[2]), 3, **settings)
     said = inspect(config_of(paths, "ace"), tmp_path / "report", fails=True)
     assert "use_dora" in said
-    assert "With --lora-merge-cache DIR" in said
+    assert "with --lora-merge-cache DIR" in said
     cache = str(tmp_path / "cache")
-    said = inspect(config_of(paths, "ace"), tmp_path / "report", "--lora-merge-cache", cache)
-    assert "adapters are merged into full models first: " in said
+    inspect(config_of(paths, "ace"), tmp_path / "report", "--lora-merge-cache", cache)
     assert all(line["base_norm"] for line in lines_of(tmp_path / "report").values())

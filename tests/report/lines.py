@@ -11,7 +11,7 @@ from mergekit_ace.report.record import Report
 
 # What a line has only where a closed form was solved.
 OF_MATRICES = """gamma log_variance statistic threshold heterogeneous normalized refined epsilon
-    ridge amplification rank subspaces spectrum""".split()
+    ridge amplification rank subspaces""".split()
 
 
 def made_line(name: str | None, tau: list[float], **changes: Any) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def made_line(name: str | None, tau: list[float], **changes: Any) -> dict[str, A
         "unchanged": [0.0] * count,
         "cosine": identity,
         "unit": 0.1,
-        "histogram": [[0] * 25 + [100, 100] + [0] * 25] * count,
+        "histogram": [[0] * 24 + [100, 100] + [0] * 24] * count,
         "rule": "ace",
         "weight": [1.0] * count,
         "tau": tau,
@@ -52,23 +52,11 @@ def made_line(name: str | None, tau: list[float], **changes: Any) -> dict[str, A
             "inputs": identity,
             "outputs": identity,
         },
-        "spectrum": spectrum(1),
         **changes,
     }
     if line["rule"] == "mean":
         line = {key: value for key, value in line.items() if key not in OF_MATRICES}
     return line
-
-
-def spectrum(leading: int, *, refined: bool = False) -> dict[str, Any]:
-    return {
-        "leading": leading,
-        "before": [2.0] * leading,
-        "after": [3.0 if refined else 2.0] * leading,
-        "share_before": 0.4,
-        "share_after": 0.6 if refined else 0.4,
-        "alignment": [0.9] * leading if refined else None,
-    }
 
 
 def layers(count: int, tau: list[float], **changes: Any) -> list[dict[str, Any]]:
