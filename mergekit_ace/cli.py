@@ -368,7 +368,7 @@ def merge(config: Path, out: str, resume: bool, overwrite: bool, **given: Any) -
 def adapter(config: Path, out: Path, rank: int | None, overwrite: bool, **flags: Any) -> None:
     """Merge LoRA adapters into one, without weights of the base.
 
-    CONFIG is that of the merge of the full models, with experts as BASE+ADAPTER, or adapters alone.
+    CONFIG is that of the merge of the full models, with experts as BASE+ADAPTER.
     """
     from mergekit_ace.adapters.command import merge_adapters
 

@@ -1,137 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter written as PEFT, transformers and vLLM load it."""
+"""An adapter written as PEFT, transformers and vLLM load it, one tensor at a time."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from mergekit.common import ModelPath
 from peft import LoraConfig
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from mergekit_ace.adapters.read import (
-    Adapter,
-    Change,
-    possible_changes,
-    put_layers,
-)
+from mergekit_ace.adapters.read import Change, Shapes, possible_changes
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.files.saving import flush_to_disk, save_tensors, write_text
+from mergekit_ace.files.headers import DTYPE_NAMES
+from mergekit_ace.files.saving import flush_to_disk, write_text
 
-_NO_MODULES = "dummy-target-modules"  # PEFT's word for an adapter of saved modules alone
-Merged = Mapping[str, tuple[Change, LowRank | Tensor]]  # by `Change.name`
+WEIGHTS = "adapter_model.safetensors"
 
 
-def write_adapter(
-    folder: Path,
-    adapters: Sequence[Adapter],
-    merged: Iterable[tuple[Change, LowRank | Tensor]],
-    base: str,
-    dtype: torch.dtype,
-    revision: str | None = None,
-) -> None:
-    """Write an adapter into a folder, once everything that belongs to it is known.
+def result_config(
+    network: nn.Module, changes: Collection[Change], rank: int, base: ModelPath
+) -> LoraConfig:
+    """Return the config of an adapter of one rank, whose every factor counts as it is stored.
 
-    An adapter that was in the folder before stays until then; without `adapter_config.json`, which
-    comes last, the folder is none that anything loads.
+    Modules and parameters have short names where these are exact.
 
     Args:
-        folder: made if it is not there. What is no part of an adapter stays.
-        merged: what is changed: factors in the orientation of the stored tensor, to be added as
-            they are, or a saved tensor. A rank of 0 is written as a rank of 1 that is zero, as PEFT
-            knows no other.
-        base: the model that the result belongs to, as its config names it.
-
-    Raises:
-        ValueError: nothing is changed, or a tensor holds NaN, or more than the dtype can.
+        base: the model that the adapter belongs to.
     """
-    parts = {change.name: (change, _as_written(change, made, dtype)) for change, made in merged}
-    if not parts:
-        raise ValueError("the adapters change nothing that could be written")
-    config = _config(parts, adapters, base, revision)
-    tensors = _named(parts, adapters[0], config)
-    folder.mkdir(parents=True, exist_ok=True)
-    weights, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    staged = weights.with_suffix(".new")
-    save_tensors(staged, tensors, {"format": "pt"})
-    flush_to_disk(staged)
-    for path in (settings, folder / "adapter_model.bin"):
-        path.unlink(missing_ok=True)  # of an earlier result, which is whole until here
-    os.replace(staged, weights)
-    text = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=sorted)
-    write_text(settings, f"{text}\n", durable=True)
-
-
-def _as_written(change: Change, made: LowRank | Tensor, dtype: torch.dtype) -> LowRank | Tensor:
-    """Return what is merged, in the dtype of the file."""
-    if isinstance(made, Tensor):
-        return _stored(change, made, dtype)
-    left, right = _stored(change, made.left, dtype), _stored(change, made.right, dtype)
-    return LowRank(left, right, change.shape).padded(1)
-
-
-def _stored(change: Change, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    stored = tensor.to("cpu", dtype)
-    if not torch.isfinite(stored).all():
-        raise ValueError(
-            f"the merged {change.name} holds NaN, or numbers that {dtype} cannot; write the "
-            "adapter in bfloat16 or float32"
-        )
-    return stored
-
-
-def _named(parts: Merged, adapter: Adapter, config: LoraConfig) -> dict[str, Tensor]:
-    """Return tensors as PEFT stores them, by their names in its file."""
-    places, _ = possible_changes(put_layers(adapter.network, config))
-    tensors: dict[str, Tensor] = {}
-    for name, (_, made) in parts.items():
-        place = places[name]
-        whole = isinstance(made, Tensor)
-        stored = (made,) if whole else place.to_peft(made.padded(place.rank))
-        tensors |= {k: t.contiguous() for k, t in zip(place.tensors, stored, strict=True)}
-    return tensors
-
-
-def _config(
-    parts: Merged, adapters: Sequence[Adapter], base: str, revision: str | None
-) -> LoraConfig:
-    """Return the config of an adapter whose every factor counts as it is stored.
-
-    `r` is the largest rank, which vLLM takes for all. Parameters have it too: PEFT warns of a
-    `rank_pattern` for these, though it follows it. Modules have short names where these are exact.
-    """
-    network = adapters[0].network
-    changes = dict(parts.values())
-    products = {c: made.rank for c, made in changes.items() if isinstance(made, LowRank)}
-    modules = {c.module: rank for c, rank in products.items() if c.kind != "parameter"}
-    parameters = [change.name for change in products if change.kind == "parameter"]
-    rank = max(products.values(), default=1)
-    patterns = _rank_pattern(modules, rank)
-    targets: list[str] | str | None = None if parameters else _NO_MODULES
-    if modules:
-        names = [name for name, _ in network.named_modules()]
-        targets = _shortest(modules, names) or "|".join(map(re.escape, modules))
-    task_types = {adapter.config.task_type for adapter in adapters}
+    modules = dict(network.named_modules())
+    own = [change.name.rpartition(".")[0] for change in changes if not change.parameter]
+    parameters = [change.name for change in changes if change.parameter]
     config = LoraConfig(
         r=rank,
         lora_alpha=rank,
-        rank_pattern=patterns,
-        alpha_pattern=dict(patterns),
-        target_modules=targets,
-        modules_to_save=sorted({c.module for c in changes if c.kind == "saved"}) or None,
-        fan_in_fan_out=any(change.kind == "transposed" for change in changes),
-        task_type=task_types.pop() if len(task_types) == 1 else None,
-        base_model_name_or_path=base,
-        revision=revision,
+        target_modules=_shortest(own, modules) or "|".join(map(re.escape, own)) or None,
+        fan_in_fan_out=any(isinstance(modules[place], Conv1D) for place in own),
+        base_model_name_or_path=base.path,
+        revision=base.revision,
         inference_mode=True,
     )
     if parameters:
-        names = [name for name, _ in network.named_parameters()]
-        config.target_parameters = _shortest(parameters, names) or sorted(parameters)
+        known = [name for name, _ in network.named_parameters()]
+        config.target_parameters = _shortest(parameters, known) or sorted(parameters)
     return config
 
 
@@ -139,17 +56,83 @@ def _shortest(chosen: Collection[str], everything: Iterable[str]) -> list[str] |
     """Return the last parts of names where nothing but chosen names ends in them; else None."""
     ends = {name.rpartition(".")[2] for name in chosen}
     meant = {name for name in everything if name.rpartition(".")[2] in ends}
-    return sorted(ends) if meant == set(chosen) else None
+    return sorted(ends) if chosen and meant == set(chosen) else None
 
 
-def _rank_pattern(ranks: Mapping[str, int], common: int) -> dict[str, int]:
-    """Return the ranks that differ from `r`, by expressions that match no other module.
+def write_adapter(
+    folder: Path,
+    config: LoraConfig,
+    network: nn.Module,
+    changes: Collection[Change],
+    merged: Iterable[LowRank | None],
+    dtype: torch.dtype,
+) -> None:
+    """Write an adapter into a folder; an earlier one stays until all tensors are on the disk.
 
-    PEFT matches a key with the end of a name, in the order of the keys.
+    Without `adapter_config.json`, which comes last, the folder is none that anything loads.
+
+    Args:
+        folder: exists. What is no part of an adapter stays.
+        config: of the result, see `result_config`.
+        network: the base on the meta device.
+        changes: what `config` was made for.
+        merged: of each change, factors in the orientation of the stored tensor, of the config's
+            rank at most, to be added as they are; None for no change.
+
+    Raises:
+        ValueError: nothing is changed, or a tensor holds NaN, or more than the dtype can.
     """
-    pattern = {}
-    for rank in sorted(set(ranks.values()) - {common}):
-        names = [name for name, own in ranks.items() if own == rank]
-        whole = [f"^{re.escape(name)}" for name in names]
-        pattern.update(dict.fromkeys(_shortest(names, ranks) or whole, rank))
-    return pattern
+    known, shapes = possible_changes(network, config)
+    places = [known[change.name] for change in changes]
+    shapes = {name: shapes[name] for place in places for name in place.tensors}
+    staged = folder / f"{WEIGHTS}.partial"
+    staged.unlink(missing_ok=True)  # it may be a link
+    try:
+        with open(staged, "wb") as file:
+            file.write(_header(shapes, dtype))
+            for tensor in _as_stored(places, merged, shapes, dtype):
+                file.write(tensor.contiguous().view(torch.uint8).numpy())
+        flush_to_disk(staged)
+    except BaseException:
+        staged.unlink()
+        raise
+    for name in ("adapter_config.json", "adapter_model.bin"):
+        (folder / name).unlink(missing_ok=True)  # of an earlier result, which is whole until here
+    os.replace(staged, folder / WEIGHTS)
+    text = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=sorted)
+    write_text(folder / "adapter_config.json", f"{text}\n", durable=True)
+
+
+def _header(shapes: Shapes, dtype: torch.dtype) -> bytes:
+    """Return what a safetensors file of tensors, one after the other, begins with."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, shape in shapes.items():
+        end = start + math.prod(shape) * dtype.itemsize
+        place = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
+        header[name], start = place, end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _as_stored(
+    places: Sequence[Change], merged: Iterable[LowRank | None], shapes: Shapes, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """Yield the tensors of the file in the order of `shapes`."""
+    nothing = True
+    for place, delta in zip(places, merged, strict=True):
+        if delta is None:
+            yield from (torch.zeros(shapes[name], dtype=dtype) for name in place.tensors)
+            continue
+        nothing = False
+        for tensor in place.to_peft(delta.padded(place.rank)):
+            stored = tensor.to("cpu", dtype)
+            if not torch.isfinite(stored).all():
+                raise ValueError(
+                    f"the merged {place.name} holds NaN, or numbers that {dtype} cannot; write the "
+                    "adapter in bfloat16 or float32"
+                )
+            yield stored
+    if nothing:
+        raise ValueError("the adapters change nothing that could be written")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -65,84 +64,72 @@ class ScaledWeights(Mapping[str, Tensor]):
         return len(self._merged)
 
 
-@dataclass(frozen=True)
-class ChosenScale:
-    """The λ that was chosen, and how far the merge has gone with it and as it was, at most 1."""
+def share_gone(
+    model: PreTrainedModel, base: Weights, merged: Weights,
+    experts: Sequence[tuple[Weights, Sequence[Batch]]], device: torch.device,
+) -> Callable[[float], float]:  # fmt: skip
+    """Return the function of λ that tells how far the merge has gone, as a mean over experts.
 
-    scale: float
-    share: float
-    share_before: float
-
-    def __str__(self) -> str:
-        return (
-            f"The merge's change of the base was first multiplied by {self.scale:g}: that goes "
-            f"{self.share:.2f} of the way from the base to the experts on their texts, the merge "
-            f"as it was {self.share_before:.2f}."
-        )
-
-
-class ScaleSearch:
-    """The choice of λ, in float32, with one layer of a model in memory at a time.
+    All is computed in float32, with one layer of a model in memory at a time.
 
     Args:
         model: the architecture; its weights are not looked at.
-        experts: weights of each, and its texts in batches as `CausalLanguageModel.collate` makes
-            them.
-        progress: called whenever a model has read the texts of an expert.
+        experts: weights of each, and its texts as `CausalLanguageModel.collate` makes them.
     """
+    model = copy.deepcopy(model).float().eval()
+    wanted = []
+    for weights, batches in experts:
+        shaped = ScaledWeights(weights, merged, 0.0)  # with as many rows of embeddings
+        answers = _log_probabilities(model, shaped, batches, device)
+        wanted.append([(batch, one.half()) for batch, one in zip(batches, answers, strict=True)])
 
-    def __init__(
-        self, model: PreTrainedModel, base: Weights, merged: Weights,
-        experts: Sequence[tuple[Weights, Sequence[Batch]]], device: torch.device,
-        progress: Callable[[], object] = lambda: None,
-    ):  # fmt: skip
-        self.model = copy.deepcopy(model).float().eval()
-        self.base, self.merged, self.device, self.progress = base, merged, device, progress
-        self.wanted: list[list[tuple[Batch, Tensor]]] = []
-        for weights, batches in experts:
-            shaped = ScaledWeights(weights, merged, 0.0)  # with as many rows of embeddings
-            answers = [logits.half() for logits in self._log_probabilities(shaped, batches)]
-            self.wanted.append(list(zip(batches, answers, strict=True)))
-        self.from_base = self._divergences(0.0)
-
-    def choose(self) -> ChosenScale:
-        """Return the best λ: from 1 on, neighbours are tried as long as they are better."""
-        as_merged = best = SCALES.index(1.0)
-        shares = {best: self.share(1.0)}
-        for direction in (-1, 1):
-            while 0 <= (place := best + direction) < len(SCALES):
-                if place not in shares:
-                    shares[place] = self.share(SCALES[place])
-                if shares[place] <= shares[best]:
-                    break
-                best = place
-        return ChosenScale(SCALES[best], shares[best], shares[as_merged])
-
-    def share(self, scale: float) -> float:
-        """Return how far the merge with a λ has gone, as a mean over experts."""
-        pairs = zip(self._divergences(scale), self.from_base, strict=True)
-        return fmean(1.0 - now / max(whole, 1e-9) for now, whole in pairs)
-
-    def _divergences(self, scale: float) -> list[float]:
+    def divergences(scale: float) -> list[float]:
         """Return KL(expert ‖ merge with a λ) per token on the texts of each expert, in nats."""
-        weights = ScaledWeights(self.base, self.merged, scale)
-        found = []
-        for pairs in self.wanted:
+        weights, found = ScaledWeights(base, merged, scale), []
+        for pairs in wanted:
+            answers = _log_probabilities(model, weights, [batch for batch, _ in pairs], device)
             total = 0.0
-            read = self._log_probabilities(weights, [batch for batch, _ in pairs])
-            for merge, (_, expert) in zip(read, pairs, strict=True):
-                total += float((expert.float().exp() * (expert - merge)).sum())
-            found.append(total / sum(len(expert) for _, expert in pairs))
+            for now, (_, own) in zip(answers, pairs, strict=True):
+                total += float((own.float().exp() * (own - now)).sum())
+            found.append(total / sum(len(own) for _, own in pairs))
         return found
 
-    @torch.no_grad()
-    def _log_probabilities(self, weights: Weights, batches: Sequence[Batch]) -> Iterator[Tensor]:
-        """Yield a model's log p before the supervised tokens of each batch, (P, vocabulary)."""
-        attach_align_device_hook(self.model, self.device, offload=True, weights_map=weights)
-        try:
-            for batch in batches:
-                batch = send_to_device(batch, self.device)
-                yield CausalLanguageModel().logits(self.model, batch).log_softmax(dim=-1)
-        finally:
-            remove_hook_from_submodules(self.model)
-            self.progress()
+    of_base = divergences(0.0)
+
+    def share(scale: float) -> float:
+        pairs = zip(divergences(scale), of_base, strict=True)
+        return fmean(1.0 - now / max(whole, 1e-9) for now, whole in pairs)
+
+    return share
+
+
+@torch.no_grad()
+def _log_probabilities(
+    model: PreTrainedModel, weights: Weights, batches: Sequence[Batch], device: torch.device
+) -> Iterator[Tensor]:
+    """Yield a model's log p before the supervised tokens of each batch, (P, vocabulary)."""
+    attach_align_device_hook(model, device, offload=True, weights_map=weights)
+    try:
+        for batch in batches:
+            logits = CausalLanguageModel().logits(model, send_to_device(batch, device))
+            yield logits.log_softmax(dim=-1)
+    finally:
+        remove_hook_from_submodules(model)
+
+
+def best_scale(share: Callable[[float], float]) -> tuple[float, float, float]:
+    """Return the best λ, and how far the merge goes with it and as it was.
+
+    From 1 on, neighbours are tried as long as they are better.
+    """
+    best = SCALES.index(1.0)
+    before = most = share(1.0)
+    for direction in (-1, 1):
+        while 0 <= best + direction < len(SCALES):
+            further = share(SCALES[best + direction])
+            if further <= most:
+                break
+            best, most = best + direction, further
+        if most > before:
+            break
+    return SCALES[best], most, before

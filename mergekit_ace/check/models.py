@@ -18,8 +18,7 @@ from mergekit.tokenizer.truncate import TruncatedVocabulary
 from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoTokenizer
 
-from mergekit_ace.adapters.plan import read_adapters
-from mergekit_ace.adapters.read import OtherAdapterError
+from mergekit_ace.adapters.read import OtherAdapterError, read_adapters
 from mergekit_ace.files.headers import (
     DTYPES,
     FLOATING,
@@ -435,10 +434,7 @@ def check_adapters(
                 "merge by mergekit-ace merge",
             )
         try:
-            adapter = read_adapters([model])[model]
-            if adapter.without_effect:
-                yield Finding.warning("adapters", adapter.without_effect)
-            adapter.check_ties()
+            read_adapters([model])[model].check_ties()
         except (OtherAdapterError, ConfigError):  # only PEFT can tell whether it fits
             pass
         except DamagedFileError as error:

@@ -32,7 +32,7 @@ from mergekit.merge import (
 from mergekit.tokenizer import TokenizerInfo
 from torch import Tensor
 
-from mergekit_ace.adapters.plan import base_of
+from mergekit_ace.adapters.read import base_of
 from mergekit_ace.files.headers import read_file_header
 from mergekit_ace.files.model_files import (
     MORE_TEMPLATES,

@@ -17,8 +17,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_ace.adapters.merge import show_bases, use_adapters
-from mergekit_ace.adapters.plan import base_of, find_change, read_adapters
-from mergekit_ace.adapters.read import Adapter
+from mergekit_ace.adapters.read import Adapter, base_of, read_adapters
 from mergekit_ace.check.check import check_merge
 from mergekit_ace.check.loading import Treatment, treat_unplanned
 from mergekit_ace.files.models import Checkpoint, Checkpoints, checkpoint_of
@@ -130,7 +129,7 @@ def _check_places(model: ModelReference, adapter: Adapter) -> None:
     base, network = base_of(model), adapter.network
     stored = set(LoaderCache().get(base).index.tensor_paths)
     names = {*stored, *(f"{network.base_model_prefix}.{name}" for name in stored)}
-    held = {find_change(adapter, WeightInfo(name=name)) for name in names}
+    held = {adapter.find_change(WeightInfo(name=name)) for name in names}
     kind = network.config.model_type
     homeless = [
         name

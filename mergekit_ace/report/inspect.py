@@ -14,7 +14,7 @@ from mergekit.options import MergeOptions
 from pydantic_core import to_json
 from tqdm import tqdm
 
-from mergekit_ace.adapters.plan import names_adapters, plan_adapters
+from mergekit_ace.adapters.command import plan_adapters
 from mergekit_ace.algebra.inspection import evenly_spaced
 from mergekit_ace.check.models import check_dtypes, check_tensors
 from mergekit_ace.files.headers import DamagedFileError
@@ -68,7 +68,7 @@ def run_inspection(
     folder.mkdir(parents=True, exist_ok=True)
     merge, source = read_merge_config(config)
     adapters = None
-    if names_adapters(merge) and not options.lora_merge_cache:
+    if any(model.lora for model in merge.referenced_models()) and not options.lora_merge_cache:
         if covariances is not None:
             raise ReportError(f"--covariances compares full matrices; {IN_FULL}")
         try:

@@ -17,7 +17,8 @@ from mergekit.merge_methods.base import ParameterScope, TensorEntry, TensorGroup
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from torch import Tensor
 
-from mergekit_ace.adapters.plan import AdapterPlan, ChangedTensor
+from mergekit_ace.adapters.command import AdapterPlan, ChangedTensor
+from mergekit_ace.adapters.merge import read_products
 from mergekit_ace.algebra.inspection import (
     Comparison,
     add_subspaces,
@@ -134,7 +135,7 @@ def adapter_records(plan: AdapterPlan, selected: Sequence[PlannedTensor]) -> Ite
             changed = changes.get(planned.name)
             if header is None or header.dtype not in FLOATING:
                 yield _skipped(planned, "it holds no floating-point numbers")
-            elif changed and any(change.kind == "saved" for change in changed.known):
+            elif changed and any(change.whole for change in changed.changes.values()):
                 yield _skipped(planned, "an adapter holds it whole, and the base is not read")
             else:
                 yield _adapter_record(plan, planned, header.shape, changed)
@@ -155,7 +156,7 @@ def _adapter_record(
     settings = TensorSettings(planned.name, plan.base, experts, parameters, recorded=True)
     settings = method.complete(settings, len(shape))
     settings = replace(settings, layout=method.layout(settings, len(shape)))
-    deltas = [changed.product(model) if changed else None for model in experts]
+    deltas = read_products(experts, changed.changes if changed else {})
     with _explained(method, settings):
         if any(deltas):
             found = _measure_factors(deltas, method, settings)

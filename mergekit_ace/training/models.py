@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +20,7 @@ from huggingface_hub import snapshot_download
 from mergekit.common import ModelReference
 from torch import Tensor, nn
 
-from mergekit_ace.adapters.plan import read_adapters
-from mergekit_ace.adapters.read import OtherAdapterError
+from mergekit_ace.adapters.read import OtherAdapterError, read_adapters
 from mergekit_ace.check.loading import quiet_transformers
 from mergekit_ace.check.models import DEQUANTISE
 from mergekit_ace.files.checkpoints import (
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-LOG = logging.getLogger(__name__)
 SAME_MODEL = (
     "%s and %s are the same model as far as it is merged; list the base and every expert once, "
     "with all of its data"
@@ -149,10 +146,7 @@ def _with_adapter(reference: ModelReference, adapters: Path, trust_remote_code: 
         partial = adapters / "partial"
         shutil.rmtree(partial, ignore_errors=True)
         with suppress(OtherAdapterError, ConfigError):  # PEFT's merge does what the reader does not
-            adapter = read_adapters([reference])[reference]
-            if adapter.without_effect:
-                LOG.warning("%s", adapter.without_effect)
-            adapter.check_ties()
+            read_adapters([reference])[reference].check_ties()
         whole = reference.merged(str(partial), trust_remote_code, "float32")
         os.replace(whole.model.path, adapters / name)
     return str(adapters / name)

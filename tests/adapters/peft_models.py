@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +14,13 @@ import torch
 from checkpoints import tiny_llama
 from mergekit.common import ModelReference
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
     OPTConfig,
@@ -94,16 +95,11 @@ def gpt_oss() -> nn.Module:
     )
 
 
-def classifier() -> nn.Module:
-    config = LlamaConfig(**SMALL, num_labels=3, pad_token_id=0)
-    return LlamaForSequenceClassification(config)
+def _lora(targets: list[str] | str = (), **options) -> dict:
+    return {"target_modules": targets or [], "r": 4, "lora_alpha": 7, **options}
 
 
-def _lora(targets=(), r=4, **options) -> dict:
-    targets = list(targets) if not isinstance(targets, str) else targets
-    return {"target_modules": targets, "r": r, "lora_alpha": 7, **options}
-
-
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 # The model, and the options of the adapter.
 CASES = {
@@ -118,7 +114,6 @@ CASES = {
             alpha_pattern={r"^model\.layers\.0\.self_attn\.k_proj": 3, "v_proj": 11},
         ),
     ),
-    "some layers": (tiny_llama, _lora(["q_proj", "up_proj"], layers_to_transform=[1])),
     "transposed": (gpt2, _lora(["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)),
     "transposed and linear": (gpt2, _lora(["c_proj", "lm_head"])),
     "table": (tiny_llama, _lora(["embed_tokens", "lm_head", "q_proj"], use_rslora=True)),
@@ -126,10 +121,8 @@ CASES = {
     "second of the experts": (mixtral, _lora(target_parameters=EXPERTS[1:], r=2)),
     "transposed experts": (gpt_oss, _lora(target_parameters=EXPERTS)),
     "router": (mixtral, _lora(target_parameters=["gate.weight", *EXPERTS])),
-    "classifier": (classifier, _lora(["q_proj"], task_type="SEQ_CLS")),
     "saved": (tiny_llama, _lora(["q_proj"], modules_to_save=["lm_head", "norm", "embed_tokens"])),
     "saved and no longer tied": (tied_llama, _lora(["q_proj"], modules_to_save=["lm_head"])),
-    "saved block": (Nested, _lora(["my_proj"], modules_to_save=["block"])),
     "endings of names": (
         Nested,
         _lora(
@@ -195,17 +188,26 @@ def merged_by_peft(base: nn.Module, folder: Path) -> dict[str, Tensor]:
 def changed(adapter: Adapter, weights: dict) -> dict:
     """Weights with an adapter's changes, in float64."""
     after = {name: tensor.double() for name, tensor in weights.items()}
-    for name, change in adapter.changes.items():
-        if change.kind == "saved":
-            after[name] = adapter.full(name).double()
-        else:
-            after[name] = after[name] + adapter.low_rank(name).dense()
-    return after
+    return after | {name: one.apply(after[name]) for name, one in adapter.changes.items()}
 
 
 def largest_difference(one: dict, other: dict) -> float:
     assert one.keys() == other.keys()
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def edit_config(folder: str | Path, **values) -> None:
+    """Change the config of an adapter."""
+    path = Path(folder, "adapter_config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def edit_tensors(folder: str | Path, change: Callable[[dict], object] | dict[str, Tensor]) -> None:
+    """Change the tensors of an adapter, or add some."""
+    path = Path(folder, "adapter_model.safetensors")
+    tensors = load_file(path)
+    tensors.update(change) if isinstance(change, dict) else change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
 def save_adapters(folder: Path, build, *options: dict) -> list[str]:

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from peft_models import (
     CASES,
     EXPERTS,
+    LINEAR,
     config_of,
     gpt2,
     mixtral,
@@ -24,7 +25,6 @@ from safetensors.torch import load_file, save_file
 
 from mergekit_ace.cli import main
 
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SAME = (
     "tensor", "method", "decisions_of", "shape", "layout", "rule", "weight", "heterogeneous",
     "normalized", "refined", "statistic", "rank", "prior", "coefficients",
@@ -155,12 +155,10 @@ def test_directions_that_an_adapter_has_not_are_not_compared(tmp_path):
         assert line["subspaces"]["outputs"][0][1] < 0.9
 
 
-def test_adapters_alone_and_what_is_held_whole(tmp_path):
+def test_what_is_held_whole_is_not_looked_at(tmp_path):
     paths = save_adapters(tmp_path, tiny_llama, CASES["saved"][1], CASES["linear"][1])
     without_weights(paths[0])
-    config = {"merge_method": "task_arithmetic", "base_model": paths[0], "dtype": "float32"}
-    config["models"] = [{"model": path, "parameters": {"weight": 1}} for path in paths[1:]]
-    inspect(config, tmp_path / "report")
+    inspect(config_of(paths, "task_arithmetic", weight=1.0), tmp_path / "report")
     found = lines_of(tmp_path / "report")
     assert "holds it whole" in found["lm_head.weight"]["skipped"]
     assert found["model.layers.0.self_attn.q_proj.weight"]["decisions_of"] == "ace"

@@ -21,6 +21,7 @@ from peft import PeftModel
 from peft_models import (
     CASES,
     EXPERTS,
+    LINEAR,
     config_of,
     gpt2,
     mixtral,
@@ -39,7 +40,6 @@ from mergekit_ace.files.headers import DamagedFileError
 from mergekit_ace.merging.manifest import Manifest
 from mergekit_ace.training.models import local_folder
 
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SHARDS = ("--out-shard-size", "6K")
 
 
@@ -255,21 +255,3 @@ def test_tied_tensors_are_merged_on_an_untied_base(tmp_path, options):
     expected = PeftModel.from_pretrained(base, paths[1])(tokens).logits
     got = LlamaForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "scales", [{"lora_alpha": 0}, {"alpha_pattern": {"up_proj": 0}}], ids=["all", "some"]
-)
-def test_a_scale_of_zero_is_said(family, tmp_path, caplog, scales):
-    folder = tmp_path / "idle"
-    train_by_chance(tiny_llama, folder, target_modules=["q_proj", "up_proj"], **scales)
-    config = config_of([*family[:2], str(folder)], "ace")
-    count = 4 if "lora_alpha" in scales else 2
-    for name in ("merge", "adapter"):
-        caplog.clear()
-        said = command(config, tmp_path / name, name=name) + caplog.text
-        assert f"{folder / 'adapter_config.json'} has a `lora_alpha`" in said
-        assert f"leaves {count} of its 4 tensors as they are" in said
-    caplog.clear()
-    local_folder(f"{family[0]}+{folder}", tmp_path, False)  # for a training
-    assert f"leaves {count} of its 4 tensors as they are" in caplog.text

@@ -32,16 +32,18 @@ from mergekit_ace.cli import main
 from mergekit_ace.training.own_texts import write_own_texts
 
 
+def save(model, folder: Path, **options) -> str:
+    """Save a model with its tokenizer."""
+    model.save_pretrained(folder, **options)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture
 def config(tmp_path) -> dict:
     """A poor merge of two experts, in two files, and a text file for each of them."""
     base = tiny_llama()
-    models = {"merged": fine_tuned(base, 3, 0.02)}
-    models |= {f"expert{t}": fine_tuned(base, t, 0.05) for t in (1, 2)}
-    for name, model in models.items():
-        shard = {"max_shard_size": "6KB"} if name == "merged" else {}
-        model.bfloat16().save_pretrained(tmp_path / name, **shard)
-        tokenizer().save_pretrained(tmp_path / name)
+    save(fine_tuned(base, 3, 0.02).bfloat16(), tmp_path / "merged", max_shard_size="6KB")
     rng = random.Random(0)
     for name in ("expert1", "expert2", "keep"):
         rows = [{"text": sentence(rng, rng.randint(5, 30))} for _ in range(20)]
@@ -50,40 +52,49 @@ def config(tmp_path) -> dict:
     def data(name: str) -> dict:
         return {"path": str(tmp_path / f"{name}.jsonl"), "text": "text"}
 
-    experts = [{"model": str(tmp_path / n), "data": data(n)} for n in ("expert1", "expert2")]
+    experts = [
+        {
+            "model": save(fine_tuned(base, t, 0.05).bfloat16(), tmp_path / f"expert{t}"),
+            "data": data(f"expert{t}"),
+        }
+        for t in (1, 2)
+    ]
     return {"merged_model": str(tmp_path / "merged"), "models": experts, "keep": data("keep")}
 
 
-def models_of(config: dict) -> list[str]:
-    return [one["model"] for one in config["models"]]
-
-
-def calibrate(settings: dict, out: Path, *flags: str, config: Path | None = None) -> Result:
+def run(settings: dict, out: Path, *flags: str, config: Path | None = None) -> Result:
     path = config or out.with_suffix(".yml")
     path.write_text(yaml.safe_dump(settings))
     return CliRunner().invoke(main, ["calibrate", str(path), str(out), "--quiet", *flags])
 
 
-def test_a_checkpoint_comes_out(config, tmp_path):
-    out = tmp_path / "out"
-    Path(config["merged_model"], "merge_manifest.json").write_text("{}")
-    result = calibrate(config, out)
+def calibrated(settings: dict, out: Path, *flags: str) -> tuple[dict[str, torch.Tensor], str]:
+    """The weights that come out, and the model card."""
+    result = run(settings, out, *flags)
     assert result.exit_code == 0, result.output
-    merged = Path(config["merged_model"])
+    return state(LlamaForCausalLM, out)[1], (out / "README.md").read_text()
+
+
+def refused(settings: dict, out: Path, *words: str, flags: tuple[str, ...] = ()) -> None:
+    result = run(settings, out, *flags)
+    assert result.exit_code == 1
+    assert [word for word in words if word not in result.output] == [], result.output
+
+
+def test_a_checkpoint_comes_out(config, tmp_path):
+    merged, out = Path(config["merged_model"]), tmp_path / "out"
+    (merged / "merge_manifest.json").write_text("{}")
+    after, _ = calibrated(config, out)
     files = {path.name for path in merged.iterdir()} - {"merge_manifest.json"} | {"README.md"}
     assert {path.name for path in out.iterdir()} == files
     assert len(list(out.glob("*.safetensors"))) > 1
-    before, after = (state(LlamaForCausalLM, folder)[1] for folder in (merged, out))
-    for name, tensor in before.items():
+    for name, tensor in state(LlamaForCausalLM, merged)[1].items():
         assert torch.equal(tensor, after[name]) == ("_proj.weight" not in name), name
     assert not out.with_name("out.partial").exists()
-    again = calibrate(config, out)
-    assert again.exit_code == 1
-    assert "is not empty; give another folder, or --overwrite" in again.output
-    assert calibrate(config, out, "--overwrite").exit_code == 0
+    refused(config, out, "is not empty; give another folder, or --overwrite")
+    calibrated(config, out, "--overwrite")
     (out / "config.json").rename(out / "notes.txt")
-    other = calibrate(config, out, "--overwrite")
-    assert "holds something else than a model" in other.output
+    refused(config, out, "holds something else than a model", flags=("--overwrite",))
     assert (out / "notes.txt").exists()
 
 
@@ -97,29 +108,20 @@ def test_lambda_is_chosen_where_the_base_is_known(config, tmp_path):
         expert.save_pretrained(tmp_path / f"expert{place}")
     far = fine_tuned(base, 1, 0.0)
     for name, tensor in far.state_dict().items():
-        moved = sum(expert.state_dict()[name] - before[name] for expert in experts)
-        tensor += 2.5 * moved
-    far.save_pretrained(tmp_path / "far")
-    tokenizer().save_pretrained(tmp_path / "far")
-    config = {**config, "merged_model": str(tmp_path / "far")}
-    found = calibrate({**config, "base_model": str(tmp_path / "base")}, tmp_path / "out")
-    assert found.exit_code == 0, found.output
-    out = state(LlamaForCausalLM, tmp_path / "out")[1]
+        tensor += 2.5 * sum(expert.state_dict()[name] - before[name] for expert in experts)
+    config = {**config, "merged_model": save(far, tmp_path / "far")}
+    out, card = calibrated({**config, "base_model": str(tmp_path / "base")}, tmp_path / "out")
     name = "model.norm.weight"
     went = (out[name] - before[name]) / (far.state_dict()[name] - before[name])
     scale = float(went.mean())
     assert any(scale == pytest.approx(one, abs=1e-3) for one in (0.1, 0.15, 0.2, 0.3))
-    card = (tmp_path / "out" / "README.md").read_text()
     assert f"was first multiplied by {scale:.2g}: that goes " in card
-    wrong = calibrate({**config, "base_model": str(tmp_path / "none")}, tmp_path / "out2")
-    assert wrong.exit_code == 1
-    assert "none" in wrong.output
+    refused({**config, "base_model": str(tmp_path / "none")}, tmp_path / "out2", "none")
 
 
 def test_experts_weigh_as_much_as_what_should_stay(config, tmp_path):
     """The result is half of the way to the mathematics on all texts, in one batch each."""
-    assert calibrate(config, tmp_path / "out").exit_code == 0
-    words = tokenizer()
+    words, (found, _) = tokenizer(), calibrated(config, tmp_path / "out")
 
     def teacher(folder: str, data: dict, weight: float) -> SampleTeacher:
         lines = Path(data["path"]).read_text().splitlines()
@@ -131,7 +133,6 @@ def test_experts_weigh_as_much_as_what_should_stay(config, tmp_path):
     model, start = state(LlamaForCausalLM, config["merged_model"])
     teachers = [teacher(one["model"], one["data"], 0.5) for one in config["models"]]
     teachers.append(teacher(config["merged_model"], config["keep"], 1.0))
-    found = state(LlamaForCausalLM, tmp_path / "out")[1]
     for tensors in Calibration(model, torch.device("cpu")).layers(start, teachers):
         for name, tensor in tensors.items():
             halfway = (start[name] + tensor) / 2
@@ -144,24 +145,20 @@ def test_models_without_data_write_texts_of_their_own(config, tmp_path, based):
     tiny_llama().save_pretrained(tmp_path / "base")
     settings = {"merged_model": config["merged_model"]}
     settings |= {"base_model": str(tmp_path / "base")} if based else {}
-    data = {}
-    for name in (settings["base_model" if based else "merged_model"], *models_of(config)):
+    names, data = [one["model"] for one in config["models"]], {}
+    for name in (settings["base_model" if based else "merged_model"], *names):
         model = LlamaForCausalLM.from_pretrained(name, dtype="auto").eval()
         path = tmp_path / "texts" / f"{len(data)}.jsonl"
         data[name] = write_own_texts(model, tokenizer(), 64, path, quiet=True).model_dump()
     keep, *_ = data.values()
-    own = {"models": [{"model": name} for name in models_of(config)]}
-    given = {"models": [{"model": n, "data": data[n]} for n in models_of(config)], "keep": keep}
-    found, cards = [], []
-    for number, more in enumerate((own, given)):
-        out = tmp_path / f"out{number}"
-        result = calibrate({**settings, **more}, out)
-        assert result.exit_code == 0, result.output
-        found.append(state(LlamaForCausalLM, out)[1])
-        cards.append((out / "README.md").read_text())
-    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
-    assert [card.count("a model, which wrote them itself |") for card in cards] == [3, 0]
-    assert "| what should stay | 64 |" in cards[0]
+    own = {"models": [{"model": name} for name in names]}
+    given = {"models": [{"model": name, "data": data[name]} for name in names], "keep": keep}
+    found, card = calibrated({**settings, **own}, tmp_path / "own")
+    expected, other = calibrated({**settings, **given}, tmp_path / "given")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    marks = [text.count("a model, which wrote them itself |") for text in (card, other)]
+    assert marks == [3, 0]
+    assert "| what should stay | 64 |" in card
 
 
 def test_a_model_without_its_head_writes_nothing(config, tmp_path):
@@ -169,11 +166,10 @@ def test_a_model_without_its_head_writes_nothing(config, tmp_path):
     file = tmp_path / "expert1" / "model.safetensors"
     kept = {name: tensor for name, tensor in load_file(file).items() if "lm_head" not in name}
     save_file(kept, file, {"format": "pt"})
-    assert calibrate(config, tmp_path / "given").exit_code == 0
+    calibrated(config, tmp_path / "given")
     del config["models"][0]["data"]
-    result = calibrate(config, tmp_path / "own")
-    assert result.exit_code == 1
-    assert "lacks 1 parameters that task: causal-lm needs, such as lm_head" in result.output
+    lacks = "lacks 1 parameters that task: causal-lm needs, such as lm_head"
+    refused(config, tmp_path / "own", lacks)
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -186,46 +182,20 @@ def test_an_adapter_is_an_expert(config, tmp_path, alone):
     made = train_by_chance(tiny_llama, tmp_path / "adapter", **lora)
     whole = tiny_llama()
     whole.load_state_dict(made.merged)
-    for folder, model in (("base", made.base), ("whole", whole)):
-        model.save_pretrained(tmp_path / folder)
-        tokenizer().save_pretrained(tmp_path / folder)
-    settings = tmp_path / "adapter" / "adapter_config.json"
-    told = json.loads(settings.read_text()) | {"base_model_name_or_path": str(tmp_path / "base")}
-    settings.write_text(json.dumps(told))
-    adapter = str(tmp_path / "adapter")
-    first, *others = config["models"]
-    if alone:  # and writes texts of its own
-        first, others = {}, []
+    model = save(made.base, tmp_path / "base") + f"+{tmp_path / 'adapter'}"
+    first, *others = ({},) if alone else config["models"]  # alone, it writes texts of its own
     found = []
-    for expert in (str(tmp_path / "whole"), adapter if alone else f"{tmp_path}/base+{adapter}"):
-        out = tmp_path / f"out{len(found)}"
-        result = calibrate({**config, "models": [{**first, "model": expert}, *others]}, out)
-        assert result.exit_code == 0, result.output
-        found.append(state(LlamaForCausalLM, out)[1])
+    for expert in (save(whole, tmp_path / "whole"), model):
+        models = [{**first, "model": expert}, *others]
+        result, card = calibrated({**config, "models": models}, tmp_path / f"out{len(found)}")
+        found.append(result)
     start = state(LlamaForCausalLM, config["merged_model"])[1]
-    card = (out / "README.md").read_text()
     assert f"went {'all' if alone else '0.5'} of the way" in card
     assert f"| adapter | {64 if alone else 20} |" in card
     for key, tensor in found[0].items():
         moved = (tensor - start[key]) * (2 if alone else 1)
         assert (found[1][key] - start[key] - moved).norm() <= 0.05 * moved.norm(), key  # bfloat16
     assert any((found[1][key] != first).any() for key, first in start.items())
-
-
-def test_an_adapter_whose_base_is_elsewhere(config, tmp_path):
-    train_by_chance(tiny_llama, tmp_path / "adapter", target_modules=["q_proj"], r=2)
-    settings = tmp_path / "adapter" / "adapter_config.json"
-    plain = json.loads(settings.read_text())
-    model = {**config["models"][0], "model": str(tmp_path / "adapter")}
-    for base, message in (
-        (None, "does not say which model it belongs to"),
-        ("/gone/base", "there is no folder /gone/base"),
-    ):
-        settings.write_text(json.dumps({**plain, "base_model_name_or_path": base}))
-        result = calibrate({**config, "models": [model]}, tmp_path / "out")
-        assert result.exit_code == 1
-        assert message in result.output
-        assert f"write BASE+{tmp_path / 'adapter'}, with" in result.output
 
 
 def test_the_card_says_that_a_merge_was_calibrated(config, tmp_path, mergekit_yaml):
@@ -239,8 +209,7 @@ def test_the_card_says_that_a_merge_was_calibrated(config, tmp_path, mergekit_ya
     experts = [{"model": paths[1], "data": first},
                {"model": paths[2], "task": "medicine", "data": second}]  # fmt: skip
     out = tmp_path / "out"
-    assert calibrate({**config, "merged_model": str(merged), "models": experts}, out).exit_code == 0
-    text = (out / "README.md").read_text()
+    _, text = calibrated({**config, "merged_model": str(merged), "models": experts}, out)
     assert text.startswith((merged / "README.md").read_text())
     section = text[text.index("## Calibration") :]
     assert "The ridge was 1, " in section
@@ -255,65 +224,24 @@ def test_the_card_says_that_a_merge_was_calibrated(config, tmp_path, mergekit_ya
     assert again.count("## How this merge was made") == 1
 
 
-def test_mistakes_are_told(config, tmp_path):
-    def message(**changes) -> str:
-        result = calibrate({**config, **changes}, tmp_path / "wrong")
-        assert result.exit_code == 1, result.output
-        assert not list(tmp_path.glob("wrong*/")), "nothing is left behind"
-        return result.output
-
-    assert "data" in message(keep={"path": str(tmp_path / "none.jsonl"), "text": "text"})
-    wide = LlamaForCausalLM(tiny_llama(intermediate_size=40).config)
-    wide.save_pretrained(tmp_path / "wide")
-    tokenizer().save_pretrained(tmp_path / "wide")
-    first = {**config["models"][0], "model": str(tmp_path / "wide")}
-    told = message(models=[first])
-    assert "give the experts that were merged" in told
-    images = {"path": str(tmp_path / "keep.jsonl"), "image": "text"}
-    assert "keep needs a column text, prompt or messages" in message(keep=images)
-
-
-def test_what_is_read_is_neither_replaced_nor_dropped(config, tmp_path):
-    own = {**config["models"][0], "model": str(tmp_path / "old" / "expert1")}
-    shutil.copytree(tmp_path / "expert1", own["model"])
-    keep = {**config["keep"], "path": str(tmp_path / "expert2" / "keep.jsonl")}
-    shutil.copy(tmp_path / "keep.jsonl", keep["path"])
-    (tmp_path / "old" / "config.json").write_text("{}")
-    before = sorted(tmp_path.rglob("*"))
-    for out, changes in (
-        ("expert1", {}),
-        ("merged/calibrated", {}),  # the copy of the merge would hold itself
-        ("old", {"models": [own]}),
-        ("expert2", {"models": config["models"][:1], "keep": keep}),
+def test_mistakes_are_told(config, tmp_path, monkeypatch):
+    """Before a text is written, and nothing is left behind."""
+    monkeypatch.setattr(calibrate_module, "write_own_texts", None)
+    wide = save(LlamaForCausalLM(tiny_llama(intermediate_size=40).config), tmp_path / "wide")
+    gemma = save(Gemma2ForCausalLM(Gemma2Config(**LLAMA, head_dim=8)), tmp_path / "gemma")
+    window = MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=2))
+    first, lone = config["models"][0], tmp_path / "adapter"
+    train_by_chance(tiny_llama, lone, target_modules=["q_proj"], r=2)
+    for changes, message in (
+        ({"keep": {"path": str(tmp_path / "none.jsonl"), "text": "text"}}, "none.jsonl"),
+        ({"keep": {"path": str(tmp_path / "keep.jsonl"), "image": "text"}}, "keep needs the col"),
+        ({"models": [{**first, "model": wide}]}, "give the experts that were merged"),
+        ({"models": [{"model": str(lone)}]}, f"write BASE+{lone}"),
+        ({"merged_model": gemma, "models": [{"model": gemma}]}, "Gemma2ForCausalLM cannot be cal"),
+        ({"merged_model": save(window, tmp_path / "window")}, "add max_length: 2 to all data"),
     ):
-        result = calibrate(config | changes, tmp_path / out, "--overwrite", config=tmp_path / "yml")
-        assert result.exit_code == 1
-        assert "which is read, or lies in it; give another folder" in result.output
-    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "yml"])
-
-
-def test_a_folder_for_what_is_unfinished_is_not_shared(config, tmp_path):
-    """Neither with another run nor with a model that has its name."""
-    expert = tmp_path / "out.partial"
-    shutil.copytree(config["models"][0]["model"], expert)
-    with FileLock(tmp_path / "out.partial.lock"):
-        assert "another run is writing to" in calibrate(config, tmp_path / "out").output
-    config["models"][0]["model"] = str(expert)
-    result = calibrate(config, tmp_path / "out")
-    assert f"{expert} is or holds {expert}, which is read" in result.output
-    assert (expert / "model.safetensors").exists()
-
-
-def test_a_folder_behind_a_link(config, tmp_path, monkeypatch):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "out").symlink_to(tmp_path / "disk")
-    assert calibrate(config, tmp_path / "out").exit_code == 0
-    assert (tmp_path / "out").is_symlink()
-    assert (tmp_path / "disk" / "config.json").exists()
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    assert calibrate(config, Path(), config=tmp_path / "yml").exit_code == 0
-    assert (tmp_path / "here" / "config.json").exists()
+        refused(config | changes, tmp_path / "wrong", message)
+        assert not list(tmp_path.glob("wrong*/"))
 
 
 def test_tokens_without_an_embedding(config, tmp_path):
@@ -322,32 +250,40 @@ def test_tokens_without_an_embedding(config, tmp_path):
     for name in ("merged", "expert1", "expert2"):
         words.save_pretrained(tmp_path / name)
     write_rows(tmp_path / "expert2.jsonl", [{"text": "w1 w2 new"}] * 3)
-    result = calibrate(config, tmp_path / "out")
-    assert result.exit_code == 1
-    assert "expert2.jsonl: the tokenizer has the token number 40, but " in result.output
-    assert "merged has only 40 embeddings" in result.output
+    told = "expert2.jsonl: the tokenizer has the token number 40, but "
+    refused(config, tmp_path / "out", told, "merged has only 40 embeddings")
 
 
-def test_texts_longer_than_a_sliding_window_are_refused(config, tmp_path):
-    """A step sees all earlier tokens, which the attention of such a model does not."""
-    mistral = MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=2))
-    mistral.save_pretrained(tmp_path / "window")
-    tokenizer().save_pretrained(tmp_path / "window")
-    result = calibrate({**config, "merged_model": str(tmp_path / "window")}, tmp_path / "out")
-    assert result.exit_code == 1
-    assert "reaches back 2; add max_length: 2 to all data" in result.output
+def test_what_is_read_is_neither_replaced_nor_dropped(config, tmp_path):
+    own = {**config["models"][0], "model": str(tmp_path / "old" / "expert1")}
+    shutil.copytree(tmp_path / "expert1", own["model"])
+    keep = {**config["keep"], "path": str(tmp_path / "expert2" / "keep.jsonl")}
+    shutil.copy(tmp_path / "keep.jsonl", keep["path"])
+    (tmp_path / "old" / "config.json").write_text("{}")
+    shutil.copytree(tmp_path / "expert1", partial := tmp_path / "out.partial")
+    before = sorted(tmp_path.rglob("*"))
+    for out, changes in (
+        ("expert1", {}),
+        ("merged/calibrated", {}),  # the copy of the merge would hold itself
+        ("old", {"models": [own]}),
+        ("expert2", {"models": config["models"][:1], "keep": keep}),
+        ("out", {"models": [{**own, "model": str(partial)}]}),
+    ):
+        result = run(config | changes, tmp_path / out, "--overwrite", config=tmp_path / "yml")
+        assert result.exit_code == 1
+        assert "which is read, or lies in it; give another folder" in result.output
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "yml"])
+    with FileLock(tmp_path / "other.partial.lock"):
+        refused(config, tmp_path / "other", "another run is writing to")
 
 
-def test_models_that_are_not_like_llama_are_named_before_texts_are_written(
-    config, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(calibrate_module, "write_own_texts", None)
-    gemma = Gemma2ForCausalLM(Gemma2Config(**LLAMA, head_dim=8))
-    for name in ("merged", "expert1"):
-        shutil.rmtree(tmp_path / name)
-        gemma.save_pretrained(tmp_path / name)
-        tokenizer().save_pretrained(tmp_path / name)
-    models = [{"model": config["models"][0]["model"]}]
-    result = calibrate({"merged_model": config["merged_model"], "models": models}, tmp_path / "out")
-    assert result.exit_code == 1
-    assert "model.layers.0 of Gemma2ForCausalLM does not work as a decoder" in result.output
+def test_a_folder_behind_a_link(config, tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    calibrated(config, tmp_path / "out")
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "config.json").exists()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert run(config, Path(), config=tmp_path / "yml").exit_code == 0
+    assert (tmp_path / "here" / "config.json").exists()

@@ -9,18 +9,24 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from checkpoints import fine_tuned, tiny_llama
+from checkpoints import LLAMA, fine_tuned, tiny_llama
 from torch import Tensor
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
+from transformers import (
+    Gemma2ForCausalLM,
+    GPTNeoXForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 from mergekit_ace.calibration.layers import (
     RIDGE,
     WRITERS,
     Calibration,
     SampleTeacher,
-    ridge_factor,
-    solve_from,
-    summed_product,
+    decoder_steps,
+    minimisers,
 )
 from mergekit_ace.training.state import TrainingError
 
@@ -93,26 +99,9 @@ def watch(model: LlamaForCausalLM, ids: Tensor) -> dict[str, Watched]:
     return seen
 
 
-@pytest.mark.parametrize("ridge", [1e-3, 1.0])
-def test_the_closed_form_is_the_least_squares(rng, ridge):
-    draw = partial(torch.randn, generator=rng)
-    start = draw(5, 8)
-    rows = [(draw(40, 8), draw(40, 5), 0.3), (draw(30, 8), draw(30, 5), 0.7)]
-    gram = sum(w / len(x) * summed_product(x, x) for x, _, w in rows)
-    cross = sum(w / len(x) * summed_product(y, x) for x, y, w in rows)
-    found = solve_from(start, gram, cross, ridge_factor(gram, ridge))
-    assert torch.allclose(found, stacked_least_squares(rows, start, ridge), atol=1e-6)
-
-
-def test_products_of_many_rows_are_added_in_float64(rng):
-    rows = 1 + 1e-3 * torch.randn(20000, 2, generator=rng)
-    assert torch.allclose(summed_product(rows, rows), rows.double().mT @ rows.double(), rtol=1e-6)
-
-
 def test_inputs_that_are_zero_keep_the_start(rng):
-    start = torch.randn(3, 4, generator=rng)
-    nothing = torch.zeros(4, 4, dtype=torch.float64)
-    found = solve_from(start, nothing, torch.zeros(3, 4), ridge_factor(nothing, 1.0))
+    start, nothing = torch.randn(3, 4, generator=rng), torch.zeros(4, 4, dtype=torch.float64)
+    (found,) = minimisers([start], nothing, [torch.zeros(3, 4)])
     assert torch.equal(found, start.double())
 
 
@@ -153,16 +142,27 @@ def test_the_start_as_its_only_teacher_changes_nothing(family, rng):
         assert torch.allclose(found[name], tensor, atol=1e-5), name
 
 
-@pytest.mark.parametrize("kind", ["other layers", "attention that is causal by a mask only"])
-def test_models_of_another_kind_are_refused(kind):
-    base = tiny_llama()
-    if kind == "other layers":
-        config = GPTNeoXConfig(
-            vocab_size=base.config.vocab_size, hidden_size=base.config.hidden_size,
-            num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-        )  # fmt: skip
-        base.model.layers = GPTNeoXForCausalLM(config).gpt_neox.layers
-    else:
-        base.set_attn_implementation("eager")
-    with pytest.raises(TrainingError, match=r"model\.layers\.0 of LlamaForCausalLM"):
-        Calibration(base, CPU).check(base.state_dict())
+@pytest.mark.parametrize("build", [Gemma2ForCausalLM, GPTNeoXForCausalLM])
+def test_models_of_another_kind_are_refused(build):
+    with torch.device("meta"):
+        model = build(build.config_class())
+    with pytest.raises(TrainingError, match=f"{build.__name__} cannot be calibrated"):
+        Calibration(model, CPU)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "build", [LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM]
+)
+def test_steps_are_those_of_the_layer(build, rng):
+    """And no token sees later ones, whatever attention the model had."""
+    model = build(build.config_class(**LLAMA, head_dim=16))
+    model.set_attn_implementation("eager")
+    Calibration(model, CPU)
+    layer, hidden = model.model.layers[0], torch.randn(1, 12, 32, generator=rng)
+    for length in (12, 7):
+        rotary = model.model.rotary_emb(hidden, torch.arange(length)[None])
+        *_, (found, _) = decoder_steps(layer, hidden[:, :length], rotary)
+        mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+        whole = layer(hidden[:, :length], position_embeddings=rotary, attention_mask=mask)
+        torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-4)

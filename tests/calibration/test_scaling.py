@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from mergekit_ace.calibration.calibrate import comparison_batches
-from mergekit_ace.calibration.scaling import SCALES, ScaledWeights, ScaleSearch
+from mergekit_ace.calibration.scaling import SCALES, ScaledWeights, best_scale, share_gone
 
 CPU = torch.device("cpu")
 
@@ -76,17 +76,17 @@ def test_shares_are_those_of_whole_models(rng, tied):
         (stored[2]["model.embed_tokens.weight"], torch.ones(3, base.config.hidden_size))
     )
     stored[2]["model.embed_tokens.weight"] = more  # tokens that the merge has not
-    search = ScaleSearch(model, stored[0], stored[1], pairs, CPU)
+    gone = share_gone(model, stored[0], stored[1], pairs, CPU)
     expected = {
         scale: naive_share(base, merged, experts, batches, scale) for scale in (0.5, 1.0, 1.4)
     }
     for scale, share in expected.items():
-        assert search.share(scale) == pytest.approx(share, abs=2e-3)
-    chosen = search.choose()
+        assert gone(scale) == pytest.approx(share, abs=2e-3)
+    scale, share, before = best_scale(gone)
     curve = [naive_share(base, merged, experts, batches, scale) for scale in SCALES]
-    assert chosen.scale == SCALES[curve.index(max(curve))]
-    assert chosen.share == pytest.approx(max(curve), abs=2e-3)
-    assert chosen.share_before == pytest.approx(expected[1.0], abs=2e-3)
+    assert scale == SCALES[curve.index(max(curve))]
+    assert share == pytest.approx(max(curve), abs=2e-3)
+    assert before == pytest.approx(expected[1.0], abs=2e-3)
 
 
 def test_what_the_base_lacks_stays_as_merged():
