@@ -30,20 +30,28 @@ READING_FLAGS = """
 """.split()
 # Those for a merge in one process: `merge` refuses them, and says what to give instead.
 ONE_PROCESS_FLAGS = ("multi_gpu", "gpu_rich", "async_write", "write_threads")
-LORA_DTYPES = ("bfloat16", "float16", "float32", "float64")
-# Kinds of YAML files: the key that tells one, what it is called, and which commands take it.
+# Kinds of YAML files, and the key that tells each.
 KINDS = {
-    "merge": ("merge_method", "a merge config", "check, inspect, merge and adapter take"),
-    "distill": ("teacher", "a distill config", "distill takes"),
-    "calibrate": ("merged_model", "a calibrate config", "calibrate takes"),
-    "statistics": ("measure", "a statistics config", "statistics takes"),
-    "train": ("task", "a train config", "train and statistics take"),
-    "multi": ("", "a file of several merge configs", "mergekit-multi takes"),
+    "merge": "merge_method",
+    "distill": "teacher",
+    "calibrate": "merged_model",
+    "statistics": "measure",
+    "train": "task",
+}
+# Old spellings, which still work: they are left out of the command line, with this advice.
+OLD_SPELLINGS = {
+    "--resume": "merges go on anyway",
+    "--json": "no JSON is printed any more; the exit status tells",
+    "--out": "write OUT as the last argument",
+    "-o": "write OUT as the last argument",
 }
 
 
 class Command(click.Command):
-    """A command with an example in its help, and options in the groups of `mergekit-yaml`."""
+    """A command with an example in its help, and options in the groups of `mergekit-yaml`.
+
+    Errors of ours, of mergekit and of transformers are shown as one message, without a traceback.
+    """
 
     def __init__(self, *args: Any, example: str, flags: Collection[str] | None = (), **kwargs: Any):
         """Make a command.
@@ -56,24 +64,38 @@ class Command(click.Command):
         super().__init__(*args, context_settings=HELP, epilog=epilog, **kwargs)
         self._flags = flags
 
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        *own, help_option = super().get_params(ctx)
-        known = mergekit_flags() if self._flags != () else {}
-        names = known if self._flags is None else self._flags
-        return [*own, *(known[name] for name in names), help_option]
+    def make_context(self, info_name: Any, args: list[str], *rest: Any, **more: Any) -> Any:
+        if self._flags != ():
+            known = mergekit_flags()
+            self.params += [known[name] for name in (known if self._flags is None else self._flags)]
+            self._flags = ()
+        if {"--resume", "--overwrite"} <= {*args}:
+            raise click.UsageError("--resume keeps what --overwrite drops; give one of them")
+        for old in [arg for arg in args if arg in OLD_SPELLINGS]:
+            args.remove(old)
+            click.echo(f"{old} will be gone in the next version: {OLD_SPELLINGS[old]}", err=True)
+        with failures():
+            return super().make_context(info_name, args, *rest, **more)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from mergekit.options import OPTION_CATEGORIES
+        from mergekit.options import PrettyPrintHelp
 
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None and record[1]:  # arguments have no text
-                title = OPTION_CATEGORIES.get(parameter.name or "", "Options")
-                groups.setdefault(title, []).append(record)
-        for title, records in groups.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
+        PrettyPrintHelp.format_options(self, ctx, formatter)  # type: ignore
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with failures():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def failures() -> Iterator[None]:
+    """Show errors as one message, without a traceback: mergekit's own as well as ours."""
+    try:
+        yield
+    except (click.exceptions.Exit, click.Abort):
+        raise
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
+        raise click.ClickException(str(error)) from error
 
 
 class CommandGroup(click.Group):
@@ -90,30 +112,26 @@ class ConfigFile(click.Path):
         self._kinds = kinds
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        import yaml
+
         path = super().convert(value, param, ctx)
-        found = kind_of_config(Path(value))
-        if found and found not in self._kinds:
-            (_, what, taken), (key, wanted, _) = KINDS[found], KINDS[self._kinds[0]]
-            command = ctx.info_name if ctx else "this command"
+        try:
+            documents = [one for one in yaml.safe_load_all(path.read_text("utf-8")) if one]
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            return path  # the command says what is wrong
+        if not documents or not all(isinstance(one, dict) for one in documents):
+            return path
+        found = next((kind for kind, key in KINDS.items() if key in documents[0]), None)
+        what = f"a {found} config"
+        if len(documents) > 1:
+            found, what = "", "a file of several merge configs, which mergekit-multi takes"
+        if found is not None and found not in self._kinds:
+            command, wanted = ctx.info_name if ctx else "this command", self._kinds[0]
             raise click.ClickException(
-                f"{path} is {what}, which {taken}; {command} takes {wanted}, with a line `{key}:`"
+                f"{path} is {what}; {command} takes a {wanted} config, with a line "
+                f"`{KINDS[wanted]}:`"
             )
         return path
-
-
-def kind_of_config(path: Path) -> str | None:
-    """Return which of `KINDS` a YAML file is; None where that cannot be told."""
-    import yaml
-
-    try:
-        documents = [part for part in yaml.safe_load_all(path.read_text("utf-8")) if part]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return None  # the command says what is wrong
-    if not documents or not all(isinstance(part, dict) for part in documents):
-        return None
-    if len(documents) > 1:
-        return "multi" if any("merge_method" in part for part in documents) else None
-    return next((kind for kind, (key, *_) in KINDS.items() if key in documents[0]), None)
 
 
 class ShardSize(click.ParamType):
@@ -133,6 +151,12 @@ class ShardSize(click.ParamType):
         return int(match[1]) * 1000 ** " KMB".index(match[2].upper() or " ")
 
 
+# What several commands share.
+MERGE_CONFIG = click.argument("config", type=ConfigFile("merge"))
+OUT = click.argument("out", type=FOLDER)
+QUIET = click.option("--quiet", is_flag=True, help="No progress bars.")
+
+
 @lru_cache(maxsize=1)
 def mergekit_flags() -> dict[str, click.Option]:
     """Return the options of `mergekit-yaml` by name."""
@@ -142,6 +166,8 @@ def mergekit_flags() -> dict[str, click.Option]:
     options = {str(one.name): one for one in command.params if isinstance(one, click.Option)}
     options["out_shard_size"].type = ShardSize()
     options["out_shard_size"].help = "Bytes of a file of the result, such as 2B for 2 GB"
+    dtypes = ("bfloat16", "float16", "float32", "float64")
+    options["lora_merge_dtype"].type = click.Choice(dtypes)
     for name in ONE_PROCESS_FLAGS:
         options[name].hidden = True
     return options
@@ -150,11 +176,8 @@ def mergekit_flags() -> dict[str, click.Option]:
 def take_options(values: dict[str, Any], *, here: bool = True, **others: Any) -> MergeOptions:
     """Return mergekit's options from the values of a command line, and remove them from there.
 
-    Args:
-        here: whether this process computes.
-
     Raises:
-        ValueError: it cannot compute on the device that is asked for, or a dtype is misspelt.
+        ValueError: this process is to compute (`here`), and cannot do so on the device asked for.
     """
     from mergekit.options import MergeOptions
 
@@ -162,23 +185,9 @@ def take_options(values: dict[str, Any], *, here: bool = True, **others: Any) ->
 
     names = values.keys() & MergeOptions.model_fields.keys()
     options = MergeOptions(**{name: values.pop(name) for name in names}, **others)
-    dtype = options.lora_merge_dtype
-    if dtype is not None and dtype.removeprefix("torch.") not in LORA_DTYPES:
-        raise ValueError(f"--lora-merge-dtype is {dtype!r}; allowed: {', '.join(LORA_DTYPES)}")
     if here:
         check_device(options.device or "cpu")
     return options
-
-
-def old_spelling(advice: str) -> Callable[..., Any]:
-    """Return a callback for an option that works for this version: it says what replaces it."""
-
-    def tell(ctx: click.Context, option: click.Parameter, value: Any) -> Any:
-        if value:
-            click.echo(f"{option.opts[-1]} will be gone in the next version: {advice}", err=True)
-        return value
-
-    return tell
 
 
 def use_device(ctx: click.Context, option: click.Parameter, value: str | None) -> None:
@@ -194,8 +203,7 @@ def use_device(ctx: click.Context, option: click.Parameter, value: str | None) -
         os.environ["CUDA_VISIBLE_DEVICES"] = cards.get(int(number), "")
     from mergekit_ace.methods.base import check_device
 
-    with failures():
-        check_device(kind)
+    check_device(kind)
 
 
 def run_options(*kinds: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -204,27 +212,17 @@ def run_options(*kinds: str) -> Callable[[Callable[..., None]], Callable[..., No
     Args:
         kinds: of configs that it takes, see `KINDS`.
     """
+    seen: dict[str, Any] = {"callback": use_device, "expose_value": False}
+    text = "Compute on this device; without, on a GPU where there is one."
+    trust = "Run code that models bring along (danger)."
     added = (
         click.argument("config", type=ConfigFile(*kinds)),
-        click.argument("out", type=FOLDER),
+        OUT,
         click.option("--overwrite", is_flag=True, help="Drop what another run has left in OUT."),
-        click.option("--quiet", is_flag=True, help="No progress bars."),
-        click.option(
-            "--device",
-            callback=use_device,
-            expose_value=False,
-            help="Compute on this device; without, on a GPU where there is one.",
-        ),
-        click.option(
-            "--cuda",
-            flag_value="cuda",
-            callback=use_device,
-            expose_value=False,
-            help="The same as --device cuda.",
-        ),
-        click.option(
-            "--trust-remote-code", is_flag=True, help="Run code that models bring along (danger)."
-        ),
+        QUIET,
+        click.option("--device", help=text, **seen),
+        click.option("--cuda", flag_value="cuda", help="The same as --device cuda.", **seen),
+        click.option("--trust-remote-code", is_flag=True, help=trust),
     )
 
     def add(command: Callable[..., None]) -> Callable[..., None]:
@@ -256,8 +254,7 @@ def train(config: Path, out: Path, **given: Any) -> None:
     from mergekit_ace.training.config import TrainConfig
     from mergekit_ace.training.train import run_training
 
-    with failures():
-        run_training(read_config(config, TrainConfig, given), out, **given)
+    run_training(read_config(config, TrainConfig, given), out, **given)
 
 
 @main.command(example="statistics stats.yml stats/")
@@ -271,8 +268,7 @@ def statistics(config: Path, out: Path, **given: Any) -> None:
     """
     from mergekit_ace.training.statistics import StatisticsConfig, measure_statistics
 
-    with failures():
-        click.echo(measure_statistics(read_config(config, StatisticsConfig, given), out, **given))
+    click.echo(measure_statistics(read_config(config, StatisticsConfig, given), out, **given))
 
 
 @main.command(example="distill distill.yml expert/")
@@ -286,8 +282,7 @@ def distill(config: Path, out: Path, **given: Any) -> None:
     from mergekit_ace.training.config import DistillConfig
     from mergekit_ace.training.distill import run_distillation
 
-    with failures():
-        run_distillation(read_config(config, DistillConfig, given), out, **given)
+    run_distillation(read_config(config, DistillConfig, given), out, **given)
 
 
 @main.command("calibrate", example="calibrate calibrate.yml calibrated/")
@@ -300,16 +295,14 @@ def calibrate_merge(config: Path, out: Path, **given: Any) -> None:
     """
     from mergekit_ace.calibration.calibrate import CalibrateConfig, run_calibration
 
-    with failures():
-        run_calibration(read_config(config, CalibrateConfig, given), out, **given)
+    run_calibration(read_config(config, CalibrateConfig, given), out, **given)
     if not given["quiet"]:
         click.echo(f"{out} holds the calibrated merge.")
 
 
 @main.command(example="merge ace.yml out/ --workers 2", flags=None)
-@click.argument("config", type=ConfigFile("merge"))
-@click.argument("out", type=click.Path(file_okay=False))
-@click.option("--resume", is_flag=True, hidden=True, callback=old_spelling("merges go on anyway"))
+@MERGE_CONFIG
+@OUT
 @click.option("--overwrite", is_flag=True, help="Drop whatever merge or model is in OUT.")
 @click.option(
     "--workers",
@@ -321,10 +314,6 @@ def calibrate_merge(config: Path, out: Path, **given: Any) -> None:
 @click.option("--ray", metavar="ADDRESS", help="Use a Ray cluster; auto: the one at hand.")
 @click.option("--gpus-per-worker", type=click.FloatRange(min=0), help="1 with --cuda, else 0.")
 @click.option(
-    "--json", is_flag=True, hidden=True, expose_value=False,
-    callback=old_spelling("no events are printed any more; the exit status tells"),
-)  # fmt: skip
-@click.option(
     "--unplanned",
     type=click.Choice(["base", "merge", "error"]),
     default="error",
@@ -333,7 +322,7 @@ def calibrate_merge(config: Path, out: Path, **given: Any) -> None:
 )
 @click.option("--no-check", is_flag=True, help="Merge in spite of what `check` would say.")
 @click.option("--try", "prompt", metavar="PROMPT", help="Let base and result continue a text.")
-def merge(config: Path, out: str, resume: bool, overwrite: bool, **given: Any) -> None:
+def merge(config: Path, out: Path, overwrite: bool, **given: Any) -> None:
     """Merge as `mergekit-yaml` does, but restartable, in parallel.
 
     A merge that was interrupted goes on when the same command is given again; what is finished is
@@ -344,22 +333,18 @@ def merge(config: Path, out: str, resume: bool, overwrite: bool, **given: Any) -
     from mergekit_ace.merging.run import run_shards
     from mergekit_ace.merging.workers import WorkerOptions
 
-    if resume and overwrite:
-        raise click.UsageError("--resume keeps what --overwrite drops; give one of them")
-    with failures():
-        pool = WorkerOptions(given["workers"], given["ray"], given["gpus_per_worker"])
-        options = take_options(given, here=pool.workers == 1 and pool.ray is None)
-        options.apply_global_options()
-        strict, unplanned, prompt = not given["no_check"], given["unplanned"], given["prompt"]
-        checks = MergeChecks(strict=strict, unplanned=unplanned, prompt=prompt)
-        run_shards(config, out, options, pool, overwrite=overwrite, checks=checks)
+    pool = WorkerOptions(given["workers"], given["ray"], given["gpus_per_worker"])
+    checks = MergeChecks(not given["no_check"], given["unplanned"], given["prompt"])
+    options = take_options(given, here=pool.workers == 1 and pool.ray is None)
+    options.apply_global_options()
+    run_shards(config, str(out), options, pool, overwrite=overwrite, checks=checks)
 
 
 @main.command(
     example="adapter adapters.yml merged/",
     flags=("cuda", "device", "trust_remote_code", "quiet"),
 )
-@click.argument("config", type=ConfigFile("merge"))
+@MERGE_CONFIG
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--rank", type=click.IntRange(min=1), help="Highest rank of a module; says what is cut off."
@@ -372,54 +357,40 @@ def adapter(config: Path, out: Path, rank: int | None, overwrite: bool, **flags:
     """
     from mergekit_ace.adapters.command import merge_adapters
 
-    with failures():
-        options = take_options(flags)
-        options.apply_global_options()
-        merge_adapters(config, out, options, rank=rank, overwrite=overwrite)
+    options = take_options(flags)
+    options.apply_global_options()
+    merge_adapters(config, out, options, rank=rank, overwrite=overwrite)
 
 
 @main.command(example="check ace.yml out/", flags=READING_FLAGS)
-@click.argument("config", type=ConfigFile("merge"))
+@MERGE_CONFIG
 @click.argument("out", type=FOLDER, required=False)
-@click.option(
-    "--out",
-    "old_out",
-    type=FOLDER,
-    hidden=True,
-    callback=old_spelling("write `check CONFIG OUT`"),
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def check(
-    config: Path, out: Path | None, old_out: Path | None, as_json: bool, **flags: Any
-) -> None:
+def check(config: Path, out: Path | None, **flags: Any) -> None:
     """Check a merge before it starts.
 
     The exit status is 1 if something is wrong. CONFIG is that of the merge; OUT is where its result
     is to go, whose disk is looked at. Only configs, tokenizers, the headers of files and a few
     matrices are read.
     """
-    import json
+    from mergekit_ace.check.check import check_merge
 
-    from mergekit_ace.check.check import check_merge, result_text
-
-    with failures():
-        result = check_merge(config, take_options(flags, quiet=True), out or old_out)
-    click.echo(json.dumps(result.as_json(), indent=1) if as_json else result_text(result))
+    result = check_merge(config, take_options(flags, quiet=True), out)
+    click.echo(result.text)
     if not result.ok:
         raise SystemExit(1)
 
 
 @main.command(example="inspect ace.yml inspected/", flags=READING_FLAGS)
-@click.argument("config", type=ConfigFile("merge"))
-@click.argument("out", type=FOLDER)
+@MERGE_CONFIG
+@OUT
 @click.option("--tensors", multiple=True, metavar="PART", help="Only names that contain it.")
 @click.option("--sample", type=click.IntRange(min=1), help="At most so many, over all depths.")
 @click.option(
     "--covariances", metavar="STATISTICS", help="Compare the estimates with what was measured."
 )
 @click.option("--overwrite", is_flag=True, help="Drop another inspection in OUT.")
-@click.option("--quiet", is_flag=True, help="No progress bar.")
-def inspect(config: Path, out: Path, **given: Any) -> None:
+@QUIET
+def inspect(config: Path, out: Path, quiet: bool, **given: Any) -> None:
     """Measure all task vectors of a merge, without merging.
 
     OUT gets the report and its page, report.html. CONFIG is that of the merge. LoRA adapters are
@@ -427,24 +398,13 @@ def inspect(config: Path, out: Path, **given: Any) -> None:
     """
     from mergekit_ace.report.inspect import run_inspection
 
-    with failures():
-        quiet = given.pop("quiet")
-        options = take_options(given, quiet=True)
-        run_inspection(config, out, options, quiet=quiet, **given)
+    run_inspection(config, out, take_options(given, quiet=True), quiet=quiet, **given)
 
 
 @main.command(example="report lines.jsonl page.html")
 @click.argument("lines", type=FILE)
-@click.argument("out", type=click.Path(dir_okay=False, path_type=Path), required=False)
-@click.option(
-    "-o",
-    "--out",
-    "old_out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    hidden=True,
-    callback=old_spelling("write `report LINES OUT`"),
-)
-def report(lines: Path, out: Path | None, old_out: Path | None) -> None:
+@click.argument("out", type=click.Path(dir_okay=False, path_type=Path), default="report.html")
+def report(lines: Path, out: Path) -> None:
     """Turn the report of a merge into a page.
 
     LINES is the file under `report:` of the merge, or report.jsonl of `inspect`. OUT is the page,
@@ -452,8 +412,7 @@ def report(lines: Path, out: Path | None, old_out: Path | None) -> None:
     """
     from mergekit_ace.report.page import show_report
 
-    with failures():
-        show_report(lines, out or old_out or Path("report.html"))
+    show_report(lines, out)
 
 
 @main.command(example="card out/ --report lines.jsonl")
@@ -466,7 +425,7 @@ def report(lines: Path, out: Path | None, old_out: Path | None) -> None:
     help="The file under `report:` of the merge, or report.jsonl of `inspect`.",
 )
 @click.option("--seed", type=int, help="What --random-seed was for mergekit-yaml.")
-@click.option("--quiet", is_flag=True, help="No progress bar.")
+@QUIET
 def card(out: Path, lines: Path | None, seed: int | None, quiet: bool) -> None:
     """Add the files that mergekit-yaml leaves out.
 
@@ -476,8 +435,7 @@ def card(out: Path, lines: Path | None, seed: int | None, quiet: bool) -> None:
     """
     from mergekit_ace.report.card import update_card
 
-    with failures():
-        update_card(out, lines, seed=seed, quiet=quiet)
+    update_card(out, lines, seed=seed, quiet=quiet)
 
 
 @main.command(example="methods ace")
@@ -490,20 +448,8 @@ def methods(name: str | None, markdown: bool) -> None:
     """
     from mergekit_ace.methods.reference import find_methods, reference_markdown, reference_text
 
-    with failures():
-        found = find_methods(name)
-        click.echo(
-            reference_markdown(found) if markdown else reference_text(found), nl=not markdown
-        )
-
-
-@contextmanager
-def failures() -> Iterator[None]:
-    """Show errors as one message, without a traceback: mergekit's own as well as ours."""
-    try:
-        yield
-    except (ValueError, RuntimeError, OSError, ImportError) as error:
-        raise click.ClickException(str(error)) from error
+    found = find_methods(name)
+    click.echo(reference_markdown(found) if markdown else reference_text(found), nl=not markdown)
 
 
 def read_config(path: Path, model: type[M], given: dict[str, Any]) -> M:
@@ -515,19 +461,16 @@ def read_config(path: Path, model: type[M], given: dict[str, Any]) -> M:
     Raises:
         click.ClickException: the file is no YAML, or says something that `model` does not allow.
     """
-    from mergekit_ace.merge_config import repeated_keys
     from mergekit_ace.planning import explain_validation, read_yaml
 
-    with failures():
-        content, source = read_yaml(path)
-    for finding in repeated_keys(source):
-        raise click.ClickException(f"{path}: {finding.message}; {finding.remedy}")
+    content, _ = read_yaml(path)
     trusted = given.pop("trust_remote_code")
-    if isinstance(content, dict) and content.get("trust_remote_code"):
-        advice = "will be gone in the next version: give --trust-remote-code"
-        click.echo(f"trust_remote_code in {path} {advice}", err=True)
-    elif isinstance(content, dict) and trusted:
-        content["trust_remote_code"] = True
+    if isinstance(content, dict):
+        if "trust_remote_code" in content:
+            raise click.ClickException(
+                f"{path}: trust_remote_code is no setting; give --trust-remote-code"
+            )
+        content |= {"trust_remote_code": True} if trusted else {}
     try:
         return model.model_validate(content)
     except ValidationError as error:

@@ -30,7 +30,6 @@ from mergekit.graph import Executor
 from mergekit.io.tasks import GatherTensors, LoaderCache, SaveTensor, TensorWriterTask
 from mergekit.merge import _model_out_config
 from mergekit.merge_methods import MergeMethod
-from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from mergekit.tokenizer import BuildTokenizer
@@ -39,62 +38,172 @@ from transformers import PretrainedConfig
 
 from mergekit_ace.algebra.task_vectors import FixedLayout
 from mergekit_ace.files.checkpoints import check_reference, find_on_hub
-from mergekit_ace.files.headers import DTYPES, FLOATING
-from mergekit_ace.files.models import Checkpoints
+from mergekit_ace.files.headers import DTYPES, FLOATING, TensorHeader
+from mergekit_ace.files.models import Checkpoint, Checkpoints
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.parameters import TensorSettings
 from mergekit_ace.naming import is_counter, layer_of, stack_size
+
+# Settings of transformers' configs with an entry per layer.
+_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+# What to write where mergekit reads another type, by key.
+_EXPECTED = {
+    "tokenizer": "write `tokenizer: {source: base}`",
+    "models": "write a list of lines `- model: PATH`",
+    "parameters": "write lines `name: value` below it",
+}
 
 
 class ConfigError(ValueError):
     """A config that mergekit cannot work with; the message says what and where."""
 
 
-# Settings of transformers' configs with an entry per layer.
-_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+class UniqueKeyLoader(yaml.SafeLoader):
+    """Reads YAML, and refuses a key that stands twice in one mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        """Raise a `ConfigError` for a key of which YAML would take the last value."""
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines and name != "<<":
+                raise ConfigError(
+                    f"the key {name!r} stands in line {lines[name]} and again in line {line}; "
+                    "remove one of them"
+                )
+            lines[name] = line
+        return super().construct_mapping(node, deep)
 
 
-def merge_task(save: SaveTensor) -> Any:
-    """Return the task that merges what a task writes."""
-    return save.tensor_task
+def read_yaml(path: Path) -> tuple[Any, str]:
+    """Return the content of a YAML file, and its text.
+
+    Raises:
+        ConfigError: it cannot be read, is no YAML, or has a key twice.
+    """
+    try:
+        source = path.read_text(encoding="utf-8")
+        return yaml.load(source, UniqueKeyLoader), source
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def read_merge_config(path: Path) -> tuple[MergeConfiguration, str]:
+    """Return a mergekit configuration and its source.
+
+    Raises:
+        ConfigError: it is no YAML, or not a configuration that mergekit accepts.
+    """
+    content, source = read_yaml(path)
+    if not isinstance(content, dict) or "merge_method" not in content:
+        raise ConfigError(f"{path} is no config of mergekit: it has no line `merge_method:`")
+    try:
+        return MergeConfiguration.model_validate(content), source
+    except ValidationError as error:
+        wrong = "; ".join(explain_validation(error, content))
+        raise ConfigError(f"{path} is no config that mergekit accepts: {wrong}") from error
+    except RuntimeError as error:  # mergekit's own validators raise it
+        raise ConfigError(f"{path} is no config that mergekit accepts: {error}") from error
+
+
+def explain_validation(error: ValidationError, content: Any) -> Iterator[str]:
+    """Yield what is wrong, once for every place in a config: pydantic tells every alternative."""
+    told = set()
+    for detail in error.errors():
+        places = detail["loc"]
+        what = detail["msg"].removeprefix("Value error, ")
+        if detail["type"] == "missing":
+            what = f"there is no `{places[-1]}:`"
+        if detail["type"] == "extra_forbidden":
+            what = "there is no such setting"
+        if "parameters" in places[:-1]:
+            places = places[: places.index("parameters") + 2]
+            what = "a parameter is a value, a list of values, or a list of {filter: …, value: …}"
+        path, found = find_place(places, content)
+        if path in told:
+            continue
+        told.add(path)
+        hint = f"; {_EXPECTED[path[-1]]}" if path and path[-1] in _EXPECTED else ""
+        shown = repr(found)
+        shown = shown if len(shown) <= 60 else shown[:59] + "…"
+        yield f"{'.'.join(path) or 'the config'}: {what}{hint} (found: {shown})"
+
+
+def find_place(places: Sequence[str | int], content: Any) -> tuple[tuple[str, ...], Any]:
+    """Return a path without pydantic's names for one of several alternatives, and what is there."""
+    path = []
+    for place in places:
+        try:
+            content = content[place]
+        except (LookupError, TypeError):
+            continue
+        path.append(str(place))
+    return tuple(path), content
+
+
+def config_content(source: str) -> Any:
+    """Return what the YAML of a config says, as JSON has it, to be compared with an earlier run's.
+
+    mergekit's own dump to JSON fails where the name of a model holds a space or quotes.
+    """
+    return json.loads(json.dumps(yaml.safe_load(source), default=str))
+
+
+def model_folders(config: MergeConfiguration) -> Iterator[Path]:
+    """Yield where models and adapters lie; a name on a Hub is a folder that is not there."""
+    for model in config.referenced_models():
+        for part in filter(None, (model.model, model.lora)):
+            yield Path(part.path).expanduser()
+
+
+def check_inputs(config: MergeConfiguration) -> None:
+    """Raise a `DamagedFileError` for the first file of a model that is damaged or missing."""
+    for model in sorted(config.referenced_models(), key=str):  # always the same one first
+        check_reference(model)
+
+
+def find_models(config: MergeConfiguration) -> None:
+    """Do what `check_inputs` does, and raise for a model that is neither here nor on the Hub."""
+    check_inputs(config)
+    for model in sorted(config.referenced_models(), key=str):
+        find_on_hub(model)
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor of the result."""
+    """One tensor of the result, by mergekit's `ExecuteMergeMethodTask`."""
 
-    task: ExecuteMergeMethodTask
+    task: Any
 
     @property
     def name(self) -> str:
-        """The name of the tensor that is written."""
         return self.task.output_weight.name
 
     @property
     def gather(self) -> GatherTensors:
         """The task that reads it; embeddings may be aligned afterwards."""
-        task: Any = self.task.gather_tensors
+        task = self.task.gather_tensors
         return getattr(task, "gather_tensors", task)
 
     @cached_property
     def weights(self) -> dict[ModelReference, WeightInfo]:
-        """What is read of every model."""
         return dict(self.gather.weight_info.items())
 
     @property
     def base(self) -> ModelReference | None:
-        """The base model."""
         return self.task.base_model
 
     @cached_property
     def experts(self) -> tuple[ModelReference, ...]:
-        """All other models, in their order."""
         return tuple(model for model in self.task.model_order if model != self.base)
 
     @property
     def method(self) -> MergeMethod:
-        """The merge method."""
         return merge_methods.get(self.task.method_name)
 
     @cached_property
@@ -132,11 +241,6 @@ class UnplannedTensor:
     floating: bool = True
     vocabulary: bool = False
 
-    @property
-    def weight(self) -> WeightInfo:
-        """The tensor as mergekit describes one."""
-        return WeightInfo(name=self.name, vocabulary_axis=0 if self.vocabulary else None)
-
 
 @dataclass(frozen=True)
 class PlannedMerge:
@@ -146,7 +250,6 @@ class PlannedMerge:
         saves: mergekit's tasks by tensor name; those of tensors that it does not plan come last.
         tokenizer_task: builds the tokenizer of the result; None where it is only copied.
         unplanned: what is merged or copied beside what mergekit plans.
-        adapters: models whose adapters are not merged into their bases first.
     """
 
     config: MergeConfiguration
@@ -156,21 +259,17 @@ class PlannedMerge:
     saves: Mapping[str, SaveTensor]
     tokenizer_task: BuildTokenizer | None
     unplanned: tuple[UnplannedTensor, ...] = ()
-    adapters: tuple[ModelReference, ...] = ()
 
     @cached_property
     def out_config(self) -> PretrainedConfig:
-        """The config of the result."""
         return _result_config(self.config, self.architecture, self.options)
 
     @cached_property
     def tensors(self) -> tuple[PlannedTensor, ...]:
-        """All tensors of the result, in the order of `saves`."""
-        return tuple(PlannedTensor(merge_task(save)) for save in self.saves.values())
+        return tuple(PlannedTensor(save.tensor_task) for save in self.saves.values())
 
     @cached_property
     def method(self) -> MergeMethod:
-        """The merge method."""
         return merge_methods.get(self.config.merge_method)
 
     def named_paths(self, *parameters: str) -> list[str]:
@@ -184,108 +283,6 @@ class PlannedMerge:
         """What the rows of the result's embeddings are padded to a multiple of."""
         settings = self.config.tokenizer
         return settings.pad_to_multiple_of if settings else None
-
-
-def read_yaml(path: Path) -> tuple[Any, str]:
-    """Return the content of a YAML file, and its text.
-
-    Raises:
-        ConfigError: it cannot be read, or is no YAML.
-    """
-    try:
-        source = path.read_text(encoding="utf-8")
-        return yaml.safe_load(source), source
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-
-
-def read_merge_config(path: Path) -> tuple[MergeConfiguration, str]:
-    """Return a mergekit configuration and its source.
-
-    Raises:
-        ConfigError: it is no YAML, or not a configuration that mergekit accepts.
-    """
-    content, source = read_yaml(path)
-    if not isinstance(content, dict) or "merge_method" not in content:
-        raise ConfigError(f"{path} is no config of mergekit: it has no line `merge_method:`")
-    try:
-        return MergeConfiguration.model_validate(content), source
-    except ValidationError as error:
-        wrong = "; ".join(explain_validation(error, content))
-        raise ConfigError(f"{path} is no config that mergekit accepts: {wrong}") from error
-    except RuntimeError as error:  # mergekit's own validators raise it
-        raise ConfigError(f"{path} is no config that mergekit accepts: {error}") from error
-
-
-# What to write where mergekit reads another type, by key.
-_EXPECTED = {
-    "tokenizer": "write `tokenizer: {source: base}`",
-    "models": "write a list of lines `- model: PATH`",
-    "parameters": "write lines `name: value` below it",
-}
-
-
-def explain_validation(error: ValidationError, content: Any) -> Iterator[str]:
-    """Yield what is wrong, once for every place in the config: pydantic tells every alternative."""
-    told = set()
-    for detail in error.errors():
-        path, found = _follow(detail["loc"], content)
-        if path in told:
-            continue
-        told.add(path)
-        what = detail["msg"].removeprefix("Value error, ")
-        if detail["type"] == "missing":
-            what = f"there is no `{detail['loc'][-1]}:`"
-        if detail["type"] == "extra_forbidden":
-            what = "there is no such setting"
-        if path[-2:-1] == ("parameters",):
-            what = "a parameter is a value, a list of values, or a list of {filter: …, value: …}"
-        hint = f"; {_EXPECTED[path[-1]]}" if path and path[-1] in _EXPECTED else ""
-        shown = repr(found)
-        shown = shown if len(shown) <= 60 else shown[:59] + "…"
-        yield f"{'.'.join(path) or 'the config'}: {what}{hint} (found: {shown})"
-
-
-def _follow(places: Sequence[str | int], content: Any) -> tuple[tuple[str, ...], Any]:
-    """Return how far a path leads into a config, and what is there."""
-    path = []
-    for place in places:
-        try:
-            content = content[place]
-        except (LookupError, TypeError):  # a name of pydantic's for one of several alternatives
-            break
-        path.append(str(place))
-    return tuple(path), content
-
-
-def config_content(source: str) -> Any:
-    """Return what the YAML of a config says, as JSON has it, to be compared with an earlier run's.
-
-    mergekit's own dump to JSON fails where the name of a model holds a space or quotes.
-    """
-    return json.loads(json.dumps(yaml.safe_load(source), default=str))
-
-
-def model_folders(config: MergeConfiguration) -> Iterator[Path]:
-    """Yield where models and adapters lie; a name on a Hub is a folder that is not there."""
-    for model in config.referenced_models():
-        for part in filter(None, (model.model, model.lora)):
-            yield Path(part.path).expanduser()
-
-
-def check_inputs(config: MergeConfiguration) -> None:
-    """Raise a `DamagedFileError` for the first file of a model that is damaged or missing."""
-    for model in sorted(config.referenced_models(), key=str):  # always the same one first
-        check_reference(model)
-
-
-def find_models(config: MergeConfiguration) -> None:
-    """Do what `check_inputs` does, and raise for a model that is neither here nor on the Hub."""
-    check_inputs(config)
-    for model in sorted(config.referenced_models(), key=str):
-        find_on_hub(model)
 
 
 def find_architecture(config: MergeConfiguration, options: MergeOptions) -> ModelArchitecture:
@@ -335,39 +332,6 @@ def _stored_architecture(models: Sequence[ModelReference]) -> ModelArchitecture:
     return ModelArchitecture(modules={"default": module}, architectures=[], model_type="")
 
 
-def layer_lists(config: MergeConfiguration, trust_remote_code: bool) -> dict[str, list[Any]]:
-    """Return the settings with an entry per layer that the result of a merge in slices has to have.
-
-    mergekit changes the number of layers alone, and transformers saves no config whose number of
-    layers is another one than that of these entries.
-
-    Returns:
-        Entries by setting; empty for a merge without slices, or models without such settings.
-    """
-    found: dict[str, list[Any]] = {}
-    for piece in config.slices or ():
-        source = piece.sources[0]
-        settings = source.model.config(trust_remote_code=trust_remote_code).get_text_config()
-        for name in _LAYER_LISTS:
-            entries = getattr(settings, name, None)
-            if isinstance(entries, list):
-                found.setdefault(name, []).extend(entries[slice(*source.layer_range)])
-    return found
-
-
-def _layers(config: MergeConfiguration, options: MergeOptions, text: str) -> str:
-    """Return what makes mergekit's message on numbers of layers name the models; else nothing."""
-    if "same number of layers" not in text or config.slices:
-        return ""
-    trust = options.trust_remote_code
-    counts = (
-        f"{model} has {getattr(settings, 'num_hidden_layers', 'an unknown number')}"
-        for model in config.referenced_models()
-        for settings in (model.config(trust_remote_code=trust).get_text_config(),)
-    )
-    return f": {', '.join(counts)} by config.json; remove the one that is of another depth"
-
-
 def plan_merge(
     config: MergeConfiguration,
     source: str,
@@ -398,14 +362,23 @@ def plan_merge(
     copy = config.model_copy(deep=True)  # planning rewrites the configuration
     architecture = architecture or find_architecture(copy, options)
     out = _result_config(copy, architecture, options)
-    planner = HeaderPlanner(copy, architecture, options, out, checkpoints or {})
+    planner = HeaderPlanner(copy, architecture, options, out)
+    planner.checkpoints = checkpoints or {}
     try:
         targets = planner.plan_to_disk("")  # only a plan: nothing is written
     except RuntimeError as error:
-        raise RuntimeError(f"{error}{_layers(config, options, str(error))}") from error
+        if config.slices or "same number of layers" not in str(error):
+            raise
+        configs = {m: m.config(options.trust_remote_code) for m in config.referenced_models()}
+        depths = (
+            f"{model} has {getattr(one.get_text_config(), 'num_hidden_layers', 'some')}"
+            for model, one in configs.items()
+        )
+        remedy = "by config.json; remove the one that is of another depth"
+        raise RuntimeError(f"{error}: {', '.join(depths)} {remedy}") from error
     order = [handle.task() for handle in Executor(targets).schedule.tasks] if as_run else targets
     saves = [task for task in order if isinstance(task, SaveTensor)]
-    saves = _keep_counters(planner, saves)
+    saves = [_keep_counter(planner, save) for save in saves]
     saves += _plan_unplanned(planner, unplanned, saves[0].writer_task)
     builder = next((target for target in targets if isinstance(target, BuildTokenizer)), None)
     by_name = {save.tensor_name: save for save in saves}
@@ -417,8 +390,7 @@ def _result_config(
 ) -> PretrainedConfig:
     """Return the config of a result as mergekit makes it, with lists of as many layers as it has.
 
-    mergekit's private function is used as it is: `test_identical.py` compares the results. Only the
-    dtype is set here, under the name of which transformers does not complain.
+    The dtype is set here, under the name of which transformers does not complain.
     """
     plain = config.model_copy(update={"dtype": None, "out_dtype": None})
     result = _model_out_config(plain, architecture, options.trust_remote_code)
@@ -429,19 +401,27 @@ def _result_config(
     return result
 
 
+def layer_lists(config: MergeConfiguration, trust_remote_code: bool) -> dict[str, list[Any]]:
+    """Return the settings with an entry per layer that the result of a merge in slices has to have.
+
+    mergekit changes the number of layers alone, and transformers saves no config whose number of
+    layers is another one than that of these entries.
+    """
+    found: dict[str, list[Any]] = {}
+    for piece in config.slices or ():
+        source = piece.sources[0]
+        settings = source.model.config(trust_remote_code=trust_remote_code).get_text_config()
+        for name in _LAYER_LISTS:
+            entries = getattr(settings, name, None)
+            if isinstance(entries, list):
+                found.setdefault(name, []).extend(entries[slice(*source.layer_range)])
+    return found
+
+
 class HeaderPlanner(MergePlanner):
     """mergekit's planner, which also looks at how the models store a tensor."""
 
-    def __init__(
-        self,
-        config: MergeConfiguration,
-        architecture: ModelArchitecture,
-        options: MergeOptions,
-        out_config: PretrainedConfig,
-        checkpoints: Checkpoints,
-    ):
-        super().__init__(config, architecture, options, out_config)
-        self.checkpoints = checkpoints
+    checkpoints: Checkpoints
 
     def plan_tensor(
         self,
@@ -454,36 +434,36 @@ class HeaderPlanner(MergePlanner):
 
         mergekit leaves out a tensor that not all layers have, and that it would have to convert.
         """
-        pairs = [
-            pair for pair in zip(models, weights_in, strict=True) if pair[0] in self.checkpoints
+        read = [
+            (self.checkpoints[model], one)
+            for model, one in zip(models, weights_in, strict=True)
+            if model in self.checkpoints
         ]
+        sources = [(checkpoint, checkpoint.source(one)) for checkpoint, one in read]
         stored = any(
-            name in self.checkpoints[model].headers
-            for model, one in pairs
+            name in checkpoint.headers
+            for checkpoint, one in read
             for name in (one.name, *(one.aliases or ()))
         )
         if weight.optional and not weight.tied_names and not stored:
-            found = any(self.checkpoints[model].source(one) for model, one in pairs)
+            found = any(header for _, header in sources)
             weight = weight.model_copy(update={"optional": not found})
-        if dtype := self._wide_dtype(pairs):
+        if dtype := self._wide_dtype(sources):
             weight = weight.model_copy(update={"force_dtype": dtype})
             weights_in = [one.model_copy(update={"force_dtype": dtype}) for one in weights_in]
         super().plan_tensor(weight, weights_in, models, cfg_reader)
 
-    def _wide_dtype(self, pairs: Sequence[tuple[ModelReference, WeightInfo]]) -> str | None:
+    def _wide_dtype(self, sources: Sequence[tuple[Checkpoint, TensorHeader | None]]) -> str | None:
         """Return the dtype that all models keep a tensor in though their others are narrower.
 
         Routers and state spaces need it. None where the result's dtype loses nothing.
         """
         result = dtype_from_name(self.config.out_dtype or self.config.dtype)
-        headers = [
-            (self.checkpoints[model], self.checkpoints[model].source(w)) for model, w in pairs
-        ]
-        dtypes = {header.dtype for _, header in headers if header is not None}
-        main = {checkpoint.main_dtype for checkpoint, header in headers if header is not None}
+        dtypes = {header.dtype for _, header in sources if header is not None}
+        main = {checkpoint.main_dtype for checkpoint, header in sources if header is not None}
         if result is None or len(dtypes) != 1 or not (dtypes | main) <= set(FLOATING):
             return None
-        (dtype,) = (DTYPES[name] for name in dtypes)
+        dtype = DTYPES[dtypes.pop()]
         narrower = {result, *(DTYPES[name] for name in main)}
         if any(torch.promote_types(other, dtype) == other for other in narrower):
             return None
@@ -493,49 +473,40 @@ class HeaderPlanner(MergePlanner):
 def _plan_unplanned(
     planner: HeaderPlanner, tensors: Sequence[UnplannedTensor], writer: TensorWriterTask
 ) -> Iterator[SaveTensor]:
-    """Yield mergekit's tasks for tensors that it has not planned.
-
-    Args:
-        planner: has planned the merge.
-        tensors: to be planned as well.
-        writer: of the tasks.
-
-    Raises:
-        RuntimeError, ValueError: whatever the merge method says to one of them.
-    """
+    """Yield mergekit's tasks for tensors that a planner, which has planned the merge, has not."""
     names = [tensor.name for tensor in tensors]
     for tensor in tensors:
         one = planner if tensor.merged else _copier(planner, tensor)
         module: Any = next(iter((one.config.modules or {}).values()))
-        reader = ConfigReader(config=one.config, t=_depth(tensor.name, names), module=module)
-        weights = [tensor.weight] * len(tensor.models)
-        one.plan_tensor(
-            tensor.weight, weights, list(tensor.models), reader.for_out_slice(module.slices[0])
-        )
+        # where in its stack a tensor is, from 0 to 1, as mergekit counts for its gradients
+        layer, last = layer_of(tensor.name), stack_size(tensor.name, names) - 1
+        depth = 0.0 if layer is None else layer / last if last > 0 else 1.0
+        reader = ConfigReader(config=one.config, t=depth, module=module)
+        weight = WeightInfo(name=tensor.name, vocabulary_axis=0 if tensor.vocabulary else None)
+        models, weights = list(tensor.models), [weight] * len(tensor.models)
+        one.plan_tensor(weight, weights, models, reader.for_out_slice(module.slices[0]))
         _, task = one._tensors.pop()
-        dtype = one.config.out_dtype if tensor.floating else None
+        written_in = one.config.out_dtype if tensor.floating else None
         yield SaveTensor(
             tensor_name=tensor.name,
             tensor_task=task,
             writer_task=writer,
             clone=one.options.clone_tensors,
-            dtype=task.output_weight.force_dtype or dtype,
+            dtype=task.output_weight.force_dtype or written_in,
         )
 
 
-def _keep_counters(planner: HeaderPlanner, saves: Sequence[SaveTensor]) -> list[SaveTensor]:
-    """Take counters of batches from one model, the base where there is one.
+def _keep_counter(planner: HeaderPlanner, save: SaveTensor) -> SaveTensor:
+    """Take a counter of batches from one model, the base where there is one.
 
-    They are whole numbers, which mergekit merges only where all models have the same.
+    It is a whole number, which mergekit merges only where all models have the same.
     """
-    kept = []
-    for save in saves:
-        if is_counter(save.tensor_name):
-            model = planner.config.base_model or merge_task(save).model_order[0]
-            counter = UnplannedTensor(save.tensor_name, (model,), merged=False, floating=False)
-            (save,) = _plan_unplanned(planner, [counter], save.writer_task)
-        kept.append(save)
-    return kept
+    if not is_counter(save.tensor_name):
+        return save
+    task: Any = save.tensor_task
+    model = planner.config.base_model or task.model_order[0]
+    counter = UnplannedTensor(save.tensor_name, (model,), merged=False, floating=False)
+    return next(_plan_unplanned(planner, [counter], save.writer_task))
 
 
 def _copier(planner: HeaderPlanner, tensor: UnplannedTensor) -> HeaderPlanner:
@@ -549,17 +520,9 @@ def _copier(planner: HeaderPlanner, tensor: UnplannedTensor) -> HeaderPlanner:
         # rows of single tokens may be configured to come from models that are not asked here
         tokenizer=settings.model_copy(update={"tokens": None}) if settings else None,
     )
-    copier = HeaderPlanner(
-        copied, planner.arch_info, planner.options, planner.out_model_config, planner.checkpoints
-    )
+    out = planner.out_model_config
+    copier = HeaderPlanner(copied, planner.arch_info, planner.options, out)
+    copier.checkpoints = planner.checkpoints
     copier.normalize_config()
     copier._tokenizer_task = planner._tokenizer_task
     return copier
-
-
-def _depth(name: str, names: Sequence[str]) -> float:
-    """Return where in its stack a tensor is, from 0 to 1, as mergekit counts for its gradients."""
-    layer, layers = layer_of(name), stack_size(name, names)
-    if layer is None:
-        return 0.0
-    return layer / (layers - 1) if layers > 1 else 1.0

@@ -193,7 +193,7 @@ def test_learners_that_predict_nothing(family, names, tmp_path, mergekit_yaml, c
         mergekit_yaml(config(family, {"learner": str(path)}))
     result = CliRunner().invoke(main, ["check", str(tmp_path / "merged.yml")])
     assert result.exit_code == 1
-    assert "error: coefficients: statsmerging: the learner" in result.output
+    assert "error: statsmerging: the learner" in result.output
 
 
 def test_tensors_in_memory(rng):

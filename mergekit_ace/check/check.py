@@ -1,50 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mergekit-ace check`: everything that can be known before a merge."""
+"""`mergekit-ace check`: everything that can be known before a merge, and what the merge takes."""
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import yaml
-from mergekit import merge_methods
+from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
-from mergekit_ace.check.estimate import MergeEstimate, estimate_merge
+from mergekit_ace.adapters.merge import MergeProducts
 from mergekit_ace.check.loading import Treatment, check_model_files, treat_unplanned
 from mergekit_ace.check.models import (
     check_adapters,
     check_checkpoints,
     check_padding,
     check_tensors,
-    compare_shapes,
+    planned_headers,
     safetensors_dtype,
 )
-from mergekit_ace.files.headers import DamagedFileError
-from mergekit_ace.files.models import Checkpoints, headers_only, read_checkpoint
-from mergekit_ace.merge_config import (
-    Finding,
-    check_config,
-    check_keys,
-    check_settings,
-)
-from mergekit_ace.methods.base import TaskVectorMethod
+from mergekit_ace.files.headers import DamagedFileError, item_size
+from mergekit_ace.files.models import Checkpoint, Checkpoints, headers_only, read_checkpoint
+from mergekit_ace.merge_config import Finding, check_config, check_keys, check_settings
+from mergekit_ace.methods.base import TaskVectorMethod, sweep
 from mergekit_ace.naming import in_bytes, listed
 from mergekit_ace.planning import (
     ConfigError,
     PlannedMerge,
-    UnplannedTensor,
     plan_merge,
     read_merge_config,
+    read_yaml,
 )
 
 MARGIN = 1.02  # of the result's size, for indices, tokenizers and the rest
+PROCESS = 700_000_000  # bytes: python with torch, transformers and mergekit
+
+
+@dataclass(frozen=True)
+class MergeEstimate:
+    """What a merge takes, if all experts have changed all tensors and all of them are refined.
+
+    Attributes:
+        operations: floating-point operations.
+        memory: bytes of the process at its largest, about; without what the system caches of files.
+        device_memory: bytes on the accelerator; None without one.
+        read, written: bytes.
+    """
+
+    operations: float
+    memory: int
+    device_memory: int | None
+    read: int
+    written: int
 
 
 @dataclass(frozen=True)
@@ -53,25 +65,36 @@ class Preflight:
 
     Attributes:
         findings: errors first.
-        method: what the merge method does, and where to read more; its name if it is mergekit's.
-        tensors: how many are merged; None where no plan was possible.
-        estimate: what that takes; None where no plan was possible.
+        estimate: what the merge takes; None where no plan was possible.
+        models: lines on the method and the models.
     """
 
     findings: tuple[Finding, ...]
-    method: str = ""
-    models: tuple[dict[str, Any], ...] = ()
-    tensors: int | None = None
     estimate: MergeEstimate | None = None
+    models: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether there is no error."""
         return all(finding.level != "error" for finding in self.findings)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the result for programs."""
-        return {"ok": self.ok, **asdict(self)}
+    @property
+    def text(self) -> str:
+        """All of it, for people."""
+        errors = sum(finding.level == "error" for finding in self.findings)
+        verdict = "nothing to complain about: the merge may start"
+        if self.findings:
+            verdict = f"errors: {errors}, warnings: {len(self.findings) - errors}"
+        lines = [*(finding.text for finding in self.findings), verdict]
+        if one := self.estimate:
+            device = one.device_memory
+            on_device = f", and {in_bytes(device)} on the device" if device is not None else ""
+            lines += [
+                f"  work  up to {one.operations:.2g} operations",
+                f"memory  about {in_bytes(one.memory)}{on_device}",
+                f"  disk  reads {in_bytes(one.read)}, writes {in_bytes(one.written)}",
+            ]
+        return "\n".join([*lines, "", *self.models])
 
 
 def check_merge(
@@ -88,222 +111,153 @@ def check_merge(
             mergekit does not plan. It looks after the disk itself. None for a merge by
             `mergekit-yaml`.
     """
+    findings: list[Finding] = []
     try:
         config, source = read_merge_config(path)
     except ConfigError as error:
-        return Preflight((Finding.error("config", str(error)), *_check_unread(path)))
-    by_mergekit = unplanned is None
-    findings = check_config(config, source)
-    checkpoints, lost = _read_all(config)
-    findings += lost
-    if by_mergekit:
-        findings += _check_names(config)
+        with suppress(ConfigError):  # a misspelt `models:` is more than a missing one
+            findings += check_keys(read_yaml(path)[0])
+        return Preflight((Finding.error(str(error)), *findings))
+    findings += check_config(config, source)
+    checkpoints: dict[ModelReference, Checkpoint] = {}
     plan = estimate = None
-    if not lost:  # nothing can be planned without them
-        findings += check_adapters(checkpoints, options, merged_first=by_mergekit)
-        findings += check_checkpoints(checkpoints, config)
-        plan, told = _plan_all(config, source, options, checkpoints, unplanned or "error")
-        findings += told
-    if plan is not None:
-        estimate = estimate_merge(plan, checkpoints)
-        findings += _check_plan(plan, checkpoints)
-        if by_mergekit:
-            findings += _check_rounded(plan)
-            findings += check_model_files(config, options)
-            findings += _check_disk(estimate, out or Path("."))
-    return Preflight(
-        tuple(sorted(findings, key=lambda finding: finding.level != "error")),
-        _about(config.merge_method),
-        _facts(checkpoints, config),
-        len(plan.tensors) if plan else None,
-        estimate,
-    )
-
-
-def _check_unread(path: Path) -> list[Finding]:
-    """Return what a config that mergekit does not accept holds beside: a misspelt `models:`."""
-    try:
-        return list(check_keys(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return []
-
-
-def _about(name: str) -> str:
-    """Return what a merge method does."""
-    try:
-        method = merge_methods.get(name)
-    except RuntimeError:
-        return name
-    if isinstance(method, TaskVectorMethod):
-        return method.about
-    return method.spec.pretty_name or name
-
-
-def _read_all(config: MergeConfiguration) -> tuple[Checkpoints, list[Finding]]:
-    checkpoints, lost = {}, []
-    for model in sorted(config.referenced_models(), key=lambda m: (m != config.base_model, str(m))):
+    models = sorted(config.referenced_models(), key=lambda m: (m != config.base_model, str(m)))
+    for model in models:
         try:
             checkpoints[model] = read_checkpoint(model)
         except DamagedFileError as error:
-            lost.append(Finding.error("models", str(error)))
-    return checkpoints, lost
+            findings.append(Finding.error(str(error)))
+    if len(checkpoints) == len(models):
+        findings += check_adapters(checkpoints, options, merged_first=unplanned is None)
+        findings += check_checkpoints(checkpoints, config)
+        with headers_only(list(checkpoints.values())), _plan_warnings() as warnings:
+            try:
+                plan = plan_merge(config, source, options, checkpoints=checkpoints)
+                extra, told = treat_unplanned(plan, checkpoints, unplanned or "error")
+                if extra:
+                    plan = plan_merge(config, source, options, extra, checkpoints=checkpoints)
+            except Exception as error:  # mergekit raises whatever its parts do
+                told = [_planning_error(error)]
+        findings += [*map(Finding.warning, dict.fromkeys(warnings)), *told]
+    if plan is not None:
+        estimate = estimate_merge(plan, checkpoints)
+        findings += check_tensors(plan.tensors, checkpoints)
+        findings += check_padding(plan, checkpoints)
+        # without copies, which know nothing of the method's parameters
+        own = {t.name: plan.saves[t.name] for t in plan.tensors if t.method is plan.method}
+        findings += check_settings(replace(plan, saves=own))
+        if unplanned is None:
+            findings += _check_mergekit_yaml(plan, estimate, out or Path("."))
+    findings.sort(key=lambda finding: finding.level != "error")
+    lines = list(_model_lines(config, checkpoints))
+    if plan is not None:
+        method = plan.method
+        known = method.about if isinstance(method, TaskVectorMethod) else method.spec.pretty_name
+        lines.insert(0, f"method  {known or config.merge_method}")
+    return Preflight(tuple(findings), estimate, tuple(lines))
 
 
-def _check_names(config: MergeConfiguration) -> Iterator[Finding]:
-    """Find folders whose names mergekit takes for names on the Hub when it writes the card."""
-    for model in sorted(config.referenced_models(), key=str):
-        path = model.model.path
-        if path.count("/") < 2 and not path.startswith(("/", ".")) and Path(path).is_dir():
-            yield Finding.warning(
-                "models",
-                f"{path} is a folder here, but might be a model on the Hub: mergekit-yaml asks "
-                "there in the end, and fails without a network",
-                f"write ./{path}, or merge by mergekit-ace merge",
-            )
-
-
-def _plan_all(
-    config: MergeConfiguration,
-    source: str,
-    options: MergeOptions,
-    checkpoints: Checkpoints,
-    unplanned: Treatment,
-) -> tuple[PlannedMerge | None, list[Finding]]:
-    """Plan a merge, with the tensors that mergekit leaves out where they are to be treated."""
-    plan, findings = _plan(config, source, options, checkpoints)
-    if plan is None:
-        return None, findings
-    extra, told = treat_unplanned(plan, checkpoints, unplanned)
-    if extra:
-        plan, findings = _plan(config, source, options, checkpoints, extra)
-    return plan, findings + told
-
-
-def _plan(
-    config: MergeConfiguration,
-    source: str,
-    options: MergeOptions,
-    checkpoints: Checkpoints,
-    unplanned: Sequence[UnplannedTensor] = (),
-) -> tuple[PlannedMerge | None, list[Finding]]:
-    """Return mergekit's own plan, with what the merge methods say while it is made."""
-    with headers_only(list(checkpoints.values())), _warnings() as warnings:
-        try:
-            plan = plan_merge(config, source, options, unplanned, checkpoints=checkpoints)
-        except Exception as error:  # mergekit raises whatever its parts do
-            text = str(error) or type(error).__name__
-            if text.startswith("Unimplemented merge method"):
-                return None, []  # `check_config` has said so
-            if isinstance(error, KeyError):  # mergekit looks a module up
-                text = f"the architecture has no part {text}; most have one, called `default`"
-            return None, [Finding.error("plan", text)]
-    return plan, [Finding.warning("plan", message) for message in dict.fromkeys(warnings)]
+def _planning_error(error: Exception) -> Finding:
+    text = str(error) or type(error).__name__
+    if isinstance(error, KeyError):  # mergekit looks a module up
+        text = f"the architecture has no part {text}; most have one, called `default`"
+    return Finding.error(text)
 
 
 @contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """Keep what this package logs as warnings, instead of showing it.
-
-    Without vocabularies, which `compare_shapes` judges by the whole plan.
-    """
+def _plan_warnings() -> Iterator[list[str]]:
+    """Keep what this package logs, but for vocabularies, which `check_tensors` judges."""
     messages: list[str] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            ours = record.name.partition(".")[0] == __name__.partition(".")[0]
-            if ours and getattr(record, "subject", "") != "vocabularies":
+            if getattr(record, "subject", "") != "vocabularies":
                 messages.append(record.getMessage())
 
-    root, keep = logging.getLogger(), Keep(logging.WARNING)
-    others = root.handlers[:]
-    root.handlers[:] = [keep]
+    log, keep = logging.getLogger("mergekit_ace"), Keep(logging.WARNING)
+    log.addHandler(keep)
+    log.propagate = False
     try:
         yield messages
     finally:
-        root.handlers[:] = others
+        log.removeHandler(keep)
+        log.propagate = True
 
 
-def _check_plan(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
-    yield from check_tensors(plan.tensors, checkpoints)
-    yield from compare_shapes(plan.tensors, checkpoints, plan.config)
-    yield from check_padding(plan, checkpoints)
-    # without copies, which know nothing of the method's parameters
-    own = {tensor.name for tensor in plan.tensors if tensor.method is plan.method}
-    saves = {name: save for name, save in plan.saves.items() if name in own}
-    yield from check_settings(replace(plan, saves=saves))
-
-
-def _check_rounded(plan: PlannedMerge) -> Iterator[Finding]:
-    """Find tensors that mergekit-yaml rounds though all models store them in a wider dtype."""
+def _check_mergekit_yaml(
+    plan: PlannedMerge, estimate: MergeEstimate, out: Path
+) -> Iterator[Finding]:
+    """Find what `mergekit-yaml` fails over at its end, rounds, or leaves out."""
+    for model in sorted(plan.config.referenced_models(), key=str):
+        path = model.model.path
+        if path.count("/") < 2 and not path.startswith(("/", ".")) and Path(path).is_dir():
+            yield Finding.warning(
+                f"{path} is a folder here, but might be a model on the Hub: mergekit-yaml asks "
+                "there in the end, and fails without a network",
+                f"write ./{path}, or merge by mergekit-ace merge",
+            )
     weights = [tensor.task.output_weight for tensor in plan.tensors]
     kept = [w.name for w in weights if w.force_dtype and safetensors_dtype(w.force_dtype)]
     if kept:
         yield Finding.warning(
-            "dtypes",
             f"mergekit-yaml rounds {len(kept)} tensors that all models keep in a wider dtype than "
             f"the others: {listed(kept)}",
             "merge by mergekit-ace merge, which leaves them in it",
         )
-
-
-def _check_disk(estimate: MergeEstimate, out: Path) -> Iterator[Finding]:
-    place = out.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    wanted = int(MARGIN * estimate.written)
+    yield from check_model_files(plan.config, plan.options)
+    place = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    free, wanted = shutil.disk_usage(place).free, int(MARGIN * estimate.written)
     if free < wanted:
         yield Finding.error(
-            "disk",
             f"the result takes {in_bytes(wanted)}, but {place} has {in_bytes(free)} left",
             "free some space, or write elsewhere",
         )
 
 
-def _facts(checkpoints: Checkpoints, config: MergeConfiguration) -> tuple[dict[str, Any], ...]:
-    return tuple(
-        {
-            "model": str(model),
-            "role": "base" if model == config.base_model else "expert",
-            "tensors": len(checkpoint.index.tensor_paths),
-            "bytes": checkpoint.bytes,
-            "dtypes": sorted({header.dtype for header in checkpoint.headers.values()}),
-            "precision": checkpoint.precision or None,
-            "vocabulary": checkpoint.config.get("vocab_size"),
-            "place": str(checkpoint.folder) if checkpoint.folder else "on the Hub",
-        }
-        for model, checkpoint in checkpoints.items()
-    )
+def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimate:
+    """Return what a merge takes, from the shapes of its tensors."""
+    on_device = plan.options.device not in (None, "cpu")
+    operations, read, written = 0.0, 0, 0
+    peak = held = device = 0  # bytes: at the most, in the shard that is not written yet
+    # as mergekit's executor sorts them
+    for tensor in sorted(plan.tensors, key=lambda tensor: tensor.name):
+        headers = planned_headers(tensor, checkpoints)
+        header = headers.get(tensor.base) if tensor.base else next(iter(headers.values()), None)
+        if header is None:
+            continue
+        method, work = tensor.method, sweep(header.shape, max(1, len(headers) - 1))
+        if tensor.base and isinstance(tensor.task, MergeProducts):  # only the base's is read
+            headers, work = {tensor.base: header}, sweep(header.shape, 1)
+        elif isinstance(method, TaskVectorMethod):
+            settings = tensor.settings
+            if method.layouts:
+                settings = replace(settings, layout=method.layout(settings, len(header.shape)))
+            weights = zip(settings.experts, settings.weights, strict=True)
+            experts = sum(weight != 0 for model, weight in weights if model in headers)
+            work = method.work(settings, header.shape, experts)
+        merged_in = safetensors_dtype(plan.config.dtype) or header.dtype
+        written_in = safetensors_dtype(plan.config.out_dtype) or merged_in
+        output = header.entries * item_size(written_in)
+        inputs = len(headers) * header.entries * item_size(merged_in)
+        working = work.working + 4 * header.entries  # with the result in float32
+        held = 0 if held + output > plan.options.out_shard_size else held
+        peak = max(peak, held + inputs + output + (0 if on_device else working))
+        held += output
+        device = max(device, inputs + working)
+        operations += work.operations
+        read += sum(one.bytes for one in headers.values())
+        written += output
+    return MergeEstimate(operations, PROCESS + peak, device if on_device else None, read, written)
 
 
-def result_text(result: Preflight) -> str:
-    """Return a check's result for people: the verdict, what the merge takes, and its models."""
-    errors = sum(finding.level == "error" for finding in result.findings)
-    verdict = "nothing to complain about: the merge may start"
-    if result.findings:
-        verdict = f"errors: {errors}, warnings: {len(result.findings) - errors}"
-    lines = [*(finding.text for finding in result.findings), verdict]
-    if result.estimate is not None:
-        lines += _estimate_lines(result.estimate)
-    lines += ["", f"method  {result.method}"] if result.method else [""]
-    return "\n".join([*lines, *map(_model_line, result.models)])
-
-
-def _estimate_lines(estimate: MergeEstimate) -> list[str]:
-    device = estimate.device_memory
-    return [
-        f"  work  up to {estimate.operations:.2g} operations",
-        f"memory  about {in_bytes(estimate.memory)}"
-        + (f", and {in_bytes(device)} on the device" if device is not None else ""),
-        f"  disk  reads {in_bytes(estimate.read)}, writes {in_bytes(estimate.written)}",
-    ]
-
-
-def _model_line(model: dict[str, Any]) -> str:
-    dtypes, precision = model["dtypes"], model["precision"]
-    values = f" with {precision} values" if precision not in (None, *dtypes) else ""
-    vocabulary = f", vocabulary {model['vocabulary']}" if model["vocabulary"] else ""
-    return (
-        f"{model['role']:>6}  {model['model']}: {model['tensors']} tensors, "
-        f"{in_bytes(model['bytes'])}, {', '.join(dtypes) or 'unknown dtype'}{values}{vocabulary}"
-    )
+def _model_lines(config: MergeConfiguration, checkpoints: Checkpoints) -> Iterator[str]:
+    for model, checkpoint in checkpoints.items():
+        role = "base" if model == config.base_model else "expert"
+        dtypes = sorted({header.dtype for header in checkpoint.headers.values()})
+        precision, size = checkpoint.precision, checkpoint.config.get("vocab_size")
+        values = f" with {precision} values" if precision and precision not in dtypes else ""
+        vocabulary = f", vocabulary {size}" if size else ""
+        yield (
+            f"{role:>6}  {model}: {len(checkpoint.headers)} tensors, {in_bytes(checkpoint.bytes)}, "
+            f"{', '.join(dtypes) or 'unknown dtype'}{values}{vocabulary}"
+        )

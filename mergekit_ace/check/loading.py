@@ -8,10 +8,10 @@ architectures, and all of ViT's encoder under the names that it has on the Hub.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from mergekit.architecture import WeightInfo
 from mergekit.architecture.base import ConfiguredModelArchitecture
@@ -20,11 +20,7 @@ from mergekit.common import ModelPath, ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io import ShardedTensorIndex
 from mergekit.options import MergeOptions
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    get_model_conversion_mapping,
-)
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
 from mergekit_ace.files.headers import TensorHeader, read_headers
@@ -40,11 +36,7 @@ from mergekit_ace.planning import (
     mergekit_architecture,
 )
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 Treatment = Literal["base", "merge", "error"]
-Names = Mapping[ModelReference, tuple[str, ...]]
 # What old checkpoints hold though any program computes it anew.
 _BUFFER = re.compile(
     r"(inv_freq|(cos|sin)_cached|masked_bias|position_ids|(attn|attention)\.bias)$"
@@ -53,10 +45,102 @@ _VOCABULARY = re.compile(r"embed|head|wte")
 _FAILURE = "its tensors cannot be put together"
 
 
-def _unread(checkpoint: Checkpoint, plan: PlannedMerge) -> list[str]:
-    """Return the names of a checkpoint that mergekit neither knows, nor packs into what it plans.
+def treat_unplanned(
+    plan: PlannedMerge, checkpoints: Checkpoints, treatment: Treatment
+) -> tuple[list[UnplannedTensor], list[Finding]]:
+    """Find the tensors that a merge leaves out, but for buffers that any program computes anew.
+
+    Args:
+        treatment: copy all of it from the model whose config the result has, or merge what all
+            models have.
+
+    Returns:
+        What is to be planned beside mergekit's plan, and what is to be said.
+    """
+    donor = checkpoints[config_donor(plan.config)]
+    try:
+        ties = empty_network(donor.model).all_tied_weights_keys
+    except Exception:  # whatever a model's constructor raises
+        ties = {}
+    lost = {model: _lost_names(one, plan, [*ties]) for model, one in checkpoints.items()}
+    own = lost[donor.model]
+    left = {model: [name for name in names if name in own] for model, names in lost.items()}
+    foreign = {model: [n for n in names if n not in own] for model, names in lost.items()}
+    findings = []
+    if own and treatment == "error":
+        findings.append(
+            Finding.error(
+                f"mergekit plans no merge of {_explain(left)}; the result would lack them",
+                "`mergekit-ace merge --unplanned merge` merges them by their names, `--unplanned "
+                f"base` copies them from {donor.model}. Or save the models under the names that "
+                "they have in memory (save_pretrained(…, save_original_format=False))",
+            )
+        )
+    if any(foreign.values()):
+        renamed = any(  # what it lacks it has under other names, and would take no part with it
+            foreign[model] and checkpoints[model].source(weight) is None
+            for tensor in plan.tensors
+            for model, weight in tensor.weights.items()
+        )
+        findings.append(
+            (Finding.error if renamed else Finding.warning)(
+                f"{donor.model} has no tensors of these names, so the result lacks "
+                f"{_explain(foreign)}",
+                f"save all models in the same way as {donor.model}, with one version of "
+                "transformers, or without them if they are of no use",
+            )
+        )
+    if treatment == "error":
+        return [], findings
+    models = plan.tensors[0].task.model_order
+    stored = [checkpoints[model].index.tensor_paths for model in models]
+    partial = [name for name in own if any(name not in names for names in stored)]
+    if partial and treatment == "merge":
+        text = f"not all models have {_explain({donor.model: partial})}; copied from there"
+        findings.append(Finding.warning(text))
+    copied = own if treatment == "base" else partial
+    rows = {
+        header.shape[:1]
+        for tensor in plan.tensors
+        for model, weight in tensor.weights.items()
+        if model == donor.model and weight.vocabulary_axis == 0
+        if (header := donor.source(weight))
+    }
+    return [_unplanned_tensor(name, donor, models, copied, rows) for name in own], findings
+
+
+def _unplanned_tensor(
+    name: str,
+    donor: Checkpoint,
+    models: tuple[ModelReference, ...],
+    copied: Sequence[str],
+    rows: set[tuple[int, ...]],
+) -> UnplannedTensor:
+    """Return how a tensor gets into a result; whole numbers are copied.
+
+    Args:
+        rows: of embeddings.
+    """
+    header = donor.headers.get(name)
+    floating = _is_floating(header)
+    merged = floating and name not in copied
+    of_tokens = header is not None and header.shape[:1] in rows
+    return UnplannedTensor(
+        name,
+        models if merged else (donor.model,),
+        merged,
+        floating=floating,
+        vocabulary=of_tokens and _VOCABULARY.search(name) is not None,
+    )
+
+
+def _lost_names(checkpoint: Checkpoint, plan: PlannedMerge, ties: Sequence[str]) -> list[str]:
+    """Return the tensors of a checkpoint that mergekit neither knows, nor packs into what it plans.
 
     It knows all weights of the architecture, also of layers that are not merged.
+
+    Args:
+        ties: names in memory of what is tied to something else.
     """
     model, stored = checkpoint.model, checkpoint.index.tensor_paths
     config = model.config(trust_remote_code=plan.options.trust_remote_code)
@@ -68,12 +152,17 @@ def _unread(checkpoint: Checkpoint, plan: PlannedMerge) -> list[str]:
         known = []
     names = {name for weight in (*known, *planned) for name in _names(weight)}
     packed = {name for w in planned if not _names(w) & stored.keys() for name in _names(w)}
-    left = [name for name in stored if name not in names]
     kind = checkpoint.config.get("model_type")
-    if not packed or not kind:
-        return left
-    transforms = get_checkpoint_conversion_mapping(kind) or ()
-    return [name for name in left if not _conversions(name, transforms) & packed]
+    transforms = get_checkpoint_conversion_mapping(kind) if packed and kind else None
+    return [
+        name
+        for name in stored
+        if name not in names
+        and not _conversions(name, transforms or ()) & packed
+        and not any(name.endswith(key) or key.endswith(name) for key in ties)
+        and not _BUFFER.search(name)
+        and _is_floating(checkpoint.headers.get(name))
+    ]
 
 
 def _names(weight: WeightInfo) -> set[str]:
@@ -92,171 +181,32 @@ def _conversions(name: str, transforms: Sequence[Any]) -> set[str]:
     return names
 
 
-def _wanted(donor: ModelReference, names: set[str]) -> tuple[set[str], set[str]]:
-    """Return what transformers needs, and what it ties; nothing of an unknown architecture."""
-    if not names:
-        return set(), set()
-    try:
-        return wanted_names(empty_network(donor), names)
-    except Exception:  # whatever a model's constructor raises
-        return set(), set()
-
-
-def wanted_names(model: PreTrainedModel, names: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Return those names of a checkpoint from which transformers fills a model.
-
-    Returns:
-        What the model needs; and what it ties to something else, so that it can do without.
-    """
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters: list[Any] = [one for one in mapping if not isinstance(one, WeightRenaming)]
-    state, prefix = model.state_dict(), model.base_model_prefix
-
-    def in_memory(name: str) -> str:
-        renamed = rename_source_key(name, renamings, converters, prefix, state)[0]
-        return renamed if renamed in state else rename_source_key(name, [], [], prefix, state)[0]
-
-    targets = {name: in_memory(name) for name in names}
-    tied = {name for name, target in targets.items() if target in model.all_tied_weights_keys}
-    return {name for name, target in targets.items() if target in state} - tied, tied
-
-
-def _is_buffer(name: str, header: TensorHeader | None) -> bool:
-    """Tell whether nobody misses a tensor that transformers does not load."""
-    return _BUFFER.search(name) is not None or not _is_floating(header)
-
-
 def _is_floating(header: TensorHeader | None) -> bool:
     return header is None or header.dtype.startswith(("F", "BF"))
 
 
-def treat_unplanned(
-    plan: PlannedMerge, checkpoints: Checkpoints, treatment: Treatment
-) -> tuple[list[UnplannedTensor], list[Finding]]:
-    """Find the tensors that a merge leaves out, but for buffers that any program computes anew.
-
-    Args:
-        treatment: copy all of it from the model whose config the result has, or merge what all
-            models have.
-
-    Returns:
-        What is to be planned beside mergekit's plan, and what is to be said.
-    """
-    donor = checkpoints[config_donor(plan.config)]
-    unread = {model: _unread(checkpoint, plan) for model, checkpoint in checkpoints.items()}
-    needed, tied = _wanted(donor.model, {name for names in unread.values() for name in names})
-    lost = {
-        model: [
-            name
-            for name in names
-            if name not in tied
-            and (name in needed or not _is_buffer(name, checkpoints[model].headers.get(name)))
-        ]
-        for model, names in unread.items()
-    }
-    own = set(lost[donor.model])
-    left = {model: tuple(n for n in names if n in own) for model, names in lost.items()}
-    foreign = {model: tuple(n for n in names if n not in own) for model, names in lost.items()}
-    findings = [*_complaints(donor.model, left, foreign, needed, treatment)]
-    if treatment == "error" or not own:
-        return [], findings
-    models = plan.tensors[0].task.model_order
-    stored = [checkpoints[model].index.tensor_paths for model in models]
-    partial = [name for name in left[donor.model] if any(name not in names for names in stored)]
-    if partial and treatment == "merge":
-        text = f"not all models have {_count(partial)} of {donor.model}; copied from there"
-        findings.append(Finding.warning("tensors", f"{text}: {listed(partial)}"))
-    shared = models if treatment == "merge" else (donor.model,)
-    rows = _vocabulary_rows(plan, donor)
-    return [
-        _unplanned_tensor(name, donor, (donor.model,) if name in partial else shared, rows)
-        for name in left[donor.model]
-    ], findings
-
-
-def _unplanned_tensor(
-    name: str, donor: Checkpoint, models: tuple[ModelReference, ...], rows: int | None
-) -> UnplannedTensor:
-    """Return how a tensor gets into a result; whole numbers are copied."""
-    header = donor.headers.get(name)
-    floating = _is_floating(header)
-    merged = floating and models != (donor.model,)
-    of_tokens = header is not None and header.shape[:1] == (rows,)
-    return UnplannedTensor(
-        name,
-        models if merged else (donor.model,),
-        merged,
-        floating=floating,
-        vocabulary=of_tokens and _VOCABULARY.search(name) is not None,
-    )
-
-
-def _vocabulary_rows(plan: PlannedMerge, checkpoint: Checkpoint) -> int | None:
-    """Return the number of rows that embeddings have; None where there are none."""
-    for tensor in plan.tensors:
-        weight = tensor.weights.get(checkpoint.model)
-        if weight is not None and weight.vocabulary_axis == 0:
-            header = checkpoint.source(weight)
-            return header.shape[0] if header else None
-    return None
-
-
-def _complaints(
-    donor: ModelReference, left: Names, foreign: Names, needed: set[str], treatment: Treatment
-) -> Iterator[Finding]:
-    """Find tensors that nobody has said what to do with, and those that the donor lacks."""
-    if any(left.values()) and treatment == "error":
-        yield Finding.error(
-            "tensors",
-            f"mergekit plans no merge of {_explain(left)}; the result would lack them",
-            "`mergekit-ace merge --unplanned merge` merges them by their names, `--unplanned base` "
-            f"copies them from {donor}. Or save the models under the names that they have in "
-            "memory (save_pretrained(…, save_original_format=False))",
-        )
-    if any(foreign.values()):
-        fatal = any(needed & set(names) for names in foreign.values())  # transformers loads them
-        yield (Finding.error if fatal else Finding.warning)(
-            "tensors",
-            f"{donor} has no tensors of these names, so the result lacks {_explain(foreign)}",
-            f"save all models in the same way as {donor}, with one version of transformers, or "
-            "without them if they are of no use",
-        )
-
-
-def _explain(left: Names) -> str:
-    """Return which tensors are left out of which models."""
-    models: dict[tuple[str, ...], list[str]] = {}
-    for model, names in left.items():
-        if names:
-            models.setdefault(names, []).append(str(model))
-    return "; ".join(
-        f"{_count(names)} of {listed(owners)} ({listed(sorted(names))})"
-        for names, owners in models.items()
-    )
-
-
-def _count(names: Sequence[str]) -> str:
-    return f"{len(names)} tensor{'s' * (len(names) > 1)}"
+def _explain(names: Mapping[ModelReference, Sequence[str]]) -> str:
+    """Return which tensors are meant, of which models."""
+    tensors = sorted({name for own in names.values() for name in own})
+    count = f"{len(tensors)} tensor{'s' * (len(tensors) > 1)}"
+    models = [str(model) for model, own in names.items() if own]
+    return f"{count} of {listed(models)} ({listed(tensors)})"
 
 
 def check_model_files(config: MergeConfiguration, options: MergeOptions) -> Iterator[Finding]:
     """Find what `mergekit-yaml` cannot plan, and files that it leaves out of the result."""
+    donor, trust = config_donor(config), options.trust_remote_code
     architecture = mergekit_architecture(config.model_copy(deep=True), options)
     if architecture is None:
         yield Finding.error(
-            "models",
-            f"{config_donor(config)} has no embeddings, and mergekit-yaml plans no merge of such "
-            "models",
+            f"{donor} has no embeddings, and mergekit-yaml plans no merge of such models",
             "merge by `mergekit-ace merge`, which goes by the names of the tensors",
         )
         return
-    trust = options.trust_remote_code
-    settings = config_donor(config).config(trust_remote_code=trust).get_text_config()
+    settings = donor.config(trust_remote_code=trust).get_text_config()
     for name, entries in layer_lists(config, trust).items():
         if len(entries) != len(getattr(settings, name, entries)):
             yield Finding.error(
-                "files",
                 f"the result has {len(entries)} layers, and its config.json would have "
                 f"{len(getattr(settings, name))} `{name}`, which transformers refuses to save: "
                 "mergekit-yaml fails at its very end",
@@ -266,7 +216,6 @@ def check_model_files(config: MergeConfiguration, options: MergeOptions) -> Iter
     if lost:
         end = ", so that it may not know all tokens that end a text" if GENERATION in lost else ""
         yield Finding.warning(
-            "files",
             f"mergekit-yaml leaves {', '.join(sorted(lost))} of {next(iter(lost.values()))} out of "
             f"the result{end}",
             "add what is missing with `mergekit-ace card OUT` afterwards; `mergekit-ace merge` "
@@ -299,20 +248,17 @@ def verify_model(
     origin = _faults(donor, donor_folder, trust_remote_code)
     if _FAILURE in origin:
         raise NotLoadedError(f"transformers does not load {donor} either: {origin[_FAILURE][0]}")
-    # a result may have more layers than its origin
-    known = {what: {without_numbers(name) for name in names} for what, names in origin.items()}
     texts = []
     for what, names in result.items():
-        new = [name for name in names if without_numbers(name) not in known.get(what, ())]
+        known = {without_numbers(name) for name in origin.get(what, ())}  # of any layer
+        new = [name for name in names if without_numbers(name) not in known]
         if new:
             texts.append(f"{what.format(len(new))}: {listed(new)}")
     return "; ".join(texts)
 
 
 def _faults(model: ModelReference, folder: Path, trust_remote_code: bool) -> dict[str, list[str]]:
-    """Load a checkpoint without its values, by transformers' own machinery.
-
-    That renames and packs tensors as it does on a real load.
+    """Load a checkpoint without its values by transformers, which renames and packs its tensors.
 
     Returns:
         Tensors by what is wrong with them; names are those in memory.

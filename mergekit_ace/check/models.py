@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mergekit.architecture import arch_info_for_config
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 from mergekit.tokenizer import PermutedVocabulary
-from mergekit.tokenizer.truncate import TruncatedVocabulary
 from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoTokenizer
 
@@ -32,15 +30,11 @@ from mergekit_ace.merge_config import HEADS, Finding
 from mergekit_ace.naming import listed, same_name
 from mergekit_ace.planning import ConfigError, PlannedMerge, PlannedTensor
 
-# Share of whole numbers in the entries of a model that masks and counters stay below, and a
-# quantised model does not.
-WHOLE_NUMBERS = 0.001
 DEQUANTISE = (
     "dequantise it first: load it with transformers, call model.dequantize(), and save it in "
     "bfloat16; or take the checkpoint that it was made from"
 )
 AS_NUMBERS = f"save it in bfloat16, float16 or float32; if it is quantised, {DEQUANTISE}"
-ALIGN = "add the line `tokenizer: {source: base}` (or union), which aligns the embeddings"
 # What changes the function that the same weights compute. mergekit writes the base's config.
 FUNCTION = """
     model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
@@ -56,11 +50,10 @@ def check_checkpoints(checkpoints: Checkpoints, config: MergeConfiguration) -> I
     yield from check_dtypes(checkpoints, config)
     yield from _check_heads(checkpoints, config.base_model)
     yield from _check_configs(checkpoints, config.base_model)
-    yield from _check_class_names(checkpoints)
     try:
         yield from _check_tokenizers(checkpoints, config)
     except DamagedFileError as error:
-        yield Finding.error("tokenizers", str(error))
+        yield Finding.error(str(error))
 
 
 def safetensors_dtype(name: str | None) -> str:
@@ -75,96 +68,72 @@ def check_dtypes(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterat
     wanted = safetensors_dtype(config.dtype)
     for model, checkpoint in checkpoints.items():
         yield from _check_quantised(checkpoint)
-        precision = checkpoint.precision or main[model]
         if main[model] not in FLOATING or not wanted:
             continue
+        precision = checkpoint.precision or main[model]
         if torch.promote_types(DTYPES[wanted], DTYPES[precision]) != DTYPES[wanted]:
             yield Finding.warning(
-                "dtypes",
-                f"`dtype: {config.dtype}` rounds {model}, stored as {precision}, before its task "
-                "vector is formed",
+                f"`dtype: {config.dtype}` rounds {model}, stored as {precision}, too early",
                 "write `dtype: float32` and `out_dtype: bfloat16`: rounded once, at the end",
             )
     if not config.dtype and len(set(main.values())) > 1:
         text = ", ".join(f"{model}: {dtype}" for model, dtype in main.items())
         yield Finding.warning(
-            "dtypes",
-            f"the checkpoints have different dtypes ({text}), and the result has the widest of "
-            "each tensor's",
+            f"the checkpoints have different dtypes ({text}); the result has the widest",
             "add a line `dtype: float32`, and `out_dtype: bfloat16` for a small result",
         )
 
 
 def _check_quantised(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Find a model whose tensors are not its weights, but codes of them."""
-    model, dtype = checkpoint.model, checkpoint.main_dtype
-    settings = checkpoint.config.get("quantization_config")
+    settings, counts = checkpoint.config.get("quantization_config"), checkpoint.entries_by_dtype
     method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else ""
-    if not method and (dtype in FLOATING or not dtype):
-        return
-    counts = checkpoint.entries_by_dtype
-    codes = {name: count for name, count in counts.items() if name not in FLOATING}
-    if sum(codes.values()) > WHOLE_NUMBERS * sum(counts.values()):
+    if method or checkpoint.main_dtype not in (*FLOATING, ""):
         by = f" (quantised: {method})" if method else ""
-        stored = max(codes, key=lambda name: codes[name])
-        message = f"{model} is stored as {stored}{by}, which cannot be merged"
-        yield Finding.error("dtypes", message, DEQUANTISE)
-    else:
         yield Finding.error(
-            "dtypes",
-            f"config.json of {model} says that it is quantised ({method}), but its tensors are "
-            f"{dtype}",
-            "remove quantization_config from config.json if they are its weights; otherwise "
-            + DEQUANTISE,
+            f"{checkpoint.model} is stored as {', '.join(counts)}{by}, which cannot be merged",
+            f"{DEQUANTISE}. If these are its weights, remove quantization_config from config.json",
         )
 
 
 def _check_heads(checkpoints: Checkpoints, base: ModelReference | None) -> Iterator[Finding]:
-    """Find heads that the base ties to its embedding and an expert does not, or vice versa.
-
-    mergekit takes the embedding for a head that is not stored.
-    """
-    stored = {model: _stored_head(checkpoint) for model, checkpoint in checkpoints.items()}
-    ties = {model: _ties_head(checkpoint) for model, checkpoint in checkpoints.items()}
+    """Find heads that are missing, or tied in the base alone; mergekit takes embeddings for them."""
+    stored = {
+        model: next((name for name in HEADS if name in checkpoint.index.tensor_paths), "")
+        for model, checkpoint in checkpoints.items()
+    }
+    ties = {model: _ties_head(checkpoint.config) for model, checkpoint in checkpoints.items()}
     some = next(filter(None, stored.values()), "")
     for model, head in stored.items():
         if not head and ties[model] is False and some:
             yield Finding.error(
-                "heads",
-                f"{model} has no {some}, and its config.json does not tie the head to the "
-                "embedding, which mergekit would take for it",
-                "save it again with its head, or set tie_word_embeddings: true in its config.json "
-                "if it has none of its own",
+                f"{model} has no {some}, and its config.json does not tie it to the embedding",
+                "save it with its head, or set tie_word_embeddings: true if it has none",
             )
         elif base is not None and {ties[base], ties[model]} == {True, False}:
             tied, own = (base, model) if ties[base] else (model, base)
             if stored[own] and (tied == base or not stored[tied]):
                 yield Finding.error(
-                    "heads",
                     f"{tied} ties its head to the embedding, and {own} has a head of its own",
-                    "save both in the same way: tied, or with `tie_word_embeddings`: false and an "
-                    "lm_head",
+                    "save both tied, or both with tie_word_embeddings: false and an lm_head",
                 )
 
 
-def _stored_head(checkpoint: Checkpoint) -> str:
-    return next((name for name in HEADS if name in checkpoint.index.tensor_paths), "")
-
-
-def _ties_head(checkpoint: Checkpoint) -> bool | None:
+def _ties_head(config: Mapping[str, Any]) -> bool | None:
     """Return whether transformers ties the head to the embedding; None where that is unknown."""
-    text, kind = checkpoint.config.get("text_config"), checkpoint.config.get("model_type")
-    given = {**(text if isinstance(text, dict) else {}), **checkpoint.config}
+    text, kind = config.get("text_config"), config.get("model_type")
+    given = {**(text if isinstance(text, dict) else {}), **config}
     if "tie_word_embeddings" in given or not kind or kind not in CONFIG_MAPPING:
         return given.get("tie_word_embeddings")
     return getattr(CONFIG_MAPPING[kind](), "tie_word_embeddings", None)
 
 
 def _check_configs(checkpoints: Checkpoints, base: ModelReference | None) -> Iterator[Finding]:
-    """Find what the base's `config.json` will say differently of an expert's weights."""
+    """Find what the base's `config.json` says differently of an expert's weights, and classes."""
     origin = _function(checkpoints[base].config) if base is not None else {}
+    classes: dict[ModelReference, list[str]] = {}
     for model, checkpoint in checkpoints.items():
-        own = _function(checkpoint.config)
+        own, labels = _function(checkpoint.config), checkpoint.config.get("id2label")
         changed = [
             f"{key}: {own[key]!s:.40} instead of {value!s:.40}"
             for key, value in origin.items()
@@ -172,18 +141,26 @@ def _check_configs(checkpoints: Checkpoints, base: ModelReference | None) -> Ite
         ]
         if changed:
             yield Finding.warning(
-                "configs",
                 f"{model} has another config than the base model ({listed(changed)})",
-                "mergekit writes the base's config.json: adjust it in the result if the experts' "
-                "is the right one",
+                "the result has the base's config.json: adjust it there if the experts' is right",
+            )
+        names = [str(name) for name in labels.values()] if isinstance(labels, dict) else []
+        if any(not name.startswith("LABEL_") for name in names):  # these are transformers' own
+            classes[model] = names
+    for model, names in classes.items():
+        first, expected = next(iter(classes.items()))
+        if names != expected:
+            yield Finding.warning(
+                f"{model} calls its classes {listed(names, 4)}, and {first} calls them "
+                f"{listed(expected, 4)}; a merge of their heads means neither",
+                "leave one out; `mergekit-ace train` merges classifiers that keep their heads",
             )
 
 
 def _function(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of `FUNCTION`, with those of rotary positions among them.
 
-    These stand in `rope_scaling` up to transformers 4, and from 5 on, with the base, in
-    `rope_parameters`.
+    These stand in `rope_scaling` up to transformers 4, and later in `rope_parameters`.
     """
     if not config:
         return {}
@@ -194,83 +171,44 @@ def _function(config: Mapping[str, Any]) -> dict[str, Any]:
     return {n: config[n] for n in FUNCTION if n in config} | {"rope_type": kind} | rotary
 
 
-def _check_class_names(checkpoints: Checkpoints) -> Iterator[Finding]:
-    """Find classifiers that give their classes different names, and so other meanings."""
-    named: dict[ModelReference, list[str]] = {}
-    for model, checkpoint in checkpoints.items():
-        classes = checkpoint.config.get("id2label")
-        names = [str(name) for name in classes.values()] if isinstance(classes, dict) else []
-        if any(not name.startswith("LABEL_") for name in names):  # these are transformers' own
-            named[model] = names
-    for model, names in named.items():
-        first = next(iter(named))
-        if names != named[first]:
-            yield Finding.warning(
-                "classes",
-                f"{model} calls its classes {listed(names, 4)}, and {first} calls them "
-                f"{listed(named[first], 4)}; a merge of their heads means neither",
-                "leave one of them out; `mergekit-ace train` merges classifiers that keep heads of "
-                "their own",
-            )
-
-
 def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find tokens with other numbers, or what keeps mergekit from aligning them."""
+    base = config.base_model
     if config.tokenizer or config.tokenizer_source:
-        base = config.base_model or next(iter(checkpoints))
-        if not any(checkpoints[base].file(name) for name in VOCABULARY_FILES):
+        base = base or next(iter(checkpoints))
+        if not any(map(checkpoints[base].file, VOCABULARY_FILES)):
             yield Finding.error(
-                "tokenizers",
-                f"tokenizer: the base model {base} has no tokenizer, from which mergekit builds "
-                "that of the result",
+                f"tokenizer: the base model {base} has no tokenizer to begin with",
                 "take the files of its tokenizer into its folder, or remove the lines `tokenizer:`",
             )
         for checkpoint in checkpoints.values():
             _tokens(checkpoint)  # mergekit takes the base's in the place of a damaged one
-    elif config.base_model is not None:
-        base = config.base_model
-        own = [base, *(m for m in checkpoints if m != base and m.lora is None)]
-        first = next((model for model in own if _has_tokens(checkpoints[model])), base)
-        for model in own:
-            if model != first:
-                yield from _compare_tokens(checkpoints[model], checkpoints[first], base)
-
-
-def _has_tokens(checkpoint: Checkpoint) -> bool:
-    files = (checkpoint.file(name) for name in VOCABULARY_FILES if name != TOKENIZER_CONFIG)
-    return any(files)
-
-
-def _compare_tokens(
-    checkpoint: Checkpoint, origin: Checkpoint, base: ModelReference
-) -> Iterator[Finding]:
-    """Find tokens that a model numbers differently from the first model with tokens, or adds."""
-    first, second = origin.file("tokenizer.json"), checkpoint.file("tokenizer.json")
-    if first and second and first.read_bytes() == second.read_bytes():
-        return
-    known, tokens = _tokens(origin), _tokens(checkpoint)
-    by_number = {number: token for token, number in known.items()}
-    different = sorted(
-        token
-        for token, number in tokens.items()
-        if known.get(token, number) != number or by_number.get(number, token) != token
-    )
-    new = sorted(tokens.keys() - known.keys()) if known else []
-    first = "the base model" if origin.model == base else origin.model
-    if different:
-        yield Finding.error(
-            "tokenizers",
-            f"{checkpoint.model} numbers {len(different)} tokens differently from {first}: "
-            f"{listed([repr(token) for token in different])}",
-            ALIGN,
-        )
-    elif new and origin.model == base:
-        yield Finding.warning(
-            "tokenizers",
-            f"{checkpoint.model} has {len(new)} tokens that the base model's tokenizer, which the "
-            f"result gets, lacks: {listed([repr(token) for token in new])}",
-            "add the lines `tokenizer: {source: union}`, if the result needs them",
-        )
+    elif base is not None:
+        first, known = base, {}
+        for model in (base, *(m for m in checkpoints if m != base and m.lora is None)):
+            tokens = _tokens(checkpoints[model])
+            if not known:
+                first, known = model, tokens
+                continue
+            numbers = {number: token for token, number in known.items()}
+            different = [
+                repr(token)
+                for token, number in sorted(tokens.items())
+                if known.get(token, number) != number or numbers.get(number, token) != token
+            ]
+            new = [repr(token) for token in sorted(tokens.keys() - known.keys())]
+            if different:
+                yield Finding.error(
+                    f"{model} numbers {len(different)} tokens differently from "
+                    f"{'the base model' if first == base else first}: {listed(different)}",
+                    "add the line `tokenizer: {source: base}` (or union), which aligns them",
+                )
+            elif new and first == base:
+                yield Finding.warning(
+                    f"{model} has {len(new)} tokens that the base model's tokenizer, which the "
+                    f"result gets, lacks: {listed(new)}",
+                    "add the lines `tokenizer: {source: union}`, if the result needs them",
+                )
 
 
 def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
@@ -295,125 +233,89 @@ def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
     vocabulary = checkpoint.read_json("vocab.json") or numbered
     if vocabulary:
         return {**vocabulary, **checkpoint.read_json("added_tokens.json")}
-    return _converted_tokens(checkpoint) if _has_tokens(checkpoint) else {}
-
-
-def _converted_tokens(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return the tokens of a file such as `tokenizer.model`, which only transformers reads."""
+    if not any(checkpoint.file(name) for name in VOCABULARY_FILES if name != TOKENIZER_CONFIG):
+        return {}
     path, revision = checkpoint.model.model.path, checkpoint.model.model.revision
-    try:
+    try:  # a file such as `tokenizer.model`, which only transformers reads
         return AutoTokenizer.from_pretrained(path, revision=revision).get_vocab()
     except Exception:  # of many kinds: a missing library, code of the model's own
         return {}
 
 
 def planned_headers(
-    tensors: Sequence[PlannedTensor], checkpoints: Checkpoints
-) -> Iterator[tuple[PlannedTensor, dict[ModelReference, TensorHeader]]]:
-    """Yield planned tensors, each with the headers of all models that have it."""
-    for tensor in tensors:
-        weights = tensor.weights
-        found = {m: checkpoints[m].source(weights[m]) for m in tensor.task.model_order}
-        yield tensor, {model: header for model, header in found.items() if header is not None}
+    tensor: PlannedTensor, checkpoints: Checkpoints
+) -> dict[ModelReference, TensorHeader]:
+    """Return the headers of all models that have a planned tensor."""
+    found = {m: checkpoints[m].source(tensor.weights[m]) for m in tensor.task.model_order}
+    return {model: header for model, header in found.items() if header is not None}
 
 
 def check_tensors(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) -> Iterator[Finding]:
-    """Find tensors that a model lacks, or that are stored as something other than weights.
+    """Find tensors that a model lacks, or that have another shape, or are no weights.
 
-    Whole numbers that are the same in all models are copied (counters, masks); with a `dtype:` they
-    are made floating first.
+    Whole numbers that are the same in all models are copied (counters, masks).
     """
     lacking: dict[tuple[ModelReference, bool], list[str]] = defaultdict(list)
     odd: dict[tuple[ModelReference, str], list[str]] = defaultdict(list)
-    for tensor, found in planned_headers(tensors, checkpoints):
-        optional = tensor.task.output_weight.optional
-        dtypes = {header.dtype for header in found.values()}
+    shapes: dict[tuple[ModelReference, bool], list[str]] = defaultdict(list)
+    for tensor in tensors:
+        headers, output = planned_headers(tensor, checkpoints), tensor.task.output_weight
+        dtypes = {header.dtype for header in headers.values()}
         copied = len(dtypes) == 1 and dtypes <= {"I64", "I32", "BOOL"}
+        aligned = tensor.task.gather_tensors is not tensor.gather  # rows, by their tokens
+        first = headers.get(tensor.base) if tensor.base else None
+        first = first or next(iter(headers.values()), None)
         for model, weight in tensor.weights.items():
-            if model in found:
-                if found[model].dtype not in FLOATING and not copied:
-                    odd[model, found[model].dtype].append(weight.name)
-            elif found or not optional:
-                lacking[model, not optional or model == tensor.base].append(weight.name)
+            header = headers.get(model)
+            if header is None and (headers or not output.optional):
+                lacking[model, not output.optional or model == tensor.base].append(weight.name)
+            if header is None or first is None:
+                continue
+            if header.dtype not in FLOATING and not copied:
+                odd[model, header.dtype].append(weight.name)
+            if header.shape != first.shape and not aligned:
+                text = f"{tensor.name} {header.shape} instead of {first.shape}"
+                shapes[model, output.vocabulary_axis is not None].append(text)
     for (model, fatal), names in lacking.items():
-        what = f"{model} lacks {len(names)} of {len(tensors)} tensors: {listed(names)}"
-        if fatal:
-            remedy = "replace the model by one of the same architecture, or save it again"
-            yield Finding.error("tensors", what, remedy)
-        else:
-            remedy = "save it with them, or expect what the other models make of these tensors"
-            yield Finding.warning("tensors", f"{what}; they are merged without it", remedy)
+        yield (Finding.error if fatal else Finding.warning)(
+            f"{model} lacks {len(names)} of {len(tensors)} tensors: {listed(names)}",
+            "replace the model by one of the same architecture, or save it again"
+            + ("" if fatal else "; otherwise these tensors are merged without it"),
+        )
     for (model, dtype), names in odd.items():
         if not any(_check_quantised(checkpoints[model])):  # else it is said of the whole model
-            yield Finding.error(
-                "dtypes",
-                f"{model} has {len(names)} tensors in {dtype}, which cannot be merged: "
-                f"{listed(names)}",
-                AS_NUMBERS,
-            )
-
-
-def compare_shapes(
-    tensors: Sequence[PlannedTensor], checkpoints: Checkpoints, config: MergeConfiguration
-) -> Iterator[Finding]:
-    """Find tensors of another shape than the base model's, or the first model's."""
-    truncated = (isinstance(t.task.gather_tensors, TruncatedVocabulary) for t in tensors)
-    aligned = bool(config.tokenizer or config.tokenizer_source) or any(truncated)
-    odd: dict[ModelReference, list[str]] = defaultdict(list)
-    vocabularies: dict[ModelReference, str] = {}
-    for tensor, found in planned_headers(tensors, checkpoints):
-        first = found.get(tensor.base) if tensor.base else None
-        first = first or next(iter(found.values()), None)
-        if first is None:
-            continue
-        for model, header in found.items():
-            text = f"{tensor.name} {header.shape} instead of {first.shape}"
-            if header.shape == first.shape:
-                continue
-            if tensor.task.output_weight.vocabulary_axis is None:
-                odd[model].append(text)
-            elif not aligned:
-                vocabularies.setdefault(model, text)
-    for model, texts in odd.items():
-        yield Finding.error(
-            "shapes",
-            f"{model} has {len(texts)} tensors of another shape: {listed(texts, 3)}",
-            f"remove {model}, or set base_model to the model that it was fine-tuned from",
-        )
-    for model, text in vocabularies.items():
-        yield Finding.error(
-            "vocabularies",
-            f"{model} has another vocabulary: {text}",
-            "align them: add the line `tokenizer: {source: base}` (or union)",
-        )
+            text = f"tensors in {dtype}, which cannot be merged: {listed(names)}"
+            yield Finding.error(f"{model} has {len(names)} {text}", AS_NUMBERS)
+    for (model, of_tokens), texts in shapes.items():
+        if of_tokens:
+            message = f"{model} has another vocabulary: {texts[0]}"
+            remedy = "align them: add the line `tokenizer: {source: base}` (or union)"
+        else:
+            message = f"{model} has {len(texts)} tensors of another shape: {listed(texts, 3)}"
+            remedy = f"remove {model}, or set base_model to the model that it was fine-tuned from"
+        yield Finding.error(message, remedy)
 
 
 def check_padding(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
     """Find a padded vocabulary of the base that `tokenizer:` cuts to the tokens of the result."""
-    base = plan.config.base_model or next(iter(checkpoints))
+    config = plan.config
+    base = config.base_model or next(iter(checkpoints))
     aligned = [t for t in plan.tensors if isinstance(t.task.gather_tensors, PermutedVocabulary)]
     header = checkpoints[base].source(aligned[0].weights[base]) if aligned else None
-    tokens = _result_tokens(plan.config, checkpoints, base) if header is not None else 0
-    rows = header.shape[aligned[0].task.output_weight.vocabulary_axis] if tokens else 0
+    if header is None:
+        return
+    source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
+    models = {"base": [base], "union": list(checkpoints)}.get(str(source), [source])
+    known = {token for m in models if m in checkpoints for token in _tokens(checkpoints[m])}
+    tokens = len(known.union((config.tokenizer and config.tokenizer.tokens) or ()))
+    rows = header.shape[aligned[0].task.output_weight.vocabulary_axis]
     left = tokens + -tokens % (plan.vocabulary_multiple or 1)
-    if left < rows:
+    if known and left < rows:
         yield Finding.warning(
-            "tokenizers",
             f"{aligned[0].name} has {rows} rows in {base}, and {left} in the result, whose "
             f"tokenizer has {tokens} tokens: the other rows, of padding, are left out",
             f"add `pad_to_multiple_of: {rows}` below `tokenizer:` to keep {rows} rows",
         )
-
-
-def _result_tokens(
-    config: MergeConfiguration, checkpoints: Checkpoints, base: ModelReference
-) -> int:
-    """Return the number of tokens of a tokenizer that mergekit builds; 0 where that is unknown."""
-    source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
-    chosen = {"base": [base], "union": list(checkpoints)}.get(str(source), [source])
-    added = config.tokenizer.tokens if config.tokenizer else None
-    known = [_tokens(checkpoints[model]) for model in chosen if model in checkpoints]
-    return len({*added, *set().union(*known)} if added else set().union(*known))
 
 
 def check_adapters(
@@ -426,40 +328,23 @@ def check_adapters(
     """
     adapted = [(model, model.lora) for model in checkpoints if model.lora is not None]
     for model, lora in adapted:
-        if merged_first and options.lora_merge_cache and _is_inferred(model, options):
-            yield Finding.error(
-                "adapters",
-                f"mergekit has to infer the architecture of {model.model}, and infers none of "
-                "adapters",
-                "merge by mergekit-ace merge",
-            )
         try:
             read_adapters([model])[model].check_ties()
         except (OtherAdapterError, ConfigError):  # only PEFT can tell whether it fits
             pass
         except DamagedFileError as error:
-            yield Finding.error("adapters", str(error))
-        file = Path(lora.path, "adapter_config.json")
-        made_for = json_or_empty(file).get("base_model_name_or_path")
+            yield Finding.error(str(error))
+        settings = json_or_empty(Path(lora.path, "adapter_config.json"))
+        made_for = settings.get("base_model_name_or_path")
         if made_for and not same_name(made_for, model.model.path):
             yield Finding.warning(
-                "adapters",
-                f"the adapter {model.lora} was trained on {made_for}, not on {model.model}",
+                f"the adapter {lora} was trained on {made_for}, not on {model.model}",
                 "put it onto the model that it was trained on",
             )
     if adapted and merged_first and not options.lora_merge_cache:
+        names = listed([str(lora) for _, lora in adapted])
         yield Finding.warning(
-            "adapters",
-            "mergekit-yaml merges adapters into their base first: "
-            f"{listed([str(lora) for _, lora in adapted])}",
+            f"mergekit-yaml merges adapters into their base first: {names}",
             "merge by mergekit-ace merge, which need not; or give --lora-merge-cache DIR and "
             "--lora-merge-dtype float32 to mergekit-yaml and to this check",
         )
-
-
-def _is_inferred(model: ModelReference, options: MergeOptions) -> bool:
-    """Tell whether mergekit has no description of a model's architecture."""
-    try:
-        return arch_info_for_config(model.config(options.trust_remote_code)) is None
-    except Exception:  # of transformers and the Hub; told elsewhere
-        return False

@@ -157,7 +157,7 @@ def _plan_with_adapters(
         name: save.model_copy(update={"tensor_task": use_adapters(save.tensor_task, adapters)})
         for name, save in plan.saves.items()
     }
-    return replace(plan, saves=saves, adapters=tuple(adapters))
+    return replace(plan, saves=saves)
 
 
 def needed_files(config: Path, plan: PlannedMerge) -> set[Path]:

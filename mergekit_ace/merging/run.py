@@ -16,7 +16,7 @@ from mergekit.options import MergeOptions
 from mergekit.tokenizer import TokenizerInfo
 from tqdm import tqdm
 
-from mergekit_ace.check.estimate import estimate_merge
+from mergekit_ace.check.check import estimate_merge
 from mergekit_ace.files.models import Checkpoint, own_loaders
 from mergekit_ace.merging.manifest import Manifest, fingerprint
 from mergekit_ace.merging.output import OutputFolder, append_lines, complete_model, drop_lines

@@ -420,7 +420,7 @@ def test_what_is_read_is_never_replaced(own, tmp_path, part):
 def test_what_is_seldom_meant_is_said(family, tmp_path, caplog):
     edit = {"spectral_refinement": "always", "adaptive_normalization": "never"}
     assert (
-        "warning: config: spectral_refinement"
+        "warning: spectral_refinement"
         in run(config_of(family[:2], "ace", **edit), tmp_path).output
     )
     several = "may together undo what the base knew"

@@ -27,28 +27,19 @@ def family_config(folder: Path) -> dict:
     return ace_config([str(folder / name) for name in NAMES])
 
 
-def answer(folder: Path, config: dict | str, *flags: str) -> dict:
-    """Return what `check --json` says of a config."""
-    path = folder / "checked.yml"
-    path.write_text(config if isinstance(config, str) else yaml.safe_dump(config))
-    result = CliRunner().invoke(main, ["check", str(path), "--json", *flags])
-    if not result.output.startswith("{"):  # the command line refuses the file itself
-        refusal = {"level": "error", "subject": "", "message": result.output, "remedy": ""}
-        return {"ok": False, "findings": [refusal]}
-    told = json.loads(result.output)
-    assert result.exit_code == (0 if told["ok"] else 1), result.output
-    return told
-
-
 def findings(folder: Path, config: dict | str, *flags: str) -> dict[str, str]:
     """Return what `check` says of a config, by level, with models named by their folders alone."""
-    told = answer(folder, config, *flags)
-    texts = dict(NOTHING)
-    for finding in told["findings"]:
-        text = f"{finding['subject']}: {finding['message']} → {finding['remedy']}\n"
-        texts[finding["level"]] += text.replace(f"{folder}/", "")
-    assert told["ok"] == (not texts["error"])
-    return texts
+    path = folder / "checked.yml"
+    path.write_text(config if isinstance(config, str) else yaml.safe_dump(config))
+    result = CliRunner().invoke(main, ["check", str(path), *flags])
+    told, level = dict(NOTHING), "error"  # of a file that the command line itself refuses
+    for line in result.stdout.splitlines() or [result.stderr]:
+        if line.startswith(("nothing to complain about", "errors: ")):
+            break
+        level = line.partition(":")[0] if line.startswith(("error: ", "warning: ")) else level
+        told[level] += line.replace(f"{folder}/", "").replace("    → ", " → ") + "\n"
+    assert result.exit_code == bool(told["error"]), result.output
+    return {level: text.replace("\n →", " →") for level, text in told.items()}
 
 
 def rewrite(path: str | Path, change: Callable[[dict[str, Tensor]], object]) -> None:

@@ -12,15 +12,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from catalogue import NOTHING, answer, findings, rewrite, save_tokenizer
+from catalogue import NOTHING, findings, rewrite, save_tokenizer
 from checkpoints import ace_config, save_family, tiny_llama
 from click.testing import CliRunner
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_architectures import MODELS
 
+from mergekit_ace.check.check import Preflight, check_merge
 from mergekit_ace.cli import main
 from mergekit_ace.plugin import our_methods
 
@@ -32,29 +34,51 @@ def paths(tmp_path) -> list[str]:
     return save_family(tiny_llama(), tmp_path)
 
 
-def test_a_merge_that_is_all_right(tmp_path, paths, mergekit_yaml):
+def checked(folder: Path, config: dict) -> Preflight:
+    path = folder / "checked.yml"
+    path.write_text(yaml.safe_dump(config))
+    return check_merge(path, MergeOptions())
+
+
+def test_what_a_merge_takes(tmp_path, paths, mergekit_yaml):
     config = ace_config(paths)
-    told = answer(tmp_path, config)
-    assert told["findings"] == []
-    tensors = load_file(Path(paths[0]) / "model.safetensors")
-    assert told["tensors"] == len(tensors)
-    assert [model["role"] for model in told["models"]] == ["base", "expert", "expert"]
-    estimate, whole = told["estimate"], sum(t.nbytes for t in tensors.values())
-    assert estimate["rules"] == {
-        "matrix": sum(t.ndim == 2 for t in tensors.values()),
-        "mean": sum(t.ndim == 1 for t in tensors.values()),
-    }
-    assert estimate["read"] == 3 * whole
-    assert estimate["written"] == whole
-    assert 7e8 + 5 * max(t.nbytes for t in tensors.values()) < estimate["memory"] < 1e9 + 10 * whole
-    assert estimate["device_memory"] is None
-    by_name = {part["name"]: part for part in estimate["tensors"]}
-    assert by_name.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert by_name[name]["shape"] == list(tensor.shape)
-        assert by_name[name]["rule"] == ("matrix" if tensor.ndim == 2 else "mean")
-        assert by_name[name]["inputs"] == 3 * tensor.nbytes
+    result = checked(tmp_path, config)
+    assert result.findings == ()
+    tensors = load_file(Path(paths[0]) / "model.safetensors").values()
+    estimate, whole = result.estimate, sum(t.nbytes for t in tensors)
+    assert (estimate.read, estimate.written) == (3 * whole, whole)
+    assert 7e8 + 5 * max(t.nbytes for t in tensors) < estimate.memory < 1e9 + 10 * whole
+    assert estimate.device_memory is None
     mergekit_yaml(config)
+
+
+def test_operations_depend_on_the_rule(tmp_path, paths):
+    def operations(method: str, **parameters) -> float:
+        config = ace_config(paths, merge_method=method, parameters=parameters)
+        return checked(tmp_path, config).estimate.operations
+
+    tables = operations("ace_relative", epsilon=0.1)
+    relative = operations("ace_relative", epsilon=0.1, layout="matrix")
+    assert operations("ties", weight=0.5, density=0.5) < tables < relative < operations("ace")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_that_are_packed_in_memory(tmp_path, name):
+    """Many tensors on disk, which mergekit merges as few: they count, and are compared."""
+    torch.manual_seed(0)
+    paths = save_family(MODELS[name][0](), tmp_path)
+    result, stored = (
+        checked(tmp_path, ace_config(paths)),
+        load_file(f"{paths[0]}/model.safetensors"),
+    )
+    assert result.ok, result.text
+    assert result.estimate.written == sum(tensor.nbytes for tensor in stored.values())
+    assert result.estimate.read == 3 * result.estimate.written
+    separate = [
+        n for n in stored if ".layers.0." in n and n.endswith((".w2.weight", "down_proj.weight"))
+    ]
+    rewrite(paths[2], lambda t: t.update({n: torch.cat([t[n]] * 2) for n in separate}))
+    assert "layers.0.mlp.experts.down_proj" in findings(tmp_path, ace_config(paths))["error"]
 
 
 def test_the_verdict_for_people(tmp_path, paths):
@@ -71,8 +95,8 @@ def test_the_verdict_for_people(tmp_path, paths):
     path.write_text(yaml.safe_dump(ace_config(paths, parameters={"epsilom": 1})))
     result = CliRunner().invoke(main, ["check", str(path)])
     assert result.exit_code == 1
-    assert "error: config: parameters: there is no parameter 'epsilom' of ace" in result.output
-    assert "→ did you mean 'epsilon'?" in result.output
+    assert "error: parameters: there is no parameter 'epsilom' of ace" in result.output
+    assert "\n    → did you mean 'epsilon'?" in result.output
     assert "errors: 1, warnings: 0" in result.output
 
 
@@ -96,10 +120,7 @@ def test_adapters(tmp_path, paths):
     before = set(LoaderCache().loaders)  # other tests of this process may have loaded adapters
     told = findings(tmp_path, config)
     assert not told["error"]
-    assert "mergekit-yaml merges adapters into their base first: adapter" in told["warning"]
-    assert (
-        "merge by mergekit-ace merge, which need not; or give --lora-merge-cache" in told["warning"]
-    )
+    assert "merges adapters into their base first: adapter → merge by mergekit" in told["warning"]
     assert findings(tmp_path, config, "--lora-merge-cache", str(cache)) == NOTHING
     assert not cache.exists()  # nothing was merged for it
     assert not any(model.lora for model in LoaderCache().loaders.keys() - before)
@@ -110,8 +131,18 @@ def test_adapters(tmp_path, paths):
 def test_room_on_the_disk(tmp_path, paths, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(10, 9, 1000))
-    told = findings(tmp_path, ace_config(paths), "--out", "/a/b/c")
+    told = findings(tmp_path, ace_config(paths), "/a/b/c")
     assert "but / has 1 kB left" in told["error"]
+
+
+@pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
+def test_what_every_method_does_and_warns_of(tmp_path, paths, method):
+    """One layer of another shape: under slices: that need not be the layer that is merged."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(paths[2], lambda tensors: tensors.update({name: tensors[name][:-8].contiguous()}))
+    result = checked(tmp_path, ace_config(paths, merge_method=method.spec.name))
+    assert f"method  {method.about}" in result.text
+    assert f"warning: {method.spec.name}: tensor {name} has shape" in result.text
 
 
 @pytest.fixture
@@ -150,36 +181,25 @@ def hub(paths, tmp_path, monkeypatch) -> Callable[..., dict[str, Info]]:
 
 
 def test_a_model_on_the_hub_is_judged_by_its_headers(tmp_path, paths, hub):
-    headers = hub()
-    stored = load_file(Path(paths[1], "model.safetensors"))
-    config = ace_config([*paths, "org/expert"])
-    told = answer(tmp_path, config)
-    assert told["ok"], told
-    assert told["models"][-1] == {
-        "model": "org/expert", "role": "expert", "tensors": 21, "dtypes": ["F32"],
-        "precision": None, "bytes": sum(t.nbytes for t in stored.values()),
-        "vocabulary": None, "place": "on the Hub",
-    }  # fmt: skip
-    headers["model.norm.weight"] = Info("F32", [31])
-    assert "shapes: org/expert has 1 tensors" in findings(tmp_path, config)["error"]
-
-
-def test_a_model_of_the_hub_that_was_looked_at(tmp_path, paths, hub):
-    """To ask for its headers brings the index into the cache, and nothing that it names."""
+    """To have looked at it before brings the index into the cache, and nothing that it names."""
     tiny_llama(1).save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    hub(tmp_path / "sharded" / "model.safetensors.index.json")
-    told = answer(tmp_path, ace_config([*paths, "org/expert"]))
-    assert told["ok"], told
-    assert told["models"][-1]["place"] == "on the Hub"
+    headers = hub(tmp_path / "sharded" / "model.safetensors.index.json")
+    result = checked(tmp_path, ace_config([*paths, "org/expert"]))
+    assert result.ok, result.text
+    assert "expert  org/expert: 21 tensors, 72.3 kB, F32" in result.text
+    headers["model.norm.weight"] = Info("F32", [31])
+    told = findings(tmp_path, ace_config([*paths, "org/expert"]))
+    assert "org/expert has 1 tensors of another shape" in told["error"]
 
 
 def test_an_old_model_of_the_hub_that_was_downloaded(tmp_path, paths, hub):
     file = tmp_path / "pytorch_model.bin"
-    torch.save(load_file(Path(paths[1]) / "model.safetensors"), file)
+    tensors = load_file(Path(paths[1]) / "model.safetensors")
+    torch.save({name: tensor.bfloat16() for name, tensor in tensors.items()}, file)
     hub(file, Path(paths[1]) / "config.json")
-    told = answer(tmp_path, ace_config([*paths, "org/expert"]))
-    assert told["ok"], told
-    assert told["models"][-1]["place"].endswith("snapshots/5a")
+    result = checked(tmp_path, ace_config([*paths, "org/expert"]))
+    assert result.ok, result.text
+    assert "org/expert: 21 tensors, 36.2 kB, BF16" in result.text
 
 
 def test_a_tokenizer_that_was_not_downloaded_yet(tmp_path, paths, hub, monkeypatch):
@@ -192,50 +212,3 @@ def test_a_tokenizer_that_was_not_downloaded_yet(tmp_path, paths, hub, monkeypat
     )
     config = ace_config(["org/expert", *paths[1:]], tokenizer={"source": "base"})
     assert "has no tokenizer" not in findings(tmp_path, config)["error"]
-
-
-def test_other_rules(tmp_path, paths):
-    """Methods read matrices, tables or entries, and take as much."""
-
-    def estimate(method: str, **parameters) -> dict:
-        config = ace_config(paths, merge_method=method, parameters=parameters)
-        return answer(tmp_path, config)["estimate"]
-
-    tables = estimate("ace_relative", epsilon=0.1)
-    relative = estimate("ace_relative", epsilon=0.1, layout="matrix")
-    assert tables["rules"]["table"] == 1, "the embeddings"
-    assert relative["rules"] == {"matrix": tables["rules"]["matrix"] + 1, "mean": 5}
-    assert tables["operations"] < relative["operations"] < estimate("ace")["operations"]
-    assert estimate("tsv_m")["rules"] == relative["rules"]
-    assert estimate("ties", weight=0.5, density=0.5)["rules"] == {"ties": 21}
-
-
-@pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
-def test_what_every_method_does_and_warns_of(tmp_path, paths, method):
-    """One layer of another shape: under slices: that need not be the layer that is merged."""
-    name = "model.layers.1.mlp.up_proj.weight"
-    rewrite(paths[2], lambda tensors: tensors.update({name: tensors[name][:-8].contiguous()}))
-    told = answer(tmp_path, ace_config(paths, merge_method=method.spec.name))
-    assert told["method"] == method.about
-    warnings = [f["message"] for f in told["findings"] if f["level"] == "warning"]
-    assert any(f"{method.spec.name}: tensor {name} has shape" in text for text in warnings)
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_experts_that_are_packed_in_memory(tmp_path, name):
-    """Many tensors on disk, which mergekit merges as few: they count, and are compared."""
-    torch.manual_seed(0)
-    paths = save_family(MODELS[name][0](), tmp_path)
-    told = answer(tmp_path, ace_config(paths))
-    assert told["ok"], told
-    stored, estimate = load_file(Path(paths[0]) / "model.safetensors"), told["estimate"]
-    assert estimate["rules"]["stacked"] == 4, "gate and up, down; two layers"
-    assert estimate["written"] == sum(tensor.nbytes for tensor in stored.values())
-    assert estimate["read"] == 3 * estimate["written"]
-    part = next(p for p in estimate["tensors"] if p["name"].endswith("0.mlp.experts.down_proj"))
-    ends = (".w2.weight", ".down_proj.weight")
-    separate = [n for n in stored if ".layers.0." in n and n.endswith(ends)]
-    assert part["shape"] == [len(separate), *stored[separate[0]].shape]
-    rewrite(paths[2], lambda t: t.update({n: torch.cat([t[n]] * 2) for n in separate}))
-    told = findings(tmp_path, ace_config(paths))
-    assert "layers.0.mlp.experts.down_proj" in told["error"]

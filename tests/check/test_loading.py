@@ -10,22 +10,19 @@ import torch
 import yaml
 from catalogue import add, configure, rewrite
 from checkpoints import LLAMA, ace_config, save_family, tiny_llama
-from mergekit.io import ShardedTensorIndex
 from mergekit.options import MergeOptions
 from safetensors.torch import load_file
 from test_architectures import MODELS, SAVE
-from transformers import AutoConfig, GemmaConfig, GemmaForCausalLM
+from transformers import GemmaConfig, GemmaForCausalLM
 
 from mergekit_ace.check.loading import (
     NotLoadedError,
     merged_model,
     treat_unplanned,
     verify_model,
-    wanted_names,
 )
 from mergekit_ace.files.models import read_checkpoint
 from mergekit_ace.merge_config import Finding
-from mergekit_ace.methods.architecture import build_empty
 from mergekit_ace.planning import UnplannedTensor, plan_merge, read_merge_config
 
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
@@ -170,10 +167,6 @@ def test_every_architecture_is_whole(tmp_path, name):
     torch.manual_seed(0)
     MODELS[name][0]().save_pretrained(tmp_path, max_shard_size="20KB")
     assert problem(tmp_path, tmp_path / "never looked at") == ""
-    names = set(ShardedTensorIndex.from_disk(str(tmp_path)).tensor_paths)
-    model = build_empty(AutoConfig.from_pretrained(tmp_path), trust_remote_code=False)
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    assert wanted_names(model, [*names, "mtp.layers.0.weight"]) == (names, set())
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit", "t5", "mixtral", "qwen3_moe"])

@@ -263,7 +263,7 @@ ERRORS: list[tuple[Make, str]] = [
     (added(0, **BIAS), "self_attn.q_proj.bias"),
     (saved(1, num_hidden_layers=3), "expert0 has 3"),
     (saved(1, hidden_size=64), "(40, 64) in expert0, but (40, 32) in the base"),
-    (other_shape, "shapes: expert0 has 6 tensors of another shape"),
+    (other_shape, "expert0 has 6 tensors of another shape"),
     (gpt2, "Must specify --allow-crimes"),
     # Heads.
     (saved(0, tie_word_embeddings=True), "base ties its head to the embedding, and expert0 has"),
@@ -305,7 +305,7 @@ ERRORS: list[tuple[Make, str]] = [
         "expert0/config.json has `architectures`: None instead of a list of one name",
     ),
     (empty, "expert0-empty holds no weights"),
-    (linked, "expert0 is listed 2 times, as expert0 and expert0-link"),
+    (linked, "expert0 is listed 2 times: expert0, expert0-link"),
     (adapter(damaged=True), "adapter_model.safetensors is damaged"),
     (adapter(hidden_size=64), "config and base ask for"),
     (adapter(num_hidden_layers=3), "onto the base, which has no such module"),
@@ -314,7 +314,7 @@ ERRORS: list[tuple[Make, str]] = [
 WARNINGS: list[tuple[Make, str]] = [
     (
         in_bfloat16,
-        "dtypes: `dtype: bfloat16` rounds expert0, stored as F32, before its task vector",
+        "`dtype: bfloat16` rounds expert0, stored as F32, too early",
     ),
     (all_of(in_bfloat16, HALVED), "rounds expert0, stored as F16"),
     (in_bfloat16, "write `dtype: float32` and `out_dtype: bfloat16`"),

@@ -76,7 +76,7 @@ def test_warnings_are_said_and_stop_nothing(tmp_path, paths):
         arguments = ["merge", str(config), str(tmp_path / flag), flag]
         result = CliRunner().invoke(main, arguments, catch_exceptions=False)
         assert result.exit_code == 0
-        assert ("warning: dtypes: `dtype: bfloat16` rounds" in result.stderr) == expected
+        assert ("warning: `dtype: bfloat16` rounds" in result.stderr) == expected
 
 
 def test_folders_that_might_be_on_the_hub(tmp_path, paths, monkeypatch):

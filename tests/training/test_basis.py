@@ -168,7 +168,7 @@ def test_against_the_transcription(trained, mergekit_yaml, tmp_path):
 def test_a_check_finds_nothing_wrong(trained):
     _, out = trained
     found = check_merge(out / "merge.yml", MergeOptions())
-    assert [finding for finding in found.findings if finding.subject != "tokenizers"] == []
+    assert [one for one in found.findings if "tokens" not in one.message] == []
 
 
 @pytest.mark.parametrize(
@@ -194,12 +194,8 @@ def test_another_merge_is_refused(trained, mergekit_yaml, tmp_path, change, mess
     with pytest.raises(CoefficientFileError, match=message):
         mergekit_yaml(merge)
     (tmp_path / "changed.yml").write_text(yaml.safe_dump(merge))
-    (finding,) = (
-        found
-        for found in check_merge(tmp_path / "changed.yml", MergeOptions()).findings
-        if found.subject == "coefficients"
-    )
-    assert re.search(message, finding.message)
+    findings = check_merge(tmp_path / "changed.yml", MergeOptions()).findings
+    assert any(re.search(message, finding.message) for finding in findings)
 
 
 def test_a_check_mentions_weights_that_were_not_trained(trained, tmp_path):
