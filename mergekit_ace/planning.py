@@ -84,7 +84,7 @@ def read_yaml(path: Path) -> tuple[Any, str]:
     """
     try:
         source = path.read_text(encoding="utf-8")
-        return yaml.load(source, UniqueKeyLoader), source
+        return UniqueKeyLoader(source).get_single_data(), source
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except yaml.YAMLError as error:

@@ -97,7 +97,7 @@ def _check_quantised(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _check_heads(checkpoints: Checkpoints, base: ModelReference | None) -> Iterator[Finding]:
-    """Find heads that are missing, or tied in the base alone; mergekit takes embeddings for them."""
+    """Find heads that are missing or tied in some models; mergekit takes embeddings for them."""
     stored = {
         model: next((name for name in HEADS if name in checkpoint.index.tensor_paths), "")
         for model, checkpoint in checkpoints.items()

@@ -420,8 +420,7 @@ def test_what_is_read_is_never_replaced(own, tmp_path, part):
 def test_what_is_seldom_meant_is_said(family, tmp_path, caplog):
     edit = {"spectral_refinement": "always", "adaptive_normalization": "never"}
     assert (
-        "warning: spectral_refinement"
-        in run(config_of(family[:2], "ace", **edit), tmp_path).output
+        "warning: spectral_refinement" in run(config_of(family[:2], "ace", **edit), tmp_path).output
     )
     several = "may together undo what the base knew"
     assert several in run(config_of(family, "ace"), tmp_path, "--overwrite").output

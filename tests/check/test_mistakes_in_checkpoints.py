@@ -241,15 +241,15 @@ def sentencepieces(paths, config) -> None:
 
 ERRORS: list[tuple[Make, str]] = [
     # Codes in the place of weights.
-    (packed("gptq", of_gptq), "expert0 is stored as I32 (quantised: gptq)"),
+    (packed("gptq", of_gptq), "I32, F16 (quantised: gptq)"),
     (
         packed("bitsandbytes", of_bnb_4),
-        "is stored as U8 (quantised: bitsandbytes), which cannot be merged → dequantise",
+        "U8 (quantised: bitsandbytes), which cannot be merged → dequantise",
     ),
-    (packed("fp8", of_fp8), "is stored as F8_E4M3 (quantised: fp8)"),
+    (packed("fp8", of_fp8), "F8_E4M3 (quantised: fp8)"),
     (
         settings(1, quantization_config={"quant_method": "gptq", "bits": 4}),
-        "expert0 says that it is quantised (gptq), b",
+        "If these are its weights, remove quantization_config",
     ),
     (retyped(1, "", torch.int8), "expert0 is stored as I8, which cannot be"),
     (retyped(1, UP, torch.int8), f"1 tensors in I8, which cannot be merged: {UP}"),
