@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """ACE-Merging for mergekit.
 
-Importing this package makes `merge_method: ace` known to mergekit, now or as soon as mergekit is
-imported; `mergekit_ace.pth` does that at the start of every Python process. So this file is all
-that such a start may cost: everything else, the names below too, is loaded on first use.
+mergekit looks for no plug-ins. `mergekit_ace.pth` imports this package at the start of every Python
+process; the finder at the end of this file then registers our merge methods as soon as mergekit is
+imported. So this file is all that such a start may cost, and nothing in it may fail: everything
+else, the names below too, is loaded on first use.
 """
 
 import sys
+from _thread import get_ident
 
 __version__ = "0.1.0"
 
@@ -48,29 +50,46 @@ def __getattr__(name: str):
     return value
 
 
-def _warn(what, error):
-    """Say in one line on stderr what does not work; where there is no stderr, say nothing."""
+def _register():
+    """Register our methods, or say in one line on stderr why not; mergekit goes on in any case."""
     try:
-        # Not the warnings module: under -W error it would raise into somebody else's import.
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        if sys.stderr is not None:
-            sys.stderr.write(f"mergekit-ace: warning: {what}: {message}\n")
-    except Exception:
-        pass
+        from mergekit_ace.plugin import register
 
-
-def _quietly(call):
-    """Return what a call returns; None, and a line on stderr, if it fails.
-
-    Whatever state this package is in, half upgraded or being removed, mergekit goes on without it.
-    """
-    try:
-        return call()
+        register()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        _warn("merge methods not registered", error)
-        return None
+        # Not the warnings module: under -W error it would raise into somebody else's import.
+        try:
+            message = " ".join(f"{type(error).__name__}: {error}".split())
+            sys.stderr.write(f"mergekit-ace: warning: merge methods not registered: {message}\n")
+        except Exception:  # there is no stderr, or it is closed
+            pass
+
+
+class _RegisteringLoader:
+    """Stands in for the host's loader until the host has been executed.
+
+    It does not inherit from Loader, whose module would have to be imported.
+    """
+
+    def __init__(self, loader):
+        self._loader = loader
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        _register()
+
+
+_HOST = "mergekit.merge_methods"
+_searching = set()  # threads that are asking the other finders, of which one may ask all again
 
 
 class _HostFinder:
@@ -78,23 +97,23 @@ class _HostFinder:
 
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
-        if fullname != "mergekit.merge_methods":
+        if fullname != _HOST or get_ident() in _searching:
             return None
-
-        def find():
-            from mergekit_ace._autoload import find_host
-
-            return find_host(cls, path, target)
-
-        return _quietly(find)
-
-
-def _register():
-    from mergekit_ace._autoload import register_quietly
-
-    register_quietly()
+        _searching.add(get_ident())
+        try:
+            for finder in list(sys.meta_path):
+                spec = None
+                if finder is not cls and hasattr(finder, "find_spec"):
+                    spec = finder.find_spec(fullname, path, target)
+                if spec is not None:
+                    if hasattr(spec.loader, "exec_module"):
+                        spec.loader = _RegisteringLoader(spec.loader)  # pyright: ignore
+                    return spec
+            return None
+        finally:
+            _searching.discard(get_ident())
 
 
 sys.meta_path.insert(0, _HostFinder)
-if "mergekit.merge_methods" in sys.modules:
-    _quietly(_register)
+if _HOST in sys.modules:
+    _register()

@@ -325,11 +325,12 @@ def _check_method(plan: PlannedMerge, method: TaskVectorMethod) -> Iterator[Find
         settings = tensor.settings
         try:
             method.check_settings(settings)
-            learned = method.learned_coefficients(settings)
+            method.coefficients(settings)
         except ValueError as error:
             yield Finding.error(str(error))
             return
-        if learned is not None and len(set(settings.weights)) > 1:
+        learned = settings.parameters.get("coefficients") is not None
+        if learned and len(set(settings.weights)) > 1:
             weighted.append(tensor.name)
         for doubt in method.doubts(settings):
             doubts[doubt].append(without_numbers(tensor.name))

@@ -24,36 +24,37 @@ METHODS = (
     "mergekit_ace.methods.peers.spectral:IsoCtsMerge",
     "mergekit_ace.methods.peers.spectral:WudiMerge",
     "mergekit_ace.methods.peers.spectral:CartMerge",
-    "mergekit_ace.methods.peers.entries:ConsensusMerge",
-    "mergekit_ace.methods.peers.entries:LinesMerge",
-    "mergekit_ace.methods.peers.measured:RegMeanMerge",
-    "mergekit_ace.methods.peers.measured:FisherMerge",
+    "mergekit_ace.methods.peers.others:ConsensusMerge",
+    "mergekit_ace.methods.peers.others:LinesMerge",
+    "mergekit_ace.methods.peers.others:RegMeanMerge",
+    "mergekit_ace.methods.peers.others:FisherMerge",
 )
-SUPPORTED = "mergekit >=0.1.5,<0.2"
-_FIRST, _BEYOND = (0, 1, 5), (0, 2)
+SUPPORTED = "mergekit>=0.1.5,<0.2"
 
 
 def our_methods(listed: Iterable[str] = METHODS) -> tuple[MergeMethod, ...]:
     """Return one instance of every listed merge method."""
-    classes = []
-    for entry in listed:
-        module, _, name = entry.partition(":")
-        classes.append(getattr(import_module(module), name))
-    return tuple(method() for method in classes)
+    entries = (entry.partition(":") for entry in listed)
+    return tuple(getattr(import_module(module), name)() for module, _, name in entries)
 
 
 def register(listed: Sequence[str] = METHODS) -> None:
     """Make our merge methods available by name in mergekit; again is the same as once.
 
+    A name that another method has taken is left to it, with a warning; the others are registered.
+
     Args:
         listed: module and class of each, see `METHODS`.
-
-    A name that another method has taken is left to it, with a warning; the others are registered.
 
     Raises:
         RuntimeError: the installed mergekit is not one that we work with.
     """
-    _check_version(version("mergekit"))
+    installed = version("mergekit")
+    if not (0, 1, 5) <= tuple(map(int, re.findall(r"\d+", installed)[:3])) < (0, 2):
+        raise RuntimeError(
+            f"mergekit {installed} is installed, but this release works with {SUPPORTED}; "
+            f"pip install '{SUPPORTED}'"
+        )
     from mergekit import merge_methods
 
     known = {method.spec.name: method for method in merge_methods.registered_methods()}
@@ -66,12 +67,3 @@ def register(listed: Sequence[str] = METHODS) -> None:
                 "merge method %r is left to %s, which has taken that name before mergekit-ace",
                 name, type(known[name]).__module__,
             )  # fmt: skip
-
-
-def _check_version(installed: str) -> None:
-    numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:3])
-    if not _FIRST <= numbers < _BEYOND:
-        raise RuntimeError(
-            f"mergekit {installed} is installed, but this release works with {SUPPORTED}; "
-            f"pip install '{SUPPORTED.replace(' ', '')}'"
-        )

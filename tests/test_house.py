@@ -83,7 +83,7 @@ def layer(name: str) -> str:
 def climbs() -> Counter[str]:
     found: Counter[str] = Counter()
     for name in MODULES:
-        if name in ("mergekit_ace", "mergekit_ace._autoload"):  # they only load the plug-in
+        if name == "mergekit_ace":  # it only loads the plug-in
             continue
         for other in ours(name, late=True):
             low, high = layer(name), layer(other)

@@ -304,6 +304,6 @@ def _card_text(name: str, plan: AdapterPlan, what: str) -> str:
         f"by `mergekit-ace adapter` ({', '.join(map(' '.join, versions.items()))}), from this "
         "configuration:",
         f"```yaml\n{plan.merge.source.strip()}\n```",
-        *(f"```bibtex\n{one.bibtex}\n```" for one in getattr(method, "citations", ())),
+        *(f"```bibtex\n{one}\n```" for one in getattr(method, "citations", ())),
     ]
     return "\n\n".join(parts) + "\n"

@@ -81,15 +81,14 @@ def merge_products(
     deltas = [delta and delta.to(device) for delta in deltas]
     if not isinstance(method, TaskVectorMethod):
         return _merge_linearly(planned, deltas, rank)
-    recorded = planned.settings.parameters.get("report") is not None
     ndim = len(next(filter(None, deltas)).shape)
-    settings = method.complete(replace(planned.settings, recorded=recorded), ndim)
+    settings = method.complete(planned.settings, ndim)
     try:
         merged = merge_low_rank(method, deltas, settings, rank)
     except MERGE_ERRORS as error:
         raise ValueError(method.explain(error, settings)) from error
     method.mention(settings, merged.record)
-    if recorded:
+    if settings.parameters.get("report") is not None:
         seconds = time.perf_counter() - start
         append_report(method.spec.name, settings, merged.record, seconds)
     return merged.delta, merged.lost

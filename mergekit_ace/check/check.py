@@ -166,13 +166,12 @@ def _planning_error(error: Exception) -> Finding:
 
 @contextmanager
 def _plan_warnings() -> Iterator[list[str]]:
-    """Keep what this package logs, but for vocabularies, which `check_tensors` judges."""
+    """Keep what this package logs as warnings, instead of showing it."""
     messages: list[str] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if getattr(record, "subject", "") != "vocabularies":
-                messages.append(record.getMessage())
+            messages.append(record.getMessage())
 
     log, keep = logging.getLogger("mergekit_ace"), Keep(logging.WARNING)
     log.addHandler(keep)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mergekit.merge_methods.base import TensorGroup
 from pydantic import BaseModel
 from torch import Tensor
 
@@ -63,7 +64,6 @@ class RidgeMethod(TaskVectorMethod):
     options_class: ClassVar[type[BaseModel]]
     merge_versions: ClassVar[Callable[..., Merged]]
     refines: ClassVar[bool] = False
-    remedy = ", a smaller lambda or a larger epsilon"
     ill_conditioned = "Raise `epsilon` for this tensor (by a filter) or for all."
     whole = True
 
@@ -112,7 +112,9 @@ class RidgeMethod(TaskVectorMethod):
         measured = _is_measured(parameters)
         return "measured covariances of inputs are not of low rank" if measured else ""
 
-    def learned_coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
+    def coefficients(
+        self, settings: TensorSettings, group: TensorGroup | None = None
+    ) -> Sequence[float] | None:
         if settings.parameters.get("coefficients") is None:
             return None
         from mergekit_ace.methods.lookup import component_coefficients

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How weights are stored, asked of a model's architecture: (in, out), or as rows to be looked up.
+"""How a model stores its weights: what its architecture says of layouts, and its headers of shapes.
 
 transformers' `Conv1D` (GPT-2 and its kin) stores the transpose of what `torch.nn.Linear` does, and
 so do the packed experts of some mixtures (GPT-OSS). Embeddings are no matrix that multiplies what
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -53,26 +53,21 @@ class Kinds:
 def is_transposed(model: Hashable, tensor_name: str | None) -> bool:
     """Return whether the architecture stores a weight as (…, in, out).
 
-    Layers are told by their kind, not by their number, so that a stack with more layers than
-    the base model has is answered too; a prefix that only a checkpoint has is ignored. The first
-    question about a model builds its architecture, which must happen on the main thread (mergekit's
-    other threads do not know whether remote code is trusted): ask while planning.
+    Layers are told by their kind, not by their number, so that a stack with more layers than the
+    base model has is answered too. The first question about a model builds its architecture: ask it
+    on the main thread, because mergekit's others do not know whether remote code is trusted.
 
     Args:
         model: mergekit's reference to the base model. Anything else (an index into tensors in
             memory) has no architecture: False.
         tensor_name: as in the merged checkpoint.
     """
-    return tensor_name is not None and _is_among(_kinds(model).transposed, tensor_name)
+    return _is_among(_kinds(model).transposed, tensor_name)
 
 
 def is_table(model: Hashable, tensor_name: str | None) -> bool:
-    """Return whether the architecture looks up rows of a weight.
-
-    Arguments and rules are those of `is_transposed`. A matrix that is both the table of embeddings
-    and the head (tied) is a table.
-    """
-    return tensor_name is not None and _is_among(_kinds(model).tables, tensor_name)
+    """Return whether rows of a weight are looked up, also where it is the head; see above."""
+    return _is_among(_kinds(model).tables, tensor_name)
 
 
 def stored_layout(
@@ -83,7 +78,7 @@ def stored_layout(
     *,
     tables: bool = False,
 ) -> FixedLayout:
-    """Return how a tensor of a checkpoint is read.
+    """Return how a tensor of a checkpoint is read, from the ``layout`` that is configured.
 
     Kernels (o, i, k, k) are matrices (o, i·k·k) in networks of convolutions, which have few other
     weights. Elsewhere they are averaged, as that of a ViT's patches.
@@ -96,23 +91,20 @@ def stored_layout(
             head as well are matrices, because the head multiplies by them. Those with fewer rows
             than columns, as in toy models only, stay tables, which serves these better.
     """
-    rows = tables and is_table(model, tensor_name) and not _is_head(model, tensor_name)
+    kinds = _kinds(model)
+    table = _is_among(kinds.tables, tensor_name) and not _is_among(kinds.heads, tensor_name)
     return resolve_layout(
         chosen,
         tensor_name,
         ndim,
-        transposed=is_transposed(model, tensor_name),
-        table=rows,
-        kernel=_kinds(model).convolutional,
+        transposed=_is_among(kinds.transposed, tensor_name),
+        table=tables and table,
+        kernel=kinds.convolutional,
     )
 
 
-def _is_head(model: Hashable, tensor_name: str | None) -> bool:
-    return tensor_name is not None and _is_among(_kinds(model).heads, tensor_name)
-
-
-def _is_among(templates: frozenset[str], tensor_name: str) -> bool:
-    template = without_numbers(tensor_name)
+def _is_among(templates: frozenset[str], tensor_name: str | None) -> bool:
+    template = without_numbers(tensor_name or "")
     return any(template == known or template.endswith("." + known) for known in templates)
 
 
@@ -122,15 +114,15 @@ def _kinds(model: Hashable) -> Kinds:
     if not isinstance(model, ModelReference):
         return Kinds()
     with _LOCK:
-        return _known_kinds(model)
+        return _read_kinds(model)
 
 
 @lru_cache(maxsize=16)
-def _known_kinds(model: ModelReference) -> Kinds:
+def _read_kinds(model: ModelReference) -> Kinds:
     if os.path.isfile(model.model.path):  # mergekit-pytorch: bare tensors, no architecture
         return Kinds()
     try:
-        return _read_kinds(model)
+        return _kinds_in(empty_network(model))
     except Exception as error:
         LOG.warning(
             "mergekit-ace: the architecture of %s cannot be built (%s: %s); all its matrices are "
@@ -138,6 +130,31 @@ def _known_kinds(model: ModelReference) -> Kinds:
             model, type(error).__name__, error,
         )  # fmt: skip
         return Kinds()
+
+
+def _kinds_in(network: PreTrainedModel) -> Kinds:
+    from torch.nn import Embedding
+    from transformers.pytorch_utils import Conv1D
+
+    transposed, tables, heads = set(), set(), set()
+    head: Tensor | None = getattr(network.get_output_embeddings(), "weight", None)
+    for path, module in network.named_modules():
+        if isinstance(module, Conv1D):
+            transposed.add(f"{path}.weight")
+        elif isinstance(module, Embedding):
+            tables.add(f"{path}.weight")
+            if head is not None and module.weight is head and len(head) >= head.shape[1]:
+                heads.add(f"{path}.weight")
+        elif getattr(module, "is_transposed", False) or type(module).__name__ in _PACKED_TRANSPOSED:
+            packed = (name for name, p in module.named_parameters() if p.ndim == 3)
+            transposed.update(f"{path}.{name}" for name in packed)
+    prefix = f"{network.base_model_prefix}."
+
+    def templates(names: Iterable[str]) -> frozenset[str]:
+        return frozenset(without_numbers(name.removeprefix(prefix)) for name in names)
+
+    convolutional = not tables and lacks_embeddings(network)
+    return Kinds(templates(transposed), templates(tables), templates(heads), convolutional)
 
 
 def empty_network(model: ModelReference) -> PreTrainedModel:
@@ -183,36 +200,6 @@ def model_class(config: PretrainedConfig, trust_remote_code: bool) -> type[PreTr
     return type(built)
 
 
-def _read_kinds(model: ModelReference) -> Kinds:
-    from torch.nn import Embedding
-    from transformers.pytorch_utils import Conv1D
-
-    network = empty_network(model)
-    transposed, tables, heads = set(), set(), set()
-    head: Tensor | None = getattr(network.get_output_embeddings(), "weight", None)
-    for path, module in network.named_modules():
-        if isinstance(module, Conv1D):
-            transposed.add(f"{path}.weight")
-        elif isinstance(module, Embedding):
-            tables.add(f"{path}.weight")
-            if head is not None and module.weight is head and len(head) >= head.shape[1]:
-                heads.add(f"{path}.weight")
-        elif getattr(module, "is_transposed", False) or type(module).__name__ in _PACKED_TRANSPOSED:
-            packed = (name for name, p in module.named_parameters() if p.ndim == 3)
-            transposed.update(f"{path}.{name}" for name in packed)
-    prefix = f"{network.base_model_prefix}."
-
-    def templates(names: set[str]) -> frozenset[str]:
-        return frozenset(without_numbers(name.removeprefix(prefix)) for name in names)
-
-    return Kinds(
-        templates(transposed),
-        templates(tables),
-        templates(heads),
-        not tables and lacks_embeddings(network),
-    )
-
-
 def lacks_embeddings(network: PreTrainedModel) -> bool:
     """Return whether a model is one that mergekit does not infer: a ResNet has no embeddings."""
     inner: Any = network.base_model
@@ -232,68 +219,28 @@ def tensor_names(model: Hashable) -> tuple[str, ...] | None:
 def check_shapes(
     tensor_name: str, models: Sequence[Hashable], base: Hashable, *, method: str = "ace"
 ) -> None:
-    """Compare each model's tensor of this name with the base's.
+    """Compare the shape of a tensor in each model's header with that in the base's.
 
-    Differing vocabularies are no error here, since only mergekit knows whether a `tokenizer:`
-    section will align them: they are reported once per model. Nor is a tensor whose expected shape
-    the model has in another layer: under `slices:` that layer may be the one that is merged, and
-    mergekit names the tensor when its turn comes.
+    Differing vocabularies are no error here: a `tokenizer:` section may align them.
 
     Raises:
         RuntimeError: naming the tensor, the model and both shapes. (mergekit asks from within a
             pydantic validator, which would bury a ValueError in a report of its own.)
     """
     expected = _shape(base, tensor_name)
-    if expected is None:
-        return
-    for model in models:
+    for model in models if expected is not None else ():
         shape = _shape(model, tensor_name)
         if shape is None or shape == expected:
             continue
-        if shape and shape[1:] == expected[1:] and _is_vocabulary(model, shape, base, expected):
-            _warn_once(
-                f"{method}: {model} has a vocabulary of {shape[0]}, the base model {base} one of "
-                f"{expected[0]}. They merge only when the config aligns them, e.g. by\n"
-                "    tokenizer: {source: base}\n(or union; if yours does, all is well).",
-                "vocabularies",
-            )
+        tokens = ((_vocabulary_size(model),), (_vocabulary_size(base),))
+        if shape[1:] == expected[1:] and (shape[:1], expected[:1]) == tokens:
             continue
-        message = shape_mismatch(tensor_name, model, shape, base, expected)
-        if not _in_another_layer(model, tensor_name, expected):
-            raise RuntimeError(f"{method}: {message}")
-        _warn_once(f"{method}: {message}", "shapes")
-
-
-def shape_mismatch(
-    tensor_name: str | None, model: Hashable, shape: Shape, base: Hashable, expected: Shape
-) -> str:
-    """Return what to say of a tensor of another shape than the base's."""
-    return (
-        f"tensor {tensor_name} has shape {shape} in {model}, but {expected} in the base "
-        f"model {base}. Experts must be fine-tuned from this base model: replace or remove "
-        f"{model}, or set base_model to the one that it comes from. (Heads that take no part: "
-        "read the models without them by override_architecture.)"
-    )
-
-
-@lru_cache(maxsize=256)
-def _warn_once(message: str, subject: str) -> None:
-    """Warn; cached, so that what is asked for every tensor is said once."""
-    LOG.warning("%s", message, extra={"subject": subject})
-
-
-def _in_another_layer(model: Hashable, tensor_name: str, expected: Shape) -> bool:
-    """Return whether a tensor of the same kind has the expected shape."""
-    kind, index = without_numbers(tensor_name), _index(model)
-    return any(
-        without_numbers(name) == kind and _shape(model, name) == expected
-        for name in (index.tensor_paths if index else ())
-    )
-
-
-def _is_vocabulary(model: Hashable, shape: Shape, base: Hashable, base_shape: Shape) -> bool:
-    """Return whether the first axis counts tokens, which may differ between experts."""
-    return shape[0] == _vocabulary_size(model) and base_shape[0] == _vocabulary_size(base)
+        raise RuntimeError(
+            f"{method}: tensor {tensor_name} has shape {shape} in {model}, but {expected} in the "
+            f"base model {base}. Experts must be fine-tuned from this base model: replace or "
+            f"remove {model}, or set base_model to the one that it comes from. (Heads that take no "
+            "part: read the models without them by override_architecture.)"
+        )
 
 
 @lru_cache(maxsize=64)
@@ -326,13 +273,10 @@ def _shape(model: Hashable, tensor_name: str) -> Shape | None:
 
     if not isinstance(model, ModelReference):
         return None
-    path = model.model.path
-    if not os.path.isfile(path):
-        index = _index(model)
-        if index is None or tensor_name not in index.tensor_paths:
-            return None
+    path, index = model.model.path, _index(model)
+    if index is not None and tensor_name in index.tensor_paths:
         path = os.path.join(index.base_path, index.tensor_paths[tensor_name])
-    if not os.path.exists(path):
+    if not os.path.isfile(path):
         return None
     return _header(path, os.stat(path).st_mtime_ns).get(tensor_name)
 

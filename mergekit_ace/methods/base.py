@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every merge method here is: one object that knows all that is to be known of the method.
-
-A tensor's way: mergekit gathers its versions and calls `merge_group`, which checks them, resolves
-the settings, calls the method's own `merge` (again on the CPU, where the device is full),
-checks the result and writes the line of the report.
-"""
+"""What every merge method here is, and a tensor's way through it, see `merge_group`."""
 
 from __future__ import annotations
 
@@ -17,7 +12,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args
 
@@ -42,7 +36,6 @@ from mergekit_ace.algebra.task_vectors import (
 from mergekit_ace.methods.architecture import (
     check_shapes,
     is_transposed,
-    shape_mismatch,
     stored_layout,
 )
 from mergekit_ace.methods.parameters import (
@@ -66,38 +59,20 @@ SHARED_RULES = {
 }
 # The most adapters that are merged without a warning where `lambda` is 1.
 MOST_ADAPTERS = 2
-# In the messages of libraries that allocate memory of their own, which torch passes on as errors
-# of another kind.
-OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
+MERGE_ERRORS = (IllConditionedError, OverflowError, torch.linalg.LinAlgError)  # pyright: ignore
 _NOTICES: Counter[str] = Counter()
 _LOCK = threading.Lock()  # --multi-gpu merges tensors side by side
-MERGE_ERRORS = (IllConditionedError, OverflowError, torch.linalg.LinAlgError)  # pyright: ignore
 
 
-@dataclass(frozen=True)
-class Citation:
-    """A paper, by its key and its entry in BibTeX."""
-
-    key: str
-    bibtex: str
-
-
-@cache
-def cited(key: str) -> tuple[Citation]:
-    """Return a paper of `citations.bib`, which lies beside this file."""
+def cited(key: str) -> tuple[str, ...]:
+    """Return the entry in BibTeX of a paper of `citations.bib`, which lies beside this file."""
     text = Path(__file__).with_name("citations.bib").read_text(encoding="utf-8")
-    entries = text.strip().split("\n\n")
-    return (Citation(key, next(entry for entry in entries if f"{{{key}," in entry)),)
+    return tuple(entry for entry in text.strip().split("\n\n") if f"{{{key}," in entry)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the merge of one tensor takes, with all that is optional.
-
-    Attributes:
-        operations: floating-point operations.
-        working: bytes beside inputs and result.
-    """
+    """Floating-point operations of a merge, and bytes beside its inputs and its result."""
 
     operations: float
     working: int
@@ -106,13 +81,7 @@ class Work:
 def method_spec(
     name: str, title: str, url: str, parameters: Sequence[NamedParameter]
 ) -> MergeMethodSpec:
-    """Return mergekit's description of a method with a base model and at least one expert.
-
-    Args:
-        name: as in ``merge_method:``.
-        title, url: for people.
-        parameters: of the method; ``report`` is added to them.
-    """
+    """Return mergekit's description of a method; ``report`` is added to its parameters."""
     return MergeMethodSpec(
         name=name,
         pretty_name=title,
@@ -126,36 +95,88 @@ def method_spec(
 class TaskVectorMethod(GroupMergeMethod):
     """A merge method on the differences between experts and their base.
 
-    Nothing outlives a tensor but strings (which weights are transposed, what the headers say), so a
-    checkpoint of any size merges shard by shard, and threads may merge tensors side by side.
+    Threads may merge tensors side by side: a method keeps nothing of a tensor.
 
     Attributes:
         spec: name, title, reference and parameters, see `method_spec`.
         summary: what the method does, in one sentence.
-        citations: the papers to cite.
+        citations: the papers to cite, in BibTeX.
         own_rule: what is done with a tensor by the method's own formula, after "12 tensors are …".
-        remedy: what else helps against a result that is too large for its dtype.
         ill_conditioned: what helps where a system cannot be solved.
         whole: whether experts that share few directions all come back nearly whole at `lambda: 1`.
     """
 
     summary: ClassVar[str]
-    citations: ClassVar[tuple[Citation, ...]]
+    citations: ClassVar[tuple[str, ...]]
     own_rule: ClassVar[str]
-    remedy: ClassVar[str] = ""
     ill_conditioned: ClassVar[str] = ""
     whole: ClassVar[bool] = False
 
     @abstractmethod
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
-        """Merge the versions of one tensor.
-
-        Args:
-            tensors: the base's and the experts', finite, of one shape, on one device.
+        """Merge the versions of one tensor: the base's and the experts', of one shape and device.
 
         Returns:
             The merged tensor in any dtype, and the record of what was done.
         """
+
+    def check_settings(self, settings: TensorSettings) -> None:
+        """Raise a `ValueError` where parameters do not fit each other or the tensor."""
+
+    def coefficients(
+        self, settings: TensorSettings, group: TensorGroup | None = None
+    ) -> Sequence[float] | None:
+        """Return the coefficients that the merge of a tensor uses; None where it has none.
+
+        Args:
+            settings: of the tensor.
+            group: its versions; None before they are read, and for those of low rank.
+
+        Raises:
+            ValueError: there are none that fit the tensor; the message says what to write.
+        """
+        return None
+
+    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
+        """Return why task vectors of low rank have no merge of low rank; empty where they have."""
+        return ""
+
+    def seed(self, parameters: Mapping[str, Any]) -> str:
+        """Return what a model card says of random numbers, for the parameters of a config."""
+        return "none needed: the method draws no random numbers"
+
+    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
+        """Return what a merge takes, from the shape as stored: here a sweep over the entries."""
+        return sweep(shape, experts)
+
+    def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
+        """Yield what is allowed, but seldom meant, in the settings of a tensor, and remedies."""
+        scale = settings.parameters.get("lambda")
+        if scale == 0:
+            yield "lambda: 0 leaves tensors as the base has them", "leave lambda out, or raise it"
+        adapters = sum(getattr(model, "lora", None) is not None for model in settings.experts)
+        if self.whole and adapters > MOST_ADAPTERS and scale == 1:
+            yield (
+                "with lambda: 1, several LoRA adapters, if trained at a high rate, may together "
+                "undo what the base knew",
+                "try lambda from 0.3 to 0.7 on text that no adapter was trained on",
+            )
+        files = [settings.parameters.get(name) for name in FILE_PARAMETERS]
+        if not any(files) and any(settings.of_experts("task", None)):
+            yield (
+                "`task` names an expert in a file of learned coefficients or statistics, and there "
+                "is none",
+                "add the file's parameter, or leave task out",
+            )
+
+    def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
+        """Count what is to be said of the merged tensors at the end of the merge."""
+        for t, model in enumerate(settings.models):
+            if any(matrix.tau[t] > 0 and matrix.changed[t] == 0 for matrix in record.matrices):
+                notice(
+                    f"{self.spec.name}: {model} is left out of {{tensors}}, where it is the base, "
+                    "saved in another precision"
+                )
 
     @property
     def layouts(self) -> tuple[str, ...]:
@@ -173,95 +194,20 @@ class TaskVectorMethod(GroupMergeMethod):
         """The title, what the method does, and where to read more."""
         return f"{self.spec.pretty_name}: {self.summary} {self.spec.reference_url}"
 
-    def seed(self, parameters: Mapping[str, Any]) -> str:
-        """Return what a model card says of random numbers, for the parameters of a config."""
-        return "none needed: the method draws no random numbers"
-
     def layout(self, settings: TensorSettings, ndim: int) -> FixedLayout:
         """Return how a tensor of so many axes is read as matrices."""
         chosen = settings.parameters.get("layout", "auto")
         tables = "table" in self.layouts
         return stored_layout(chosen, settings.base, settings.name, ndim, tables=tables)
 
-    def learned_coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
-        """Look a tensor up in the coefficient file; None where the config names none.
-
-        Raises:
-            CoefficientFileError: the file was learned for another merge, or lacks something.
-        """
-        return None
-
-    def check_settings(self, settings: TensorSettings) -> None:
-        """Check what the types of the parameters cannot: whether they fit together, and the merge.
-
-        Raises:
-            ValueError: the tensor cannot be merged so; the message says what to write.
-        """
-
-    def coefficients(
-        self, settings: TensorSettings, group: TensorGroup | None
-    ) -> Sequence[float] | None:
-        """Return the coefficients that the merge of a tensor uses; None where it has none."""
-        return self.learned_coefficients(settings)
-
-    def settings(self, group: TensorGroup, parameters: Mapping[str, Any]) -> TensorSettings:
-        """Return all that is known of a tensor before it is merged."""
-        assert group.base is not None
-        return self.complete(TensorSettings.of(group, parameters), group.base.tensor.ndim, group)
-
     def complete(
         self, settings: TensorSettings, ndim: int, group: TensorGroup | None = None
     ) -> TensorSettings:
-        """Return settings with the tensor's layout and coefficients, once they are checked.
-
-        Args:
-            settings: of the tensor, as the config has them.
-            ndim: its axes.
-            group: its versions; None for those of low rank, which `leaves_span` lets pass.
-        """
+        """Return settings with the tensor's layout and coefficients, once they are checked."""
         self.check_settings(settings)
         if self.layouts:
             settings = replace(settings, layout=self.layout(settings, ndim))
         return replace(settings, coefficients=self.coefficients(settings, group))
-
-    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
-        """Return why task vectors of low rank have no merge of low rank; empty where they have."""
-        return ""
-
-    def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
-        """Yield what is allowed, but seldom meant, in the settings of a tensor, and remedies."""
-        if settings.parameters.get("lambda") == 0:
-            yield "lambda: 0 leaves tensors as the base has them", "leave lambda out, or raise it"
-        adapters = sum(getattr(model, "lora", None) is not None for model in settings.experts)
-        if self.whole and adapters > MOST_ADAPTERS and settings.parameters.get("lambda") == 1:
-            yield (
-                "with lambda: 1, several LoRA adapters, if trained at a high rate, may together "
-                "undo what the base knew",
-                "try lambda from 0.3 to 0.7 on text that no adapter was trained on",
-            )
-        files = [settings.parameters.get(name) for name in FILE_PARAMETERS]
-        if not any(files) and any(settings.of_experts("task", None)):
-            yield (
-                "`task` names an expert in a file of learned coefficients or statistics, and there "
-                "is none",
-                "add the file's parameter, or leave task out",
-            )
-
-    def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
-        """Count what is to be said of the merged tensors at the end of the merge.
-
-        Here experts that are left out of a tensor though they differ from the base in it.
-        """
-        for t, model in enumerate(settings.models):
-            if any(matrix.tau[t] > 0 and matrix.changed[t] == 0 for matrix in record.matrices):
-                notice(
-                    f"{self.spec.name}: {model} is left out of {{tensors}}, where it is the base, "
-                    "saved in another precision"
-                )
-
-    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        """Return what a merge takes, from the shape as stored: here a sweep over the entries."""
-        return sweep(shape, experts)
 
     def explain(self, error: Exception, settings: TensorSettings) -> str:
         """Return the message for a tensor that cannot be merged."""
@@ -286,32 +232,39 @@ class TaskVectorMethod(GroupMergeMethod):
             if self.layouts:
                 is_transposed(base_id, group_name)  # mergekit plans on the main thread: see there
 
-    def __call__(self, groups: Sequence[TensorGroup], /, **options: Any) -> tuple[Tensor, ...]:
-        """Merge tensors in memory; mergekit's entry point for them, with its arguments."""
-        for group in groups:
-            check_shapes_in_memory(self.spec.name, group)
-        return super().__call__(groups, **options)
-
     @torch.no_grad()
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> Tensor:
-        """Merge one tensor; the result has the dtype of the inputs."""
+        """Merge one tensor, on its device or the CPU; the result has the dtype of the inputs."""
         start = time.perf_counter()
-        work, name = partial(self._merge_on, group, parameters), group.metadata.name
+        settings = TensorSettings.of(group, parameters)
+
+        def merge_on(device: torch.device) -> tuple[Tensor, TensorRecord, TensorSettings]:
+            entries = [replace(entry, tensor=entry.tensor.to(device)) for entry in group.entries]
+            moved = replace(group, entries=tuple(entries))
+            assert moved.base is not None  # the contract requires it
+            tensors = [moved.base.tensor, *(expert.tensor for expert in moved.non_base)]
+            complete = self.complete(settings, tensors[0].ndim, moved)
+            merged, record = self.merge(tensors, complete)
+            if is_running_statistic(settings.name or ""):  # sums may be negative variances
+                merged = clamp_to_versions(merged, tensors)
+            return merged.to(tensors[0].dtype), record, complete
+
+        device = group.tensors[0].device
         try:
-            device = group.tensors[0].device
-            merged, record, settings = first_that_fits(device, work, self.spec.name, name)
+            merged, record, settings = first_that_fits(
+                device, merge_on, self.spec.name, settings.name
+            )
         except NonFiniteError:
             check_finite(self.spec.name, group)  # which names the model
             raise
         except MERGE_ERRORS as error:
-            raise ValueError(self.explain(error, TensorSettings.of(group, parameters))) from error
+            raise ValueError(self.explain(error, settings)) from error
         self.check_size(merged, settings)
         self.mention(settings, record)
-        if settings.recorded:
+        if settings.parameters["report"] is not None:
             from mergekit_ace.methods.report_lines import append_report
 
-            seconds = time.perf_counter() - start
-            append_report(self.spec.name, settings, record, seconds)
+            append_report(self.spec.name, settings, record, time.perf_counter() - start)
         return merged
 
     def check_size(self, merged: Tensor, settings: TensorSettings) -> None:
@@ -323,39 +276,14 @@ class TaskVectorMethod(GroupMergeMethod):
         if not math.isfinite(size):
             raise ValueError(
                 f"{self.spec.name}: {describe(settings.name)} came out too large for "
-                f"{merged.dtype}. Use a dtype with more range (dtype: bfloat16 or float32)"
-                f"{self.remedy}."
+                f"{merged.dtype}. Use a dtype with more range (dtype: bfloat16 or float32), or "
+                "smaller coefficients."
             )
         if merged.dtype != torch.float16 and size > torch.finfo(torch.float16).max:
             notice(
                 f"{self.spec.name}: {{tensors}} came out with entries above 65504, which "
                 "out_dtype: float16 turns into Inf; write out_dtype: bfloat16"
             )
-
-    def _merge_on(
-        self,
-        group: TensorGroup,
-        parameters: Mapping[str, Any],
-        device: torch.device,
-    ) -> tuple[Tensor, TensorRecord, TensorSettings]:
-        group = _moved(group, device)
-        settings = self.settings(group, parameters)
-        tensors = _versions(group)
-        merged, record = self.merge(tensors, settings)
-        if is_running_statistic(settings.name or ""):  # sums of changes may be negative variances
-            merged = clamp_to_versions(merged, tensors)
-        return merged.to(tensors[0].dtype), record, settings
-
-
-def _moved(group: TensorGroup, device: torch.device) -> TensorGroup:
-    entries = [replace(entry, tensor=entry.tensor.to(device)) for entry in group.entries]
-    return replace(group, entries=tuple(entries))
-
-
-def _versions(group: TensorGroup) -> list[Tensor]:
-    """Return the base's tensor, then the experts'."""
-    assert group.base is not None  # the contract requires it
-    return [group.base.tensor, *(expert.tensor for expert in group.non_base)]
 
 
 def sweep(shape: Sequence[int], experts: int) -> Work:
@@ -377,48 +305,34 @@ def matrices_in(shape: Sequence[int], layout: str) -> tuple[int, int, int] | Non
 def check_models(
     method: str, input_ids: Sequence[Hashable], base_id: Hashable | None, group_name: str | None
 ) -> list[Hashable]:
-    """Return the experts, once there is a base model among the inputs and at least one expert.
-
-    Raises:
-        ValueError: naming `method` and the line to add or change.
-    """
+    """Return the experts; without a base model, or any expert, raise a `ValueError`."""
     where = f" (for {group_name})" if group_name else ""
     experts = [model for model in input_ids if model != base_id]
     if base_id is None:
-        raise ValueError(
-            f"{method}: there is no base model{where}. The method works on the differences between "
-            "experts and the model they were fine-tuned from. Add to the config a line\n"
+        problem = (
+            f"there is no base model{where}. The method works on the differences between experts "
+            "and the model they were fine-tuned from. Add to the config a line\n"
             "    base_model: NAME_OR_PATH_OF_THAT_MODEL\n"
             "(in Python: base_index=, or base=)."
         )
-    if base_id not in input_ids and ".slices[" in (group_name or ""):
-        raise ValueError(
-            f"{method}: the base model {base_id} is not among the sources{where}. List it in every "
-            "slice, with its layer_range, beside the experts."
+    elif base_id not in input_ids and ".slices[" in (group_name or ""):
+        problem = (
+            f"the base model {base_id} is not among the sources{where}. List it in every slice, "
+            "with its layer_range, beside the experts."
         )
-    if base_id not in input_ids:
-        raise ValueError(
-            f"{method}: the base model {base_id} has no tensor{where}, but an expert has. Save "
-            "both with the same heads, tied or untied, or take the tensor out of the expert."
+    elif base_id not in input_ids:
+        problem = (
+            f"the base model {base_id} has no tensor{where}, but an expert has. Save both with "
+            "the same heads, tied or untied, or take the tensor out of the expert."
         )
-    if not experts:
-        raise ValueError(
-            f"{method}: there is no expert besides the base model {base_id}{where}. List at least "
-            "one fine-tuned model under models:."
+    elif not experts:
+        problem = (
+            f"there is no expert besides the base model {base_id}{where}. List at least one "
+            "fine-tuned model under models:."
         )
-    return experts
-
-
-def check_shapes_in_memory(method: str, group: TensorGroup) -> None:
-    """Do what `shapes.check_shapes` does, for tensors that have no header."""
-    base = group.base
-    if base is None:
-        return
-    for entry in group.non_base:
-        shape, expected = tuple(entry.tensor.shape), tuple(base.tensor.shape)
-        if shape != expected:
-            message = shape_mismatch(group.metadata.name, entry.id, shape, base.id, expected)
-            raise ValueError(f"{method}: {message}")
+    else:
+        return experts
+    raise ValueError(f"{method}: {problem}")
 
 
 def check_finite(method: str, group: TensorGroup) -> None:
@@ -464,11 +378,11 @@ def check_device(device: str) -> None:
 def first_that_fits(
     device: torch.device, work: Callable[[torch.device], T], method: str, name: str | None
 ) -> T:
-    """Work on a device; if it is full, on the CPU.
+    """Return what work on a device returns; if that is full, what the same on the CPU does.
 
     Args:
         device: where the tensors are, or are meant to go.
-        work: from a device, to which it moves the tensors, to a result.
+        work: moves the tensors to the device that it gets.
         method, name: of the merge and of the tensor, for the warning.
 
     Raises:
@@ -478,7 +392,8 @@ def first_that_fits(
         try:
             return work(where)
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            full = isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)
+            if not full and "out of memory" not in str(error):  # of libraries that allocate, too
                 raise
         if torch.cuda.is_available():  # out here: the error holds on to the tensors of its frames
             torch.cuda.empty_cache()
@@ -491,13 +406,6 @@ def first_that_fits(
             method, describe(name), device,
         )  # fmt: skip
     raise torch.OutOfMemoryError(f"{method}: there is no memory left to merge {describe(name)}")
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Tell whether an error says that a device has too little free memory."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def notice(text: str, count: int = 1) -> None:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec, TensorGroup
-from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from mergekit_ace.algebra.low_rank import CoreSpace
@@ -44,7 +43,7 @@ class NamedParameter(ParameterSpec):
 
     @property
     def allowed(self) -> str:
-        """What a value may be, in words."""
+        """What a value may be, in words such as "a number, 0 or greater"."""
         return describe_type(self.value_type)
 
     def validate(self, value: Any) -> Any:
@@ -56,8 +55,7 @@ class NamedParameter(ParameterSpec):
         try:
             return super().validate(value)
         except ValidationError as error:
-            detail = error.errors()[0]
-            cause = detail.get("ctx", {}).get("error")
+            cause = error.errors()[0].get("ctx", {}).get("error")
             reason = f" ({cause})" if cause else ""
             raise ValueError(
                 f"{self.method}: parameter {self.name!r} is {value!r}{reason}; "
@@ -65,46 +63,34 @@ class NamedParameter(ParameterSpec):
             ) from None
 
 
-@dataclass(frozen=True)
-class Meaning:
-    """Part of an annotation: what a value of the type is, where no range can tell."""
-
-    words: str
-
-
 def describe_type(value_type: Any) -> str:
-    """Return in words what a value of a type may be, such as "a number, 0 or greater"."""
+    """Return in words what a value of a type, which may be optional, is allowed to be."""
     if NoneType in get_args(value_type):
         value_type = next(part for part in get_args(value_type) if part is not NoneType)
-    if get_origin(value_type) is Literal:
-        return "one of " + ", ".join(get_args(value_type))
     info = FieldInfo.from_annotation(value_type)
-    for part in info.metadata:
-        if isinstance(part, Meaning):
-            return part.words
-    if info.annotation is bool:
-        return "true or false"
+    if info.description:
+        return info.description
+    if get_origin(info.annotation) is Literal:
+        return "one of " + ", ".join(get_args(info.annotation))
     if info.annotation not in (int, float):
-        return "text"
-    low: Any = next((part.ge for part in info.metadata if isinstance(part, Ge)), None)
-    above: Any = next((part.gt for part in info.metadata if isinstance(part, Gt)), None)
-    high: Any = next((part.le for part in info.metadata if isinstance(part, Le)), None)
+        return "true or false" if info.annotation is bool else "text"
+    bounds: dict[str, Any] = {}
+    for part in info.metadata:
+        found = {name: getattr(part, name, None) for name in ("ge", "gt", "le")}
+        bounds |= {name: limit for name, limit in found.items() if limit is not None}
+    low, above, high = map(bounds.get, ("ge", "gt", "le"))
     number = "a whole number" if info.annotation is int else "a number"
-    limit = f", and at most {_plain(high)}" if high is not None else ""
-    if low is not None and high is not None and high == -low:
-        return f"a finite number, at most {_plain(high)} in size"
+    most = f"{high:g}".replace("e+", "e") if high is not None else ""
+    if low is not None and high == -low:
+        return f"a finite number, at most {most} in size"
     if low is not None and high is not None and high <= 1:
-        return f"{number} from {_plain(low)} to {_plain(high)}"
+        return f"{number} from {low:g} to {most}"
+    limit = f", and at most {most}" if most else ""
     if low is not None:
-        return f"{number}, {low} or greater{limit}"
+        return f"{number}, {low:g} or greater{limit}"
     if above is not None:
-        return f"{number} above {above}{limit}"
+        return f"{number} above {above:g}{limit}"
     return number if info.annotation is int else "a finite number"
-
-
-def _plain(limit: float) -> str:
-    """Return a limit as people write it: 1e15, not 1000000000000000.0 nor 1e+15."""
-    return f"{limit:g}".replace("e+", "e")
 
 
 def shared(name: str, value_type: Any, default: Any, description: str) -> NamedParameter:
@@ -138,10 +124,10 @@ def options_from(model: type[Options], parameters: Mapping[str, Any]) -> Options
 _REPORT_START = b'{"tensor":'
 
 
-def _writable(path: str) -> str:
-    """Check that a report can be written: better known before hours of merging than after.
+def _report_path(path: str) -> str:
+    """Check that lines can be appended to a file: better known before hours of merging than after.
 
-    Lines are appended, so a file that is there has to be a report: no model, no config.
+    One that is there has to be a report, of which a kill may have cut off all but the beginning.
     """
     target = os.path.abspath(os.path.expanduser(path))
     folder = os.path.dirname(target)
@@ -149,20 +135,15 @@ def _writable(path: str) -> str:
         raise ValueError("this is not the name of a file")
     if not os.path.isdir(folder):
         raise ValueError(f"there is no folder {folder}")
-    if not os.access(target if os.path.exists(target) else folder, os.W_OK):
-        raise ValueError("no permission to write there")
-    if os.path.isfile(target) and not _is_report(target):
-        raise ValueError("this file is no report, and lines would be appended to it")
+    if os.path.isfile(target):
+        with open(target, "ab+") as file:
+            file.seek(0)
+            if not _REPORT_START.startswith(file.read(len(_REPORT_START))):
+                raise ValueError("this file is no report, and lines would be appended to it")
     return target
 
 
-def _is_report(path: str) -> bool:
-    """Tell whether a file is empty or begins as a report does, of which a kill may have cut off."""
-    with open(path, "rb") as file:
-        return _REPORT_START.startswith(file.read(len(_REPORT_START)))
-
-
-def _has_coefficients(path: str) -> str:
+def _coefficient_path(path: str) -> str:
     """Check that a file can be loaded, before anything is merged."""
     from mergekit_ace.methods.coefficients import load_coefficients  # few merges need it
 
@@ -170,7 +151,7 @@ def _has_coefficients(path: str) -> str:
     return path
 
 
-def _has_statistics(path: str) -> str:
+def _statistics_path(path: str) -> str:
     from mergekit_ace.files.statistics import load_statistics
 
     load_statistics(path)
@@ -179,21 +160,21 @@ def _has_statistics(path: str) -> str:
 
 ReportPath = Annotated[
     str,
-    AfterValidator(_writable),
-    Meaning("the path of a file in an existing folder that you may write to"),
+    AfterValidator(_report_path),
+    Field(description="the path of a file in an existing folder that you may write to"),
 ]
 CoefficientPath = Annotated[
     str,
-    AfterValidator(_has_coefficients),
-    Meaning("the path of a coefficients.safetensors that `mergekit-ace train` wrote"),
+    AfterValidator(_coefficient_path),
+    Field(description="the path of a coefficients.safetensors that `mergekit-ace train` wrote"),
 ]
 StatisticsPath = Annotated[
     str,
-    AfterValidator(_has_statistics),
-    Meaning("the path of a statistics.json that `mergekit-ace statistics` wrote"),
+    AfterValidator(_statistics_path),
+    Field(description="the path of a statistics.json that `mergekit-ace statistics` wrote"),
 ]
 TaskName = Annotated[
-    str, Meaning("the name that the expert has in the file of coefficients or statistics")
+    str, Field(description="the name that the expert has in the file of coefficients or statistics")
 ]
 
 LAMBDA = shared("lambda", Factor, 1.0, "Scale λ; the result is W0 + λ X.")
@@ -221,10 +202,7 @@ COEFFICIENTS = shared(
     "coefficients", CoefficientPath | None, None, "The file with learned coefficients."
 )
 TASK = per_expert(
-    "task",
-    TaskName | None,
-    None,
-    "Needed where the file knows the expert by another path.",
+    "task", TaskName | None, None, "Needed where the file knows the expert by another path."
 )
 STATISTICS = shared(
     "statistics",
@@ -246,10 +224,7 @@ MIX = shared(
     "Share of the measured covariance: 0 is the estimate alone, 1 the measurement alone.",
 )
 REPORT = shared(
-    "report",
-    ReportPath | None,
-    None,
-    "The merge appends a JSON line per tensor to it.",
+    "report", ReportPath | None, None, "The merge appends a JSON line per tensor to it."
 )
 
 
@@ -263,7 +238,6 @@ class TensorSettings:
         parameters: resolved, by name; those of experts by model.
         layout: how the tensor is read; ``mean`` where it is no matrix, or none is needed.
         coefficients: that its merge uses; None where it has none.
-        recorded: whether somebody will read the record of the merge.
         space: of which the tensors are cores, where all task vectors are of low rank.
     """
 
@@ -273,7 +247,6 @@ class TensorSettings:
     parameters: Mapping[str, Any]
     layout: FixedLayout = "mean"
     coefficients: Sequence[float] | None = None
-    recorded: bool = False
     space: CoreSpace | None = None
 
     @classmethod
@@ -281,8 +254,7 @@ class TensorSettings:
         """Return those of a group with its resolved parameters."""
         assert group.base is not None  # the contract of our methods requires it
         experts = tuple(expert.id for expert in group.non_base)
-        recorded = parameters.get("report") is not None
-        return cls(group.metadata.name, group.base.id, experts, parameters, recorded=recorded)
+        return cls(group.metadata.name, group.base.id, experts, parameters)
 
     @property
     def models(self) -> list[str]:

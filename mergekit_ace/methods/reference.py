@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from mergekit import merge_methods
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
@@ -21,9 +22,11 @@ of T, which is the expert's weight minus W0, and X the merged task vector.
 [What is computed](../algebra/README.md#notation) explains the other symbols and
 [every `layout`](../algebra/README.md#layouts).
 
-`mergekit-ace methods --markdown` prints this page, and a test compares both.
+`mergekit-ace methods --markdown` prints this page, and a test compares both;
+`mergekit-ace methods NAME` prints a method with all its parameters and its papers in BibTeX.
 [CONTRIBUTING](../../.github/CONTRIBUTING.md#add-a-method) shows how to add a method.
 """
+TABLE = "| parameter | default | allowed | meaning |\n|---|---|---|---|"
 
 
 def known_methods() -> dict[str, TaskVectorMethod]:
@@ -33,27 +36,16 @@ def known_methods() -> dict[str, TaskVectorMethod]:
 
 
 def find_methods(name: str | None = None) -> list[TaskVectorMethod]:
-    """Return all methods, or the one of a name.
-
-    Raises:
-        ValueError: there is no such method; the message lists those that there are.
-    """
+    """Return all methods, or the one of a name; a `ValueError` lists them where it is unknown."""
     known = known_methods()
-    if name is None:
-        return list(known.values())
-    if name not in known:
+    if name is not None and name not in known:
         raise ValueError(f"there is no method {name!r} here; there are {', '.join(known)}")
-    return [known[name]]
+    return list(known.values()) if name is None else [known[name]]
 
 
 def reference_text(methods: Iterable[TaskVectorMethod]) -> str:
     """Return the reference for a terminal."""
     return "\n\n".join("\n".join(_text(method)) for method in methods)
-
-
-def reference_markdown(methods: Iterable[TaskVectorMethod]) -> str:
-    """Return the reference as Markdown, with the head of `methods/README.md`."""
-    return "\n".join([HEAD, *("\n".join(_markdown(method)) for method in methods)])
 
 
 def _text(method: TaskVectorMethod) -> Iterator[str]:
@@ -65,20 +57,31 @@ def _text(method: TaskVectorMethod) -> Iterator[str]:
         yield f"  {parameter.name}: {_default(parameter)}; {_allowed(parameter)}"
         yield _filled(parameter.description or "", 6)
     yield ""
-    yield from (textwrap.indent(citation.bibtex, "  ") for citation in method.citations)
+    yield from (textwrap.indent(citation, "  ") for citation in method.citations)
 
 
-def _markdown(method: TaskVectorMethod) -> Iterator[str]:
-    spec = method.spec
-    yield f"## `{spec.name}`: {spec.pretty_name}\n"
-    yield f"{method.summary} {_reading(method)} [Paper]({spec.reference_url}).\n"
-    yield "| parameter | default | allowed | meaning |"
-    yield "|---|---|---|---|"
-    for parameter in spec.parameters:
-        allowed, about = _allowed(parameter), parameter.description
-        yield f"| `{parameter.name}` | {_default(parameter)} | {allowed} | {about} |"
-    yield ""
-    yield from (f"```bibtex\n{citation.bibtex}\n```\n" for citation in method.citations)
+def reference_markdown(methods: Sequence[TaskVectorMethod]) -> str:
+    """Return the reference as Markdown: parameters of several methods once, then every method."""
+    rows = {m.spec.name: {p.name: _row(p) for p in m.spec.parameters} for m in methods}
+    counts = Counter(row for own in rows.values() for row in own.values())
+    common = [row for row, count in counts.items() if count > 1]
+    parts = [HEAD]
+    if common:
+        parts += ["## Parameters of several methods\n", TABLE, *common, ""]
+    for method in methods:
+        spec, own = method.spec, rows[method.spec.name]
+        parts.append(f"## `{spec.name}`: {spec.pretty_name}\n")
+        parts.append(f"{method.summary} {_reading(method)} [Paper]({spec.reference_url}).\n")
+        if shared := [f"`{name}`" for name, row in own.items() if row in common]:
+            parts.append(f"Described above: {', '.join(shared)}.\n")
+        if special := [row for row in own.values() if row not in common]:
+            parts += [TABLE, *special, ""]
+    return "\n".join(parts)
+
+
+def _row(parameter: ParameterSpec) -> str:
+    allowed, about = _allowed(parameter), parameter.description
+    return f"| `{parameter.name}` | {_default(parameter)} | {allowed} | {about} |"
 
 
 def _reading(method: TaskVectorMethod) -> str:

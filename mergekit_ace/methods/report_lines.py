@@ -30,8 +30,6 @@ class Record(BaseModel):
 
     Attributes:
         tensor: its name; None for one in memory without a name.
-        models: the experts.
-        layout: how the tensor was read.
         coefficients: of the components, and of the refinement, where they are not all 1.
         decisions_of: the method whose decisions are shown in the place of the merge's own.
         skipped: why the tensor was not compared; empty if it was.
@@ -123,9 +121,10 @@ def tensor_record(
 def append_report(
     method: str, settings: TensorSettings, record: TensorRecord, seconds: float
 ) -> None:
-    """Append the line of a merged tensor to the file under `report:`; see `tensor_record`."""
-    line = tensor_record(method, settings, record, seconds)
-    append_line(Path(settings.parameters["report"]), line)
+    """Append the line of a merged tensor to the file under `report:`, if the config names one."""
+    path = settings.parameters.get("report")
+    if path is not None:
+        append_line(Path(path), tensor_record(method, settings, record, seconds))
 
 
 def append_line(path: Path, record: Record) -> None:

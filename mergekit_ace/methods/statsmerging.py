@@ -13,7 +13,7 @@ from torch import Tensor
 from mergekit_ace.algebra.task_vectors import Factor, merge_entries
 from mergekit_ace.methods.base import Merged, TaskVectorMethod, cited, describe, method_spec
 from mergekit_ace.methods.coefficients import load_coefficients
-from mergekit_ace.methods.lookup import FileCoefficients, load_learner, predict_coefficients
+from mergekit_ace.methods.lookup import file_coefficients, load_learner, predict_coefficients
 from mergekit_ace.methods.parameters import COEFFICIENTS, TASK, TensorSettings, per_expert, shared
 
 LEARNER = replace(
@@ -60,17 +60,6 @@ class StatsMerge(TaskVectorMethod):
         base, *experts = tensors
         return merge_entries(base, experts, settings.coefficients, self.spec.name)
 
-    def learned_coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
-        path, learner = (settings.parameters[name] for name in ("coefficients", "learner"))
-        if learner is not None:
-            load_learner(learner)  # says here, before a tensor is read, if it cannot predict
-        if path is None:
-            return None
-        return FileCoefficients(path).find(settings, missing=settings.parameters["missing"])
-
-    def check_settings(self, settings: TensorSettings) -> None:
-        self._source(settings)
-
     def _source(self, settings: TensorSettings) -> str:
         """Return which parameter the coefficients come from.
 
@@ -99,13 +88,19 @@ class StatsMerge(TaskVectorMethod):
         reads = parameters.get("learner") is not None
         return "the network of its `learner` reads the weights of full models" if reads else ""
 
-    def coefficients(self, settings: TensorSettings, group: TensorGroup | None) -> Sequence[float]:
+    def coefficients(
+        self, settings: TensorSettings, group: TensorGroup | None = None
+    ) -> Sequence[float] | None:
         """Return λ_k from the one source that the config names."""
-        if self._source(settings) == "learner":
-            assert group is not None  # see `leaves_span`
-            return predict_coefficients(settings.parameters["learner"], group)
-        learned = self.learned_coefficients(settings)
-        return settings.of_experts("weight", None) if learned is None else learned
+        source, learner = self._source(settings), settings.parameters["learner"]
+        if source == "weight":
+            return settings.of_experts("weight", None)
+        if source == "coefficients":
+            return file_coefficients(self.spec.name, settings)
+        if group is None:
+            load_learner(learner)  # says, before a tensor is read, if it cannot predict
+            return None
+        return predict_coefficients(learner, group)
 
     def seed(self, parameters: Mapping[str, Any]) -> str:
         path = parameters.get("coefficients") or parameters.get("learner")

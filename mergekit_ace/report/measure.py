@@ -35,7 +35,6 @@ from mergekit_ace.methods.base import (
     MERGE_ERRORS,
     TaskVectorMethod,
     check_finite,
-    check_shapes_in_memory,
     first_that_fits,
 )
 from mergekit_ace.methods.low_rank_merge import merge_low_rank
@@ -79,10 +78,10 @@ class InspectTensor(Task[Record]):
         entries = [TensorEntry(m, tensors[m], is_base=m == planned.base) for m in present]
         metadata = TensorMetadata.from_weight_info(planned.task.output_weight)
         group = TensorGroup(tuple(entries), metadata)
-        check_shapes_in_memory("inspect", group)
+        group.validate_tensors()
         check_finite("inspect", group)
         method, parameters = _deciding_method(planned)
-        settings = replace(method.settings(group, parameters), recorded=True)
+        settings = method.complete(TensorSettings.of(group, parameters), base.ndim, group)
         settings = replace(settings, layout=planned.layout(base.ndim))
         versions = [base, *(entry.tensor for entry in group.non_base)]
         measure = partial(_measure, versions, method, settings, self.covariances)
@@ -153,7 +152,7 @@ def _adapter_record(
     if reason:
         raise ReportError(f"{method.spec.name}: {reason}; {IN_FULL}")
     experts = tuple(model for model in planned.experts if model.lora)
-    settings = TensorSettings(planned.name, plan.base, experts, parameters, recorded=True)
+    settings = TensorSettings(planned.name, plan.base, experts, parameters)
     settings = method.complete(settings, len(shape))
     settings = replace(settings, layout=method.layout(settings, len(shape)))
     deltas = read_products(experts, changed.changes if changed else {})

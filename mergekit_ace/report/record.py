@@ -109,7 +109,7 @@ class Report:
         self.name, self.title = method.spec.name, method.spec.pretty_name or method.spec.name
         self.stands_in = merge_methods.get(other).spec.pretty_name if other else None
         self.about: str = getattr(method, "about", "")
-        self.citations = [citation.bibtex for citation in getattr(method, "citations", ())]
+        self.citations = list(getattr(method, "citations", ()))
         self.rules: dict[str, str] = getattr(merge_methods.get(other or self.name), "rules", {})
         longest = max((record.models for record in self.records), key=len)
         others = (model for record in self.records for model in record.models)

@@ -99,17 +99,6 @@ def test_an_expert_of_another_shape(llamas, mergekit_yaml, no_reading):
         assert part in str(caught.value)
 
 
-def test_one_layer_of_another_shape(llamas, mergekit_yaml, caplog):
-    """Under slices: that need not be the layer that is merged: a warning, then mergekit's error."""
-    name = "model.layers.1.mlp.up_proj.weight"
-    edit(llamas[2], name, lambda t: t[:-8])
-    with pytest.raises(ValueError, match=f"Tensor size mismatch for {name}"):
-        mergekit_yaml(ace_config(llamas))
-    (warning,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ace:")]
-    for part in (name, llamas[2], "(40, 32)", "(48, 32)", llamas[0], "remove"):
-        assert part in warning
-
-
 def test_a_pickled_expert_of_another_shape(llamas, mergekit_yaml, no_reading):
     other = tiny_llama(intermediate_size=40)
     other.save_pretrained(llamas[2])
@@ -121,11 +110,11 @@ def test_a_pickled_expert_of_another_shape(llamas, mergekit_yaml, no_reading):
 
 def test_shapes_in_memory():
     tensors = [torch.zeros(3, 4), torch.ones(3, 4), torch.ones(3, 5)]
-    with pytest.raises(ValueError, match=r"tensor w has shape \(3, 5\) in 2, but \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"Tensor size mismatch for w: .*\(3, 5\)"):
         merge_tensors(tensors, "ace", base_index=0, name="w")
 
 
-def test_another_vocabulary_without_a_tokenizer_setting(tmp_path, mergekit_yaml, caplog):
+def test_another_vocabulary_without_a_tokenizer_setting(tmp_path, mergekit_yaml):
     base = tiny_llama(vocab_size=30)
     paths = save_family(base, tmp_path)
     expert = tiny_llama(vocab_size=30, seed=3)
@@ -136,9 +125,6 @@ def test_another_vocabulary_without_a_tokenizer_setting(tmp_path, mergekit_yaml,
         mergekit_yaml(ace_config(paths))
     assert name in str(caught.value) or "lm_head.weight" in str(caught.value)
     assert "tokenizer: {source: base}" in str(caught.value)
-    (warning,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ace:")]
-    assert f"{paths[1]} has a vocabulary of 35, the base model {paths[0]} one of 30" in warning
-    assert "tokenizer: {source: base}" in warning
 
 
 @covered(

@@ -13,7 +13,7 @@ from mergekit import merge_methods
 from mergekit.merge_methods import registry
 
 import mergekit_ace
-from mergekit_ace import _autoload, plugin
+from mergekit_ace import plugin
 
 
 @pytest.fixture
@@ -27,7 +27,6 @@ def test_twice_is_once(empty_registry):
     mergekit_ace.register()
     first = merge_methods.get("ace")
     mergekit_ace.register()
-    _autoload.register_quietly()
     assert merge_methods.get("ace") is first
 
 
@@ -53,19 +52,18 @@ def test_a_name_already_taken(empty_registry, caplog):
 )
 def test_versions_of_mergekit(monkeypatch, capsys, version, works):
     monkeypatch.setattr(plugin, "version", lambda name: version)
-    _autoload.register_quietly()
+    mergekit_ace._register()
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == (not works)
     for line in errors:
         assert f"mergekit {version} is installed" in line
-        assert "works with mergekit >=0.1.5,<0.2" in line
+        assert "works with mergekit>=0.1.5,<0.2" in line
 
 
 def test_the_host_keeps_its_own_loader():
     assert merge_methods.__loader__ is merge_methods.__spec__.loader
-    assert not isinstance(merge_methods.__loader__, _autoload.RegisteringLoader)
-    spec = importlib.util.find_spec("mergekit.merge_methods")
-    assert spec.origin == merge_methods.__file__
+    assert not isinstance(merge_methods.__loader__, mergekit_ace._RegisteringLoader)
+    assert importlib.util.find_spec("mergekit.merge_methods").origin == merge_methods.__file__
 
 
 def test_lives_with_another_finder_of_its_kind(monkeypatch):
@@ -75,9 +73,9 @@ def test_lives_with_another_finder_of_its_kind(monkeypatch):
         pass
 
     monkeypatch.setattr(sys, "meta_path", [Other, *sys.meta_path])
-    spec = Other.find_spec(_autoload.HOST, sys.modules["mergekit"].__path__)
+    spec = Other.find_spec("mergekit.merge_methods", sys.modules["mergekit"].__path__)
     assert spec.origin == merge_methods.__file__
-    assert Other.find_spec(_autoload.HOST, ["/nowhere"]) is None
+    assert Other.find_spec("mergekit.merge_methods", ["/nowhere"]) is None
 
 
 def test_every_public_name_can_be_imported():

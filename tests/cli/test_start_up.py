@@ -24,8 +24,7 @@ MERGEKIT = "import mergekit.merge_methods; print(mergekit.merge_methods.ready)"
 def packages(tmp_path) -> Path:
     """A folder with what the hook consists of, and a stand-in for mergekit."""
     (tmp_path / "mergekit_ace").mkdir()
-    for name in ("__init__.py", "_autoload.py"):
-        shutil.copy(PACKAGE / name, tmp_path / "mergekit_ace")
+    shutil.copy(PACKAGE / "__init__.py", tmp_path / "mergekit_ace")
     shutil.copy(PACKAGE / "start_up.pth", tmp_path / "mergekit_ace.pth")
     (tmp_path / "mergekit_ace" / "plugin.py").write_text("def register():\n    print('known')\n")
     host = tmp_path / "mergekit" / "merge_methods"
@@ -66,7 +65,7 @@ FAILURES = {
 
 @covered(
     failure=FAILURES,
-    module=["__init__.py", "_autoload.py", "plugin.py"],
+    module=["__init__.py", "plugin.py"],
     order=[(LOADED, MERGEKIT), (MERGEKIT, LOADED)],
 )
 def test_a_module_that_fails(packages, module, failure, order):
@@ -77,7 +76,7 @@ def test_a_module_that_fails(packages, module, failure, order):
     assert line.startswith("mergekit-ace: warning: ")
 
 
-@pytest.mark.parametrize("module", ["__init__.py", "_autoload.py", "plugin.py", ""])
+@pytest.mark.parametrize("module", ["__init__.py", "plugin.py", ""])
 def test_a_module_that_is_gone(packages, module):
     """After an upgrade that was interrupted; without a name, the whole package."""
     path = packages / "mergekit_ace" / module
@@ -97,7 +96,7 @@ def test_uninstalled_while_a_process_runs(packages):
 
 @pytest.mark.parametrize("stderr", ["None", "open(os.devnull)"])  # none at all; one that is closed
 def test_nobody_to_tell(packages, stderr):
-    (packages / "mergekit_ace" / "_autoload.py").unlink()
+    (packages / "mergekit_ace" / "plugin.py").unlink()
     assert start(packages, f"sys.stderr = {stderr}", LOADED, MERGEKIT) == (["ready"], [])
     shutil.rmtree(packages / "mergekit_ace")
     assert start(packages, f"sys.stderr = {stderr}", LOADED, MERGEKIT) == (["ready"], [])

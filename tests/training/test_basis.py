@@ -177,7 +177,7 @@ def test_a_check_finds_nothing_wrong(trained):
         ({"merge_method": "statsmerging"}, "learned for components of ace_relative"),
         ({"merge_method": "ace"}, "write merge_method: ace_relative"),
         ({"parameters": {"epsilon": 0.5}}, "epsilon: 0.5 instead of None"),
-        ({"parameters": {"layout": "matrix"}}, "layout: auto"),
+        ({"parameters": {"layout": "matrix"}}, "layout: matrix instead of auto"),
         ({"models": 1}, "learned for 2 experts together, and there are 1"),
     ],
     ids=["statsmerging", "ace", "epsilon", "layout", "experts"],

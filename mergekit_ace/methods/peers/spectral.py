@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -39,21 +39,23 @@ from mergekit_ace.methods.base import (
 from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, TensorSettings, shared
 
 EPS64 = torch.finfo(torch.float64).eps
+Solver = Literal["adam", "exact"]
+Rate = Annotated[Number, Field(gt=0, le=1e15)]
 
 
 @dataclass(frozen=True)
 class TaskMatrices:
-    """The task vectors of the experts in use, of one matrix.
+    """The task vectors of at least two experts, of one matrix.
 
     Attributes:
         deltas: Δ_t, (o, i), o > 1, none of them zero, float64. May be overwritten.
-        shape: (o, i); that of the task vectors, unless these are cores.
+        size: min(o, i) of the task vectors, also where the deltas are cores of them.
         floors: what the singular values of the rounding of each W_t to float32 do not exceed.
-        rank: how many directions each expert keeps, see `MatrixMethod.rank`; 0 where nobody counts.
+        rank: how many directions each expert keeps, see `MatrixMethod.rank`.
     """
 
     deltas: list[Tensor]
-    shape: tuple[int, ...]
+    size: int
     floors: tuple[float, ...]
     rank: int
 
@@ -68,55 +70,44 @@ class TaskMatrices:
 class MatrixMethod(TaskVectorMethod):
     """A method that merges the task vectors of each matrix by a formula of its own, in float64.
 
-    It takes room for a task vector per expert and a few matrices of the tensor's size. Weights of
-    experts are not known to it.
+    Attributes:
+        scales_all: whether λ multiplies the whole merged task vector.
     """
 
-    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
-        base, *experts = tensors
-        weights, scale = [1.0] * len(experts), self.scale(settings.parameters)
-        select = partial(select_active, weights=weights, dtype=torch.float64, space=settings.space)
-        formula = partial(self._merge_matrix, settings)
-        return by_layout(base, experts, settings.layout, select, scale, formula)
-
-    @full_precision()
-    def _merge_matrix(
-        self, settings: TensorSettings, base: Tensor, active: ActiveExperts
-    ) -> tuple[Tensor, MatrixRecord]:
-        parameters, shape = settings.parameters, active.shape
-        deltas = [task_vector(expert, base, torch.float64) for expert in active.experts]
-        rank = self.rank(shape, len(deltas), parameters)
-        matrices = TaskMatrices(deltas, shape, _floors(base, active), rank or 0)
-        merged = self.combine(matrices, parameters)
-        record = active.record(self.spec.name, rank=rank)
-        return merged.mul_(self.scale(parameters)).add_(base), record
-
-    def scale(self, parameters: Mapping[str, Any]) -> float:
-        """Return λ: what the merged task vector is multiplied by."""
-        return parameters["lambda"]
-
-    def rank(self, shape: Sequence[int], experts: int, parameters: Mapping[str, Any]) -> int | None:
-        """Return how many directions of its own each expert keeps; None where nobody counts."""
-        return None
+    scales_all: ClassVar[bool] = True
 
     @abstractmethod
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
-        """Return the merged task vector of one matrix before λ, (o, i), float64, in new memory.
+        """Return the merged task vector of one matrix before λ, (o, i), float64, in new memory."""
 
-        Args:
-            matrices: of at least two experts.
-            parameters: of the method.
-        """
+    def rank(self, size: int, experts: int, parameters: Mapping[str, Any]) -> int | None:
+        """Return how many of min(o, i) directions each expert keeps; None where nobody counts."""
+        return None
+
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+        base, *experts = tensors
+        parameters, weights = settings.parameters, [1.0] * len(experts)
+        scale = parameters["lambda"] if self.scales_all else 1.0
+        select = partial(select_active, weights=weights, dtype=torch.float64, space=settings.space)
+
+        @full_precision()
+        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
+            deltas = [task_vector(expert, base, torch.float64) for expert in active.experts]
+            size = min(active.shape)
+            rank = self.rank(size, len(deltas), parameters)
+            matrices = TaskMatrices(deltas, size, _floors(base, active), rank or 0)
+            record = active.record(self.spec.name, rank=rank)
+            return self.combine(matrices, parameters).mul_(scale).add_(base), record
+
+        return by_layout(base, experts, settings.layout, select, scale, formula)
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        plain = super().work(settings, shape, experts)
         found = matrices_in(shape, settings.layout)
         if found is None or experts < 2:
-            return plain
+            return super().work(settings, shape, experts)
         count, rows, columns = found
-        operations = count * self.operations(rows, columns, experts, settings.parameters)
-        working = 8 * (experts + 3) * rows * columns
-        return Work(operations, working)
+        operations = self.operations(rows, columns, experts, settings.parameters)
+        return Work(count * operations, 8 * (experts + 3) * rows * columns)
 
     def operations(
         self, rows: int, columns: int, experts: int, parameters: Mapping[str, Any]
@@ -128,10 +119,9 @@ class MatrixMethod(TaskVectorMethod):
 def _floors(base: Tensor, active: ActiveExperts) -> tuple[float, ...]:
     """Return what singular values do not exceed that float32's rounding of weights alone has made.
 
-    Independent entries of standard deviation s have none above s (√o + √i), but for chance. ulp² is
-    at most eps² w². What was added to a weight counts, too: an adapter's change may be the larger.
-    The rounding of bfloat16 is left in: it fills the whole spectrum of a fine-tune, and the papers'
-    methods work on that.
+    Without it, adapters that were added to float32 weights would bring directions of rounding.
+    Independent entries of standard deviation s have none above s (√o + √i), but for chance. The
+    rounding of bfloat16 is left in: the papers' methods work on the spectra that hold it.
     """
     rows, columns = active.shape
     eps = torch.finfo(torch.promote_types(torch.float32, base.dtype)).eps
@@ -161,9 +151,9 @@ class TsvMerge(MatrixMethod):
     own_rule = "merged from orthogonal singular directions"
     whole = True
 
-    def rank(self, shape: Sequence[int], experts: int, parameters: Mapping[str, Any]) -> int:
+    def rank(self, size: int, experts: int, parameters: Mapping[str, Any]) -> int:
         """Return floor(min(o, i) / T), or 1 (departure: the paper's share would be none)."""
-        return max(1, min(shape) // experts)
+        return max(1, size // experts)
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         given = zip(matrices.deltas, matrices.floors, strict=True)
@@ -185,11 +175,9 @@ class IsoCMerge(MatrixMethod):
     own_rule = "merged with equal singular values"
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
-        found = leading_directions(
-            matrices.total(), min(matrices.shape), math.hypot(*matrices.floors)
-        )
-        mean = float(found.values.sum()) / min(matrices.shape)
-        return (found.left @ found.right.mT).mul_(mean)
+        size = matrices.size
+        found = leading_directions(matrices.total(), size, math.hypot(*matrices.floors))
+        return (found.left @ found.right.mT).mul_(float(found.values.sum()) / size)
 
     def operations(
         self, rows: int, columns: int, experts: int, parameters: Mapping[str, Any]
@@ -216,12 +204,7 @@ class IsoCtsMerge(MatrixMethod):
         (
             LAMBDA,
             LAYOUT,
-            shared(
-                "common_fraction",
-                Fraction,
-                0.8,
-                "Share of the directions that come from the sum of the task vectors.",
-            ),
+            shared("common_fraction", Fraction, 0.8, "Share of the directions from the sum."),
         ),
     )
     summary = (
@@ -231,25 +214,24 @@ class IsoCtsMerge(MatrixMethod):
     citations = cited("marczak2025isotropic")
     own_rule = "merged with equal singular values in common and own directions"
 
-    def rank(self, shape: Sequence[int], experts: int, parameters: Mapping[str, Any]) -> int:
+    def rank(self, size: int, experts: int, parameters: Mapping[str, Any]) -> int:
         """Return s, rounded so that all tasks get the same."""
-        full = min(shape)
-        own = full - int(full * parameters["common_fraction"])
-        return min(round(own / experts), full // experts)
+        own = size - int(size * parameters["common_fraction"])
+        return min(round(own / experts), size // experts)
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
-        full, each = min(matrices.shape), matrices.rank
-        size, floor = full - each * len(matrices.deltas), math.hypot(*matrices.floors)
-        common = leading_directions(matrices.total(), size, floor)
+        each, size = matrices.rank, matrices.size
+        shared_size = size - each * len(matrices.deltas)
+        common = leading_directions(matrices.total(), shared_size, math.hypot(*matrices.floors))
         parts = []
-        for delta, own in zip(matrices.deltas, matrices.floors, strict=True):
-            floor = max(own, OUTSIDE * float(torch.linalg.vector_norm(delta)))
+        for delta, floor in zip(matrices.deltas, matrices.floors, strict=True):
+            floor = max(floor, OUTSIDE * float(torch.linalg.vector_norm(delta)))
             delta -= common.left @ (common.left.mT @ delta)
             parts.append(leading_directions(delta, each, floor))
         outer = torch.cat([part.left for part in parts], dim=1)  # orthogonal to the common ones
         left = torch.cat([common.left, orthogonal_factor(outer)], dim=1)
         right = torch.cat([part.right for part in (common, *parts)], dim=1)
-        strength = sum(float(part.values.sum()) for part in (common, *parts)) / full
+        strength = sum(float(part.values.sum()) for part in (common, *parts)) / size
         return (left @ orthogonal_factor(right).mT).mul_(strength)
 
 
@@ -267,28 +249,21 @@ class CartMerge(MatrixMethod):
         (
             replace(LAMBDA, description="Scale λ of what is added to the average."),
             LAYOUT,
-            shared(
-                "rank_fraction",
-                Fraction,
-                0.08,
-                "Share of the directions that are kept of each expert.",
-            ),
+            shared("rank_fraction", Fraction, 0.08, "Share of the directions kept of an expert."),
         ),
     )
     summary = "Takes the average of the experts, and adds what is left of each one at low rank."
     citations = cited("choi2024cart")
     own_rule = "merged as the average and low-rank differences from it"
+    scales_all = False
 
     def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
         return iter(())  # with λ = 0 it is the average of the experts
 
-    def scale(self, parameters: Mapping[str, Any]) -> float:
-        return 1.0
-
-    def rank(self, shape: Sequence[int], experts: int, parameters: Mapping[str, Any]) -> int:
+    def rank(self, size: int, experts: int, parameters: Mapping[str, Any]) -> int:
         """Return k = floor(rank_fraction · min(o, i)), at least 1 unless the fraction is 0."""
         fraction = parameters["rank_fraction"]
-        return max(int(fraction * min(shape)), 1) if fraction > 0 else 0
+        return max(int(fraction * size), 1) if fraction > 0 else 0
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         mean = matrices.total().div_(len(matrices.deltas))
@@ -313,19 +288,9 @@ class WudiMerge(MatrixMethod):
         (
             LAMBDA,
             LAYOUT,
-            shared(
-                "solver",
-                Literal["adam", "exact"],
-                "adam",
-                "How the interference is minimised: by the authors' descent, or in closed form.",
-            ),
+            shared("solver", Solver, "adam", "The authors' descent, or the closed form."),
             shared("steps", Annotated[int, Field(ge=0, strict=True)], 300, "Steps of adam."),
-            shared(
-                "learning_rate",
-                Annotated[Number, Field(gt=0, le=1e15)],
-                1e-5,
-                "Of adam, in the unit of the weights.",
-            ),
+            shared("learning_rate", Rate, 1e-5, "Of adam, in the unit of the weights."),
         ),
     )
     summary = (
@@ -349,43 +314,30 @@ class WudiMerge(MatrixMethod):
     def operations(
         self, rows: int, columns: int, experts: int, parameters: Mapping[str, Any]
     ) -> float:
-        """Return those of two products per step and expert, or of one decomposition."""
+        """Return those of two products per step and expert; by `exact`, of eigenvectors."""
         if parameters["solver"] == "adam":
             return 4.0 * parameters["steps"] * experts * rows**2 * columns
-        small = min(experts * rows, columns)
-        return 4.0 * experts * rows * columns * small + 9.0 * small**3
+        return 4.0 * experts * rows * columns**2 + 9.0 * columns**3
 
 
 def minimise_exactly(deltas: Sequence[Tensor]) -> Tensor:
     """Return the X, (o, i), that minimises the loss of WUDI, which is quadratic.
 
     With G_t = Δ_tᵀΔ_t / ‖Δ_t‖² it is X = (Σ_t Δ_t G_t)(Σ_t G_t)⁺. Where the loss does not determine
-    X, this is the smallest one, where a descent from Σ_t Δ_t ends, too. With M = [Δ_t / ‖Δ_t‖]_t of
-    fewer rows than columns, X = L (M Mᵀ)⁺ M, where Σ_t Δ_t G_t = L M.
+    X, this is the smallest one, where a descent from Σ_t Δ_t ends, too.
 
     Args:
         deltas: Δ_t, (o, i), float64, none of them zero.
     """
-    units = [delta / torch.linalg.vector_norm(delta) for delta in deltas]
-    rows, columns = deltas[0].shape
-    if rows * len(deltas) > columns:
-        pairs = zip(deltas, units, strict=True)
-        numerator = torch.zeros_like(deltas[0])
-        gram = numerator.new_zeros(columns, columns)
-        for delta, unit in pairs:
-            numerator += _through_the_smaller_square(delta, unit)
-            gram += unit.mT @ unit
-        return _solve(numerator, gram)
-    stacked = torch.cat(units)
-    left = torch.cat([d @ unit.mT for d, unit in zip(deltas, units, strict=True)], dim=1)
-    return _solve(left, stacked @ stacked.mT) @ stacked
-
-
-def _solve(rows: Tensor, gram: Tensor) -> Tensor:
-    """Return R S⁺ of rows R, (o, n), and a positive semidefinite matrix S, (n, n)."""
+    numerator = torch.zeros_like(deltas[0])
+    gram = numerator.new_zeros(numerator.shape[1], numerator.shape[1])
+    for delta in deltas:
+        unit = delta / torch.linalg.vector_norm(delta)
+        numerator += _through_the_smaller_square(delta, unit)
+        gram += unit.mT @ unit
     values, vectors = torch.linalg.eigh(gram)
     kept = values > len(gram) * EPS64 * values[-1]
-    return ((rows @ vectors[:, kept]) / values[kept]) @ vectors[:, kept].mT
+    return ((numerator @ vectors[:, kept]) / values[kept]) @ vectors[:, kept].mT
 
 
 def _through_the_smaller_square(left: Tensor, delta: Tensor) -> Tensor:

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods entry by entry, `consensus_ta` and `lines`, and by samples, `regmean` and `fisher`.
+
+What was measured on samples comes from `mergekit-ace statistics`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from mergekit.merge_methods.base import TensorGroup
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from mergekit_ace.algebra.linalg import as_rows, blocks
+from mergekit_ace.algebra.measured import MeasuredInputs
+from mergekit_ace.algebra.ridge import Regression, merge_by_ridge
+from mergekit_ace.algebra.task_vectors import (
+    ActiveExperts,
+    Factor,
+    FixedLayout,
+    Fraction,
+    MatrixRecord,
+    NonNegative,
+    Number,
+    Ridge,
+    TensorRecord,
+    by_layout,
+    merge_entries,
+    merge_mean,
+    select_active,
+    task_vector,
+)
+from mergekit_ace.methods.ace import RidgeMethod
+from mergekit_ace.methods.architecture import is_table, tensor_names
+from mergekit_ace.methods.base import Merged, TaskVectorMethod, cited, describe, method_spec
+from mergekit_ace.methods.measured_lookup import MeasuredLookup, required_lookup
+from mergekit_ace.methods.parameters import (
+    LAMBDA,
+    LAYOUT,
+    STATISTICS,
+    TASK,
+    WEIGHT,
+    TensorSettings,
+    option_parameters,
+    shared,
+)
+from mergekit_ace.naming import layer_of, stack_size
+
+if TYPE_CHECKING:
+    from mergekit_ace.algebra.low_rank import CoreSpace
+
+LEAST_RIDGE = 1e-6  # in mean eigenvalues
+Count = Annotated[int, Field(ge=1, strict=True)]
+Floor = Annotated[Number, Field(gt=0, le=1e6)]
+
+
+class ConsensusMerge(TaskVectorMethod):
+    """Consensus Task Arithmetic, W0 + λ · M ⊙ Σ_t Δ_t, entry by entry of every tensor.
+
+    Expert t's TALL mask holds the entries with |Δ_t| > mask_threshold · |Σ_s Δ_s − Δ_t|: those that
+    the sum of all task vectors leaves near to what that expert wants (the paper's Eq. 5). M holds
+    the entries of at least `consensus` masks; 2 drops what one expert alone needs.
+
+    The paper tunes λ and the threshold, among 0.2 … 0.6, on validation data; the defaults are that
+    of task arithmetic and the middle. An expert that alone changed a tensor is what comes out.
+    """
+
+    spec = method_spec(
+        "consensus_ta",
+        "Consensus Task Arithmetic",
+        "https://arxiv.org/abs/2405.07813",
+        (
+            replace(LAMBDA, default=0.4),
+            shared(
+                "mask_threshold", NonNegative, 0.4, "Least size of a change against all others."
+            ),
+            shared("consensus", Count, 2, "How many experts must ask for an entry."),
+        ),
+    )
+    summary = "Adds the task vectors in those entries that at least two experts ask for."
+    citations = cited("wang2024localizing")
+    own_rule = "merged in the entries that enough experts ask for"
+
+    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
+        return "it selects entries"
+
+    def check_settings(self, settings: TensorSettings) -> None:
+        count, least = len(settings.experts), settings.parameters["consensus"]
+        if 1 < count < least:  # a single expert is what comes out
+            raise ValueError(
+                f"{self.spec.name}: consensus is {least}, but {describe(settings.name)} has "
+                f"{count} experts, so that nothing of them would be merged; write at most {count}"
+            )
+
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+        names = ("lambda", "mask_threshold", "consensus")
+        scale, threshold, least = (settings.parameters[name] for name in names)
+        base, *experts = tensors
+        select = partial(select_active, weights=[1.0] * len(experts), dtype=torch.float32)
+
+        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
+            total = torch.zeros_like(base, dtype=active.dtype)
+            for expert in active.experts:
+                total += task_vector(expert, base, active.dtype)
+            votes = torch.zeros_like(base, dtype=torch.int16)
+            for expert in active.experts:
+                delta = task_vector(expert, base, active.dtype)
+                votes += delta.abs() > (total - delta).abs_().mul_(threshold)
+            selected = votes >= least
+            share = float(selected.count_nonzero()) / max(1, base.numel())
+            record = active.record(self.spec.name, selected=share)
+            return total.mul_(selected).mul_(scale).add_(base), record
+
+        return by_layout(base, experts, "mean", select, scale, formula, entrywise=True)
+
+
+class LinesMerge(TaskVectorMethod):
+    """LiNeS on task arithmetic: coefficients λ (α + β·l/(L − 1)) that rise with depth (Eq. 2).
+
+    l of L layers counts from 0; a single layer counts as the deepest, and what is outside of layers
+    gets λ α. The paper's α is 1/T, and its β is tuned as the coefficient of task arithmetic is; the
+    default is what is used for that without data.
+    """
+
+    spec = method_spec(
+        "lines",
+        "LiNeS",
+        "https://arxiv.org/abs/2410.17146",
+        (
+            LAMBDA,
+            shared("alpha", Factor | None, None, "Of the first layer and outside; 1/T by default."),
+            shared("beta", Factor, 0.4, "How much larger the coefficient of the last layer is."),
+            shared("layers", Count | None, None, "L, where it cannot be read from the base."),
+        ),
+    )
+    summary = "Adds the task vectors with a coefficient that rises linearly with depth."
+    citations = cited("wang2025lines")
+    own_rule = "merged with a coefficient by depth"
+
+    def coefficients(
+        self, settings: TensorSettings, group: TensorGroup | None = None
+    ) -> Sequence[float]:
+        """Return the same coefficient for every expert."""
+        parameters, count, name = settings.parameters, len(settings.experts), settings.name or ""
+        alpha = 1 / count if parameters["alpha"] is None else parameters["alpha"]
+        layer, layers, depth = layer_of(name), parameters["layers"], 0.0
+        if layer is not None:
+            layers = layers or stack_size(name, tensor_names(settings.base) or ())
+            if layer >= layers:
+                raise ValueError(
+                    f"{self.spec.name}: {describe(name)} belongs to layer {layer} (counted from "
+                    f"0), but {layers or 'no'} layers are known: set `layers` to their number"
+                )
+            depth = layer / (layers - 1) if layers > 1 else 1.0
+        return [parameters["lambda"] * (alpha + parameters["beta"] * depth)] * count
+
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+        assert settings.coefficients is not None
+        return merge_entries(tensors[0], tensors[1:], settings.coefficients, self.spec.name)
+
+
+class RegressionOptions(BaseModel):
+    """What may be chosen per tensor; see `AceOptions`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    scale: Factor = Field(1.0, alias="lambda", description="Scale λ; the result is W0 + λ X.")
+    off_diagonal: Fraction = Field(
+        0.9,
+        description="α, by which entries of X_tᵀX_t off its diagonal are multiplied; the paper's "
+        "is 0.9, and 0.1 for T5.",
+    )
+    epsilon: Ridge = Field(
+        0.0,
+        description="A ridge beside α, or instead of it with off_diagonal: 1, in mean eigenvalues "
+        "of X_tᵀX_t; never below 1e-6.",
+    )
+
+
+def merge_tensor_by_regression(
+    base: Tensor,
+    experts: Sequence[Tensor],
+    weights: Sequence[float],
+    options: RegressionOptions,
+    layout: FixedLayout,
+    coefficients: Sequence[float] | None = None,
+    *,
+    space: CoreSpace | None = None,
+    measured: MeasuredInputs | None = None,
+) -> tuple[Tensor, TensorRecord]:
+    """Merge the versions of one stored tensor; arguments and result as of `merge_tensor`.
+
+    With G_t = X_tᵀX_t/n_t of the inputs X_t, (n_t, i), its entries off the diagonal multiplied by
+    α, the merge minimises Σ_t w_t ‖(W − W_t) X_tᵀ‖²/n_t:
+
+        W = (Σ_t w_t W_t G_t)(Σ_t w_t G_t)⁻¹ = W0 + (Σ_t w_t Δ_t G_t)(Σ_t w_t G_t)⁻¹,
+
+    the closed form of ACE-Merging without its prior, with S_t = w_t G_t. Departures: a ridge of at
+    least 1e-6 mean eigenvalues, so that inputs that are 0 in all samples get the mean of the Δ_t;
+    and an expert that left a matrix as it was takes no part in it. A matrix of whose inputs nothing
+    was measured gets the mean of the task vectors, as vectors do.
+    """
+    inputs = measured or MeasuredInputs()
+    select = partial(
+        select_active, weights=weights, dtype=torch.float32, coefficients=coefficients, space=space
+    )
+
+    def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
+        if inputs.of(active.positions) is None:
+            return merge_mean(base, active, options.scale)
+        problem = _regression(active, options, inputs)
+        return merge_by_ridge(base, active, problem, options.scale, rule="regmean")
+
+    return by_layout(base, experts, layout, select, options.scale, formula)
+
+
+def _regression(
+    active: ActiveExperts, options: RegressionOptions, inputs: MeasuredInputs
+) -> Regression:
+    """Return the regression by w_t G_t of the experts that were measured, of mean eigenvalue 1."""
+    found = {t: inputs.covariance(position) for t, position in enumerate(active.positions)}
+    known = {t: own for t, own in found.items() if own is not None}
+    total = math.fsum(active.weights[t] * own.trace for t, own in known.items())
+    epsilon, columns = max(options.epsilon, LEAST_RIDGE), active.shape[1]
+    scaled = [
+        (replace(own, off_diagonal=options.off_diagonal), active.weights[t] * columns / total)
+        for t, own in known.items()
+    ]
+    return Regression(
+        experts=tuple(known),
+        scales=[0.0] * len(known),
+        ridges=[epsilon * active.weights[t] * own.trace / total for t, own in known.items()],
+        measured=dict(enumerate(scaled)),
+    )
+
+
+class RegMeanMerge(RidgeMethod):
+    """RegMean: linear layers by regression on their measured inputs, all others averaged."""
+
+    spec = method_spec(
+        "regmean",
+        "RegMean",
+        "https://arxiv.org/abs/2212.09849",
+        (STATISTICS, WEIGHT, *option_parameters(RegressionOptions), LAYOUT, TASK),
+    )
+    summary = (
+        "Fits every linear layer to the experts' outputs on their own samples, whose covariances "
+        "`mergekit-ace statistics` has measured; averages all other tensors, embeddings included."
+    )
+    citations = cited("jin2023regmean")
+    own_rule = "merged by the regression on measured inputs"
+    ill_conditioned = "Raise `epsilon`, or lower `off_diagonal`."
+    options_class = RegressionOptions
+    merge_versions = staticmethod(merge_tensor_by_regression)
+    whole = False
+
+    def layout(self, settings: TensorSettings, ndim: int) -> FixedLayout:
+        """Return how a tensor is read: tables are averaged, also where they are the head."""
+        table = is_table(settings.base, settings.name)
+        return "mean" if table else super().layout(settings, ndim)
+
+    def lookup(self, settings: TensorSettings) -> MeasuredLookup:
+        return required_lookup(self.spec.name, settings, "covariances")
+
+
+def merge_by_fisher(
+    base: Tensor, active: ActiveExperts, fisher: Sequence[Tensor], floor: float
+) -> Tensor:
+    """Return Σ_t w_t (F_t + δ) Δ_t / Σ_t w_t (F_t + δ), entry by entry (the paper's Eq. 4).
+
+    Args:
+        base, active: W0, and the experts with their weights w_t.
+        fisher: F_t ≥ 0, the diagonal of the Fisher information, shaped as the weights.
+        floor: δ in mean entries of the F_t; where none of them has anything to say it makes the
+            merge the mean (departure: the paper's authors add 1e-6 in the unit of F_t).
+    """
+    count = max(1, base.numel() * len(fisher))
+    level = floor * math.fsum(float(part.sum(dtype=torch.float64)) for part in fisher) / count
+    level = level or 1.0  # all F_t are zero: any level makes it the mean
+    merged = torch.empty_like(base, dtype=active.dtype, memory_format=torch.contiguous_format)
+    origin, out = as_rows(base), as_rows(merged)
+    versions = [(as_rows(w), as_rows(f)) for w, f in zip(active.experts, fisher, strict=True)]
+    for block in blocks(*origin.shape, base.device):
+        numerator = torch.zeros_like(origin[block], dtype=torch.float64)
+        total = torch.zeros_like(numerator)
+        for (expert, information), weight in zip(versions, active.weights, strict=True):
+            counted = information[block].to(total, copy=True).add_(level).mul_(weight)
+            numerator.addcmul_(counted, task_vector(expert[block], origin[block], total.dtype))
+            total.add_(counted)
+        out[block] = numerator.div_(total).to(active.dtype)
+    return merged
+
+
+class FisherMerge(TaskVectorMethod):
+    """Fisher merging: every entry is a mean of the experts', weighted by Fisher information."""
+
+    spec = method_spec(
+        "fisher",
+        "Fisher merging",
+        "https://arxiv.org/abs/2111.09832",
+        (
+            STATISTICS,
+            WEIGHT,
+            LAMBDA,
+            shared("fisher_floor", Floor, 1e-6, "Added to the information, in its mean entries."),
+            TASK,
+        ),
+    )
+    summary = (
+        "Averages the experts entry by entry, weighted by the diagonal Fisher information that "
+        "`mergekit-ace statistics` has measured on their samples."
+    )
+    citations = cited("matena2022fisher")
+    own_rule = "averaged by their Fisher information"
+
+    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
+        return "it weighs entries"
+
+    def check_settings(self, settings: TensorSettings) -> None:
+        required_lookup(self.spec.name, settings, "fisher")
+
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+        scale, floor = (settings.parameters[name] for name in ("lambda", "fisher_floor"))
+        base, *experts = tensors
+        fisher = required_lookup(self.spec.name, settings, "fisher").fisher(base.shape)
+        select = partial(select_active, weights=settings.weights, dtype=torch.float32)
+
+        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
+            if fisher is None:
+                return merge_mean(base, active, scale)
+            own = [fisher[position] for position in active.positions]
+            record = active.record(self.spec.name)
+            return merge_by_fisher(base, active, own, floor).mul_(scale).add_(base), record
+
+        return by_layout(base, experts, "mean", select, scale, formula, entrywise=True)
