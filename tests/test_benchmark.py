@@ -67,13 +67,6 @@ def test_adapters(run_example, measured_here, tmp_path):
     assert not list(tmp_path.glob("*/merged")), "results are removed"
 
 
-def test_training_steps(run_example, in_process):
-    small = "--layers 1 --experts 2 --batch 1 --tokens 4 --rounds 1".split()
-    shown = run_example("benchmark", "trainer", *small)
-    assert "\nK = 2: " in shown
-    assert "times as long as a plain" in shown
-
-
 @pytest.mark.parametrize("heterogeneous", [False, True])
 @pytest.mark.parametrize("shape", [(14, 9), (9, 14), (5, 20)])
 def test_the_lean_transcription(example, rng, shape, heterogeneous):

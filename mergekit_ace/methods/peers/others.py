@@ -149,13 +149,14 @@ class LinesMerge(TaskVectorMethod):
         """Return the same coefficient for every expert."""
         parameters, count, name = settings.parameters, len(settings.experts), settings.name or ""
         alpha = 1 / count if parameters["alpha"] is None else parameters["alpha"]
-        layer, layers, depth = layer_of(name), parameters["layers"], 0.0
+        layer, given, depth = layer_of(name), parameters["layers"], 0.0
         if layer is not None:
-            layers = layers or stack_size(name, tensor_names(settings.base) or ())
+            layers = given or stack_size(name, tensor_names(settings.base) or ())
             if layer >= layers:
+                known = f"`layers` is {given}: leave it out, or" if given else "layers are unknown:"
                 raise ValueError(
                     f"{self.spec.name}: {describe(name)} belongs to layer {layer} (counted from "
-                    f"0), but {layers or 'no'} layers are known: set `layers` to their number"
+                    f"0), and {known} set `layers` to the number of all"
                 )
             depth = layer / (layers - 1) if layers > 1 else 1.0
         return [parameters["lambda"] * (alpha + parameters["beta"] * depth)] * count
