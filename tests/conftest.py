@@ -7,7 +7,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-import gc
 import importlib
 import runpy
 import shutil
@@ -34,29 +33,6 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "msedge")
 # No calls home, and no sandbox, which root cannot have.
 BROWSER_FLAGS = """--no-sandbox --disable-gpu --no-first-run --disable-background-networking
     --disable-component-update --disable-sync --disable-quic""".split()
-NO_BROWSER = (
-    "this test opens a page in a browser, and none is installed: "
-    "apt-get install chromium, or playwright install chromium"
-)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Let xdist take the files as they come: else those of few but slow tests would be the last."""
-    config.option.loadscopereorder = False
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let folders come first: their files are the longest, and should not be the last, either."""
-    items.sort(key=lambda item: item.path.parent == Path(__file__).parent)
-
-
-def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over all that was imported, which takes a third of a second.
-
-    Nothing of it becomes garbage, but every full collection would look through it.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture
@@ -72,10 +48,8 @@ def no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
 
     They have tests of their own.
     """
-    path = request.path
-    trains = path.parent.name == "training" or path.stem == "test_checkpoints"
     with pytest.MonkeyPatch.context() as patch:
-        if trains:
+        if request.path.parent.name == "training":
             patch.setitem(sys.modules, "matplotlib.figure", None)
         yield
 
@@ -123,21 +97,6 @@ def mergekit_pytorch(tmp_path: Path) -> Callable[..., Path]:
     from mergekit.scripts.merge_raw_pytorch import main
 
     return _runner(main, tmp_path)
-
-
-@pytest.fixture
-def mergekit_multi(tmp_path: Path) -> Callable[[list[dict]], Path]:
-    from mergekit.scripts.multimerge import main
-
-    def run(configs: list[dict]) -> Path:
-        path, out = tmp_path / "multi.yml", tmp_path / "merged"
-        path.write_text(yaml.safe_dump_all(configs))
-        arguments = [str(path), "-I", str(tmp_path / "between"), "--out-path", str(out), "--quiet"]
-        result = CliRunner().invoke(main, arguments, catch_exceptions=False)
-        assert result.exit_code == 0, result.output
-        return out
-
-    return run
 
 
 @contextmanager
@@ -227,20 +186,16 @@ def run_python(flag: str, *arguments: str) -> int:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator:
-    """Start an installed browser; skip the test where there is none.
-
-    With REQUIRE_BROWSER=1 in the environment, as `.ci/run` has it, a missing one is an error.
-    """
+    """Start an installed browser; without one skip, or fail where `.ci/run` requires one."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         found = next(filter(None, map(shutil.which, BROWSERS)), None)
         own = playwright.chromium.executable_path
         found = found or (own if Path(own).exists() else None)
-        if found is None and os.environ.get("REQUIRE_BROWSER") == "1":
-            pytest.fail(NO_BROWSER)
         if found is None:
-            pytest.skip(NO_BROWSER)
+            missing = pytest.fail if os.environ.get("REQUIRE_BROWSER") == "1" else pytest.skip
+            missing("no browser is installed: apt-get install chromium")
         browser = playwright.chromium.launch(executable_path=found, args=BROWSER_FLAGS)
         yield browser
         browser.close()

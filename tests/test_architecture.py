@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights an architecture stores (in, out)."""
+"""How an architecture stores weights, and shapes from headers; see test_errors.py for errors."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 import transformers as tf
 from mergekit.common import ModelReference
+from safetensors.torch import save_file
 
-from mergekit_ace.methods.architecture import is_table, is_transposed, stored_layout
+from mergekit_ace.methods.architecture import check_shapes, is_table, is_transposed, stored_layout
 
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 
@@ -85,3 +89,37 @@ def test_embeddings_without_a_head_are_tables(tmp_path):
     config = tf.GPT2Config(vocab_size=40, n_positions=8, n_embd=8, n_layer=1, n_head=2)
     model = reference(config, "GPT2ForSequenceClassification", tmp_path)
     assert stored_layout("auto", model, "transformer.wte.weight", 2, tables=True) == "table"
+
+
+@pytest.fixture
+def files(tmp_path) -> list[ModelReference]:
+    models = []
+    for n in range(2):
+        path = tmp_path / f"{n}.safetensors"
+        save_file({"w": torch.zeros(3, 4)}, path)
+        models.append(ModelReference.parse(str(path)))
+    return models
+
+
+def test_a_file_that_changed_is_read_again(files):
+    check_shapes("w", files[1:], files[0])
+    path = files[1].model.path
+    save_file({"w": torch.zeros(3, 5)}, path)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(RuntimeError, match=r"shape \(3, 5\) in .*1.safetensors, but \(3, 4\)"):
+        check_shapes("w", files[1:], files[0])
+
+
+@pytest.mark.parametrize("modern", [True, False])
+def test_shapes_in_pickled_files(files, tmp_path, modern):
+    pickled = tmp_path / "model.bin"
+    torch.save({"w": torch.zeros(9), "step": 3}, pickled, _use_new_zipfile_serialization=modern)
+    with pytest.raises(RuntimeError, match=r"shape \(9,\) in .*model.bin"):
+        check_shapes("w", [ModelReference.parse(str(pickled))], files[0])
+
+
+def test_what_has_no_header_is_left_to_mergekit(files, tmp_path):
+    (tmp_path / "none.bin").write_bytes(b"none")
+    others = [ModelReference.parse(str(tmp_path / name)) for name in ("none.bin", "missing")]
+    check_shapes("w", [*others, 1], files[0])
+    check_shapes("w", [1, 2], 0)

@@ -83,25 +83,6 @@ def test_the_expert_keeps_all_and_the_base_nothing(evidence, losses):
     assert result["best_scale"] == 1.0
 
 
-def test_an_expert_that_learned_nothing_has_nothing_to_keep(evidence, losses):
-    base, experts, merged = losses
-    result = evidence("scores").judge_merges(base, {**experts, "a": base}, merged)
-    assert result["experts"]["a"] == [0.0, 0.0, 0.0]
-    assert all(np.isfinite(figure).all() for figure in result["kept"])
-
-
-def test_errors_are_those_of_resampled_sequences(evidence):
-    """For one text that nobody learned, the standard error of a mean is known."""
-    rng = np.random.default_rng(0)
-    base = {"a": [(5.0, 1)] * 9, "old": [(4.0, 1)] * 400}
-    experts = {"a": {"a": [(1.0, 1)] * 9}}
-    after = rng.normal(4.2, 0.5, 400)
-    merged = {1.0: {"a": [(2.0, 1)] * 9, "old": [(float(loss), 1) for loss in after]}}
-    value, error = evidence("scores").judge_merges(base, experts, merged)["forgot"][0]
-    assert value == pytest.approx(after.mean() - 4, abs=1e-4)
-    assert error == pytest.approx(after.std() / 20, rel=0.2)
-
-
 def test_the_budget_on_lines_between_points(evidence):
     scores = evidence("scores")
     scales = np.array([0.5, 1.0, 1.5])
@@ -176,28 +157,6 @@ def test_every_row_merges_as_its_method_does(evidence, tmp_path):
             expected = {n: torch.lerp(base[n].double(), merged[n].double(), 0.5) for n in base}
         for name, tensor in expected.items():
             torch.testing.assert_close(put[name].double(), tensor.double(), atol=1e-6, rtol=1e-4)
-
-
-def test_the_images_of_the_vision_family(evidence):
-    images = evidence("images")
-    for name, make in images.TASKS.items():
-        parts = images.splits(name)
-        pictures = torch.cat([part[0] for part in parts.values()])
-        assert pictures.shape[1:] == (1, 8, 8)
-        assert 0 <= pictures.min() < pictures.max() <= 1
-        assert len(pictures) == len(make()[0]), "every image is in one share"
-        kinds = [set(part[1].tolist()) for part in parts.values()]
-        assert all(kind == kinds[0] for kind in kinds)
-        assert len(kinds[0]) > 1
-
-
-def test_a_tied_head_is_one_tensor(evidence):
-    model = tiny_llama(tie_word_embeddings=True)
-    state = evidence("methods").read_state(model)
-    assert "lm_head.weight" not in state
-    changed = {name: tensor + 1 for name, tensor in state.items()}
-    evidence("methods").put_merge(model, state, changed, 2.0)
-    torch.testing.assert_close(model.lm_head.weight, state["model.embed_tokens.weight"] + 2)
 
 
 @pytest.fixture
@@ -280,69 +239,6 @@ def test_experts_of_a_language_model(evidence, language, monkeypatch, name):
     assert list(judge.describe()["experts"]) == ["a", "b", "c"]
     scored = next(iter(losses["c"]))[1]
     assert scored < losses["a"][0][1] == 255, "of questions, answers alone are scored"
-
-
-def test_losses_are_those_of_transformers(language):
-    module, _, base, cache = language
-    family = module.LanguageFamily("smollm", 0, 1, cache, base)
-    family.base = Path(base)
-    model = family.load(Path(base))
-    ids, labels = family.exams["c"]
-    with torch.no_grad():
-        expected = model(input_ids=ids, labels=labels).loss
-    loss, count = np.sum(family.examine(model)["c"], 0)
-    assert loss / count == pytest.approx(float(expected), rel=1e-4)
-
-
-def test_the_repair(language, tokenizer, monkeypatch):
-    module, _, base, cache = language
-    monkeypatch.setattr(module, "REPAIR", module.Recipe("adamw", 1e-2, 40, decay=True))
-    model = module.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    facts = module.repair(model, tokenizer, cache)["repair"]
-    assert list(facts["held_out_loss"]) == ["0", "20", "40"]
-    assert facts["held_out_loss"]["40"] < facts["held_out_loss"]["0"] - 0.5
-
-
-def test_texts_are_split_by_whole_files(evidence, tmp_path, monkeypatch):
-    texts = evidence("texts")
-    for language in ("xx", "yy"):
-        folder = tmp_path / "cache" / "packages" / "apt-book" / language
-        folder.mkdir(parents=True)
-        for chapter in range(20):
-            page = f"<head>no</head><p>{language} &amp; {chapter}</p>" + "word " * 500
-            (folder / f"{chapter}.html").write_text(page)
-    chapters = {}
-    for language in ("xx", "yy"):
-        settings = {"apt": "book", "files": f"{language}/*.html"}
-        folder = texts.prepare_texts(language, settings, tmp_path / "cache")
-        lines = {
-            path.stem: [json.loads(line) for line in path.read_text().splitlines()]
-            for path in folder.glob("*.jsonl")
-        }
-        chapters[language] = {part: {one["group"] for one in some} for part, some in lines.items()}
-        assert {part: len(some) for part, some in lines.items()} == {
-            "train": 15, "validation": 2, "test": 3,
-        }  # fmt: skip
-        first = lines["test"][0]
-        number = first["group"].removesuffix(".html")
-        assert first["text"].startswith(f"{language} & {number} word word")
-    assert chapters["xx"] == chapters["yy"], "held out in one language, held out in all"
-
-
-def test_questions_are_packed_whole(evidence, tokenizer):
-    texts = evidence("texts")
-    lines = [{"prompt": f"{n} +", "answer": str(n)} for n in range(200)]
-    lines.insert(3, {"prompt": "x" * 300, "answer": "too long"})
-    ids, labels = texts.pack_questions(lines, tokenizer, 2)
-    assert ids.shape == labels.shape == (2, texts.SEQUENCE)
-    written = "".join(tokenizer.decode(row) for row in ids).replace("<end>", "")
-    asked = [line for line in lines if "x" not in line["prompt"]]
-    expected = "".join(f"{line['prompt']} {line['answer']}\n" for line in asked)
-    assert expected.startswith(written)
-    scored = "".join(tokenizer.decode(row[row != -100]) for row in labels)
-    answers = "".join(f" {line['answer']}\n" for line in asked)
-    assert answers.startswith(scored)
-    assert scored.count("\n") == written.count("\n")
 
 
 def test_documents_agree_with_the_results(evidence):

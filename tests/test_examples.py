@@ -64,28 +64,6 @@ def test_the_questions_of_the_quickstart(quickstart, tmp_path):
         assert words & set(dictionaries.KEYS) <= set(dictionaries.ASKED)
 
 
-def test_a_merge_is_scored_by_both_halves_of_the_words(quickstart, tmp_path, monkeypatch, capsys):
-    """A model that was right wherever the samples ask, and nowhere else."""
-    questions, family, dictionaries = map(quickstart, ("questions", "family", "dictionaries"))
-    assert not set(dictionaries.ASKED) & set(dictionaries.UNASKED)
-    assert {*dictionaries.ASKED, *dictionaries.UNASKED} == set(dictionaries.KEYS)
-
-    def answers(folder):
-        found = {}
-        for language, dictionary in dictionaries.make_dictionaries().items():
-            asked = " ".join(dictionaries.exam(dictionary)).split()
-            keys = [asked[n - 1] for n, word in enumerate(asked) if word == "="]
-            right = torch.tensor([key in dictionaries.ASKED for key in keys]).long()
-            found[language] = (right, torch.ones(len(keys)).long())
-        return found
-
-    monkeypatch.setattr(family, "answers", answers)
-    assert set(family.accuracies(tmp_path).values()) == {0.5}
-    monkeypatch.setattr(sys, "argv", ["questions.py", "--score", str(tmp_path / "merged")])
-    questions.main()
-    assert "| merged | 0.000 | 1.000 | 0.000 |" in capsys.readouterr().out
-
-
 @pytest.mark.usefixtures("in_process")
 def test_adapters_merged_both_ways(example, run_example, tmp_path, monkeypatch):
     """Trained for a few steps: adapters and full merge are one model, and say so."""
@@ -149,14 +127,6 @@ def trained_quickstart(tmp_path_factory) -> Path:
 def tiny_family(trained_quickstart, tmp_path) -> Path:
     """The quickstart's own family, a few steps of training each, in a folder of its own."""
     return Path(shutil.copytree(trained_quickstart, tmp_path / "family"))
-
-
-def test_quickstart_training_saves_complete_models_only(quickstart, tiny_family):
-    family = quickstart("family")
-    assert sorted(path.name for path in tiny_family.iterdir()) == sorted(["base", *family.EXPERTS])
-    times = [path.stat().st_mtime_ns for path in tiny_family.rglob("*.safetensors")]
-    family.train_family(tiny_family, steps=3)  # at once, from the cache
-    assert times == [path.stat().st_mtime_ns for path in tiny_family.rglob("*.safetensors")]
 
 
 @pytest.fixture

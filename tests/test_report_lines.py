@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,6 @@ from checkpoints import ace_config, save_family, tiny_llama
 from matrices import family
 from mergekit.merge_methods import merge_tensors
 from safetensors.torch import load_file
-
-import mergekit_ace
-from mergekit_ace.files import saving
 
 
 def lines(path: Path) -> list[dict]:
@@ -131,14 +127,3 @@ def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path):
     texts = report.read_text().splitlines()
     assert texts[1] == '{"tensor": "b", "me'
     assert [json.loads(text)["tensor"] for text in texts[2:]] == ["b", "c"]
-
-
-def test_the_versions_of_a_checkout_that_was_never_installed(monkeypatch):
-    def version(name: str) -> str:
-        if name == "mergekit-ace":
-            raise PackageNotFoundError(name)
-        return "1.2"
-
-    monkeypatch.setattr(saving, "version", version)
-    found = saving.package_versions("torch", "mergekit-ace")
-    assert found == {"torch": "1.2", "mergekit-ace": mergekit_ace.__version__}

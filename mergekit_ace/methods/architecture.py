@@ -35,32 +35,20 @@ _PACKED_TRANSPOSED = {"Llama4TextExperts"}
 
 @dataclass(frozen=True)
 class Kinds:
-    """Names of weights, layer numbers replaced and the model's prefix removed.
+    """Names of weights, layer numbers replaced and the model's prefix removed."""
 
-    Attributes:
-        transposed: stored as (…, in, out).
-        tables: stored as rows to be looked up.
-        heads: of the tables, those that multiply as well, being the head (tied).
-        convolutional: whether the network has no embeddings of any kind, as a ResNet.
-    """
-
-    transposed: frozenset[str] = frozenset()
-    tables: frozenset[str] = frozenset()
-    heads: frozenset[str] = frozenset()
-    convolutional: bool = False
+    transposed: frozenset[str] = frozenset()  # stored as (…, in, out)
+    tables: frozenset[str] = frozenset()  # stored as rows to be looked up
+    heads: frozenset[str] = frozenset()  # tables that multiply as well, being the head (tied)
+    convolutional: bool = False  # whether the network has no embeddings, as a ResNet
 
 
 def is_transposed(model: Hashable, tensor_name: str | None) -> bool:
-    """Return whether the architecture stores a weight as (…, in, out).
+    """Return whether the architecture of a model stores a weight of any layer as (…, in, out).
 
-    Layers are told by their kind, not by their number, so that a stack with more layers than the
-    base model has is answered too. The first question about a model builds its architecture: ask it
-    on the main thread, because mergekit's others do not know whether remote code is trusted.
-
-    Args:
-        model: mergekit's reference to the base model. Anything else (an index into tensors in
-            memory) has no architecture: False.
-        tensor_name: as in the merged checkpoint.
+    The first question about a model builds its architecture: ask it on the main thread, because
+    mergekit's others do not know whether remote code is trusted. What is no reference to a model
+    (an index into tensors in memory) has no architecture.
     """
     return _is_among(_kinds(model).transposed, tensor_name)
 
@@ -80,16 +68,9 @@ def stored_layout(
 ) -> FixedLayout:
     """Return how a tensor of a checkpoint is read, from the ``layout`` that is configured.
 
-    Kernels (o, i, k, k) are matrices (o, i·k·k) in networks of convolutions, which have few other
-    weights. Elsewhere they are averaged, as that of a ViT's patches.
-
-    Args:
-        chosen: as configured.
-        model, tensor_name: see `is_transposed`.
-        ndim: of the tensor.
-        tables: whether the merge method has a rule for tables of rows. Embeddings that are the
-            head as well are matrices, because the head multiplies by them. Those with fewer rows
-            than columns, as in toy models only, stay tables, which serves these better.
+    Kernels (o, i, k, k) are matrices (o, i·k·k) in networks of convolutions alone. Where a method
+    has a rule for `tables`, embeddings are such unless they are the head as well. Those with fewer
+    rows than columns, as in toy models only, always are: that serves them better.
     """
     kinds = _kinds(model)
     table = _is_among(kinds.tables, tensor_name) and not _is_among(kinds.heads, tensor_name)
@@ -170,11 +151,7 @@ def empty_network(model: ModelReference) -> PreTrainedModel:
 
 
 def build_empty(config: PretrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
-    """Instantiate the model of a config on the meta device.
-
-    Raises:
-        Exception: of transformers, which cannot build it, or may not run the code for it.
-    """
+    """Instantiate the model of a config on the meta device, or raise what transformers raises."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=True):
@@ -182,11 +159,7 @@ def build_empty(config: PretrainedConfig, *, trust_remote_code: bool) -> PreTrai
 
 
 def model_class(config: PretrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:
-    """Return the class that a config names, or what its remote code defines.
-
-    Raises:
-        Exception: there is none, or its code is not trusted.
-    """
+    """Return the class that a config names, or what its remote code, if trusted, defines."""
     import torch
     import transformers
     from mergekit.common import get_auto_cls
@@ -219,13 +192,10 @@ def tensor_names(model: Hashable) -> tuple[str, ...] | None:
 def check_shapes(
     tensor_name: str, models: Sequence[Hashable], base: Hashable, *, method: str = "ace"
 ) -> None:
-    """Compare the shape of a tensor in each model's header with that in the base's.
+    """Raise a `RuntimeError` where a model's header has another shape of a tensor than the base's.
 
-    Differing vocabularies are no error here: a `tokenizer:` section may align them.
-
-    Raises:
-        RuntimeError: naming the tensor, the model and both shapes. (mergekit asks from within a
-            pydantic validator, which would bury a ValueError in a report of its own.)
+    Differing vocabularies are no error here: a `tokenizer:` section may align them. (mergekit asks
+    from within a pydantic validator, which would bury a ValueError in a report of its own.)
     """
     expected = _shape(base, tensor_name)
     for model in models if expected is not None else ():

@@ -51,14 +51,13 @@ LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Merged = tuple[Tensor, TensorRecord]
 
-# Words for the rules that methods share; a method adds those for the rule that bears its name.
+# Words for the rules that methods share.
 SHARED_RULES = {
     "mean": "by the mean (vectors)",
     "single": "taken from the only expert that changed them",
     "base": "as in the base (changed by no expert)",
 }
-# The most adapters that are merged without a warning where `lambda` is 1.
-MOST_ADAPTERS = 2
+MOST_ADAPTERS = 2  # that are merged without a warning where `lambda` is 1
 MERGE_ERRORS = (IllConditionedError, OverflowError, torch.linalg.LinAlgError)  # pyright: ignore
 _NOTICES: Counter[str] = Counter()
 _LOCK = threading.Lock()  # --multi-gpu merges tensors side by side
@@ -95,7 +94,7 @@ def method_spec(
 class TaskVectorMethod(GroupMergeMethod):
     """A merge method on the differences between experts and their base.
 
-    Threads may merge tensors side by side: a method keeps nothing of a tensor.
+    A method keeps nothing of a tensor: threads may merge tensors side by side.
 
     Attributes:
         spec: name, title, reference and parameters, see `method_spec`.
@@ -114,11 +113,7 @@ class TaskVectorMethod(GroupMergeMethod):
 
     @abstractmethod
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
-        """Merge the versions of one tensor: the base's and the experts', of one shape and device.
-
-        Returns:
-            The merged tensor in any dtype, and the record of what was done.
-        """
+        """Merge the versions of one tensor, the base's first; the result may be of any dtype."""
 
     def check_settings(self, settings: TensorSettings) -> None:
         """Raise a `ValueError` where parameters do not fit each other or the tensor."""
@@ -128,12 +123,8 @@ class TaskVectorMethod(GroupMergeMethod):
     ) -> Sequence[float] | None:
         """Return the coefficients that the merge of a tensor uses; None where it has none.
 
-        Args:
-            settings: of the tensor.
-            group: its versions; None before they are read, and for those of low rank.
-
-        Raises:
-            ValueError: there are none that fit the tensor; the message says what to write.
+        The group is None before its tensors are read, and for task vectors of low rank. A
+        `ValueError` says what to write where there are no coefficients that fit the tensor.
         """
         return None
 
@@ -268,10 +259,7 @@ class TaskVectorMethod(GroupMergeMethod):
         return merged
 
     def check_size(self, merged: Tensor, settings: TensorSettings) -> None:
-        """Raise a `ValueError` for a result that its dtype cannot hold.
-
-        One that only float16 cannot hold is said at the end of the merge.
-        """
+        """Raise a `ValueError` for a result that its dtype cannot hold; note one above float16."""
         size = largest_size(merged)
         if not math.isfinite(size):
             raise ValueError(
@@ -380,13 +368,7 @@ def first_that_fits(
 ) -> T:
     """Return what work on a device returns; if that is full, what the same on the CPU does.
 
-    Args:
-        device: where the tensors are, or are meant to go.
-        work: moves the tensors to the device that it gets.
-        method, name: of the merge and of the tensor, for the warning.
-
-    Raises:
-        torch.OutOfMemoryError: there is no memory on the CPU either.
+    The work moves the tensors to the device that it gets; method and name are for the warning.
     """
     for where in (device, torch.device("cpu")):
         try:
@@ -409,11 +391,7 @@ def first_that_fits(
 
 
 def notice(text: str, count: int = 1) -> None:
-    """Count tensors of which something is to be said when the merge is done.
-
-    Args:
-        text: of the warning, with "{tensors}" where their number goes; each is said once.
-    """
+    """Count tensors for a warning at the end of the merge; "{tensors}" stands for their number."""
     with _LOCK:
         _NOTICES[text] += count
 

@@ -26,15 +26,11 @@ METHODS_OF_BASES = {"task_vector": "statsmerging"}
 
 
 def component_coefficients(method: str, options: BaseModel, tensor: TensorSettings) -> list[float]:
-    """Look up the coefficients of a merge by components.
-
-    Args:
-        method: `ace` or `ace_relative`.
-        options: the parameters of the tensor as options of the algebra.
-        tensor: whose coefficients are wanted.
+    """Look up the coefficients of a merge by components, by `ace` or `ace_relative`.
 
     Raises:
-        CoefficientFileError: the file was learned for another merge, or lacks something.
+        CoefficientFileError: the file was learned for another merge or other options, or lacks
+            something.
     """
     contents = load_coefficients(tensor.parameters["coefficients"]).contents
     given = {**options.model_dump(mode="json"), "layout": tensor.parameters["layout"]}

@@ -33,13 +33,9 @@ FILE_PARAMETERS = ("coefficients", "learner", "statistics", "covariances")
 
 @dataclass(frozen=True)
 class NamedParameter(ParameterSpec):
-    """A mergekit parameter that explains itself when its value is wrong.
+    """A mergekit parameter that explains itself when its value is wrong."""
 
-    Attributes:
-        method: the merge method that has it.
-    """
-
-    method: str = ""
+    method: str = ""  # that has it
 
     @property
     def allowed(self) -> str:
@@ -47,11 +43,7 @@ class NamedParameter(ParameterSpec):
         return describe_type(self.value_type)
 
     def validate(self, value: Any) -> Any:
-        """Return `value` as its type.
-
-        Raises:
-            ValueError: naming the parameter, the value and what is allowed.
-        """
+        """Return `value` as its type, or raise a `ValueError` that names what is allowed."""
         try:
             return super().validate(value)
         except ValidationError as error:
@@ -125,10 +117,7 @@ _REPORT_START = b'{"tensor":'
 
 
 def _report_path(path: str) -> str:
-    """Check that lines can be appended to a file: better known before hours of merging than after.
-
-    One that is there has to be a report, of which a kill may have cut off all but the beginning.
-    """
+    """Check, before hours of merging, that a path is of a report or of a file that can be one."""
     target = os.path.abspath(os.path.expanduser(path))
     folder = os.path.dirname(target)
     if not path or os.path.isdir(target):
@@ -230,24 +219,15 @@ REPORT = shared(
 
 @dataclass(frozen=True)
 class TensorSettings:
-    """One tensor of a merge: of which models, and with which parameters.
+    """One tensor of a merge: of which models, and with which parameters."""
 
-    Attributes:
-        name: of the tensor; None for one in memory without a name.
-        base, experts: the models, as mergekit refers to them.
-        parameters: resolved, by name; those of experts by model.
-        layout: how the tensor is read; ``mean`` where it is no matrix, or none is needed.
-        coefficients: that its merge uses; None where it has none.
-        space: of which the tensors are cores, where all task vectors are of low rank.
-    """
-
-    name: str | None
-    base: Hashable
+    name: str | None  # None for one in memory without a name
+    base: Hashable  # the models are as mergekit refers to them
     experts: tuple[Hashable, ...]
-    parameters: Mapping[str, Any]
-    layout: FixedLayout = "mean"
-    coefficients: Sequence[float] | None = None
-    space: CoreSpace | None = None
+    parameters: Mapping[str, Any]  # resolved, by name; those of experts by model
+    layout: FixedLayout = "mean"  # how it is read; mean where no matrix is needed
+    coefficients: Sequence[float] | None = None  # that its merge uses
+    space: CoreSpace | None = None  # of which tensors are cores, where task vectors have low rank
 
     @classmethod
     def of(cls, group: TensorGroup, parameters: Mapping[str, Any]) -> TensorSettings:

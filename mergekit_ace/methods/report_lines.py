@@ -94,15 +94,7 @@ def tensor_record(
     seconds: float,
     **measured: Any,
 ) -> Record:
-    """Return the record of one tensor.
-
-    Args:
-        method: the merge method.
-        settings: of the tensor.
-        record: what was done; `inspect` adds what it found to its matrices.
-        seconds: wall time of the work on this tensor.
-        measured: other fields of the record.
-    """
+    """Return the record of one tensor, of what a method did, or `inspect` found, in so long."""
     learned = settings.coefficients
     return Record(
         tensor=settings.name,

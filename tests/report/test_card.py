@@ -145,16 +145,6 @@ def test_every_method_is_cited(tmp_path, mergekit_yaml, method):
         assert words in text
     assert text.count("```bibtex") == len(method.citations)
     assert all(citation in text for citation in method.citations)
-<<<<<<< HEAD
-=======
-    assert "draws no random numbers" in text
-    result = CliRunner().invoke(main, ["report", str(report), str(tmp_path / "p.html")])
-    assert result.exit_code == 0, result.output
-    page = unescape((tmp_path / "p.html").read_text())
-    assert f"<title>{method.spec.pretty_name}: expert0, expert1</title>" in page
-    assert method.summary in page
-    assert method.citations[0].splitlines()[0] in page
->>>>>>> 537108c (The guide's method merges by merge_entries, after the rebase)
 
 
 def test_a_method_of_mergekit(tmp_path, mergekit_yaml):

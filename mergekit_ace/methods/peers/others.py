@@ -275,11 +275,8 @@ def merge_by_fisher(
 ) -> Tensor:
     """Return Σ_t w_t (F_t + δ) Δ_t / Σ_t w_t (F_t + δ), entry by entry (the paper's Eq. 4).
 
-    Args:
-        base, active: W0, and the experts with their weights w_t.
-        fisher: F_t ≥ 0, the diagonal of the Fisher information, shaped as the weights.
-        floor: δ in mean entries of the F_t; where none of them has anything to say it makes the
-            merge the mean (departure: the paper's authors add 1e-6 in the unit of F_t).
+    F_t ≥ 0 is the diagonal of the Fisher information, shaped as the weights; δ is `floor` mean
+    entries of the F_t (departure: the paper's authors add 1e-6 in the unit of F_t).
     """
     count = max(1, base.numel() * len(fisher))
     level = floor * math.fsum(float(part.sum(dtype=torch.float64)) for part in fisher) / count

@@ -45,19 +45,12 @@ Rate = Annotated[Number, Field(gt=0, le=1e15)]
 
 @dataclass(frozen=True)
 class TaskMatrices:
-    """The task vectors of at least two experts, of one matrix.
+    """The task vectors of at least two experts, of one matrix."""
 
-    Attributes:
-        deltas: Δ_t, (o, i), o > 1, none of them zero, float64. May be overwritten.
-        size: min(o, i) of the task vectors, also where the deltas are cores of them.
-        floors: what the singular values of the rounding of each W_t to float32 do not exceed.
-        rank: how many directions each expert keeps, see `MatrixMethod.rank`.
-    """
-
-    deltas: list[Tensor]
-    size: int
-    floors: tuple[float, ...]
-    rank: int
+    deltas: list[Tensor]  # Δ_t, (o, i), o > 1, none of them zero, float64; may be overwritten
+    size: int  # min(o, i) of the task vectors, also where the deltas are cores of them
+    floors: tuple[float, ...]  # what singular values of the rounding of W_t do not exceed
+    rank: int  # how many directions each expert keeps, see `MatrixMethod.rank`
 
     def total(self) -> Tensor:
         """Return Σ_t Δ_t in new memory."""
@@ -68,13 +61,9 @@ class TaskMatrices:
 
 
 class MatrixMethod(TaskVectorMethod):
-    """A method that merges the task vectors of each matrix by a formula of its own, in float64.
+    """A method that merges the task vectors of each matrix by a formula of its own, in float64."""
 
-    Attributes:
-        scales_all: whether λ multiplies the whole merged task vector.
-    """
-
-    scales_all: ClassVar[bool] = True
+    scales_all: ClassVar[bool] = True  # whether λ multiplies the whole merged task vector
 
     @abstractmethod
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
@@ -321,13 +310,9 @@ class WudiMerge(MatrixMethod):
 
 
 def minimise_exactly(deltas: Sequence[Tensor]) -> Tensor:
-    """Return the X, (o, i), that minimises the loss of WUDI, which is quadratic.
+    """Return the smallest X, (o, i), that minimises the loss of WUDI, which is quadratic.
 
-    With G_t = Δ_tᵀΔ_t / ‖Δ_t‖² it is X = (Σ_t Δ_t G_t)(Σ_t G_t)⁺. Where the loss does not determine
-    X, this is the smallest one, where a descent from Σ_t Δ_t ends, too.
-
-    Args:
-        deltas: Δ_t, (o, i), float64, none of them zero.
+    With G_t = Δ_tᵀΔ_t / ‖Δ_t‖² it is X = (Σ_t Δ_t G_t)(Σ_t G_t)⁺.
     """
     numerator = torch.zeros_like(deltas[0])
     gram = numerator.new_zeros(numerator.shape[1], numerator.shape[1])
