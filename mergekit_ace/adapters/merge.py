@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,9 +87,7 @@ def merge_products(
     except MERGE_ERRORS as error:
         raise ValueError(method.explain(error, settings)) from error
     method.mention(settings, merged.record)
-    if settings.parameters.get("report") is not None:
-        seconds = time.perf_counter() - start
-        append_report(method.spec.name, settings, merged.record, seconds)
+    append_report(method.spec.name, settings, merged.record, time.perf_counter() - start)
     return merged.delta, merged.lost
 
 
