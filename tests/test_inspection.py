@@ -108,6 +108,16 @@ def test_subspaces(rng, shape, scale):
     assert found.inputs[0][2] is None
 
 
+def test_directions_that_a_task_vector_has_not_are_not_compared(rng):
+    """Two of rank 2 with the same inputs share all of them."""
+    inputs = torch.randn(2, 30, generator=rng, dtype=torch.float64)
+    outputs = torch.randn(2, 20, 2, generator=rng, dtype=torch.float64)
+    found = compare_subspaces(outputs @ inputs)
+    assert found.size == 2
+    assert found.inputs[0][1] == pytest.approx(1)
+    assert found.outputs[0][1] < 0.9
+
+
 def test_some_matrices_of_a_stack_are_looked_at(rng):
     matrix = MatrixRecord("half", (1.0,), (1.0,), (1,))
     deltas = torch.randn(6, 5, 4, generator=rng)

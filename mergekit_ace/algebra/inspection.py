@@ -37,6 +37,7 @@ class Comparison:
     Attributes:
         base_norm: ‖W0‖_F; None where only the Δ_t are known.
         norm: ‖Δ_t‖_F.
+        relative_size: ‖Δ_t‖/‖W0‖; None where W0 is zero or unknown.
         unchanged: share of entries with W_t = W0, 0 to 1; of factors 1 for Δ_t = 0, else 0.
         cosine: ⟨Δ_s, Δ_t⟩ / (‖Δ_s‖ ‖Δ_t‖), T × T; None where one of them is zero.
         unit: root mean square of the entries of all task vectors, the unit of the histogram.
@@ -46,6 +47,7 @@ class Comparison:
 
     base_norm: float | None
     norm: tuple[float, ...]
+    relative_size: tuple[float | None, ...]
     unchanged: tuple[float, ...]
     cosine: PairTable
     unit: float
@@ -151,6 +153,7 @@ def _comparison(
     return Comparison(
         base_norm=base_norm,
         norm=tuple(norms.tolist()),
+        relative_size=tuple(norm / base_norm if base_norm else None for norm in norms.tolist()),
         unchanged=tuple(unchanged),
         cosine=_pairs(products / torch.outer(norms, norms), norms.tolist()),
         unit=unit,

@@ -31,11 +31,7 @@ _MARKUP = re.compile(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_+|_+(?![^\W_])|^[-+#=]|(?<=^
 
 
 def markdown_text(text: str) -> str:
-    """Return text as Markdown that shows it: in a line, an entry of a list, or a cell of a table.
-
-    Args:
-        text: on one or more lines, which become one.
-    """
+    """Return text as Markdown that shows it, on one line: in a list, or in a cell of a table."""
     return _MARKUP.sub(lambda match: "\\" + "\\".join(match[0]), " ".join(text.split()))
 
 
@@ -48,10 +44,6 @@ def update_card(
         folder: that mergekit wrote.
         lines: the report of this merge, by itself or by `inspect`; None to leave the card as it is.
         seed: of `mergekit-yaml --random-seed`, which mergekit does not write down.
-
-    Raises:
-        ReportError: there is no card, no config, the report is of another merge, or tensors are
-            missing.
     """
     card = folder / "README.md"
     if lines is not None and not card.is_file():
@@ -95,26 +87,18 @@ def _find(part: ModelPath, folder: Path) -> Path | None:
 
 
 def _check_same_merge(folder: Path, config: MergeConfiguration, report: Report) -> None:
-    models = {str(model) for model in config.referenced_models()} - {str(config.base_model)}
-    problem = ""
-    if report.name != config.merge_method:
-        problem = f"by {report.name}, and {folder} was made by {config.merge_method}"
-    elif models != set(report.models):
-        made, told = (", ".join(sorted(names)) for names in (models, report.models))
-        problem = f"{folder} was made from {made}, and the report is of {told}"
-    if problem:
-        raise ReportError(
-            f"the report is of another merge: {problem}; give the report of this merge, or of "
-            "`mergekit-ace inspect` with its config"
-        )
+    experts = {str(model) for model in config.referenced_models()} - {str(config.base_model)}
+    if report.name == config.merge_method and set(report.models) == experts:
+        return
+    raise ReportError(
+        f"the report is of another merge: by {report.name} of {', '.join(report.models)}, and "
+        f"{folder} was made by {config.merge_method} of {', '.join(sorted(experts))}; give the "
+        "report of this merge, or of `mergekit-ace inspect` with its config"
+    )
 
 
 def _hash_models(config: MergeConfiguration, folder: Path, *, quiet: bool) -> dict[str, str | None]:
-    """Return SHA-256 of every input: of its weight files' digests in the order of their names.
-
-    Returns:
-        By model; None for what is not here.
-    """
+    """Return SHA-256 of each input's weight files' digests, in their order; None if not here."""
     models = sorted(config.referenced_models(), key=str)
     parts = {str(model.model): (model.model, weight_files) for model in models}
     parts |= {str(model.lora): (model.lora, adapter_files) for model in models if model.lora}

@@ -34,8 +34,6 @@ from mergekit_ace.report.measure import IN_FULL, InspectTensor, adapter_records
 from mergekit_ace.report.page import write_page
 from mergekit_ace.report.record import Report, ReportError, summarize
 
-FILES = ("report.html", "summary.json", "report.jsonl")
-
 
 def run_inspection(
     config: Path,
@@ -52,14 +50,9 @@ def run_inspection(
 
     Args:
         config, folder: of the merge, and for the report.
-        tensors: parts of names; a tensor that contains one of them is looked at. All by default.
-        sample: how many tensors at most, of every kind and depth.
+        tensors, sample: parts of names of tensors that are looked at, and how many at most.
         overwrite: replace another report in the folder.
         covariances: path of statistics that the estimates are compared with.
-
-    Raises:
-        ReportError: the folder holds another report, or something cannot be inspected.
-        DamagedFileError, ValueError: a file is damaged, or a tensor holds NaN or Inf.
     """
     if (folder / "report.jsonl").exists() and not overwrite:
         raise ReportError(
@@ -82,41 +75,34 @@ def run_inspection(
     if adapters:
         work = adapter_records(adapters, selected)
     else:  # by mergekit's own executor, which reads, moves and frees tensors as in a merge
-        tasks = [InspectTensor(merge=t.task, covariances=covariances) for t in selected]
+        tasks = [InspectTensor(**vars(t.task), covariances=covariances) for t in selected]
         executor = Executor(tasks, math_device=torch.device(options.device or "cpu"))
         work = (record for _, record in executor.run(quiet=True))
     bar = tqdm(work, "inspecting", len(selected), unit="tensor", disable=quiet)
     records = sorted(bar, key=lambda record: natural_order(record.name))
     report = Report(records)
-    for name in FILES:
-        (folder / name).unlink(missing_ok=True)
+    for name in ("report.html", "summary.json", "report.jsonl"):
+        (folder / name).unlink(missing_ok=True)  # they belong together
     base = adapters.base if adapters else merge.base_model
     some = "" if len(selected) == len(plan.tensors) else f", {len(selected)} looked at"
     about = f"Base model {base}; {len(plan.tensors)} tensors{some}. Before the merge."
     write_page(report, folder / "report.html", about)
-    summary = summarize(report)
-    text = to_json(summary, indent=1, inf_nan_mode="strings").decode()
-    write_text(folder / "summary.json", text + "\n")
+    summary = to_json(summarize(report), indent=1, inf_nan_mode="strings").decode()
+    write_text(folder / "summary.json", summary + "\n")
     lines = [record.model_dump_json(exclude_defaults=True) + "\n" for record in records]
     write_text(folder / "report.jsonl", "".join(lines))
-    if report.about:
-        click.echo(f"{report.about}\n")
-    for sentence in summary["sentences"]:
-        click.echo(f"* {sentence}")
-    click.echo(f"\n{folder / 'report.html'}")
+    sentences = [f"* {sentence}" for sentence in summarize(report)["sentences"]]
+    click.echo("\n".join([report.about, "", *sentences, "", str(folder / "report.html")]).lstrip())
 
 
 def select(
     tensors: Sequence[PlannedTensor], filters: Sequence[str], sample: int | None
 ) -> list[PlannedTensor]:
-    """Return the tensors whose names hold one of the filters, if there are any.
+    """Return the tensors whose names hold one of the filters, or of all names.
 
     Args:
         sample: how many at most: evenly spaced, by kinds (names that differ by numbers only) and in
             every kind by depth.
-
-    Raises:
-        ReportError: none is left.
     """
     chosen = {t.name: t for t in tensors if not filters or any(part in t.name for part in filters)}
     if not chosen:
@@ -133,16 +119,10 @@ def _plan_models(config: MergeConfiguration, source: str, options: MergeOptions)
     find_models(config)
     plan = plan_merge(config, source, options)
     checkpoints = {model: read_checkpoint(model) for model in plan.config.referenced_models()}
-    findings = (
-        *check_dtypes(checkpoints, plan.config),
-        *check_tensors(plan.tensors, checkpoints),
-    )
-    for finding in findings:
+    dtypes, tensors = check_dtypes(checkpoints, config), check_tensors(plan.tensors, checkpoints)
+    for finding in (*dtypes, *tensors):
         if finding.level == "error":
             raise ReportError(f"{finding.message}; {finding.remedy}")
     if config.base_model is None and all(tensor.base is None for tensor in plan.tensors):
-        raise ReportError(
-            "there is no base model to compare the experts with; add a line base_model: to the "
-            "config"
-        )
+        raise ReportError("there is no base model to compare with; add a line base_model:")
     return plan

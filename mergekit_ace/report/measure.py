@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from mergekit.common import ModelReference
-from mergekit.graph import Task
 from mergekit.merge_methods.base import ParameterScope, TensorEntry, TensorGroup, TensorMetadata
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from torch import Tensor
@@ -50,33 +49,23 @@ STAND_IN = AceMerge()
 IN_FULL = "with --lora-merge-cache DIR, adapters are merged into full models, which are looked at"
 
 
-class InspectTensor(Task[Record]):
+class InspectTensor(ExecuteMergeMethodTask):
     """In the place of mergekit's merge of one tensor: the same inputs, the record of a report."""
 
-    merge: ExecuteMergeMethodTask
     covariances: str | None = None
 
-    def arguments(self) -> dict[str, Task]:
-        return {"tensors": self.merge.gather_tensors}
-
-    def group_label(self) -> str | None:
-        return self.merge.group_label()
-
-    def uses_accelerator(self) -> bool:
-        return True
-
     @torch.no_grad()
-    def execute(self, tensors: dict[ModelReference, Tensor], **_: Any) -> Record:
+    def execute(self, tensors: dict[ModelReference, Tensor], **_: Any) -> Any:
         """Return the record; a short one of a tensor without experts, or without numbers."""
-        start, planned = time.perf_counter(), PlannedTensor(self.merge)
-        present = [model for model in self.merge.model_order if tensors.get(model) is not None]
+        start, planned = time.perf_counter(), PlannedTensor(self)
+        present = [model for model in self.model_order if tensors.get(model) is not None]
         if planned.base not in present or len(present) < 2:
             return _skipped(planned, "the base model or all experts lack it")
         base = tensors[planned.base]
         if not base.is_floating_point():
             return _skipped(planned, "it holds no floating-point numbers")
         entries = [TensorEntry(m, tensors[m], is_base=m == planned.base) for m in present]
-        metadata = TensorMetadata.from_weight_info(planned.task.output_weight)
+        metadata = TensorMetadata.from_weight_info(self.output_weight)
         group = TensorGroup(tuple(entries), metadata)
         group.validate_tensors()
         check_finite("inspect", group)
@@ -121,12 +110,7 @@ def _measure(
 
 
 def adapter_records(plan: AdapterPlan, selected: Sequence[PlannedTensor]) -> Iterator[Record]:
-    """Yield the records of tensors from what adapters change of them; W0 is not read.
-
-    Raises:
-        DamagedFileError: a factor holds NaN or infinite numbers.
-        ReportError: a tensor cannot be merged, or not within the span of the factors.
-    """
+    """Yield the records of tensors from what adapters change of them; W0 is not read."""
     changes = {tensor.planned.name: tensor for tensor in plan.tensors}
     with headers_only(plan.checkpoints):
         for planned in selected:
@@ -213,20 +197,13 @@ def _record(
     start: float,
 ) -> Record:
     record, comparison = found
-    base = comparison.base_norm
-    return tensor_record(
-        planned.task.method_name,
-        settings,
-        record,
-        time.perf_counter() - start,
-        relative_size=[norm / base if base else None for norm in comparison.norm],
-        decisions_of=None if method is planned.method else method.spec.name,
-        **vars(comparison),
-    )
+    measured = {**vars(comparison), "decisions_of": None}
+    if method is not planned.method:
+        measured["decisions_of"] = method.spec.name
+    seconds = time.perf_counter() - start
+    return tensor_record(planned.task.method_name, settings, record, seconds, **measured)
 
 
 def _skipped(planned: PlannedTensor, why: str) -> Record:
-    models, method = tuple(map(str, planned.experts)), planned.task.method_name
-    return Record(
-        tensor=planned.name, method=method, shape=(), layout="", models=models, skipped=why
-    )
+    known = {"tensor": planned.name, "method": planned.task.method_name, "skipped": why}
+    return Record(shape=(), layout="", models=tuple(map(str, planned.experts)), **known)

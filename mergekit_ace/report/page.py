@@ -35,14 +35,7 @@ LAYOUT = {
 
 
 def write_page(report: Report, path: Path, subtitle: str) -> None:
-    """Write the page of a report, whole or not at all.
-
-    Args:
-        subtitle: where the report comes from.
-
-    Raises:
-        OSError: the page cannot be written.
-    """
+    """Write the page of a report, whole or not at all; the subtitle says where it comes from."""
     template = files("mergekit_ace.report").joinpath("page.html.jinja").read_text("utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     plots = {
@@ -79,7 +72,6 @@ def show_report(lines: Path, out: Path) -> None:
 def _table(report: Report) -> pd.DataFrame:
     """Return the table of all matrices, without columns that are empty."""
     rows = report.matrices
-    pairs = rows.cosine.map(lambda t: [c for a, row in enumerate(t or ()) for c in row[:a]])
     table = pd.DataFrame({
         "tensor": rows.label,
         "shape": [" × ".join(map(str, shape)) or "scalar" for shape in rows["shape"]],
@@ -91,7 +83,6 @@ def _table(report: Report) -> pd.DataFrame:
         "amplification": rows.amplification,
         "largest ‖Δ‖/‖W0‖": rows.relative_size.map(_largest),
         "unchanged": rows.unchanged.map(_largest),
-        "largest cosine": pairs.map(_largest),
     })  # fmt: skip
     return table.dropna(axis="columns", how="all")
 
@@ -124,12 +115,8 @@ def draw_pictures(report: Report) -> dict[str, go.Figure]:
 def _by_depth(
     report: Report, points: pd.DataFrame, value: str, unit: str, *, log: bool = True
 ) -> go.Figure:
-    """Draw a column of `Report.shares` over tensors in the order of their depth.
-
-    Args:
-        log: whether values are shown on a logarithmic axis, which has no place for 0 and infinity.
-    """
-    low = 0 if log else -np.inf
+    """Draw a column of `Report.shares` over tensors in the order of their depth."""
+    low = 0 if log else -np.inf  # a logarithmic axis has no place for 0
     points = points[(points[value] > low) & (points[value] < np.inf)]
     figure = px.scatter(
         points.assign(label=points.label.map(_text), expert=points.expert.map(_text)),
@@ -151,9 +138,9 @@ def _by_depth(
 
 def _similarity(report: Report) -> go.Figure:
     views = {
-        "cosine of the task vectors": report.cosines,
-        "overlap of leading inputs": report.overlaps("inputs"),
-        "overlap of leading outputs": report.overlaps("outputs"),
+        "cosines": report.cosines,
+        "inputs": report.overlaps("inputs"),
+        "outputs": report.overlaps("outputs"),
     }
     names = [*map(_text, report.experts)]
     figure = px.imshow(

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,11 @@ from mergekit_ace.naming import (
     natural_order,
     relative_depths,
     short_names,
-    without_numbers,
 )
 
-# An expert "barely differs" outside of the middle layers that hold this share of its change …
-MOST = 0.95
-# … if those are at most this share of all layers.
-FEW_LAYERS = 0.6
+# An expert "barely differs" outside of the middle layers that hold MOST of its change, if those are
+# at most FEW_LAYERS of all.
+MOST, FEW_LAYERS = 0.95, 0.6
 ALIKE, OPPOSED = 0.9, -0.1  # cosines
 WEAK = 0.1  # of the strongest expert's norm
 FAR = 0.3  # ‖Δ‖/‖W0‖ at which an expert is hardly a fine-tune of this base
@@ -46,8 +45,7 @@ def read_records(path: Path) -> list[Record]:
     """Return the last record of each tensor in a report, and all of tensors without a name.
 
     Raises:
-        ReportError: the file is missing, empty, or no report of one merge; the message names the
-            line and the field.
+        ReportError: the file is missing, empty, or no report of one merge.
     """
     try:
         texts = path.read_text(encoding="utf-8-sig").split("\n")
@@ -92,9 +90,6 @@ class Report:
         stands_in: the title of the method whose decisions are shown in the place of the merge's.
         about, citations, rules: what the method does, BibTeX, words for its rules; of ours alone.
         models, experts: paths and short names of the experts.
-
-    Raises:
-        ReportError: no tensor could be compared.
     """
 
     def __init__(self, records: Sequence[Record]):
@@ -111,19 +106,17 @@ class Report:
         self.about: str = getattr(method, "about", "")
         self.citations = list(getattr(method, "citations", ()))
         self.rules: dict[str, str] = getattr(merge_methods.get(other or self.name), "rules", {})
-        longest = max((record.models for record in self.records), key=len)
-        others = (model for record in self.records for model in record.models)
-        self.models = list(dict.fromkeys([*longest, *others]))
+        by_length = sorted(self.records, key=lambda record: -len(record.models))
+        self.models = list(dict.fromkeys(model for r in by_length for model in r.models))
         self.experts = short_names(self.models)
         count = len(self.models)
         self.looked_at = [r for r in self.records if r.norm and len(r.models) == count]
 
     @cached_property
     def matrices(self) -> pd.DataFrame:
-        """A row per matrix, or tensor that is none: the fields of both, `label` and `layer`.
+        """A row per matrix: its fields, its tensor's, `label` and `layer` (None outside of layers).
 
-        The label is the tensor's name, of a stack with the number of the matrix. The layer is None
-        outside of layers.
+        The label is the tensor's name, of a stack with the number of the matrix.
         """
         rows = [
             {
@@ -151,8 +144,10 @@ class Report:
             for t, model in enumerate(row.models):
                 cosines = pd.Series(row.agreement[t] if row.agreement else {t: None}, dtype=float)
                 rows.append({
-                    **{name: getattr(row, name) for name in ("tensor", "label", "layer")},
                     "row": number,
+                    "tensor": row.tensor,
+                    "label": row.label,
+                    "layer": row.layer,
                     "expert": names[model],
                     "tau": row.tau[t],
                     "changed": row.changed[t],
@@ -193,18 +188,6 @@ class Report:
         stack = np.array(tables, dtype=float).reshape(-1, len(self.models), len(self.models))
         return _with_none(np.ma.masked_invalid(stack).mean(axis=0).filled(np.nan))
 
-    @property
-    def agreement(self) -> dict[str, dict[str, float | None]]:
-        """Mean cosines of estimates with measured covariances by kind of tensor.
-
-        Those of the `own` task and of the `others` (None without any); empty if nothing was
-        measured.
-        """
-        known = self.shares.dropna(subset="own")
-        means = known.groupby(known.tensor.map(without_numbers), sort=False)[["own", "others"]]
-        means = means.mean().astype(object)
-        return means.where(means.notna(), None).to_dict("index")
-
 
 def _with_none(values: np.ndarray) -> Any:
     return np.where(np.isnan(values), None, values).tolist()
@@ -227,7 +210,6 @@ def summarize(report: Report) -> dict[str, Any]:
         "refined": sum(report.having("refined").refined),
         "largest_ridge": max(report.having("ridge").ridge, default=None),
         "largest_amplification": max(report.having("amplification").amplification, default=None),
-        "agreement": report.agreement,
         "sentences": list(_sentences(report)),
     }
 
@@ -237,7 +219,7 @@ def _sentences(report: Report) -> Iterator[str]:
     rules = Counter(report.matrices.rule).most_common()
     parts = [f"{count} {report.rules.get(rule, rule)}" for rule, count in rules]
     experts = _count(len(report.models), "expert")
-    yield f"{_count(len(report.records), 'tensor')} of {experts}: {_joined(parts)}."
+    yield f"{_count(len(report.records), 'tensor')} of {experts}: {listed(parts)}."
     if report.stands_in:
         yield (
             f"{report.title} is a method of mergekit, which tells nothing of its decisions: they "
@@ -249,14 +231,12 @@ def _sentences(report: Report) -> Iterator[str]:
     if report.skipped:
         names = listed(report.skipped)
         yield f"{_count(len(report.skipped), 'tensor')} cannot be compared: {names}."
-    if report.agreement:
-        means = pd.DataFrame(report.agreement.values(), index=report.agreement).astype(float)
-        own, others = means.own, means.others.mean()
-        beside = "" if np.isnan(others) else f", and {others:.2f} with those of the other tasks"
+    own, others = report.shares.own.mean(), report.shares.others.mean()
+    if not np.isnan(own):
+        beside = f", and {others:.2f} with those of the other tasks" if not np.isnan(others) else ""
         yield (
-            f"Estimates ΔᵀΔ have a cosine of {own.mean():.2f} with the measured covariances of "
-            f"their own tasks{beside}; {own.max():.2f} in {own.idxmax()}, {own.min():.2f} in "
-            f"{own.idxmin()}."
+            f"Estimates ΔᵀΔ have a cosine of {own:.2f} with the measured covariances of their own "
+            f"tasks{beside}."
         )
 
 
@@ -293,24 +273,16 @@ def _odd_experts(report: Report) -> Iterator[str]:
 
 
 def _pairs(report: Report) -> Iterator[str]:
-    """Tell which experts are nearly the same or opposed; if none are, which are nearest."""
-    names, cosines = report.experts, report.cosines
-    pairs = [(a, b) for a in range(len(names)) for b in range(a)]
-    known = [(value, names[b], names[a]) for a, b in pairs if (value := cosines[a][b]) is not None]
-    for value, one, other in sorted(known, reverse=True):
-        if value > ALIKE:
+    """Tell which experts are nearly the same, or opposed."""
+    for (a, one), (b, other) in combinations(enumerate(report.experts), 2):
+        cosine = report.cosines[a][b]
+        if cosine is not None and cosine > ALIKE:
             yield (
-                f"{one} and {other} learned nearly the same (cosine {value:.2f}): together they "
+                f"{one} and {other} learned nearly the same (cosine {cosine:.2f}): together they "
                 "count double."
             )
-        elif value < OPPOSED:
-            yield f"{one} and {other} pull in opposite directions (cosine {value:.2f})."
-    if known and OPPOSED <= max(known)[0] <= ALIKE:
-        value, one, other = max(known)
-        yield (
-            f"The most similar experts are {one} and {other}, with a cosine of {value:.2f} between "
-            "their task vectors."
-        )
+        elif cosine is not None and cosine < OPPOSED:
+            yield f"{one} and {other} pull in opposite directions (cosine {cosine:.2f})."
 
 
 def _decisions(report: Report) -> Iterator[str]:
@@ -334,7 +306,7 @@ def _decisions(report: Report) -> Iterator[str]:
         named = [f"{a:.3g} in {b}" for a, b in zip(worst.amplification, worst.label, strict=True)]
         yield (
             f"The merge is larger than what the experts hold in {len(large)} of {len(ridges)} "
-            f"matrices, of {listed(modules)}: ‖X‖² / Σ ‖Δ_t‖² is {_joined(named)}. A ridge that "
+            f"matrices, of {listed(modules)}: ‖X‖² / Σ ‖Δ_t‖² is {listed(named)}. A ridge that "
             "is too small amplifies noise there; leave epsilon_scale out, or raise epsilon for "
             "these tensors by a filter."
         )
@@ -342,7 +314,3 @@ def _decisions(report: Report) -> Iterator[str]:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else noun + 's'}"
-
-
-def _joined(parts: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))

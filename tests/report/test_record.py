@@ -28,10 +28,6 @@ def refused(path: Path) -> str:
     return str(caught.value)
 
 
-def said(lines: list[dict]) -> str:
-    return "\n".join(summarize(report_of(lines))["sentences"])
-
-
 @pytest.mark.parametrize(
     "name", ["tensor", "models", "method", "shape", "layout", "rule", "weight", "tau", "changed"]
 )
@@ -138,107 +134,108 @@ def test_the_command_shows_it_without_a_traceback(tmp_path, lines, message):
     assert not page.exists()
 
 
-def test_an_ordinary_family():
-    text = said([*layers(4, [1.0, 2.0]), made_line("model.norm.weight", [1.0, 2.0], rule="mean")])
-    assert "5 tensors of 2 experts: 4 merged by the closed form and 1 by the mean" in text
-    assert "The most similar experts are expert-0 and expert-1, with a cosine of 0.00" in text
-    assert "γ stays below the threshold in all 4 matrices" in text
-    for word in ("barely", "opposite", "larger than", "base at all", "cannot be compared"):
+ALIKE = [[1.0, 0.97], [0.97, 1.0]]
+OPPOSED = [[1.0, -0.5], [-0.5, 1.0]]
+ODD = ("barely", "opposite", "larger than", "base at all", "cannot be compared", "left out")
+WORDS = {  # lines, what they say, and what they do not say
+    "ordinary": (
+        [*layers(4, [1.0, 2.0]), made_line("model.norm.weight", [1.0, 2.0], rule="mean")],
+        [
+            "5 tensors of 2 experts: 4 merged by the closed form, 1 by the mean",
+            "γ stays below the threshold in all 4 matrices",
+        ],
+        ODD,
+    ),
+    "odd experts": (
+        layers(4, [0.0, 1.0, 4000.0]),
+        [
+            "expert-0 does not differ from the base at all",
+            "expert-1 has moved 63 times less than the strongest expert",
+            "expert-2 is 63% of the base's size away",
+        ],
+        ["barely"],
+    ),
+    "few layers": (
+        layers(20, [1.0, 1e-4]) + layers(30, [1.0, 1.0])[20:28] + layers(30, [1.0, 1e-4])[28:],
+        ["expert-1 barely differs from the base outside layers 20–27."],
+        ["expert-0 barely"],
+    ),
+    "the base in another precision": (  # not where it is the very base
+        [*layers(2, [1.0, 2.0], changed=[1, 0]), made_line("a", [1.0, 0.0], changed=[1, 0])],
+        ["expert-1 is left out of 2 tensors, where it is the base, saved in another precision"],
+        ["expert-0"],
+    ),
+    "alike": (layers(3, [1.0, 4.0], cosine=ALIKE), ["nearly the same (cosine 0.97)"], ODD),
+    "opposed": (
+        layers(3, [1.0, 4.0], cosine=OPPOSED),
+        ["pull in opposite directions (cosine -0.50)"],
+        ["nearly the same"],
+    ),
+    "heterogeneous": (
+        [*layers(1, [1, 2]), *layers(3, [1, 2], heterogeneous=True, refined=True)[1:]],
+        ["γ exceeds the threshold in 2 of 3 matrices."],
+        ["stays below"],
+    ),
+    "variance": (
+        layers(3, [1, 2], statistic="auto"),
+        ["The variance of log τ stays below the threshold in all 3 matrices"],
+        ["exceeds"],
+    ),
+    "large": (
+        [
+            *layers(3, [1.0, 1.0], amplification=20.0),
+            made_line("model.layers.0.mlp.down_proj.weight", [1.0, 1.0], amplification=30.0),
+            made_line("model.layers.0.self_attn.q_proj.weight", [1.0, 1.0]),
+        ],
+        [
+            "larger than what the experts hold in 4 of 5 matrices, of up_proj, down_proj",
+            "is 30 in model.layers.0.mlp.down_proj.weight, 20 in model.layers.",
+            "leave epsilon_scale out, or raise epsilon",
+        ],
+        ["q_proj"],
+    ),
+    "measured": (
+        [*layers(3, [1, 1], agreement=[[0.8, 0.1], [0.1, 0.8]]), made_line("a", [1, 1])],
+        ["a cosine of 0.80 with the measured covariances of their own tasks, and 0.10 with"],
+        [],
+    ),
+    "one of them measured": (
+        layers(3, [1, 1], agreement=[[0.8, None], [0.1, None]]),
+        ["a cosine of 0.80 with the measured covariances of their own tasks, and 0.10 with"],
+        [],
+    ),
+    "skipped": (
+        [made_line("a", [1]), {**SKIPPED, "skipped": "the base lacks it"}],
+        ["1 tensor cannot be compared: a."],
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WORDS)
+def test_what_a_report_says(case):
+    lines, words, others = WORDS[case]
+    text = "\n".join(summarize(report_of(lines[::-1]))["sentences"])
+    for word in words:
+        assert word in text
+    for word in others:
         assert word not in text
 
 
-def test_experts_that_are_odd():
-    text = said(layers(4, [0.0, 1.0, 4000.0]))
-    assert "expert-0 does not differ from the base at all" in text
-    assert "expert-1 has moved 63 times less than the strongest expert" in text
-    assert "expert-2 is 63% of the base's size away" in text
-
-
-def test_layers_outside_of_which_an_expert_barely_differs():
-    lines = layers(30, [1.0, 1e-4, 0.0])
-    for n in range(20, 28):
-        lines[n]["tau"] = [1.0, 1.0, 0.0]
-    text = said(lines[::-1])
-    assert "expert-1 barely differs from the base outside layers 20–27." in text
-    assert text.count("barely") == 1
-
-
-def test_an_expert_that_is_the_base_in_another_precision():
-    lines = layers(4, [1.0, 2.0])
-    for line in lines[:2]:
-        line["changed"] = [1, 0]
-    lines[2] |= {"tau": [1.0, 0.0], "changed": [1, 0]}  # the very base, which is nothing to tell
-    sentence = "expert-1 is left out of 2 tensors, where it is the base, saved in another precision"
-    assert sentence in said(lines)
-
-
-@pytest.mark.parametrize(
-    ("cosine", "sentence"),
-    [
-        (0.97, "learned nearly the same (cosine 0.97)"),
-        (-0.5, "pull in opposite directions (cosine -0.50)"),
-        (0.3, "with a cosine of 0.30"),
-    ],
-)
-def test_pairs(cosine, sentence):
-    lines = layers(3, [1.0, 4.0], cosine=[[1.0, cosine], [cosine, 1.0]])
-    assert summarize(report_of(lines))["cosine"][0][1] == pytest.approx(cosine)
-    text = said(lines)
-    assert sentence in text
-    assert text.count("cosine") == 1
-
-
-@pytest.mark.parametrize(
-    ("statistic", "words"), [("gamma", "γ"), ("auto", "The variance of log τ")]
-)
-def test_heterogeneity(statistic, words):
-    lines = layers(3, [1.0, 2.0], statistic=statistic)
-    assert f"{words} stays below the threshold in all 3 matrices" in said(lines)
-    for line in lines[1:]:
-        line |= {"heterogeneous": True, "refined": True}
-    assert f"{words} exceeds the threshold in 2 of 3 matrices." in said(lines)
-    summary = summarize(report_of(lines))
-    assert summary["heterogeneous"] == summary["refined"] == 2
-
-
-def test_merges_that_are_larger_than_what_the_experts_hold():
-    lines = layers(3, [1.0, 1.0], amplification=20.0)
-    lines[0]["ridge"] = 0.9
-    lines += [made_line("model.layers.0.mlp.down_proj.weight", [1.0, 1.0], amplification=30.0)]
-    lines += [made_line("model.layers.0.self_attn.q_proj.weight", [1.0, 1.0])]
-    text = said(lines)
-    assert "larger than what the experts hold in 4 of 5 matrices, of up_proj, down_proj" in text
-    assert "is 30 in model.layers.0.mlp.down_proj.weight, 20 in model.layers." in text
-    assert "leave epsilon_scale out, or raise epsilon" in text
-    summary = summarize(report_of(lines))
-    assert (summary["largest_ridge"], summary["largest_amplification"]) == (0.9, 30)
-
-
-@pytest.mark.parametrize(("other", "words"), [(0.0, ", and 0.00 with"), (None, "tasks; 0.80 in")])
-def test_agreement_with_what_was_measured(other, words):
-    lines = layers(3, [1.0, 1.0], agreement=[[0.8, other], [other, 0.8]])
-    assert words in said(lines)
-    (kind,) = summarize(report_of(lines))["agreement"].values()
-    assert kind == pytest.approx({"own": 0.8, "others": other})
-
-
-def test_an_expert_that_lacks_a_tensor():
-    lines = layers(2, [1.0, 2.0], models=["a/final", "b/final"])
-    lines.append(made_line("model.layers.2.mlp.up_proj.weight", [5.0], models=["b/final"]))
-    lines.append({**SKIPPED, "tensor": "lm_head.weight", "skipped": "the base lacks it"})
-    report = report_of(lines)
-    assert report.experts == ["a/final", "b/final"]  # the last part does not tell them apart
+def test_numbers_of_whole_models():
+    """Tensors weigh by size; one that an expert lacks counts for the others."""
+    names = ["a/final", "b/final"]
+    one = made_line("a.0.weight", [1.0, 1.0], cosine=[[1, 1], [1, 1]], models=names, ridge=0.9)
+    two = made_line("a.1.weight", [9.0, 9.0], models=names, heterogeneous=True, refined=True)
+    three = made_line("a.2.weight", [6.0], models=names[1:], amplification=3.0)
+    report = report_of([one, two, three])
+    assert report.experts == names  # the last part does not tell them apart
     summary = summarize(report)
-    assert summary["norm"] == pytest.approx([math.sqrt(2), 3])
-    assert summary["cosine"][0] == pytest.approx([1, 0])
-    assert "1 tensor cannot be compared: lm_head.weight." in summary["sentences"]
-
-
-def test_numbers_of_whole_models_weigh_tensors_by_size():
-    one = made_line("a.0.weight", [1.0, 1.0], cosine=[[1.0, 1.0], [1.0, 1.0]])
-    report = report_of([one, made_line("a.1.weight", [9.0, 9.0])])
-    assert report.cosines[0][1] == pytest.approx(0.1)
-    assert report.relative_sizes == pytest.approx([math.sqrt(10) / math.sqrt(20000)] * 2)
+    assert summary["norm"] == pytest.approx([math.sqrt(10), 4])
+    assert summary["relative_size"] == pytest.approx([math.sqrt(n / 30000) for n in (10, 16)])
+    assert summary["cosine"][0] == pytest.approx([1, 0.1])
+    assert summary["heterogeneous"] == summary["refined"] == 1
+    assert (summary["largest_ridge"], summary["largest_amplification"]) == (0.9, 3)
 
 
 def test_a_merge_tells_less_than_an_inspection():
