@@ -30,21 +30,13 @@ def split_tensor(
     layout: FixedLayout,
     weights: Sequence[float] | None = None,
 ) -> list[Tensor]:
-    """Return the components of the merge of one stored tensor.
+    """Return the components of the merge of one stored tensor, whose sum times λ is added to W0.
 
-    Their sum times λ is what is added to W0. Each is a merge with all other coefficients at 0.
-
-    Args:
-        base, experts, weights: see `merge_tensor`.
-        options: of `ace` or `ace_relative`; λ is taken for 1.
-        layout: one that fits the tensor, see `resolve_layout`.
+    Each is a merge with all other coefficients at 0; for arguments and errors see `merge_tensor`.
 
     Returns:
         T components shaped as `base`, in the compute dtype or wider, and with options of `ace` the
         refinement as the last one: zeros where nothing is refined.
-
-    Raises:
-        IllConditionedError, OverflowError: see `merge_tensor`.
     """
     options = options.model_copy(update={"scale": 1.0})
     weights = [1.0] * len(experts) if weights is None else weights

@@ -58,11 +58,7 @@ def write_page(report: Report, path: Path, subtitle: str) -> None:
 
 
 def show_report(lines: Path, out: Path) -> None:
-    """`mergekit-ace report`: write a page from the JSON lines of a merge.
-
-    Raises:
-        ReportError: the file holds no lines of a report, or the page would replace it.
-    """
+    """`mergekit-ace report`: write a page from the JSON lines of a merge."""
     if out.exists() and out.samefile(lines):
         raise ReportError(f"the page would replace {lines}; name another file")
     write_page(Report(read_records(lines)), out, f"From {lines.name}, written by the merge.")

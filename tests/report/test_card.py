@@ -108,13 +108,6 @@ def test_twice_is_one_section(merged):
     assert "| seed | 7 |" in again
 
 
-def test_with_an_inspection(merged, tmp_path):
-    out, _, paths = merged
-    text = card(out, inspected(tmp_path))
-    assert "% of the base |" in text
-    assert paths[1] in text
-
-
 def test_learned_coefficients(tmp_path, mergekit_yaml):
     paths = save_family(tiny_llama(), tmp_path)
     names = list(load_file(Path(paths[0]) / "model.safetensors"))
@@ -154,6 +147,7 @@ def test_a_method_of_mergekit(tmp_path, mergekit_yaml):
     text = card(out, inspected(tmp_path))
     assert "By [Task Arithmetic](" in text
     assert "what ACE-Merging would make of these experts" in text
+    assert "% of the base |" in text
     assert "bibtex" not in text
     assert "| seed | none given |" in text
 
