@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ACE-Merging of one stored tensor (Xu et al., CVPR 2026, arXiv 2603.02945, Algorithm 1); and ours.
+"""ACE-Merging of one stored tensor (Xu et al., CVPR 2026, arXiv 2603.02945), and `ace_relative`.
 
-Steps 1 to 3 are taken here; `ridge` solves the closed form, and refines its spectrum.
-
-``ace_relative`` is ours: the same with estimates of trace 1 and nothing else. A table whose rows
-are looked up, such as embeddings, multiplies unit vectors, so that of the estimate Δ_tΔ_tᵀ only the
-diagonal is left.
+Steps 1 to 3 of Algorithm 1 are decided here; `ridge` solves the closed form and refines it.
 """
 
 from __future__ import annotations
@@ -42,8 +38,7 @@ from mergekit_ace.algebra.task_vectors import (
     task_vector,
 )
 
-# The spread Var_t[log τ_t] from which experts count as heterogeneous by default: τ_t that differ by
-# a factor of e in the mean.
+# The spread Var_t[log τ_t] above which experts count as heterogeneous by default.
 CLEARLY_APART = 1.0
 # A trace below this share of τ_t is what rounding leaves of 0: all rows moved alike.
 NOTHING = 1e-10
@@ -51,11 +46,7 @@ CENTRED = "Whether the column means of Δ_t are taken out (Eq. 5)."
 
 
 class RidgeOptions(BaseModel):
-    """What may be chosen per tensor of every method by ridge regression.
-
-    Every field says what it is in its description; mergekit's name for ``scale`` is ``lambda``,
-    which Python reserves.
-    """
+    """What may be chosen per tensor of both methods; ``scale`` is ``lambda`` in a config."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
     refines: ClassVar[bool] = False  # whether a refinement may follow the closed form
@@ -94,8 +85,8 @@ class RidgeOptions(BaseModel):
 class AceOptions(RidgeOptions):
     """What may be chosen per tensor of `ace`.
 
-    Defaults are the paper's (arXiv 2603.02945) except for ``epsilon_scale``, ``heterogeneity`` and
-    ``refinement_mean``, whose other values ``absolute``, ``gamma`` and ``ridged`` are the paper's.
+    ``epsilon_scale: absolute``, ``heterogeneity: gamma`` and ``refinement_mean: ridged`` are the
+    paper's; all other defaults are.
     """
 
     refines: ClassVar[bool] = True
@@ -171,38 +162,44 @@ def merge_tensor(
         weights: w_t ≥ 0, one per expert; only their ratios matter; 0 leaves an expert out.
         options: of the method: `AceOptions`, by default, or `RelativeOptions`.
         layout: see `resolve_layout`; ``auto`` knows no name and no architecture here.
-        coefficients: λ_t of the experts' components of X, and of `ace` last that of the refinement:
-            any finite numbers, 1 by default. What is refined is X with all of them at 1.
+        coefficients: λ_t of the experts' components of X, and of `ace` last that of the refinement;
+            1 by default. What is refined is X with all of them at 1.
         space: of which the tensors are cores, if they are; `base` is 0 then, and so is W0.
-        measured: covariances of the inputs, where there is one matrix, which take the place of a
-            share of the estimates; not together with `space`.
-
-    Working memory for a matrix, beside the inputs and the result: T + 4 float32 matrices of
-    max(i², o·i) entries, task vectors in blocks of 1 GiB; twice that where float32 is not enough.
+        measured: covariances of the inputs of a matrix, which take the place of a share of the
+            estimates; not together with `space`.
 
     Returns:
         W0 + λ X, shaped as `base`, in the compute dtype or wider (the base itself, uncast, where no
-        expert changed it), and the record of what was done.
+        expert changed it), and the record of what was done. Working memory for a matrix beside it
+        is T + 4 float32 matrices of max(i², o·i) entries; twice that where float32 is not enough.
 
     Raises:
-        TypeError, ValueError: the versions do not belong together, are no floating-point numbers,
-            or are not finite.
+        TypeError, ValueError: the versions are no floating-point tensors of one shape, or not
+            finite; or there is not a weight and a coefficient for each.
         IllConditionedError: A cannot be factored, even in float64; raise ``epsilon``.
         OverflowError: a task vector overflows the compute dtype.
     """
     options = options or AceOptions()
     weights = [1.0] * len(experts) if weights is None else weights
-    _check_versions(base, experts, weights, coefficients, len(experts) + options.refines)
-    own = coefficients and coefficients[: len(experts)]
+    _check_versions(base, experts, weights)
+    given = [1.0] * (len(experts) + options.refines) if coefficients is None else coefficients
+    if len(given) != len(experts) + options.refines or not all(map(math.isfinite, given)):
+        raise ValueError(
+            f"coefficients are finite, one for every expert and a last one for the refinement of "
+            f"`ace`, but there are {len(experts)} experts and these are {given}"
+        )
     select = partial(
-        select_active, weights=weights, dtype=options.dtype, coefficients=own, space=space
+        select_active,
+        weights=weights,
+        dtype=options.dtype,
+        coefficients=given[: len(experts)],
+        space=space,
     )
     fixed = resolve_layout(layout, None, base.ndim)
     if fixed == "table" and isinstance(options, RelativeOptions):
         formula = partial(merge_table, options=options, measured=measured)
     else:
-        last = coefficients[-1] if coefficients else 1.0
-        formula = partial(_merge_changed, options=options, refinement=last, measured=measured)
+        formula = partial(_merge_changed, options=options, refinement=given[-1], measured=measured)
     return by_layout(base, experts, fixed, select, options.scale, formula)
 
 
@@ -224,18 +221,10 @@ def merge_matrix(
     return merged, record.matrices[0]
 
 
-def _check_versions(
-    base: Tensor,
-    experts: Sequence[Tensor],
-    weights: Sequence[float],
-    coefficients: Sequence[float] | None,
-    components: int,
-) -> None:
-    """Raise a `TypeError` or `ValueError` for what is no set of versions of one tensor."""
+def _check_versions(base: Tensor, experts: Sequence[Tensor], weights: Sequence[float]) -> None:
     if len(experts) == 0:
         raise ValueError("there is no expert; give at least one")
-    for t, version in enumerate((base, *experts)):
-        name = f"expert {t - 1}" if t else "the base"
+    for name, version in [("the base", base), *((f"expert {t}", e) for t, e in enumerate(experts))]:
         if not isinstance(version, Tensor):
             raise TypeError(f"{name} is a {type(version).__name__}; give a torch.Tensor")
         if version.shape != base.shape:
@@ -245,13 +234,6 @@ def _check_versions(
         raise ValueError(f"there are {len(weights)} weights for {len(experts)} experts")
     if not all(0 <= weight < math.inf for weight in weights):
         raise ValueError(f"weights are finite, 0 or greater, but these are {list(weights)}")
-    if coefficients is not None and len(coefficients) != components:
-        raise ValueError(
-            f"there are {len(coefficients)} coefficients for {components} components: one for "
-            "every expert, and with `ace` a last one for the refinement"
-        )
-    if not all(map(math.isfinite, coefficients or ())):
-        raise ValueError(f"coefficients are finite, but these are {coefficients}")
 
 
 def _merge_changed(
@@ -263,8 +245,8 @@ def _merge_changed(
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge one matrix that at least two experts changed: decide its branch (step 1), and solve.
 
-    γ divides by (mean log τ)², so that it depends on the unit of the weights, and is large near
-    τ = 1 whatever the experts are. ``auto`` asks for their spread alone (departure).
+    γ depends on the unit of the weights, and is large near τ = 1 whatever the experts are; by
+    default their spread alone decides (departure).
     """
     for version in (base, *active.experts):
         if not version.is_floating_point():
@@ -354,14 +336,11 @@ def merge_table(
     options: RelativeOptions,
     measured: MeasuredInputs | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
-    """Merge a table of looked-up rows, X[v] = Σ_t w_t c_tv Δ_t[v] / Σ_t w_t c_tv.
+    """Merge a table of looked-up rows, (n, d), such as embeddings, that at least two changed.
 
-    With c_tv = ‖Δ_t[v]‖² / τ_t + ε/n. Measured shares of lookups, where there are some, take the
-    place of a share of the first term.
-
-    Args:
-        base: W0, (n, d), a row per thing that is looked up, n > 1.
-        active: at least two experts W_t, each (n, d), that changed it.
+    It multiplies unit vectors, so that of an estimate Δ_tΔ_tᵀ the diagonal is left: X[v] =
+    Σ_t w_t c_tv Δ_t[v] / Σ_t w_t c_tv with c_tv = ‖Δ_t[v]‖² / τ_t + ε/n. Measured shares of lookups
+    take the place of a share of the first term.
     """
     rows, width = base.shape
     counts = base.new_zeros((len(active.experts), rows), dtype=torch.float64)  # w_t c_tv

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Task vectors of low rank, as adapters hold them, merged without ever forming a full matrix.
 
-With Δ_t = L_t R_t of ranks r_t, everything that a merge by matrices does stays within the span of
-the factors. Take orthonormal bases U of all columns of the L_t and of the all-ones vector, (o, p),
-and V of all rows of the R_t and of the all-ones vector, (i, q); then Δ_t = U M_t Vᵀ with a *core*
-M_t = (UᵀL_t)(R_tV), (p, q), p and q at most 1 + Σ r_t. (Core Space merging, Panariello et al.,
-NeurIPS 2025, arXiv 2509.17786, does the same for methods without covariances.)
-
-Products, traces, solves and singular values of the Δ_t are those of the M_t, as U and V keep inner
-products. Mean rows, and ACE's prior, are projections onto the all-ones direction, 11ᵀ/o and 11ᵀ/i.
-With U and V turned such that Uᵀ1 and Vᵀ1 are all-ones vectors themselves, times a number, they are
-11ᵀ/p and 11ᵀ/q between cores. So the same formulas merge the cores, with (o, i) in the few places
-where a size counts: see `CoreSpace.shape`.
+With orthonormal bases U, (o, p), of all columns of the L_t of Δ_t = L_t R_t and the all-ones
+vector, and V, (i, q), of all rows of the R_t and the all-ones vector, Δ_t = U M_t Vᵀ with a *core*
+M_t = (UᵀL_t)(R_tV), (p, q). Products, traces, solves and singular values of the Δ_t are those of
+the M_t. Mean rows, and ACE's prior, are projections onto the all-ones direction: U and V are turned
+such that Uᵀ1 and Vᵀ1 are all-ones vectors themselves, times a number. So the same formulas merge
+the cores, with (o, i) where a size counts. (Core Space merging, arXiv 2509.17786, does so for
+methods without covariances.)
 """
 
 from __future__ import annotations
@@ -68,11 +64,7 @@ class LowRank:
         return (left @ right).reshape(self.shape).add_(base).to(base.dtype)
 
     def read_as(self, layout: FixedLayout) -> LowRank:
-        """Return it as the matrix, or the stack of matrices, that a layout makes of the tensor.
-
-        Args:
-            layout: by which it is of low rank, see `methods.low_rank_merge.has_low_rank`.
-        """
+        """Return the matrix, or stack, that a layout by which it is of low rank makes of it."""
         shape = (*self.left.shape[:-1], self.right.shape[-1])
         matrices = LowRank(self.left, self.right, shape)
         return matrices.transposed if layout == "transposed" else matrices
@@ -100,11 +92,9 @@ class LowRank:
 
 @dataclass(frozen=True)
 class CoreSpace:
-    """The span of some task vectors of low rank.
+    """The span of some task vectors: U, (o, p), and V, (i, q), or a stack of each.
 
-    Attributes:
-        left: U, (o, p), or (E, o, p) of a stack of matrices; orthonormal columns. Uᵀ1 is √(o/p) 1.
-        right: V, (i, q), or (E, i, q), likewise.
+    Their columns are orthonormal; Uᵀ1 is √(o/p) 1, and Vᵀ1 likewise.
     """
 
     left: Tensor
@@ -124,23 +114,19 @@ class CoreSpace:
 
     def zeros(self) -> Tensor:
         """Return the core of 0, (p, q), or (E, p, q)."""
-        return self.left.new_zeros(*self.left.shape[:-2], self.left.shape[-1], self.right.shape[-1])
+        *stack, _, rows = self.left.shape
+        return self.left.new_zeros(*stack, rows, self.right.shape[-1])
 
     def core(self, delta: LowRank) -> Tensor:
         """Return M = UᵀΔV, (p, q), or (E, p, q), of a task vector of the span."""
         return (self.left.mT @ delta.left) @ (delta.right @ self.right)
 
     def expand(self, core: Tensor, shape: tuple[int, ...], rank: int) -> tuple[LowRank, float]:
-        """Return U M Vᵀ as a product of factors of equal size: each has the roots of M's values.
+        """Return U M Vᵀ as a product of factors of equal size, and what of ‖M‖² was dropped.
 
-        Args:
-            core: M, (p, q), or (E, p, q).
-            shape: of the stored tensor.
-            rank: at most; singular values beyond it are dropped, the smallest first.
-
-        Returns:
-            Factors with as few columns as M has rank, in a stack the largest one, and at least
-            one; and what of ‖M‖² was dropped.
+        They have as few columns as M has rank, in a stack the largest one, at least one and at most
+        `rank`: the smallest singular values are dropped first. `shape` is that of the stored
+        tensor.
         """
         left, values, right = torch.linalg.svd(core, full_matrices=False)
         least = NOTHING * values[..., :1]
@@ -160,10 +146,10 @@ def _basis(columns: Tensor) -> Tensor:
     Columns that depend on others add arbitrary directions, in which cores are 0. A reflection takes
     the first direction, 1/√n, to that of the all-ones vector of p entries.
     """
-    rows = columns.shape[-2]
     ones = torch.ones_like(columns[..., :1])
     basis = torch.linalg.qr(torch.cat([ones, columns], dim=-1)).Q
-    basis = torch.cat([ones / math.sqrt(rows), basis[..., 1:]], dim=-1)  # QR leaves the sign open
+    first = ones / math.sqrt(columns.shape[-2])  # QR leaves the sign open
+    basis = torch.cat([first, basis[..., 1:]], dim=-1)
     count = basis.shape[-1]
     if count == 1:
         return basis
@@ -183,6 +169,5 @@ def rows_in_common(deltas: Sequence[LowRank]) -> tuple[list[Tensor], Tensor]:
 
     Rows keep their norms and angles, so that whatever merges row by row merges the Y_t.
     """
-    right = torch.cat([delta.right for delta in deltas], dim=-2)
-    basis = torch.linalg.qr(right.mT).Q
+    basis = torch.linalg.qr(torch.cat([delta.right for delta in deltas], dim=-2).mT).Q
     return [delta.left @ (delta.right @ basis) for delta in deltas], basis

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Covariances of a layer's inputs that were measured on samples, in the place of estimates.
 
-Of X_tᵀX_t/n_t, with a row of X_t per token, the lower triangle is kept, row by row: (1, 1), (2, 1),
-(2, 2), (3, 1), …, as LAPACK packs it. So it may stay on the disk, mapped into memory, and is read
-where it is added to a sum.
+Of X_tᵀX_t/n_t, with a row of X_t per token, the lower triangle is kept, row by row, as LAPACK packs
+it: (1, 1), (2, 1), (2, 2), (3, 1), …. It may stay on the disk, mapped into memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,15 +21,12 @@ def packed_size(columns: int) -> int:
 
 def pack(matrix: Tensor) -> Tensor:
     """Return the lower triangle of a symmetric matrix, (i, i), as (i (i + 1)/2,)."""
-    packed = matrix.new_empty(packed_size(len(matrix)))
-    for row in range(len(matrix)):
-        packed[packed_size(row) : packed_size(row + 1)] = matrix[row, : row + 1]
-    return packed
+    return torch.cat([matrix[row, : row + 1] for row in range(len(matrix))])
 
 
 @dataclass(frozen=True)
 class MeasuredCovariance:
-    """M_t = X_tᵀX_t/n_t of one expert, finite.
+    """M_t = X_tᵀX_t/n_t, (i, i), of one expert, finite.
 
     Attributes:
         packed: its lower triangle, see `pack`; maybe on another device, maybe mapped from a file.
@@ -44,24 +39,18 @@ class MeasuredCovariance:
     off_diagonal: float = 1.0
 
     @cached_property
-    def diagonal(self) -> Tensor:
-        """The diagonal, (i,), in float64 on the CPU."""
-        places = torch.arange(self.columns, device="cpu")
-        return self.packed[places * (places + 3) // 2].double()
-
-    @cached_property
     def trace(self) -> float:
         """tr(M_t)."""
-        return float(self.diagonal.sum())
+        places = torch.arange(self.columns, device="cpu")
+        return float(self.packed[places * (places + 3) // 2].double().sum())
 
     def matrix(self, like: Tensor) -> Tensor:
         """Return M_t, (i, i), in the dtype of a tensor, where that is."""
-        size = (self.columns, self.columns)
-        places = torch.tril_indices(*size, device="cpu")
-        lower = torch.zeros(size, dtype=like.dtype, device="cpu")
+        places = torch.tril_indices(self.columns, self.columns, device="cpu")
+        lower = torch.zeros(self.columns, self.columns, dtype=like.dtype, device="cpu")
         lower[places[0], places[1]] = self.packed.to("cpu", like.dtype)
         full = (lower + lower.tril(-1).mT).mul_(self.off_diagonal)
-        full.diagonal().copy_(self.diagonal)
+        full.diagonal().copy_(lower.diagonal())
         return full.to(like.device)
 
 
@@ -73,18 +62,12 @@ class MeasuredInputs:
         covariances: of a matrix; None for an expert whose samples never came there.
         counts: of a table, how often each row was looked up, (n,); None likewise.
         mix: share of the measured in the covariances of a merge, 0 to 1. Both are brought to one
-            trace first: S_t = (1 − mix) G_t + mix tr(G_t)/tr(M_t) M_t for an estimate G_t, so that
-            the ridge and everything else that counts in traces stays as it is.
+            trace first: S_t = (1 − mix) G_t + mix tr(G_t)/tr(M_t) M_t for an estimate G_t.
     """
 
     covariances: tuple[MeasuredCovariance | None, ...] = ()
     counts: tuple[Tensor | None, ...] = ()
     mix: float = 1.0
-
-    def of(self, positions: Sequence[int]) -> MeasuredInputs | None:
-        """Return itself if there is a covariance of one of these experts, else None."""
-        known = any(self.covariance(position) is not None for position in positions)
-        return self if known else None
 
     def covariance(self, position: int) -> MeasuredCovariance | None:
         """Return that of one expert, if it says anything."""
@@ -94,5 +77,4 @@ class MeasuredInputs:
     def count(self, position: int) -> Tensor | None:
         """Return the counts of one expert as shares, (n,), in float64, if there are any."""
         found = self.counts[position] if self.counts and self.mix > 0 else None
-        total = 0.0 if found is None else float(found.double().sum())
-        return found.double() / total if found is not None and total > 0 else None
+        return None if found is None or not found.any() else found.double() / found.double().sum()

@@ -47,49 +47,10 @@ FLOAT32_RANGE = (1e-9, 1e9)
 # Entries of all C_tᵀC_t that a GPU forms by one command; of more, each is work enough.
 SMALL_SQUARES = 2**25
 
-
-class CentredVectors:
-    """The centred task vectors C_t = Δ_t − 1μ_tᵀ of one matrix, whole or formed in blocks of rows.
-
-    Attributes:
-        shape: (o, i).
-        whole: all C_t, (T, o, i); None of tall matrices that take more than `LARGEST_STACK`.
-        means: μ_t, (T, i); 0 where nothing is centred.
-        blocks: of rows that are formed at once.
-    """
-
-    def __init__(
-        self,
-        base: Tensor,
-        experts: Sequence[Tensor],
-        dtype: torch.dtype,
-        *,
-        centred: bool,
-        stack: Tensor | None = None,
-    ):
-        """Form W_t − W0 of matrices (o, i) in a dtype, or take them from a stack, (T, o, i)."""
-        self._base, self._experts, self._dtype = base, experts, dtype
-        self.shape = rows, columns = base.shape
-        step = max(1, LARGEST_STACK // max(1, len(experts) * columns))
-        if columns > 2 * rows:
-            step = rows
-        self.blocks = [slice(start, start + step) for start in range(0, rows, step)]
-        self.whole = stack
-        self.means = base.new_zeros(len(experts), columns, dtype=dtype)
-        if stack is None and step >= rows:
-            self.whole = self.block(slice(None))
-        if centred:
-            total = sum(self.block(part).sum(dim=1) for part in self.blocks)
-            self.means = total / rows
-            if self.whole is not None:
-                self.whole -= self.means[:, None]
-
-    def block(self, rows: slice) -> Tensor:
-        """Return the C_t of some rows, (T, rows, i); a view where all are in memory."""
-        if self.whole is not None:
-            return self.whole[:, rows]
-        chosen = [expert[rows] for expert in self._experts]
-        return form_stack(self._base[rows], chosen, self._dtype).sub_(self.means[:, None])
+# S_t, (i, i), as (F, R, s): s R without F, else s F R with F = Rᵀ, (i, o).
+Covariance = tuple[Tensor | None, Tensor, float]
+# Y; R; A⁻¹c, (i,), with a prior; ε̄; tr(S); the relative error of Y. Numbers are still tensors.
+Solution = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -127,28 +88,53 @@ class Regression:
             return system.new_tensor(sum(self.ridges))
         return self.spectral * torch.linalg.vector_norm(system).square_() / system.trace()
 
+    def shares(self) -> list[float]:
+        """Return ε_t / ε̄; of no ridge at all, the same for all."""
+        total = sum(self.ridges)
+        return [ridge / total if total else 1 / len(self.ridges) for ridge in self.ridges]
 
-@dataclass(frozen=True)
-class Solution:
-    """The closed form of one matrix, on its device.
+
+class CentredVectors:
+    """The centred task vectors C_t of one matrix, whole or formed in blocks of rows.
 
     Attributes:
-        found: X, (o, i), for the λ_t as given, and last for those that F has, all 1; Y at first.
-        target: F, (o, i), R at first; None where nothing is refined.
-        common: A⁻¹c, (i,); None without a prior.
-        ridge, trace: ε̄ and tr(S).
-        error: the relative error of X, as some rows tell; NaN where a system has no factor.
-        lower, failed: the factor of the system, and 0 if it has one.
+        shape: (o, i).
+        whole: all C_t, (T, o, i); None of tall matrices that take more than `LARGEST_STACK`.
+        means: μ_t, (T, i); 0 where nothing is centred.
+        blocks: of rows that are formed at once.
     """
 
-    found: list[Tensor]
-    target: Tensor | None
-    common: Tensor | None
-    ridge: Tensor
-    trace: Tensor
-    error: Tensor
-    lower: Tensor
-    failed: Tensor
+    def __init__(
+        self,
+        base: Tensor,
+        experts: Sequence[Tensor],
+        dtype: torch.dtype,
+        *,
+        centred: bool,
+        stack: Tensor | None = None,
+    ):
+        """Form W_t − W0 of matrices (o, i) in a dtype, or take them from a stack, (T, o, i)."""
+        self._base, self._experts, self._dtype = base, experts, dtype
+        self.shape = rows, columns = base.shape
+        step = max(1, LARGEST_STACK // (len(experts) * columns))
+        if columns > 2 * rows:
+            step = rows
+        self.blocks = [slice(start, start + step) for start in range(0, rows, step)]
+        self.means = base.new_zeros(len(experts), columns, dtype=dtype)
+        self.whole = stack
+        if len(self.blocks) == 1:
+            self.whole = self.block(self.blocks[0])
+        if centred:
+            self.means = sum(self.block(block).sum(dim=1) for block in self.blocks) / rows
+            if self.whole is not None:
+                self.whole -= self.means[:, None]
+
+    def block(self, rows: slice) -> Tensor:
+        """Return the C_t of some rows, (T, rows, i); a view where all are in memory."""
+        if self.whole is not None:
+            return self.whole[:, rows]
+        chosen = [expert[rows] for expert in self._experts]
+        return form_stack(self._base[rows], chosen, self._dtype).sub_(self.means[:, None])
 
 
 @full_precision()
@@ -157,9 +143,9 @@ def merge_by_ridge(
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge the versions of one matrix: W0 + λ (X + what the refinement adds).
 
-    All is done in float32 at first. The error of Y is measured: some rows of
-    Σ_t (Y − λ_t C_t)(S_t + ε_t I), which is 0, times A⁻¹ are the error of these rows. Where it is
-    too large, everything is done once more in float64.
+    All is done in float32 at first. How large the error of Y is, is measured: what some rows of
+    Σ_t (Y − λ_t C_t)(S_t + ε_t I) are instead of 0, times A⁻¹, is the error of these rows. Where
+    it is too large, everything is done once more in float64.
 
     Args:
         base: W0, (o, i), finite.
@@ -179,23 +165,17 @@ def merge_by_ridge(
         if stack is not None and (len(stack), stack.dtype) != (len(experts), dtype):
             stack = None
         vectors = CentredVectors(base, experts, dtype, centred=problem.centred, stack=stack)
-        solution = _closed_form(problem, vectors, coefficients)
-        merged, component, strength = solution.found[0], None, solution.ridge
-        if solution.target is not None:
-            component, strength = _refine(problem, vectors, solution.found[-1], solution.target)
-        size = torch.linalg.vector_norm(merged)
-        numbers = [solution.error, solution.ridge, solution.trace, size, strength.to(dtype)]
+        merged, numbers = _closed_form(problem, vectors, coefficients)
         error, ridge, trace, size, strength = torch.stack(numbers).tolist()
         if error <= (TOLERANCE if dtype == torch.float32 else SINGULAR):
             break
     else:
         raise IllConditionedError("the sum of the covariances is singular or nearly so")
-    if component is not None:
-        merged.add_(component, alpha=problem.refinement)
+    if problem.rank:
         known |= {"refined": strength != 0, "sigma_iso": strength}
-    ridges = list(problem.ridges)
+    ridges = problem.ridges
     if problem.spectral is not None:
-        ridges = [ridge * share / sum(ridges) for share in ridges]
+        ridges = [ridge * share for share in problem.shares()]
     record = active.record(
         epsilon=active.spread(ridges, None) if len(ridges) == len(active.experts) else None,
         prior=problem.prior != 0,
@@ -207,102 +187,94 @@ def merge_by_ridge(
 
 
 def _closed_form(
-    problem: Regression, vectors: CentredVectors, coefficients: list[float]
-) -> Solution:
-    """Solve for X, and for F, in the precision of the task vectors."""
-    wanted, ones = [coefficients], [1.0] * len(coefficients)
-    if problem.rank and coefficients != ones:
-        wanted.append(ones)
+    problem: Regression, vectors: CentredVectors, coefficients: Sequence[float]
+) -> tuple[Tensor, list[Tensor]]:
+    """Return X with its refinement, (o, i), in the dtype of the vectors.
+
+    And error, ε̄, tr(S), ‖X‖ and σ_iso, as tensors of one entry that are still on the device.
+    """
     rows, columns = vectors.shape
     dual = len(coefficients) * rows < columns and not problem.measured
-    solution = (_solve_dual if dual else _solve_primal)(problem, vectors, wanted)
-    if solution.common is not None:  # c is the mean row of S, which commutes with A: cᵀA⁻¹1 ≥ 0
-        share = solution.common / (1 + solution.common.sum())
-        for merged in solution.found:
-            merged.addr_(merged.sum(dim=1), share, alpha=-1)
-    if solution.target is not None:
-        solution.target.add_(solution.found[-1])
-    # No factor, or one whose pivots are rounding.
-    low, high = torch.aminmax(solution.lower.diagonal())
-    regular = (low / high).square() > 64 * torch.finfo(low.dtype).eps
-    regular &= solution.failed.to(low.device) == 0
-    return replace(solution, error=torch.where(regular, solution.error, torch.nan))
+    solver = _solve_dual if dual else _solve_primal
+
+    def solved(given: Sequence[float], wanted: Regression) -> tuple[Tensor, Tensor, list[Tensor]]:
+        merged, residual, common, *numbers = solver(wanted, vectors, given)
+        if common is not None:  # c is the mean row of S, which commutes with A: cᵀA⁻¹1 ≥ 0
+            merged.addr_(merged.sum(dim=1), common / (1 + common.sum()), alpha=-1)
+        return merged, residual, numbers
+
+    component, strength, ones = None, vectors.means.new_zeros(()), [1.0] * len(coefficients)
+    if problem.rank:
+        merged, residual, numbers = solved(ones, problem)
+        component, strength = _refine(problem, vectors, merged, residual.add_(merged))
+    if component is None or coefficients != ones:
+        merged, _, numbers = solved(coefficients, replace(problem, rank=0))
+    numbers += [torch.linalg.vector_norm(merged), strength.to(merged.dtype)]
+    if component is not None:
+        merged.add_(component, alpha=problem.refinement)
+    return merged, numbers
 
 
 def _solve_primal(
-    problem: Regression, vectors: CentredVectors, wanted: list[list[float]]
+    problem: Regression, vectors: CentredVectors, coefficients: Sequence[float]
 ) -> Solution:
-    """Solve for Y in the i columns, for the λ_t of every X that is wanted.
+    """Solve for Y in the i columns.
 
     As the mixing matrices (S_t + ε_t I) A⁻¹ sum to I, one expert r can be the origin, Y = λ_r C_r +
     Σ_{t≠r} (λ_t C_t − λ_r C_r)(S_t + ε_t I) A⁻¹: a product less, and nothing is left to the solve
     where experts agree.
     """
-    (rows, columns), means, ridges = vectors.shape, vectors.means, problem.ridges
-    origin = ridges.index(min(ridges))
+    (rows, columns), means, shares = vectors.shape, vectors.means, problem.shares()
+    origin = shares.index(min(shares))
     system, row = means.new_zeros(columns, columns), means.new_zeros(1, columns)
-    sums = [means.new_zeros(rows, columns) for _ in wanted]
+    merged = means.new_zeros(rows, columns)
     covariances = _covariances(problem, vectors, system, row)
     if vectors.whole is None or problem.measured:  # else one at a time is in memory
         covariances = list(covariances)
     for block in vectors.blocks:
         stack = vectors.block(block)
         for t, covariance in enumerate(covariances):
-            for total, own in zip(sums, wanted, strict=True) if t != origin else ():
-                moved = _times(stack[t], own[t]) - _times(stack[origin], own[origin])
-                _add_times_(total[block], moved, covariance)
-    trace, ridge, target = system.trace(), problem.ridge(system), None
-    if problem.rank:  # R = Σ_{t≠r} (C_t − C_r) S_t + (C_r − C̄) S + 1(Σ_t S_t (μ_t − μ̄))ᵀ
-        target = sums[-1] + row
+            if t != origin:
+                moved = _times(stack[t], coefficients[t])
+                moved = moved.sub(stack[origin], alpha=coefficients[origin])
+                _add_times_(merged[block], moved, covariance)
+    trace, ridge, residual = system.trace(), problem.ridge(system), None
+    if problem.rank:  # with λ_t = 1: Σ_{t≠r} (C_t − C_r) S_t + (C_r − C̄) S + 1(Σ_t S_t (μ_t − μ̄))ᵀ
+        residual = merged + row
         for block in vectors.blocks:
             stack = vectors.block(block)
             average = stack.mean(dim=0)
-            add_product_(target[block], stack[origin] - average, system)
+            add_product_(residual[block], stack[origin] - average, system)
             if problem.ridged_mean:
-                target[block].sub_((average + means.mean(dim=0)) * ridge)
+                residual[block].sub_((average + means.mean(dim=0)) * ridge)
     common = system.mean(dim=0)[None] / problem.prior if problem.prior else None
     system.diagonal().add_(ridge)
     lower, failed = factorize(system)
-    unit = ridge / sum(ridges) if sum(ridges) else ridge
-    found = []
-    for total, own in zip(sums, wanted, strict=True):
-        shares = [share * a for share, a in zip(ridges, own, strict=True)]
-        shares[origin] -= own[origin] * sum(ridges)  # Σ_t ε_t (λ_t C_t − λ_r C_r)
-        for block in vectors.blocks:
-            combined = torch.tensordot(means.new_tensor(shares), vectors.block(block), dims=1)
-            total[block].addcmul_(combined, unit)
-        merged = solve(total, lower)
-        for block in vectors.blocks:
-            merged[block].add_(vectors.block(block)[origin], alpha=own[origin])
-        found.append(merged)
-    del sums
+    taken = [share * a for share, a in zip(shares, coefficients, strict=True)]
+    taken[origin] -= coefficients[origin]  # Σ_t ε_t (λ_t C_t − λ_r C_r)
+    for block in vectors.blocks:
+        stack = vectors.block(block)
+        merged[block].addcmul_(torch.tensordot(means.new_tensor(taken), stack, dims=1), ridge)
+        merged[block] = solve(merged[block], lower).add_(stack[origin], alpha=coefficients[origin])
     sampled = slice(None, None, max(1, rows // PROBED_ROWS))
-    probed, sample = found[0][sampled], vectors.block(sampled)
-    away = probed - sample * means.new_tensor(wanted[0])[:, None, None]
-    residual = torch.tensordot(means.new_tensor(ridges), away, dims=1) * unit
+    stack, probed = vectors.block(sampled), merged[sampled]
+    away = probed - stack * means.new_tensor(coefficients)[:, None, None]
+    left = torch.tensordot(means.new_tensor(shares), away, dims=1) * ridge
     if isinstance(covariances, list):
         for t, covariance in enumerate(covariances):
-            _add_times_(residual, away[t], covariance)
+            _add_times_(left, away[t], covariance)
     else:
         scaled = away * means.new_tensor(problem.scales)[:, None, None]
-        residual += (scaled @ vectors.whole.mT @ vectors.whole).sum(dim=0)
-    probes = solve(residual if common is None else torch.cat([residual, common]), lower)
-    error = torch.linalg.vector_norm(probes[: len(residual)])
-    # Where experts cancel one another Y is nothing but rounding, and no digit of it counts.
-    least = 1e-6 * torch.linalg.vector_norm(sample)
-    error = error / torch.maximum(torch.linalg.vector_norm(probed), least)
-    solved = None if common is None else probes[-1]
-    return Solution(found, target, solved, ridge, trace, error, lower, failed)
-
-
-# Of S_t (i, i) either a factor C and its scale, S_t = s CᵀC with C (o, i), or S_t/s and its scale.
-Covariance = tuple[Tensor | None, Tensor, float]
+        left += (scaled @ vectors.whole.mT @ vectors.whole).sum(dim=0)
+    probes = solve(left if common is None else torch.cat([left, common]), lower)
+    error = _relative_error(probes[: len(left)], probed, stack, lower, failed)
+    return merged, residual, None if common is None else probes[-1], error, ridge, trace
 
 
 def _covariances(
     problem: Regression, vectors: CentredVectors, system: Tensor, row: Tensor
 ) -> Iterator[Covariance]:
-    """Yield every S_t, once it is added to S, (i, i), and S_t (μ_t − μ̄) for F to a row, (1, i).
+    """Yield every S_t, once it is added to S, (i, i), and S_t (μ_t − μ̄) for R to a row, (1, i).
 
     Of wide matrices its factors are the smaller products.
     """
@@ -316,11 +288,10 @@ def _covariances(
             add_product_(system, *covariance)
         else:
             square = next(squares) if squares else torch.zeros_like(system)
-            if problem.measured:
-                square, scale = square * scale, 1.0
             if t in problem.measured:
                 known, share = problem.measured[t]
-                square.add_(known.matrix(square), alpha=share)
+                square.mul_(scale).add_(known.matrix(square), alpha=share)
+                scale = 1.0
             covariance = None, square, scale
             system.add_(square, alpha=scale)
         if problem.rank:
@@ -329,7 +300,7 @@ def _covariances(
 
 
 def _squares(vectors: CentredVectors) -> Iterator[Tensor]:
-    """Yield all C_tᵀC_t, (i, i): those of tall matrices, or small on a GPU, formed at once."""
+    """Yield all C_tᵀC_t, (i, i); those of tall matrices, or small ones on a GPU, formed at once."""
     whole = vectors.whole
     if whole is None:
         stacks = map(vectors.block, vectors.blocks)
@@ -351,9 +322,9 @@ def _times(matrix: Tensor, coefficient: float) -> Tensor:
 
 
 def _solve_dual(
-    problem: Regression, vectors: CentredVectors, wanted: list[list[float]]
+    problem: Regression, vectors: CentredVectors, coefficients: Sequence[float]
 ) -> Solution:
-    """Solve where all task vectors together have N = T·o < i rows, for the λ_t of every X.
+    """Solve for Y where all task vectors together have N = T·o < i rows.
 
     With M = [√s_t C_t]_t, (N, i), and K = MMᵀ, M A⁻¹ is (K + ε̄ I)⁻¹ M and ε̄ A⁻¹ is
     I − Mᵀ(K + ε̄ I)⁻¹M, so that
@@ -363,14 +334,14 @@ def _solve_dual(
     """
     whole, means = vectors.whole, vectors.means
     assert whole is not None
-    count, rows, columns = whole.shape
     if sum(problem.ridges) == 0 or problem.spectral == 0:
         raise IllConditionedError("without a ridge the sum of the covariances is singular")
+    count, rows, columns = whole.shape
     roots = [scale**0.5 for scale in problem.scales]
     stack = whole if roots == [1.0] * count else whole * whole.new_tensor(roots)[:, None, None]
     stack = stack.reshape(count * rows, columns)
     system = gram(stack)
-    trace, ridge, target = system.trace(), problem.ridge(system), None
+    trace, ridge, residual = system.trace(), problem.ridge(system), None
 
     def combine(given: Sequence[float], taken: Sequence[float]) -> Tensor:
         """Return [g_t K_tt / √s_t]_t − Σ_r a_r K_r / √s_r, (o, N)."""
@@ -382,34 +353,41 @@ def _solve_dual(
             combined[:, own].add_(system[own, own], alpha=given[t] / roots[t])
         return combined
 
-    shares = [ridge_t / sum(problem.ridges) for ridge_t in problem.ridges]
-    taken = [[a * share for a, share in zip(own, shares, strict=True)] for own in wanted]
-    combined = [combine(own, each) for own, each in zip(wanted, taken, strict=True)]
+    taken = [share * a for share, a in zip(problem.shares(), coefficients, strict=True)]
+    combined = combine(coefficients, taken)
     if problem.rank:
-        target = combine([1.0] * count, [1 / count] * count)
+        residual = combine([1.0] * count, [1 / count] * count)
         away = means - means.mean(dim=0)
-        target += (stack.view(count, rows, columns) @ away[:, :, None]).flatten()
-        target = product(target, stack)
+        residual += (stack.view(count, rows, columns) @ away[:, :, None]).flatten()
+        residual = product(residual, stack)
         if problem.ridged_mean:
-            target.sub_((whole.mean(dim=0) + means.mean(dim=0)).mul_(ridge))
+            residual.sub_((whole.mean(dim=0) + means.mean(dim=0)).mul_(ridge))
     system.diagonal().add_(ridge)
     sampled = slice(None, None, max(1, rows // PROBED_ROWS))
-    wished = combined[0][sampled].clone()
+    wished = combined[sampled].clone()
     lower, failed = factorize(system)
-    mixings = [solve(part, lower) for part in combined]
-    found = [
-        product(mixing, stack).add_(torch.tensordot(whole.new_tensor(each), whole, dims=1))
-        for mixing, each in zip(mixings, taken, strict=True)
-    ]
-    probed = mixings[0][sampled]
-    residual = wished - (probed @ stack) @ stack.mT - probed * ridge
-    error = torch.linalg.vector_norm(solve(residual.contiguous(), lower) @ stack)
-    least = 1e-6 * torch.linalg.vector_norm(whole)
-    error = error / torch.maximum(torch.linalg.vector_norm(found[0][sampled]), least)
+    mixing = solve(combined, lower)
+    merged = product(mixing, stack).add_(torch.tensordot(whole.new_tensor(taken), whole, dims=1))
+    mixing = mixing[sampled]
+    left = wished - (mixing @ stack) @ stack.mT - mixing * ridge
+    left = solve(left.contiguous(), lower) @ stack
+    error = _relative_error(left, merged[sampled], whole, lower, failed)
     common = None
     if problem.prior:
         common = (solve(stack.sum(dim=1)[None], lower) @ stack)[0] / (columns * problem.prior)
-    return Solution(found, target, common, ridge, trace, error, lower, failed)
+    return merged, residual, common, error, ridge, trace
+
+
+def _relative_error(
+    error: Tensor, rows: Tensor, stack: Tensor, lower: Tensor, failed: Tensor
+) -> Tensor:
+    """Return ‖error‖ of some rows of Y in units of these; NaN without a factor with true pivots."""
+    # Where experts cancel one another Y is nothing but rounding, and no digit of it counts.
+    least = 1e-6 * torch.linalg.vector_norm(stack)
+    relative = torch.linalg.vector_norm(error) / torch.linalg.vector_norm(rows).maximum(least)
+    low, high = torch.aminmax(lower.diagonal())
+    regular = (low / high).square() > 64 * torch.finfo(lower.dtype).eps
+    return torch.where(regular & (failed.to(lower.device) == 0), relative, torch.nan)
 
 
 def _refine(
@@ -417,14 +395,13 @@ def _refine(
 ) -> tuple[Tensor, Tensor]:
     """Return what the refinement adds to X, (o, i), and its strength σ_iso (Eqs. 17-19).
 
-    The k leading directions of F get their mean strength. With the eigenvectors P of the smaller
-    Gram matrix of F, U_k V_kᵀ is P_k diag(1/σ) P_kᵀ F, or its mirror image. The Gram matrix squares
-    the condition number, so it is float64. Directions below the rounding error of F are not its
-    own but noise: they count in σ_iso and add nothing.
+    The k leading directions of F, the target, get their mean strength. With the eigenvectors P of
+    the smaller Gram matrix of F, U_k V_kᵀ is P_k diag(1/σ) P_kᵀ F, or its mirror image. The Gram
+    matrix squares the condition number, so it is float64. Directions below the rounding error of F
+    are not its own but noise: they count in σ_iso and add nothing.
 
-    Departures, but for `ridged_mean`: X keeps its size, as λ is the scale of a merge. And what
-    points against the sum of the experts, as it may where they differ much in weight or strength,
-    is left out.
+    But for `ridged_mean`, X keeps its size, as λ is the scale of a merge; and what points against
+    the sum of the experts, which may differ much in weight or strength, is left out (departures).
     """
     wide = target if target.shape[0] <= target.shape[1] else target.mT
     squares = gram(wide.double())
@@ -434,17 +411,16 @@ def _refine(
     exact = (len(squares) * torch.finfo(torch.float64).eps) ** 0.5 / 2
     rounded = 32 * torch.finfo(target.dtype).eps * max(target.shape) ** 0.5
     scaled = directions * torch.where(sigma > max(exact, rounded) * sigma[:1], strength / sigma, 0)
-    directions, scaled = directions.to(target.dtype), scaled.to(target.dtype)
-    component = product(scaled, product(directions.mT, wide))
+    component = product(scaled.to(target.dtype), product(directions.mT.to(target.dtype), wide))
     component = component if wide is target else component.mT
     if problem.ridged_mean:
         return component, strength
-    refined, common = plain + component, vectors.means.sum(dim=0)
-    along = sum(
-        (component[rows] * (vectors.block(rows).sum(dim=0) + common)).sum(dtype=torch.float64)
-        for rows in vectors.blocks
-    )
+    common, along = vectors.means.sum(dim=0), torch.zeros_like(strength)
+    for rows in vectors.blocks:
+        total = vectors.block(rows).sum(dim=0) + common
+        along += (component[rows] * total).sum(dtype=torch.float64)
     kept = (along >= 0).to(plain.dtype)
+    refined = plain + component
     least = torch.finfo(plain.dtype).tiny  # experts may cancel one another to the last bit
     refined *= torch.linalg.vector_norm(plain) / torch.linalg.vector_norm(refined).clamp(min=least)
     return refined.sub_(plain).mul_(kept), strength * kept

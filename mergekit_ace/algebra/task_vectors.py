@@ -60,23 +60,20 @@ class MatrixRecord:
     """What was measured and decided for one matrix. Tuples have an entry per expert given.
 
     Attributes:
-        rule: the name of the merge method whose formula was used; ``single`` (one expert changed
-            it); ``mean``; ``base`` (nobody changed it).
+        rule: the merge method whose formula was used; ``single`` (one expert changed it); ``mean``;
+            ``base`` (nobody changed it).
         weight: w_t, rescaled to mean 1 over the experts in use; 0 for one that is not.
         tau: τ_t, 0 where unchanged.
         changed: 0 for an expert that is the base, maybe in another precision, else 1.
-        gamma, log_variance: the two statistics of heterogeneity.
+        gamma, log_variance: the statistics of heterogeneity.
         statistic, threshold: how heterogeneity is told, see `AceOptions`, and above what.
-        heterogeneous: whether the matrix counts as heterogeneous.
         normalized, prior, refined: which steps were taken.
         epsilon: ε_t of Eqs. 9-10 times w_t; None for an expert that is not in use.
-        ridge: ε̄ = Σ ε_t in mean eigenvalues of Σ S_t, as used.
-        amplification: ‖X‖² / Σ_t ‖Δ_t‖² of the closed form: 1 for experts orthogonal to one
-            another, 1/T where they agree, and large at the interpolation threshold.
-        rank: k of the refinement; sigma_iso: its strength.
-        mix: share of what was measured on samples in the covariances; None where nothing was.
-        side: of which covariances were estimated; None where none were. With ``outputs``, i above
-            is the number of outputs.
+        ridge: ε̄ = Σ ε_t in mean eigenvalues of Σ S_t.
+        amplification: ‖X‖² / Σ_t ‖Δ_t‖² of the closed form.
+        rank, sigma_iso: k of the refinement (or of each expert), and its strength.
+        mix: share of measured covariances; None where nothing was measured.
+        side: of which covariances were estimated; None where none were.
         selected: share of the entries that were added, where a method chooses entries.
     """
 
@@ -104,15 +101,11 @@ class MatrixRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """What was done to a stored tensor, read by a layout: a record per matrix, in row-major order.
-
-    `coefficients` are those of components, and of the refinement, where they are not all 1.
-    """
+    """What was done to a stored tensor, read by a layout: a record per matrix."""
 
     shape: tuple[int, ...]
     layout: FixedLayout
     matrices: tuple[MatrixRecord, ...]
-    coefficients: tuple[float, ...] | None = None
 
 
 class IllConditionedError(ValueError):
@@ -140,14 +133,11 @@ def form_stack(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype) -> T
 class ActiveExperts:
     """The experts that take part in one matrix: those with positive weight that changed it.
 
-    One that left a tensor as it was, or is the base in another precision, says nothing about it.
-
     Attributes:
-        experts: weights W_t of the active experts, each shaped as the base.
-        weights: w_t, rescaled to mean 1 over the active experts.
-        coefficients: λ_t of the active experts, by which their components of a merge are
-            multiplied; 1 unless learned.
-        positions: where the active ones stand among those given.
+        experts: their W_t, each shaped as the base.
+        weights: their w_t, rescaled to mean 1.
+        coefficients: λ_t, by which their components of a merge are multiplied; 1 unless learned.
+        positions: where they stand among those given.
         all_tau: τ_t = ‖Δ_t‖_F² (Eq. 43) of *all* experts given; 0 where unchanged.
         traces: tr(G_t) of the active experts, of centred task vectors; to about 1e-6 τ_t.
         changed: of all experts given: 0 for one that is the base, maybe rounded, else 1.

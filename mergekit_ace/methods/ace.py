@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_tensor
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.task_vectors import RelativeLayout, Side, TensorRecord, other_side
+from mergekit_ace.algebra.task_vectors import RelativeLayout, TensorRecord, other_side
 from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import (
     Merged,
@@ -62,26 +62,32 @@ class RidgeMethod(TaskVectorMethod):
     """
 
     options_class: ClassVar[type[BaseModel]]
-    merge_versions: ClassVar[Callable[..., Merged]]
+    merge_versions: ClassVar[Callable[..., Merged]] = staticmethod(merge_tensor)
+    citations = cited("xu2026ace")
     refines: ClassVar[bool] = False
     ill_conditioned = "Raise `epsilon` for this tensor (by a filter) or for all."
     whole = True
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+        read, shape = _as_solved(settings, tensors[0].ndim), tensors[0].shape
         lookup, mix = self.lookup(settings), settings.parameters.get("mix", 1.0)
-        read = _as_solved(settings, tensors[0].ndim)
+        weights = settings.weights
+        if settings.coefficients is not None and not any(settings.coefficients):
+            weights = [0.0] * len(weights)  # training left the tensor out, as the base has it
         merged, record = self.merge_versions(
             tensors[0],
             tensors[1:],
-            self.weights(settings),
+            weights,
             options_from(self.options_class, settings.parameters),
             read.layout,
             settings.coefficients,
             space=read.space,
-            measured=lookup and lookup.inputs(tensors[0].shape, mix),
+            measured=lookup and lookup.inputs(shape, mix),
         )
         if "side" in settings.parameters:
-            record = _with_side(record, "inputs" if read is settings else "outputs")
+            side = "inputs" if read is settings else "outputs"
+            solved = (m if m.ridge is None else replace(m, side=side) for m in record.matrices)
+            record = replace(record, matrices=tuple(solved))
         if record.layout == read.layout:  # and not averaged after all
             record = replace(record, layout=settings.layout)
         return merged, record
@@ -122,21 +128,13 @@ class RidgeMethod(TaskVectorMethod):
         options = options_from(self.options_class, settings.parameters)
         return component_coefficients(self.spec.name, options, settings)
 
-    def weights(self, settings: TensorSettings) -> list[float]:
-        """Return w_t; 0 of all experts for a tensor that training left out, as the base has it."""
-        left_out = settings.coefficients is not None and not any(settings.coefficients)
-        return [0.0] * len(settings.experts) if left_out else settings.weights
-
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         """Return what the closed form takes, if all experts changed the tensor."""
-        read = _as_solved(settings, len(shape))
-        found = matrices_in(shape, read.layout)
+        found = matrices_in(shape, _as_solved(settings, len(shape)).layout)
         if found is None or experts < 2:
             return super().work(settings, shape, experts)
         count, rows, columns = found
-        size = min(columns, experts * rows)
-        if _is_measured(settings.parameters):
-            size = columns
+        size = columns if _is_measured(settings.parameters) else min(columns, experts * rows)
         # Products with all task vectors, the factor and its solve; of the refinement, its residual,
         # the Gram matrix of F in float64 and its eigenvectors.
         operations = 2.0 * experts * rows * columns * size + size**3 / 3 + 2 * rows * columns * size
@@ -147,35 +145,22 @@ class RidgeMethod(TaskVectorMethod):
         return Work(count * operations, working)
 
 
-def _of_outputs(settings: TensorSettings) -> bool:
-    """Tell whether covariances are estimated at the outputs of a layer, see `SIDE`.
+def _as_solved(settings: TensorSettings, ndim: int) -> TensorSettings:
+    """Return settings by which matrices are solved for: those of the outputs' side, transposed.
 
     A of a LoRA adapter starts at random and hardly moves, so that the rows of Δ = B A, unlike those
     of a full fine-tune, do not tell the task's inputs. B starts at zero, and holds gradients alone.
     """
-    side = settings.parameters.get("side", "inputs")
-    if side == "inputs" or is_table(settings.base, settings.name):
-        return False
-    if side == "outputs":
-        return True
-    if any(settings.parameters.get(name) is not None for name in _OF_INPUTS):
-        return False
-    return all(getattr(model, "lora", None) is not None for model in settings.experts)
-
-
-def _as_solved(settings: TensorSettings, ndim: int) -> TensorSettings:
-    """Return settings by which matrices are solved for: those of the outputs' side, transposed."""
-    layout = other_side(settings.layout, ndim)
-    if layout == settings.layout or not _of_outputs(settings):
+    parameters, layout = settings.parameters, other_side(settings.layout, ndim)
+    side = parameters.get("side", "inputs")
+    if side == "auto" and not any(parameters.get(name) is not None for name in _OF_INPUTS):
+        adapters = all(getattr(model, "lora", None) is not None for model in settings.experts)
+        side = "outputs" if adapters else "inputs"
+    table = is_table(settings.base, settings.name)
+    if layout == settings.layout or side != "outputs" or table:
         return settings
     space = settings.space and CoreSpace(settings.space.right, settings.space.left)
     return replace(settings, layout=layout, space=space)
-
-
-def _with_side(record: TensorRecord, side: Side) -> TensorRecord:
-    """Return a record whose solved matrices say of which side their estimates are."""
-    solved = (m if m.ridge is None else replace(m, side=side) for m in record.matrices)
-    return replace(record, matrices=tuple(solved))
 
 
 def _is_measured(parameters: Mapping[str, Any]) -> bool:
@@ -193,23 +178,19 @@ class AceMerge(RidgeMethod):
         "Solves one ridge regression per matrix in closed form, with covariances that are "
         "estimated from the task vectors; needs no data."
     )
-    citations = cited("xu2026ace")
     own_rule = "merged by the closed form"
     options_class = AceOptions
-    merge_versions = staticmethod(merge_tensor)
     refines = True
     ill_conditioned = (
-        "Raise `epsilon` for this tensor (by a filter) or for all; task vectors that are large, or "
-        "of low rank, against a tiny epsilon are the usual cause, and epsilon_scale: relative "
-        "adapts it to their size."
+        "Raise `epsilon` for this tensor (by a filter) or for all; epsilon_scale: relative adapts "
+        "it to the size of task vectors."
     )
 
     def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
         yield from super().doubts(settings)
         options = options_from(AceOptions, settings.parameters)
-        refined = options.spectral_refinement != "never" and options.rank_fraction > 0
-        normalized = options.adaptive_normalization != "never"
-        if options.spectral_refinement == "always" and refined and not normalized:
+        refined = options.spectral_refinement == "always" and options.rank_fraction > 0
+        if refined and options.adaptive_normalization == "never":
             yield (
                 "spectral_refinement: always with adaptive_normalization: never refines by a "
                 "residual of the third power of the weights, which is next to nothing for small "
@@ -246,7 +227,5 @@ class RelativeAceMerge(RidgeMethod):
         "Solves the ridge regression of ACE-Merging with all covariances brought to trace 1, and "
         "merges embeddings row by row unless they are also the head; ours, not the paper's."
     )
-    citations = cited("xu2026ace")
     own_rule = "merged by the closed form of relative covariances"
     options_class = RelativeOptions
-    merge_versions = staticmethod(merge_tensor)

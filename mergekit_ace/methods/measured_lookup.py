@@ -8,13 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mergekit_ace.algebra.measured import MeasuredCovariance, MeasuredInputs, packed_size
-from mergekit_ace.files.statistics import (
-    Measure,
-    MeasuredTensor,
-    Statistics,
-    StatisticsFileError,
-    load_statistics,
-)
+from mergekit_ace.files.statistics import Measure, StatisticsFileError, load_statistics
 from mergekit_ace.methods.base import describe
 from mergekit_ace.methods.parameters import TensorSettings
 
@@ -35,28 +29,30 @@ def required_lookup(method: str, settings: TensorSettings, kind: Measure) -> Mea
 
 
 class MeasuredLookup:
-    """The statistics of one tensor's experts, once they are known to be there.
-
-    Args:
-        method: the merge method that asks.
-        settings: of the tensor.
-        path: of the statistics.
-        kind: which of them are wanted.
+    """The statistics of a kind of one tensor's experts, once they are known to be there.
 
     Raises:
         StatisticsFileError: they do not hold the kind, an expert, or the tensor.
     """
 
     def __init__(self, method: str, settings: TensorSettings, path: str, kind: Measure):
-        self._method, self._settings, self._path = method, settings, path
-        self._file: Statistics = load_statistics(path)
+        self._start = f"{method}: {path}"
+        self._settings, self._file = settings, load_statistics(path)
         if kind not in self._file.index.measured:
             raise StatisticsFileError(
-                f"{method}: {path} holds no {kind}; add `measure: [{kind}]` to the config of "
+                f"{self._start} holds no {kind}; add `measure: [{kind}]` to the config of "
                 "`mergekit-ace statistics` and run it again"
             )
-        self._experts = self._find_experts()
-        self._tensor = self._find_tensor()
+        tasks = settings.of_experts("task", None)
+        pairs = zip(settings.models, tasks, strict=True)
+        self._experts = [self._find_expert(model, task) for model, task in pairs]
+        tensor = self._file.tensors.get(settings.name or "")
+        if tensor is None:
+            raise StatisticsFileError(
+                f"{self._start} does not know {describe(settings.name)}; it was measured on "
+                f"experts of {self._file.index.base_model}. Measure the models that are merged"
+            )
+        self._tensor = tensor
 
     def inputs(self, shape: Sequence[int], mix: float = 1.0) -> MeasuredInputs:
         """Return covariances of a matrix, or counts of a table; none of what is neither.
@@ -92,39 +88,25 @@ class MeasuredLookup:
         return known if len(known) == len(found) else None
 
     def _read(self, name: str, shape: Sequence[int]) -> list[Tensor | None]:
-        found: list[Tensor | None] = []
+        found = []
         for number in self._experts:
             known = self._file.shape(number, name)
             if known is not None and known != tuple(shape):
                 raise StatisticsFileError(
-                    f"{self._method}: {describe(self._settings.name)} does not have the shape that "
-                    f"it had when {self._path} was measured; measure the models that are merged, "
-                    "or merge without resizing their vocabularies"
+                    f"{self._start}: {describe(self._settings.name)} does not have the shape that "
+                    "it had when this was measured; measure the models that are merged, or merge "
+                    "without resizing their vocabularies"
                 )
             found.append(None if known is None else self._file.read(number, name))
         return found
 
-    def _find_experts(self) -> list[int]:
-        tasks = self._settings.of_experts("task", None)
-        found = []
-        for model, task in zip(self._settings.models, tasks, strict=True):
-            number = self._file.expert(model, task)
-            if number is None:
-                held = ", ".join(f"{e.task} ({e.model})" for e in self._file.index.experts)
-                named = model if task is None else f"{model} (task: {task})"
-                raise StatisticsFileError(
-                    f"{self._method}: {self._path} holds nothing of {named}. It holds {held}. If a "
-                    "checkpoint has moved, give it the name above as `task:` under its parameters"
-                )
-            found.append(number)
-        return found
-
-    def _find_tensor(self) -> MeasuredTensor:
-        name = self._settings.name
-        tensor = self._file.tensors.get(name or "")
-        if tensor is None:
+    def _find_expert(self, model: str, task: str | None) -> int:
+        number = self._file.expert(model, task)
+        if number is None:
+            held = ", ".join(f"{e.task} ({e.model})" for e in self._file.index.experts)
+            named = model if task is None else f"{model} (task: {task})"
             raise StatisticsFileError(
-                f"{self._method}: {self._path} does not know {describe(name)}; it was measured on "
-                f"experts of {self._file.index.base_model}. Measure the models that are merged"
+                f"{self._start} holds nothing of {named}. It holds {held}. If a checkpoint has "
+                "moved, give it the name above as `task:` under its parameters"
             )
-        return tensor
+        return number

@@ -213,7 +213,7 @@ def merge_tensor_by_regression(
     )
 
     def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
-        if inputs.of(active.positions) is None:
+        if not any(map(inputs.covariance, active.positions)):
             return merge_mean(base, active, options.scale)
         problem = _regression(active, options, inputs)
         return merge_by_ridge(base, active, problem, options.scale, rule="regmean")
