@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU that is not there: tensors that say that they are on another device than the CPU.
+"""A GPU that is not there: tensors that say `meta` for their device, and compute on the CPU.
 
-They say `meta`, because a torch for CPUs lets no tensor say `cuda`, and compute on the CPU.
 As on a GPU, an operation on tensors of different devices raises an error, unless all on the CPU are
-single numbers, and so does the conversion to NumPy, and with it the whole way through SciPy. Two
-more things are the device's: an amount of free memory, beyond which an allocation raises
-`torch.OutOfMemoryError`, and a count of the transfers for which a program would have to wait.
-
-What it does not imitate: kernels. Rounding is the CPU's, and threads do not share the device.
+single numbers, and so does the conversion to NumPy. Free memory has a limit, and transfers for
+which a program would have to wait are counted. Kernels and rounding are the CPU's.
 """
 
 from __future__ import annotations
@@ -61,12 +57,7 @@ class GpuTensor(Tensor):
 
 
 class ImitatedGpu(TorchDispatchMode):
-    """Runs every operation where its tensors are.
-
-    Attributes:
-        memory: bytes that may be allocated at once.
-        waits: how many numbers, or tensors, were asked for by the CPU.
-    """
+    """Runs every operation where its tensors are; counts bytes in use, and waits of the CPU."""
 
     def __init__(self, memory: float = math.inf):
         super().__init__()
@@ -148,10 +139,7 @@ class MadeFromNumbers(TorchFunctionMode):
 
 
 def _each(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return what an operation takes or gives, with the function applied to everything in it.
-
-    Torch's `tree_map` does the same for any class, and takes longer than the operations themselves.
-    """
+    """Apply a function to everything in arguments; faster than torch's `tree_map`."""
     if isinstance(value, (tuple, list)):
         return type(value)([_each(item, function) for item in value])
     if isinstance(value, dict):

@@ -50,7 +50,10 @@ def precision_put_back():
 
 @pytest.mark.usefixtures("precision_put_back")
 @pytest.mark.parametrize("setting", ["highest", "high", "medium"])
-def test_the_setting_of_the_caller_comes_back(setting):
+@pytest.mark.parametrize("single", [True, False], ids=["one switch", "a switch per backend"])
+def test_the_setting_of_the_caller_comes_back(monkeypatch, setting, single):
+    if single:
+        monkeypatch.setattr(linalg, "_BACKENDS", [])
     torch.set_float32_matmul_precision(setting)
     before = precisions()
     with full_precision():
@@ -63,17 +66,6 @@ def test_the_setting_of_the_caller_comes_back(setting):
     with pytest.raises(KeyError), full_precision():
         raise KeyError
     assert torch.get_float32_matmul_precision() == setting
-
-
-@pytest.mark.usefixtures("precision_put_back")
-def test_a_setting_per_backend_comes_back():
-    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        pytest.skip("this torch has no settings per backend")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    with full_precision():
-        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-        assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
-    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 @pytest.mark.usefixtures("precision_put_back")
@@ -98,15 +90,6 @@ def test_side_by_side():
     assert seen
     assert set(seen) <= EXACT
     assert torch.get_float32_matmul_precision() == "medium"
-
-
-@pytest.mark.usefixtures("precision_put_back")
-def test_torch_with_a_single_switch(monkeypatch):
-    monkeypatch.setattr(linalg, "_BACKENDS", [])
-    torch.set_float32_matmul_precision("high")
-    with full_precision():
-        assert torch.get_float32_matmul_precision() == "highest"
-    assert torch.get_float32_matmul_precision() == "high"
 
 
 @pytest.mark.usefixtures("precision_put_back")

@@ -31,6 +31,7 @@ from mergekit_ace.algebra.task_vectors import (
     Statistic,
     TensorRecord,
     by_layout,
+    form_stack,
     measure_heterogeneity,
     merge_mean,
     resolve_layout,
@@ -160,18 +161,17 @@ def merge_tensor(
             ``flattened``: (o, …), read as (o, rest); ``mean``: any; ``table``: see `merge_table`.
         experts: W_t, finite, each shaped as `base`.
         weights: w_t ≥ 0, one per expert; only their ratios matter; 0 leaves an expert out.
-        options: of the method: `AceOptions`, by default, or `RelativeOptions`.
+        options: `AceOptions`, by default, or `RelativeOptions`.
         layout: see `resolve_layout`; ``auto`` knows no name and no architecture here.
         coefficients: λ_t of the experts' components of X, and of `ace` last that of the refinement;
             1 by default. What is refined is X with all of them at 1.
-        space: of which the tensors are cores, if they are; `base` is 0 then, and so is W0.
-        measured: covariances of the inputs of a matrix, which take the place of a share of the
-            estimates; not together with `space`.
+        space: of which the tensors are cores, if they are; W0 is 0 then.
+        measured: covariances of the inputs, which replace a share of the estimates.
 
     Returns:
-        W0 + λ X, shaped as `base`, in the compute dtype or wider (the base itself, uncast, where no
-        expert changed it), and the record of what was done. Working memory for a matrix beside it
-        is T + 4 float32 matrices of max(i², o·i) entries; twice that where float32 is not enough.
+        W0 + λ X, in the compute dtype or wider (the base itself, uncast, where no expert changed
+        it), and the record. Working memory for a matrix beside it is T + 4 float32 matrices of
+        max(i², o·i) entries; twice that where float32 is not enough.
 
     Raises:
         TypeError, ValueError: the versions are no floating-point tensors of one shape, or not
@@ -291,8 +291,7 @@ def _regression(
 ) -> Regression | None:
     """Return the regression of one matrix (Eqs. 8-13); None where no expert has an estimate.
 
-    An expert whose rows all moved alike has C_t = 0: nothing can be divided by its trace, nor has a
-    ridge that counts in traces a size (departure: the paper divides by zero).
+    One whose rows all moved alike has C_t = 0 (departure: the paper divides by the trace).
     """
     traces = dict(enumerate(active.traces if options.centred else active.tau))
     for t, (expert, tau) in enumerate(zip(active.experts, active.tau, strict=True)):
@@ -342,27 +341,24 @@ def merge_table(
     Σ_t w_t c_tv Δ_t[v] / Σ_t w_t c_tv with c_tv = ‖Δ_t[v]‖² / τ_t + ε/n. Measured shares of lookups
     take the place of a share of the first term.
     """
-    rows, width = base.shape
-    counts = base.new_zeros((len(active.experts), rows), dtype=torch.float64)  # w_t c_tv
     known = {}
-    given = zip(active.experts, active.weights, active.tau, active.positions, strict=True)
-    for count, (expert, weight, tau, position) in zip(counts, given, strict=True):
-        for block in blocks(rows, width, base.device):
-            # in float64: squares of a far weaker expert's entries leave the range of float32
-            delta = task_vector(expert[block], base[block], active.dtype)
-            count[block] = torch.linalg.vector_norm(delta, dim=1, dtype=torch.float64).square_()
-        count.div_(tau)
-        asked = measured.count(position) if measured else None
-        if measured and asked is not None:
-            known["mix"] = measured.mix
-            count.lerp_(asked.to(count), measured.mix)
-        count.add_(options.ridge / rows).mul_(weight)
-    total = counts.sum(dim=0)
-    counts.div_(torch.where(total > 0, total, 1.0))  # with ε = 0, rows that nobody has moved
-    counts.mul_(counts.new_tensor(active.coefficients)[:, None])
+    asked = [measured.count(position) if measured else None for position in active.positions]
+    if measured and any(found is not None for found in asked):
+        known["mix"] = measured.mix
     merged = base.to(active.dtype, copy=True)
-    for block in blocks(rows, width, base.device):
-        for count, expert in zip(counts, active.experts, strict=True):
-            delta = task_vector(expert[block], base[block], active.dtype)
-            merged[block] += delta.mul_(count[block, None]).mul_(options.scale)
+    tau, weights, coefficients = merged.new_tensor(
+        [active.tau, active.weights, active.coefficients], dtype=torch.float64
+    )[:, :, None]
+    for rows in blocks(len(base), len(tau) * base.shape[1], base.device):
+        stack = form_stack(base[rows], [expert[rows] for expert in active.experts], active.dtype)
+        # in float64: squares of a far weaker expert's entries leave the range of float32
+        counts = torch.linalg.vector_norm(stack, dim=2, dtype=torch.float64).square_().div_(tau)
+        for count, found in zip(counts, asked, strict=True):
+            if measured and found is not None:
+                count.lerp_(found[rows].to(count), measured.mix)
+        counts = counts.add_(options.ridge / len(base)).mul_(weights)
+        total = counts.sum(dim=0)
+        counts.div_(torch.where(total > 0, total, 1.0))  # with ε = 0, rows that nobody has moved
+        counts.mul_(coefficients * options.scale)
+        merged[rows] += stack.mul_(counts[:, :, None]).sum(dim=0)
     return merged, active.record("ace_relative", **known)

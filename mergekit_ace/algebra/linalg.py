@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products, factors, eigenvectors and singular directions of matrices, on any device.
 
-On a CPU they are NumPy's and SciPy's: torch leaves a CPU to MKL, which is slow on other makers'
-processors, and NumPy halves the work of a product of a matrix with its own transpose.
+On a CPU they are NumPy's and SciPy's: torch's MKL is slow on processors of other makers.
 """
 
 from __future__ import annotations
@@ -70,10 +69,9 @@ def gram(factor: Tensor) -> Tensor:
 
 
 def factorize(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the Cholesky factor L of a matrix, and a number on its device: 0 where L Lᵀ is it.
+    """Return the Cholesky factor of a symmetric matrix, (n, n), and 0 if it has one.
 
-    Args:
-        matrix: symmetric, (n, n), contiguous; overwritten on a CPU.
+    On a CPU the matrix is overwritten.
     """
     if matrix.device.type != "cpu":
         return torch.linalg.cholesky_ex(matrix)
@@ -94,10 +92,7 @@ def solve(rows: Tensor, lower: Tensor) -> Tensor:
 
 
 def leading_eigenpairs(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the k ≥ 1 largest eigenvalues of a symmetric matrix, (n, n), and eigenvectors, (n, k).
-
-    The largest comes first.
-    """
+    """Return the k ≥ 1 largest eigenvalues of a symmetric matrix, in order, and vectors, (n, k)."""
     if matrix.device.type != "cpu":
         values, vectors = torch.linalg.eigh(matrix)
     else:
@@ -113,13 +108,7 @@ def leading_eigenpairs(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Directions:
-    """Leading singular triplets of a matrix, (o, i), in float64, the largest first.
-
-    Attributes:
-        left: U, (o, k).
-        values: σ, (k,).
-        right: V, (i, k).
-    """
+    """Leading singular triplets in float64, in order: U, (o, k), σ, (k,), and V, (i, k)."""
 
     left: Tensor
     values: Tensor
@@ -132,15 +121,10 @@ class Directions:
 
 
 def leading_directions(matrix: Tensor, count: int, floor: float = 0.0) -> Directions:
-    """Return the largest singular triplets that a matrix has.
+    """Return at most `count` of the largest singular triplets that a matrix, (o, i), has.
 
-    They come from the eigenvectors P of its smaller Gram matrix: A Aᵀ = P diag(σ²) Pᵀ gives the
-    triplets (p, σ, Aᵀp/σ) (Golub and Van Loan, Matrix Computations, §8.6).
-
-    Args:
-        matrix: A, (o, i), finite, any floating dtype.
-        count: how many at most.
-        floor: singular values that are no larger are rounding, as those below `WEAKEST` are.
+    With A Aᵀ = P diag(σ²) Pᵀ they are (p, σ, Aᵀp/σ) (Golub and Van Loan, §8.6). Singular values up
+    to `floor` are rounding, as those below `WEAKEST` of the largest are.
     """
     turned = matrix.shape[0] > matrix.shape[1]
     wide = matrix.mT if turned else matrix
@@ -164,10 +148,7 @@ def leading_directions(matrix: Tensor, count: int, floor: float = 0.0) -> Direct
 
 
 def orthogonal_factor(matrix: Tensor) -> Tensor:
-    """Return U Vᵀ of A = U diag(σ) Vᵀ, (o, i): the nearest matrix with orthonormal rows or columns.
-
-    Directions that A does not have add nothing (orthogonal Procrustes; Golub and Van Loan, §6.4.1).
-    """
+    """Return U Vᵀ of A = U diag(σ) Vᵀ: the nearest matrix with orthonormal rows or columns."""
     directions = leading_directions(matrix, min(matrix.shape))
     return directions.left @ directions.right.mT
 
@@ -178,6 +159,7 @@ _LOCK = threading.Lock()
 _BACKENDS: list[Any] = []
 if hasattr(torch.backends.mkldnn, "fp32_precision"):
     _BACKENDS += [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # pyright: ignore
+_threads = functools.cache(ThreadpoolController)  # which takes long to find all libraries
 _users = 0
 _saved: list[str] = []
 _limit: Any = None
@@ -187,14 +169,13 @@ _limit: Any = None
 def full_precision() -> Iterator[None]:
     """Let float32 products have float32 factors, and SciPy's BLAS as many threads as torch.
 
-    Where the caller allowed TF32 or bfloat16 factors for training, their ten or seven bits would
-    not suffice to invert a covariance. Afterwards the caller's settings are back.
+    The ten bits of TF32, which a caller may allow for training, cannot invert a covariance.
     """
     global _users, _saved, _limit
     with _LOCK:
         if _users == 0:
             _saved = _exchange_precision(None)
-            _limit = _controller().limit(limits=torch.get_num_threads(), user_api="blas")
+            _limit = _threads().limit(limits=torch.get_num_threads(), user_api="blas")
         _users += 1
     try:
         yield
@@ -204,11 +185,6 @@ def full_precision() -> Iterator[None]:
             if _users == 0:
                 _exchange_precision(_saved)
                 _limit.restore_original_limits()
-
-
-@functools.cache
-def _controller() -> ThreadpoolController:
-    return ThreadpoolController()
 
 
 def _exchange_precision(values: list[str] | None) -> list[str]:

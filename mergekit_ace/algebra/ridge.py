@@ -59,16 +59,13 @@ class Regression:
 
     Attributes:
         experts: which of the active experts take part, by their number among them.
-        scales: s_t.
-        ridges: ε_t; where the ridge follows the spectrum, in proportion to them.
-        spectral: ε where the ridge follows the spectrum, ε̄ = ε ‖S‖_F² / tr(S); None where the ε_t
-            are given.
+        scales, ridges: s_t and ε_t; where the ridge follows the spectrum, in proportion to the ε_t.
+        spectral: ε of ε̄ = ε ‖S‖_F² / tr(S), the spectrum's ridge; None where the ε_t are given.
         measured: M_t and m_t by the place of an expert in `experts`.
-        centred: whether C_t is Δ_t without its column means.
+        centred: whether the column means μ_t are taken out; else they are 0.
         prior: what the mean row of S is divided by to give c (Eq. 13); 0 without a prior.
         ridged_mean: whether the mean of the estimates in R holds the ridges, as in Eq. 15.
-        rank: k of the refinement; 0 without.
-        refinement: its coefficient.
+        rank, refinement: k of the refinement, 0 without, and its coefficient.
     """
 
     experts: Sequence[int]
@@ -95,13 +92,10 @@ class Regression:
 
 
 class CentredVectors:
-    """The centred task vectors C_t of one matrix, whole or formed in blocks of rows.
+    """The centred task vectors of one matrix, (o, i), and their means μ_t, (T, i).
 
-    Attributes:
-        shape: (o, i).
-        whole: all C_t, (T, o, i); None of tall matrices that take more than `LARGEST_STACK`.
-        means: μ_t, (T, i); 0 where nothing is centred.
-        blocks: of rows that are formed at once.
+    `whole` is all C_t, (T, o, i); tall matrices that take more than `LARGEST_STACK` are formed in
+    `blocks` of rows instead.
     """
 
     def __init__(
@@ -113,7 +107,6 @@ class CentredVectors:
         centred: bool,
         stack: Tensor | None = None,
     ):
-        """Form W_t − W0 of matrices (o, i) in a dtype, or take them from a stack, (T, o, i)."""
         self._base, self._experts, self._dtype = base, experts, dtype
         self.shape = rows, columns = base.shape
         step = max(1, LARGEST_STACK // (len(experts) * columns))
@@ -141,17 +134,11 @@ class CentredVectors:
 def merge_by_ridge(
     base: Tensor, active: ActiveExperts, problem: Regression, scale: float, **known: Any
 ) -> tuple[Tensor, MatrixRecord]:
-    """Merge the versions of one matrix: W0 + λ (X + what the refinement adds).
+    """Merge the versions of one matrix, (o, i): W0 + λ (X + what the refinement adds).
 
-    All is done in float32 at first. How large the error of Y is, is measured: what some rows of
+    All is done in float32 at first. The error of Y is measured: what some rows of
     Σ_t (Y − λ_t C_t)(S_t + ε_t I) are instead of 0, times A⁻¹, is the error of these rows. Where
-    it is too large, everything is done once more in float64.
-
-    Args:
-        base: W0, (o, i), finite.
-        active: at least two experts W_t, each (o, i), that changed it.
-        scale: λ.
-        known: what else the record says.
+    it is too large, everything is done once more in float64. `known` is what else the record says.
 
     Raises:
         IllConditionedError: A cannot be factored, even in float64.
@@ -189,10 +176,7 @@ def merge_by_ridge(
 def _closed_form(
     problem: Regression, vectors: CentredVectors, coefficients: Sequence[float]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return X with its refinement, (o, i), in the dtype of the vectors.
-
-    And error, ε̄, tr(S), ‖X‖ and σ_iso, as tensors of one entry that are still on the device.
-    """
+    """Return X with its refinement, and error, ε̄, tr(S), ‖X‖ and σ_iso, still on the device."""
     rows, columns = vectors.shape
     dual = len(coefficients) * rows < columns and not problem.measured
     solver = _solve_dual if dual else _solve_primal
@@ -274,10 +258,8 @@ def _solve_primal(
 def _covariances(
     problem: Regression, vectors: CentredVectors, system: Tensor, row: Tensor
 ) -> Iterator[Covariance]:
-    """Yield every S_t, once it is added to S, (i, i), and S_t (μ_t − μ̄) for R to a row, (1, i).
-
-    Of wide matrices its factors are the smaller products.
-    """
+    """Yield every S_t, once it is added to S, (i, i), and S_t (μ_t − μ̄) for R to a row, (1, i)."""
+    # The factors of wide matrices are the smaller products.
     wide = vectors.shape[1] > 2 * vectors.shape[0] and not problem.measured
     squares = _squares(vectors) if any(problem.scales) and not wide else None
     away = vectors.means - vectors.means.mean(dim=0)
@@ -381,7 +363,7 @@ def _solve_dual(
 def _relative_error(
     error: Tensor, rows: Tensor, stack: Tensor, lower: Tensor, failed: Tensor
 ) -> Tensor:
-    """Return ‖error‖ of some rows of Y in units of these; NaN without a factor with true pivots."""
+    """Return ‖error‖ of some rows of Y in units of these; NaN of a system that is singular."""
     # Where experts cancel one another Y is nothing but rounding, and no digit of it counts.
     least = 1e-6 * torch.linalg.vector_norm(stack)
     relative = torch.linalg.vector_norm(error) / torch.linalg.vector_norm(rows).maximum(least)
@@ -396,12 +378,11 @@ def _refine(
     """Return what the refinement adds to X, (o, i), and its strength σ_iso (Eqs. 17-19).
 
     The k leading directions of F, the target, get their mean strength. With the eigenvectors P of
-    the smaller Gram matrix of F, U_k V_kᵀ is P_k diag(1/σ) P_kᵀ F, or its mirror image. The Gram
-    matrix squares the condition number, so it is float64. Directions below the rounding error of F
-    are not its own but noise: they count in σ_iso and add nothing.
+    the smaller Gram matrix of F, U_k V_kᵀ is P_k diag(1/σ) P_kᵀ F, or its mirror image. Directions
+    below the rounding error of F count in σ_iso and add nothing.
 
-    But for `ridged_mean`, X keeps its size, as λ is the scale of a merge; and what points against
-    the sum of the experts, which may differ much in weight or strength, is left out (departures).
+    But for `ridged_mean`, X keeps its size, and what points against the sum of the experts is left
+    out (departures).
     """
     wide = target if target.shape[0] <= target.shape[1] else target.mT
     squares = gram(wide.double())

@@ -8,6 +8,7 @@ two experts changed a matrix, and by the mean of the task vectors otherwise.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -183,14 +184,9 @@ def select_active(
     coefficients: Sequence[float] | None = None,
     space: CoreSpace | None = None,
 ) -> ActiveExperts:
-    """Measure τ_t and keep the experts that have something to say.
+    """Measure τ_t of versions of any one shape, and keep the experts that have something to say.
 
-    Args:
-        base, experts: W0 and the W_t, of any one shape.
-        weights: w_t ≥ 0, one per expert.
-        dtype: where the task vectors are formed, unless the tensors are wider themselves.
-        coefficients: λ_t, one per expert; 1 by default.
-        space: of which the tensors are cores, if they are.
+    `dtype` is that of task vectors, unless the tensors are wider; `space` is that of cores.
 
     Raises:
         NonFiniteError: an expert or the base contains NaN or Inf.
@@ -198,16 +194,16 @@ def select_active(
     """
     dtype = torch.promote_types(dtype, base.dtype)
     tau, shift, size, stack = _measure(base, experts, dtype)
-    for position, (expert, value) in enumerate(zip(experts, tau, strict=True)):
-        if value < 1e76:  # no entry can be too large for float32
+    for t, expert in enumerate(experts):
+        if tau[t] < 1e76:  # no entry can be too large for float32
             continue
-        for name, version in (("the base", base), (f"expert {position}", expert)):
+        for name, version in (("the base", base), (f"expert {t}", expert)):
             if not version.isfinite().all():
                 raise NonFiniteError(f"{name} contains NaN or Inf")
-        if value == math.inf or not task_vector(expert, base, dtype).isfinite().all():
+        if tau[t] == math.inf or not task_vector(expert, base, dtype).isfinite().all():
             raise OverflowError(
-                f"the task vector of expert {position} overflows {dtype}"
-                + ("; compute_dtype: float64 has room for it" if dtype == torch.float32 else "")
+                f"the task vector of expert {t} overflows {dtype}; compute_dtype: float64 has room "
+                "for more"
             )
     changed = tuple(
         int(value > 0 and not is_base_rounded(expert, base, value, size))
@@ -237,10 +233,7 @@ def select_active(
 def _measure(
     base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[list[float], list[float], float, Tensor | None]:
-    """Return all τ_t, all o ‖μ_t‖², ‖W0‖², and the Δ_t of small tensors; one transfer from a GPU.
-
-    With o ‖μ_t‖² of the means μ_t over the first axis, tr(G_t) is τ_t − o ‖μ_t‖².
-    """
+    """Return τ_t, o ‖μ_t‖² (of means over the first axis), ‖W0‖², and the Δ_t of small tensors."""
     origin, *versions = (as_rows(tensor) for tensor in (base, *experts))
     squares = torch.zeros(len(experts) + 1, dtype=torch.float64, device=base.device)
     sums = squares.new_zeros(len(experts), origin.shape[1])
@@ -263,10 +256,10 @@ def _measure(
 
 
 def is_base_rounded(expert: Tensor, base: Tensor, tau: float, size: float) -> bool:
-    """Tell whether an expert W is the base W0, saved through a coarser precision, and nothing else.
+    """Tell whether an expert is the base, saved through a coarser precision, and nothing else.
 
-    It differs from the base in nearly every entry, and would decide a merge whose experts count by
-    what they changed. τ = ‖W − W0‖² and ‖W0‖² tell most others without a look at the entries.
+    It would decide a merge whose experts count by what they changed. τ = ‖W − W0‖² and the size
+    ‖W0‖² tell most others without a look at the entries.
     """
     if not base.is_floating_point():
         return False
@@ -285,16 +278,12 @@ def is_base_rounded(expert: Tensor, base: Tensor, tau: float, size: float) -> bo
 def measure_heterogeneity(tau: Sequence[float]) -> tuple[float, float]:
     """Return γ = Var_t[log τ_t] / (mean_t log τ_t)² (Eq. 7) and Var_t[log τ_t], of two τ_t or more.
 
-    γ depends on the unit of the weights and diverges where the τ_t lie around 1. The variance is
-    the sample variance (divisor T − 1), as in the published implementation.
+    The variance is the sample variance (divisor T − 1), as in the published implementation.
     """
     logs = [math.log(value) for value in tau]
-    mean = math.fsum(logs) / len(logs)
-    variance = math.fsum((value - mean) ** 2 for value in logs) / (len(logs) - 1)
-    if variance == 0:
-        return 0.0, 0.0
-    square = mean * mean
-    return variance / square if square > 0 else math.inf, variance
+    square, variance = statistics.fmean(logs) ** 2, statistics.variance(logs)
+    gamma = variance / square if square > 0 else math.inf
+    return gamma if variance > 0 else 0.0, variance
 
 
 def clamp_to_versions(merged: Tensor, versions: Sequence[Tensor]) -> Tensor:
@@ -306,8 +295,7 @@ def clamp_to_versions(merged: Tensor, versions: Sequence[Tensor]) -> Tensor:
 def merge_mean(base: Tensor, active: ActiveExperts, scale: float) -> tuple[Tensor, MatrixRecord]:
     """Return W0 + λ · Σ_t λ_t w_t Δ_t / Σ_t w_t, the rule for all that is not a matrix.
 
-    Where nobody changed the tensor it is `base` itself, uncast. Where one expert did, it is
-    W0 + λ λ_t Δ: with one task the minimiser of Eq. 2 is that expert, whatever its covariance.
+    Of one expert that is W0 + λ λ_t Δ, as the minimiser of Eq. 2 for one task; of none the base.
     """
     rule = {0: "base", 1: "single"}.get(len(active.experts), "mean")
     pairs = zip(active.weights, active.coefficients, strict=True)
@@ -318,25 +306,17 @@ def merge_mean(base: Tensor, active: ActiveExperts, scale: float) -> tuple[Tenso
 def merge_entries(
     base: Tensor, experts: Sequence[Tensor], coefficients: Sequence[float], rule: str
 ) -> tuple[Tensor, TensorRecord]:
-    """Return θ_0 + Σ_k s_k λ_k (θ_k − θ_0) of any shape, s_k being 0 where nothing changed, else 1.
-
-    The record, by the name of the method as its rule, has the layout of what is no matrix.
-    """
+    """Return θ_0 + Σ_k s_k λ_k (θ_k − θ_0), s_k being 0 where nothing changed, else 1."""
     active = select_active(base, experts, [1.0] * len(experts), torch.float32)
     shares = [coefficients[t] for t in active.positions]
-    record = MatrixRecord(rule, (1.0,) * len(experts), active.all_tau, active.changed)
     merged = add_task_vectors(base, active.experts, shares, active.dtype)
-    return merged, TensorRecord(tuple(base.shape), "mean", (record,))
+    return merged, TensorRecord(tuple(base.shape), "mean", (active.record(rule),))
 
 
 def add_task_vectors(
     base: Tensor, experts: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype
 ) -> Tensor:
-    """Return W0 + Σ_t a_t Δ_t in a dtype; with all shares 0 the base itself, uncast.
-
-    The task vectors are summed before the base is added, so that the sum is rounded by its own
-    size. A single share of 1 gives that expert, to the bit.
-    """
+    """Return W0 + Σ_t a_t Δ_t in a dtype; an expert of share 1, or the base, alone as it is."""
     used = [(e, share) for e, share in zip(experts, shares, strict=True) if share != 0]
     if not used:
         return base
@@ -345,7 +325,7 @@ def add_task_vectors(
     merged = torch.empty_like(base, dtype=dtype, memory_format=torch.contiguous_format)
     origin, out, *versions = (as_rows(t) for t in (base, merged, *(expert for expert, _ in used)))
     for rows in blocks(len(origin), 4 * origin.shape[1], base.device):  # several stay in the cache
-        out[rows] = 0
+        out[rows] = 0  # the base comes last, so that the sum is rounded by its own size
         for version, (_, share) in zip(versions, used, strict=True):
             out[rows].add_(task_vector(version[rows], origin[rows], dtype), alpha=share)
         out[rows] += origin[rows]
@@ -365,12 +345,11 @@ def resolve_layout(
 
     Args:
         layout: as configured. What does not fit the tensor's axes falls back to ``mean``, so that
-            one setting can stand for a whole model: a bias under ``layout: matrix`` is a vector.
-        name: of the tensor; ``auto`` looks for a component called ``experts``, and for their packed
-            biases, (E, n), which are vectors.
-        transposed: whether the architecture stores this weight as (…, in, out).
-        table: whether the architecture looks up its rows, and the method has a rule for that.
-        kernel: whether the architecture is a network of convolutions.
+            one setting can stand for a whole model.
+        name: of the tensor; ``auto`` looks for a component called ``experts``, whose packed biases,
+            (E, n), are vectors.
+        transposed, table, kernel: whether the architecture stores it as (…, in, out), looks up its
+            rows (and the method has a rule for that), or is a network of convolutions.
     """
     if layout == "auto":
         components = (name or "").split(".")
@@ -387,10 +366,7 @@ def resolve_layout(
 
 
 def other_side(layout: FixedLayout, ndim: int) -> FixedLayout:
-    """Return the layout that reads the transposes of the matrices that a layout reads.
-
-    Tables, means and kernels, of which there is no other reading, keep theirs.
-    """
+    """Return the layout that reads the transposes of the matrices that a layout reads, if any."""
     if layout in ("matrix", "stacked"):
         return "transposed"
     if layout == "transposed":
@@ -427,7 +403,6 @@ def by_layout(
     """Merge the versions of one stored tensor, each of its matrices by a formula.
 
     Args:
-        base, experts: W0 and the W_t, of one shape.
         layout: one that fits the tensor, see `resolve_layout`.
         select: from versions to the experts that take part.
         scale: λ, where no formula is needed: one expert, one row, or no matrix at all.
@@ -435,11 +410,9 @@ def by_layout(
         entrywise: whether the formula is for what is no matrix, too.
     """
     has_matrices = layout != "mean" and base.numel() > 0
-    tensors = [(tensor,) for tensor in (base, *experts)]
-    if has_matrices:
-        tensors = [as_matrices(tensor, layout) for tensor in (base, *experts)]
     parts, records = [], []
-    for origin, *versions in zip(*tensors, strict=True):
+    views = (as_matrices(t, layout) if has_matrices else (t,) for t in (base, *experts))
+    for origin, *versions in zip(*views, strict=True):
         active = select(origin, versions)
         # One row is its own column mean: a vector in the shape of a matrix.
         solved = entrywise or (has_matrices and active.shape[0] > 1)
@@ -447,9 +420,10 @@ def by_layout(
         merged, record = own or merge_mean(origin, active, scale)
         parts.append(merged)
         records.append(record)
-    layout = layout if has_matrices else "mean"
+    merged = parts[0]
     if all(record.rule == "base" for record in records):
         merged = base
-    else:
-        merged = from_matrices(parts, base.shape, layout) if has_matrices else parts[0]
-    return merged, TensorRecord(tuple(base.shape), layout, tuple(records))
+    elif has_matrices:
+        merged = from_matrices(parts, base.shape, layout)
+    fixed = layout if has_matrices else "mean"
+    return merged, TensorRecord(tuple(base.shape), fixed, tuple(records))
