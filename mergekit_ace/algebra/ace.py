@@ -181,12 +181,20 @@ def merge_tensor(
     """
     options = options or AceOptions()
     weights = [1.0] * len(experts) if weights is None else weights
-    _check_versions(base, experts, weights)
     given = [1.0] * (len(experts) + options.refines) if coefficients is None else coefficients
+    for t, expert in enumerate(experts):
+        if expert.shape != base.shape:
+            shapes = f"{tuple(expert.shape)}, but the base {tuple(base.shape)}"
+            raise ValueError(f"expert {t} has the shape {shapes}; merge versions of one tensor")
+    if not len(weights) == len(experts) > 0 or not all(0 <= w < math.inf for w in weights):
+        raise ValueError(
+            f"give at least one expert, and a finite weight for each, 0 or greater: there are "
+            f"{len(experts)} experts, and the weights {list(weights)}"
+        )
     if len(given) != len(experts) + options.refines or not all(map(math.isfinite, given)):
         raise ValueError(
-            f"coefficients are finite, one for every expert and a last one for the refinement of "
-            f"`ace`, but there are {len(experts)} experts and these are {given}"
+            "give a finite coefficient for each expert, and a last one for the refinement of "
+            f"`ace`: there are {len(experts)} experts, and the coefficients {list(given)}"
         )
     select = partial(
         select_active,
@@ -213,27 +221,12 @@ def merge_matrix(
     measured: MeasuredInputs | None = None,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge the versions of one matrix, (o, i), as `merge_tensor` does."""
-    if isinstance(base, Tensor) and base.ndim != 2:
+    if base.ndim != 2:
         raise ValueError(f"the base has {base.ndim} axes, and a matrix two; see merge_tensor")
     merged, record = merge_tensor(
         base, experts, weights, options, "matrix", coefficients, measured=measured
     )
     return merged, record.matrices[0]
-
-
-def _check_versions(base: Tensor, experts: Sequence[Tensor], weights: Sequence[float]) -> None:
-    if len(experts) == 0:
-        raise ValueError("there is no expert; give at least one")
-    for name, version in [("the base", base), *((f"expert {t}", e) for t, e in enumerate(experts))]:
-        if not isinstance(version, Tensor):
-            raise TypeError(f"{name} is a {type(version).__name__}; give a torch.Tensor")
-        if version.shape != base.shape:
-            shapes = f"{tuple(version.shape)}, but the base {tuple(base.shape)}"
-            raise ValueError(f"{name} has the shape {shapes}; merge versions of one tensor")
-    if len(weights) != len(experts):
-        raise ValueError(f"there are {len(weights)} weights for {len(experts)} experts")
-    if not all(0 <= weight < math.inf for weight in weights):
-        raise ValueError(f"weights are finite, 0 or greater, but these are {list(weights)}")
 
 
 def _merge_changed(

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Task vectors of low rank, as adapters hold them, merged without ever forming a full matrix.
 
-With orthonormal bases U, (o, p), of all columns of the L_t of Δ_t = L_t R_t and the all-ones
-vector, and V, (i, q), of all rows of the R_t and the all-ones vector, Δ_t = U M_t Vᵀ with a *core*
-M_t = (UᵀL_t)(R_tV), (p, q). Products, traces, solves and singular values of the Δ_t are those of
-the M_t. Mean rows, and ACE's prior, are projections onto the all-ones direction: U and V are turned
-such that Uᵀ1 and Vᵀ1 are all-ones vectors themselves, times a number. So the same formulas merge
-the cores, with (o, i) where a size counts. (Core Space merging, arXiv 2509.17786, does so for
-methods without covariances.)
+With bases U of all columns and V of all rows of the Δ_t = L_t R_t, Δ_t is U M_t Vᵀ with a *core*
+M_t = (UᵀL_t)(R_tV), and products, traces, solves and singular values of the Δ_t are those of the
+M_t (Core Space merging, arXiv 2509.17786). Mean rows, and ACE's prior, are projections onto the
+all-ones direction: it belongs to both bases, which are turned such that Uᵀ1 and Vᵀ1 are all-ones
+vectors themselves, times a number.
 """
 
 from __future__ import annotations
@@ -29,12 +27,9 @@ NOTHING = 1e-13
 
 @dataclass(frozen=True)
 class LowRank:
-    """A task vector of one stored tensor as a product, Δ = left · right.
+    """A task vector as a product of (o, r) and (r, i), or (E, o, r) and (E, r, i) of a stack.
 
-    Attributes:
-        left: (o, r), or (E, o, r) of a stack of E matrices.
-        right: (r, i), or (E, r, i).
-        shape: of the stored tensor: (o, i), (E, o, i), or (o, …) with i entries in the rest.
+    `shape` is that of the stored tensor: (o, i), (E, o, i), or (o, …) with i entries in the rest.
     """
 
     left: Tensor
@@ -92,10 +87,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class CoreSpace:
-    """The span of some task vectors: U, (o, p), and V, (i, q), or a stack of each.
-
-    Their columns are orthonormal; Uᵀ1 is √(o/p) 1, and Vᵀ1 likewise.
-    """
+    """The span of some task vectors: U, (o, p), and V, (i, q), orthonormal, or a stack of each."""
 
     left: Tensor
     right: Tensor
@@ -124,9 +116,7 @@ class CoreSpace:
     def expand(self, core: Tensor, shape: tuple[int, ...], rank: int) -> tuple[LowRank, float]:
         """Return U M Vᵀ as a product of factors of equal size, and what of ‖M‖² was dropped.
 
-        They have as few columns as M has rank, in a stack the largest one, at least one and at most
-        `rank`: the smallest singular values are dropped first. `shape` is that of the stored
-        tensor.
+        They have as many columns as M has rank, in a stack the largest one, from 1 to `rank`.
         """
         left, values, right = torch.linalg.svd(core, full_matrices=False)
         least = NOTHING * values[..., :1]
@@ -141,10 +131,10 @@ class CoreSpace:
 
 
 def _basis(columns: Tensor) -> Tensor:
-    """Return an orthonormal basis, (n, p), of columns, (n, r), and 1; p = min(n, r + 1).
+    """Return an orthonormal basis, (n, p), of columns, (n, r), and 1, which is all ones in it.
 
-    Columns that depend on others add arbitrary directions, in which cores are 0. A reflection takes
-    the first direction, 1/√n, to that of the all-ones vector of p entries.
+    Columns that depend on others add arbitrary directions, in which cores are 0. A reflection turns
+    the first direction, 1/√n.
     """
     ones = torch.ones_like(columns[..., :1])
     basis = torch.linalg.qr(torch.cat([ones, columns], dim=-1)).Q
@@ -162,12 +152,3 @@ def compress(delta: LowRank, rank: int) -> tuple[LowRank, float]:
     """Return the nearest product of a rank, in the Frobenius norm; see `CoreSpace.expand`."""
     space = CoreSpace(torch.linalg.qr(delta.left).Q, torch.linalg.qr(delta.right.mT).Q)
     return space.expand(space.core(delta), delta.shape, rank)
-
-
-def rows_in_common(deltas: Sequence[LowRank]) -> tuple[list[Tensor], Tensor]:
-    """Return task vectors (n, d) as Y_t Vᵀ with orthonormal V: all Y_t, (n, q), and V, (d, q).
-
-    Rows keep their norms and angles, so that whatever merges row by row merges the Y_t.
-    """
-    basis = torch.linalg.qr(torch.cat([delta.right for delta in deltas], dim=-2).mT).Q
-    return [delta.left @ (delta.right @ basis) for delta in deltas], basis

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, compress, rows_in_common
+from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, compress
 from mergekit_ace.algebra.task_vectors import FixedLayout, TensorRecord
 from mergekit_ace.methods.base import TaskVectorMethod, describe
 from mergekit_ace.methods.parameters import TensorSettings
@@ -108,11 +108,11 @@ def _merge_cores(
 def _merge_table(
     method: TaskVectorMethod, deltas: Deltas, settings: TensorSettings, rank: int | None
 ) -> tuple[LowRank, float, TensorRecord]:
-    """Merge tables row by row, in coordinates of the rows' span."""
+    """Merge tables row by row, in coordinates of the rows' span, which keep norms and angles."""
     given = [delta for delta in deltas if delta is not None]
-    thin, basis = rows_in_common(given)
-    zero, rest = torch.zeros_like(thin[0]), iter(thin)
-    tables = [next(rest) if delta else zero for delta in deltas]
+    basis = torch.linalg.qr(torch.cat([delta.right for delta in given], dim=-2).mT).Q
+    zero = given[0].left.new_zeros(given[0].shape[0], basis.shape[1])
+    tables = [delta.left @ (delta.right @ basis) if delta else zero for delta in deltas]
     table, record = method.merge([zero, *tables], settings)
     merged = LowRank(table, basis.mT, given[0].shape)
     return *compress(merged, min(rank or merged.rank, merged.rank)), record
