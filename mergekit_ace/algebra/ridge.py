@@ -115,8 +115,8 @@ class CentredVectors:
         self.blocks = [slice(start, start + step) for start in range(0, rows, step)]
         self.means = base.new_zeros(len(experts), columns, dtype=dtype)
         self.whole = stack
-        if len(self.blocks) == 1:
-            self.whole = self.block(self.blocks[0])
+        if stack is None and len(self.blocks) == 1:
+            self.whole = form_stack(base, experts, dtype)
         if centred:
             self.means = sum(self.block(block).sum(dim=1) for block in self.blocks) / rows
             if self.whole is not None:

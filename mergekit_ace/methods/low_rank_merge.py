@@ -39,7 +39,6 @@ def merge_low_rank(
     Args:
         method: one whose merge stays in the span, see `TaskVectorMethod.leaves_span`.
         deltas: Δ_t in float64; at least one is there.
-        settings: of the tensor, with its layout.
         rank: of the result, at most; all that there is by default.
 
     Raises:
@@ -81,10 +80,7 @@ def merge_low_rank(
 def has_low_rank(layout: FixedLayout, ndim: int, *, stack: bool) -> bool:
     """Tell whether what a layout makes of a product is of low rank.
 
-    Args:
-        layout: how the tensor is read.
-        ndim: its axes.
-        stack: whether it is a product for each of its matrices, and not one, maybe with a kernel.
+    `stack` tells a product for each matrix of a tensor from one alone, maybe with a kernel.
     """
     if layout in ("mean", "flattened"):
         return layout == "mean" or not stack

@@ -31,8 +31,7 @@ def required_lookup(method: str, settings: TensorSettings, kind: Measure) -> Mea
 class MeasuredLookup:
     """The statistics of a kind of one tensor's experts, once they are known to be there.
 
-    Raises:
-        StatisticsFileError: they do not hold the kind, an expert, or the tensor.
+    A `StatisticsFileError` says what they lack: the kind, an expert, the tensor, or its shape.
     """
 
     def __init__(self, method: str, settings: TensorSettings, path: str, kind: Measure):
@@ -55,15 +54,7 @@ class MeasuredLookup:
         self._tensor = tensor
 
     def inputs(self, shape: Sequence[int], mix: float = 1.0) -> MeasuredInputs:
-        """Return covariances of a matrix, or counts of a table; none of what is neither.
-
-        Args:
-            shape: of the tensor, as stored.
-            mix: see `MeasuredInputs`.
-
-        Raises:
-            StatisticsFileError: the tensor has another shape than that which was measured.
-        """
+        """Return covariances of a matrix, or counts of a table, of a shape as stored; else none."""
         layout = self._settings.layout
         if len(shape) != 2 or layout not in ("matrix", "transposed", "table"):
             return MeasuredInputs(mix=mix)
@@ -76,11 +67,7 @@ class MeasuredLookup:
         return MeasuredInputs(covariances=tuple(covariances), mix=mix)
 
     def fisher(self, shape: Sequence[int]) -> list[Tensor] | None:
-        """Return the Fisher information of every expert; None of a tensor that has none.
-
-        Raises:
-            StatisticsFileError: the tensor has another shape than that which was measured.
-        """
+        """Return the Fisher information of every expert; None of a tensor that has none."""
         if not self._tensor.fisher:
             return None
         found = self._read(f"fisher/{self._tensor.name}", shape)
