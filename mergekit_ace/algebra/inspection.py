@@ -15,11 +15,6 @@ from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.algebra.measured import MeasuredCovariance
 from mergekit_ace.algebra.task_vectors import MatrixRecord, TensorRecord
 
-# A histogram has `BINS` intervals from −REACH to REACH root mean squares of all task vectors.
-REACH = 5.0
-BINS = 50
-# About so many entries, evenly spaced, are counted in a histogram.
-SAMPLE = 2**18
 # Entries compared at once, which stay in a cache.
 CHUNK = 2**18
 # Leading singular directions that span the subspaces compared.
@@ -40,9 +35,6 @@ class Comparison:
         relative_size: ‖Δ_t‖/‖W0‖; None where W0 is zero or unknown.
         unchanged: share of entries with W_t = W0, 0 to 1; of factors 1 for Δ_t = 0, else 0.
         cosine: ⟨Δ_s, Δ_t⟩ / (‖Δ_s‖ ‖Δ_t‖), T × T; None where one of them is zero.
-        unit: root mean square of the entries of all task vectors, the unit of the histogram.
-        histogram: T × `BINS`, counts of entries of Δ_t; the first and the last bin count what lies
-            beyond them as well. None where nothing changed.
     """
 
     base_norm: float | None
@@ -50,8 +42,6 @@ class Comparison:
     relative_size: tuple[float | None, ...]
     unchanged: tuple[float, ...]
     cosine: PairTable
-    unit: float
-    histogram: tuple[tuple[int, ...], ...] | None
 
 
 @dataclass(frozen=True)
@@ -114,50 +104,34 @@ def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
         deltas = torch.stack([v[part].double() for v in versions]).sub_(origin[part].double())
         products += deltas @ deltas.mT
         changed += torch.count_nonzero(deltas, dim=1)
-    step = max(1, count // SAMPLE)
-    samples = (v[::step].double() - origin[::step].double() for v in versions)
     unchanged = [1 - n / count if count else 1.0 for n in changed.tolist()]
-    return _comparison(math.sqrt(base_square), products, unchanged, count, samples)
+    return _comparison(math.sqrt(base_square), products, unchanged)
 
 
 def compare_products(deltas: Sequence[LowRank]) -> Comparison:
-    """Compare task vectors of low rank by their factors; single rows are formed for the histogram.
-
-    Args:
-        deltas: Δ_t in float64, of one tensor.
-    """
+    """Compare task vectors of one tensor by their factors, which are in float64."""
     inner = [
         [float(((a.left.mT @ b.left) * (a.right @ b.right.mT)).sum()) for b in deltas]
         for a in deltas
     ]
     products = torch.tensor(inner, dtype=torch.float64)
     products.diagonal().clamp_(min=0)  # rounding may leave a little below it
-    count = math.prod(deltas[0].shape)
-    step = max(1, count // SAMPLE)
-    samples = ((delta.left[..., ::step, :] @ delta.right).flatten() for delta in deltas)
     unchanged = [float(square == 0) for square in products.diagonal().tolist()]
-    return _comparison(None, products, unchanged, count, samples)
+    return _comparison(None, products, unchanged)
 
 
 def _comparison(
     base_norm: float | None,
     products: Tensor,  # ⟨Δ_s, Δ_t⟩, (T, T)
     unchanged: Sequence[float],
-    count: int,
-    samples: Iterable[Tensor],
 ) -> Comparison:
     norms = products.diagonal().sqrt()
-    unit = math.sqrt(float(products.trace()) / max(1, count * len(products)))
-    scaled = (sample.div(unit).clamp(-REACH, REACH) for sample in samples)
-    counts = (torch.histc(sample.cpu(), BINS, -REACH, REACH) for sample in scaled)
     return Comparison(
         base_norm=base_norm,
         norm=tuple(norms.tolist()),
         relative_size=tuple(norm / base_norm if base_norm else None for norm in norms.tolist()),
         unchanged=tuple(unchanged),
         cosine=_pairs(products / torch.outer(norms, norms), norms.tolist()),
-        unit=unit,
-        histogram=tuple(tuple(bins.long().tolist()) for bins in counts) if unit else None,
     )
 
 

@@ -55,8 +55,6 @@ class Record(BaseModel):
     base_norm: float | None = None
     unchanged: tuple[float, ...] | None = None
     cosine: PairTable | None = None
-    unit: float | None = None
-    histogram: tuple[tuple[int, ...], ...] | None = None
     matrices: tuple[MatrixInspection, ...] = ()
 
     @property
@@ -73,7 +71,7 @@ class Record(BaseModel):
 
     @model_validator(mode="after")
     def _check_counts(self) -> Self:
-        values = [self.relative_size, self.norm, self.unchanged, self.cosine, self.histogram]
+        values = [self.relative_size, self.norm, self.unchanged, self.cosine]
         values += [part for m in self.matrices for part in (m.weight, m.tau, m.changed)]
         if any(part is not None and len(part) != len(self.models) for part in values):
             raise ValueError(f"a list does not have a value for each of {len(self.models)} experts")

@@ -15,7 +15,7 @@ import plotly.express as px
 import plotly.graph_objects as go
 from jinja2 import Environment, StrictUndefined
 
-from mergekit_ace.algebra.inspection import BINS, REACH, evenly_spaced
+from mergekit_ace.algebra.inspection import evenly_spaced
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.report.record import Report, ReportError, read_records, summarize
 
@@ -103,8 +103,6 @@ def draw_pictures(report: Report) -> dict[str, go.Figure]:
         others = rows.first().assign(expert="with other tasks", own=rows.others.mean().others)
         points, unit = pd.concat([shares, others]), "cosine of ΔᵀΔ and XᵀX (0 to 1)"
         pictures["agreement"] = _by_depth(report, points, "own", unit, log=False)
-    if any(record.histogram for record in report.looked_at):
-        pictures["histograms"] = _histograms(report)
     return pictures
 
 
@@ -147,22 +145,6 @@ def _similarity(report: Report) -> go.Figure:
     for title, text in zip(figure.layout.annotations, views, strict=True):
         title.text = text
     return figure.update_coloraxes(showscale=False)
-
-
-def _histograms(report: Report) -> go.Figure:
-    """Draw the entries of all tensors, each in root mean squares of its task vectors."""
-    counts = pd.DataFrame(0.0, index=range(BINS), columns=report.models)
-    for record in report.looked_at:
-        for model, own in zip(record.models, record.histogram or (), strict=False):
-            counts[model] += own
-    shares = (counts / counts.sum()).set_axis([*map(_text, report.experts)], axis="columns")
-    centres = -REACH + 2 * REACH / BINS * (np.arange(BINS) + 0.5)
-    labels = {"x": "entry of Δ (root mean squares)", "value": "share of entries (per bin)"}
-    figure = px.line(
-        shares, x=centres, y=shares.columns, line_shape="hvh", log_y=True, labels=labels,
-        color_discrete_sequence=COLORS,
-    )  # fmt: skip
-    return figure.update_yaxes(exponentformat="e")
 
 
 def _text(name: object) -> str:

@@ -29,7 +29,7 @@ SAME = (
     "normalized", "refined", "statistic", "rank", "prior", "coefficients",
 )  # fmt: skip
 NEAR = (
-    "norm", "unit", "tau", "gamma", "log_variance", "threshold", "epsilon", "ridge", "sigma_iso",
+    "norm", "tau", "gamma", "log_variance", "threshold", "epsilon", "ridge", "sigma_iso",
     "amplification", "changed",
 )  # fmt: skip
 
@@ -84,9 +84,6 @@ def check_line(found: dict, expected: dict) -> None:
         near(found.get(name), expected.get(name), f"{name} of {found['tensor']}")
     if "cosine" in expected:
         near(found["cosine"], expected["cosine"], "cosine")
-    for one, other in zip(found.get("histogram", ()), expected.get("histogram", ()), strict=True):
-        moved = sum(abs(a - b) for a, b in zip(one, other, strict=True))
-        assert moved <= 0.01 * sum(other) + 2
     assert ("subspaces" in found) == ("subspaces" in expected)
     for name, value in expected.get("subspaces", {}).items():
         near(found["subspaces"][name], value, name, 2e-3)

@@ -29,8 +29,6 @@ def made_line(name: str | None, tau: list[float], **changes: Any) -> dict[str, A
         "norm": [math.sqrt(value) for value in tau],
         "unchanged": [0.0] * count,
         "cosine": identity,
-        "unit": 0.1,
-        "histogram": [[0] * 24 + [100, 100] + [0] * 24] * count,
         "rule": "ace",
         "weight": [1.0] * count,
         "tau": tau,
