@@ -54,12 +54,7 @@ class Command(click.Command):
     """
 
     def __init__(self, *args: Any, example: str, flags: Collection[str] | None = (), **kwargs: Any):
-        """Make a command.
-
-        Args:
-            example: a command line, without the name of the program.
-            flags: those of `mergekit-yaml` that it takes beside its own; None for all.
-        """
+        """Take flags of `mergekit-yaml` beside the command's own; None for all of them."""
         epilog = f"\b\nExample:\n  mergekit-ace {example}"
         super().__init__(*args, context_settings=HELP, epilog=epilog, **kwargs)
         self._flags = flags
@@ -127,10 +122,8 @@ class ConfigFile(click.Path):
             found, what = "", "a file of several merge configs, which mergekit-multi takes"
         if found is not None and found not in self._kinds:
             command, wanted = ctx.info_name if ctx else "this command", self._kinds[0]
-            raise click.ClickException(
-                f"{path} is {what}; {command} takes a {wanted} config, with a line "
-                f"`{KINDS[wanted]}:`"
-            )
+            takes = f"{command} takes a {wanted} config, with a line `{KINDS[wanted]}:`"
+            raise click.ClickException(f"{path} is {what}; {takes}")
         return path
 
 
@@ -142,12 +135,8 @@ class ShardSize(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = re.fullmatch(r"0*([1-9][0-9]*)([KMB]?)", str(value), re.ASCII | re.IGNORECASE)
         if match is None:
-            self.fail(
-                f"{value!r} is no size; give a whole number of bytes above 0, or of thousands, "
-                "millions or billions of them with K, M or B behind it, such as 5B",
-                param,
-                ctx,
-            )
+            message = f"{value!r} is no size; give a whole number of bytes above 0, such as 5B"
+            self.fail(message, param, ctx)
         return int(match[1]) * 1000 ** " KMB".index(match[2].upper() or " ")
 
 
@@ -174,10 +163,10 @@ def mergekit_flags() -> dict[str, click.Option]:
 
 
 def take_options(values: dict[str, Any], *, here: bool = True, **others: Any) -> MergeOptions:
-    """Return mergekit's options from the values of a command line, and remove them from there.
+    """Take mergekit's options out of the values of a command line.
 
     Raises:
-        ValueError: this process is to compute (`here`), and cannot do so on the device asked for.
+        ValueError: this process is to compute (`here`), and cannot on the device asked for.
     """
     from mergekit.options import MergeOptions
 
@@ -207,11 +196,7 @@ def use_device(ctx: click.Context, option: click.Parameter, value: str | None) -
 
 
 def run_options(*kinds: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that adds what every command takes that runs models.
-
-    Args:
-        kinds: of configs that it takes, see `KINDS`.
-    """
+    """Return a decorator that adds what every command takes that runs models, and its `KINDS`."""
     seen: dict[str, Any] = {"callback": use_device, "expose_value": False}
     text = "Compute on this device; without, on a GPU where there is one."
     trust = "Run code that models bring along (danger)."
@@ -453,13 +438,10 @@ def methods(name: str | None, markdown: bool) -> None:
 
 
 def read_config(path: Path, model: type[M], given: dict[str, Any]) -> M:
-    """Read a YAML file as `model`; what is wrong in it is said by line of the config.
-
-    Args:
-        given: the values of the command line; `trust_remote_code` is taken from there.
+    """Read a YAML file as `model`, with `trust_remote_code` out of the values `given` in its place.
 
     Raises:
-        click.ClickException: the file is no YAML, or says something that `model` does not allow.
+        ConfigError, click.ClickException: it is no YAML, or nothing that `model` allows.
     """
     from mergekit_ace.planning import explain_validation, read_yaml
 
@@ -467,9 +449,8 @@ def read_config(path: Path, model: type[M], given: dict[str, Any]) -> M:
     trusted = given.pop("trust_remote_code")
     if isinstance(content, dict):
         if "trust_remote_code" in content:
-            raise click.ClickException(
-                f"{path}: trust_remote_code is no setting; give --trust-remote-code"
-            )
+            message = "trust_remote_code is no setting; give --trust-remote-code"
+            raise click.ClickException(f"{path}: {message}")
         content |= {"trust_remote_code": True} if trusted else {}
     try:
         return model.model_validate(content)

@@ -48,11 +48,7 @@ UNREAD = "mergekit would ignore it without a word"
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, or may be.
-
-    Attributes:
-        level: an error makes the merge fail, or be another one than the config says.
-    """
+    """Something because of which a merge fails or is not what its config says; or may be."""
 
     level: Literal["error", "warning"]
     message: str

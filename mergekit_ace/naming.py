@@ -21,8 +21,7 @@ def block_of(name: str) -> str:
 
 def within_block(name: str) -> str:
     """Return a name without its block: `.mlp.up_proj.weight`; as it is outside of blocks."""
-    match = _BLOCK.match(name)
-    return name[match.end() - 1 :] if match else name
+    return name.removeprefix(block_of(name)) if _BLOCK.match(name) else name
 
 
 def without_numbers(name: str) -> str:
@@ -51,49 +50,47 @@ def natural_order(name: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
 
-def relative_depths(names: Iterable[str]) -> dict[str, float]:
-    """Return the relative depth of every tensor, from 0 (the input) to 1 (the output).
-
-    Block b of a stack of B blocks, counted from 0, stands at (b + 1) / (B + 1); embeddings at 0,
-    and whatever else is outside of the stacks (final norms, heads) at 1. An encoder and a decoder
-    are two stacks. Networks of different depth share this scale, which is what lets coefficients
-    be carried from one to the other.
-
-    Args:
-        names: of all tensors of one checkpoint or one model in memory, in any order.
-    """
-    positions = {name: _position(name) for name in names}
-    sizes: dict[str, int] = {}
-    for stack, number in filter(None, positions.values()):
-        sizes[stack] = max(sizes.get(stack, 0), number + 1)
-    depths = {}
-    for name, position in positions.items():
-        if position is None:
-            depths[name] = 0.0 if _INPUT.search(name) else 1.0
-        else:
-            stack, number = position
-            depths[name] = (number + 1) / (sizes[stack] + 1)
-    return depths
-
-
-def _position(name: str) -> tuple[str, int] | None:
-    match = _BLOCK.match(name)
-    return (match["stack"] or "", int(match["number"])) if match else None
-
-
 def layer_of(name: str) -> int | None:
     """Return the number of a tensor's layer in its stack, from 0; None outside of stacks."""
-    position = _position(name)
-    return position[1] if position else None
+    match = _BLOCK.match(name)
+    return int(match["number"]) if match else None
 
 
 def stack_size(name: str, names: Iterable[str]) -> int:
     """Return how many layers the stack of a tensor has, by all names; 0 outside of stacks."""
-    position = _position(name)
-    if position is None:
-        return 0
-    numbers = [p[1] for p in map(_position, names) if p is not None and p[0] == position[0]]
-    return max(numbers, default=-1) + 1
+    return _stack_sizes(names).get(_stack_of(name), 0)
+
+
+def _stack_of(name: str) -> str | None:
+    match = _BLOCK.match(name)
+    return match["stack"] or "" if match else None
+
+
+def _stack_sizes(names: Iterable[str]) -> dict[str | None, int]:
+    sizes: dict[str | None, int] = {}
+    for name in names:
+        layer = layer_of(name)
+        if layer is not None:
+            sizes[_stack_of(name)] = max(sizes.get(_stack_of(name), 0), layer + 1)
+    return sizes
+
+
+def relative_depths(names: Iterable[str]) -> dict[str, float]:
+    """Return the relative depth of every tensor, from 0 (the input) to 1 (the output).
+
+    Block b of a stack of B blocks, counted from 0, stands at (b + 1) / (B + 1); embeddings at 0,
+    and whatever else is outside of the stacks (final norms, heads) at 1. Networks of different
+    depth share this scale, so that coefficients can be carried from one to the other.
+    """
+    names = list(names)
+    sizes, depths = _stack_sizes(names), {}
+    for name in names:
+        layer = layer_of(name)
+        if layer is None:
+            depths[name] = 0.0 if _INPUT.search(name) else 1.0
+        else:
+            depths[name] = (layer + 1) / (sizes[_stack_of(name)] + 1)
+    return depths
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
@@ -108,8 +105,7 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 def same_name(one: str, other: str) -> bool:
     """Tell whether two paths or names on the Hub end alike, whatever the folder or owner."""
-    ends = (path.rstrip("/").rpartition("/")[2].lower() for path in (one, other))
-    return len(set(ends)) == 1
+    return PurePath(one).name.lower() == PurePath(other).name.lower()
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
@@ -125,12 +121,3 @@ def in_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
-
-
-def in_time(seconds: float) -> str:
-    """Return seconds in words."""
-    if seconds < 100:
-        return f"{max(1, round(seconds))} s"
-    if seconds < 6000:
-        return f"{round(seconds / 60)} min"
-    return f"{seconds / 3600:.1f} h"

@@ -104,11 +104,10 @@ def read_merge_config(path: Path) -> tuple[MergeConfiguration, str]:
         raise ConfigError(f"{path} is no config of mergekit: it has no line `merge_method:`")
     try:
         return MergeConfiguration.model_validate(content), source
-    except ValidationError as error:
-        wrong = "; ".join(explain_validation(error, content))
+    except (ValidationError, RuntimeError) as error:  # the latter of mergekit's own validators
+        known = isinstance(error, ValidationError)
+        wrong = "; ".join(explain_validation(error, content)) if known else error
         raise ConfigError(f"{path} is no config that mergekit accepts: {wrong}") from error
-    except RuntimeError as error:  # mergekit's own validators raise it
-        raise ConfigError(f"{path} is no config that mergekit accepts: {error}") from error
 
 
 def explain_validation(error: ValidationError, content: Any) -> Iterator[str]:
@@ -129,9 +128,7 @@ def explain_validation(error: ValidationError, content: Any) -> Iterator[str]:
             continue
         told.add(path)
         hint = f"; {_EXPECTED[path[-1]]}" if path and path[-1] in _EXPECTED else ""
-        shown = repr(found)
-        shown = shown if len(shown) <= 60 else shown[:59] + "…"
-        yield f"{'.'.join(path) or 'the config'}: {what}{hint} (found: {shown})"
+        yield f"{'.'.join(path) or 'the config'}: {what}{hint} (found: {found!r:.60})"
 
 
 def find_place(places: Sequence[str | int], content: Any) -> tuple[tuple[str, ...], Any]:
@@ -347,7 +344,6 @@ def plan_merge(
     The models are those that mergekit's loaders have; it opens others, and merges their adapters.
 
     Args:
-        config, source: of the merge, see `read_merge_config`; its models have been checked.
         unplanned: what is to be merged beside what mergekit plans.
         architecture: of the models, where it is known.
         checkpoints: headers of the models, by which tensors keep a dtype that is wider than that of

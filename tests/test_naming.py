@@ -15,52 +15,29 @@ from mergekit_ace.naming import (
 
 
 @pytest.mark.parametrize(
-    ("name", "block"),
+    ("name", "block", "place", "pattern", "module"),
     [
-        ("model.layers.11.mlp.up_proj.weight", "model.layers.11"),
-        ("model.layers.3.mlp.experts.7.w1.weight", "model.layers.3"),
-        ("encoder.block.0.layer.1.DenseReluDense.wi.weight", "encoder.block.0"),
-        ("0.weight", "0"),
-        ("model.embed_tokens.weight", "model.embed_tokens"),
-        ("shared", "shared"),
-        ("model.layers2.weight", "model.layers2"),
+        ("h.1.experts.3.w1.weight", "h.1", ".experts.3.w1.weight", "h.*.experts.*.w1.weight", "w1"),
+        ("e.block.0.layer.1.wi", "e.block.0", ".layer.1.wi", "e.block.*.layer.*.wi", "wi"),
+        ("0.experts.up", "0", ".experts.up", "*.experts.up", "up"),
+        ("layers2.weight", "layers2", "layers2.weight", "layers2.weight", "layers2"),
+        ("shared", "shared", "shared", "shared", "shared"),
     ],
 )
-def test_the_first_number_is_the_block(name, block):
-    assert block_of(name) == block
+def test_the_first_number_is_the_block(name, block, place, pattern, module):
+    assert (block_of(name), within_block(name)) == (block, place)
+    assert (without_numbers(name), module_of(name)) == (pattern, module)
 
 
 def test_depth_runs_from_embeddings_to_head():
-    names = [f"model.layers.{n}.mlp.weight" for n in (2, 0, 1)]
-    depths = relative_depths(["lm_head.weight", "model.norm.weight", *names, "model.embed.weight"])
-    assert depths["model.embed.weight"] == 0
-    assert [depths[f"model.layers.{n}.mlp.weight"] for n in range(3)] == [0.25, 0.5, 0.75]
-    assert depths["model.norm.weight"] == depths["lm_head.weight"] == 1
-
-
-def test_encoder_and_decoder_are_two_stacks():
-    depths = relative_depths(["encoder.block.0.a", "decoder.block.0.a", "decoder.block.2.a"])
-    assert list(depths.values()) == [0.5, 0.25, 0.75]
-
-
-@pytest.mark.parametrize(
-    "name", ["wte.weight", "transformer.wpe.weight", "shared.weight", "vit.embeddings.cls_token"]
-)
-def test_input_sides_of_many_architectures(name):
-    assert relative_depths([name])[name] == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "pattern", "place", "module"),
-    [
-        ("h.11.experts.3.w1.weight", "h.*.experts.*.w1.weight", ".experts.3.w1.weight", "w1"),
-        ("0.experts.gate_up", "*.experts.gate_up", ".experts.gate_up", "gate_up"),
-        ("lm_head.weight", "lm_head.weight", "lm_head.weight", "lm_head"),
-        ("fc1", "fc1", "fc1", "fc1"),
-    ],
-)
-def test_what_tensors_of_all_layers_have_in_common(name, pattern, place, module):
-    assert (without_numbers(name), within_block(name), module_of(name)) == (pattern, place, module)
+    """An encoder and a decoder are two stacks."""
+    names = {
+        "model.embed.weight": 0, "model.layers.0.mlp": 0.25, "model.layers.1.mlp": 0.5,
+        "model.layers.2.mlp": 0.75, "model.norm.weight": 1, "lm_head.weight": 1,
+        "encoder.block.0.a": 0.5, "decoder.block.0.a": 0.25, "decoder.block.2.a": 0.75,
+        "wte.weight": 0, "transformer.wpe.weight": 0, "shared.weight": 0, "vit.cls_token": 0,
+    }  # fmt: skip
+    assert relative_depths(names) == names
 
 
 def test_layer_ten_comes_behind_layer_nine():

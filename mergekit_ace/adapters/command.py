@@ -43,7 +43,7 @@ from mergekit_ace.files.saving import locked, package_versions, write_text
 from mergekit_ace.merge_config import Finding, check_config, check_settings, shown_errors
 from mergekit_ace.methods.base import first_that_fits, flush_notices
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
-from mergekit_ace.naming import in_bytes, in_time, listed, same_name
+from mergekit_ace.naming import in_bytes, listed, same_name
 from mergekit_ace.planning import (
     ConfigError,
     PlannedMerge,
@@ -229,7 +229,7 @@ def merge_adapters(
     flush_notices()
     if not quiet:
         size, seconds = (out / WEIGHTS).stat().st_size, time.perf_counter() - start
-        click.echo(f"{out}: {what}; {in_bytes(size)}, in {in_time(seconds)}")
+        click.echo(f"{out}: {what}; {in_bytes(size)}, in {seconds:.0f} s")
 
 
 def _check(findings: Iterable[Finding], *, quiet: bool) -> None:

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -107,9 +106,8 @@ def check_merge(
 
     Args:
         out: where the result is to be written; the present folder's disk by default.
-        unplanned: what the `mergekit-ace merge` that is about to start does with tensors that
-            mergekit does not plan. It looks after the disk itself. None for a merge by
-            `mergekit-yaml`.
+        unplanned: what the `mergekit-ace merge` that is about to start, and looks after the disk
+            itself, does with tensors that mergekit does not plan; None for `mergekit-yaml`.
     """
     findings: list[Finding] = []
     try:
@@ -130,15 +128,18 @@ def check_merge(
     if len(checkpoints) == len(models):
         findings += check_adapters(checkpoints, options, merged_first=unplanned is None)
         findings += check_checkpoints(checkpoints, config)
-        with headers_only(list(checkpoints.values())), _plan_warnings() as warnings:
+        with headers_only(list(checkpoints.values())):
             try:
                 plan = plan_merge(config, source, options, checkpoints=checkpoints)
                 extra, told = treat_unplanned(plan, checkpoints, unplanned or "error")
                 if extra:
                     plan = plan_merge(config, source, options, extra, checkpoints=checkpoints)
             except Exception as error:  # mergekit raises whatever its parts do
-                told = [_planning_error(error)]
-        findings += [*map(Finding.warning, dict.fromkeys(warnings)), *told]
+                text = str(error) or type(error).__name__
+                if isinstance(error, KeyError):  # mergekit looks a module up
+                    text = f"the architecture has no part {text}; most have one, called `default`"
+                told = [Finding.error(text)]
+        findings += told
     if plan is not None:
         estimate = estimate_merge(plan, checkpoints)
         findings += check_tensors(plan.tensors, checkpoints)
@@ -155,32 +156,6 @@ def check_merge(
         known = method.about if isinstance(method, TaskVectorMethod) else method.spec.pretty_name
         lines.insert(0, f"method  {known or config.merge_method}")
     return Preflight(tuple(findings), estimate, tuple(lines))
-
-
-def _planning_error(error: Exception) -> Finding:
-    text = str(error) or type(error).__name__
-    if isinstance(error, KeyError):  # mergekit looks a module up
-        text = f"the architecture has no part {text}; most have one, called `default`"
-    return Finding.error(text)
-
-
-@contextmanager
-def _plan_warnings() -> Iterator[list[str]]:
-    """Keep what this package logs as warnings, instead of showing it."""
-    messages: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    log, keep = logging.getLogger("mergekit_ace"), Keep(logging.WARNING)
-    log.addHandler(keep)
-    log.propagate = False
-    try:
-        yield messages
-    finally:
-        log.removeHandler(keep)
-        log.propagate = True
 
 
 def _check_mergekit_yaml(

@@ -114,13 +114,9 @@ def _unplanned_tensor(
     donor: Checkpoint,
     models: tuple[ModelReference, ...],
     copied: Sequence[str],
-    rows: set[tuple[int, ...]],
+    rows: set[tuple[int, ...]],  # of embeddings
 ) -> UnplannedTensor:
-    """Return how a tensor gets into a result; whole numbers are copied.
-
-    Args:
-        rows: of embeddings.
-    """
+    """Return how a tensor gets into a result; whole numbers are copied."""
     header = donor.headers.get(name)
     floating = _is_floating(header)
     merged = floating and name not in copied
@@ -232,12 +228,8 @@ def verify_model(
 ) -> str:
     """Return what is wrong with a result as transformers would load it; empty for a whole model.
 
-    Only headers are read. What the model that gave its config lacks, or has too many of, the result
-    may as well: a backbone without the head that its config names, for example.
-
-    Args:
-        donor: the model whose config the result has.
-        donor_folder: where its weights are.
+    Only headers are read. What the donor, which gave its config, lacks or has too many of, the
+    result may as well: a backbone without the head that its config names, for example.
 
     Raises:
         NotLoadedError: transformers does not load the donor either.
@@ -258,11 +250,7 @@ def verify_model(
 
 
 def _faults(model: ModelReference, folder: Path, trust_remote_code: bool) -> dict[str, list[str]]:
-    """Load a checkpoint without its values by transformers, which renames and packs its tensors.
-
-    Returns:
-        Tensors by what is wrong with them; names are those in memory.
-    """
+    """Load a checkpoint without its values by transformers; return names by what is wrong."""
     config = model.config(trust_remote_code=trust_remote_code)
     index = ShardedTensorIndex.from_disk(str(folder))
     headers = read_headers(index.tensor_paths, index.base_path)

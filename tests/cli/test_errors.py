@@ -37,7 +37,6 @@ def edit(path: str, name: str, change) -> None:
 POSITIVE = "a number, 0 or greater"
 WRONG = [
     ("epsilon", -1, -1, POSITIVE),
-    ("epsilon", ".inf", ".inf", POSITIVE),
     ("epsilon", [1e-5, -1e-5], -1e-5, POSITIVE),
     ("epsilon", [{"filter": "mlp.down", "value": -2}, {"value": 1e-5}], -2, POSITIVE),
     ("lambda", "nan", "nan", "a finite number"),
@@ -46,7 +45,6 @@ WRONG = [
     ("rank_fraction", 1.5, 1.5, "a number from 0 to 1"),
     ("layout", "diagonal", "diagonal", "one of auto, matrix, transposed, stacked, flattened"),
     ("report", "/no/folder/r.jsonl", "/no/folder/r.jsonl", "there is no folder /no/folder"),
-    ("report", 7, 7, "the path of a file"),
     ("weight", -0.5, -0.5, POSITIVE),
 ]
 
@@ -59,71 +57,44 @@ def test_a_wrong_value(llamas, mergekit_yaml, no_reading, name, value, shown, al
     assert allowed in str(caught.value)
 
 
-def test_a_wrong_value_in_python():
-    tensors = [torch.eye(2), torch.ones(2, 2)]
-    with pytest.raises(ValueError, match="'rank_fraction' is 2; allowed: a number from 0 to 1"):
-        merge_tensors(tensors, "ace", base_index=0, parameters={"rank_fraction": 2})
-    with pytest.raises(TypeError, match="Unknown parameter"):
-        merge_tensors(tensors, "ace", base_index=0, parameters={"epsilom": 2})
-
-
-def test_no_base_model(llamas, mergekit_yaml, no_reading):
+def test_no_base_and_no_expert(llamas, mergekit_yaml, no_reading):
     config = ace_config(llamas)
     del config["base_model"]
     with pytest.raises(ValueError, match=r"(?s)no base model.*\n    base_model: NAME_OR_PATH"):
         mergekit_yaml(config)
     with pytest.raises(ValueError, match="base_index="):
         merge_tensors([torch.eye(2), torch.ones(2, 2)], "ace")
-
-
-def test_a_slice_without_the_base(llamas, mergekit_yaml, no_reading):
     config = ace_config(llamas)
     sources = [{"model": path, "layer_range": [0, 2]} for path in llamas[1:]]
     config["slices"] = [{"sources": sources}]
     del config["models"]
     with pytest.raises(ValueError, match="List it in every slice"):
         mergekit_yaml(config)
-
-
-def test_no_expert(llamas, mergekit_yaml, no_reading):
     with pytest.raises(ValueError, match="no expert besides the base model"):
         mergekit_yaml(ace_config([llamas[0], llamas[0]]))
 
 
-def test_an_expert_of_another_shape(llamas, mergekit_yaml, no_reading):
-    name = "model.layers.0.mlp.up_proj.weight"
-    tiny_llama(intermediate_size=40).save_pretrained(llamas[2])
-    with pytest.raises(RuntimeError, match="Experts must be fine-tuned from this") as caught:
+@pytest.mark.parametrize("pickled", [False, True])
+def test_an_expert_of_another_shape(llamas, mergekit_yaml, no_reading, pickled):
+    other = tiny_llama(intermediate_size=40)
+    other.save_pretrained(llamas[2])
+    if pickled:
+        torch.save(other.state_dict(), Path(llamas[2]) / "pytorch_model.bin")
+        (Path(llamas[2]) / "model.safetensors").unlink()
+    message = r"tensor .*_proj.weight has shape \((40, 32|32, 40)\) in .*/expert1, but"
+    with pytest.raises(RuntimeError, match=message) as caught:
         mergekit_yaml(ace_config(llamas))
-    for part in (name, llamas[2], "(40, 32)", "(48, 32)", llamas[0], "remove"):
+    for part in (llamas[0], "Experts must be fine-tuned from this", "remove"):
         assert part in str(caught.value)
 
 
-def test_a_pickled_expert_of_another_shape(llamas, mergekit_yaml, no_reading):
-    other = tiny_llama(intermediate_size=40)
-    other.save_pretrained(llamas[2])
-    torch.save(other.state_dict(), Path(llamas[2]) / "pytorch_model.bin")
-    (Path(llamas[2]) / "model.safetensors").unlink()
-    with pytest.raises(RuntimeError, match=r"shape \((40, 32|32, 40)\) in .*expert1, but"):
+def test_another_vocabulary_without_a_tokenizer_setting(llamas, mergekit_yaml):
+    expert = tiny_llama(seed=3)
+    expert.resize_token_embeddings(45)
+    expert.save_pretrained(llamas[1])
+    with pytest.raises(ValueError, match=r"\[\(4[05], 32\)") as caught:
         mergekit_yaml(ace_config(llamas))
-
-
-def test_shapes_in_memory():
-    tensors = [torch.zeros(3, 4), torch.ones(3, 4), torch.ones(3, 5)]
-    with pytest.raises(ValueError, match=r"Tensor size mismatch for w: .*\(3, 5\)"):
-        merge_tensors(tensors, "ace", base_index=0, name="w")
-
-
-def test_another_vocabulary_without_a_tokenizer_setting(tmp_path, mergekit_yaml):
-    base = tiny_llama(vocab_size=30)
-    paths = save_family(base, tmp_path)
-    expert = tiny_llama(vocab_size=30, seed=3)
-    expert.resize_token_embeddings(35)
-    expert.save_pretrained(paths[1])
-    name = "model.embed_tokens.weight"
-    with pytest.raises(ValueError, match=r"\[\(30, 32\)|\[\(35, 32\)") as caught:
-        mergekit_yaml(ace_config(paths))
-    assert name in str(caught.value) or "lm_head.weight" in str(caught.value)
+    assert any(name in str(caught.value) for name in ("embed_tokens.weight", "lm_head.weight"))
     assert "tokenizer: {source: base}" in str(caught.value)
 
 
@@ -150,36 +121,32 @@ def test_nan_and_inf(llamas, mergekit_yaml, tmp_path, bad, member, name):
     assert not list((tmp_path / "merged").glob("*.index.json"))
 
 
-def test_nan_that_all_models_share():
-    tensor = torch.tensor([[float("nan"), 1.0], [2.0, 3.0]])
-    with pytest.raises(ValueError, match="model 0 contains NaN"):
-        merge_tensors([tensor, tensor.clone()], "ace", base_index=0)
-
-
 def test_too_ill_conditioned(llamas, mergekit_yaml):
-    with pytest.raises(ValueError, match="Raise `epsilon`") as caught:
+    with pytest.raises(ValueError, match=r"tensor model\..*Raise `epsilon`"):
         mergekit_yaml(ace_config(llamas, parameters={"epsilon": 0}))
-    assert "tensor model.layers" in str(caught.value) or "tensor model.embed" in str(caught.value)
 
 
-def test_a_result_that_does_not_fit_the_dtype():
-    base = torch.zeros(40, 4, dtype=torch.float16)
-    experts = [torch.randn(40, 4).mul(5e3).half() for _ in range(2)]
-    with pytest.raises(ValueError, match=r"too large for torch\.float16"):
-        merge_tensors([base, *experts], "ace", base_index=0, parameters={"lambda": 100.0})
+EYE, ONES, NAN = torch.eye(2), torch.ones(2, 2), torch.full((2, 2), float("nan"))
+LARGE = [torch.zeros(40, 4).half(), *(torch.randn(2, 40, 4) * 5e3).half()]
+IN_MEMORY = [
+    ([EYE, ONES], {"rank_fraction": 2}, "'rank_fraction' is 2; allowed: a number from 0 to 1"),
+    ([EYE, ONES], {"epsilom": 2}, "Unknown parameter"),
+    ([EYE, ONES, torch.ones(2, 5)], {}, r"Tensor size mismatch for w: .*\(2, 5\)"),
+    ([NAN, NAN.clone()], {}, "model 0 contains NaN"),
+    (LARGE, {"lambda": 100.0}, r"too large for torch\.float16"),
+    ([-3e38 * ONES, 3e38 * ONES, ONES], {}, r"tensor w .*float64 has room.*0: 1, 1: 2"),
+]
 
 
-def test_overflow_of_a_task_vector_names_the_tensor():
-    base = torch.full((4, 4), -3e38)
-    with pytest.raises(ValueError, match=r"tensor w .*float64 has room.*0: 1, 1: 2"):
-        merge_tensors([base, torch.full((4, 4), 3e38), base.clone()], "ace", base_index=0, name="w")
+@pytest.mark.parametrize(("tensors", "parameters", "message"), IN_MEMORY)
+def test_tensors_in_memory(tensors, parameters, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        merge_tensors(tensors, "ace", base_index=0, name="w", parameters=parameters)
 
 
 def test_a_head_that_the_base_lacks(llamas, mergekit_pytorch):
     files = [f"{path}/model.safetensors" for path in llamas]
-    tensors = load_file(files[1])
-    tensors["score.weight"] = torch.ones(2, 32)
-    save_file(tensors, files[1], {"format": "pt"})
+    save_file({**load_file(files[1]), "score.weight": torch.ones(2, 32)}, files[1])
     with pytest.raises(ValueError, match=r"has no tensor .*score.weight.*but an expert has"):
         mergekit_pytorch(ace_config(files), "--tensor-union")
 
