@@ -8,18 +8,10 @@ from pathlib import Path
 
 import pytest
 from catalogue import family_config, findings
-from checkpoints import save_family, tiny_llama
 
 from mergekit_ace.planning import ConfigError, read_merge_config
 
 Change = Callable[[dict], dict | str]
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("family")
-    save_family(tiny_llama(), folder)
-    return folder
 
 
 def top(**given) -> Change:

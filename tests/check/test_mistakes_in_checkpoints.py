@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from catalogue import NAMES, add, configure, family_config, findings, rewrite, save_tokenizer
-from checkpoints import fine_tuned, save_family, tiny_llama
+from checkpoints import fine_tuned, tiny_llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from sentencepiece import SentencePieceTrainer
@@ -23,13 +23,6 @@ UP, NORM, HEAD = "model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_h
 CACHE = ("--lora-merge-cache", "cache")
 # Makes the mistake in a copy of a family, and returns flags; `paths` are of base and experts.
 Make = Callable[[list[str], dict], Sequence[str] | None]
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("family")
-    save_family(tiny_llama(), folder)
-    return folder
 
 
 def weights(which: int, change: Callable[[dict[str, Tensor]], object]) -> Make:
