@@ -42,18 +42,6 @@ def rng() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Hide matplotlib where tests train: its pictures take a third of a small training.
-
-    They have tests of their own.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if request.path.parent.name == "training":
-            patch.setitem(sys.modules, "matplotlib.figure", None)
-        yield
-
-
 @pytest.fixture
 def gpu(monkeypatch) -> Iterator[torch.device]:
     """The GPU of this machine, or an imitated one, see `imitated_gpu`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -31,9 +31,7 @@ class WeightMoments:
     """Moments of a tensor, from which those of several tensors together follow.
 
     Attributes:
-        count: number of entries.
-        mean: of the entries; 0 without entries.
-        spread: Σ (x − mean)².
+        spread: Σ (x − mean)² over its `count` entries.
         singular: the largest singular values, descending; missing ones are left out.
     """
 
@@ -54,14 +52,9 @@ class WeightMoments:
 
 
 def measure_moments(tensor: Tensor, rank: int) -> WeightMoments:
-    """Measure the moments of one tensor, in float64 over blocks, so that no float64 copy exists.
+    """Measure moments and `rank` singular values of a tensor; a ValueError where it is not finite.
 
-    Args:
-        tensor: any shape and floating dtype, finite.
-        rank: r ≥ 0, how many singular values are wanted.
-
-    Raises:
-        ValueError: the tensor holds NaN or Inf.
+    Sums are in float64 over blocks, so that no float64 copy exists.
     """
     if tensor.numel() == 0:
         return WeightMoments()
@@ -74,11 +67,7 @@ def measure_moments(tensor: Tensor, rank: int) -> WeightMoments:
 
 
 def leading_singular_values(tensor: Tensor, rank: int) -> tuple[float, ...]:
-    """Return the `rank` largest singular values of a tensor as a matrix, or all, descending.
-
-    Args:
-        tensor: (o, i), or (o, …) read as (o, rest); a vector is one row. Finite.
-    """
+    """Return the `rank` largest singular values of a tensor as a matrix, or all, descending."""
     matrix = tensor.detach()
     matrix = matrix.reshape(1, -1) if matrix.ndim < 2 else matrix.flatten(start_dim=1)
     rank = min(rank, *matrix.shape)
@@ -118,19 +107,9 @@ def features(moments: WeightMoments, statistics: Sequence[Statistic], rank: int)
 class LearnerConfig(BaseModel):
     """Settings of the learner: which network, on which statistics.
 
-    Attributes:
-        input: what the network sees at once, which the paper leaves open. ``concatenated``: the
-            statistics of all tensors of one expert give all its coefficients (A.3.1). ``shared``:
-            the statistics of one (expert, tensor) pair, and the tensor's relative depth, give one
-            coefficient, so that a trained learner serves other experts. ``direct``: no network,
-            the coefficients themselves are the parameters.
-        layers, hidden: number of weights in the MLP, and its width.
-        rank: r, how many singular values.
-        statistics_of: the expert's task vector Δ_k or its weights θ_k.
-        activation: over the raw outputs. The paper has merges with and without softmax (over the
-            experts); the default leaves coefficients free.
-        initial: what every coefficient starts at with ``relu`` and ``identity``. Softmax starts
-            at 1/K.
+    What the network sees at once the paper leaves open. ``concatenated``: the statistics of all
+    tensors of one expert give all its coefficients (A.3.1). ``shared``: those of one expert and
+    tensor, and its relative depth, give one coefficient. ``direct``: there is no network.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -143,16 +122,6 @@ class LearnerConfig(BaseModel):
     statistics_of: Literal["task_vector", "weights"] = "task_vector"
     activation: Literal["softmax", "relu", "identity"] = "identity"
     initial: Number = 0.3
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_network(cls, values: Any) -> Any:
-        """Accept the `network: mlp` of earlier configs and coefficient files."""
-        if not isinstance(values, dict) or "network" not in values:
-            return values
-        if values["network"] != "mlp":
-            raise ValueError("`network` no longer exists; leave it out: every network is an MLP")
-        return {name: value for name, value in values.items() if name != "network"}
 
     @model_validator(mode="after")
     def _check(self) -> LearnerConfig:
@@ -175,28 +144,16 @@ class Standardizer(nn.Module):
 
     Experts of one base differ by little, and statistics of one kind span decades over the tensors
     of a model; without this the raw numbers barely tell the experts apart.
-
-    Attributes:
-        unit: (F,), below it the logarithm turns linear: sign(x) log(1 + |x| / unit).
-        centre, width: (F,), mean and standard deviation of the logarithms.
+    The logarithm is sign(x) log(1 + |x| / unit); all constants are (F,).
     """
-
-    unit: Tensor
-    centre: Tensor
-    width: Tensor
 
     def __init__(self, features: int):
         super().__init__()
-        self.register_buffer("unit", torch.ones(features, dtype=torch.float64))
-        self.register_buffer("centre", torch.zeros(features, dtype=torch.float64))
-        self.register_buffer("width", torch.ones(features, dtype=torch.float64))
+        for name in ("unit", "centre", "width"):
+            self.register_buffer(name, torch.ones(features, dtype=torch.float64))
 
     def fit(self, statistics: Tensor) -> Standardizer:
-        """Take the constants from all experts and tensors.
-
-        Args:
-            statistics: (K, L, F), float64.
-        """
+        """Take the constants from all experts and tensors: (K, L, F), float64."""
         for n, column in enumerate(statistics.flatten(0, 1).unbind(-1)):
             sizes = column.abs()[column != 0]
             self.unit[n] = torch.quantile(sizes, 0.01) if len(sizes) else 1.0
@@ -225,53 +182,19 @@ class LearnerInputs(NamedTuple):
 class Learner(nn.Module):
     """Network that predicts coefficients (K, L) from statistics (K, L, F).
 
-    Args:
-        experts: K; only ``direct`` is tied to it.
-        tensors: L; ``concatenated`` and ``direct`` are tied to it.
+    Only ``direct`` is tied to K, and it and ``concatenated`` to L.
     """
 
     def __init__(self, config: LearnerConfig, experts: int, tensors: int):
         super().__init__()
         self.config = config
         self.standardizer = Standardizer(len(config.features))
-        direct = config.input == "direct"
-        self.network = _Table(experts, tensors) if direct else _Predictor(config, tensors)
-
-    def forward(self, statistics: Tensor, depths: Tensor) -> Tensor:
-        """Return the coefficients λ, (K, L) in float32.
-
-        Args:
-            statistics: (K, L, F), float64.
-            depths: (L,), relative depth of each tensor, 0 to 1.
-        """
-        standard = self.standardizer(statistics)
-        depths = depths.to(standard.dtype)[None, :, None].expand(len(standard), -1, 1)
-        raw = self.network(torch.cat((standard, 2 * depths - 1), dim=-1))
-        if self.config.activation == "softmax":
-            return raw.softmax(dim=0)
-        raw = raw + self.config.initial
-        return raw.relu() if self.config.activation == "relu" else raw
-
-
-class _Table(nn.Module):
-    """Coefficients as parameters, without a network."""
-
-    def __init__(self, experts: int, tensors: int):
-        super().__init__()
-        self.values = nn.Parameter(torch.zeros(experts, tensors))
-
-    def forward(self, inputs: Tensor) -> Tensor:  # (K, L, F + 1), not looked at
-        return self.values
-
-
-class _Predictor(nn.Module):
-    """MLP for one pair of expert and tensor (`shared`), or for all statistics of one expert."""
-
-    def __init__(self, config: LearnerConfig, tensors: int):
-        super().__init__()
-        self.shared = config.input == "shared"
-        features = len(config.features) + 1
-        inputs, outputs = (features, 1) if self.shared else (tensors * features, tensors)
+        if config.input == "direct":
+            self.table = nn.Parameter(torch.zeros(experts, tensors))
+            return
+        inputs, outputs = len(config.features) + 1, 1
+        if config.input == "concatenated":
+            inputs, outputs = tensors * inputs, tensors
         layers: list[nn.Module] = []
         for _ in range(config.layers - 1):
             layers += [nn.Linear(inputs, config.hidden), nn.GELU()]
@@ -280,7 +203,20 @@ class _Predictor(nn.Module):
         # Training starts at task arithmetic, not at an accident of initialisation.
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
-        self.body = nn.Sequential(*layers, last)
+        self.network = nn.ModuleDict({"body": nn.Sequential(*layers, last)})
 
-    def forward(self, inputs: Tensor) -> Tensor:  # (K, L, F + 1) -> (K, L)
-        return self.body(inputs).squeeze(-1) if self.shared else self.body(inputs.flatten(1))
+    def forward(self, statistics: Tensor, depths: Tensor) -> Tensor:
+        """Return the coefficients λ, (K, L) in float32, for `LearnerInputs`."""
+        if self.config.input == "direct":
+            raw = self.table
+        else:
+            standard = self.standardizer(statistics)
+            depths = depths.to(standard.dtype)[None, :, None].expand(len(standard), -1, 1)
+            inputs = torch.cat((standard, 2 * depths - 1), dim=-1)  # (K, L, F + 1)
+            shared = self.config.input == "shared"
+            body = self.network["body"]
+            raw = body(inputs).squeeze(-1) if shared else body(inputs.flatten(1))
+        if self.config.activation == "softmax":
+            return raw.softmax(dim=0)
+        raw = raw + self.config.initial
+        return raw.relu() if self.config.activation == "relu" else raw

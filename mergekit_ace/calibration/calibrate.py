@@ -27,13 +27,17 @@ from mergekit_ace.merging.manifest import MANIFEST_FILE
 from mergekit_ace.naming import short_names
 from mergekit_ace.report.card import markdown_text
 from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict, Task
-from mergekit_ace.training.data import Batch, Example, read_rows
-from mergekit_ace.training.mapped_weights import map_folder, map_tensors, rewrite_tensors
+from mergekit_ace.training.data import check_tokens, read_rows
+from mergekit_ace.training.merged import map_folder, map_tensors, rewrite_tensors
 from mergekit_ace.training.models import load_model, load_processor, load_skeleton, local_folder
-from mergekit_ace.training.own_texts import write_own_texts
 from mergekit_ace.training.state import TrainingError
-from mergekit_ace.training.tasks import CausalLanguageModel, fit_to_model
-from mergekit_ace.training.teachers import check_tokens
+from mergekit_ace.training.tasks import (
+    Batch,
+    CausalLanguageModel,
+    Example,
+    fit_to_model,
+    write_own_texts,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -233,7 +237,7 @@ def _read_texts(
     for number, (_, data) in enumerate(config.sources):
         if data is None:
             writer, path = writers[number], place / f"{number}.jsonl"
-            model = load_model(writer.folder, KIND, config, whole=True, **options)
+            model = load_model(writer.folder, KIND, config, **options)
             if writer.adapter:
                 for name, parameter in model.named_parameters():
                     parameter.copy_(writer[name])

@@ -22,8 +22,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from mergekit_ace.calibration.layers import TABLE, Weights
-from mergekit_ace.training.data import Batch
-from mergekit_ace.training.tasks import CausalLanguageModel
+from mergekit_ace.training.tasks import Batch, CausalLanguageModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

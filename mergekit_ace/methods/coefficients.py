@@ -25,11 +25,10 @@ from mergekit_ace.files.headers import DamagedFileError, check_content
 from mergekit_ace.files.saving import read_once, save_tensors, with_prefix
 from mergekit_ace.files.statistics import Expert, MergedTensor, find_expert
 
-FORMAT = "mergekit-ace coefficients"
-VERSION = "1"
+FORMAT = {"format": "mergekit-ace coefficients", "version": "1"}
+_TENSORS = ("coefficients", "statistics", "depths", "groups")
 Granularity = Literal["tensor", "kind", "block", "task"]
 Basis = Literal["task_vector", "ace", "ace_relative"]
-_LEARNER = "learner."
 
 
 class CoefficientFileError(ValueError):
@@ -40,17 +39,12 @@ class Contents(BaseModel):
     """Contents of the file beside tensors.
 
     Attributes:
-        base_model: mergekit's reference, as text.
-        experts: K of them, in the order of the rows.
-        tensors: L of them, in the order of the columns, input first.
+        experts, tensors: K and L of them, in the order of the rows and columns.
         frozen: tensors on disk that take no part: the merge has the base's.
-        granularity: what one coefficient was learned for.
         basis: what is combined: task vectors (by `statsmerging`), or the components of the experts
             in a merge by `ace`, whose refinement is one more row, or by `ace_relative`.
-        parameters: of the merge method that the components are of, where they are.
-        config: of the training, as it was resolved.
-        scores: of the comparison at its end.
-        package: version of this package.
+        parameters: of the merge method that the components are of.
+        config, scores: of the training.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -78,7 +72,6 @@ class CoefficientFile:
     """Coefficients with everything needed to apply them.
 
     Attributes:
-        contents: names, configuration, scores.
         coefficients: λ, (K, L), float32; K + 1 rows where the last one is of a refinement.
         statistics: (K, L, F), float64, what the learner was given; likewise.
         depths: (L,), float32.
@@ -96,15 +89,11 @@ class CoefficientFile:
     def __post_init__(self) -> None:
         shape = (self.contents.rows, len(self.contents.tensors))
         expected = [shape, (*shape, len(self.contents.learner.features)), shape[1:], shape[1:]]
-        tensors = (self.coefficients, self.statistics, self.depths, self.groups)
-        found = [tuple(tensor.shape) for tensor in tensors]
+        found = [tuple(getattr(self, name).shape) for name in _TENSORS]
         if found != expected:
             raise ValueError(f"tensors have shapes {found}, expected {expected}")
         if not self.coefficients.isfinite().all():
             raise ValueError("there are coefficients that are NaN or Inf")
-        tasks = [expert.task for expert in self.contents.experts]
-        if len(set(tasks)) != len(tasks):
-            raise ValueError(f"experts share a task name: {tasks}")
 
     @cached_property
     def columns(self) -> dict[str, int]:
@@ -134,24 +123,14 @@ class CoefficientFile:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the file whole or not at all."""
-        tensors = {
-            "coefficients": self.coefficients.float().contiguous(),
-            "statistics": self.statistics.double().contiguous(),
-            "depths": self.depths.float().contiguous(),
-            "groups": self.groups.contiguous(),
-        }
-        for name, tensor in self.learner_state.items():
-            tensors[_LEARNER + name] = tensor.detach().cpu().contiguous().clone()
-        contents = self.contents.model_dump_json()
-        save_tensors(path, tensors, {"format": FORMAT, "version": VERSION, "contents": contents})
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        tensors |= {f"learner.{name}": tensor for name, tensor in self.learner_state.items()}
+        tensors = {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
+        save_tensors(path, tensors, {**FORMAT, "contents": self.contents.model_dump_json()})
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> CoefficientFile:
-        """Read a file; see `load_coefficients`, which keeps it.
-
-        Raises:
-            CoefficientFileError: it is missing, damaged, or something else.
-        """
+        """Read a file; see `load_coefficients`, which keeps it."""
         path = os.path.expanduser(os.fspath(path))
         if not os.path.isfile(path):
             raise CoefficientFileError(
@@ -163,31 +142,22 @@ class CoefficientFile:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if {name: metadata.get(name) for name in FORMAT} == FORMAT:
+                contents = Contents.model_validate_json(metadata["contents"])
+                own = {name: tensors[name] for name in _TENSORS}
+                return cls(contents, learner_state=with_prefix(tensors, "learner."), **own)
         except DamagedFileError as error:
             raise CoefficientFileError(f"the coefficient file {error}") from error
-        except SafetensorError as error:
-            raise _damaged(path, error) from error
-        if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
+        except (SafetensorError, KeyError, ValueError) as error:
             raise CoefficientFileError(
-                f"{path} is not one of coefficients of format version {VERSION}, but format: "
-                f"{metadata.get('format')}, version: {metadata.get('version')}; give the "
-                "coefficients.safetensors that `mergekit-ace train` wrote, or train again"
-            )
-        try:
-            contents = Contents.model_validate_json(metadata["contents"])
-            own = {
-                name: tensors[name] for name in ("coefficients", "statistics", "depths", "groups")
-            }
-            return cls(contents, learner_state=with_prefix(tensors, _LEARNER), **own)
-        except (KeyError, ValueError) as error:
-            raise _damaged(path, error) from error
-
-
-def _damaged(path: str, error: Exception) -> CoefficientFileError:
-    return CoefficientFileError(
-        f"the coefficient file {path} is damaged ({type(error).__name__}: {error}); copy it again, "
-        "or train again"
-    )
+                f"the coefficient file {path} is damaged ({type(error).__name__}: {error}); copy "
+                "it again, or train again"
+            ) from error
+        raise CoefficientFileError(
+            f"{path} is not one of coefficients of format version {FORMAT['version']}, but format: "
+            f"{metadata.get('format')}, version: {metadata.get('version')}; give the "
+            "coefficients.safetensors that `mergekit-ace train` wrote, or train again"
+        )
 
 
 load_coefficients = read_once(CoefficientFile.load)

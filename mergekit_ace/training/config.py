@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a `train.yml` and of a `distill.yml`; unknown keys and wrong types are errors.
-
-`examples/training/README.md` is the reference of all settings.
-"""
+"""Settings of a `train.yml` and of a `distill.yml`; `examples/training/README.md` explains them."""
 
 from __future__ import annotations
 
@@ -16,26 +13,20 @@ from mergekit_ace.algebra.task_vectors import Fraction, Integer, NonNegative, Nu
 from mergekit_ace.methods.coefficients import Basis, Granularity
 
 Task = Literal[
-    "causal-lm",
-    "seq2seq-lm",
-    "masked-lm",
-    "sequence-classification",
-    "image-classification",
+    "causal-lm", "seq2seq-lm", "sequence-classification", "image-classification",
     "zero-shot-image-classification",
-]
-LanguageTask = ("causal-lm", "seq2seq-lm", "masked-lm")
+]  # fmt: skip
+LanguageTask = ("causal-lm", "seq2seq-lm")
 Labels = Literal["hard", "soft", "true"]
+Dtype = Literal["float32", "bfloat16"]
 Count = Annotated[Integer, Field(ge=1)]
 Positive = Annotated[Number, Field(gt=0)]
 
-# The columns that models of a task read.
-_COLUMNS: dict[str, tuple[str, ...]] = {
+# The columns that models of a task read; of other tasks `image`.
+_COLUMNS = {
     "causal-lm": ("messages", "prompt", "text"),
     "seq2seq-lm": ("prompt",),
-    "masked-lm": ("text",),
     "sequence-classification": ("text",),
-    "image-classification": ("image",),
-    "zero-shot-image-classification": ("image",),
 }
 
 
@@ -46,19 +37,7 @@ class Strict(BaseModel):
 
 
 class DataConfig(Strict):
-    """Data of one teacher, and which of its columns are used.
-
-    Attributes:
-        path: file, folder, or name of a data set on the Hub; `name` is its configuration there.
-        validation_split, test_split: by default a tenth each of `split` is held out.
-        samples: how many are read, drawn at random by the seed; all by default.
-        held_out: of a named validation or test split at most so many.
-        text, text_pair, prompt, completion, messages, image, label: columns.
-        prompts: texts of each class for the text tower of a CLIP, in the order of the labels.
-        masking_rate: share of the tokens of a text without masks that are masked.
-        max_length: in tokens; longer texts are cut.
-        max_new_tokens: of completions that the expert writes.
-    """
+    """Data of one teacher, and which of its columns are used."""
 
     path: str
     name: str | None = None
@@ -75,7 +54,6 @@ class DataConfig(Strict):
     image: str | None = None
     prompts: Annotated[tuple[str | tuple[str, ...], ...], Field(min_length=2)] | None = None
     label: str | None = None
-    masking_rate: Annotated[Number, Field(gt=0, le=1)] = 0.15
     max_length: Count = 1024
     max_new_tokens: Count = 256
 
@@ -96,14 +74,13 @@ class DataConfig(Strict):
     def columns(self) -> dict[str, str]:
         """Columns that are read, by purpose."""
         purposes = ("text", "text_pair", "prompt", "completion", "messages", "image", "label")
-        named = {purpose: getattr(self, purpose) for purpose in purposes}
-        return {purpose: column for purpose, column in named.items() if column is not None}
+        return {one: getattr(self, one) for one in purposes if getattr(self, one) is not None}
 
     def check_task(self, task: Task, whose: str) -> None:
         """Raise ValueError unless there is a column that models of `task` read."""
-        if not set(_COLUMNS[task]) & self.columns.keys():
-            columns = " or ".join(_COLUMNS[task])
-            raise ValueError(f"{whose} needs the column {columns} for task: {task}")
+        wanted = _COLUMNS.get(task, ("image",))
+        if not set(wanted) & self.columns.keys():
+            raise ValueError(f"{whose} needs the column {' or '.join(wanted)} for task: {task}")
         if (self.prompts is not None) != (task == "zero-shot-image-classification"):
             raise ValueError(
                 f"{whose}: `prompts` of the classes are what task: zero-shot-image-classification "
@@ -112,14 +89,7 @@ class DataConfig(Strict):
 
 
 class ExpertConfig(Strict):
-    """Expert and its data.
-
-    Attributes:
-        model: mergekit's reference: folder or Hub name, `@revision`, `+adapter`.
-        data: see `DataConfig`. Without it, language models write texts of their own for
-            `statistics` and `calibrate`.
-        task: name of the expert in the coefficient file; its model reference by default.
-    """
+    """Expert, its data, and its name in the coefficient file: `task`, by default its reference."""
 
     model: str
     data: DataConfig | None = None
@@ -127,24 +97,14 @@ class ExpertConfig(Strict):
 
 
 class SchedulerConfig(Strict):
-    """Schedule of the learning rate: times `gamma` every `step` epochs, or ``linear`` to zero."""
+    """Schedule of the learning rate: times `gamma` every `step` epochs."""
 
-    kind: Literal["step", "linear"] = "step"
     step: Count = 100
     gamma: Annotated[Number, Field(gt=0, le=1)] = 0.1
 
 
 class LoopConfig(Strict):
-    """Settings of a training loop.
-
-    Attributes:
-        epochs: passes over the largest data set; smaller ones start over.
-        batch_size: samples per expert, process and backward pass.
-        gradient_accumulation: backward passes per expert and step.
-        max_steps: ends training earlier.
-        evaluate_every: steps between evaluations on the held-out split; an epoch by default.
-        checkpoint_every: steps between checkpoints.
-    """
+    """Settings of a training loop."""
 
     epochs: Count = 500
     batch_size: Count = 8
@@ -157,14 +117,7 @@ class LoopConfig(Strict):
 
 
 class TrainingConfig(LoopConfig):
-    """Settings of the training of coefficients, whose `learning_rate` is Adam's.
-
-    Attributes:
-        penalty: times the mean square of how far the coefficients are from their start; by default
-            see `TrainConfig.penalty`.
-        rehearsal_weight: weight of the rehearsal in the loss; all experts together have 1.
-        patience: evaluations without improvement after which training ends; 0: never.
-    """
+    """Settings of the training of coefficients, whose `learning_rate` is Adam's."""
 
     penalty: NonNegative | None = None
     rehearsal_weight: Positive = 1.0
@@ -173,23 +126,7 @@ class TrainingConfig(LoopConfig):
 
 
 class TrainConfig(Strict):
-    """Settings of a `train.yml`.
-
-    Attributes:
-        rehearsal: data that the merge should answer as the base model does.
-        basis: what the coefficients multiply: task vectors, or the components of a merge by `ace`
-            or `ace_relative`, where training then starts.
-        granularity: what has its own coefficient: a ``tensor`` (the paper's layer-wise), a
-            transformer ``block``, a ``kind`` of tensor in all blocks, or an expert (``task``).
-        loss: ``answers``: distance from the labels. ``entropy``: of the merge's own answers
-            (AdaMerging).
-        labels: ``hard`` (the expert's arg max), ``soft`` (its distribution) or ``true``; see
-            `labels_of` for the default.
-        top_k: log-probabilities in a soft label.
-        exclude: substrings of tensor names that keep the base's values.
-        dtype, mixed_precision: of the merged model during training, and of its forward pass.
-        device_map: ``auto`` spreads a model over several GPUs.
-    """
+    """Settings of a `train.yml`."""
 
     needs_data: ClassVar[bool] = True
 
@@ -200,7 +137,6 @@ class TrainConfig(Strict):
     basis: Basis = "task_vector"
     ace: AceOptions = AceOptions()
     ace_relative: RelativeOptions = RelativeOptions()
-    component_dtype: Literal["float32", "bfloat16"] = "float32"
     granularity: Granularity = "tensor"
     learner: LearnerConfig = LearnerConfig()
     loss: Literal["answers", "entropy"] = "answers"
@@ -208,9 +144,8 @@ class TrainConfig(Strict):
     top_k: Count = 32
     training: TrainingConfig = TrainingConfig()
     exclude: tuple[str, ...] = ()
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    mixed_precision: Literal["no", "fp16", "bf16"] = "no"
-    device_map: Literal["auto"] | None = None
+    dtype: Dtype = "float32"
+    mixed_precision: Literal["no", "bf16"] = "no"
     trust_remote_code: bool = False
 
     @property
@@ -225,10 +160,8 @@ class TrainConfig(Strict):
         Everywhere else they are hard, as in the paper. In free text no token is the one right
         answer, and hard labels make the merge too sure of itself.
         """
-        if self.labels is not None:
-            return self.labels
         free = data.text is not None or data.messages is not None
-        return "soft" if free and self.task == "causal-lm" else "hard"
+        return self.labels or ("soft" if free and self.task == "causal-lm" else "hard")
 
     @property
     def penalty(self) -> float:
@@ -250,72 +183,54 @@ class TrainConfig(Strict):
     @classmethod
     def _start(cls, values: Any) -> Any:
         """Let coefficients of components start at 1."""
-        of_components = isinstance(values, dict) and values.get("basis") in ("ace", "ace_relative")
-        learner = values.get("learner", {}) if of_components else None
-        if isinstance(learner, dict):
-            return {**values, "learner": {"initial": 1.0, **learner}}
+        if isinstance(values, dict) and values.get("basis") in ("ace", "ace_relative"):
+            learner = values.get("learner", {})
+            if isinstance(learner, dict):
+                return {**values, "learner": {"initial": 1.0, **learner}}
         return values
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        self._check_basis()
-        self._check_loss()
-        if self.device_map is not None and self.task not in LanguageTask:
-            raise ValueError("device_map is for language models; classifiers' heads change place")
-        if self.rehearsal is not None and self.task not in LanguageTask:
-            raise ValueError("rehearsal is for language models: a base has no classifier's head")
+        classifier, components = self.task not in LanguageTask, self.options is not None
+        entropy, given = self.loss == "entropy", self.model_fields_set
         tasks = [expert.task for expert in self.models]
-        twice = sorted({task for task in tasks if tasks.count(task) > 1})
-        if twice:
-            raise ValueError(f"two experts are called {twice[0]!r}: give each a `task` of its own")
+        other = {"ace", "ace_relative"} - {self.basis}
+        mistakes = [
+            (classifier and self.rehearsal, "rehearsal is for language models"),
+            (entropy and self.rehearsal, "loss: entropy takes no answers: leave out the rehearsal"),
+            (entropy and self.labels, "loss: entropy takes no answers: leave out labels"),
+            (other & given, f"there are parameters of another basis than {self.basis}"),
+            (
+                components and "scale" in self.options.model_fields_set,
+                f"{self.basis}: scale cannot be chosen; a `lambda` goes into merge.yml",
+            ),
+            (
+                components and self.learner.activation == "softmax",
+                "activation: softmax makes coefficients sum to 1; those of components start at 1",
+            ),
+            (
+                len(set(tasks)) < len(tasks),
+                f"two experts are called {max(tasks, key=tasks.count)!r}: give each a `task` of "
+                "its own",
+            ),
+        ]
         for expert in self.models:
-            if expert.data is None and (self.needs_data or self.task != "causal-lm"):
-                raise ValueError(f"{expert.task} has no data: add samples of what it is for")
+            needed = expert.data is None and (self.needs_data or self.task != "causal-lm")
+            mistakes.append((needed, f"{expert.task} has no data: add samples of what it is for"))
         for name, data in self.sources:
             data.check_task(self.task, f"the data of {name}")
-            if self.labels == "true":
-                self._check_truth(name, data)
+            truth = "label" if classifier else "completion"
+            lacks = truth not in data.columns and (classifier or data.prompt is not None)
+            message = f"labels: true needs the `{truth}` column of {name}"
+            mistakes.append((self.labels == "true" and lacks, message))
+        for wrong, message in mistakes:
+            if wrong:
+                raise ValueError(message)
         return self
-
-    def _check_basis(self) -> None:
-        for name in ("ace", "ace_relative"):
-            if name != self.basis and name in self.model_fields_set:
-                raise ValueError(f"there are parameters of {name}, but basis: {self.basis}")
-        if self.options is not None and "scale" in self.options.model_fields_set:
-            raise ValueError(
-                f"{self.basis}: scale cannot be chosen; a `lambda` goes into merge.yml"
-            )
-        if self.options is not None and self.learner.activation == "softmax":
-            raise ValueError(
-                f"activation: softmax makes coefficients sum to 1; with basis: {self.basis} they "
-                "start at 1 each"
-            )
-
-    def _check_loss(self) -> None:
-        if self.loss == "entropy" and self.rehearsal is not None:
-            raise ValueError(
-                "loss: entropy takes no answers, and the base's are what rehearsal is for: leave "
-                "out the rehearsal, or train with loss: answers"
-            )
-        if self.loss == "entropy" and self.labels is not None:
-            raise ValueError(f"loss: entropy takes no answers: leave out labels: {self.labels}")
-
-    def _check_truth(self, name: str, data: DataConfig) -> None:
-        if self.task not in LanguageTask and data.label is None:
-            raise ValueError(f"labels: true needs the `label` column of {name}")
-        if data.prompt is not None and data.completion is None:
-            raise ValueError(
-                f"labels: true needs the `completion` column of {name}; without one the "
-                "expert writes the completions, which are not the truth"
-            )
 
 
 class DistillTraining(LoopConfig):
-    """Settings of the distillation loop.
-
-    Its `learning_rate` is the peak of AdamW's, reached after a tenth of all steps, then falling
-    along a cosine to 0.
-    """
+    """Settings of the distillation loop; `learning_rate` is the peak of AdamW's."""
 
     epochs: Count = 10
     batch_size: Count = 16
@@ -324,39 +239,20 @@ class DistillTraining(LoopConfig):
 
 
 class DistillConfig(Strict):
-    """Settings of a `distill.yml`.
-
-    Attributes:
-        teacher: the model whose skill is wanted, of any architecture.
-        student: the base model of the merge; the result has its architecture and starts there.
-        signal: of a language model: ``logits`` (both have one tokenizer: Eq. 8) or ``text`` (the
-            teacher writes the completions, the student learns them as hard labels); ``auto`` takes
-            logits where the tokenizers agree.
-        alpha: share of the hard labels in the loss, 0 to 1.
-        temperature: T of the soft ones.
-        dtype, mixed_precision: of the student during training, and of its forward pass.
-    """
+    """Settings of a `distill.yml`: `alpha` α, the share of hard labels, and `temperature` T."""
 
     teacher: str
     student: str
-    task: Task
+    task: Literal["causal-lm", "sequence-classification", "image-classification"]
     data: DataConfig
-    signal: Literal["auto", "logits", "text"] = "auto"
     alpha: Fraction = 0.7
     temperature: Positive = 4.0
     training: DistillTraining = DistillTraining()
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     mixed_precision: Literal["no", "bf16"] = "no"
     trust_remote_code: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> DistillConfig:
-        if self.task not in ("causal-lm", "sequence-classification", "image-classification"):
-            raise ValueError(
-                f"task: {self.task} cannot be distilled; causal-lm, sequence-classification and "
-                "image-classification can"
-            )
         self.data.check_task(self.task, "the data")
-        if self.signal == "text" and self.data.prompt is None:
-            raise ValueError("signal: text needs the `prompt` column: the teacher answers it")
         return self

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,52 +11,59 @@ from typing import TYPE_CHECKING
 
 import torch
 from mergekit.common import ModelReference
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from mergekit_ace.algebra.components import split_tensor
-from mergekit_ace.algebra.learner import (
-    LearnerInputs,
-    WeightMoments,
-    combine,
-    features,
-    measure_moments,
-)
+from mergekit_ace.algebra.learner import LearnerInputs, combine, features, measure_moments
 from mergekit_ace.algebra.task_vectors import IllConditionedError
-from mergekit_ace.files.headers import TensorHeader
 from mergekit_ace.files.saving import save_tensors
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.methods.base import is_finite
 from mergekit_ace.naming import block_of, relative_depths, within_block
-from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.data import load_rows, unpack_examples
-from mergekit_ace.training.mapped_weights import (
-    check_stored_dtypes,
+from mergekit_ace.training.data import (
+    Examples,
+    SampleReader,
+    answer_data,
+    load_rows,
+    unpack_examples,
+)
+from mergekit_ace.training.merged import (
+    Weights,
+    map_folder,
     map_tensors,
     map_weights,
-    stored_headers,
     stored_names,
 )
 from mergekit_ace.training.models import (
-    SAME_MODEL,
-    ModelFolders,
+    Models,
     average_statistics,
-    check_classes,
-    check_expert,
-    load_model,
-    load_skeleton,
-    merged_parameters,
     save_backbone,
 )
-from mergekit_ace.training.state import TrainingError, TrainingRun
+from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import head_modules
-from mergekit_ace.training.teachers import SampleReader, Teacher, answer_data
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel
 
-Weights = Mapping[str, Tensor]  # mapped from disk, by names in memory
+
+@dataclass(frozen=True)
+class Teacher:
+    """Labelled samples of a teacher, by split, and the head that goes on the merge for them."""
+
+    name: str
+    splits: dict[str, Examples]
+    head: dict[str, nn.Module]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of right answers of the teacher on its test split; None without true labels."""
+        test = self.splits["test"]
+        if "true" not in test[0]:
+            return None
+        right = [sample["hard"] == sample["true"] for sample in test]
+        return float(torch.cat(right).double().mean())
 
 
 @dataclass
@@ -65,15 +72,15 @@ class Family:
 
     Attributes:
         module: the model that the merge is written into; holds the base at first.
+        on_disk: the base's tensors, by their names on disk.
         stored: names on disk of the L merged parameters, by their names in memory, input first.
         base, experts: weights.
         teachers: the experts, and last the base if there is a rehearsal, with their data.
     """
 
-    config: TrainConfig
-    folders: ModelFolders
-    run: TrainingRun
+    models: Models
     module: PreTrainedModel
+    on_disk: Weights
     stored: Mapping[str, tuple[str, ...]]
     base: Weights
     experts: list[Weights]
@@ -82,14 +89,14 @@ class Family:
     @property
     def backbones(self) -> list[Path]:
         """Folders for classifiers without heads, the base's first."""
-        names = ["base", *(f"expert-{row}" for row in range(len(self.config.models)))]
-        return [self.run.path / "backbones" / name for name in names]
+        names = ["base", *(f"expert-{row}" for row in range(len(self.experts)))]
+        return [self.models.run.path / "backbones" / name for name in names]
 
     @cached_property
     def groups(self) -> Tensor:
         """Which coefficient each tensor has, (L,): 0 … G − 1, in order of appearance."""
         key = {"task": lambda _: "", "block": block_of, "kind": within_block, "tensor": str}[
-            self.config.granularity
+            self.models.config.granularity
         ]
         keys = [key(name) for name in self.stored]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
@@ -97,69 +104,49 @@ class Family:
 
     @cached_property
     def components(self) -> list[Weights] | None:
-        """Components of the experts in the merge that training starts at, and of its refinement.
-
-        None for task vectors. What is on disk already is not computed again.
-
-        Raises:
-            TrainingError: a matrix is too ill-conditioned.
-        """
-        if self.config.options is None:
+        """Components of the merge that training starts at, once per file; None for task vectors."""
+        run, config = self.models.run, self.models.config
+        if config.options is None:
             return None
-        with self.run.accelerator.main_process_first():
-            files = self._write_components()
+        rows = len(self.experts) + (config.basis == "ace")
+        target = run.state / "components"
+        files = {name: target / f"{row:05d}.safetensors" for row, name in enumerate(self.base)}
+        with run.accelerator.main_process_first():
+            target.mkdir(parents=True, exist_ok=True)
+            if not run.quiet:
+                size = 4 * rows * sum(weight.numel() for weight in self.base.values())
+                print(f"{rows} components of {len(files)} tensors: {size / 1e9:.2f} GB in {target}")
+            for name, path in tqdm(files.items(), "components", unit="tensor", disable=run.quiet):
+                if not path.exists():
+                    parts = (part.to("cpu", torch.float32, copy=True) for part in self._split(name))
+                    save_tensors(path, {str(n): part.contiguous() for n, part in enumerate(parts)})
         return [
             map_tensors({name: (str(path), str(row)) for name, path in files.items()})
-            for row in range(self._rows)
+            for row in range(rows)
         ]
 
-    @property
-    def _rows(self) -> int:
-        """Rows of coefficients."""
-        return len(self.experts) + (self.config.basis == "ace")
-
-    def _write_components(self) -> dict[str, Path]:
-        """Write a file per tensor with its components, and return it by the tensor's name."""
-        target = self.run.state / "components"
-        target.mkdir(parents=True, exist_ok=True)
-        dtype = getattr(torch, self.config.component_dtype)
-        if not self.run.quiet:
-            count = sum(weight.numel() for weight in self.base.values()) * self._rows
-            print(
-                f"components of {len(self.base)} tensors, {self._rows} each, in "
-                f"{self.config.component_dtype}: {count * dtype.itemsize / 1e9:.2f} GB in {target}"
-            )
-        headers = stored_headers(self.folders.base)
-        files = {name: target / f"{row:05d}.safetensors" for row, name in enumerate(self.base)}
-        bar = tqdm(files.items(), "components", unit="tensor", disable=self.run.quiet)
-        for name, path in bar:
-            if not path.exists():
-                parts = [part.to("cpu", dtype, copy=True) for part in self._split(name, headers)]
-                save_tensors(path, {str(row): part.contiguous() for row, part in enumerate(parts)})
-        return files
-
-    def _split(self, name: str, headers: Mapping[str, TensorHeader]) -> list[Tensor]:
+    def _split(self, name: str) -> list[Tensor]:
         """Return the components of one parameter.
 
         mergekit merges what is packed from several tensors on disk as transformers packs it in
         memory; so that is how the layout is found.
         """
-        device, basis = self.run.accelerator.device, self.config.basis
+        config, device = self.models.config, self.models.run.accelerator.device
         base, *experts = (weights[name].to(device) for weights in (self.base, *self.experts))
-        shape, stored = tuple(base.shape), self.stored[name]
-        own = name if any(headers[n].shape != shape for n in stored) else stored[0]
-        model, tables = ModelReference.model_validate(self.folders.base), basis == "ace_relative"
-        layout = stored_layout("auto", model, own, len(shape), tables=tables)
+        packed = any(self.on_disk[stored].shape != base.shape for stored in self.stored[name])
+        model = ModelReference.model_validate(self.models.base)
+        own, tables = name if packed else self.stored[name][0], config.basis == "ace_relative"
+        layout = stored_layout("auto", model, own, base.ndim, tables=tables)
         try:
-            return split_tensor(base, experts, self.config.options, layout)
+            return split_tensor(base, experts, config.options, layout)
         except (IllConditionedError, OverflowError) as error:
             raise TrainingError(
-                f"{name} cannot be merged by {basis}: {error}. Raise its epsilon"
+                f"{name} cannot be merged by {config.basis}: {error}. Raise its epsilon"
             ) from error
 
     def learner_inputs(self) -> LearnerInputs:
         """Measure statistics and depth of each group, or read what was measured before."""
-        known, _ = self.run.once("statistics", lambda: ({"statistics": self._measure()}, {}))
+        known = self.models.run.once("statistics", lambda: {"statistics": self._measure()})
         by_name = relative_depths(name for name, _ in self.module.named_parameters())
         depths = torch.tensor([by_name[name] for name in self.stored])
         counts = self.groups.bincount()
@@ -168,148 +155,88 @@ class Family:
 
     def _measure(self) -> Tensor:
         """Measure the statistics of every group, (K, G, F)."""
-        learner = self.config.learner
+        learner, quiet = self.models.config.learner, self.models.run.quiet
         # Of weights or task vectors; a refinement has neither, but its component.
         described = self.components or self.experts
         if learner.statistics_of == "weights":
             described = self.experts + described[len(self.experts) :]
         minus_base = self.components is None and learner.statistics_of == "task_vector"
-        total = len(described) * len(self.stored)
-        bar = tqdm(total=total, desc="statistics", unit="tensor", disable=self.run.quiet)
         rows = []
-        for weights in described:
-            groups: list[list[WeightMoments]] = [[] for _ in range(int(self.groups.max()) + 1)]
+        for weights in tqdm(described, "statistics", unit="expert", disable=quiet):
+            groups: list[list] = [[] for _ in range(int(self.groups.max()) + 1)]
             for group, name in zip(self.groups.tolist(), self.stored, strict=True):
                 tensor = weights[name].float()
                 tensor = tensor - self.base[name].float() if minus_base else tensor
                 groups[group].append(measure_moments(tensor, learner.rank))
-                bar.update()
-            moments = [combine(g, learner.rank) if len(g) > 1 else g[0] for g in groups]
+            moments = [combine(parts, learner.rank) for parts in groups]
             rows.append([features(one, learner.statistics, learner.rank) for one in moments])
-        bar.close()
         return torch.tensor(rows, dtype=torch.float64)
 
 
-def load_family(config: TrainConfig, folders: ModelFolders, run: TrainingRun) -> Family:
-    """Load one model after the other, map its weights, and let it answer its data.
-
-    Raises:
-        TrainingError: models do not fit together, or data cannot be used.
-    """
-    module = load_model(folders.base, folders.kind, config)
-    stored = _check_models(config, folders, module)
+def load_family(models: Models) -> Family:
+    """Load one model after the other, map its weights, and let it answer its data."""
+    config, run, heads = models.config, models.run, models.kind.has_heads
+    module = models.load(models.base)
+    names = models.merged_names(module)
+    on_disk = map_folder(models.base)
+    stored = stored_names(module, names, on_disk)
+    missing = [name for name, known in stored.items() if not known]
+    if missing:
+        raise TrainingError(
+            f"the base model {models.base} has no {missing[0]} on disk; leave such tensors "
+            "out by `exclude`, or use the base that the experts come from"
+        )
+    models.check_experts(module)
     # All of them now: mistakes in them show before the first answer.
     rows = {
         row: load_rows(data, config.training.seed)
         for row, (_, data) in enumerate(config.sources)
         if run.is_main and not run.file(f"labels-{row}").exists()
     }
-    base = _map(run, module, stored, folders.base, "base")
-    experts: list[Weights] = []
-    teachers, buffers = [], []
-    for row, folder in enumerate(folders.experts):
-        expert = load_model(folder, folders.kind, config, whole=True)
-        experts.append(_map(run, expert, stored, folder, f"expert-{row}"))
-        _check_difference(config, [base, *experts])
-        if folders.kind.has_heads:
-            save_backbone(expert, run.path / "backbones" / f"expert-{row}", run)
-        buffers.append({n: b.cpu().clone() for n, b in expert.named_buffers()})
-        teachers.append(_label(config, folders, run, expert, row, rows.get(row)))
-        del expert
-    if folders.kind.has_heads:
-        save_backbone(module, run.path / "backbones" / "base", run)
+    weights, teachers, buffers = [], [], []
+    for row, folder in enumerate((models.base, *models.experts), start=-1):
+        name, model = f"expert-{row}" if row >= 0 else "base", module
+        if row >= 0:
+            model = models.load(folder)
+            buffers.append({n: b.cpu().clone() for n, b in model.named_buffers()})
+        with run.accelerator.main_process_first():  # the first one may write a copy
+            weights.append(map_weights(model, names, folder, run.file(name)))
+        for key, tensor in weights[-1].items():
+            if not is_finite(tensor):
+                raise TrainingError(
+                    f"tensor {key} of model {folder} contains NaN or Inf; the checkpoint "
+                    "overflowed or is damaged: leave it out"
+                )
+        if heads:
+            save_backbone(model, run.path / "backbones" / name, run)
+        if row >= 0:
+            teachers.append(_label(models, model, row, rows.get(row)))
+        del model
     if config.rehearsal is not None:
-        row = len(experts)
-        teachers.append(_label(config, folders, run, module, row, rows.get(row)))
+        teachers.append(_label(models, module, len(teachers), rows.get(len(teachers))))
+    dtype = getattr(torch, config.dtype)
     # Loaded anew where the dtype differs: `to` would round the buffers of rotary embeddings.
-    if config.device_map is not None or module.dtype != getattr(torch, config.dtype):
+    if module.dtype != dtype:
         del module  # before its successor takes memory
-        module = _load_again(config, folders)
+        module = models.load(models.base, dtype)
     average_statistics(module, buffers)
-    if config.device_map is None:
-        module.to(run.accelerator.device)
-    return Family(config, folders, run, module, stored, base, experts, teachers)
-
-
-def _check_models(
-    config: TrainConfig, folders: ModelFolders, base: PreTrainedModel
-) -> dict[str, tuple[str, ...]]:
-    """Return the merged parameters with their names on disk, once all models have them."""
-    kind = folders.kind
-    names = merged_parameters(base, kind, config.exclude)
-    stored = stored_names(base, names, folders.base)
-    missing = [name for name, known in stored.items() if not known]
-    if missing:
-        raise TrainingError(
-            f"the base model {folders.base} has no {missing[0]} on disk; leave such tensors "
-            "out by `exclude`, or use the base that the experts come from"
-        )
-    on_disk = {name for names in stored.values() for name in names}
-    check_stored_dtypes(config.base_model, folders.base, on_disk)
-    for expert, path in zip(config.models, folders.experts, strict=True):
-        check_stored_dtypes(expert.model, path, on_disk)
-        skeleton = load_skeleton(path, kind, config)
-        check_expert(skeleton, base, names, kind, expert.model)
-        if kind.has_heads:
-            answers = config.loss == "answers"  # the entropy of a number is 0
-            check_classes(skeleton.config, f"expert {expert.model}", regression=answers)
-    return stored
-
-
-def _map(
-    run: TrainingRun, model: PreTrainedModel, names: Iterable[str], folder: str, copy: str
-) -> Weights:
-    """Map the weights of a model; `copy` names the file of a copy, if one is needed."""
-    with run.accelerator.main_process_first():  # the first one writes the copy
-        weights = map_weights(model, names, folder, run.file(copy))
-    for name, tensor in weights.items():
-        if not is_finite(tensor):
-            raise TrainingError(
-                f"tensor {name} of model {folder} contains NaN or Inf; the checkpoint overflowed "
-                "or is damaged: leave it out"
-            )
-    return weights
-
-
-def _check_difference(config: TrainConfig, weights: Sequence[Weights]) -> None:
-    """Raise unless the last model differs from those before it, the base and experts."""
-    references = [config.base_model, *(expert.model for expert in config.models)]
-    *others, last = weights
-    for other, reference in zip(others, references, strict=False):
-        if all(torch.equal(tensor, other[name]) for name, tensor in last.items()):
-            raise TrainingError(SAME_MODEL % (references[len(others)], reference))
+    module.to(run.accelerator.device)
+    return Family(models, module, on_disk, stored, weights[0], weights[1:], teachers)
 
 
 def _label(
-    config: TrainConfig, folders: ModelFolders, run: TrainingRun, model: PreTrainedModel, row: int,
-    rows: Mapping[str, Dataset] | None,
-) -> Teacher:  # fmt: skip
+    models: Models, model: PreTrainedModel, row: int, rows: Mapping[str, Dataset] | None
+) -> Teacher:
     """Let a teacher answer its data, unless it has; the base has the last number."""
+    config, run = models.config, models.run
     name, data = config.sources[row]
-    head = head_modules(model, folders.kind, data, folders.base)
+    head = head_modules(model, models.kind, data, models.base)
 
-    def answer() -> tuple[dict[str, Tensor], float | None]:
-        if config.device_map is None:
-            teacher = model.to(run.accelerator.device)
-        else:
-            folder = (*folders.experts, folders.base)[row]
-            teacher = load_model(folder, folders.kind, config, device_map=config.device_map)
-        reader = SampleReader(teacher, folders.kind, folders.processor, data)
+    def answer() -> dict[str, Tensor]:
+        teacher = model.to(run.accelerator.device)
+        reader = SampleReader(teacher, models.kind, models.processor, data)
         answers = answer_data(reader, rows, name, config, quiet=run.quiet)
         model.cpu()
         return answers
 
-    samples, accuracy = run.once(f"labels-{row}", answer)
-    return Teacher(name, unpack_examples(samples), accuracy, head)
-
-
-def _load_again(config: TrainConfig, folders: ModelFolders) -> PreTrainedModel:
-    """Load the base in the dtype of the training, and on its devices."""
-    dtype, device_map = getattr(torch, config.dtype), config.device_map
-    module = load_model(folders.base, folders.kind, config, dtype, device_map=device_map)
-    if any(parameter.is_meta for parameter in module.parameters()):
-        raise TrainingError(
-            f"the base model {config.base_model} does not fit into the memory of all GPUs "
-            "together; try dtype: bfloat16"
-        )
-    return module
+    return Teacher(name, unpack_examples(run.once(f"labels-{row}", answer)), head)

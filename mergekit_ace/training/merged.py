@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model whose weights are the merge, and the gradient of its coefficients.
+"""Weights of checkpoints, mapped from disk, and a model whose weights are their merge.
 
 The merge θ_0 + Σ_k λ_k s_k Δ_k is linear in the coefficients, so for any loss
 ∂L/∂λ_k^l = s_k^l ⟨∂L/∂θ^l, Δ_k^l⟩. s_k tells whether the expert changed the tensor at all, and is
@@ -11,42 +11,142 @@ is one block of each expert in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from mergekit_ace.algebra.task_vectors import select_active
+from mergekit_ace.files.checkpoints import weight_files
+from mergekit_ace.files.saving import save_tensors
+from mergekit_ace.training.state import TrainingError, open_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Weights = Mapping[str, Tensor]  # mapped from disk, by names in memory
 
 # Entries that are read at once: 1 MiB in float32 stays in a core's cache. On a GPU every operation
 # has to be launched, and every copy started.
 BLOCK, DEVICE_BLOCK = 2**18, 2**22
 
 
+def map_tensors(sources: Mapping[str, tuple[str, str]]) -> dict[str, Tensor]:
+    """Map tensors of safetensors files, (file, name in it), under names of our own.
+
+    They are read when used. What is mapped is the system's cache, not memory of this process.
+    """
+    files = {path: open_tensors(path) for path in {path for path, _ in sources.values()}}
+    # All views at once, before anything large: what little memory they take would otherwise pin
+    # that of the gradients between which it lies.
+    return {name: files[path].get_tensor(stored) for name, (path, stored) in sources.items()}
+
+
+def map_folder(folder: str | os.PathLike) -> dict[str, Tensor]:
+    """Map all tensors in the safetensors files of a checkpoint."""
+    mapped: dict[str, Tensor] = {}
+    for path in weight_files(Path(folder)):
+        with open_tensors(path) as file:
+            mapped |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return mapped
+
+
+def rewrite_tensors(source: Path, target: Path, changed: Callable[[str], Tensor | None]) -> None:
+    """Write a safetensors file, which may be the source, with what `changed` has by name.
+
+    New tensors get the dtype of the old ones.
+    """
+    with open_tensors(source) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    for name, tensor in tensors.items():
+        new = changed(name)
+        tensors[name] = tensor if new is None else new.to("cpu", tensor.dtype)
+    save_tensors(target, tensors, metadata)
+
+
+def map_weights(
+    model: PreTrainedModel, names: Iterable[str], folder: str | os.PathLike, copy: Path
+) -> dict[str, Tensor]:
+    """Map parameters of a model from the files it was loaded from, or from a converted copy.
+
+    transformers stores some models under other names, or packed otherwise, than it holds them in
+    memory. So the files are used only if every parameter is in them, equal to the one in memory.
+    """
+    parameters = {name: model.get_parameter(name).detach() for name in names}
+    stored = map_folder(folder)
+    found = {name: _same_name(name, model, stored) for name in parameters}
+    mapped = {name: stored[own] for name, own in found.items() if own is not None}
+    for name, tensor in mapped.items():
+        if not tensor.is_floating_point():
+            raise TrainingError(
+                f"tensor {name} of model {folder} is stored as {tensor.dtype}, which cannot be "
+                "merged; get the model in bfloat16, float16 or float32"
+            )
+    pairs = ((tensor, parameters[name].cpu()) for name, tensor in mapped.items())
+    if len(mapped) == len(parameters) and all(
+        one.shape == other.shape and torch.equal(one, other.to(one.dtype)) for one, other in pairs
+    ):
+        return mapped
+    if not copy.exists():
+        save_tensors(copy, {name: p.cpu().contiguous() for name, p in parameters.items()})
+    return map_tensors({name: (str(copy), name) for name in parameters})
+
+
+def _same_name(name: str, model: PreTrainedModel, stored: Mapping[str, object]) -> str | None:
+    """Return the stored name that differs at most by the prefix of the backbone."""
+    prefix = f"{model.base_model_prefix}."
+    candidates = (name, name.removeprefix(prefix), prefix + name)
+    return next((candidate for candidate in candidates if candidate in stored), None)
+
+
+def stored_names(
+    model: PreTrainedModel, names: Iterable[str], stored: Mapping[str, object]
+) -> dict[str, tuple[str, ...]]:
+    """Find the names under which a checkpoint on disk holds parameters in memory.
+
+    Every parameter is replaced by one number, and transformers' own way of saving is followed;
+    where a number ends up, that parameter is stored.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names = list(names)
+    numbers = {id(model.get_parameter(name)): number for number, name in enumerate(names)}
+    # Tied parameters have several names and are one: all of them lead to it.
+    tags = {
+        name: torch.tensor(float(numbers[id(parameter)])).expand(parameter.shape)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in numbers
+    }
+    try:
+        saved = revert_weight_conversion(model, dict(tags))
+    except Exception:  # a conversion that needs real tensors: names in memory must do
+        saved = tags
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for name, tag in (*tags.items(), *saved.items()):
+        own = _same_name(name, model, stored)
+        if own is not None and tag.numel():
+            found[names[int(tag.flatten()[0])]].add(own)
+    return {name: tuple(sorted(own)) for name, own in found.items()}
+
+
 class MergedModel:
     """Model that is written anew for given coefficients and collects their gradient.
 
     Attributes:
-        module: the model; only merged parameters require gradients.
+        module: the model; only the L merged parameters, `names`, require gradients.
         products: (K, L), float64: ∂L/∂λ, summed over backward passes since `clear`.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        base: Mapping[str, Tensor],
-        experts: Sequence[Mapping[str, Tensor]],
-        names: Sequence[str],
-        *,
-        components: bool = False,
-    ):
-        """
-        Args:
-            module: holds the L parameters `names`; its other ones stay as they are.
-            base, experts: weights by name, read where they are mapped.
-            components: `experts` are the Δ_k themselves.
-        """
+        self, module: nn.Module, base: Weights, experts: Sequence[Weights], names: Sequence[str],
+        *, components: bool = False,
+    ):  # fmt: skip
+        """Take weights by name; as `components`, those of `experts` are the Δ_k themselves."""
         self.module = module
         self.products = torch.zeros(len(experts), len(names), dtype=torch.float64)
         self._base, self._experts, self._names = base, experts, tuple(names)
@@ -66,11 +166,7 @@ class MergedModel:
 
     @torch.no_grad()
     def write(self, coefficients: Tensor) -> None:
-        """Set every merged parameter to θ_0 + Σ_k λ_k s_k Δ_k.
-
-        Args:
-            coefficients: λ, (K, L).
-        """
+        """Set every merged parameter to θ_0 + Σ_k λ_k s_k Δ_k for λ, (K, L)."""
         used = (coefficients.detach().float().cpu() * self._changed).T.contiguous()
         for column, parameter in enumerate(self._parameters):
             flat, row = parameter.data.view(-1), used[column].to(parameter.device)

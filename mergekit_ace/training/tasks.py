@@ -1,35 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kinds of models: how rows become samples, samples batches, and batches logits.
 
-A kind of model has the class of transformers' that loads it (`auto_class`), tells whether its
-experts have heads of their own (`has_heads`), and says how a row becomes a sample (`encode`),
-samples become a batch (`collate`) and a batch becomes logits (P, C) at P supervised positions with
-C classes or tokens (`logits`). Where rows lack an answer, teachers of kinds that write (`writes`)
-add it (`complete`).
+A kind has the class of transformers' that loads it (`auto_class`), and tells whether experts have
+heads of their own (`has_heads`) and write answers that rows lack (`writes`, `complete`). `encode`
+makes a sample of a row, or None where there is nothing to predict; `collate` makes a batch of
+samples, and `logits` (P, C) of a batch: P supervised positions, C classes or tokens.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import re
-import zlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
+from mergekit_ace.files.saving import write_text
 from mergekit_ace.training.config import DataConfig, Task
-from mergekit_ace.training.data import Batch, Example
 from mergekit_ace.training.state import TrainingError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# Inputs of a model and, after the teacher has seen them, `hard` (P,), `soft_values` and
+# `soft_indices` (P, k) and `true` (P,), for the sample's P supervised positions.
+Example = dict[str, Tensor]
+Batch = dict[str, Tensor]  # inputs of several samples
 
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+OWN_LENGTH = 256  # tokens of a text that a model writes itself
+_AT_ONCE = 16  # such texts that are written at once
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _TEXT_INPUTS = ("input_ids", "token_type_ids")
 _PADDED = (*_TEXT_INPUTS, "target_ids", "supervised")
 
@@ -37,16 +43,7 @@ _PADDED = (*_TEXT_INPUTS, "target_ids", "supervised")
 def longest_input(model: PreTrainedModel) -> int | None:
     """Return how many tokens a model has positions for; None where any number will do."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions <= 0:
-        return None
-    # RoBERTa and its kin count positions from behind the number of the padding token.
-    tables = (
-        module
-        for name, module in model.named_modules()
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
-    )
-    first = (t.padding_idx + 1 for t in tables if t.padding_idx is not None)
-    return positions - max(first, default=0)
+    return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def fit_to_model(data: DataConfig, model: PreTrainedModel) -> DataConfig:
@@ -57,32 +54,13 @@ def fit_to_model(data: DataConfig, model: PreTrainedModel) -> DataConfig:
     return data.model_copy(update={"max_length": longest})
 
 
-def text_of(row: dict[str, Any], data: DataConfig, purpose: str) -> str:
-    """Return the text that a row has for `purpose`.
-
-    Raises:
-        TrainingError: it is no text.
-    """
+def _text_of(row: dict[str, Any], data: DataConfig, purpose: str) -> str:
     text = row[data.columns[purpose]]
     if not isinstance(text, str):
         raise TrainingError(
             f"data {data.path}: column {data.columns[purpose]} holds {text!r} instead of text"
         )
     return text
-
-
-def encode_texts(row: dict[str, Any], data: DataConfig, tokenizer: Any) -> Example:
-    """Encode a text, or a pair, with special tokens, cut to the tokenizer's or the data's length.
-
-    Returns:
-        `input_ids` (n,) and, of some tokenizers, `token_type_ids` (n,).
-    """
-    texts = [text_of(row, data, "text")]
-    if data.text_pair is not None:
-        texts.append(text_of(row, data, "text_pair"))
-    longest = min(data.max_length, tokenizer.model_max_length)
-    encoded = tokenizer(*texts, truncation=True, max_length=longest)
-    return {name: torch.tensor(encoded[name]) for name in _TEXT_INPUTS if name in encoded}
 
 
 class TextModel:
@@ -97,56 +75,111 @@ class TextModel:
         columns["attention_mask"] = [torch.ones_like(ids) for ids in columns["input_ids"]]
         return {name: pad_sequence(rows, batch_first=True) for name, rows in columns.items()}
 
+    @torch.no_grad()
+    def complete(
+        self, model: PreTrainedModel, samples: Sequence[Example], data: DataConfig, tokenizer: Any
+    ) -> list[Example]:
+        """Let the teacher write the answers, greedily, each up to and with its first end token."""
+        known = [sample["input_ids"] for sample in samples]
+        both = model.config.is_encoder_decoder
+        # Of decoders flush right, so that writing starts at one column.
+        ids, mask = (
+            pad_sequence(rows, batch_first=True, padding_side="right" if both else "left")
+            for rows in (known, [*map(torch.ones_like, known)])
+        )
+        read = 1 if both else ids.shape[1]  # the start token, or the prompt
+        inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+        room = (longest_input(model) or math.inf) - read
+        options = {"max_new_tokens": min(data.max_new_tokens, room), "num_beams": 1}
+        pad = tokenizer.pad_token_id or tokenizer.eos_token_id or 0  # padding is masked
+        written = model.generate(**inputs, **options, do_sample=False, pad_token_id=pad).cpu()
+        ends = model.generation_config.eos_token_id
+        ends = torch.tensor([] if ends is None else ends, dtype=torch.long).flatten()
+        completed = []
+        for sample, answer in zip(samples, written[:, read:], strict=True):
+            stops = torch.isin(answer, ends).nonzero()
+            answer = answer[: int(stops[0]) + 1] if len(stops) else answer
+            completed.append(self.answered(sample["input_ids"], answer))
+        return completed
+
 
 class CausalLanguageModel(TextModel):
-    """Decoder; supervised at the tokens of a text, of a completion, or of answers in a chat."""
+    """Decoder; supervised at the tokens of a text, of a completion, or of a chat's last answer."""
 
     auto_class = "AutoModelForCausalLM"
     writes = True
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
-        """Encode a row: `input_ids` (n,), and `supervised` (n,) at the tokens to be predicted.
+        """Encode a row: `input_ids` (n,), `supervised` (n,), and `true` if there is an answer."""
+        prompt, answer = _prompt_and_answer(row, data, processor)
+        sample = self.answered(torch.tensor(prompt), torch.tensor(answer or [], dtype=torch.long))
+        if answer is None:  # a prompt that fills max_length leaves no room for an answer
+            return sample if len(prompt) < data.max_length else None
+        sample = {name: tensor[: data.max_length] for name, tensor in sample.items()}
+        sample["supervised"][0:1] = False  # nothing comes before it
+        true = sample["input_ids"][sample["supervised"]]
+        return sample | {"true": true} if len(true) else None
 
-        What is to be predicted is `true`; a row without a completion has none yet: see `complete`.
-
-        Returns:
-            None where nothing is left to predict within `max_length`.
-        """
-        ids, supervised = _token_ids(row, data, processor)
-        if supervised is None:  # a prompt that fills max_length leaves no room for an answer
-            nothing = torch.zeros(len(ids), dtype=torch.bool)
-            sample = {"input_ids": torch.tensor(ids), "supervised": nothing}
-            return sample if len(ids) < data.max_length else None
-        ids, supervised = ids[: data.max_length], supervised[: data.max_length]
-        if supervised:
-            supervised[0] = False  # nothing comes before it
-        if not any(supervised):
-            return None
-        example = {"input_ids": torch.tensor(ids), "supervised": torch.tensor(supervised)}
-        return example | {"true": example["input_ids"][example["supervised"]]}
-
-    @torch.no_grad()
-    def complete(
-        self, model: PreTrainedModel, samples: Sequence[Example], data: DataConfig, processor: Any
-    ) -> list[Example]:
-        """Let the teacher write what follows each prompt, greedily."""
-        known = [sample["input_ids"] for sample in samples]
-        # Flush right, so that writing starts at one column.
-        ids, mask = (
-            pad_sequence(rows, batch_first=True, padding_side="left")
-            for rows in (known, [*map(torch.ones_like, known)])
-        )
-        completed = []
-        for prompt, answer in zip(known, _write(model, ids, mask, data, processor), strict=True):
-            supervised = torch.arange(len(prompt) + len(answer)) >= len(prompt)
-            completed.append({"input_ids": torch.cat((prompt, answer)), "supervised": supervised})
-        return completed
+    def answered(self, prompt: Tensor, answer: Tensor) -> Example:
+        ids = torch.cat((prompt.long(), answer))
+        return {"input_ids": ids, "supervised": torch.arange(len(ids)) >= len(prompt)}
 
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """Return the model's logits before each supervised token, (P, vocabulary)."""
         ids, mask = batch["input_ids"], batch["attention_mask"]
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         return logits[:, :-1][batch["supervised"][:, 1:]]
+
+
+def _prompt_and_answer(
+    row: dict[str, Any], data: DataConfig, tokenizer: Any
+) -> tuple[list[int], list[int] | None]:
+    """Return the tokens of prompt and answer; None for an answer that the teacher has to write."""
+    if data.text is not None:
+        return [], tokenizer(_text_of(row, data, "text"))["input_ids"]
+    if data.messages is not None:
+        return _chat(row[data.messages], data, tokenizer)
+    prompt = tokenizer(_text_of(row, data, "prompt"))["input_ids"]
+    if data.completion is None:
+        return prompt, None
+    answer = tokenizer(_text_of(row, data, "completion"), add_special_tokens=False)["input_ids"]
+    end = tokenizer.eos_token_id
+    return prompt, answer + ([end] if end is not None else [])
+
+
+def _chat(messages: Any, data: DataConfig, tokenizer: Any) -> tuple[list[int], list[int] | None]:
+    """Return the tokens of a chat before and of its last answer, as the template writes it."""
+    whose = f"data {data.path}: column {data.messages}"
+    # A template writes an unknown role like a known one, and it would not be learned.
+    if not (isinstance(messages, list) and messages) or not all(
+        isinstance(one, dict)
+        and one.get("role") in _ROLES
+        and (one.get("content") is not None or one.get("tool_calls"))
+        for one in messages
+    ):
+        raise TrainingError(
+            f"{whose} holds {messages!r:.300} instead of messages with `role` (one of "
+            f"{', '.join(_ROLES)}) and `content`"
+        )
+
+    def render(part: list, *, prompt: bool) -> list[int]:
+        try:
+            options = {"return_dict": False, "add_generation_prompt": prompt}
+            return tokenizer.apply_chat_template(part, tokenize=True, **options)
+        except Exception as error:  # whatever a template raises
+            said = f"{whose}: the tokenizer's chat template refuses its messages: {error}"
+            raise TrainingError(said) from error
+
+    if messages[-1]["role"] != "assistant":
+        return render(messages, prompt=True), None
+    whole = render(messages, prompt=False)
+    for prompt in (True, False):  # some templates begin an answer otherwise once it is written
+        before = render(messages[:-1], prompt=prompt)
+        if whole[: len(before)] == before:
+            return before, whole[len(before) :]
+    raise TrainingError(
+        f"{whose}: the tokenizer's chat template writes a question otherwise once it is answered; "
+        "give `prompt` and `completion` instead"
+    )
 
 
 class Seq2SeqLanguageModel(TextModel):
@@ -156,206 +189,24 @@ class Seq2SeqLanguageModel(TextModel):
     writes = True
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
-        """Encode a row: `input_ids` (n,) and, where there is a target, `target_ids` (m,)."""
         cut = {"truncation": True, "max_length": data.max_length}
-        source = processor(text_of(row, data, "prompt"), **cut)
-        example = {"input_ids": torch.tensor(source["input_ids"])}
+        source = torch.tensor(processor(_text_of(row, data, "prompt"), **cut)["input_ids"])
         if data.completion is None:
-            return example
-        target = processor(text_target=text_of(row, data, "completion"), **cut)
+            return {"input_ids": source}
+        target = processor(text_target=_text_of(row, data, "completion"), **cut)
         true = torch.tensor(target["input_ids"])
-        return example | _target(true) | {"true": true} if len(true) else None
+        return self.answered(source, true) | {"true": true} if len(true) else None
 
-    @torch.no_grad()
-    def complete(
-        self, model: PreTrainedModel, samples: Sequence[Example], data: DataConfig, processor: Any
-    ) -> list[Example]:
-        """Let the teacher write the targets, greedily."""
-        batch = self.collate(samples)
-        answers = _write(model, batch["input_ids"], batch["attention_mask"], data, processor)
-        return [one | _target(answer) for one, answer in zip(samples, answers, strict=True)]
+    def answered(self, prompt: Tensor, answer: Tensor) -> Example:
+        everything = torch.ones_like(answer, dtype=torch.bool)
+        return {"input_ids": prompt, "target_ids": answer, "supervised": everything}
 
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """Return the model's logits at each token of the target, (P, vocabulary)."""
-        targets, config = batch["target_ids"], model.config
-        start = config.decoder_start_token_id
-        start = config.pad_token_id if start is None else start
+        targets, start = batch["target_ids"], model.config.decoder_start_token_id
         shifted = torch.cat((torch.full_like(targets[:, :1], start), targets[:, :-1]), dim=1)
-        logits = model(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            decoder_input_ids=shifted,
-            use_cache=False,
-        ).logits
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        logits = model(**inputs, decoder_input_ids=shifted, use_cache=False).logits
         return logits[batch["supervised"]]
-
-
-def _target(ids: Tensor) -> Example:
-    """Return what a sample has of a target, (m,), which is supervised as a whole."""
-    return {"target_ids": ids, "supervised": torch.ones_like(ids, dtype=torch.bool)}
-
-
-def _token_ids(
-    row: dict[str, Any], data: DataConfig, tokenizer: Any
-) -> tuple[list[int], list[bool] | None]:
-    """Return all tokens, and which are supervised; None where the teacher has to write them."""
-    if data.text is not None:
-        ids = tokenizer(text_of(row, data, "text"))["input_ids"]
-        return ids, [True] * len(ids)
-    if data.messages is not None:
-        return _chat_ids(row[data.messages], data, tokenizer)
-    prompt = tokenizer(text_of(row, data, "prompt"))["input_ids"]
-    if data.completion is None:
-        return prompt, None
-    answer = tokenizer(text_of(row, data, "completion"), add_special_tokens=False)["input_ids"]
-    end = tokenizer.eos_token_id
-    return _supervised_after(prompt, answer + ([end] if end is not None else []))
-
-
-def _supervised_after(prompt: list[int], answer: list[int]) -> tuple[list[int], list[bool]]:
-    """Return prompt and answer as one, supervised on the answer only."""
-    return prompt + answer, [False] * len(prompt) + [True] * len(answer)
-
-
-def _check_messages(messages: Any, data: DataConfig, template: str) -> None:
-    """Raise a `TrainingError` unless messages have a known role, or one of the template, and text.
-
-    A template writes an unknown role like a known one, and it would not be learned.
-    """
-    whose = f"data {data.path}: column {data.messages}"
-    if not isinstance(messages, list) or not messages:
-        raise TrainingError(f"{whose} holds {messages!r} instead of a list of messages")
-    for message in messages:
-        given = message.items() if isinstance(message, dict) else ()
-        keys = {key for key, value in given if value is not None}
-        if "role" not in keys or not {"content", "tool_calls"} & keys:
-            found = f"the keys {', '.join(sorted(keys))}" if keys else repr(message)
-            raise TrainingError(
-                f"{whose} has a message with {found}; messages have `role` (system, user, "
-                "assistant) and `content`: rename the keys"
-            )
-        role = message["role"]
-        if role not in _ROLES and not re.search(f"""["']{re.escape(role)}["']""", template):
-            raise TrainingError(
-                f"{whose} has a message of the role {role!r}; roles are {', '.join(_ROLES)}"
-            )
-
-
-def _chat_ids(
-    messages: Any, data: DataConfig, tokenizer: Any
-) -> tuple[list[int], list[bool] | None]:
-    template = getattr(tokenizer, "chat_template", None)
-    if template is None:
-        raise TrainingError(
-            f"data {data.path} holds chat messages, but the tokenizer has no chat template"
-        )
-    _check_messages(messages, data, str(template))
-
-    def render(part: list, **options: bool) -> Any:
-        try:
-            return tokenizer.apply_chat_template(part, tokenize=True, **options)
-        except Exception as error:  # whatever a template raises
-            raise TrainingError(
-                f"data {data.path}: the tokenizer's chat template refuses messages of column "
-                f"{data.messages}: {error}"
-            ) from error
-
-    if messages[-1]["role"] != "assistant":
-        return render(messages, return_dict=False, add_generation_prompt=True), None
-    if tokenizer.is_fast and re.search(r"{%-?\s*generation\s*-?%}", str(template)):
-        marked = render(messages, return_dict=True, return_assistant_tokens_mask=True)
-        if any(marked["assistant_masks"]):
-            return marked["input_ids"], [bool(mark) for mark in marked["assistant_masks"]]
-    prompt = render(messages[:-1], return_dict=False, add_generation_prompt=True)
-    whole = render(messages, return_dict=False)
-    if whole[: len(prompt)] == prompt:
-        return _supervised_after(prompt, whole[len(prompt) :])
-    # A template that writes past answers differently: the answer as plain text.
-    content = messages[-1].get("content")
-    if not isinstance(content, str):
-        raise TrainingError(
-            f"data {data.path}: column {data.messages} has an answer without text, which the "
-            "tokenizer's chat template does not write behind its question; leave out such chats"
-        )
-    answer = tokenizer(content, add_special_tokens=False)["input_ids"]
-    return _supervised_after(prompt, answer)
-
-
-def _write(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, data: DataConfig, tokenizer: Any
-) -> list[Tensor]:
-    """Return what a model writes to each row, greedily, up to and with its first end token."""
-    read = 1 if model.config.is_encoder_decoder else ids.shape[1]  # the start token, or the prompt
-    longest = longest_input(model)
-    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # padding is masked
-    written = model.generate(
-        input_ids=ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        max_new_tokens=min(data.max_new_tokens, (longest or math.inf) - read),
-        do_sample=False,
-        num_beams=1,
-        pad_token_id=next(token for token in known if token is not None),
-    ).cpu()
-    ends = model.generation_config.eos_token_id
-    ends = torch.tensor([] if ends is None else ends, dtype=torch.long).flatten()
-    answers = []
-    for answer in written[:, read:]:
-        stops = torch.isin(answer, ends).nonzero()
-        answers.append(answer[: int(stops[0]) + 1] if len(stops) else answer)
-    return answers
-
-
-class MaskedLanguageModel(TextModel):
-    """Encoder; supervised at the masks of a text or, where it has none, at tokens masked here."""
-
-    auto_class = "AutoModelForMaskedLM"
-
-    def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
-        """Encode a text, with `supervised` (n,) where the masks are.
-
-        Of a text without masks a share of `data.masking_rate`, at least one token and none of the
-        tokenizer's special ones, is masked; the same ones whenever the text is the same. What they
-        were is then `true`.
-
-        Returns:
-            None where there is nothing to mask.
-        """
-        if processor.mask_token_id is None:
-            raise TrainingError("task: masked-lm needs a tokenizer that has a mask token")
-        example = encode_texts(row, data, processor)
-        ids = example["input_ids"]
-        masks = ids == processor.mask_token_id
-        if bool(masks.any()):
-            return example | {"supervised": masks}
-        if processor.mask_token in text_of(row, data, "text"):
-            return None  # all masks were cut off
-        special = processor.get_special_tokens_mask(ids.tolist(), already_has_special_tokens=True)
-        places = (torch.tensor(special) == 0).nonzero()[:, 0]
-        if not len(places):
-            return None
-        generator = torch.Generator().manual_seed(zlib.crc32(ids.numpy().tobytes()))
-        order = torch.randperm(len(places), generator=generator)
-        masks[places[order[: max(round(data.masking_rate * len(places)), 1)]]] = True
-        masked = ids.masked_fill(masks, processor.mask_token_id)
-        return example | {"input_ids": masked, "supervised": masks, "true": ids[masks]}
-
-    def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """Return the model's logits at each mask, (P, vocabulary)."""
-        inputs = {name: tensor for name, tensor in batch.items() if name != "supervised"}
-        return model(**inputs).logits[batch["supervised"]]
-
-
-def _truth(row: dict[str, Any], data: DataConfig) -> Example:
-    """Return `true` (1,) where the data has a column of classes, or of numbers."""
-    if data.label is None:
-        return {}
-    label = row[data.label]
-    if isinstance(label, bool) or not isinstance(label, int | float):
-        raise TrainingError(
-            f"data {data.path}: column {data.label} holds {label!r}; labels are the numbers of "
-            "the classes: 0, 1, …"
-        )
-    return {"true": torch.tensor([label])}
 
 
 class SequenceClassification(TextModel):
@@ -365,31 +216,31 @@ class SequenceClassification(TextModel):
     auto_class = "AutoModelForSequenceClassification"
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
-        """Encode a row: `input_ids` (n,) and, of some tokenizers, `token_type_ids` (n,).
-
-        Returns:
-            None for a text without tokens.
-        """
-        example = encode_texts(row, data, processor)
+        texts = [_text_of(row, data, n) for n in ("text", "text_pair") if n in data.columns]
+        longest = min(data.max_length, processor.model_max_length)
+        encoded = processor(*texts, truncation=True, max_length=longest)
+        example = {name: torch.tensor(encoded[name]) for name in _TEXT_INPUTS if name in encoded}
         return example | _truth(row, data) if len(example["input_ids"]) else None
 
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """Return the logits, (B, classes).
+        pad = model.config.get_text_config().pad_token_id
+        if pad is not None:  # decoders answer at the last token that is no padding, by its number
+            ids = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, pad)
+            batch = batch | {"input_ids": ids}
+        return model(**batch).logits
 
-        Decoders read their answer at the last token that is no padding, which they tell by its
-        number; where they have none, one stands in that this batch does not contain.
-        """
-        config = model.config.get_text_config()
-        ids, present = batch["input_ids"], batch["attention_mask"] == 1
-        known = config.pad_token_id
-        if known is None:
-            used = set(ids[present].tolist())
-            config.pad_token_id = next(n for n in range(len(used) + 1) if n not in used)
-        try:
-            padded = ids.masked_fill(~present, config.pad_token_id)
-            return model(**batch | {"input_ids": padded}).logits
-        finally:
-            config.pad_token_id = known
+
+def _truth(row: dict[str, Any], data: DataConfig) -> Example:
+    """Return `true` (1,) where the data has a column of classes."""
+    if data.label is None:
+        return {}
+    label = row[data.label]
+    if isinstance(label, bool) or not isinstance(label, int):
+        raise TrainingError(
+            f"data {data.path}: column {data.label} holds {label!r}; labels are the numbers of "
+            "the classes: 0, 1, …"
+        )
+    return {"true": torch.tensor([label])}
 
 
 class ImageClassification:
@@ -400,43 +251,26 @@ class ImageClassification:
     auto_class = "AutoModelForImageClassification"
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example:
-        """Encode a row: `pixel_values` (1, channels, height, width)."""
-        pixels = _pixels(row[data.columns["image"]], data, processor)
-        if pixels.ndim != 3:
+        image = row[data.columns["image"]]
+        if isinstance(image, list):
+            pixels = torch.tensor(image, dtype=torch.float32)
+        elif processor is not None and hasattr(image, "convert"):
+            pixels = processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
+        else:
+            remedy = "give a folder of images, or a data set that has them in it"
+            if hasattr(image, "convert"):
+                remedy = "add an image processor (preprocessor_config.json) to the base model"
             raise TrainingError(
-                f"data {data.path}: column {data.image} holds arrays with {pixels.ndim} axes; "
-                "pixel values have three: channels, height, width"
+                f"data {data.path}: column {data.image} holds {image!r:.60}, which no model reads; "
+                f"{remedy}, or pixel values"
             )
         return {"pixel_values": pixels[None]} | _truth(row, data)
 
     def collate(self, samples: Sequence[Example]) -> Batch:
-        """Put images of one size into a batch, (B, channels, height, width)."""
         return {"pixel_values": torch.cat([sample["pixel_values"] for sample in samples])}
 
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """Return the logits, (B, classes)."""
         return model(**batch).logits
-
-
-def _pixels(image: Any, data: DataConfig, processor: Any) -> Tensor:
-    """Return the pixel values of an image, or those that are given."""
-    whose = f"data {data.path}: column {data.image}"
-    if isinstance(image, list):
-        try:
-            return torch.tensor(image, dtype=torch.float32)
-        except (TypeError, ValueError) as error:
-            raise TrainingError(f"{whose} holds a list that is no array: {error}") from error
-    if not hasattr(image, "convert"):
-        raise TrainingError(
-            f"{whose} holds {image!r:.60} instead of an image or pixel values; give a folder of "
-            "images, or a data set that has them in it"
-        )
-    if processor is None:
-        raise TrainingError(
-            f"data {data.path} holds images, but the base model has no image processor "
-            "(preprocessor_config.json); add one, or give pixel values"
-        )
-    return processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
 
 
 class ZeroShotImageClassification(ImageClassification):
@@ -445,38 +279,31 @@ class ZeroShotImageClassification(ImageClassification):
     auto_class = "CLIPVisionModelWithProjection"
 
     def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """Return the logits, (B, classes), of a `ZeroShotHead` for a projection."""
-        return model(**batch).image_embeds
+        return model(**batch).image_embeds  # of a `ZeroShotHead` for a projection
 
 
 ModelKind = TextModel | ImageClassification
 
 
-_KINDS = {
-    "causal-lm": CausalLanguageModel,
-    "seq2seq-lm": Seq2SeqLanguageModel,
-    "masked-lm": MaskedLanguageModel,
-    "sequence-classification": SequenceClassification,
-    "image-classification": ImageClassification,
-    "zero-shot-image-classification": ZeroShotImageClassification,
-}
-
-
 def model_kind(task: Task) -> ModelKind:
     """Return how models are used for `task`."""
-    return _KINDS[task]()
+    kinds = (
+        CausalLanguageModel, Seq2SeqLanguageModel, SequenceClassification, ImageClassification,
+        ZeroShotImageClassification,
+    )  # fmt: skip
+    return dict(zip(get_args(Task), kinds, strict=True))[task]()
 
 
-def head_names(model: PreTrainedModel, kind: ModelKind) -> list[str]:
-    """Return the children of a classifier that are its head: all but the backbone."""
+def head_prefixes(model: PreTrainedModel, kind: ModelKind) -> tuple[str, ...]:
+    """Return what names of parameters in a classifier's head start with: all but the backbone's."""
     if not kind.has_heads:
-        return []
+        return ()
     if not hasattr(model, model.base_model_prefix):
         raise TrainingError(
             f"{type(model).__name__} does not tell its backbone from its head; this architecture "
             "cannot be merged for classification"
         )
-    return [name for name, _ in model.named_children() if name != model.base_model_prefix]
+    return tuple(f"{n}." for n, _ in model.named_children() if n != model.base_model_prefix)
 
 
 def head_modules(
@@ -484,14 +311,11 @@ def head_modules(
 ) -> dict[str, nn.Module]:
     """Return the modules of a classifier's head by name; none of other models.
 
-    For data with prompts, the model gets a head that is made of them.
-
-    Args:
-        base: folder of the base model, a CLIP where the data has prompts.
+    For data with prompts, the model gets a head that the CLIP in the folder `base` makes of them.
     """
     if data.prompts is not None:
         attach_head(model, {"visual_projection": zero_shot_head(base, data.prompts)})
-    return {name: model.get_submodule(name) for name in head_names(model, kind)}
+    return {name[:-1]: model.get_submodule(name[:-1]) for name in head_prefixes(model, kind)}
 
 
 def attach_head(model: PreTrainedModel, head: Mapping[str, nn.Module]) -> None:
@@ -502,11 +326,7 @@ def attach_head(model: PreTrainedModel, head: Mapping[str, nn.Module]) -> None:
 
 
 class ZeroShotHead(nn.Module):
-    """What stands in the place of an image tower's projection: it answers with logits.
-
-    Args:
-        texts: embeddings of the classes' prompts, (C, d), as long as CLIP's scale of logits.
-    """
+    """Projection of an image tower that answers with logits, by embedded texts (C, d)."""
 
     def __init__(self, projection: nn.Linear, texts: Tensor):
         super().__init__()
@@ -520,28 +340,23 @@ class ZeroShotHead(nn.Module):
 
 @torch.no_grad()
 def zero_shot_head(folder: str, prompts: Sequence[str | Sequence[str]]) -> ZeroShotHead:
-    """Let the text tower of a CLIP make the head for some classes.
+    """Let the text tower of the whole CLIP in a folder make the head for some classes.
 
-    Args:
-        folder: of a whole CLIP with its tokenizer.
-        prompts: of each class, in the order of their numbers; the mean direction of several.
-
-    Raises:
-        TrainingError: there is no text tower, or no tokenizer.
+    These come in the order of their numbers; a class of several prompts has their mean direction.
     """
     from transformers import AutoTokenizer, CLIPModel
 
-    wanted = "give a whole CLIPModel with its tokenizer as base_model"
-    no_texts = f"{folder} cannot make heads of prompts: {wanted}"
+    options = {"local_files_only": True}
     try:
-        model, info = CLIPModel.from_pretrained(
-            folder, local_files_only=True, output_loading_info=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model, info = CLIPModel.from_pretrained(folder, output_loading_info=True, **options)
+        if info["missing_keys"]:
+            raise ValueError(f"it lacks {min(info['missing_keys'])}")
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except (OSError, ValueError, RuntimeError) as error:
-        raise TrainingError(f"{no_texts} ({error})") from error
-    if info["missing_keys"]:
-        raise TrainingError(f"{no_texts}; it lacks {min(info['missing_keys'])}")
+        raise TrainingError(
+            f"{folder} cannot make heads of prompts: give a whole CLIPModel with its tokenizer as "
+            f"base_model ({error})"
+        ) from error
     rows = []
     for prompt in prompts:
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -550,3 +365,48 @@ def zero_shot_head(folder: str, prompts: Sequence[str | Sequence[str]]) -> ZeroS
         rows.append(normalize(model.text_projection(pooled), dim=-1).mean(0))
     texts = model.logit_scale.exp() * normalize(torch.stack(rows), dim=-1)
     return ZeroShotHead(model.visual_projection, texts).requires_grad_(False)
+
+
+def write_own_texts(
+    model: PreTrainedModel, tokenizer: Any, count: int, path: Path, *, quiet: bool = False
+) -> DataConfig:
+    """Let a language model write texts into a `.jsonl`, once; return that as data.
+
+    A text has `OWN_LENGTH` tokens, or as many as the model can read, of the model's own
+    distribution: nothing is cut off from it, and a text goes on after an end token.
+    """
+    from transformers import GenerationConfig
+
+    data = DataConfig(path=str(path), text="text", max_length=OWN_LENGTH)
+    if path.exists():
+        return data
+    length, start = fit_to_model(data, model).max_length, first_token(tokenizer)
+    usual, texts = model.generation_config, []
+    model.generation_config = GenerationConfig(  # without the model's end tokens and penalties
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=length - 1,
+        pad_token_id=start,
+    )  # fmt: skip
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count())), torch.no_grad():
+            for done in tqdm(range(0, count, _AT_ONCE), "writing texts", disable=quiet):
+                torch.manual_seed(done)
+                begun = torch.full((min(_AT_ONCE, count - done), 1), start, device=model.device)
+                written = model.generate(begun, attention_mask=torch.ones_like(begun))
+                # The tokenizer puts the first token before a text by itself, if texts have one.
+                texts += tokenizer.batch_decode(written[:, 1:], clean_up_tokenization_spaces=False)
+    finally:
+        model.generation_config = usual
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return data
+
+
+def first_token(tokenizer: Any) -> int:
+    """Return the token that begins a text: of texts, of chats, or the end of the one before."""
+    if tokenizer.bos_token_id is None and getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": "?"}]
+        return tokenizer.apply_chat_template(message, return_dict=False)[0]
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return token
+    raise TrainingError("no tokenizer says how a text begins: add `data` to every model")

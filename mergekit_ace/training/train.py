@@ -8,68 +8,44 @@ returns ∂L/∂λ, and Adam carries that back through the learner.
 from __future__ import annotations
 
 import os
-from functools import partial
+from statistics import fmean
 
 import torch
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import send_to_device
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from mergekit_ace.algebra.learner import Learner, LearnerInputs
 from mergekit_ace.methods.coefficients import CoefficientFile
-from mergekit_ace.training.config import TrainConfig, TrainingConfig
+from mergekit_ace.training.config import Labels, TrainConfig
 from mergekit_ace.training.data import Example, step_indices
-from mergekit_ace.training.family import Family, load_family
+from mergekit_ace.training.family import Family, Teacher, load_family
 from mergekit_ace.training.merged import MergedModel
-from mergekit_ace.training.models import ModelFolders
-from mergekit_ace.training.results import Score, TrainedLearner, coefficient_file, write_results
-from mergekit_ace.training.state import ModuleTraining, TrainingError, TrainingRun
+from mergekit_ace.training.models import claim_models
+from mergekit_ace.training.results import Log, Score, coefficient_file, write_results
+from mergekit_ace.training.state import ModuleTraining, TrainingRun
 from mergekit_ace.training.tasks import attach_head
-from mergekit_ace.training.teachers import (
-    Teacher,
-    agreement,
-    collate_labels,
-    summed_entropy,
-    summed_loss,
-)
-
-# Under float16 small gradients vanish; they are scaled by this and the products scaled back.
-FLOAT16_SCALE = 1024.0
 
 
 def run_training(
     config: TrainConfig, out: str | os.PathLike, *, overwrite: bool = False, quiet: bool = False
 ) -> CoefficientFile:
-    """Learn coefficients, or go on with that; the files go to `out`.
-
-    Raises:
-        TrainingError: something about the config, the models or the data is wrong.
-    """
+    """Learn coefficients, or go on with that; the files go to `out`."""
     with TrainingRun.start(out, config.mixed_precision, quiet=quiet) as run:
-        if config.dtype == "float16" and run.accelerator.device.type == "cpu":
-            raise TrainingError("dtype: float16 is too narrow and slow on a CPU; take bfloat16")
-        folders = ModelFolders.find(config, run)
-        inputs = [folders.base, *folders.experts, *(data.path for _, data in config.sources)]
-        run.claim(config, inputs, overwrite=overwrite)
-        family = load_family(config, folders, run)
+        family = load_family(claim_models(config, run, overwrite=overwrite))
         objective = Objective(family)
-        trained = train_learner(objective, family.learner_inputs())
-        scores = score_merges(objective, trained.coefficients)
-        file = coefficient_file(family, trained, scores)
+        inputs = family.learner_inputs()
+        learner, log = train_learner(objective, inputs)
+        scores = score_merges(objective, learner(*inputs))
+        file = coefficient_file(family, learner, inputs, scores)
         if run.is_main:
-            write_results(file, family, trained.log, scores)
-        run.wait()
+            write_results(file, family, log, scores)
+        run.accelerator.wait_for_everyone()
         return file
 
 
-def train_learner(objective: Objective, inputs: LearnerInputs) -> TrainedLearner:
-    """Train a learner, or go on with one, and return it as it was at its best evaluation.
-
-    Args:
-        inputs: of the learner, for G groups of tensors.
-
-    Raises:
-        Diverged: the loss became NaN or Inf; the best network so far is kept.
-    """
+def train_learner(objective: Objective, inputs: LearnerInputs) -> tuple[Learner, Log]:
+    """Train a learner, or go on with one, and return it as it was at its best evaluation."""
     config, settings = objective.config, objective.config.training
     experts = len(inputs.statistics)
     torch.manual_seed(settings.seed)
@@ -82,14 +58,18 @@ def train_learner(objective: Objective, inputs: LearnerInputs) -> TrainedLearner
     def evaluate() -> None:
         with torch.no_grad():
             score = objective.score(learner(*inputs), "validation")
-        scores = {"validation_accuracy": score.mean_accuracy}
+        scores = {"validation_accuracy": fmean(score.accuracy)}
         if score.rehearsal is not None:
             scores["validation_rehearsal"] = score.rehearsal
         training.keep_best(score.loss, scores)
 
     if training.progress.step == 0:
         evaluate()  # the start counts: training never ends below it
-    rate = partial(learning_rate, settings, per_epoch)
+
+    def rate(step: int) -> float:
+        schedule = settings.scheduler
+        return settings.learning_rate * schedule.gamma ** (step // per_epoch // schedule.step)
+
     for step in training.steps(rate, settings.patience):
         coefficients = learner(*inputs)  # (K, G)
         gradient, losses = objective.gradient(coefficients, step)
@@ -104,24 +84,11 @@ def train_learner(objective: Objective, inputs: LearnerInputs) -> TrainedLearner
         if training.end_step(float(losses @ objective.weights)):
             evaluate()
     training.load_best()
-    learner.eval().requires_grad_(False)
-    return TrainedLearner(learner, inputs, learner(*inputs), training.progress.log)
-
-
-def learning_rate(settings: TrainingConfig, per_epoch: int, step: int, total: int) -> float:
-    """Return the learning rate of one step, counted from 0; it depends on nothing else."""
-    scheduler = settings.scheduler
-    if scheduler.kind == "linear":
-        return settings.learning_rate * (1 - step / total)
-    return settings.learning_rate * scheduler.gamma ** (step // per_epoch // scheduler.step)
+    return learner.eval().requires_grad_(False), training.progress.log
 
 
 def score_merges(objective: Objective, coefficients: Tensor) -> dict[str, Score]:
-    """Score the learned coefficients beside merges that need no training, on the test split.
-
-    Returns:
-        Scores by name, in the order of the final table.
-    """
+    """Score the learned coefficients beside merges that need no training, on the test split."""
     config, shape = objective.config, coefficients.shape
 
     def equal(value: float) -> Score:
@@ -143,22 +110,19 @@ def score_merges(objective: Objective, coefficients: Tensor) -> dict[str, Score]
 
 
 class Objective:
-    """Loss of a merge on the teachers' data, as a function of its coefficients.
+    """Loss of a merge on the data of T teachers, as a function of its coefficients.
 
-    Attributes:
-        teachers: T of them with their labelled data.
-        weights: of each teacher's mean loss, (T,); their sum is 1.
+    `weights`, (T,), are those of the teachers' mean losses; their sum is 1.
     """
 
     def __init__(self, family: Family):
-        self.config, self.run, self.teachers = family.config, family.run, family.teachers
-        self._groups, self._kind = family.groups, family.folders.kind
+        models, self.teachers = family.models, family.teachers
+        self.config, self.run = models.config, models.run
+        self._groups, self._kind = family.groups, models.kind
+        versions, components = family.components or family.experts, bool(family.components)
+        names = list(family.stored)
         self._merged = MergedModel(
-            family.module,
-            family.base,
-            family.components or family.experts,
-            list(family.stored),
-            components=family.components is not None,
+            family.module, family.base, versions, names, components=components
         )
         self._batch = self.run.samples_per_step(self.config.training)
         weights = torch.ones(len(self.teachers), dtype=torch.float64)
@@ -178,54 +142,86 @@ class Objective:
         """
         self._merged.write(coefficients[:, self._groups])
         self._merged.clear()
-        half = self.config.mixed_precision == "fp16" or self.config.dtype == "float16"
-        scale, settings = FLOAT16_SCALE if half else 1.0, self.config.training
+        settings = self.config.training
         losses = torch.zeros(len(self.teachers), dtype=torch.float64)
         for row, (weight, teacher) in enumerate(zip(self.weights, self.teachers, strict=True)):
             examples = teacher.splits["train"]
             indices = step_indices(settings.seed, row, step, self._batch, len(examples))
             positions = sum(len(examples[index]["hard"]) for index in indices)
             for part in self.run.share(indices, settings.batch_size):
-                samples = [examples[index] for index in part]
-                loss = self._loss(*self._answers(teacher, samples)) / positions
-                (scale * float(weight) * loss).backward()
+                loss, _ = self._loss(teacher, [examples[index] for index in part])
+                loss = loss / positions
+                (float(weight) * loss).backward()
                 losses[row] += loss.detach().double().cpu()
             self._merged.collect()
         gradient = torch.zeros(coefficients.shape, dtype=torch.float64)
-        gradient.index_add_(1, self._groups, self.run.sum(self._merged.products) / scale)
+        gradient.index_add_(1, self._groups, self.run.sum(self._merged.products))
         return gradient, self.run.sum(losses)
 
     @torch.no_grad()
     def score(self, coefficients: Tensor, split: str) -> Score:
         """Return the score of the merge for λ per group, (K, G), on a split of all data."""
         self._merged.write(coefficients[:, self._groups])
-        losses, shares = torch.zeros(len(self.teachers), dtype=torch.float64), []
+        sums = torch.zeros(len(self.teachers), 3, dtype=torch.float64)  # loss, right, positions
         for row, teacher in enumerate(self.teachers):
-            examples, answers = teacher.splits[split], []
+            examples = teacher.splits[split]
             for part in self.run.share(range(len(examples)), self.config.training.batch_size):
-                logits, labels = self._answers(teacher, [examples[index] for index in part])
-                losses[row] += float(self._loss(logits, labels))
-                given = logits.float().squeeze(-1) if "numbers" in labels else logits.argmax(-1)
-                answers.append(torch.stack((given, labels["target"])).cpu())  # numbers, or classes
-                del logits  # large: gone before the next ones are computed
-            given, wanted = torch.cat(gather_object(answers), dim=1)
-            losses[row] /= len(given)
-            shares.append(agreement(given, wanted))
-        mean = float(self.run.sum(losses) @ self.weights)
+                samples = [examples[index] for index in part]
+                loss, answers = self._loss(teacher, samples)
+                wanted = _gather(samples, "true" if "true" in samples[0] else "hard")
+                right = int((answers.cpu() == wanted).sum())
+                sums[row] += torch.tensor([float(loss), right, len(wanted)])
+        losses, right, positions = self.run.sum(sums).unbind(1)
+        shares = (right / positions).tolist()
         rehearsal = None if self.config.rehearsal is None else shares.pop()
-        return Score(mean, tuple(shares), rehearsal)
+        return Score(float(losses / positions @ self.weights), tuple(shares), rehearsal)
 
-    def _loss(self, logits: Tensor, labels: dict[str, Tensor]) -> Tensor:
-        """Return the loss of logits (P, C), summed over positions."""
-        if self.config.loss == "entropy":
-            return summed_entropy(logits)
-        return summed_loss(logits, labels)
-
-    def _answers(self, teacher: Teacher, samples: list[Example]) -> tuple[Tensor, dict]:
-        """Return logits (P, C) of the merge on some samples, and their labels."""
+    def _loss(self, teacher: Teacher, samples: list[Example]) -> tuple[Tensor, Tensor]:
+        """Return the summed loss of the merge on some samples, and its answers, (P,)."""
         module, device = self._merged.module, self.run.accelerator.device
         attach_head(module, teacher.head)
         with self.run.accelerator.autocast():
             logits = self._kind.logits(module, send_to_device(self._kind.collate(samples), device))
-        kind = self.config.labels_of(dict(self.config.sources)[teacher.name])
-        return logits, send_to_device(collate_labels(samples, kind), logits.device)
+        if self.config.loss == "entropy":
+            loss = summed_entropy(logits)
+        else:
+            kind = self.config.labels_of(dict(self.config.sources)[teacher.name])
+            loss = summed_loss(logits, samples, kind)
+        return loss, logits.argmax(-1)
+
+
+def _gather(samples: list[Example], name: str) -> Tensor:
+    """Lay the labels of some samples end to end, over their P positions."""
+    return torch.cat([sample[name] for sample in samples])
+
+
+def summed_loss(logits: Tensor, samples: list[Example], labels: Labels) -> Tensor:
+    """Return cross-entropy to hard labels (Eq. 7), or KL from teacher to merge (Eq. 32), summed.
+
+    Where only the k likeliest classes of the teacher are known, the rest of both distributions
+    counts as one class more. Logits are (P, C), and samples as `answer_data` makes them.
+    """
+    logits = logits.float()
+    if labels != "soft":
+        return cross_entropy(logits, _gather(samples, labels).to(logits.device), reduction="sum")
+    teacher, classes = (
+        _gather(samples, name).to(logits.device) for name in ("soft_values", "soft_indices")
+    )
+    merge = logits.log_softmax(-1).gather(-1, classes)
+    loss = (teacher.exp() * (teacher - merge)).sum()
+    if classes.shape[-1] < logits.shape[-1]:
+        teacher_rest, merge_rest = _log_rest(teacher), _log_rest(merge)
+        loss = loss + (teacher_rest.exp() * (teacher_rest - merge_rest)).sum()
+    return loss
+
+
+def _log_rest(log_probabilities: Tensor) -> Tensor:
+    """Return the logarithm of the probability that the given classes leave, (P,)."""
+    rest = 1 - log_probabilities.exp().sum(-1)
+    return rest.clamp(min=torch.finfo(rest.dtype).eps).log()
+
+
+def summed_entropy(logits: Tensor) -> Tensor:
+    """Return the entropy of the distributions that logits (P, C) stand for, summed, in nats."""
+    logarithms = logits.float().log_softmax(-1)
+    return -(logarithms.exp() * logarithms).sum()

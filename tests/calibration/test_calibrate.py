@@ -29,7 +29,7 @@ from transformers import (
 from mergekit_ace.calibration import calibrate as calibrate_module
 from mergekit_ace.calibration.layers import Calibration, SampleTeacher
 from mergekit_ace.cli import main
-from mergekit_ace.training.own_texts import write_own_texts
+from mergekit_ace.training.tasks import write_own_texts
 
 
 def save(model, folder: Path, **options) -> str:

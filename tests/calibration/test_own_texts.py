@@ -10,9 +10,8 @@ import torch
 from checkpoints import tiny_llama
 from families import tokenizer
 
-from mergekit_ace.training import own_texts as module
-from mergekit_ace.training.own_texts import first_token, write_own_texts
 from mergekit_ace.training.state import TrainingError
+from mergekit_ace.training.tasks import first_token, write_own_texts
 
 
 @pytest.fixture
@@ -58,7 +57,7 @@ def test_texts_are_written_once_and_leave_no_trace(model, tmp_path, monkeypatch)
     assert len(read(made[0])) == 20
     assert model.generation_config is usual
     assert torch.equal(torch.get_rng_state(), state)
-    monkeypatch.setattr(module, "_write", None)
+    monkeypatch.setattr(model, "generate", None)
     assert write_own_texts(model, tokenizer(), 20, paths[0], quiet=True) == made[0]
 
 
@@ -70,5 +69,5 @@ def test_how_a_text_begins():
     words.chat_template = "{% for one in messages %}w7 {{ one['content'] }}{% endfor %}"
     assert first_token(words) == words.convert_tokens_to_ids("w7")
     words.chat_template = words.eos_token = None
-    with pytest.raises(TrainingError, match=r"how a text begins.* add `data` to every model"):
+    with pytest.raises(TrainingError, match="how a text begins: add `data` to every model"):
         first_token(words)

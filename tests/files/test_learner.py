@@ -61,17 +61,6 @@ def test_a_shared_learner_serves_other_experts_and_tensors():
     torch.testing.assert_close(single, whole[:, 2:3])
 
 
-@pytest.mark.parametrize("kind", KINDS[:2])
-def test_the_order_of_experts_does_not_matter(kind):
-    config = LearnerConfig(input=kind, hidden=8, activation="identity")
-    statistics, depths = inputs(config)
-    learner = stirred(config)
-    order = torch.tensor([2, 0, 1])
-    torch.testing.assert_close(
-        learner(statistics[order], depths), learner(statistics, depths)[order]
-    )
-
-
 def test_statistics_are_standardised_over_experts_and_tensors():
     config = LearnerConfig()
     statistics, _ = inputs(config)
@@ -99,7 +88,6 @@ def test_decades_are_told_apart_down_to_the_smallest():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"network": "transformer"}, "no longer exists"),
         ({"statistics": []}, "must be different ones"),
         ({"statistics": ["mean", "mean"]}, "must be different ones"),
         ({"statistics": ["median"]}, "singular_values"),
@@ -111,7 +99,3 @@ def test_decades_are_told_apart_down_to_the_smallest():
 def test_wrong_settings_are_refused(wrong, message):
     with pytest.raises(ValidationError, match=message):
         LearnerConfig(**wrong)
-
-
-def test_the_network_of_earlier_files_is_the_one_that_is_left():
-    assert LearnerConfig(network="mlp") == LearnerConfig()

@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import yaml
 from checkpoints import fine_tuned, seen_batches, tiny_llama
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     BertConfig,
@@ -36,23 +38,13 @@ from mergekit_ace.methods.coefficients import CoefficientFile
 from mergekit_ace.training.config import DistillConfig, TrainConfig
 from mergekit_ace.training.data import Examples, unpack_examples
 from mergekit_ace.training.distill import run_distillation
-from mergekit_ace.training.state import load_checkpoint
 from mergekit_ace.training.train import run_training
 
-RESNET = {
-    "num_channels": 1,
-    "embedding_size": 8,
-    "hidden_sizes": [8, 16],
-    "depths": [1, 1],
-    "layer_type": "basic",
-}
+RESNET = {"num_channels": 1, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
+RESNET["layer_type"] = "basic"
 WORDS = [f"w{n}" for n in range(36)]
-SMALL = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
+SMALL = {"hidden_size": 16, "intermediate_size": 24}
+SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 2}
 MIXTRAL = SMALL | {"vocab_size": 40, "num_key_value_heads": 2, "num_local_experts": 3}
 
 
@@ -61,14 +53,8 @@ def tokenizer(**special: str) -> PreTrainedTokenizerFast:
     words = ["<pad>", "<unk>", "<s>", "</s>", *WORDS, *special.values()]
     inner = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        **special,
-    )
+    usual = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **usual, **special)
 
 
 def sentence(rng: random.Random, length: int | None = None) -> str:
@@ -109,8 +95,8 @@ def _family(
     }
 
 
-def _tuned(base: PreTrainedModel, seed: int, count: int = 2, scale: float = 0.1) -> list:
-    return [fine_tuned(base, seed=seed + k, scale=scale) for k in range(count)]
+def _tuned(base: PreTrainedModel, seed: int, count: int = 2) -> list:
+    return [fine_tuned(base, seed=seed + k, scale=0.1) for k in range(count)]
 
 
 def _text_family(folder: Path, base: PreTrainedModel, seed: int, count: int = 2, **more) -> dict:
@@ -174,19 +160,6 @@ def bert_family(folder: Path, **settings) -> dict:
     )  # fmt: skip
 
 
-def regression_family(folder: Path, **settings) -> dict:
-    """The text classifiers, the first of which answers with a number instead."""
-    config = bert_family(folder, **settings)
-    path = config["models"][0]["model"]
-    torch.manual_seed(7)
-    expert = BertForSequenceClassification.from_pretrained(
-        path, num_labels=1, ignore_mismatched_sizes=True
-    )
-    torch.nn.init.normal_(expert.classifier.weight)
-    expert.save_pretrained(path)
-    return config
-
-
 def pixels(rng: random.Random, _: int = 0) -> dict:
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     return {"pixels": torch.rand(1, 8, 8, generator=generator).tolist()}
@@ -234,19 +207,6 @@ def t5_family(folder: Path, completion: str | None, **settings) -> dict:
     )  # fmt: skip
 
 
-def masked_family(folder: Path, kind: type[PreTrainedModel], **settings) -> dict:
-    """Encoders that fill masks, on texts with one mask each; the head is tied to the embeddings."""
-    words = tokenizer(mask_token="<mask>")
-    torch.manual_seed(0)
-    shape = SMALL | {"vocab_size": len(words), "max_position_embeddings": 32}
-    base = kind(kind.config_class(**shape, pad_token_id=words.pad_token_id))
-    return _family(
-        folder, "masked-lm", base, _tuned(base, 60),
-        lambda rng, _: {"t": f"{sentence(rng)} <mask> {sentence(rng)}"}, {"text": "t"}, words,
-        **settings,
-    )  # fmt: skip
-
-
 def image_distillation(folder: Path) -> tuple[dict, dict]:
     """A ViT family, and a convolutional teacher with five classes for its base."""
     family = vit_family(folder)
@@ -258,13 +218,9 @@ def image_distillation(folder: Path) -> tuple[dict, dict]:
     rng = random.Random(9)
     path = write_rows(folder / "more.jsonl", [pixels(rng) for _ in range(40)])
     data = {"path": path, "image": "pixels"}
-    return family, {
-        "teacher": str(folder / "teacher"),
-        "student": family["base_model"],
-        "task": "image-classification",
-        "data": data,
-        "training": {"epochs": 6, "batch_size": 8, "learning_rate": 0.003},
-    }
+    training = {"epochs": 6, "batch_size": 8, "learning_rate": 0.003}
+    config = {"teacher": str(folder / "teacher"), "student": family["base_model"]}
+    return family, {**config, "task": family["task"], "data": data, "training": training}
 
 
 def train(config: dict, out: Path, **options) -> CoefficientFile:
@@ -274,6 +230,14 @@ def train(config: dict, out: Path, **options) -> CoefficientFile:
 def log_of(out: Path) -> list[dict]:
     """What `training.jsonl` says, a line per step and evaluation."""
     return [json.loads(line) for line in (out / "training.jsonl").read_text().splitlines()]
+
+
+def merge_of(out: Path) -> dict:
+    return yaml.safe_load((out / "merge.yml").read_text())
+
+
+def tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
 
 
 def changed(config: dict, **training) -> dict:
@@ -286,15 +250,13 @@ def parsed(config: dict) -> TrainConfig:
 
 def answered(out: Path, teacher: int) -> dict[str, Examples]:
     """Samples of a teacher with its answers, by split."""
-    return unpack_examples(load_checkpoint(out / "state" / f"labels-{teacher}.safetensors")[0])
+    return unpack_examples(load_file(out / "state" / f"labels-{teacher}.safetensors"))
 
 
 @torch.no_grad()
 def logits_by_hand(model, sample: dict) -> torch.Tensor:
     """What a language model answers at the supervised positions of a sample alone."""
     logits = model(input_ids=sample["input_ids"][None]).logits[0]
-    if type(model).__name__.endswith("MaskedLM"):
-        return logits[sample["supervised"]]
     return logits[:-1][sample["supervised"][1:]]
 
 
@@ -304,3 +266,20 @@ def distil(config: dict, out: Path, **options) -> Path:
 
 def record(out: Path) -> dict:
     return json.loads((out / "distillation.json").read_text())
+
+
+class Killed(BaseException):
+    """Like a signal: nothing in the package catches it."""
+
+
+def killed_after(monkeypatch, owner: object, name: str, calls: int) -> None:
+    """Let a function of `owner` be the last that a process reaches, after some calls."""
+    original, left = getattr(owner, name), [calls]
+
+    def dying(*args, **options):
+        if left[0] == 0:
+            raise Killed
+        left[0] -= 1
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, name, dying)

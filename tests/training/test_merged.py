@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streamed gradient against autograd through the whole merge, in float64."""
+"""Weights mapped from checkpoints, and the streamed gradient against autograd in float64."""
 
 from __future__ import annotations
 
@@ -13,83 +13,72 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from mergekit_ace.training import merged as merged_module
-from mergekit_ace.training.merged import MergedModel
+from mergekit_ace.training.merged import MergedModel, map_folder, map_weights, stored_names
 
 EXPERTS = 3
+IDS = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.fixture(autouse=True, params=[100, 2**18])
-def block(request, monkeypatch) -> None:
-    """Tensors are read in blocks of so many entries."""
-    monkeypatch.setattr(merged_module, "BLOCK", request.param)
+@pytest.mark.parametrize("changed", [False, True])
+def test_only_the_values_of_the_model_are_mapped(tmp_path, changed):
+    """Where loading changes values, the files are not the parameters, whatever their names."""
+    model, copied = tiny_llama(tie_word_embeddings=True), tmp_path / "copy.safetensors"
+    model.save_pretrained(tmp_path / "m", max_shard_size="20KB")
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) > 1
+    model = fine_tuned(model, seed=1) if changed else model
+    parameters = dict(model.named_parameters())
+    mapped = map_weights(model, parameters, tmp_path / "m", copied)
+    assert copied.exists() == changed
+    assert all(torch.equal(mapped[n], p) for n, p in parameters.items())
+    on_disk = map_folder(tmp_path / "m")
+    stored = stored_names(model, parameters, on_disk)
+    assert {name for names in stored.values() for name in names} == set(on_disk)
 
 
-class Family:
-    """A tiny Llama with experts, and a loss on it."""
-
-    def __init__(self, **config):
-        self.base = tiny_llama(**config)
-        self.experts = [fine_tuned(self.base, seed=10 + k) for k in range(EXPERTS)]
-        self.names = [name for name, _ in self.base.named_parameters()]
-        generator = torch.Generator().manual_seed(3)
-        self.ids = torch.randint(0, 40, (2, 9), generator=generator)
-
-    def merged(self) -> MergedModel:
-        experts = [weights(expert) for expert in self.experts]
-        return MergedModel(copy.deepcopy(self.base), weights(self.base), experts, self.names)
-
-    def loss(self, model, parameters: dict[str, Tensor] | None = None) -> Tensor:
-        inputs = {"input_ids": self.ids, "labels": self.ids}
-        if parameters is None:
-            return model(**inputs).loss
-        return functional_call(model, parameters, (), inputs).loss
-
-
-def weights(model) -> dict[str, Tensor]:
+def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def naive_gradients(family: Family, coefficients: Tensor) -> Tensor:
+def make_merged(base: nn.Module, experts: list[nn.Module]) -> MergedModel:
+    names = [name for name, _ in base.named_parameters()]
+    versions = [weights(expert) for expert in experts]
+    return MergedModel(copy.deepcopy(base), weights(base), versions, names)
+
+
+@pytest.mark.parametrize("block", [100, 2**18])  # entries that are read at once
+def test_products_are_the_gradient(monkeypatch, block):
     """∂L/∂λ by autograd in float64 through every θ_0 + Σ λ Δ."""
-    model = copy.deepcopy(family.base).double()
+    monkeypatch.setattr(merged_module, "BLOCK", block)
+    base = tiny_llama(tie_word_embeddings=True)  # one parameter with two gradients
+    experts = [fine_tuned(base, seed=10 + k) for k in range(EXPERTS)]
+    shape = EXPERTS, len(weights(base))
+    coefficients = 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(1)).double()
+    coefficients.requires_grad_(True)
     parameters = {}
-    for column, name in enumerate(family.names):
-        origin = weights(family.base)[name].double()
-        total = origin
-        for row, expert in enumerate(family.experts):
-            total = total + coefficients[row, column] * (weights(expert)[name].double() - origin)
-        parameters[name] = total
-    return family.loss(model, parameters)
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    return float((got - expected).norm() / expected.norm())
-
-
-def test_products_are_the_gradient():
-    family = Family(tie_word_embeddings=True)  # one parameter with two gradients
-    coefficients = torch.randn(
-        EXPERTS, len(family.names), generator=torch.Generator().manual_seed(1)
-    )
-    coefficients = (0.3 * coefficients).double().requires_grad_(True)
-    naive_gradients(family, coefficients).backward()
-    merged = family.merged()
+    for column, (name, origin) in enumerate(weights(base).items()):
+        deltas = [weights(expert)[name].double() - origin.double() for expert in experts]
+        moved = [coefficients[row, column] * delta for row, delta in enumerate(deltas)]
+        parameters[name] = origin.double() + sum(moved)
+    inputs = {"input_ids": IDS, "labels": IDS}
+    functional_call(copy.deepcopy(base).double(), parameters, (), inputs).loss.backward()
+    merged = make_merged(base, experts)
     merged.write(coefficients)
     for _ in range(2):  # backward passes add up
-        family.loss(merged.module).backward()
+        merged.module(**inputs).loss.backward()
     merged.collect()
-    assert relative_error(merged.products / 2, coefficients.grad) <= 1e-5
+    error = (merged.products / 2 - coefficients.grad).norm() / coefficients.grad.norm()
+    assert error <= 1e-5
     assert all(parameter.grad is None for parameter in merged.module.parameters()), "freed"
     merged.clear()
     assert not merged.products.any()
 
 
 def test_zero_coefficients_write_the_base_bit_for_bit():
-    family = Family()
-    merged = family.merged()
-    merged.write(torch.ones(EXPERTS, len(family.names)))
-    merged.write(torch.zeros(EXPERTS, len(family.names)))
-    assert all(torch.equal(t, weights(family.base)[n]) for n, t in weights(merged.module).items())
+    base = tiny_llama()
+    merged = make_merged(base, [fine_tuned(base, seed=10)])
+    for value in (1.0, 0.0):
+        merged.write(torch.full((1, len(weights(base))), value))
+    assert all(torch.equal(t, weights(base)[n]) for n, t in weights(merged.module).items())
 
 
 def test_the_base_in_another_precision_counts_as_in_the_method(rng):

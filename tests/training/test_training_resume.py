@@ -16,7 +16,17 @@ import yaml
 from accelerate import debug_launcher
 from accelerate.state import AcceleratorState
 from checkpoints import fine_tuned
-from families import changed, distil, image_distillation, llama_family, parsed, record, train
+from families import (
+    Killed,
+    changed,
+    distil,
+    image_distillation,
+    killed_after,
+    llama_family,
+    parsed,
+    record,
+    train,
+)
 from measured_files import measure
 from transformers import AutoModelForCausalLM
 
@@ -24,26 +34,9 @@ from mergekit_ace.cli import main
 from mergekit_ace.methods.coefficients import CoefficientFile
 from mergekit_ace.training import family as family_module
 from mergekit_ace.training import results as results_module
-from mergekit_ace.training import teachers as teachers_module
+from mergekit_ace.training.data import SampleReader
 from mergekit_ace.training.state import TrainingError, TrainingRun
 from mergekit_ace.training.train import Objective, run_training
-
-
-class Killed(BaseException):
-    """Like a signal: nothing in the package catches it."""
-
-
-def killed_after(monkeypatch, owner, name: str, calls: int) -> None:
-    original = getattr(owner, name)
-    left = [calls]
-
-    def dying(*args, **options):
-        if left[0] == 0:
-            raise Killed
-        left[0] -= 1
-        return original(*args, **options)
-
-    monkeypatch.setattr(owner, name, dying)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +55,7 @@ def uninterrupted(llama, tmp_path_factory) -> tuple[dict, Path, CoefficientFile]
 @pytest.mark.parametrize(
     ("owner", "name", "calls"),
     [
-        (teachers_module, "label_batch", 7),  # in the labels of the second expert
+        (SampleReader, "logits", 7),  # in the labels of the second expert
         (family_module, "measure_moments", 5),  # in the statistics
         (Objective, "gradient", 1),  # before the first checkpoint
         (Objective, "gradient", 5),  # after one
@@ -81,7 +74,7 @@ def test_a_killed_run_goes_on_to_the_same_coefficients(
             train(config, killed)
     assert not (killed / "coefficients.safetensors").exists()
     if owner is Objective:  # what is known is not asked for again
-        monkeypatch.delattr(teachers_module, "label_batch")
+        monkeypatch.delattr(family_module, "answer_data")
         monkeypatch.delattr(family_module, "measure_moments")
     resumed = train(config, killed)
     assert torch.equal(resumed.coefficients, whole.coefficients)
@@ -96,7 +89,7 @@ def test_components_are_not_computed_twice(llama, tmp_path, monkeypatch, capsys)
         killed_after(patch, family_module, "split_tensor", 4)
         with pytest.raises(Killed):
             run_training(parsed(config), tmp_path / "out")
-    assert "components of 21 tensors, 2 each, in float32" in capsys.readouterr().out
+    assert "2 components of 21 tensors: " in capsys.readouterr().out
     calls = []
     monkeypatch.setattr(family_module, "split_tensor", lambda *a: calls.append(a) or split(*a))
     file = train(config, tmp_path / "out")
@@ -104,24 +97,25 @@ def test_components_are_not_computed_twice(llama, tmp_path, monkeypatch, capsys)
     assert torch.equal(file.coefficients, train(config, tmp_path / "whole").coefficients)
 
 
-def test_labels_that_are_damaged_are_named(llama, tmp_path):
-    train(llama, tmp_path / "out")
-    labels = tmp_path / "out" / "state" / "labels-0.safetensors"
+def test_labels_that_are_damaged_are_named(uninterrupted, tmp_path):
+    config, out, whole = uninterrupted
+    out = shutil.copytree(out, tmp_path / "out")
+    labels = out / "state" / "labels-0.safetensors"
     labels.write_bytes(labels.read_bytes()[:-9])
     with pytest.raises(TrainingError, match=r"labels-0.safetensors is damaged .*; delete it to"):
-        train(llama, tmp_path / "out")
+        train(config, out)
     labels.unlink()
-    train(llama, tmp_path / "out")
+    assert torch.equal(train(config, out).coefficients, whole.coefficients)
 
 
-def test_another_run_s_folder_is_refused_unless_overwritten(llama, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    first = train(llama, out)
-    other = changed(llama, learning_rate=0.02)
+def test_another_run_s_folder_is_refused_unless_overwritten(uninterrupted, tmp_path, monkeypatch):
+    config, out, first = uninterrupted
+    out = shutil.copytree(out, tmp_path / "out")
+    other = changed(config, learning_rate=0.02)
     with pytest.raises(TrainingError, match=r"another run; changed .*config\.training\.learning"):
         train(other, out)
-    assert torch.equal(train(changed(llama, checkpoint_every=7), out).coefficients,
-                       first.coefficients)  # fmt: skip
+    again = train(changed(config, checkpoint_every=7), out)
+    assert torch.equal(again.coefficients, first.coefficients)
     with monkeypatch.context() as patch:
         killed_after(patch, Objective, "gradient", 0)
         with pytest.raises(Killed):

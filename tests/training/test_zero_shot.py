@@ -7,15 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from checkpoints import fine_tuned
-from families import SMALL, answered, parsed, tokenizer, train, write_rows
+from families import (
+    SMALL,
+    answered,
+    merge_of,
+    parsed,
+    tensors,
+    tokenizer,
+    train,
+    write_rows,
+)
 from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.nn.functional import normalize
 from transformers import CLIPConfig, CLIPModel, CLIPVisionModel, CLIPVisionModelWithProjection
 
-from mergekit_ace.training import statistics
 from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import zero_shot_head
 
@@ -25,13 +32,8 @@ PROMPTS = (["w1 w2", "w3 w4", ["w5", "w6 w7"]], ["w8", "w9 w1"])
 def clip_family(folder: Path, **settings) -> dict:
     """A whole CLIP, and image towers of it, one without a projection."""
     words = tokenizer()
-    text = {
-        **SMALL,
-        "projection_dim": 12,
-        "vocab_size": 40,
-        "max_position_embeddings": 16,
-        "eos_token_id": 3,
-    }
+    text = {**SMALL, "projection_dim": 12, "vocab_size": 40, "max_position_embeddings": 16}
+    text["eos_token_id"] = 3
     vision = {**SMALL, "projection_dim": 12, "image_size": 8, "patch_size": 4}
     torch.manual_seed(0)
     config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=12)
@@ -80,7 +82,7 @@ def trained(tmp_path_factory):
 def test_the_merge_is_the_model_that_was_scored(trained, mergekit_yaml):
     """Labels are the answers of each tower with its prompts, and scores those of the merge."""
     config, file, out = trained
-    merged = mergekit_yaml(yaml.safe_load((out / "merge.yml").read_text()))
+    merged = mergekit_yaml(merge_of(out))
     tower, info = CLIPVisionModel.from_pretrained(merged, output_loading_info=True)
     assert not info["missing_keys"]
     shares = []
@@ -107,7 +109,7 @@ def test_a_head_needs_a_whole_clip(trained, tmp_path):
 
 
 def test_prompts_and_the_task_go_together(trained):
-    config, _, _ = trained
+    config = trained[0]
     with pytest.raises(ValidationError, match="no other task takes them"):
         parsed({**config, "task": "image-classification"})
     data = {n: v for n, v in config["models"][0]["data"].items() if n != "prompts"}
@@ -117,24 +119,8 @@ def test_prompts_and_the_task_go_together(trained):
 
 def test_a_tower_that_lacks_more_than_its_projection(tmp_path):
     config = clip_family(tmp_path)
-    path = Path(config["models"][0]["model"], "model.safetensors")
-    tensors = load_file(path)
-    lost = next(name for name in tensors if name.endswith("mlp.fc1.weight"))
-    save_file({n: t for n, t in tensors.items() if n != lost}, path, {"format": "pt"})
+    folder = config["models"][0]["model"]
+    kept = {n: t for n, t in tensors(folder).items() if not n.endswith("mlp.fc1.weight")}
+    save_file(kept, Path(folder, "model.safetensors"), {"format": "pt"})
     with pytest.raises(TrainingError, match=r"mlp\.fc1\.weight"):
         train(config, tmp_path / "out")
-
-
-def test_fisher_information_is_of_answers_by_the_prompts(tmp_path, monkeypatch):
-    seen = []
-    honest = statistics.sum_fisher
-
-    def watched(model, names, samples, logits, *more):
-        seen.append(logits(next(iter(samples))).shape[-1])
-        return honest(model, names, samples, logits, *more)
-
-    monkeypatch.setattr(statistics, "sum_fisher", watched)
-    config = {**clip_family(tmp_path), "measure": ["fisher"]}
-    config = statistics.StatisticsConfig.model_validate(config)
-    statistics.measure_statistics(config, tmp_path / "out", quiet=True)
-    assert seen == [len(prompts) for prompts in PROMPTS]
