@@ -84,7 +84,7 @@ def test_a_question_is_for_the_expert_to_answer(words, template, columns):
             {"messages": "m"},
             "template refuses its messages: .*template",
         ),
-        (NUMBERED, {"messages": "m"}, "writes otherwise once it is answered; give `prompt`"),
+        (NUMBERED, {"messages": "m"}, "question otherwise once it is answered; give `prompt`"),
     ],
 )
 def test_rows_that_cannot_be_read(words, template, columns, message):
