@@ -13,7 +13,7 @@ from checkpoints import ace_config, check_merge, fine_tuned, save_family, state,
 from mergekit.common import ModelReference
 from mergekit.merge_methods import merge_state_dicts
 from reference import naive_tensor, task_vector_error
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
@@ -58,18 +58,6 @@ def test_a_tied_head_and_a_base_that_is_listed_among_the_models(tmp_path, mergek
     assert "lm_head.weight" not in checkpoint(paths[0])
     out = mergekit_yaml(ace_config([paths[0], *paths]))
     check_merge(LlamaForCausalLM, paths, out)
-
-
-@pytest.mark.parametrize("tied", [0, 1])
-def test_a_head_that_only_some_models_have(tmp_path, mergekit_yaml, tied):
-    """mergekit reads the embedding of a tied base, or of a tied expert, as its head."""
-    paths, name = save_family(tiny_llama(), tmp_path), "lm_head.weight"
-    models = [checkpoint(path) for path in paths]
-    del models[tied][name]
-    save_file(models[tied], Path(paths[tied]) / "model.safetensors", {"format": "pt"})
-    out = checkpoint(mergekit_yaml(ace_config(paths)))
-    base, *experts = (model.get(name, model["model.embed_tokens.weight"]) for model in models)
-    assert task_vector_error(out[name], naive_tensor(base, experts), base) <= 5e-5
 
 
 def test_lora_adapters(tmp_path, mergekit_yaml):
@@ -227,23 +215,6 @@ def test_dtypes(tmp_path, mergekit_yaml, dtypes, stored):
         half_step = torch.finfo(stored).eps / 2 * 1.01
         atol = 1e-4 * float((expected - tensor.double()).abs().max())
         torch.testing.assert_close(out[name].double(), expected, rtol=half_step, atol=atol)
-
-
-def test_buffers_that_are_not_floating_point(tmp_path, mergekit_pytorch):
-    files = []
-    for n in range(3):
-        files.append(str(tmp_path / f"{n}.safetensors"))
-        tensors = {"w": torch.randn(6, 6), "steps": torch.arange(4), "mask": torch.ones(2).bool()}
-        save_file(tensors, files[-1])
-    out = checkpoint(mergekit_pytorch(ace_config(files)))
-    assert torch.equal(out["steps"], torch.arange(4))
-    assert out["mask"].dtype == torch.bool
-    save_file({**tensors, "steps": torch.arange(4) + 1}, files[-1])
-    # another name: mergekit-pytorch keeps its readers for the life of the process
-    changed = str(tmp_path / "changed.safetensors")
-    Path(files[-1]).rename(changed)
-    with pytest.raises(ValueError, match="'steps' differs"):
-        mergekit_pytorch(ace_config([*files[:-1], changed]))
 
 
 def test_the_layout_of_the_architecture_can_be_overruled(tmp_path, mergekit_yaml):

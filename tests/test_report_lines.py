@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The lines that a merge appends to its report."""
+
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +18,18 @@ from safetensors.torch import load_file
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def merge(tmp_path) -> Callable[..., dict]:
+    """Merge tensors, the base's first; the function returns the line that was appended."""
+
+    def run(tensors, method: str = "ace", name: str = "w", **parameters) -> dict:
+        given = {**parameters, "report": str(tmp_path / "r.jsonl")}
+        merge_tensors(tensors, method, base_index=0, name=name, parameters=given)
+        return json.loads((tmp_path / "r.jsonl").read_text().splitlines()[-1])
+
+    return run
 
 
 def test_a_line_per_tensor(tmp_path, mergekit_yaml):
@@ -41,13 +56,8 @@ def test_a_line_per_tensor(tmp_path, mergekit_yaml):
     assert len(line["epsilon"]) == 2
 
 
-def test_stacked_tensors_have_a_list_of_matrices(rng, tmp_path):
-    base = torch.randn(3, 5, 5, generator=rng)
-    experts = [base + torch.randn(3, 5, 5, generator=rng) for _ in range(2)]
-    report = tmp_path / "r.jsonl"
-    options = {"report": str(report), "layout": "stacked"}
-    merge_tensors([base, *experts], "ace", base_index=0, parameters=options)
-    (line,) = lines(report)
+def test_stacked_tensors_have_a_list_of_matrices(rng, merge):
+    line = merge(list(torch.randn(3, 3, 5, 5, generator=rng)), layout="stacked")
     assert len(line["matrices"]) == 3
     assert "tau" not in line
 
@@ -66,12 +76,9 @@ def test_stacked_tensors_have_a_list_of_matrices(rng, tmp_path):
         ("statsmerging", {"weight": [0.5, 0.0, -1.0]}, {"coefficients": [0.5, 0.0, -1.0]}),
     ],
 )
-def test_what_other_methods_say(rng, tmp_path, method, parameters, recorded):
+def test_what_other_methods_say(rng, merge, method, parameters, recorded):
     base, experts = family(rng, 20, 10, 3)
-    report = tmp_path / "r.jsonl"
-    given = {**parameters, "report": str(report)}
-    merge_tensors([base, *experts], method, base_index=0, name="w", parameters=given)
-    (line,) = lines(report)
+    line = merge([base, *experts], method, **parameters)
     assert recorded.items() <= line.items()
     assert line["method"] == line["rule"] == method
     assert line["models"] == ["1", "2", "3"]
@@ -79,30 +86,21 @@ def test_what_other_methods_say(rng, tmp_path, method, parameters, recorded):
     assert line["tau"] == pytest.approx(tau)
 
 
-def test_an_expert_that_is_the_base_in_another_precision(rng, tmp_path):
+@pytest.mark.parametrize("method", ["ace", "ace_relative", "tsv_m", "consensus_ta", "lines"])
+def test_an_expert_that_is_the_base_in_another_precision(rng, merge, method):
     base, experts = family(rng, 20, 10, 2)
     saved = [experts[0].bfloat16().float(), base.bfloat16().float()]
-    for method in ("ace", "ace_relative", "tsv_m", "consensus_ta", "lines"):
-        report = tmp_path / f"{method}.jsonl"
-        options = {"report": str(report)}
-        merge_tensors([base, *saved], method, base_index=0, parameters=options)
-        (line,) = lines(report)
-        assert line["changed"] == [1, 0]
+    assert merge([base, *saved], method)["changed"] == [1, 0]
 
 
-def test_infinite_gamma_is_still_json(tmp_path):
-    base = torch.zeros(4, 4)
+def test_infinite_gamma_is_still_json(merge):
     small, large = torch.eye(4) / 4, torch.eye(4)  # τ = 1/4 and 4: the mean of log τ is 0
-    report = tmp_path / "r.jsonl"
-    options = {"report": str(report)}
-    merge_tensors([base, small, large], "ace", base_index=0, parameters=options)
-    assert lines(report)[0]["gamma"] == "Infinity"
+    assert merge([torch.zeros(4, 4), small, large])["gamma"] == "Infinity"
 
 
 def test_threads_do_not_mix_their_lines_or_results(rng, tmp_path):
     """What --multi-gpu does."""
-    families = [family(rng, 30, 20, 2) for _ in range(40)]
-    report = tmp_path / "r.jsonl"
+    families, report = [family(rng, 30, 20, 2) for _ in range(40)], tmp_path / "r.jsonl"
 
     def merge(n: int) -> torch.Tensor:
         base, experts = families[n]
@@ -117,13 +115,11 @@ def test_threads_do_not_mix_their_lines_or_results(rng, tmp_path):
     assert sorted(int(line["tensor"]) for line in lines(report)) == list(range(40))
 
 
-def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path):
+def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path, merge):
     report = tmp_path / "r.jsonl"
     report.write_text('{"tensor": "a"}\n{"tensor": "b", "me')
-    options = {"report": str(report)}
     for name in ("b", "c"):
-        tensors = [torch.zeros(2, 2), torch.eye(2)]
-        merge_tensors(tensors, "ace", base_index=0, name=name, parameters=options)
+        merge([torch.zeros(2, 2), torch.eye(2)], name=name)
     texts = report.read_text().splitlines()
     assert texts[1] == '{"tensor": "b", "me'
     assert [json.loads(text)["tensor"] for text in texts[2:]] == ["b", "c"]

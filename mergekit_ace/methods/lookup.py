@@ -145,16 +145,11 @@ def predict_coefficients(path: str, group: TensorGroup) -> list[float]:
             weights = weights - base.tensor.to(dtype)
         rows.append(features(measure_moments(weights, config.rank), config.statistics, config.rank))
     statistics = torch.tensor(rows, dtype=torch.float64, device="cpu")[:, None]
-    depth = torch.tensor([_depth(base.id, name)], device="cpu")
-    return file.learner(statistics, depth)[:, 0].tolist()
-
-
-def _depth(base: Hashable, name: str | None) -> float:
-    """Return the relative depth of a tensor; the middle for one without a name."""
-    if name is None:
-        return 0.5
-    depth = _depths(base).get(name)
-    return relative_depths([name])[name] if depth is None else depth
+    depth = 0.5  # the middle, without a name
+    if name is not None:
+        depth = {**relative_depths([name]), **_depths(base.id)}[name]
+    depths = torch.tensor([depth], device="cpu")
+    return file.learner(statistics, depths)[:, 0].tolist()
 
 
 @lru_cache(maxsize=8)

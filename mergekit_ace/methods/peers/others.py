@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from mergekit.merge_methods.base import TensorGroup
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import as_rows, blocks
@@ -29,7 +29,6 @@ from mergekit_ace.algebra.task_vectors import (
     NonNegative,
     Number,
     Ridge,
-    TensorRecord,
     by_layout,
     merge_entries,
     merge_mean,
@@ -47,13 +46,12 @@ from mergekit_ace.methods.parameters import (
     TASK,
     WEIGHT,
     TensorSettings,
-    option_parameters,
     shared,
 )
 from mergekit_ace.naming import layer_of, stack_size
 
 if TYPE_CHECKING:
-    from mergekit_ace.algebra.low_rank import CoreSpace
+    pass
 
 LEAST_RIDGE = 1e-6  # in mean eigenvalues
 Count = Annotated[int, Field(ge=1, strict=True)]
@@ -166,36 +164,10 @@ class LinesMerge(TaskVectorMethod):
         return merge_entries(tensors[0], tensors[1:], settings.coefficients, self.spec.name)
 
 
-class RegressionOptions(BaseModel):
-    """What may be chosen per tensor; see `AceOptions`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-
-    scale: Factor = Field(1.0, alias="lambda", description="Scale λ; the result is W0 + λ X.")
-    off_diagonal: Fraction = Field(
-        0.9,
-        description="α, by which entries of X_tᵀX_t off its diagonal are multiplied; the paper's "
-        "is 0.9, and 0.1 for T5.",
-    )
-    epsilon: Ridge = Field(
-        0.0,
-        description="A ridge beside α, or instead of it with off_diagonal: 1, in mean eigenvalues "
-        "of X_tᵀX_t; never below 1e-6.",
-    )
-
-
-def merge_tensor_by_regression(
-    base: Tensor,
-    experts: Sequence[Tensor],
-    weights: Sequence[float],
-    options: RegressionOptions,
-    layout: FixedLayout,
-    coefficients: Sequence[float] | None = None,
-    *,
-    space: CoreSpace | None = None,
-    measured: MeasuredInputs | None = None,
-) -> tuple[Tensor, TensorRecord]:
-    """Merge the versions of one stored tensor; arguments and result as of `merge_tensor`.
+def measured_regression(
+    active: ActiveExperts, inputs: MeasuredInputs, off_diagonal: float, epsilon: float
+) -> Regression:
+    """Return RegMean's regression of the experts that were measured, of mean eigenvalue 1.
 
     With G_t = X_tᵀX_t/n_t of the inputs X_t, (n_t, i), its entries off the diagonal multiplied by
     α, the merge minimises Σ_t w_t ‖(W − W_t) X_tᵀ‖²/n_t:
@@ -203,40 +175,21 @@ def merge_tensor_by_regression(
         W = (Σ_t w_t W_t G_t)(Σ_t w_t G_t)⁻¹ = W0 + (Σ_t w_t Δ_t G_t)(Σ_t w_t G_t)⁻¹,
 
     the closed form of ACE-Merging without its prior, with S_t = w_t G_t. Departures: a ridge of at
-    least 1e-6 mean eigenvalues, so that inputs that are 0 in all samples get the mean of the Δ_t;
-    and an expert that left a matrix as it was takes no part in it. A matrix of whose inputs nothing
-    was measured gets the mean of the task vectors, as vectors do.
+    least 1e-6 mean eigenvalues, so that inputs that are 0 in all samples get the mean of the Δ_t,
+    and an expert that left a matrix as it was takes no part in it.
     """
-    inputs = measured or MeasuredInputs()
-    select = partial(
-        select_active, weights=weights, dtype=torch.float32, coefficients=coefficients, space=space
-    )
-
-    def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
-        if not any(map(inputs.covariance, active.positions)):
-            return merge_mean(base, active, options.scale)
-        problem = _regression(active, options, inputs)
-        return merge_by_ridge(base, active, problem, options.scale, rule="regmean")
-
-    return by_layout(base, experts, layout, select, options.scale, formula)
-
-
-def _regression(
-    active: ActiveExperts, options: RegressionOptions, inputs: MeasuredInputs
-) -> Regression:
-    """Return the regression by w_t G_t of the experts that were measured, of mean eigenvalue 1."""
     found = {t: inputs.covariance(position) for t, position in enumerate(active.positions)}
     known = {t: own for t, own in found.items() if own is not None}
     total = math.fsum(active.weights[t] * own.trace for t, own in known.items())
-    epsilon, columns = max(options.epsilon, LEAST_RIDGE), active.shape[1]
+    columns, ridge = active.shape[1], max(epsilon, LEAST_RIDGE)
     scaled = [
-        (replace(own, off_diagonal=options.off_diagonal), active.weights[t] * columns / total)
+        (replace(own, off_diagonal=off_diagonal), active.weights[t] * columns / total)
         for t, own in known.items()
     ]
     return Regression(
         experts=tuple(known),
         scales=[0.0] * len(known),
-        ridges=[epsilon * active.weights[t] * own.trace / total for t, own in known.items()],
+        ridges=[ridge * active.weights[t] * own.trace / total for t, own in known.items()],
         measured=dict(enumerate(scaled)),
     )
 
@@ -248,7 +201,27 @@ class RegMeanMerge(RidgeMethod):
         "regmean",
         "RegMean",
         "https://arxiv.org/abs/2212.09849",
-        (STATISTICS, WEIGHT, *option_parameters(RegressionOptions), LAYOUT, TASK),
+        (
+            STATISTICS,
+            WEIGHT,
+            LAMBDA,
+            shared(
+                "off_diagonal",
+                Fraction,
+                0.9,
+                "α, by which entries of X_tᵀX_t off its diagonal are multiplied; the paper's is "
+                "0.9, and 0.1 for T5.",
+            ),
+            shared(
+                "epsilon",
+                Ridge,
+                0.0,
+                "A ridge beside α, or instead of it with off_diagonal: 1, in mean eigenvalues of "
+                "X_tᵀX_t; never below 1e-6.",
+            ),
+            LAYOUT,
+            TASK,
+        ),
     )
     summary = (
         "Fits every linear layer to the experts' outputs on their own samples, whose covariances "
@@ -257,8 +230,6 @@ class RegMeanMerge(RidgeMethod):
     citations = cited("jin2023regmean")
     own_rule = "merged by the regression on measured inputs"
     ill_conditioned = "Raise `epsilon`, or lower `off_diagonal`."
-    options_class = RegressionOptions
-    merge_versions = staticmethod(merge_tensor_by_regression)
     whole = False
 
     def layout(self, settings: TensorSettings, ndim: int) -> FixedLayout:
@@ -268,6 +239,21 @@ class RegMeanMerge(RidgeMethod):
 
     def lookup(self, settings: TensorSettings) -> MeasuredLookup:
         return required_lookup(self.spec.name, settings, "covariances")
+
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+        names = ("lambda", "off_diagonal", "epsilon")
+        scale, off_diagonal, epsilon = (settings.parameters[name] for name in names)
+        base, *experts = tensors
+        inputs = self.lookup(settings).inputs(base.shape)
+        select = partial(select_active, weights=settings.weights, dtype=torch.float32)
+
+        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
+            if not any(map(inputs.covariance, active.positions)):  # nothing was measured
+                return merge_mean(base, active, scale)
+            regression = measured_regression(active, inputs, off_diagonal, epsilon)
+            return merge_by_ridge(base, active, regression, scale, rule=self.spec.name)
+
+        return by_layout(base, experts, settings.layout, select, scale, formula)
 
 
 def merge_by_fisher(
