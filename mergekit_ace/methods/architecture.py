@@ -198,7 +198,9 @@ def check_shapes(
     from within a pydantic validator, which would bury a ValueError in a report of its own.)
     """
     expected = _shape(base, tensor_name)
-    for model in models if expected is not None else ():
+    if expected is None:
+        return
+    for model in models:
         shape = _shape(model, tensor_name)
         if shape is None or shape == expected:
             continue
