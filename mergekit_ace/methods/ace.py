@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -57,12 +57,10 @@ class RidgeMethod(TaskVectorMethod):
 
     Attributes:
         options_class: its options.
-        merge_versions: the merge of one tensor, with the arguments of `merge_tensor`.
         refines: whether a refinement may follow.
     """
 
     options_class: ClassVar[type[BaseModel]]
-    merge_versions: ClassVar[Callable[..., Merged]] = staticmethod(merge_tensor)
     citations = cited("xu2026ace")
     refines: ClassVar[bool] = False
     ill_conditioned = "Raise `epsilon` for this tensor (by a filter) or for all."
@@ -74,7 +72,7 @@ class RidgeMethod(TaskVectorMethod):
         weights = settings.weights
         if settings.coefficients is not None and not any(settings.coefficients):
             weights = [0.0] * len(weights)  # training left the tensor out, as the base has it
-        merged, record = self.merge_versions(
+        merged, record = merge_tensor(
             tensors[0],
             tensors[1:],
             weights,
