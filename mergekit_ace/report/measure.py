@@ -205,5 +205,6 @@ def _record(
 
 
 def _skipped(planned: PlannedTensor, why: str) -> Record:
-    known = {"tensor": planned.name, "method": planned.task.method_name, "skipped": why}
-    return Record(shape=(), layout="", models=tuple(map(str, planned.experts)), **known)
+    models, method = tuple(map(str, planned.experts)), planned.task.method_name
+    known = {"tensor": planned.name, "method": method, "models": models, "skipped": why}
+    return Record.model_validate({"shape": (), "layout": "", **known})

@@ -176,7 +176,7 @@ class Report:
         products = np.zeros((len(self.models), len(self.models)))
         for record in self.looked_at:
             cosines = np.nan_to_num(np.array(record.cosine, dtype=float))
-            products += cosines * np.outer(record.norm, record.norm)
+            products += cosines * np.outer(record.norm or (), record.norm or ())
         lengths = np.sqrt(products.diagonal())
         with np.errstate(invalid="ignore"):
             return _with_none(products / np.outer(lengths, lengths))
