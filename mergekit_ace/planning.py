@@ -15,14 +15,7 @@ import yaml
 from mergekit import merge_methods
 from mergekit.architecture import (
     ModelArchitecture,
-    ModuleDefinition,
     WeightInfo,
-    get_architecture_info,
-)
-from mergekit.architecture.json_definitions import (
-    JsonLayerTemplates,
-    JsonModuleArchDef,
-    JsonModuleArchitecture,
 )
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import ConfigReader, InputModelDefinition, MergeConfiguration
@@ -39,12 +32,15 @@ from transformers import PretrainedConfig
 from mergekit_ace.algebra.task_vectors import FixedLayout
 from mergekit_ace.files.checkpoints import check_reference, find_on_hub
 from mergekit_ace.files.headers import DTYPES, FLOATING, TensorHeader
-from mergekit_ace.files.models import Checkpoint, Checkpoints
+from mergekit_ace.files.model_files import config_donor
+from mergekit_ace.files.models import Checkpoints
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.parameters import TensorSettings
+from mergekit_ace.methods.stored import find_architecture
 from mergekit_ace.naming import is_counter, layer_of, stack_size
 
+WHOLE_NUMBERS = ("int64", "int32", "bool")  # dtypes of counters and masks, which are not merged
 # Settings of transformers' configs with an entry per layer.
 _LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 # What to write where mergekit reads another type, by key.
@@ -228,14 +224,12 @@ class UnplannedTensor:
         name: in the files of the models, and in the result.
         models: whose it is merged from; the only one where it is copied.
         merged: by the config's method; else copied.
-        floating: whether it has a dtype of fractions, which the result's dtype replaces.
         vocabulary: whether its rows belong to tokens.
     """
 
     name: str
     models: tuple[ModelReference, ...]
     merged: bool
-    floating: bool = True
     vocabulary: bool = False
 
 
@@ -247,6 +241,7 @@ class PlannedMerge:
         saves: mergekit's tasks by tensor name; those of tensors that it does not plan come last.
         tokenizer_task: builds the tokenizer of the result; None where it is only copied.
         unplanned: what is merged or copied beside what mergekit plans.
+        heads: tensors that the base has for another number of labels than an expert.
     """
 
     config: MergeConfiguration
@@ -256,6 +251,7 @@ class PlannedMerge:
     saves: Mapping[str, SaveTensor]
     tokenizer_task: BuildTokenizer | None
     unplanned: tuple[UnplannedTensor, ...] = ()
+    heads: tuple[str, ...] = ()
 
     @cached_property
     def out_config(self) -> PretrainedConfig:
@@ -282,59 +278,11 @@ class PlannedMerge:
         return settings.pad_to_multiple_of if settings else None
 
 
-def find_architecture(config: MergeConfiguration, options: MergeOptions) -> ModelArchitecture:
-    """Return what mergekit knows, or infers, of the models' architecture; else what they store.
-
-    Raises:
-        RuntimeError, ValueError, OSError: whatever mergekit says to the models.
-    """
-    known = mergekit_architecture(config, options)
-    return known or _stored_architecture(config.referenced_models())
-
-
-def mergekit_architecture(
-    config: MergeConfiguration, options: MergeOptions
-) -> ModelArchitecture | None:
-    """Do what `find_architecture` does; None for models without embeddings, such as ResNets."""
-    models = config.referenced_models()
-    if any(model.lora for model in models):  # mergekit infers none of them
-        bases = {model.model_copy(update={"lora": None}): None for model in models}
-        inputs = [InputModelDefinition(model=base) for base in bases]
-        config = MergeConfiguration(
-            merge_method="linear", base_model=config.base_model, models=inputs
-        )
-    try:
-        return get_architecture_info(config, options)
-    except NotImplementedError:
-        return None
-
-
-def _stored_architecture(models: Sequence[ModelReference]) -> ModelArchitecture:
-    """Return one without layers, of all tensors in the files of models."""
-    stored = [LoaderCache().get(model).index.tensor_paths.keys() for model in models]
-    weights = [
-        WeightInfo(name=name, optional=any(name not in names for names in stored))
-        for name in sorted(set().union(*stored))
-    ]
-    definition = JsonModuleArchDef(
-        model_type="",
-        architectures=[],
-        pre_weights=weights,
-        layer_templates=JsonLayerTemplates(weights=[]),
-        post_weights=[],
-        num_layers_config_key=None,
-        override_num_layers=0,
-    )
-    module = ModuleDefinition(architecture=JsonModuleArchitecture(definition=definition))
-    return ModelArchitecture(modules={"default": module}, architectures=[], model_type="")
-
-
 def plan_merge(
     config: MergeConfiguration,
     source: str,
     options: MergeOptions,
     unplanned: Sequence[UnplannedTensor] = (),
-    architecture: ModelArchitecture | None = None,
     *,
     checkpoints: Checkpoints | None = None,
     as_run: bool = False,
@@ -345,7 +293,6 @@ def plan_merge(
 
     Args:
         unplanned: what is to be merged beside what mergekit plans.
-        architecture: of the models, where it is known.
         checkpoints: headers of the models, by which tensors keep a dtype that is wider than that of
             the rest; and without which mergekit leaves out what it has to convert in some layers.
         as_run: whether tensors come in the order in which mergekit would merge them, instead of
@@ -356,13 +303,17 @@ def plan_merge(
     """
     LoaderCache().setup(options)
     copy = config.model_copy(deep=True)  # planning rewrites the configuration
-    architecture = architecture or find_architecture(copy, options)
+    architecture = find_architecture(copy.referenced_models(), config_donor(copy), options)
     out = _result_config(copy, architecture, options)
-    planner = HeaderPlanner(copy, architecture, options, out)
-    planner.checkpoints = checkpoints or {}
+    planner = HeaderPlanner(copy, architecture, options, out, checkpoints or {})
     try:
         targets = planner.plan_to_disk("")  # only a plan: nothing is written
     except RuntimeError as error:
+        if "Missing required parameter weight" in str(error) and str(copy.base_model) in str(error):
+            raise RuntimeError(
+                f"{error}: {config.merge_method} counts the base model among its models; leave "
+                "base_model out, or list it under `models:` with a weight of its own"
+            ) from error
         if config.slices or "same number of layers" not in str(error):
             raise
         configs = {m: m.config(options.trust_remote_code) for m in config.referenced_models()}
@@ -374,11 +325,13 @@ def plan_merge(
         raise RuntimeError(f"{error}: {', '.join(depths)} {remedy}") from error
     order = [handle.task() for handle in Executor(targets).schedule.tasks] if as_run else targets
     saves = [task for task in order if isinstance(task, SaveTensor)]
-    saves = [_keep_counter(planner, save) for save in saves]
     saves += _plan_unplanned(planner, unplanned, saves[0].writer_task)
     builder = next((target for target in targets if isinstance(target, BuildTokenizer)), None)
     by_name = {save.tensor_name: save for save in saves}
-    return PlannedMerge(config, source, options, architecture, by_name, builder, tuple(unplanned))
+    return PlannedMerge(
+        config, source, options, architecture, by_name, builder, tuple(unplanned),
+        heads=tuple(planner.heads),
+    )  # fmt: skip
 
 
 def _result_config(
@@ -392,6 +345,11 @@ def _result_config(
     result = _model_out_config(plain, architecture, options.trust_remote_code)
     if config.out_dtype or config.dtype:
         result.dtype = config.out_dtype or config.dtype
+    if result.architectures == ["Inferred"]:
+        donor = ModelReference(model=config_donor(config).model)
+        result.architectures = donor.config(options.trust_remote_code).architectures
+    if hasattr(result, "quantization_config"):  # what is quantised is merged dequantised
+        del result.quantization_config
     for name, entries in layer_lists(config, options.trust_remote_code).items():
         setattr(result.get_text_config(), name, entries)
     return result
@@ -417,7 +375,17 @@ def layer_lists(config: MergeConfiguration, trust_remote_code: bool) -> dict[str
 class HeaderPlanner(MergePlanner):
     """mergekit's planner, which also looks at how the models store a tensor."""
 
-    checkpoints: Checkpoints
+    def __init__(
+        self,
+        config: MergeConfiguration,
+        architecture: ModelArchitecture,
+        options: MergeOptions,
+        out_config: PretrainedConfig,
+        checkpoints: Checkpoints,
+    ):
+        super().__init__(config, architecture, options, out_config)
+        self.checkpoints, self.heads = checkpoints, list[str]()
+        self._copiers: dict[ModelReference, HeaderPlanner] = {}
 
     def plan_tensor(
         self,
@@ -428,42 +396,104 @@ class HeaderPlanner(MergePlanner):
     ) -> None:
         """Plan a tensor as mergekit, but for its dtype, and where it is stored under other names.
 
-        mergekit leaves out a tensor that not all layers have, and that it would have to convert.
+        Whole numbers, what no expert has, and heads of classifiers with other numbers of labels
+        than the base's are the base's.
         """
-        read = [
-            (self.checkpoints[model], one)
-            for model, one in zip(models, weights_in, strict=True)
-            if model in self.checkpoints
-        ]
-        sources = [(checkpoint, checkpoint.source(one)) for checkpoint, one in read]
-        stored = any(
-            name in checkpoint.headers
-            for checkpoint, one in read
-            for name in (one.name, *(one.aliases or ()))
-        )
-        if weight.optional and not weight.tied_names and not stored:
-            found = any(header for _, header in sources)
-            weight = weight.model_copy(update={"optional": not found})
-        if dtype := self._wide_dtype(sources):
+        weights = dict(zip(models, weights_in, strict=True))
+        if weight.optional and not self._is_stored(weights):
+            return
+        known = [model for model in models if model in self.checkpoints]
+        found = {model: self.checkpoints[model].source(weights[model]) for model in known}
+        headers = {model: header for model, header in found.items() if header is not None}
+        if dtype := self._own_dtype(weight.name, headers):
             weight = weight.model_copy(update={"force_dtype": dtype})
-            weights_in = [one.model_copy(update={"force_dtype": dtype}) for one in weights_in]
-        super().plan_tensor(weight, weights_in, models, cfg_reader)
+            weights = {m: w.model_copy(update={"force_dtype": dtype}) for m, w in weights.items()}
+        base = self.config.base_model if self.config.base_model in weights else models[0]
+        other_head = self._has_other_labels(headers)
+        if len(models) > 1 and (
+            other_head or dtype in WHOLE_NUMBERS or (weight.optional and list(headers) == [base])
+        ):
+            self.heads += [weight.name] * other_head
+            self._tensors.append(self.plan_copy(weight, weights[base], base))
+            return
+        # mergekit's own look for an optional weight fails where it has other names
+        present = weight.model_copy(update={"optional": False})
+        super().plan_tensor(present, list(weights.values()), models, cfg_reader)
+        _, task = self._tensors.pop()
+        self._tensors.append((weight, task.model_copy(update={"output_weight": weight})))
 
-    def _wide_dtype(self, sources: Sequence[tuple[Checkpoint, TensorHeader | None]]) -> str | None:
-        """Return the dtype that all models keep a tensor in though their others are narrower.
+    def plan_copy(
+        self, weight: WeightInfo, source: WeightInfo, model: ModelReference
+    ) -> tuple[WeightInfo, Any]:
+        """Plan a tensor that is taken from one model; numbers of tokens are the result's."""
+        if model not in self._copiers:
+            settings = self.config.tokenizer
+            copied = MergeConfiguration(
+                merge_method="passthrough",
+                models=[InputModelDefinition(model=model)],
+                dtype=self.config.dtype,
+                out_dtype=self.config.out_dtype,
+                # rows of single tokens may be configured to come from models not asked here
+                tokenizer=settings.model_copy(update={"tokens": None}) if settings else None,
+            )
+            copier = HeaderPlanner(
+                copied, self.arch_info, self.options, self.out_model_config, self.checkpoints
+            )
+            copier.normalize_config()
+            copier._tokenizer_task = self._tokenizer_task
+            self._copiers[model] = copier
+        copier = self._copiers[model]
+        copier.plan_tensor(weight, [source], [model], _reader(copier, 0.0))
+        return copier._tensors.pop()
 
-        Routers and state spaces need it. None where the result's dtype loses nothing.
+    def _is_stored(self, weights: Mapping[ModelReference, WeightInfo]) -> bool:
+        """Tell whether a model has a tensor, or one that is packed or tied into it."""
+        for model, weight in weights.items():
+            names = (weight.name, *(weight.aliases or ()))
+            if any(name in LoaderCache().get(model).index.tensor_paths for name in names):
+                return True
+        return not any(weight.tied_names for weight in weights.values()) and any(
+            self.checkpoints[model].source(weight)
+            for model, weight in weights.items()
+            if model in self.checkpoints
+        )
+
+    def _has_other_labels(self, headers: Mapping[ModelReference, TensorHeader]) -> bool:
+        """Tell whether a tensor has a row per label of a classifier, and these are not as many."""
+        counts = {model: self.checkpoints[model].labels for model in headers}
+        return len(set(counts.values())) > 1 and all(
+            header.shape[:1] == (counts[model],) for model, header in headers.items()
+        )
+
+    def _own_dtype(self, name: str, headers: Mapping[ModelReference, TensorHeader]) -> str | None:
+        """Return the dtype that a tensor keeps: one of whole numbers, or a wider one.
+
+        All models keep routers and state spaces in a wider one than their other tensors.
         """
-        result = dtype_from_name(self.config.out_dtype or self.config.dtype)
-        dtypes = {header.dtype for _, header in sources if header is not None}
-        main = {checkpoint.main_dtype for checkpoint, header in sources if header is not None}
-        if result is None or len(dtypes) != 1 or not (dtypes | main) <= set(FLOATING):
+        if is_counter(name):
+            return "int64"
+        dtypes = {header.dtype for header in headers.values()}
+        main = {self.checkpoints[model].main_dtype for model in headers}
+        if len(dtypes) != 1:
             return None
-        dtype = DTYPES[dtypes.pop()]
+        (dtype,) = (DTYPES[name] for name in dtypes)
+        name = str(dtype).removeprefix("torch.")
+        if name in WHOLE_NUMBERS:
+            return name
+        result = dtype_from_name(self.config.out_dtype or self.config.dtype)
+        if result is None or not (dtypes | main) <= set(FLOATING):
+            return None
         narrower = {result, *(DTYPES[name] for name in main)}
         if any(torch.promote_types(other, dtype) == other for other in narrower):
             return None
-        return str(dtype).removeprefix("torch.")
+        return name
+
+
+def _reader(planner: HeaderPlanner, depth: float) -> ConfigReader:
+    """Return what reads the settings of a tensor that is not in a layer of mergekit's."""
+    module: Any = next(iter((planner.config.modules or {}).values()))
+    reader = ConfigReader(config=planner.config, t=depth, module=module)
+    return reader.for_out_slice(module.slices[0])
 
 
 def _plan_unplanned(
@@ -472,53 +502,20 @@ def _plan_unplanned(
     """Yield mergekit's tasks for tensors that a planner, which has planned the merge, has not."""
     names = [tensor.name for tensor in tensors]
     for tensor in tensors:
-        one = planner if tensor.merged else _copier(planner, tensor)
-        module: Any = next(iter((one.config.modules or {}).values()))
-        # where in its stack a tensor is, from 0 to 1, as mergekit counts for its gradients
-        layer, last = layer_of(tensor.name), stack_size(tensor.name, names) - 1
-        depth = 0.0 if layer is None else layer / last if last > 0 else 1.0
-        reader = ConfigReader(config=one.config, t=depth, module=module)
         weight = WeightInfo(name=tensor.name, vocabulary_axis=0 if tensor.vocabulary else None)
-        models, weights = list(tensor.models), [weight] * len(tensor.models)
-        one.plan_tensor(weight, weights, models, reader.for_out_slice(module.slices[0]))
-        _, task = one._tensors.pop()
-        written_in = one.config.out_dtype if tensor.floating else None
+        models = list(tensor.models)
+        if tensor.merged:
+            # where in its stack a tensor is, from 0 to 1, as mergekit counts for its gradients
+            layer, last = layer_of(tensor.name), stack_size(tensor.name, names) - 1
+            depth = 0.0 if layer is None else layer / last if last > 0 else 1.0
+            planner.plan_tensor(weight, [weight] * len(models), models, _reader(planner, depth))
+            weight, task = planner._tensors.pop()
+        else:
+            weight, task = planner.plan_copy(weight, weight, models[0])
         yield SaveTensor(
             tensor_name=tensor.name,
             tensor_task=task,
             writer_task=writer,
-            clone=one.options.clone_tensors,
-            dtype=task.output_weight.force_dtype or written_in,
+            clone=planner.options.clone_tensors,
+            dtype=weight.force_dtype or planner.config.out_dtype,
         )
-
-
-def _keep_counter(planner: HeaderPlanner, save: SaveTensor) -> SaveTensor:
-    """Take a counter of batches from one model, the base where there is one.
-
-    It is a whole number, which mergekit merges only where all models have the same.
-    """
-    if not is_counter(save.tensor_name):
-        return save
-    task: Any = save.tensor_task
-    model = planner.config.base_model or task.model_order[0]
-    counter = UnplannedTensor(save.tensor_name, (model,), merged=False, floating=False)
-    return next(_plan_unplanned(planner, [counter], save.writer_task))
-
-
-def _copier(planner: HeaderPlanner, tensor: UnplannedTensor) -> HeaderPlanner:
-    """Return a planner that takes a tensor from one model; numbers of tokens are the result's."""
-    config, settings = planner.config, planner.config.tokenizer
-    copied = MergeConfiguration(
-        merge_method="passthrough",
-        models=[InputModelDefinition(model=tensor.models[0])],
-        dtype=config.dtype if tensor.floating else None,
-        out_dtype=config.out_dtype,
-        # rows of single tokens may be configured to come from models that are not asked here
-        tokenizer=settings.model_copy(update={"tokens": None}) if settings else None,
-    )
-    out = planner.out_model_config
-    copier = HeaderPlanner(copied, planner.arch_info, planner.options, out)
-    copier.checkpoints = planner.checkpoints
-    copier.normalize_config()
-    copier._tokenizer_task = planner._tokenizer_task
-    return copier

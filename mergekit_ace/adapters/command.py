@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import time
@@ -11,18 +10,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import click
 import torch
 import yaml
-from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import MergeConfiguration
 from mergekit.io import ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
-from torch import nn
 from tqdm import tqdm
 
 from mergekit_ace.adapters.merge import find_changes, leaves_span, merge_products, read_products
@@ -49,7 +45,6 @@ from mergekit_ace.planning import (
     PlannedMerge,
     PlannedTensor,
     UnplannedTensor,
-    find_architecture,
     plan_merge,
     read_merge_config,
 )
@@ -116,15 +111,14 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
     index = ShardedTensorIndex("", True, dict.fromkeys(headers, ""), [])
     checkpoints = tuple(Checkpoint(model, None, index, headers) for model in models)
     with headers_only(checkpoints):
-        architecture = _architecture(base, network, options)
-        plan = plan_merge(config, source, options, architecture=architecture)
+        plan = plan_merge(config, source, options)
         planned = {n for tensor in plan.tensors for n in names_in_memory(tensor.task.output_weight)}
         changed = dict.fromkeys(name for one in adapters.values() for name in one.changes)
         lost = [name for name in changed if name not in planned]
         if lost and not any(part.slices for part in (config, *(config.modules or {}).values())):
             # mergekit's architecture lacks them
             extra = [UnplannedTensor(name, tuple(models), merged=True) for name in lost]
-            plan, lost = plan_merge(config, source, options, extra, architecture), []
+            plan, lost = plan_merge(config, source, options, extra), []
     for tensor in plan.tensors:
         experts = [model for model in tensor.experts if model in tensor.weights]
         if any(tensor.weights[model].name != tensor.name for model in experts):
@@ -135,7 +129,10 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
             ", and an adapter fits only the layers that it was trained on; merge full models by "
             "mergekit-ace merge"
         )
-    found = (ChangedTensor(one, find_changes(one.weights, adapters)) for one in plan.tensors)
+    found = (
+        ChangedTensor(one, find_changes(one.weights, adapters, in_files=False))
+        for one in plan.tensors
+    )
     tensors = tuple(tensor for tensor in found if tensor.changes)
     experts = dict.fromkeys(model for tensor in plan.tensors for model in tensor.experts)
     merged = tuple(adapters[model] for model in experts if model in adapters)
@@ -161,18 +158,6 @@ def _common_base(config: MergeConfiguration) -> ModelReference:
             "into one adapter"
         )
     return base
-
-
-def _architecture(
-    base: ModelReference, network: nn.Module, options: MergeOptions
-) -> ModelArchitecture:
-    """Return what mergekit knows of the base, or infers from the index of files that may lack."""
-    with TemporaryDirectory() as folder:
-        base.config(trust_remote_code=options.trust_remote_code).save_pretrained(folder)
-        index = {"weight_map": dict.fromkeys(network.state_dict(), "model.safetensors")}
-        Path(folder, "model.safetensors.index.json").write_text(json.dumps(index))
-        content = {"merge_method": "linear", "models": [{"model": {"model": folder}}]}
-        return find_architecture(MergeConfiguration.model_validate(content), options)
 
 
 def merge_adapters(

@@ -40,11 +40,21 @@ WHOLE = 1e-5
 
 
 def find_changes(
-    weights: Mapping[ModelReference, WeightInfo], adapters: Mapping[ModelReference, Adapter]
+    weights: Mapping[ModelReference, WeightInfo],
+    adapters: Mapping[ModelReference, Adapter],
+    *,
+    in_files: bool,
 ) -> dict[ModelReference, Change]:
-    """Return what adapters change of a tensor, given what a merge reads of every model."""
+    """Return what adapters change of a tensor, given what a merge reads of every model.
+
+    Args:
+        in_files: whether its name is that in the files of their bases; else that in memory.
+    """
     own = ((model, adapters[model]) for model in weights if model in adapters)
-    found = {model: adapter.find_change(weights[model]) for model, adapter in own}
+    found = {
+        model: adapter.find_change(weights[model], base_of(model) if in_files else None)
+        for model, adapter in own
+    }
     return {model: change for model, change in found.items() if change is not None}
 
 
@@ -158,7 +168,7 @@ def use_adapters(
     planned = PlannedTensor(task)
     if not planned.weights.keys() & adapters.keys():
         return task
-    changes = find_changes(planned.weights, adapters)
+    changes = find_changes(planned.weights, adapters, in_files=True)
     gather: Task = GatherAdapted(**_fields(planned.gather), changes=tuple(changes.items()))
     if task.gather_tensors is not planned.gather:  # rows are aligned, once they are formed
         gather = task.gather_tensors.model_copy(update={"gather_tensors": gather})

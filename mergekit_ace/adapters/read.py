@@ -36,6 +36,7 @@ from mergekit_ace.files.headers import (
     read_json,
 )
 from mergekit_ace.methods.architecture import empty_network
+from mergekit_ace.methods.stored import Part, model_names
 from mergekit_ace.planning import ConfigError
 
 Shapes = dict[str, tuple[int, ...]]  # by the names of tensors in an adapter's file
@@ -132,6 +133,26 @@ class Change:
 
 
 @dataclass(frozen=True)
+class ChangedPart(Change):
+    """The change of a stored matrix that is a part of a packed tensor, with the whole change."""
+
+    packed: Change | None = None
+    part: Part | None = None
+
+    def factors(self) -> LowRank:
+        """Do what `Change.factors` does, for the part."""
+        assert self.packed is not None
+        assert self.part is not None
+        matrix = self.packed.factors().matrix(self.part.matrix)
+        left = matrix.left.chunk(self.part.pieces)[self.part.piece]
+        return LowRank(left, matrix.right, self.shape)
+
+    def _read(self, name: str) -> Tensor:
+        assert self.part is not None
+        return super()._read(name)[self.part.matrix].chunk(self.part.pieces)[self.part.piece]
+
+
+@dataclass(frozen=True)
 class Adapter:
     """An adapter by its config and the header of its tensors.
 
@@ -170,10 +191,24 @@ class Adapter:
                     f"as {head}, and merge with that as the base"
                 )
 
-    def find_change(self, weight: WeightInfo) -> Change | None:
-        """Return what the adapter changes of a tensor, by any of its names in memory."""
-        found = (self.changes.get(name) for name in names_in_memory(weight))
-        return next((change for change in found if change is not None), None)
+    def find_change(self, weight: WeightInfo, base: ModelReference | None = None) -> Change | None:
+        """Return what the adapter changes of a tensor, or of one that it is packed into.
+
+        Args:
+            base: in whose files the tensor has its name; None for one with its name in memory.
+        """
+        names, stored = names_in_memory(weight), model_names(base) if base else None
+        memory = stored.memory if stored else {}
+        for name in (*names, *(memory[name] for name in names if name in memory)):
+            if name in self.changes:
+                return self.changes[name]
+        part = stored.parts.get(weight.name) if stored else None
+        packed = self.changes.get(part.name) if part else None
+        if part is None or packed is None or packed.flipped:
+            return None
+        known = {field.name: getattr(packed, field.name) for field in fields(Change)}
+        shape = (packed.shape[1] // part.pieces, *packed.shape[2:])
+        return ChangedPart(**known | {"shape": shape}, packed=packed, part=part)
 
 
 def names_in_memory(weight: WeightInfo) -> tuple[str, ...]:

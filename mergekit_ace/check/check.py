@@ -14,7 +14,12 @@ from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
 from mergekit_ace.adapters.merge import MergeProducts
-from mergekit_ace.check.loading import Treatment, check_model_files, treat_unplanned
+from mergekit_ace.check.loading import (
+    Treatment,
+    check_labels,
+    check_model_files,
+    treat_unplanned,
+)
 from mergekit_ace.check.models import (
     check_adapters,
     check_checkpoints,
@@ -134,6 +139,7 @@ def check_merge(
                 extra, told = treat_unplanned(plan, checkpoints, unplanned or "error")
                 if extra:
                     plan = plan_merge(config, source, options, extra, checkpoints=checkpoints)
+                told += check_labels(plan, unplanned or "error")
             except Exception as error:  # mergekit raises whatever its parts do
                 text = str(error) or type(error).__name__
                 if isinstance(error, KeyError):  # mergekit looks a module up
@@ -178,7 +184,7 @@ def _check_mergekit_yaml(
             f"the others: {listed(kept)}",
             "merge by mergekit-ace merge, which leaves them in it",
         )
-    yield from check_model_files(plan.config, plan.options)
+    yield from check_model_files(plan)
     place = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     free, wanted = shutil.disk_usage(place).free, int(MARGIN * estimate.written)
     if free < wanted:

@@ -13,13 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from mergekit.architecture import WeightInfo
 from mergekit.architecture.base import ConfiguredModelArchitecture
 from mergekit.architecture.conversion import _expanded_target_keys
 from mergekit.common import ModelPath, ModelReference
-from mergekit.config import MergeConfiguration
 from mergekit.io import ShardedTensorIndex
-from mergekit.options import MergeOptions
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
@@ -27,20 +24,16 @@ from mergekit_ace.files.headers import TensorHeader, read_headers
 from mergekit_ace.files.model_files import GENERATION, config_donor, lost_model_files
 from mergekit_ace.files.models import Checkpoint, Checkpoints, empty_tensor
 from mergekit_ace.merge_config import Finding
-from mergekit_ace.methods.architecture import empty_network, model_class
+from mergekit_ace.methods.architecture import model_class
+from mergekit_ace.methods.stored import BUFFER, BY_FILES, model_names, names_of
 from mergekit_ace.naming import listed, without_numbers
 from mergekit_ace.planning import (
     PlannedMerge,
     UnplannedTensor,
     layer_lists,
-    mergekit_architecture,
 )
 
 Treatment = Literal["base", "merge", "error"]
-# What old checkpoints hold though any program computes it anew.
-_BUFFER = re.compile(
-    r"(inv_freq|(cos|sin)_cached|masked_bias|position_ids|(attn|attention)\.bias)$"
-)
 _VOCABULARY = re.compile(r"embed|head|wte")
 _FAILURE = "its tensors cannot be put together"
 
@@ -58,10 +51,8 @@ def treat_unplanned(
         What is to be planned beside mergekit's plan, and what is to be said.
     """
     donor = checkpoints[config_donor(plan.config)]
-    try:
-        ties = empty_network(donor.model).all_tied_weights_keys
-    except Exception:  # whatever a model's constructor raises
-        ties = {}
+    names = model_names(donor.model)
+    ties = names.ties if names else {}
     lost = {model: _lost_names(one, plan, [*ties]) for model, one in checkpoints.items()}
     own = lost[donor.model]
     left = {model: [name for name in names if name in own] for model, names in lost.items()}
@@ -109,6 +100,17 @@ def treat_unplanned(
     return [_unplanned_tensor(name, donor, models, copied, rows) for name in own], findings
 
 
+def check_labels(plan: PlannedMerge, treatment: Treatment) -> Iterator[Finding]:
+    """Find heads that the base has for another number of labels than an expert."""
+    if plan.heads and treatment != "base":
+        yield Finding.error(
+            "the models have different numbers of labels, so that "
+            f"{listed(plan.heads)} cannot be merged",
+            f"`mergekit-ace merge --unplanned base` keeps those of {config_donor(plan.config)}; or "
+            "replace the models by some with the same labels",
+        )
+
+
 def _unplanned_tensor(
     name: str,
     donor: Checkpoint,
@@ -118,14 +120,12 @@ def _unplanned_tensor(
 ) -> UnplannedTensor:
     """Return how a tensor gets into a result; whole numbers are copied."""
     header = donor.headers.get(name)
-    floating = _is_floating(header)
-    merged = floating and name not in copied
+    merged = _is_floating(header) and name not in copied
     of_tokens = header is not None and header.shape[:1] in rows
     return UnplannedTensor(
         name,
         models if merged else (donor.model,),
         merged,
-        floating=floating,
         vocabulary=of_tokens and _VOCABULARY.search(name) is not None,
     )
 
@@ -146,8 +146,8 @@ def _lost_names(checkpoint: Checkpoint, plan: PlannedMerge, ties: Sequence[str])
         known = architecture.all_weights()
     except RuntimeError:  # of another architecture, see --allow-crimes: the plan has to do
         known = []
-    names = {name for weight in (*known, *planned) for name in _names(weight)}
-    packed = {name for w in planned if not _names(w) & stored.keys() for name in _names(w)}
+    names = {name for weight in (*known, *planned) for name in names_of(weight)}
+    packed = {name for w in planned if not names_of(w) & stored.keys() for name in names_of(w)}
     kind = checkpoint.config.get("model_type")
     transforms = get_checkpoint_conversion_mapping(kind) if packed and kind else None
     return [
@@ -156,14 +156,9 @@ def _lost_names(checkpoint: Checkpoint, plan: PlannedMerge, ties: Sequence[str])
         if name not in names
         and not _conversions(name, transforms or ()) & packed
         and not any(name.endswith(key) or key.endswith(name) for key in ties)
-        and not _BUFFER.search(name)
+        and not BUFFER.search(name)
         and _is_floating(checkpoint.headers.get(name))
     ]
-
-
-def _names(weight: WeightInfo) -> set[str]:
-    """Return all names under which mergekit looks for a weight."""
-    return {weight.name, *(weight.aliases or ()), *(weight.tied_names or ())}
 
 
 def _conversions(name: str, transforms: Sequence[Any]) -> set[str]:
@@ -189,16 +184,15 @@ def _explain(names: Mapping[ModelReference, Sequence[str]]) -> str:
     return f"{count} of {listed(models)} ({listed(tensors)})"
 
 
-def check_model_files(config: MergeConfiguration, options: MergeOptions) -> Iterator[Finding]:
-    """Find what `mergekit-yaml` cannot plan, and files that it leaves out of the result."""
-    donor, trust = config_donor(config), options.trust_remote_code
-    architecture = mergekit_architecture(config.model_copy(deep=True), options)
-    if architecture is None:
-        yield Finding.error(
-            f"{donor} has no embeddings, and mergekit-yaml plans no merge of such models",
+def check_model_files(plan: PlannedMerge) -> Iterator[Finding]:
+    """Find what `mergekit-yaml` merges otherwise, and files that it leaves out of the result."""
+    config, donor, trust = plan.config, config_donor(plan.config), plan.options.trust_remote_code
+    if plan.architecture.expected_model_type == BY_FILES:
+        yield Finding.warning(
+            f"mergekit has no description of {donor} that fits its files: mergekit-yaml fails, "
+            "leaves tensors out, or writes other names than these have",
             "merge by `mergekit-ace merge`, which goes by the names of the tensors",
         )
-        return
     settings = donor.config(trust_remote_code=trust).get_text_config()
     for name, entries in layer_lists(config, trust).items():
         if len(entries) != len(getattr(settings, name, entries)):
@@ -208,7 +202,7 @@ def check_model_files(config: MergeConfiguration, options: MergeOptions) -> Iter
                 "mergekit-yaml fails at its very end",
                 "merge by `mergekit-ace merge`, which writes those of the slices",
             )
-    lost = lost_model_files(config, tuple(architecture.tagalong_files or ()))
+    lost = lost_model_files(config, tuple(plan.architecture.tagalong_files or ()))
     if lost:
         end = ", so that it may not know all tokens that end a text" if GENERATION in lost else ""
         yield Finding.warning(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from mergekit_ace.files.headers import (
     TensorHeader,
     json_or_empty,
 )
-from mergekit_ace.files.model_files import TOKENIZER_CONFIG, VOCABULARY_FILES
+from mergekit_ace.files.model_files import TOKENIZER_CONFIG, VOCABULARY_FILES, tokenizer_donor
 from mergekit_ace.files.models import Checkpoint, Checkpoints
 from mergekit_ace.merge_config import HEADS, Finding
 from mergekit_ace.naming import listed, same_name
@@ -35,6 +36,7 @@ DEQUANTISE = (
     "bfloat16; or take the checkpoint that it was made from"
 )
 AS_NUMBERS = f"save it in bfloat16, float16 or float32; if it is quantised, {DEQUANTISE}"
+_QUANTISED_NAME = re.compile(r"(-unsloth)?(-bnb)?-[48]bit$", re.IGNORECASE)
 # What changes the function that the same weights compute. mergekit writes the base's config.
 FUNCTION = """
     model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
@@ -50,6 +52,7 @@ def check_checkpoints(checkpoints: Checkpoints, config: MergeConfiguration) -> I
     yield from check_dtypes(checkpoints, config)
     yield from _check_heads(checkpoints, config.base_model)
     yield from _check_configs(checkpoints, config.base_model)
+    yield from _check_chat_templates(checkpoints, config)
     try:
         yield from _check_tokenizers(checkpoints, config)
     except DamagedFileError as error:
@@ -88,7 +91,13 @@ def _check_quantised(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Find a model whose tensors are not its weights, but codes of them."""
     settings, counts = checkpoint.config.get("quantization_config"), checkpoint.entries_by_dtype
     method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else ""
-    if method or checkpoint.main_dtype not in (*FLOATING, ""):
+    if checkpoint.quantised:
+        yield Finding.warning(
+            f"{checkpoint.model} is quantised ({method}): its tensors are dequantised to bfloat16, "
+            "and the result has no quantization_config",
+            "merge by `mergekit-ace merge`; take the original in bfloat16, where there is one",
+        )
+    elif method or checkpoint.main_dtype not in (*FLOATING, ""):
         by = f" (quantised: {method})" if method else ""
         yield Finding.error(
             f"{checkpoint.model} is stored as {', '.join(counts)}{by}, which cannot be merged",
@@ -99,7 +108,7 @@ def _check_quantised(checkpoint: Checkpoint) -> Iterator[Finding]:
 def _check_heads(checkpoints: Checkpoints, base: ModelReference | None) -> Iterator[Finding]:
     """Find heads that are missing or tied in some models; mergekit takes embeddings for them."""
     stored = {
-        model: next((name for name in HEADS if name in checkpoint.index.tensor_paths), "")
+        model: next(filter(_is_head, checkpoint.index.tensor_paths), "")
         for model, checkpoint in checkpoints.items()
     }
     ties = {model: _ties_head(checkpoint.config) for model, checkpoint in checkpoints.items()}
@@ -117,6 +126,10 @@ def _check_heads(checkpoints: Checkpoints, base: ModelReference | None) -> Itera
                     f"{tied} ties its head to the embedding, and {own} has a head of its own",
                     "save both tied, or both with tie_word_embeddings: false and an lm_head",
                 )
+
+
+def _is_head(name: str) -> bool:
+    return name in HEADS or name.endswith((".lm_head.weight", ".embed_out.weight"))
 
 
 def _ties_head(config: Mapping[str, Any]) -> bool | None:
@@ -169,6 +182,24 @@ def _function(config: Mapping[str, Any]) -> dict[str, Any]:
         rotary |= part if isinstance(part, dict) else {}
     kind = rotary.pop("rope_type", rotary.pop("type", "default"))
     return {n: config[n] for n in FUNCTION if n in config} | {"rope_type": kind} | rotary
+
+
+def _check_chat_templates(
+    checkpoints: Checkpoints, config: MergeConfiguration
+) -> Iterator[Finding]:
+    """Find a result without a chat template though all experts have one."""
+    donor = tokenizer_donor(config)
+    speaks = {
+        model: bool(checkpoint.read_json(TOKENIZER_CONFIG).get("chat_template"))
+        or any(map(checkpoint.file, ("chat_template.jinja", "chat_template.json")))
+        for model, checkpoint in checkpoints.items()
+        if model.lora is None and any(map(checkpoint.file, VOCABULARY_FILES))
+    }
+    if not config.chat_template and not speaks.pop(donor, True) and speaks and all(speaks.values()):
+        yield Finding.warning(
+            f"{donor}, whose tokenizer the result has, has no chat template; all others have one",
+            "add the line `chat_template: auto`, which takes that of most models",
+        )
 
 
 def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
@@ -335,11 +366,21 @@ def check_adapters(
         except DamagedFileError as error:
             yield Finding.error(str(error))
         settings = json_or_empty(Path(lora.path, "adapter_config.json"))
-        made_for = settings.get("base_model_name_or_path")
-        if made_for and not same_name(made_for, model.model.path):
+        made_for, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+        original = _QUANTISED_NAME.sub("", made_for or "")
+        if made_for and not same_name(original, model.model.path):
+            of = f", or {original}, of which that is a quantised copy" * (original != made_for)
             yield Finding.warning(
                 f"the adapter {lora} was trained on {made_for}, not on {model.model}",
-                "put it onto the model that it was trained on",
+                f"put it onto the model that it was trained on{of}",
+            )
+        elif (
+            revision not in (None, "main", model.model.revision)
+            and not Path(model.model.path).is_dir()
+        ):
+            yield Finding.warning(
+                f"the adapter {lora} was trained on revision {revision} of {model.model.path}",
+                f"write {model.model.path}@{revision}+{lora}",
             )
     if adapted and merged_first and not options.lora_merge_cache:
         names = listed([str(lora) for _, lora in adapted])

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from mergekit_ace.files.headers import (
     read_headers,
 )
 from mergekit_ace.files.model_files import find_model_file
+from mergekit_ace.files.quantised import find_quantisation
 from mergekit_ace.naming import layer_of
 
 SAMPLED_ENTRIES = 2**18  # of a matrix, to tell the precision of a checkpoint
@@ -48,17 +49,25 @@ class Checkpoint:
     Attributes:
         model: mergekit's reference; the headers of an adapter's are those of its base.
         folder: where its files are; None on the Hub.
+        quantised: the method of what is dequantised when it is read, so that index and headers are
+            those of the result.
     """
 
     model: ModelReference
     folder: Path | None
     index: ShardedTensorIndex
     headers: Mapping[str, TensorHeader]
+    quantised: str = ""
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """`config.json`; empty where there is none."""
         return self.read_json("config.json")
+
+    @property
+    def labels(self) -> int:
+        """The number of labels of a classifier; transformers writes none where there are two."""
+        return len(self.config.get("id2label") or (0, 1))
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Read a small JSON file of the checkpoint; it is fetched if the model is on the Hub."""
@@ -126,7 +135,7 @@ class Checkpoint:
         A checkpoint that was widened when it was saved still has the values of a narrower dtype.
         """
         matrices: dict[str, list[tuple[int, str]]] = {}
-        for name, header in self.headers.items() if self.folder else ():
+        for name, header in self.headers.items() if self.folder and not self.quantised else ():
             readable = header.file.endswith(".safetensors") and header.dtype in FLOATING
             if readable and len(header.shape) > 1 and header.entries:
                 matrices.setdefault(header.file, []).append((header.entries, name))
@@ -178,7 +187,20 @@ def checkpoint_of(model: ModelReference, index: ShardedTensorIndex) -> Checkpoin
         DamagedFileError: a file is missing or damaged.
     """
     headers = read_headers(index.tensor_paths, index.base_path)
-    return Checkpoint(model, Path(index.base_path), index, headers)
+    return _dequantised(Checkpoint(model, Path(index.base_path), index, headers))
+
+
+def _dequantised(checkpoint: Checkpoint) -> Checkpoint:
+    headers, index = checkpoint.headers, checkpoint.index
+    found = find_quantisation(checkpoint.config, headers)
+    if found is None:
+        return checkpoint
+    return replace(
+        checkpoint,
+        index=found.index(index),
+        headers=found.headers(headers),
+        quantised=found.method,
+    )
 
 
 def _snapshot(model: ModelReference) -> Path | None:
@@ -217,7 +239,7 @@ def _from_hub(model: ModelReference) -> Checkpoint:
         for name, info in content.tensors.items()
     }
     paths = {name: header.file for name, header in headers.items()}
-    return Checkpoint(model, None, ShardedTensorIndex("", True, paths, []), headers)
+    return _dequantised(Checkpoint(model, None, ShardedTensorIndex("", True, paths, []), headers))
 
 
 @contextmanager

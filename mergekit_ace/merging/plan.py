@@ -10,7 +10,6 @@ from pickle import UnpicklingError
 
 import yaml
 from mergekit.architecture import WeightInfo
-from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
@@ -19,8 +18,9 @@ from mergekit.options import MergeOptions
 from mergekit_ace.adapters.merge import show_bases, use_adapters
 from mergekit_ace.adapters.read import Adapter, base_of, read_adapters
 from mergekit_ace.check.check import check_merge
-from mergekit_ace.check.loading import Treatment, treat_unplanned
+from mergekit_ace.check.loading import Treatment, check_labels, treat_unplanned
 from mergekit_ace.files.models import Checkpoint, Checkpoints, checkpoint_of
+from mergekit_ace.files.quantised import open_quantised
 from mergekit_ace.merge_config import shown_errors
 from mergekit_ace.merging.shards import MergeError
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
@@ -88,12 +88,14 @@ def plan_run(
         model: checkpoint_of(model, LoaderCache().get(model).index)
         for model in config.referenced_models()
     }
+    open_quantised(checkpoints)
     plan = _plan_with_adapters(config, source, options, adapters, checkpoints)
     extra, findings = treat_unplanned(plan, checkpoints, checks.unplanned)
-    if errors := shown_errors(findings, quiet=checks.strict or options.quiet):
-        raise MergeError(f"{errors}\nNothing was merged")
     if extra:
         plan = _plan_with_adapters(config, source, options, adapters, checkpoints, extra)
+    findings += check_labels(plan, checks.unplanned)
+    if errors := shown_errors(findings, quiet=checks.strict or options.quiet):
+        raise MergeError(f"{errors}\nNothing was merged")
     return plan, checkpoints
 
 
@@ -126,16 +128,11 @@ def _load_models(
 
 def _check_places(model: ModelReference, adapter: Adapter) -> None:
     """Raise a `MergeError` if an adapter changes what the files of its base do not hold."""
-    base, network = base_of(model), adapter.network
-    stored = set(LoaderCache().get(base).index.tensor_paths)
-    names = {*stored, *(f"{network.base_model_prefix}.{name}" for name in stored)}
-    held = {adapter.find_change(WeightInfo(name=name)) for name in names}
-    kind = network.config.model_type
-    homeless = [
-        name
-        for name, change in adapter.changes.items()
-        if change not in held and not can_convert_checkpoint_keys(kind, stored, name)
-    ]
+    base = base_of(model)
+    names = LoaderCache().get(base).index.tensor_paths
+    found = [adapter.find_change(WeightInfo(name=name), base) for name in names]
+    held = {change.name for change in found if change is not None}
+    homeless = [name for name in adapter.changes if name not in held]
     if homeless:
         raise MergeError(
             f"{model.lora} has {listed(homeless)}, which {base} does not; merge the adapter into "

@@ -23,8 +23,10 @@ from mergekit.tokenizer import BuildTokenizer, PermutedVocabulary, TokenizerInfo
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 from safetensors import SafetensorError
 
+from mergekit_ace.adapters.read import base_of
 from mergekit_ace.files.headers import DTYPES
 from mergekit_ace.files.models import Checkpoint
+from mergekit_ace.files.quantised import open_quantised
 from mergekit_ace.files.saving import flush_to_disk, package_versions, sha256
 from mergekit_ace.methods.base import is_finite, take_notices
 from mergekit_ace.planning import PlannedMerge, PlannedTensor
@@ -229,6 +231,8 @@ def merge_shard(
     os.chdir(job.folder)  # a worker of a cluster is elsewhere
     torch.set_num_threads(job.threads)
     LoaderCache().setup(job.options)
+    tensors = [PlannedTensor(save.tensor_task) for save in shard.saves]
+    open_quantised(base_of(model) for tensor in tensors for model in tensor.weights)
     # Random methods: the same draws whoever computes the shard, and whenever.
     transformers.set_seed(((job.options.random_seed or 0) + shard.index) % _LARGEST_SEED)
     with _disk_errors(job):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -103,7 +103,7 @@ def _read_kinds(model: ModelReference) -> Kinds:
     if os.path.isfile(model.model.path):  # mergekit-pytorch: bare tensors, no architecture
         return Kinds()
     try:
-        return _kinds_in(empty_network(model))
+        return _kinds_in(empty_network(model), tensor_names(model) or ())
     except Exception as error:
         LOG.warning(
             "mergekit-ace: the architecture of %s cannot be built (%s: %s); all its matrices are "
@@ -113,9 +113,11 @@ def _read_kinds(model: ModelReference) -> Kinds:
         return Kinds()
 
 
-def _kinds_in(network: PreTrainedModel) -> Kinds:
+def _kinds_in(network: PreTrainedModel, stored: Sequence[str]) -> Kinds:
     from torch.nn import Embedding
     from transformers.pytorch_utils import Conv1D
+
+    from mergekit_ace.methods.stored import read_names
 
     transposed, tables, heads = set(), set(), set()
     head: Tensor | None = getattr(network.get_output_embeddings(), "weight", None)
@@ -131,7 +133,10 @@ def _kinds_in(network: PreTrainedModel) -> Kinds:
             transposed.update(f"{path}.{name}" for name in packed)
     prefix = f"{network.base_model_prefix}."
 
-    def templates(names: Iterable[str]) -> frozenset[str]:
+    in_files = read_names(network, stored).memory.items()
+
+    def templates(names: set[str]) -> frozenset[str]:
+        names = names | {name for name, known in in_files if known in names}
         return frozenset(without_numbers(name.removeprefix(prefix)) for name in names)
 
     convolutional = not tables and lacks_embeddings(network)

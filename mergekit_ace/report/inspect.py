@@ -10,6 +10,7 @@ import click
 import torch
 from mergekit.config import MergeConfiguration
 from mergekit.graph import Executor
+from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from pydantic_core import to_json
 from tqdm import tqdm
@@ -19,6 +20,7 @@ from mergekit_ace.algebra.inspection import evenly_spaced
 from mergekit_ace.check.models import check_dtypes, check_tensors
 from mergekit_ace.files.headers import DamagedFileError
 from mergekit_ace.files.models import read_checkpoint
+from mergekit_ace.files.quantised import open_quantised
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.files.statistics import load_statistics
 from mergekit_ace.naming import natural_order, without_numbers
@@ -117,6 +119,8 @@ def select(
 def _plan_models(config: MergeConfiguration, source: str, options: MergeOptions) -> PlannedMerge:
     """Return the plan of a merge of full models, which are stored in a way that can be compared."""
     find_models(config)
+    LoaderCache().setup(options)
+    open_quantised(config.referenced_models())
     plan = plan_merge(config, source, options)
     checkpoints = {model: read_checkpoint(model) for model in plan.config.referenced_models()}
     dtypes, tensors = check_dtypes(checkpoints, config), check_tensors(plan.tensors, checkpoints)

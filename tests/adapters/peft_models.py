@@ -211,12 +211,12 @@ def edit_tensors(folder: str | Path, change: Callable[[dict], object] | dict[str
 
 
 def save_adapters(folder: Path, build, *options: dict) -> list[str]:
-    """Save a base and an adapter with each of some options; their paths, the base's first."""
+    """Save a base, by its names in memory, and an adapter for each of some options."""
     paths = [str(folder / "base")]
     for seed, own in enumerate(options):
         paths.append(str(folder / f"adapter{seed}"))
         trained = train_by_chance(build, paths[-1], seed, **{"lora_alpha": 1, **own})
-        trained.base.save_pretrained(paths[0])
+        trained.base.save_pretrained(paths[0], save_original_format=False)
     return paths
 
 

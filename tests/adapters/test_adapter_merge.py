@@ -83,8 +83,14 @@ def compare(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelReference, "merged", _only_full)
         command(config, folder / "ours")
+    check_changes(folder, Path(base), bar)
+    return folder / "ours"
+
+
+def check_changes(folder: Path, base: Path, bar: float = 5e-5) -> None:
+    """Compare the task vectors of `ours` with those of `theirs`."""
     expected, got = weights(folder / "theirs"), weights(folder / "ours")
-    origin = weights(Path(base))
+    origin = weights(base)
     assert got.keys() == expected.keys()
     changed = 0
     for name, tensor in expected.items():
@@ -95,7 +101,6 @@ def compare(
         assert float((found - wanted).norm()) <= bar * float(wanted.norm()) + rounding, name
         changed += bool(wanted.any())
     assert changed
-    return folder / "ours"
 
 
 original = ModelReference.merged
@@ -153,6 +158,19 @@ def test_what_an_adapter_may_hold(tmp_path, kind, method, parameters):
     build, options = KINDS[kind]
     paths = save_adapters(tmp_path, build, options, options)
     compare(config_of(paths, method, **parameters), paths[0], tmp_path)
+
+
+def test_experts_that_the_base_stores_one_by_one(tmp_path):
+    """PEFT changes them as one tensor, and they are merged one by one, as of full models."""
+    paths = save_adapters(tmp_path, KINDS["experts"][0], *[KINDS["experts"][1]] * 2)
+    base = mixtral()
+    base.load_state_dict(load_file(Path(paths[0], "model.safetensors")))
+    base.save_pretrained(paths[0])
+    config = config_of(paths, "ace_relative")
+    command(of_full_models(config, tmp_path / "cache"), tmp_path / "theirs")
+    command(config, tmp_path / "ours")
+    check_changes(tmp_path, Path(paths[0]))
+    assert sum(".experts.0.w1" in name for name in weights(tmp_path / "ours")) == 2
 
 
 def test_an_architecture_that_mergekit_infers(tmp_path):

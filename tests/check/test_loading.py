@@ -53,19 +53,6 @@ def test_what_mergekit_knows_is_whole(tmp_path, name):
     assert problem(paths[0], "never looked at") == ""
 
 
-def test_vit_under_its_names_on_the_hub(tmp_path):
-    paths = saved("vit", tmp_path)
-    extra, (finding,) = left_out(tmp_path, ace_config(paths))
-    assert not extra
-    assert finding.level == "error"
-    assert "mergekit plans no merge of 32 tensors of" in finding.message
-    assert all(path in finding.message for path in paths)
-    assert "vit.encoder.layer.0.attention.attention.key.weight" in finding.message
-    assert "mergekit-ace merge --unplanned merge" in finding.remedy
-    assert f"copies them from {paths[0]}" in finding.remedy
-    assert "save_original_format=False" in finding.remedy
-
-
 @pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias"])
 def test_biases_that_the_architecture_does_not_name(tmp_path, bias):
     """However few entries they have: transformers would draw them at random."""

@@ -185,6 +185,10 @@ ERRORS: list[tuple[Change, str]] = [
     (top(tokenizer={}, tokenizer_source="base"), "both tokenizer_source and"),
     (each(weight=0), "the weights of all experts are 0 in every tensor"),
     (method("linear", weight=0), "the weights of all experts are 0"),
+    (
+        lambda config: each(weight=0.5)(top(merge_method="linear")(config)),
+        "counts the base model among its models; leave base_model out",
+    ),
     (method("ties", weight=1, density=50), "write 0.5, if it is a perc"),
     # The method and the models.
     (top(merge_method="acee"), "there is no method 'acee' → did you mean 'ace'?"),

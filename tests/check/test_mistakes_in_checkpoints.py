@@ -239,7 +239,6 @@ ERRORS: list[tuple[Make, str]] = [
         packed("bitsandbytes", of_bnb_4),
         "U8 (quantised: bitsandbytes), which cannot be merged → dequantise",
     ),
-    (packed("fp8", of_fp8), "F8_E4M3 (quantised: fp8)"),
     (
         settings(1, quantization_config={"quant_method": "gptq", "bits": 4}),
         "If these are its weights, remove quantization_config",
@@ -257,7 +256,7 @@ ERRORS: list[tuple[Make, str]] = [
     (saved(1, num_hidden_layers=3), "expert0 has 3"),
     (saved(1, hidden_size=64), "(40, 64) in expert0, but (40, 32) in the base"),
     (other_shape, "expert0 has 6 tensors of another shape"),
-    (gpt2, "Must specify --allow-crimes"),
+    (gpt2, "expert0 is a GPT2LMHeadModel, and base, of which the result has its config, a Llama"),
     # Heads.
     (saved(0, tie_word_embeddings=True), "base ties its head to the embedding, and expert0 has"),
     (saved(1, tie_word_embeddings=True), "expert0 ties its head to the"),
@@ -323,7 +322,13 @@ WARNINGS: list[tuple[Make, str]] = [
     (padded(), "add `pad_to_multiple_of: 40` below `tokenizer:` to keep 40 rows"),
     (padded(pad_to_multiple_of=16), "has 40 rows in base, and 16 in the result"),
     (wide_router, "mergekit-yaml rounds 1 tensors that all models keep in a wider dtype"),
+    (packed("fp8", of_fp8), "is quantised (fp8): its tensors are dequantised to bfloat16"),
     (adapter("other/model"), "was trained on other/model, not on base"),
+    (adapter("x/other-unsloth-bnb-4bit"), "trained on, or x/other, of which that"),
+    (
+        all_of(words(*["abcd"] * 3), files("chat_template.jinja", "", "{{ 1 }}", "{{ 1 }}")),
+        "base, whose tokenizer the result has, has no chat template",
+    ),
     (all_of(retyped(1, "", torch.bfloat16, 1), of_any_dtype), "different dtypes"),
     (
         all_of(*(settings(n, num_local_experts=n) for n in range(3))),

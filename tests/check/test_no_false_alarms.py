@@ -23,10 +23,15 @@ from catalogue import (
 from checkpoints import LLAMA, ace_config, save_family, tiny_llama
 from measured_files import measured_checkpoints, needs_statistics
 from safetensors.torch import load_file
-from test_architectures import MODELS
+from test_architectures import MODELS, VISION
 from test_mistakes import each, first, listing, method, modules, parameters, slices, top
 from test_mistakes_in_checkpoints import Make, adapter, words
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from mergekit_ace.plugin import our_methods
 
@@ -159,6 +164,7 @@ CHECKPOINTS: dict[str, Make] = {
     "old pickles": pickled,
     "shards": sharded,
     "an adapter": adapter(),
+    "an adapter of a quantised copy": adapter("x/base-bnb-4bit"),
     "values of bfloat16": narrow,
     "a config of transformers 4": of_transformers_4,
     "counters": counters,
@@ -185,8 +191,12 @@ def test_tied_heads_that_some_models_store(tmp_path, stored):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-3.2-3b-mergebench", "qwen3-4b-pair", "mixtral-8x7b-moe", "lora-experts"]
-)
+    "name",
+    [
+        "llama-3.2-3b-mergebench", "qwen3-4b-pair", "mixtral-8x7b-moe", "lora-experts",
+        "gemma-3-4b-vision",
+    ],
+)  # fmt: skip
 def test_examples(tmp_path, monkeypatch, name):
     """The configs of the examples, on tiny models of the same architecture."""
     monkeypatch.chdir(tmp_path)
@@ -194,6 +204,10 @@ def test_examples(tmp_path, monkeypatch, name):
     torch.manual_seed(0)
     if name == "mixtral-8x7b-moe":
         model = MODELS["mixtral"][0]()
+    elif name == "gemma-3-4b-vision":
+        text = {**LLAMA, "head_dim": 8}
+        settings = Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4)
+        model = Gemma3ForConditionalGeneration(settings)
     elif name == "qwen3-4b-pair":
         model = Qwen3ForCausalLM(Qwen3Config(**LLAMA, head_dim=8, tie_word_embeddings=True))
     else:
@@ -209,4 +223,9 @@ def test_examples(tmp_path, monkeypatch, name):
         config["models"] = config["models"][:1]
     config["base_model"] = paths[0]
     config["models"] = [{"model": path} for path in paths[1:]]
-    assert findings(tmp_path, config, *flags) == NOTHING
+    told = findings(tmp_path, config, *flags)
+    of_mergekit = told.pop("warning")
+    assert told == {"error": ""}
+    by_files = name.endswith(("moe", "vision"))
+    assert of_mergekit.startswith("warning: mergekit has no description" if by_files else "")
+    assert of_mergekit.count("→") == by_files

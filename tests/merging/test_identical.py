@@ -117,9 +117,9 @@ def test_slices(tmp_path):
     assert '"num_hidden_layers": 4' in (ours / "config.json").read_text()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "qwen3_moe", "roberta", "t5", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", "roberta", "t5", "vit"])
 def test_architectures(tmp_path, name):
-    """Weights stored (in, out), packed experts, several modules, names that mergekit infers."""
+    """Weights stored (in, out), several modules, names that mergekit infers."""
     build, _ = MODELS[name]
     torch.manual_seed(0)
     paths = save_family(build(), tmp_path, max_shard_size=INPUT_SHARDS, **SAVE.get(name, {}))

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised checkpoints, of which each tensor is dequantised to bfloat16 when it is read.
+
+FP8 with scales by block, row or tensor (DeepSeek's and compressed-tensors' formats), and MXFP4
+(gpt-oss), both by transformers' own functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from mergekit.common import ModelReference
+from mergekit.io import LazyTensorLoader, ShardedTensorIndex
+from mergekit.io.tasks import LoaderCache
+from torch import Tensor
+
+from mergekit_ace.files.headers import TensorHeader, json_or_empty
+
+_FP8_SCALES = ("_scale_inv", "_scale")  # behind the name of a weight
+_OF_INPUTS = (".input_scale", ".output_scale", ".k_scale", ".v_scale")  # of no use to a weight
+_BLOCK = 32  # entries of MXFP4 with one scale
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """How a checkpoint is quantised.
+
+    Attributes:
+        method: `fp8` or `mxfp4`.
+        block: rows and columns with one scale; None where the shapes tell.
+        sources: names of codes and scales by the name of the tensor that they are of.
+    """
+
+    method: str
+    block: tuple[int, int] | None
+    sources: Mapping[str, tuple[str, str]]
+
+    def index(self, index: ShardedTensorIndex) -> ShardedTensorIndex:
+        """Return an index of what can be read."""
+        return replace(index, tensor_paths=self._kept(index.tensor_paths))
+
+    def headers(self, headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+        """Return the headers of what can be read."""
+        kept = self._kept(headers)
+        for name in self.sources:
+            shape = kept[name].shape
+            if self.method == "mxfp4":  # (E, rows, blocks, bytes), and in memory (E, columns, rows)
+                shape = (shape[0], shape[2] * _BLOCK, shape[1])
+            kept[name] = replace(kept[name], dtype="BF16", shape=shape)
+        return kept
+
+    def _kept(self, stored: Mapping[str, Any]) -> dict[str, Any]:
+        used = {name for pair in self.sources.values() for name in pair}
+        kept = {n: v for n, v in stored.items() if n not in used and not n.endswith(_OF_INPUTS)}
+        return kept | {name: stored[codes] for name, (codes, _) in self.sources.items()}
+
+    def dequantise(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return a tensor in bfloat16."""
+        if self.method == "mxfp4":
+            from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+            return convert_moe_packed_tensors(codes, scales)
+        from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+        rows, columns = codes.shape[-2:]
+        if self.block and scales.ndim > 1:  # the last block may be a part of one
+            grid = zip(scales.shape[-2:], self.block, (rows, columns), strict=True)
+            (down, right) = (count * size - length for count, size, length in grid)
+            codes = torch.nn.functional.pad(codes.float(), (0, right, 0, down))
+        scales = scales.reshape(1, 1) if scales.numel() == 1 else scales
+        scales = scales[:, None] if scales.ndim == 1 else scales
+        whole = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
+        return whole[..., :rows, :columns].contiguous()
+
+
+def find_quantisation(config: Mapping[str, Any], stored: Mapping[str, Any]) -> Quantisation | None:
+    """Return how a checkpoint is quantised; None for one that is not, or in another way.
+
+    Args:
+        config: its `config.json`.
+        stored: something for each of its tensors, by name.
+    """
+    settings = config.get("quantization_config")
+    if not isinstance(settings, dict):
+        return None
+    method = settings.get("quant_method")
+    if method == "mxfp4":
+        codes = [name for name in stored if name.endswith("_blocks")]
+        sources = {name.removesuffix("_blocks"): name for name in codes}
+        pairs = {name: (code, f"{name}_scales") for name, code in sources.items()}
+    elif method == "fp8" or settings.get("format") == "float-quantized":
+        method = "fp8"
+        ends = [(name, end) for name in stored for end in _FP8_SCALES]
+        pairs = {name: (name, name + end) for name, end in ends if name + end in stored}
+    else:
+        return None
+    block = settings.get("weight_block_size")
+    pairs = {name: pair for name, pair in pairs.items() if pair[1] in stored}
+    return Quantisation(method, tuple(block) if block else None, pairs) if pairs else None
+
+
+class DequantisingLoader(LazyTensorLoader):
+    """mergekit's loader of a checkpoint, which dequantises what it reads."""
+
+    def __init__(self, stored: LazyTensorLoader, quantisation: Quantisation):
+        super().__init__(quantisation.index(stored.index), stored.lazy_unpickle)
+        self.stored, self.quantisation = stored, quantisation
+
+    def get_tensor(
+        self,
+        key: str,
+        device: str = "cpu",
+        aliases: list[str] | None = None,
+        raise_on_missing: bool = True,
+    ) -> Tensor | None:
+        """Read a tensor; see mergekit's loader."""
+        names = [key, *(aliases or ())]
+        known = next((name for name in names if name in self.quantisation.sources), None)
+        if known is None:
+            return self.stored.get_tensor(key, device, aliases, raise_on_missing)
+        codes, scales = self.quantisation.sources[known]
+        parts = (self.stored.get_tensor(name, device) for name in (codes, scales))
+        return self.quantisation.dequantise(*parts)
+
+    def flush(self) -> None:
+        """Close the file that is open."""
+        self.stored.flush()
+
+
+def open_quantised(models: Iterable[ModelReference]) -> None:
+    """Let mergekit's cache read quantised models dequantised."""
+    loaders = LoaderCache().loaders
+    for model in models:
+        loader = LoaderCache().get(model)
+        config = json_or_empty(Path(loader.index.base_path, "config.json"))
+        quantisation = find_quantisation(config, loader.index.tensor_paths)
+        if quantisation and not isinstance(loader, DequantisingLoader):
+            loaders[model] = DequantisingLoader(loader, quantisation)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merges a tiny model of every architecture of transformers, and writes what came of it on a page.
+
+    python tests/sweep.py PAGE [PART …]
+
+Each model is saved with two perturbations of it, `mergekit-ace merge` merges these, and every
+tensor of the result's files is compared with the float64 reference, or with the base's. With PARTs,
+only classes with one of them in their names are tried.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+import yaml
+from checkpoints import ace_config, save_family
+from click.testing import CliRunner
+from mergekit.common import ModelReference
+from reference import naive_tensor, task_vector_error
+from safetensors.torch import load_file
+from tiny_models import tiny_model
+from transformers.models.auto import modeling_auto
+from transformers.pytorch_utils import Conv1D
+
+from mergekit_ace.cli import main as mergekit_ace
+from mergekit_ace.methods.architecture import build_empty
+from mergekit_ace.methods.stored import read_names
+
+KINDS = {
+    "CAUSAL_LM": "Language models",
+    "IMAGE_TEXT_TO_TEXT": "Models of images and text",
+    "SEQUENCE_CLASSIFICATION": "Classifiers of text",
+}
+OTHERS = {
+    "clip": "CLIPModel", "siglip": "SiglipModel", "siglip2": "Siglip2Model",
+    "vit": "ViTForImageClassification", "resnet": "ResNetForImageClassification",
+    "dinov2": "Dinov2Model", "t5": "T5ForConditionalGeneration",
+    "mt5": "MT5ForConditionalGeneration", "bart": "BartForConditionalGeneration",
+    "whisper": "WhisperForConditionalGeneration", "wav2vec2": "Wav2Vec2ForCTC",
+    "bert": "BertModel", "roberta": "RobertaModel", "distilbert": "DistilBertModel",
+    "modernbert": "ModernBertForMaskedLM", "xlm-roberta": "XLMRobertaForMaskedLM",
+    "electra": "ElectraForPreTraining", "deberta-v2": "DebertaV2ForMaskedLM",
+}  # fmt: skip
+LARGEST = 5_000_000  # entries of a model that is still tried
+BAR = 1e-4
+
+
+def classes() -> Iterator[tuple[str, str, str]]:
+    """Yield kind, model type and name of every class."""
+    for key, kind in KINDS.items():
+        names = getattr(modeling_auto, f"MODEL_FOR_{key}_MAPPING_NAMES")
+        for model_type, name in names.items():
+            yield kind, model_type, name if isinstance(name, str) else name[0]
+    for model_type, name in OTHERS.items():
+        yield "Others", model_type, name
+
+
+def layouts(folder: Path, names: set[str]) -> dict[str, str]:
+    """Return how the reference reads tensors of files, told from the modules in memory."""
+    config = ModelReference.model_validate(str(folder)).config()
+    network = build_empty(config, trust_remote_code=False)
+    memory = read_names(network, names).memory
+    flat = any(isinstance(module, torch.nn.BatchNorm2d) for module in network.modules())
+    modules = dict(network.named_modules())
+    found = {}
+    for name in names:
+        owner = modules.get(memory.get(name, "").rpartition(".")[0])
+        turned = getattr(owner, "is_transposed", False) or "Llama4TextExperts" in str(type(owner))
+        if (isinstance(owner, Conv1D) and name.endswith("weight")) or turned:
+            found[name] = "transposed"
+        elif flat:
+            found[name] = "flattened"
+    return found
+
+
+def compare(paths: list[str], merged: Path) -> str:
+    """Return the first thing that is wrong with a result; empty where nothing is."""
+    base, *experts = (load_file(f"{path}/model.safetensors") for path in paths)
+    got = load_file(merged / "model.safetensors")
+    if got.keys() != base.keys():
+        return f"other names: {sorted(got.keys() ^ base.keys())[:2]}"
+    known = layouts(Path(paths[0]), set(base))
+    for name, tensor in base.items():
+        inputs = [expert[name] for expert in experts]
+        moved = not all(torch.equal(tensor, one) for one in inputs)
+        if not moved or not tensor.is_floating_point():
+            if not torch.equal(got[name], tensor):
+                return f"{name} is not the base's"
+            continue
+        layout = "matrix" if tensor.ndim == 2 and len(tensor) > 1 else "mean"
+        if tensor.ndim == 3 and "experts" in name.split("."):
+            layout = "stacked"
+        if layout != "mean" or tensor.ndim > 3:
+            special = known.get(name, layout)
+            layout = special if special != "flattened" or tensor.ndim > 3 else layout
+        expected = naive_tensor(tensor, inputs, layout)
+        rounding = 2**-24 * float(expected.norm() / (expected - tensor.double()).norm())
+        error = task_vector_error(got[name], expected, tensor)
+        if not error <= BAR + rounding:
+            return f"{name} {tuple(tensor.shape)} is {error:.1e} away ({layout})"
+    return ""
+
+
+def outcome(model_type: str, name: str) -> tuple[str, str]:
+    """Merge a family of a class; what came of it, and why."""
+    try:
+        model = tiny_model(name, model_type)
+    except Exception as error:
+        return "not built", f"{type(error).__name__}: {error}"
+    if sum(p.numel() for p in model.parameters()) > LARGEST:
+        return "not built", "its smallest config is large"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            paths = save_family(model, Path(folder))
+            type(model).from_pretrained(paths[0])
+        except Exception as error:
+            return "not built", f"transformers does not load what it saves: {error}"
+        config, out = Path(folder, "merge.yml"), Path(folder, "merged")
+        config.write_text(yaml.safe_dump(ace_config(paths)))
+        for flags, result in (((), "works"), (("--unplanned", "merge"), "`--unplanned merge`")):
+            arguments = ["merge", str(config), str(out), "--quiet", *flags]
+            answer = CliRunner().invoke(mergekit_ace, arguments)
+            if answer.exit_code == 0:
+                try:
+                    type(model).from_pretrained(out)
+                    wrong = compare(paths, out)
+                except Exception as error:
+                    wrong = f"the result does not load: {error}"
+                return (result, "") if not wrong else ("WRONG", wrong)
+        written = out.exists() and any(out.glob("*.safetensors"))
+        text = answer.output.replace(folder, "") or repr(answer.exception)
+        return ("FAILED" if written or answer.exit_code > 1 else "refused"), text
+
+
+def main() -> None:
+    """Try all classes, and write the page."""
+    page, *parts = sys.argv[1:]
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    rows, counts = [], Counter()
+    for kind, model_type, name in classes():
+        if parts and not any(part in name for part in parts):
+            continue
+        result, why = outcome(model_type, name)
+        counts[result] += 1
+        why = " ".join(why.split())[:160].replace("|", "\\|")
+        print(f"{name}: {result} {why}", flush=True)
+        rows.append((kind, f"| {name} | `{model_type}` | {result} | {why} |"))
+    lines = [
+        "# Which architectures merge",
+        "",
+        "`tests/sweep.py` wrote this page with transformers "
+        f"{transformers.__version__}. It builds a tiny model of each class, merges two",
+        "perturbations of it by `ace`, and compares every tensor of the files with a float64 "
+        "reference.",
+        "",
+        *(f"* {result}: {count}" for result, count in counts.most_common()),
+    ]
+    for kind in dict.fromkeys(kind for kind, _ in rows):
+        lines += ["", f"## {kind}", "", "| class | model type | merge | why |", "|---|---|---|---|"]
+        lines += [line for own, line in rows if own == kind]
+    Path(page).write_text("\n".join(lines) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that mergekit has no fitting description of are merged by the names in their files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+import yaml
+from checkpoints import ace_config, fine_tuned, save_family
+from click.testing import CliRunner
+from reference import naive_tensor, task_vector_error
+from safetensors.torch import load_file, save_file
+from test_architectures import HEADS, MODELS, TEXT, VISION
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from mergekit_ace.cli import main
+
+BERT = {**TEXT, **HEADS, "max_position_embeddings": 32}
+LLAMA = {**TEXT, **HEADS, "head_dim": 8, "num_key_value_heads": 2, "max_position_embeddings": 32}
+LANGUAGE = {**LLAMA, "model_type": "mistral"}
+PIXTRAL = tf.Mistral3Config(
+    text_config=LANGUAGE, vision_config={**VISION, "model_type": "pixtral", "head_dim": 8},
+    image_token_index=30, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def merge(folder: Path, config: dict, *flags: str, fails: bool = False) -> str:
+    """Merge into `merged`; what is said."""
+    (folder / "merge.yml").write_text(yaml.safe_dump(config))
+    arguments = ["merge", str(folder / "merge.yml"), str(folder / "merged"), *flags]
+    answer = CliRunner().invoke(main, arguments)
+    assert (answer.exit_code != 0) == fails, answer.output
+    return answer.output
+
+
+def tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder, "model.safetensors"))
+
+
+def check_files(merged: str | Path, paths: list[str]) -> None:
+    """Compare all tensors in files with the reference: matrices, those of experts among them."""
+    base, got = tensors(paths[0]), tensors(merged)
+    experts = [tensors(path) for path in paths[1:]]
+    assert got.keys() == base.keys()
+    for name, tensor in base.items():
+        layout = "matrix" if tensor.ndim == 2 and len(tensor) > 1 else "mean"
+        expected = naive_tensor(tensor, [expert[name] for expert in experts], layout)
+        rounding = 2**-24 * float(expected.norm() / (expected - tensor.double()).norm())
+        assert task_vector_error(got[name], expected, tensor) <= 5e-5 + rounding, name
+
+
+KINDS = {
+    "mixtral": MODELS["mixtral"][0],
+    "qwen3_moe": MODELS["qwen3_moe"][0],
+    "vit": MODELS["vit"][0],
+    "bert": lambda: tf.BertModel(tf.BertConfig(**BERT)),
+    "masked": lambda: tf.BertForMaskedLM(tf.BertConfig(**BERT)),
+    "mistral3": lambda: tf.Mistral3ForConditionalGeneration(PIXTRAL),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_are_those_of_the_files(tmp_path, kind):
+    torch.manual_seed(0)
+    model = KINDS[kind]()
+    paths = save_family(model, tmp_path)
+    merge(tmp_path, ace_config(paths))
+    check_files(tmp_path / "merged", paths)
+    _, info = type(model).from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(info.values()), info
+
+
+def test_inferred_is_no_architecture_of_a_result(tmp_path):
+    paths = save_family(KINDS["mixtral"](), tmp_path)
+    config = ace_config(paths)
+    for place in (config, *config["models"]):
+        key = "model" if "model" in place else "base_model"
+        place[key] = {"model": place[key], "override_architecture": "Inferred"}
+    merge(tmp_path, config)
+    names = json.loads((tmp_path / "merged" / "config.json").read_text())["architectures"]
+    assert names == ["MixtralForCausalLM"]
+    check_files(tmp_path / "merged", paths)
+
+
+@pytest.mark.parametrize("multimodal", [0, 1])
+def test_text_experts_of_multimodal_models(tmp_path, multimodal):
+    """An error shows both names; where mixing is asked for, they are matched by these."""
+    torch.manual_seed(0)
+    kinds = [tf.Mistral3ForConditionalGeneration(PIXTRAL)]
+    kinds.insert(1 - multimodal, tf.MistralForCausalLM(PIXTRAL.get_text_config()))
+    kinds.append(fine_tuned(kinds[1], seed=1))
+    paths = [str(tmp_path / f"m{n}") for n in range(3)]
+    for path, model in zip(paths, kinds, strict=True):
+        model.save_pretrained(path)
+    text = merge(tmp_path, ace_config(paths), fails=True)
+    for shown in ("base_model", "language_model.model.layers.0.", "such as model.layers.0."):
+        assert shown in text
+    merge(tmp_path, ace_config(paths), "--allow-crimes")
+    base, got = tensors(paths[0]), tensors(tmp_path / "merged")
+    assert got.keys() == base.keys()
+    longer, shorter = "language_model.model.layers.0.mlp.up_proj.weight", 15
+    names = [longer, longer[shorter:]]
+    own, other = names if multimodal == 0 else names[::-1]
+    experts = [tensors(path)[other] for path in paths[1:]]
+    expected = naive_tensor(base[own], experts)
+    assert task_vector_error(got[own], expected, base[own]) <= 1e-4
+    tower = [name for name in base if "vision_tower" in name]
+    assert all(torch.equal(got[name], base[name]) for name in tower)
+
+
+def test_a_filter_that_takes_linear_attention(tmp_path):
+    config = tf.Qwen3NextConfig(
+        **TEXT | {"num_hidden_layers": 4}, **HEADS, head_dim=8, num_key_value_heads=2,
+        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, linear_key_head_dim=8, linear_value_head_dim=8,
+        linear_num_key_heads=2, linear_num_value_heads=4,
+    )  # fmt: skip
+    paths = save_family(tf.Qwen3NextForCausalLM(config), tmp_path)
+    entries = [{"filter": "attn", "value": 0.1}, {"value": 0.2}]
+    text = merge(tmp_path, ace_config(paths, parameters={"epsilon": entries}))
+    assert "the filter 'attn' takes tensors of linear_attn, too" in text
+    assert tensors(tmp_path / "merged").keys() == tensors(paths[0]).keys()
+
+
+def test_heads_of_other_labels_stay_the_bases(tmp_path):
+    config = tf.BertConfig(**BERT, num_labels=2)
+    torch.manual_seed(0)
+    base = tf.BertForSequenceClassification(config)
+    paths = save_family(base, tmp_path)
+    other = tf.BertForSequenceClassification(tf.BertConfig(**BERT, num_labels=3))
+    body = fine_tuned(base, seed=3).bert.state_dict()
+    other.bert.load_state_dict(body)
+    other.save_pretrained(paths[2])
+    for flags in ((), ("--unplanned", "merge")):
+        text = merge(tmp_path, ace_config(paths), *flags, fails=True)
+        assert "different numbers of labels, so that classifier" in text
+        assert "--unplanned base` keeps those of" in text
+    merge(tmp_path, ace_config(paths), "--unplanned", "base")
+    own, got = tensors(paths[0]), tensors(tmp_path / "merged")
+    for name, tensor in own.items():
+        assert torch.equal(got[name], tensor) == name.startswith("classifier")
+
+
+def quantise(path: str, kind: str) -> None:
+    """Quantise the matrices of a checkpoint to FP8, with scales by block or by row."""
+    changed = {}
+    for name, tensor in tensors(path).items():
+        changed[name] = tensor.bfloat16()
+        if not name.endswith("_proj.weight"):
+            continue
+        size = [16, 16] if kind == "fp8" else [1, tensor.shape[1]]
+        rows, columns = (-(-n // s) for n, s in zip(tensor.shape, size, strict=True))
+        scale = 0.001 + torch.rand(rows, columns, generator=torch.Generator().manual_seed(3))
+        spread = scale.repeat_interleave(size[0], 0).repeat_interleave(size[1], 1)
+        codes = tensor / spread[: len(tensor), : tensor.shape[1]]
+        changed[name] = codes.to(torch.float8_e4m3fn)
+        changed[name + ("_scale_inv" if kind == "fp8" else "_scale")] = scale
+    save_file(changed, Path(path, "model.safetensors"), {"format": "pt"})
+    settings = {"quant_method": kind, "weight_block_size": [16, 16]}
+    if kind == "compressed-tensors":
+        settings = {"quant_method": kind, "format": "float-quantized"}
+    file = Path(path, "config.json")
+    content = json.loads(file.read_text()) | {"quantization_config": settings}
+    file.write_text(json.dumps(content))
+
+
+def dequantised(path: str) -> dict[str, torch.Tensor]:
+    """The weights that the codes are of, as bfloat16."""
+    stored, found = tensors(path), {}
+    for name, tensor in stored.items():
+        names = (f"{name}_scale_inv", f"{name}_scale")
+        scale = next((stored[other] for other in names if other in stored), None)
+        if scale is not None:
+            size = (16, 16) if name + "_scale_inv" in stored else (1, tensor.shape[1])
+            spread = scale.repeat_interleave(size[0], 0).repeat_interleave(size[1], 1)
+            spread = spread[: len(tensor), : tensor.shape[1]]
+            tensor = (tensor.float() * spread).bfloat16()
+        if "_scale" not in name:
+            found[name] = tensor.float()
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", ["fp8", "compressed-tensors"])
+def test_quantised_models_are_dequantised(tmp_path, kind, workers):
+    """The last block of rows is a part of one."""
+    torch.manual_seed(0)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA | {"intermediate_size": 40}))
+    paths = save_family(model, tmp_path)
+    for path in paths:
+        quantise(path, kind)
+    text = merge(tmp_path, ace_config(paths), "--workers", str(workers))
+    assert f"base is quantised ({kind}): its tensors are dequantised" in text
+    base, *experts = map(dequantised, paths)
+    got = tensors(tmp_path / "merged")
+    assert got.keys() == base.keys()
+    for name in got:
+        if name.endswith("_proj.weight"):
+            expected = naive_tensor(base[name], [expert[name] for expert in experts])
+            assert task_vector_error(got[name], expected, base[name]) <= 1e-4
+    content = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert "quantization_config" not in content
+    tf.LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+
+
+def test_experts_in_mxfp4_are_dequantised(tmp_path):
+    config = tf.GptOssConfig(
+        **TEXT | {"hidden_size": 64, "intermediate_size": 32}, **HEADS, head_dim=8,
+        num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    paths = save_family(tf.GptOssForCausalLM(config), tmp_path)
+    rng = torch.Generator().manual_seed(0)
+    for path in paths:
+        stored = tensors(path)
+        for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+            experts, columns, rows = stored.pop(name).shape
+            shape = (experts, rows, columns // 32)
+            draw = {"dtype": torch.uint8, "generator": rng}
+            stored[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), **draw)
+            stored[f"{name}_scales"] = torch.randint(115, 120, shape, **draw)
+        save_file(stored, Path(path, "model.safetensors"), {"format": "pt"})
+        file = Path(path, "config.json")
+        settings = {"quantization_config": {"quant_method": "mxfp4"}}
+        file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    merge(tmp_path, ace_config(paths))
+    loaded = tf.GptOssForCausalLM.from_pretrained(tmp_path / "merged")
+    name = "model.layers.0.mlp.experts.down_proj"
+    base, *experts = (
+        convert_moe_packed_tensors(*(tensors(path)[name + end] for end in ("_blocks", "_scales")))
+        for path in paths
+    )
+    expected = naive_tensor(base.float(), [expert.float() for expert in experts], "transposed")
+    merged = loaded.state_dict()[name]
+    assert task_vector_error(merged, expected, base.float()) <= 1e-4
