@@ -144,8 +144,7 @@ def test_against_the_transcription(trained, mergekit_yaml, tmp_path):
 
 def findings(config: dict, folder: Path) -> list:
     (folder / "changed.yml").write_text(yaml.safe_dump(config))
-    found = check_merge(folder / "changed.yml", MergeOptions()).findings
-    return [finding for finding in found if "tokens" not in finding.message]
+    return check_merge(folder / "changed.yml", MergeOptions()).findings
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def findings(config: dict, folder: Path) -> list:
 )
 def test_another_merge_is_refused(trained, mergekit_yaml, tmp_path, change, message):
     merge = merge_of(trained[1])
-    assert findings(merge, tmp_path) == []
+    assert [one for one in findings(merge, tmp_path) if "tokens" not in one.message] == []
     if "merge_method" in change:
         merge["merge_method"] = change["merge_method"]
         merge["parameters"] = {"coefficients": merge["parameters"]["coefficients"]}
