@@ -294,10 +294,9 @@ def calibrate_merge(config: Path, out: Path, **given: Any) -> None:
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Processes that compute shards; on this machine, or in the Ray cluster.",
+    help="Processes that compute shards, with --cuda on a GPU each; or tasks in the Ray cluster.",
 )
 @click.option("--ray", metavar="ADDRESS", help="Use a Ray cluster; auto: the one at hand.")
-@click.option("--gpus-per-worker", type=click.FloatRange(min=0), help="1 with --cuda, else 0.")
 @click.option(
     "--unplanned",
     type=click.Choice(["base", "merge", "error"]),
@@ -314,15 +313,16 @@ def merge(config: Path, out: Path, overwrite: bool, **given: Any) -> None:
     kept. What `mergekit-ace check` finds is said first, and errors end the merge before it starts.
     LoRA adapters (BASE+ADAPTER) are added to the base as it goes, without copies of it.
     """
-    from mergekit_ace.merging.plan import MergeChecks
+    from mergekit_ace.merging.plan import MergeSettings
     from mergekit_ace.merging.run import run_shards
-    from mergekit_ace.merging.workers import WorkerOptions
 
-    pool = WorkerOptions(given["workers"], given["ray"], given["gpus_per_worker"])
-    checks = MergeChecks(not given["no_check"], given["unplanned"], given["prompt"])
-    options = take_options(given, here=pool.workers == 1 and pool.ray is None)
+    strict = not given.pop("no_check")
+    names = given.keys() & MergeSettings.__dataclass_fields__.keys()
+    chosen = {name: given.pop(name) for name in names}
+    settings = MergeSettings(overwrite=overwrite, strict=strict, **chosen)
+    options = take_options(given, here=settings.workers == 1 and settings.ray is None)
     options.apply_global_options()
-    run_shards(config, str(out), options, pool, overwrite=overwrite, checks=checks)
+    run_shards(config, str(out), options, settings)
 
 
 @main.command(

@@ -30,10 +30,17 @@ from pydantic import ValidationError
 from transformers import PretrainedConfig
 
 from mergekit_ace.algebra.task_vectors import FixedLayout
-from mergekit_ace.files.checkpoints import check_reference, find_on_hub
-from mergekit_ace.files.headers import DTYPES, FLOATING, TensorHeader
-from mergekit_ace.files.model_files import config_donor
-from mergekit_ace.files.models import Checkpoints
+from mergekit_ace.files.checkpoints import (
+    DTYPES,
+    FLOATING,
+    TensorHeader,
+    check_reference,
+    find_on_hub,
+)
+from mergekit_ace.files.models import (
+    Checkpoints,
+    config_donor,
+)
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.parameters import TensorSettings

@@ -149,7 +149,7 @@ def test_workers_that_share_a_gpu(tmp_path, mergekit_yaml):
     config = ace_config(save_family(tiny_llama(), tmp_path))
     expected = load_file(mergekit_yaml(config, out="cpu") / "model.safetensors")
     command = [sys.executable, "-m", "mergekit_ace.cli", "merge", "cpu.yml", "gpu", "--quiet"]
-    command += ["--cuda", "--workers", "2", "--gpus-per-worker", "0.5"]
+    command += ["--cuda", "--workers", "2"]
     subprocess.run([*command, "--out-shard-size", "20K"], cwd=tmp_path, check=True)
     merged: dict[str, Tensor] = {}
     for path in (tmp_path / "gpu").glob("*.safetensors"):

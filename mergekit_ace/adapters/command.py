@@ -32,9 +32,12 @@ from mergekit_ace.adapters.read import (
 )
 from mergekit_ace.adapters.write import WEIGHTS, result_config, write_adapter
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.files.headers import DTYPE_NAMES, TensorHeader
-from mergekit_ace.files.model_files import TOKENIZER_FILES
-from mergekit_ace.files.models import Checkpoint, headers_only
+from mergekit_ace.files.checkpoints import DTYPE_NAMES, TensorHeader
+from mergekit_ace.files.models import (
+    TOKENIZER_FILES,
+    Checkpoint,
+    headers_only,
+)
 from mergekit_ace.files.saving import locked, package_versions, write_text
 from mergekit_ace.merge_config import Finding, check_config, check_settings, shown_errors
 from mergekit_ace.methods.base import first_that_fits, flush_notices

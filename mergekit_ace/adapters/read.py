@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.files import checkpoints as files
-from mergekit_ace.files.headers import (
+from mergekit_ace.files.checkpoints import (
     DTYPES,
     FLOATING,
     DamagedFileError,

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.adapters.read import Change, Shapes, possible_changes
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.files.headers import DTYPE_NAMES
+from mergekit_ace.files.checkpoints import DTYPE_NAMES
 from mergekit_ace.files.saving import flush_to_disk, write_text
 
 WEIGHTS = "adapter_model.safetensors"

@@ -23,7 +23,7 @@ from mergekit_ace.calibration.layers import RIDGE, TABLE, Calibration, SampleTea
 from mergekit_ace.calibration.scaling import ScaledWeights, best_scale, share_gone
 from mergekit_ace.files.checkpoints import weight_files
 from mergekit_ace.files.saving import locked, package_versions, save_tensors
-from mergekit_ace.merging.manifest import MANIFEST_FILE
+from mergekit_ace.merging.output import MANIFEST_FILE
 from mergekit_ace.naming import short_names
 from mergekit_ace.report.card import markdown_text
 from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict, Task

@@ -28,7 +28,7 @@ from mergekit_ace.check.models import (
     planned_headers,
     safetensors_dtype,
 )
-from mergekit_ace.files.headers import DamagedFileError, item_size
+from mergekit_ace.files.checkpoints import DamagedFileError, item_size
 from mergekit_ace.files.models import Checkpoint, Checkpoints, headers_only, read_checkpoint
 from mergekit_ace.merge_config import Finding, check_config, check_keys, check_settings
 from mergekit_ace.methods.base import TaskVectorMethod, sweep

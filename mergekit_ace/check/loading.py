@@ -16,13 +16,18 @@ from typing import Any, Literal
 from mergekit.architecture.base import ConfiguredModelArchitecture
 from mergekit.architecture.conversion import _expanded_target_keys
 from mergekit.common import ModelPath, ModelReference
-from mergekit.io import ShardedTensorIndex
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
-from mergekit_ace.files.headers import TensorHeader, read_headers
-from mergekit_ace.files.model_files import GENERATION, config_donor, lost_model_files
-from mergekit_ace.files.models import Checkpoint, Checkpoints, empty_tensor
+from mergekit_ace.files.checkpoints import TensorHeader, read_headers
+from mergekit_ace.files.models import (
+    GENERATION,
+    Checkpoint,
+    Checkpoints,
+    config_donor,
+    empty_tensor,
+    lost_model_files,
+)
 from mergekit_ace.merge_config import Finding
 from mergekit_ace.methods.architecture import model_class
 from mergekit_ace.methods.stored import BUFFER, BY_FILES, model_names, names_of
@@ -246,8 +251,7 @@ def verify_model(
 def _faults(model: ModelReference, folder: Path, trust_remote_code: bool) -> dict[str, list[str]]:
     """Load a checkpoint without its values by transformers; return names by what is wrong."""
     config = model.config(trust_remote_code=trust_remote_code)
-    index = ShardedTensorIndex.from_disk(str(folder))
-    headers = read_headers(index.tensor_paths, index.base_path)
+    headers = read_headers(folder)
     try:
         kind: Any = model_class(config, trust_remote_code)
         with quiet_transformers():

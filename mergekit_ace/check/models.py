@@ -18,15 +18,20 @@ from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoTokenizer
 
 from mergekit_ace.adapters.read import OtherAdapterError, read_adapters
-from mergekit_ace.files.headers import (
+from mergekit_ace.files.checkpoints import (
     DTYPES,
     FLOATING,
     DamagedFileError,
     TensorHeader,
     json_or_empty,
 )
-from mergekit_ace.files.model_files import TOKENIZER_CONFIG, VOCABULARY_FILES, tokenizer_donor
-from mergekit_ace.files.models import Checkpoint, Checkpoints
+from mergekit_ace.files.models import (
+    TOKENIZER_CONFIG,
+    VOCABULARY_FILES,
+    Checkpoint,
+    Checkpoints,
+    tokenizer_donor,
+)
 from mergekit_ace.merge_config import HEADS, Finding
 from mergekit_ace.naming import listed, same_name
 from mergekit_ace.planning import ConfigError, PlannedMerge, PlannedTensor

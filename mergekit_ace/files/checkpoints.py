@@ -1,118 +1,198 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that make a folder a model or an adapter, and what is wrong with them.
+"""The files that make a folder a model or an adapter: their headers, and what is wrong with them.
 
-What lies beside them, such as an adapter or the state of an optimizer, is not looked at.
+What is damaged, missing or something else raises a `DamagedFileError`. Old `.bin` files, which are
+pickles, are opened by mergekit's loader, which reads nothing but tensors. Not by the one of
+`--lazy-unpickle`: that one would run a TorchScript archive.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mergekit_ace.files.headers import DamagedFileError, read_file_header, read_headers, read_json
+import torch
+from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:
     from mergekit.common import ModelPath, ModelReference
 
+# By what a safetensors file calls them, all that mergekit reads.
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOATING = ("F64", "F32", "F16", "BF16")
+PEFT_PREFIX = "base_model.model."  # of every tensor that PEFT writes and loads
 # One of them is in the folder of every model: an index of its weights, or all of them. In the order
 # in which mergekit looks for them.
 INDEX_FILES = (
     "model.safetensors.index.json", "model.safetensors",
     "pytorch_model.bin.index.json", "pytorch_model.bin",
 )  # fmt: skip
-_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-# Files that are read if they are there.
-_OPTIONAL = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "vocab.json")
-# Kinds of adapters in peft that add inputs or steps to a model, and so have nothing to merge.
-_PROMPTS = (
-    "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT",
-    "ADAPTION_PROMPT",
-)  # fmt: skip
-PEFT_PREFIX = "base_model.model."  # of every tensor that PEFT writes and loads
+_AGAIN = "download or save it again"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec"
+_WEB_PAGES = (b"<!doctype html", b"<html", b"<?xml", b"<head", b"<body")
 
 
-def existing_folder(path: str) -> Path | None:
-    """Return the folder that a config names; None for what can only be a name on the Hub.
+class DamagedFileError(RuntimeError):
+    """A file that is not what its name says; the message names it and the remedy.
 
-    Args:
-        path: of a model or adapter, as a config has it, without revision.
-
-    Raises:
-        DamagedFileError: it names no folder, and cannot be a name on the Hub.
+    No ValueError: mergekit plans within pydantic validators, which would bury one in a report.
     """
-    folder = Path(path)
-    if folder.is_dir():
-        return folder
-    if (
-        os.path.lexists(folder)
-        or folder.is_absolute()
-        or path.startswith((".", "~"))
-        or path.count("/") > 1
-    ):
-        where = "" if folder.is_absolute() else f" in {Path.cwd()}"
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What is known of a tensor without reading it."""
+
+    dtype: str  # as safetensors calls it, `BF16`, `F32`, …
+    shape: tuple[int, ...]
+    file: str
+
+    @property
+    def entries(self) -> int:
+        """The number of entries."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes on disk."""
+        return self.entries * item_size(self.dtype)
+
+
+def item_size(dtype: str) -> int:
+    """Return the bytes of an entry; 4 of a dtype that mergekit does not read."""
+    return DTYPES[dtype].itemsize if dtype in DTYPES else 4
+
+
+def check_content(path: Path) -> None:
+    """Raise a `DamagedFileError` unless a file is there, and none that a failed download left."""
+    if not path.is_file():
+        link = f": it is a link to {os.readlink(path)}" if path.is_symlink() else ""
+        raise DamagedFileError(f"{path} is missing{link}; download or save the checkpoint again")
+    with open(path, "rb") as file:
+        start = file.read(len(_LFS_POINTER) + 200)
+    if not start:
+        raise DamagedFileError(f"{path} is empty; {_AGAIN}")
+    start = start.lstrip().lower()
+    if start.startswith(_LFS_POINTER):
         raise DamagedFileError(
-            f"there is no folder {path}{where}; correct the name, or the link (~ is not expanded)"
+            f"{path} is a Git LFS pointer in the place of the file: run `git lfs pull` in "
+            f"{path.parent}"
         )
-    return None
-
-
-def check_model_folder(folder: Path) -> None:
-    """Check config, weights and tokenizer of a model, by headers alone.
-
-    Raises:
-        DamagedFileError: naming the first file that is damaged or missing.
-    """
-    main = _main_file(folder)
-    if main.suffix == ".json":
-        read_headers(_read_weight_map(main), str(folder))
-    elif not read_file_header(main):
-        raise DamagedFileError(f"{main} holds no tensors; download or save it again")
-    _check_config(folder / "config.json")
-    for name in _OPTIONAL:
-        if os.path.lexists(folder / name):
-            read_json(folder / name)
-
-
-def check_adapter_folder(folder: Path) -> None:
-    """Check config and weights of an adapter.
-
-    Raises:
-        DamagedFileError: naming the first file that is damaged or missing.
-    """
-    if not os.path.lexists(folder / "adapter_config.json"):
+    if start.startswith(_WEB_PAGES):
         raise DamagedFileError(
-            f"{folder} holds no adapter_config.json; give the folder that peft's save_pretrained "
-            "wrote"
+            f"{path} is a web page in the place of the file: download it again, after signing in "
+            "where the model asks for that (hf download)"
         )
-    kind = read_json(folder / "adapter_config.json").get("peft_type")
-    if kind in _PROMPTS:
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a checkpoint."""
+    check_content(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"{path} is damaged: it is not JSON ({error}); {_AGAIN}") from error
+    if not isinstance(content, dict):
+        raise DamagedFileError(f"{path} is damaged: it holds no JSON object; {_AGAIN}")
+    return content
+
+
+def json_or_empty(path: str | os.PathLike | None) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one where there is none."""
+    try:
+        return read_json(Path(path or ""))
+    except (DamagedFileError, OSError):
+        return {}
+
+
+def read_file_header(path: Path) -> dict[str, TensorHeader]:
+    """Return the headers of the tensors in a safetensors file, or in an old `.bin` file."""
+    check_content(path)
+    if path.suffix != ".safetensors":
+        return _pickled_headers(path)
+    headers = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                headers[name] = TensorHeader(part.get_dtype(), tuple(part.get_shape()), str(path))
+    except (SafetensorError, OSError) as error:
+        raise DamagedFileError(f"{path} is damaged: {error}; {_AGAIN}") from error
+    return headers
+
+
+def _pickled_headers(path: Path) -> dict[str, TensorHeader]:
+    from mergekit.io.loader import DumbPytorchLoader
+
+    try:
+        content = DumbPytorchLoader(str(path), device="meta").tensors
+        content = content.get("state_dict", content)
+    except Exception as error:  # of many kinds; torch's advice is to trust the file
         raise DamagedFileError(
-            f"{folder} is an adapter of the kind {kind}, which changes no weights of its base, so "
-            "that it cannot be merged; leave it out"
+            f"{path} is damaged, or holds more than tensors, which is never executed here; "
+            "download it again, or the model's safetensors files"
+        ) from error
+    return {
+        name: TensorHeader(DTYPE_NAMES.get(tensor.dtype, "F32"), tuple(tensor.shape), str(path))
+        for name, tensor in content.items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def read_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Return the headers of all tensors of the model in a folder, by its index where it has one."""
+    main = next((folder / name for name in INDEX_FILES if os.path.lexists(folder / name)), None)
+    if main is None:
+        names = sorted(path.name for path in folder.iterdir())
+        remedy = "download or save the checkpoint again, in safetensors"
+        if "adapter_config.json" in names:
+            remedy = f"it is an adapter; write BASE+{folder}, with the model it was trained on"
+        raise DamagedFileError(
+            f"{folder} holds no weights, no model.safetensors or model.safetensors.index.json "
+            f"(but: {', '.join(names[:5]) or 'nothing'}); {remedy}"
         )
-    read_file_header(*adapter_files(folder))
+    if main.suffix != ".json":
+        headers = read_file_header(main)
+    else:
+        places = read_json(main).get("weight_map")
+        names = places.values() if isinstance(places, dict) else [None]
+        if not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise DamagedFileError(
+                f"{main} is damaged: it has no weight_map of tensors and of files beside it; "
+                f"{_AGAIN}"
+            )
+        files = {name: read_file_header(folder / name) for name in set(places.values())}
+        for tensor, name in places.items():
+            if tensor not in files[name]:
+                raise DamagedFileError(
+                    f"{folder / name} lacks the tensor {tensor} that the index expects there; "
+                    "download or save the checkpoint again"
+                )
+        headers = {tensor: files[name][tensor] for tensor, name in places.items()}
+    if not headers:
+        raise DamagedFileError(f"{main} holds no tensors; {_AGAIN}")
+    return headers
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold the weights of a model, in the order of their names.
-
-    Raises:
-        DamagedFileError: there are none, or their index is damaged.
-    """
-    main = _main_file(folder)
-    if main.suffix != ".json":
-        return [main]
-    return sorted({folder / name for name in _read_weight_map(main).values()})
+    """Return the files that hold the weights of a model, in the order of their names."""
+    return sorted({Path(header.file) for header in read_headers(folder).values()})
 
 
 def adapter_files(folder: Path) -> list[Path]:
-    """Return the file that holds the weights of an adapter, in a list.
-
-    Raises:
-        DamagedFileError: there is none.
-    """
-    for name in _ADAPTER_WEIGHTS:
+    """Return the file that holds the weights of an adapter, in a list."""
+    for name in ("adapter_model.safetensors", "adapter_model.bin"):
         if os.path.lexists(folder / name):
             return [folder / name]
     raise DamagedFileError(
@@ -121,103 +201,63 @@ def adapter_files(folder: Path) -> list[Path]:
     )
 
 
-def _main_file(folder: Path) -> Path:
-    """Return the index of a model's weights or, without one, the file that holds all of them."""
-    for name in INDEX_FILES:
-        if os.path.lexists(folder / name):
-            return folder / name
-    raise DamagedFileError(f"{folder} holds no weights: {_found_instead(folder)}")
-
-
-def _found_instead(folder: Path) -> str:
-    """Return what a folder without weights holds in their place, and what to do about it."""
-    names = sorted(path.name for path in folder.iterdir())
-    if "adapter_config.json" in names:
-        return f"it is an adapter; write BASE+{folder}, with the model that it was trained on"
-    shards = [name for name in names if "-of-" in name and name.endswith((".safetensors", ".bin"))]
-    if shards:
-        return f"there is no index beside {shards[0]}; download model.safetensors.index.json too"
-    others = [name for name in names if name.endswith((".safetensors", ".gguf", ".bin", ".pth"))]
-    if others:
-        return f"{others[0]} is none that mergekit reads; get or save the model in safetensors"
-    return "there is no model.safetensors; download or save the checkpoint again"
-
-
-def _read_weight_map(index: Path) -> dict[str, str]:
-    """Return file name by tensor name from an index.
-
-    Raises:
-        DamagedFileError: it is no index, or names files outside of its folder.
-    """
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise DamagedFileError(
-            f"{index} is damaged: it has no weight_map of tensors and files; download or save it "
-            "again"
-        )
-    for tensor, name in places.items():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise DamagedFileError(
-                f"{index} is damaged: its weight_map has {name!r} for {tensor} instead of the name "
-                "of a file beside it; download or save it again"
-            )
-    return places
-
-
-def _check_config(path: Path) -> None:
-    """Raise unless a config names a kind of model, and has the types of that kind."""
+def check_model_folder(folder: Path) -> None:
+    """Check config, weights and tokenizer of a model, by headers alone; nothing beside them."""
     from transformers import CONFIG_MAPPING
 
+    read_headers(folder)
+    path = folder / "config.json"
     content = read_json(path)
     kind = content.get("model_type")
-    if not isinstance(kind, str) or not kind:
-        raise DamagedFileError(
-            f"{path} has no `model_type`, which tells what kind of model this is; download or save "
-            "the checkpoint again"
-        )
-    if "auto_map" in content:  # the model brings code of its own, which says what it is
-        return
-    if kind not in CONFIG_MAPPING:
-        raise DamagedFileError(
-            f"{path} has `model_type`: {kind!r}, which this version of transformers does not know; "
-            "correct it, or update transformers"
-        )
-    try:
-        CONFIG_MAPPING[kind].from_json_file(path)  # which may hold {"__float__": "Infinity"}
-    except Exception as error:  # of many kinds: dataclasses, lookups, arithmetic
-        last = str(error).strip().rpartition("\n")[2].strip() or type(error).__name__
-        wrong = last.removeprefix("TypeError: ")
-        raise DamagedFileError(f"{path} is not a config of {kind}: {wrong}; correct it") from error
+    if "auto_map" not in content:  # else the model brings code of its own, which says what it is
+        if kind not in CONFIG_MAPPING:
+            raise DamagedFileError(
+                f"{path} has `model_type`: {kind!r}, which this version of transformers does not "
+                "know; correct it, or update transformers"
+            )
+        try:
+            CONFIG_MAPPING[kind].from_json_file(path)  # it may hold {"__float__": "Infinity"}
+        except Exception as error:  # of many kinds: dataclasses, lookups, arithmetic
+            raise DamagedFileError(
+                f"{path} is not a config of {kind}: {str(error).strip()}; correct it"
+            ) from error
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "vocab.json"):
+        if os.path.lexists(folder / name):
+            read_json(folder / name)
 
 
-def check_name(model: ModelReference) -> None:
-    """Raise a `DamagedFileError` for a folder that mergekit takes for something else."""
-    if (model.lora or model.model.revision) and Path(str(model)).exists():
+def check_adapter_folder(folder: Path) -> None:
+    """Check config and weights of an adapter."""
+    read_json(folder / "adapter_config.json")
+    read_file_header(*adapter_files(folder))
+
+
+def existing_folder(path: str) -> Path | None:
+    """Return the folder that a config names; None for what can only be a name on the Hub."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
+    if local or os.path.lexists(folder):
+        where = "" if folder.is_absolute() else f" in {Path.cwd()}"
         raise DamagedFileError(
-            f"the folder {model} cannot be named in a config, where + begins an adapter and @ a "
-            "revision; rename it"
+            f"there is no folder {path}{where}; correct the name, or the link (~ is not expanded)"
         )
+    return None
 
 
 def check_reference(model: ModelReference) -> None:
-    """Check the files of a model and of its adapter, where they are folders here.
-
-    Raises:
-        DamagedFileError: naming the file, or the folder that is not there.
-    """
-    check_name(model)
-    folder = existing_folder(model.model.path)
-    if folder is not None:
+    """Check the files of a model and of its adapter, where they are folders here."""
+    if folder := existing_folder(model.model.path):
         check_model_folder(folder)
-    if folder is not None and model.override_architecture is None:
         names = read_json(folder / "config.json").get("architectures")
-        if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        known = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+        if not known and model.override_architecture is None:
             raise DamagedFileError(
                 f"{folder / 'config.json'} has `architectures`: {names!r} instead of a list of "
                 "one name, by which mergekit knows the model; correct it after the base model's"
             )
-    folder = existing_folder(model.lora.path) if model.lora else None
-    if folder is not None:
+    if model.lora and (folder := existing_folder(model.lora.path)):
         check_adapter_folder(folder)
 
 
@@ -226,9 +266,6 @@ def hub_file(part: ModelPath, name: str, *, cached: bool = False) -> str:
 
     Args:
         cached: whether one in the cache will do, though the Hub may have a newer one.
-
-    Raises:
-        DamagedFileError: it is not to be had.
     """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of a merge without their weights: in folders, in the Hub's cache, or on the Hub."""
+"""Models of a merge without their weights, in folders, in the Hub's cache, or on the Hub.
+
+Also the files beside weights and config that mergekit leaves out of most results.
+"""
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,49 +19,59 @@ from typing import Any
 import torch
 from mergekit.architecture import WeightInfo
 from mergekit.architecture.conversion import convert_checkpoint_tensors
-from mergekit.common import ModelReference
+from mergekit.common import ModelPath, ModelReference
+from mergekit.config import MergeConfiguration
 from mergekit.io import LazyTensorLoader, ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 from safetensors import safe_open
 
 from mergekit_ace.files.checkpoints import (
-    INDEX_FILES,
-    check_reference,
-    existing_folder,
-    weight_files,
-)
-from mergekit_ace.files.headers import (
     DTYPE_NAMES,
     DTYPES,
     FLOATING,
     DamagedFileError,
     TensorHeader,
+    check_reference,
+    existing_folder,
     json_or_empty,
     read_headers,
 )
-from mergekit_ace.files.model_files import find_model_file
 from mergekit_ace.files.quantised import find_quantisation
 from mergekit_ace.naming import layer_of
 
-SAMPLED_ENTRIES = 2**18  # of a matrix, to tell the precision of a checkpoint
+GENERATION = "generation_config.json"
+MORE_TEMPLATES = "additional_chat_templates"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# One of them is there wherever transformers can load a tokenizer.
+VOCABULARY_FILES = (
+    "tokenizer.json", "tokenizer.model", TOKENIZER_CONFIG, "vocab.json", "vocab.txt",
+    "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+TOKENIZER_FILES = (
+    *VOCABULARY_FILES, "special_tokens_map.json", "added_tokens.json", "merges.txt",
+    "chat_template.jinja",
+)  # fmt: skip
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_PROCESSORS = (
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+# Of an earlier result, these would be read as part of one that has none.
+READ_BESIDE = (*TOKENIZER_FILES, GENERATION, *_PROCESSORS, "chat_template.json")
+# What mergekit copies with a tokenizer that it takes as it is.
+_COPIED = (GENERATION, "video_preprocessor_config.json", *_TEMPLATES)
+_SAMPLED_ENTRIES = 2**18  # of a matrix, to tell the precision of a checkpoint
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One model without its weights.
+    """One model without its weights."""
 
-    Attributes:
-        model: mergekit's reference; the headers of an adapter's are those of its base.
-        folder: where its files are; None on the Hub.
-        quantised: the method of what is dequantised when it is read, so that index and headers are
-            those of the result.
-    """
-
-    model: ModelReference
-    folder: Path | None
+    model: ModelReference  # the headers of an adapter's are those of its base
+    folder: Path | None  # where its files are; None on the Hub
     index: ShardedTensorIndex
     headers: Mapping[str, TensorHeader]
-    quantised: str = ""
+    quantised: str = ""  # method of what is dequantised when read: headers are of the result
+    _packed: dict[str, TensorHeader | None] = field(default_factory=dict, repr=False)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -111,10 +125,6 @@ class Checkpoint:
                 self._packed[name] = self._pack(name)
         return next((self._packed[name] for name in names if self._packed[name]), None)
 
-    @cached_property
-    def _packed(self) -> dict[str, TensorHeader | None]:
-        return {}
-
     def _pack(self, name: str) -> TensorHeader | None:
         """Pack tensors without entries; of its layer only, as there may be ten thousands."""
         layer = layer_of(name)
@@ -144,13 +154,21 @@ class Checkpoint:
             sizes.sort()
             with safe_open(path, framework="pt") as file:
                 for _, name in {sizes[-1], sizes[len(sizes) // 2]}:
-                    rows = 1 + SAMPLED_ENTRIES // math.prod(self.headers[name].shape[1:])
-                    dtypes.add(coarsest_dtype(file.get_slice(name)[:rows]))
+                    rows = 1 + _SAMPLED_ENTRIES // math.prod(self.headers[name].shape[1:])
+                    dtypes.add(_coarsest_dtype(file.get_slice(name)[:rows]))
         finest = min(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
         return DTYPE_NAMES[finest] if finest else ""
 
 
 Checkpoints = Mapping[ModelReference, Checkpoint]
+
+
+def _coarsest_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the coarsest dtype that holds every value of a tensor."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if torch.equal(tensor.to(dtype).to(tensor.dtype), tensor):
+            return dtype
+    return tensor.dtype
 
 
 def empty_tensor(header: TensorHeader) -> torch.Tensor:
@@ -159,35 +177,28 @@ def empty_tensor(header: TensorHeader) -> torch.Tensor:
     return torch.empty(header.shape, dtype=dtype, device="meta")
 
 
-def coarsest_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the coarsest dtype that holds every value of a tensor."""
-    coarser = (torch.bfloat16, torch.float16, torch.float32)
-    return next(
-        (d for d in coarser if torch.equal(tensor.to(d).to(tensor.dtype), tensor)), tensor.dtype
-    )
-
-
 def read_checkpoint(model: ModelReference) -> Checkpoint:
-    """Read the headers of a model, wherever it is; no weight is read or downloaded.
+    """Read the headers of a model, wherever it is; no weight is read or downloaded."""
+    from huggingface_hub import snapshot_download
 
-    Raises:
-        DamagedFileError: a file is damaged, or there is no such model.
-    """
     check_reference(model)  # first: mergekit opens single files without saying which is damaged
-    folder = existing_folder(model.model.path) or _snapshot(model)
-    if folder is None:
+    folder, source = existing_folder(model.model.path), model.model
+    try:  # a snapshot in the cache may lack files
+        folder = folder or snapshot_download(
+            source.path, revision=source.revision, local_files_only=True
+        )
+        return checkpoint_of(model, Path(folder))
+    except Exception:
+        if existing_folder(source.path):
+            raise
         return _from_hub(model)
-    return checkpoint_of(model, ShardedTensorIndex.from_disk(str(folder)))
 
 
-def checkpoint_of(model: ModelReference, index: ShardedTensorIndex) -> Checkpoint:
-    """Return the headers of a model that lies in a folder.
-
-    Raises:
-        DamagedFileError: a file is missing or damaged.
-    """
-    headers = read_headers(index.tensor_paths, index.base_path)
-    return _dequantised(Checkpoint(model, Path(index.base_path), index, headers))
+def checkpoint_of(model: ModelReference, folder: Path) -> Checkpoint:
+    """Return the headers of a model that lies in a folder."""
+    headers = read_headers(folder)
+    index = ShardedTensorIndex.from_disk(str(folder))
+    return _dequantised(Checkpoint(model, folder, index, headers))
 
 
 def _dequantised(checkpoint: Checkpoint) -> Checkpoint:
@@ -201,25 +212,6 @@ def _dequantised(checkpoint: Checkpoint) -> Checkpoint:
         headers=found.headers(headers),
         quantised=found.method,
     )
-
-
-def _snapshot(model: ModelReference) -> Path | None:
-    """Return the snapshot of a model in the Hub's cache, if it holds all weights.
-
-    One that was only looked at has the index, and one whose download was cut off some of the files.
-    """
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    for name in INDEX_FILES:
-        try:
-            found = try_to_load_from_cache(model.model.path, name, revision=model.model.revision)
-        except HFValidationError:  # told when the Hub is asked
-            return None
-        if isinstance(found, str):
-            folder = Path(found).parent
-            return folder if all(path.exists() for path in weight_files(folder)) else None
-    return None
 
 
 def _from_hub(model: ModelReference) -> Checkpoint:
@@ -244,9 +236,10 @@ def _from_hub(model: ModelReference) -> Checkpoint:
 
 @contextmanager
 def own_loaders() -> Iterator[None]:
-    """Leave mergekit's cache of opened models as it is: other merges of the process use it, too."""
+    """Start with an empty cache of mergekit's opened models, and leave the former as it was."""
     loaders = LoaderCache().loaders
     before = dict(loaders)
+    loaders.clear()
     try:
         yield
     finally:
@@ -261,3 +254,100 @@ def headers_only(checkpoints: Sequence[Checkpoint]) -> Iterator[None]:
         for checkpoint in checkpoints:
             LoaderCache().loaders[checkpoint.model] = LazyTensorLoader(checkpoint.index)
         yield
+
+
+def config_donor(config: MergeConfiguration) -> ModelReference:
+    """Return the model whose `config.json` the result has."""
+    return config.base_model or config.referenced_models()[0]
+
+
+def _tokenizer_donor(config: MergeConfiguration) -> ModelReference:
+    """Return the model whose tokens have the same numbers in the result."""
+    source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
+    return source if isinstance(source, ModelReference) else config_donor(config)
+
+
+def find_model_file(
+    model: ModelPath, name: str, *, beside: Path = Path(), cache: str | None = None
+) -> Path | None:
+    """Return where a small file of a model lies; None where it has none, or is not to be had.
+
+    Args:
+        beside: where relative names of models are looked for as well.
+        cache: of transformers, for models on the Hub.
+    """
+    for folder in (Path(model.path).expanduser(), beside / model.path):
+        if folder.is_dir():
+            return folder / name if (folder / name).is_file() else None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model.path, name, revision=model.revision, cache_dir=cache))
+    except Exception:  # no such file or model, or no connection
+        return None
+
+
+def add_model_files(
+    config: MergeConfiguration, folder: Path, *, beside: Path = Path(), cache: str | None = None
+) -> dict[str, ModelReference]:
+    """Copy what a result lacks from the models that it has its config and tokenizer of.
+
+    The generation config names end tokens by their numbers, so it comes from the same model as the
+    tokenizer. Code of a local model is copied, not run. Nothing that is there is touched.
+
+    Args:
+        beside, cache: see `find_model_file`.
+
+    Returns:
+        The models by the names of the files that were added.
+    """
+    speaker, donor = _tokenizer_donor(config), config_donor(config)
+    expected = {GENERATION: speaker, **dict.fromkeys(_PROCESSORS, donor)}
+    settings = find_model_file(donor.model, "config.json", beside=beside)
+    code = json_or_empty(settings).get("auto_map")
+    if settings and code and "--" not in str(code):  # else it names the Hub's repository
+        expected |= {path.name: donor for path in settings.parent.glob("*.py")}
+    own = json_or_empty(folder / TOKENIZER_CONFIG).get("chat_template") or config.chat_template
+    has_template = own or any((folder / name).exists() for name in _TEMPLATES)
+    if (folder / TOKENIZER_CONFIG).is_file() and not has_template:
+        expected |= dict.fromkeys(_TEMPLATES, speaker)
+    added = {}
+    for name, model in expected.items():
+        source = find_model_file(model.model, name, beside=beside, cache=cache)
+        if source is not None and not (folder / name).exists() and not _is_derived(source):
+            shutil.copyfile(source, folder / name)
+            added[name] = model
+    return added
+
+
+def lost_model_files(
+    config: MergeConfiguration, kept: Collection[str]
+) -> dict[str, ModelReference]:
+    """Return what `mergekit-yaml` would leave out: models by the names of their files.
+
+    Args:
+        kept: files that mergekit's architecture names.
+    """
+    base, speaker = config_donor(config), _tokenizer_donor(config)
+    settings, *tokens = (
+        find_model_file(base.model, name)
+        for name in (TOKENIZER_CONFIG, "tokenizer.json", "tokenizer.model")
+    )
+    built = config.tokenizer or config.tokenizer_source or config.chat_template
+    kept = {*kept, *(_COPIED if settings and any(tokens) and not built else ())}
+    lost = {name: base for name in _PROCESSORS if find_model_file(base.model, name)}
+    generation = find_model_file(speaker.model, GENERATION)
+    if generation and settings and not _is_derived(generation):
+        lost[GENERATION] = speaker
+    return {name: model for name, model in lost.items() if name not in kept}
+
+
+def _is_derived(path: Path) -> bool:
+    """Tell whether transformers makes a generation config from `config.json`, whenever it loads.
+
+    One that was made so may have been changed since, and then bears the mark all the same.
+    """
+    own, config = json_or_empty(path), json_or_empty(path.with_name("config.json"))
+    shared = own.keys() & config.keys() - {"transformers_version"}  # of whoever wrote the file
+    made = path.name == GENERATION and own.get("_from_model_config")
+    return bool(made) and all(own[name] == config[name] for name in shared)

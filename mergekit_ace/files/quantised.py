@@ -18,7 +18,7 @@ from mergekit.io import LazyTensorLoader, ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 from torch import Tensor
 
-from mergekit_ace.files.headers import TensorHeader, json_or_empty
+from mergekit_ace.files.checkpoints import TensorHeader, json_or_empty
 
 _FP8_SCALES = ("_scale_inv", "_scale")  # behind the name of a weight
 _OF_INPUTS = (".input_scale", ".output_scale", ".k_scale", ".v_scale")  # of no use to a weight

@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
-from functools import lru_cache, wraps
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,15 +20,11 @@ from torch import Tensor
 from mergekit_ace import __version__
 
 T = TypeVar("T")
-_BLOCK = 2**22
+Key = tuple[str, ...]
 
 
 def write_text(path: str | os.PathLike, text: str, *, durable: bool = False) -> None:
-    """Write a text file.
-
-    Args:
-        durable: return only when the disk has it, so that it outlives the machine too.
-    """
+    """Write a text file; with `durable`, return only when the disk has it."""
     partial = _partial(path)
     partial.write_text(text, encoding="utf-8")
     if durable:
@@ -41,11 +37,7 @@ def write_text(path: str | os.PathLike, text: str, *, durable: bool = False) -> 
 def save_tensors(
     path: str | os.PathLike, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file; the tensors are contiguous and share no memory.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a safetensors file; the tensors are contiguous and share no memory."""
     partial = _partial(path)
     try:
         save_file(dict(tensors), partial, metadata)
@@ -54,15 +46,18 @@ def save_tensors(
     os.replace(partial, path)
 
 
+def _partial(path: str | os.PathLike) -> Path:
+    """Return where a file is written at first; what is there is removed, as it may be a link."""
+    partial = Path(f"{os.fspath(path)}.partial")
+    partial.unlink(missing_ok=True)
+    return partial
+
+
 @contextmanager
 def locked(folder: Path, name: str, busy: Exception) -> Iterator[None]:
-    """Keep other runs out of a folder, which is made where it is missing.
+    """Keep other runs out of a folder by a file in it; where one is at work, `busy` is raised.
 
-    Where nothing was written into a folder that was made here, it is removed again.
-
-    Args:
-        name: of the lock's file in the folder.
-        busy: raised where another run holds the lock.
+    A missing folder is made, and removed again where nothing was written into it.
     """
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,12 +79,9 @@ def locked(folder: Path, name: str, busy: Exception) -> Iterator[None]:
 
 def flush_to_disk(path: str | os.PathLike) -> None:
     """Return when the disk has a file, or the names in a folder."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except PermissionError:  # Windows opens no folders
-        if os.path.isdir(path):
-            return
-        raise
+    if os.path.isdir(path) and os.name == "nt":  # Windows opens no folders
+        return
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -97,19 +89,12 @@ def flush_to_disk(path: str | os.PathLike) -> None:
 
 
 def sha256(path: str | os.PathLike) -> str:
-    """The hash of a file."""
+    """Return the hash of a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
+        while block := file.read(2**22):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _partial(path: str | os.PathLike) -> Path:
-    """Return where a file is written at first; what is there is removed, as it may be a link."""
-    partial = Path(f"{os.fspath(path)}.partial")
-    partial.unlink(missing_ok=True)
-    return partial
 
 
 def read_once(read: Callable[[str], T], count: int = 8) -> Callable[[str], T]:
@@ -119,7 +104,6 @@ def read_once(read: Callable[[str], T], count: int = 8) -> Callable[[str], T]:
     def cached(path: str, changed: int) -> T:
         return read(path)
 
-    @wraps(read)
     def read_if_changed(path: str) -> T:
         path = os.path.abspath(os.path.expanduser(path))
         return cached(path, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
@@ -127,15 +111,11 @@ def read_once(read: Callable[[str], T], count: int = 8) -> Callable[[str], T]:
     return read_if_changed
 
 
-Key = tuple[str, ...]
-
-
 def file_states(paths: Iterable[str]) -> dict[str, list[int]]:
-    """Size and time of change of every file at or below `paths`; names on a Hub have none."""
+    """Return size and time of change of every file at or below `paths`."""
     states = {}
     for path in map(Path, map(os.path.expanduser, paths)):
-        files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
-        for file in files:
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
             if file.is_file():
                 status = file.stat()
                 states[str(file)] = [status.st_size, status.st_mtime_ns]
@@ -149,19 +129,18 @@ def package_versions(*names: str) -> dict[str, str]:
 
 
 def differences(one: Any, other: Any, free: Set[Key] = frozenset(), path: Key = ()) -> list[str]:
-    """Dotted names of what differs between two JSON values.
+    """Return dotted names of what differs between two JSON values.
 
     Args:
         free: names, or pairs of names, that may differ.
     """
     if path[-1:] and (path[-1:] in free or path[-2:] in free):
         return []
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        one, other = ({str(n): part for n, part in enumerate(parts)} for parts in (one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         names = list(dict.fromkeys([*one, *other]))
         return [d for n in names for d in differences(one.get(n), other.get(n), free, (*path, n))]
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        pairs = enumerate(zip(one, other, strict=True))
-        return [d for n, (a, b) in pairs for d in differences(a, b, free, (*path, str(n)))]
     return [] if one == other else [".".join(path)]
 
 

@@ -22,12 +22,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
-from mergekit_ace.files.headers import DamagedFileError, TensorHeader, read_file_header
+from mergekit_ace.files.checkpoints import DamagedFileError, TensorHeader, read_file_header
 from mergekit_ace.files.saving import read_once, write_text
 
 INDEX_FILE = "statistics.json"
 Measure = Literal["covariances", "fisher"]
-_AGAIN = "give the statistics.json that `mergekit-ace statistics` wrote, or run that again"
 
 
 class StatisticsFileError(ValueError):
@@ -35,33 +34,22 @@ class StatisticsFileError(ValueError):
 
 
 class Expert(BaseModel):
-    """Expert as it was called at training, or when it was measured.
-
-    Attributes:
-        task: its name, unique in the file; the model reference unless another was given.
-        model: mergekit's reference, as text.
-        revision: the commit that was read from a Hub, where that is known.
-    """
+    """Expert as it was called at training, or when it was measured."""
 
     model_config = ConfigDict(extra="forbid")
 
-    task: str
-    model: str
-    revision: str | None = None
+    task: str  # its name, unique in the file; the model reference unless another was given
+    model: str  # mergekit's reference, as text
+    revision: str | None = None  # the commit that was read from a Hub, where that is known
 
 
 class MergedTensor(BaseModel):
-    """Tensor of the merge, in memory and on disk.
-
-    Attributes:
-        name: of the parameter in memory.
-        stored: names of the tensors on disk that hold it; several where it is packed from them, or
-            tied under two names.
-    """
+    """Tensor of the merge, in memory and on disk."""
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str
+    name: str  # of the parameter in memory
+    # Tensors on disk that hold it; several where it is packed from them, or tied under two names.
     stored: tuple[str, ...]
 
 
@@ -79,72 +67,40 @@ def find_expert(experts: Sequence[Expert], model: str, task: str | None = None) 
 
 
 class MeasuredExpert(Expert):
-    """Expert, and what it was measured on.
+    """Expert, and what it was measured on."""
 
-    Attributes:
-        samples: how many it read.
-        tokens: of all texts together, 0 for images.
-        files: of its tensors, beside the index.
-    """
-
-    samples: int
-    tokens: int
-    files: tuple[str, ...]
+    samples: int  # that it read
+    tokens: int  # of all texts together, 0 for images
+    files: tuple[str, ...]  # of its tensors, beside the index
 
 
 class MeasuredTensor(MergedTensor):
-    """Tensor of the models; `stored` has further names in memory, too, where it is tied.
+    """Tensor of the models; `stored` has further names in memory, too, where it is tied."""
 
-    Attributes:
-        inputs: NAME of its covariance; None where nothing was measured.
-        counted: whether there are counts.
-        fisher: whether there is Fisher information, shaped as it is stored.
-    """
-
-    inputs: str | None = None
-    counted: bool = False
-    fisher: bool = False
+    inputs: str | None = None  # NAME of its covariance; None where nothing was measured
+    counted: bool = False  # whether there are counts
+    fisher: bool = False  # whether there is Fisher information, shaped as it is stored
 
 
 class StatisticsIndex(BaseModel):
-    """Contents of `statistics.json`.
-
-    Attributes:
-        format: tells it from other files.
-        base_model: mergekit's reference, as text.
-        measured: what was asked for.
-        experts: in the order of the config.
-        tensors: all that a merge may ask for, measured or not.
-        config: of the run, as it was resolved.
-        package: version of this package.
-    """
+    """Contents of `statistics.json`."""
 
     model_config = ConfigDict(extra="forbid")
 
     format: Literal["mergekit-ace statistics 1"] = "mergekit-ace statistics 1"
-    base_model: str
-    measured: tuple[Measure, ...]
-    experts: tuple[MeasuredExpert, ...]
-    tensors: tuple[MeasuredTensor, ...]
-    config: dict[str, Any] = {}
-    package: str = ""
+    base_model: str  # mergekit's reference, as text
+    measured: tuple[Measure, ...]  # what was asked for
+    experts: tuple[MeasuredExpert, ...]  # in the order of the config
+    tensors: tuple[MeasuredTensor, ...]  # all that a merge may ask for, measured or not
+    config: dict[str, Any] = {}  # of the run, as it was resolved
+    package: str = ""  # version of this package
 
 
 class Statistics:
-    """A folder of statistics; tensors are mapped from its files when they are asked for.
+    """A folder of statistics; tensors are mapped from its files when they are asked for."""
 
-    Attributes:
-        path: of the index.
-        index: its contents.
-    """
-
-    def __init__(self, path: Path, index: StatisticsIndex):
-        self.path, self.index = path, index
-        self._headers = [self._read_headers(expert) for expert in index.experts]
-
-    @classmethod
-    def load(cls, path: str | os.PathLike) -> Statistics:
-        """Read the index, and the headers of all files; see `load_statistics`, which keeps them.
+    def __init__(self, path: str | os.PathLike):
+        """Read the index, and the headers of all files; `load_statistics` keeps them.
 
         Args:
             path: of the index, or its folder.
@@ -152,37 +108,35 @@ class Statistics:
         Raises:
             StatisticsFileError: a file is missing, damaged or something else.
         """
-        place = Path(path).expanduser()
-        place = place / INDEX_FILE if place.is_dir() else place
-        if not place.is_file():
-            raise StatisticsFileError(f"there are no statistics at {place}; {_AGAIN}")
+        self.path = Path(path).expanduser()
+        if self.path.is_dir():
+            self.path /= INDEX_FILE
         try:
-            index = StatisticsIndex.model_validate_json(place.read_bytes())
-        except ValidationError as error:
-            raise StatisticsFileError(f"{place} is no file of statistics; {_AGAIN}") from error
-        return cls(place, index)
+            self.index = StatisticsIndex.model_validate_json(self.path.read_bytes())
+            self._headers = [self._read_headers(expert) for expert in self.index.experts]
+        except (OSError, ValidationError) as error:
+            what = "no file of" if self.path.is_file() else "missing:"
+            raise StatisticsFileError(
+                f"{self.path} is {what} statistics; give the statistics.json that `mergekit-ace "
+                "statistics` wrote, or run that again"
+            ) from error
 
     def _read_headers(self, expert: MeasuredExpert) -> dict[str, TensorHeader]:
+        headers: dict[str, TensorHeader] = {}
         try:
-            files = [read_file_header(self.path.parent / name) for name in expert.files]
+            for name in expert.files:
+                headers |= read_file_header(self.path.parent / name)
         except DamagedFileError as error:
             raise StatisticsFileError(
                 f"the statistics of {expert.task} cannot be used: {error}; or delete it, and run "
                 "`mergekit-ace statistics` again, which measures what is missing"
             ) from error
-        return {name: header for headers in files for name, header in headers.items()}
+        return headers
 
     @cached_property
     def tensors(self) -> Mapping[str, MeasuredTensor]:
         """The tensors by every name that they have, in memory or on disk."""
-        known = {}
-        for tensor in self.index.tensors:
-            known |= dict.fromkeys((tensor.name, *tensor.stored), tensor)
-        return known
-
-    def expert(self, model: str, task: str | None = None) -> int | None:
-        """Return the number of an expert, see `find_expert`; None where it was not measured."""
-        return find_expert(self.index.experts, model, task)
+        return {name: t for t in self.index.tensors for name in (t.name, *t.stored)}
 
     def shape(self, expert: int, name: str) -> tuple[int, ...] | None:
         """Return the shape of what was measured of an expert under a name, if anything was."""
@@ -201,5 +155,5 @@ def save_index(folder: Path, index: StatisticsIndex) -> None:
         write_text(path, text)
 
 
-load_statistics = read_once(Statistics.load)
+load_statistics = read_once(Statistics)
 _open = read_once(partial(safe_open, framework="pt"), 64)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a merge that is run: models found, tensors planned, and what must not be replaced."""
+"""The plan of a merge that is run, and what its result depends on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
+from typing import Any
 
+import torch
 import yaml
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference
@@ -16,30 +17,38 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_ace.adapters.merge import show_bases, use_adapters
-from mergekit_ace.adapters.read import Adapter, base_of, read_adapters
+from mergekit_ace.adapters.read import Adapter, adapter_folder, base_of, read_adapters
 from mergekit_ace.check.check import check_merge
 from mergekit_ace.check.loading import Treatment, check_labels, treat_unplanned
-from mergekit_ace.files.models import Checkpoint, Checkpoints, checkpoint_of
+from mergekit_ace.files.models import Checkpoint, checkpoint_of
 from mergekit_ace.files.quantised import open_quantised
+from mergekit_ace.files.saving import file_states, package_versions
 from mergekit_ace.merge_config import shown_errors
-from mergekit_ace.merging.shards import MergeError
+from mergekit_ace.merging.shards import MERGE_PACKAGES, MergeError
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
 from mergekit_ace.naming import listed
 from mergekit_ace.planning import (
     PlannedMerge,
     UnplannedTensor,
+    config_content,
     find_models,
-    model_folders,
     plan_merge,
     read_merge_config,
 )
 
+# Flags that change neither a tensor nor which files there are.
+_FREE_FLAGS = set(
+    """
+    quiet verbosity lazy_unpickle async_write write_threads gpu_rich multi_gpu cuda num_threads
+    transformers_cache lora_merge_cache
+    """.split()
+)
+
 
 class OrderedConfiguration(MergeConfiguration):
-    """A configuration that lists its models by their names.
+    """A configuration that lists its models by their names, in the card and elsewhere.
 
-    mergekit's own takes them from a set, so that their order changes from process to process. A
-    model card depends on it, and, where there is no base, which model gives the config.
+    mergekit's own takes them from a set, so that their order changes from process to process.
     """
 
     def referenced_models(self) -> list[ModelReference]:
@@ -48,82 +57,62 @@ class OrderedConfiguration(MergeConfiguration):
 
 
 @dataclass(frozen=True)
-class MergeChecks:
-    """What `mergekit-ace merge` checks.
+class MergeSettings:
+    """What the command line of `mergekit-ace merge` says beside mergekit's flags."""
 
-    Attributes:
-        strict: check the config and the models first, and stop at errors; a result that is no whole
-            model is an error as well, and else a warning.
-        unplanned: what to do with tensors that mergekit's architecture does not plan.
-        prompt: a text that the result is to continue; None for no trial.
-    """
-
-    strict: bool = True
-    unplanned: Treatment = "error"
-    prompt: str | None = None
+    workers: int = 1  # processes that compute; 1 without a cluster: this one
+    ray: str | None = None  # address of a Ray cluster, `auto` for the one at hand
+    overwrite: bool = False  # drop whatever merge or model is there, instead of going on with it
+    strict: bool = True  # stop at errors of the check before and after the merge
+    unplanned: Treatment = "error"  # of tensors that mergekit's architecture does not plan
+    prompt: str | None = None  # a text that the result is to continue
 
 
 def plan_run(
-    path: Path, options: MergeOptions, checks: MergeChecks
+    path: Path, options: MergeOptions, settings: MergeSettings
 ) -> tuple[PlannedMerge, dict[ModelReference, Checkpoint]]:
-    """Check a merge, find its models, and plan as `mergekit-yaml` does.
-
-    Returns:
-        The plan, and the headers of all models.
+    """Check a merge, find or download its models, and plan; also return their headers.
 
     Raises:
         DamagedFileError: a file of a model is missing or damaged.
         MergeError: something is wrong, or mergekit leaves out tensors, and nobody has said what to
             do with them; the message names all of it, with the remedies.
-        RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says to the plan.
     """
-    if checks.strict:
-        findings = check_merge(path, options, unplanned=checks.unplanned).findings
+    if settings.strict:
+        findings = check_merge(path, options, unplanned=settings.unplanned).findings
         if errors := shown_errors(findings, quiet=options.quiet):
             raise MergeError(f"{errors}\nNothing was merged; --no-check leaves this check out")
     _, source = read_merge_config(path)
     config = OrderedConfiguration.model_validate(yaml.safe_load(source))
-    adapters = _load_models(config, options)
-    checkpoints = {
-        model: checkpoint_of(model, LoaderCache().get(model).index)
-        for model in config.referenced_models()
-    }
-    open_quantised(checkpoints)
-    plan = _plan_with_adapters(config, source, options, adapters, checkpoints)
-    extra, findings = treat_unplanned(plan, checkpoints, checks.unplanned)
-    if extra:
-        plan = _plan_with_adapters(config, source, options, adapters, checkpoints, extra)
-    findings += check_labels(plan, checks.unplanned)
-    if errors := shown_errors(findings, quiet=checks.strict or options.quiet):
-        raise MergeError(f"{errors}\nNothing was merged")
-    return plan, checkpoints
-
-
-def _load_models(
-    config: MergeConfiguration, options: MergeOptions
-) -> dict[ModelReference, Adapter]:
-    """Find, download and check all models, before any worker needs them; return the adapters."""
-    cache = LoaderCache()
+    cache, models = LoaderCache(), config.referenced_models()
     cache.setup(options)
     find_models(config)
-    models = config.referenced_models()
-    for model in models:
-        for known in (model, base_of(model)):
-            cache.loaders.pop(known, None)  # of another merge in this process
-    adapters = read_adapters([model for model in models if model.lora is not None])
+    adapters = read_adapters(models)
     for model, adapter in adapters.items():
         adapter.check_ties()
         _check_places(model, adapter)
     show_bases(adapters)
-    for model in models:
-        try:
-            cache.get(model)
-        except UnpicklingError as error:  # its own advice is to trust the file
-            raise MergeError(
-                f"a .bin file of {model} holds more than tensors, which is never executed here; "
-                "download it again, or the model's safetensors files"
-            ) from error
-    return adapters
+    checkpoints = {
+        model: checkpoint_of(model, Path(cache.get(model).index.base_path)) for model in models
+    }
+
+    def plan_with(unplanned: Sequence[UnplannedTensor]) -> PlannedMerge:
+        plan = plan_merge(config, source, options, unplanned, checkpoints=checkpoints, as_run=True)
+        saves = {
+            name: save.model_copy(update={"tensor_task": use_adapters(save.tensor_task, adapters)})
+            for name, save in plan.saves.items()
+        }
+        return replace(plan, saves=saves)
+
+    open_quantised(checkpoints)
+    plan = plan_with(())
+    extra, findings = treat_unplanned(plan, checkpoints, settings.unplanned)
+    if extra:
+        plan = plan_with(extra)
+    findings += check_labels(plan, settings.unplanned)
+    if errors := shown_errors(findings, quiet=settings.strict or options.quiet):
+        raise MergeError(f"{errors}\nNothing was merged")
+    return plan, checkpoints
 
 
 def _check_places(model: ModelReference, adapter: Adapter) -> None:
@@ -140,27 +129,28 @@ def _check_places(model: ModelReference, adapter: Adapter) -> None:
         )
 
 
-def _plan_with_adapters(
-    config: MergeConfiguration,
-    source: str,
-    options: MergeOptions,
-    adapters: dict[ModelReference, Adapter],
-    checkpoints: Checkpoints,
-    unplanned: Sequence[UnplannedTensor] = (),
-) -> PlannedMerge:
-    """Plan a merge whose adapters are added to their bases tensor by tensor."""
-    plan = plan_merge(config, source, options, unplanned, checkpoints=checkpoints, as_run=True)
-    saves = {
-        name: save.model_copy(update={"tensor_task": use_adapters(save.tensor_task, adapters)})
-        for name, save in plan.saves.items()
+def input_files(plan: PlannedMerge) -> set[Path]:
+    """Return what the workers read: folders of models, their files, and what parameters name."""
+    folders = {Path(LoaderCache().get(m).index.base_path) for m in plan.config.referenced_models()}
+    folders |= {adapter_folder(m.lora) for m in plan.config.referenced_models() if m.lora}
+    files = (path for folder in folders for path in folder.iterdir())
+    named = (Path(path).expanduser() for path in plan.named_paths(*FILE_PARAMETERS))
+    return {*folders, *files, *named}
+
+
+def fingerprint(plan: PlannedMerge) -> dict[str, Any]:
+    """Return what a merge depends on, as JSON; where it has changed, the merge is not resumed.
+
+    The number of threads counts as a flag: the last bits of a sum depend on it.
+    """
+    reports = {Path(path).expanduser().resolve() for path in plan.named_paths("report")}
+    files = {path for path in input_files(plan) if path.is_file() and path.resolve() not in reports}
+    named = plan.named_paths(*FILE_PARAMETERS)
+    flags = plan.options.model_dump(exclude=_FREE_FLAGS)
+    return {
+        "config": config_content(plan.source),
+        "flags": flags | {"num_threads": torch.get_num_threads()},
+        "versions": package_versions(*MERGE_PACKAGES),
+        "inputs": file_states(sorted({*map(str, files), *named})),
+        "unplanned": sorted({"merge" if t.merged else "base" for t in plan.unplanned}) or None,
     }
-    return replace(plan, saves=saves)
-
-
-def needed_files(config: Path, plan: PlannedMerge) -> set[Path]:
-    """Return what a merge reads: config, models, and files that parameters name."""
-    needed = {config, *(Path(p).expanduser() for p in plan.named_paths(*FILE_PARAMETERS))}
-    loaders = (LoaderCache().get(model) for model in plan.config.referenced_models())
-    folders = {*model_folders(plan.config), *(Path(one.index.base_path) for one in loaders)}
-    files = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
-    return {*needed, *folders, *files}

@@ -261,7 +261,7 @@ def _shape(model: Hashable, tensor_name: str) -> Shape | None:
 @lru_cache(maxsize=256)
 def _header(path: str, changed: int) -> dict[str, Shape]:
     """Return the shapes in one file. Cached until it changes: all tensors of a shard ask."""
-    from mergekit_ace.files.headers import DamagedFileError, read_file_header
+    from mergekit_ace.files.checkpoints import DamagedFileError, read_file_header
 
     try:
         return {name: header.shape for name, header in read_file_header(Path(path)).items()}

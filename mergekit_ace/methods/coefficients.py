@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mergekit_ace.algebra.learner import Learner, LearnerConfig
-from mergekit_ace.files.headers import DamagedFileError, check_content
+from mergekit_ace.files.checkpoints import DamagedFileError, check_content
 from mergekit_ace.files.saving import read_once, save_tensors, with_prefix
 from mergekit_ace.files.statistics import Expert, MergedTensor, find_expert
 

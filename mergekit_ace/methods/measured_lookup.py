@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mergekit_ace.algebra.measured import MeasuredCovariance, MeasuredInputs, packed_size
-from mergekit_ace.files.statistics import Measure, StatisticsFileError, load_statistics
+from mergekit_ace.files.statistics import Measure, StatisticsFileError, find_expert, load_statistics
 from mergekit_ace.methods.base import describe
 from mergekit_ace.methods.parameters import TensorSettings
 
@@ -88,7 +88,7 @@ class MeasuredLookup:
         return found
 
     def _find_expert(self, model: str, task: str | None) -> int:
-        number = self._file.expert(model, task)
+        number = find_expert(self._file.index.experts, model, task)
         if number is None:
             held = ", ".join(f"{e.task} ({e.model})" for e in self._file.index.experts)
             named = model if task is None else f"{model} (task: {task})"

@@ -16,9 +16,12 @@ from mergekit.config import MergeConfiguration
 from tqdm import tqdm
 
 from mergekit_ace.check.loading import NotLoadedError, merged_model, verify_model
-from mergekit_ace.files.checkpoints import adapter_files, weight_files
-from mergekit_ace.files.headers import DamagedFileError
-from mergekit_ace.files.model_files import add_model_files, config_donor
+from mergekit_ace.files.checkpoints import (
+    DamagedFileError,
+    adapter_files,
+    weight_files,
+)
+from mergekit_ace.files.models import add_model_files, config_donor
 from mergekit_ace.files.saving import package_versions, sha256, write_text
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES

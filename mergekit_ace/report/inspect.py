@@ -18,7 +18,7 @@ from tqdm import tqdm
 from mergekit_ace.adapters.command import plan_adapters
 from mergekit_ace.algebra.inspection import evenly_spaced
 from mergekit_ace.check.models import check_dtypes, check_tensors
-from mergekit_ace.files.headers import DamagedFileError
+from mergekit_ace.files.checkpoints import DamagedFileError
 from mergekit_ace.files.models import read_checkpoint
 from mergekit_ace.files.quantised import open_quantised
 from mergekit_ace.files.saving import write_text

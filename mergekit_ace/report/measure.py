@@ -27,7 +27,7 @@ from mergekit_ace.algebra.inspection import (
 )
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank
 from mergekit_ace.algebra.task_vectors import TensorRecord, as_matrices, task_vector
-from mergekit_ace.files.headers import FLOATING
+from mergekit_ace.files.checkpoints import FLOATING
 from mergekit_ace.files.models import headers_only
 from mergekit_ace.methods.ace import AceMerge
 from mergekit_ace.methods.base import (

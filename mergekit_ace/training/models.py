@@ -27,9 +27,9 @@ from mergekit_ace.files.checkpoints import (
     check_model_folder,
     check_reference,
     find_on_hub,
+    read_json,
     weight_files,
 )
-from mergekit_ace.files.headers import read_json
 from mergekit_ace.files.saving import file_states
 from mergekit_ace.naming import is_counter, is_running_statistic
 from mergekit_ace.planning import ConfigError

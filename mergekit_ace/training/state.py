@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mergekit_ace.files.headers import json_or_empty
+from mergekit_ace.files.checkpoints import json_or_empty
 from mergekit_ace.files.saving import differences, file_states, locked, save_tensors, write_text
 from mergekit_ace.training.config import LoopConfig
 

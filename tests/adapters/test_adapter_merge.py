@@ -36,8 +36,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from mergekit_ace.cli import main
-from mergekit_ace.files.headers import DamagedFileError
-from mergekit_ace.merging.manifest import Manifest
+from mergekit_ace.files.checkpoints import DamagedFileError
+from mergekit_ace.merging.output import Manifest
 from mergekit_ace.training.models import local_folder
 
 SHARDS = ("--out-shard-size", "6K")

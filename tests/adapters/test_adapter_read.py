@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mergekit_ace.adapters.read import read_adapter
-from mergekit_ace.files.headers import DamagedFileError
+from mergekit_ace.files.checkpoints import DamagedFileError
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"

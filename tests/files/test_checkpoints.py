@@ -22,15 +22,17 @@ from families import llama_family
 from safetensors.torch import load_file, save_file
 
 from mergekit_ace.cli import main
-from mergekit_ace.files.checkpoints import check_adapter_folder, weight_files
-from mergekit_ace.files.headers import DamagedFileError
+from mergekit_ace.files.checkpoints import DamagedFileError, check_adapter_folder, weight_files
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4997\n"
 PAGE = "<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>"
 UP = "model.layers.0.mlp.up_proj.weight"
 AGAIN = "download or save it again"
 PULL = "is a Git LFS pointer in the place of the file: run `git lfs pull` in "
-Change = Callable[[Path], None]
+WEIGHTS = "expert0/model.safetensors"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+INDEX = "model.safetensors.index.json"
+Change = Callable[[Path], object]
 
 
 @pytest.fixture(scope="module")
@@ -46,58 +48,56 @@ def family(intact, tmp_path) -> Path:
     return Path(shutil.copytree(intact, tmp_path / "family"))
 
 
-def commands(family: Path, *names: str) -> list[list[str]]:
-    """Write the configs of a merge and a training of these folders; how each command is called."""
+def run(family: Path, *names: str, expert: str = "") -> list[tuple[str, int, str]]:
+    """Run all commands on these folders; their names, exit codes and what they say.
+
+    Args:
+        expert: what the configs call the first expert.
+    """
     out, paths = family / "out", [str(family / name) for name in names or ("base", "expert0")]
-    (family / "merge.yml").write_text(yaml.safe_dump(ace_config(paths)))
     config = json.loads((family / "train.json").read_text())
-    config["base_model"], experts = paths[0], paths[1:]
-    config["training"]["max_steps"] = 1
-    config["models"] = [
-        {**config["models"][0], "model": path, "task": f"task{n}"} for n, path in enumerate(experts)
-    ]
-    (family / "train.yml").write_text(yaml.safe_dump(config))
+    config["base_model"], config["training"]["max_steps"] = paths[0], 1
+    first = config["models"][0]
+    config["models"] = [{**first, "model": path, "task": path} for path in paths[1:]]
+    for name, content in (("merge.yml", ace_config(paths)), ("train.yml", config)):
+        text = yaml.safe_dump(content)
+        (family / name).write_text(text.replace(paths[1], expert) if expert else text)
     merge, train = str(family / "merge.yml"), str(family / "train.yml")
-    return [
+    results = []
+    for command in (
         ["check", merge],
         ["inspect", merge, str(out / "inspect"), "--quiet"],
         ["merge", merge, str(out / "merge"), "--quiet"],
         ["train", train, str(out / "train"), "--quiet"],
-    ]
+    ):
+        result = CliRunner().invoke(main, command)
+        assert result.exception is None or isinstance(result.exception, SystemExit), command
+        assert "Traceback" not in result.output
+        results.append((command[0], result.exit_code, result.output))
+    return results
 
 
 def replace(name: str, content: str | bytes) -> Change:
     """A file of another content."""
-
-    def change(folder: Path) -> None:
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-
-    return change
+    data = content if isinstance(content, bytes) else content.encode()
+    return lambda folder: (folder / name).write_bytes(data)
 
 
 def cut(count: int) -> Change:
     """Weights of which only the first bytes have arrived, or all but the last."""
-
-    def change(folder: Path) -> None:
-        file = folder / "model.safetensors"
-        file.write_bytes(file.read_bytes()[:count])
-
-    return change
+    file = "model.safetensors"
+    return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:count])
 
 
-def entry(**values) -> Change:
-    """Weights with another header of one tensor."""
-
-    def change(folder: Path) -> None:
-        file = folder / "model.safetensors"
-        content = file.read_bytes()
-        (length,) = struct.unpack("<Q", content[:8])
-        entries = json.loads(content[8 : 8 + length])
-        entries[UP].update(values)
-        text = json.dumps(entries).encode()
-        file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
-
-    return change
+def other_shape(folder: Path) -> None:
+    """Weights whose header contradicts itself."""
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    entries = json.loads(content[8 : 8 + length])
+    entries[UP]["shape"] = [3, 3]
+    text = json.dumps(entries).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
 
 
 def config(**values) -> Change:
@@ -111,62 +111,35 @@ def config(**values) -> Change:
     return change
 
 
-def link(name: str, target: str) -> Change:
-    """A link in the place of a file."""
-
-    def change(folder: Path) -> None:
-        (folder / name).unlink()
-        (folder / name).symlink_to(target)
-
-    return change
-
-
-def without_weights(*beside: str) -> Change:
-    """No weights, but perhaps other files."""
+def without_weights(beside: str = "", content: bytes = b"{}") -> Change:
+    """No weights, but perhaps another file, or a link to nowhere."""
 
     def change(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
-        for name in beside:
-            (folder / name).write_text("{}")
+        if beside == "model.safetensors":
+            (folder / beside).symlink_to("../blob")
+        elif beside:
+            (folder / beside).write_bytes(content)
 
     return change
 
 
-def pickled(content: bytes) -> Change:
-    """A .bin file instead."""
-
-    def change(folder: Path) -> None:
-        (folder / "model.safetensors").unlink()
-        (folder / "pytorch_model.bin").write_bytes(content)
-
-    return change
-
-
-SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-INDEX = "model.safetensors.index.json"
-
-
-def sharded(edit: Callable[[Path, dict], str | None]) -> Change:
-    """Two shards with an index, which `edit` changes or replaces."""
+def sharded(edit: Callable[[Path, dict], object] = lambda folder, places: None) -> Change:
+    """Two shards with an index, whose map `edit` changes or replaces."""
 
     def change(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
         (folder / "model.safetensors").unlink()
         names = sorted(tensors)
-        parts = (names[::2], names[1::2])
         places = {}
-        for shard, part in zip(SHARDS, parts, strict=True):
+        for shard, part in zip(SHARDS, (names[::2], names[1::2]), strict=True):
             save_file({name: tensors[name] for name in part}, folder / shard, {"format": "pt"})
             places |= dict.fromkeys(part, shard)
-        index = {"metadata": {"total_size": 1}, "weight_map": places}
-        text = edit(folder, index)
-        (folder / INDEX).write_text(json.dumps(index) if text is None else text)
+        text = edit(folder, places)
+        index = json.dumps({"metadata": {"total_size": 1}, "weight_map": places})
+        (folder / INDEX).write_text(text if isinstance(text, str) else index)
 
     return change
-
-
-def remove(folder: Path) -> None:
-    shutil.rmtree(folder)
 
 
 def become_file(folder: Path) -> None:
@@ -174,138 +147,94 @@ def become_file(folder: Path) -> None:
     folder.write_text("{}")
 
 
-def empty_folder(folder: Path) -> None:
+def become_empty(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
 
 
-WEIGHTS = "expert0/model.safetensors"
-DAMAGED = {
-    "cut at the end": (cut(-100), WEIGHTS, "is damaged", AGAIN),
-    "cut in the length": (cut(5), WEIGHTS, "header too small", AGAIN),
-    "empty": (replace("model.safetensors", ""), WEIGHTS, "is empty", AGAIN),
-    "LFS pointer": (replace("model.safetensors", LFS), WEIGHTS, PULL, "expert0"),
-    "web page": (replace("model.safetensors", PAGE), WEIGHTS, "is a web page", "signing in"),
-    "no tensors": (
-        replace("model.safetensors", struct.pack("<Q", 2) + b"{}"),
-        WEIGHTS,
-        "holds no tensors",
-        AGAIN,
+CODE = b"cposix\nsystem\n(S'touch executed'\ntR."
+NO_TENSORS = struct.pack("<Q", 2) + b"{}"
+DAMAGED: dict[str, tuple[Change, tuple[str, ...]]] = {
+    "cut at the end": (cut(-100), (WEIGHTS, "is damaged", AGAIN)),
+    "cut in the length": (cut(5), (WEIGHTS, "header too small", AGAIN)),
+    "empty": (replace("model.safetensors", ""), (WEIGHTS, "is empty", AGAIN)),
+    "LFS pointer": (replace("model.safetensors", LFS), (WEIGHTS, PULL)),
+    "web page": (replace("model.safetensors", PAGE), (WEIGHTS, "is a web page", "signing in")),
+    "no tensors": (replace("model.safetensors", NO_TENSORS), (WEIGHTS, "holds no tensors", AGAIN)),
+    "shape of other bytes": (other_shape, (WEIGHTS, "invalid shape, data type", AGAIN)),
+    "dangling link": (without_weights("model.safetensors"), (WEIGHTS, "a link to ../blob")),
+    "no weights": (without_weights(), ("expert0 holds no weights", "again")),
+    "GGUF": (without_weights("q4.gguf"), ("expert0 holds no weights", "q4.gguf", "safetensors")),
+    "an adapter": (without_weights("adapter_config.json"), ("it is an adapter", "write BASE+")),
+    "shards without index": (without_weights(SHARDS[0]), ("holds no weights", SHARDS[0], INDEX)),
+    "pickle that is cut": (
+        without_weights("pytorch_model.bin", b"PK\x03\x04 and so on"),
+        ("pytorch_model.bin", "safetensors"),
     ),
-    "shape of other bytes": (entry(shape=[3, 3]), WEIGHTS, "invalid shape, data type", AGAIN),
-    "unknown dtype": (
-        entry(dtype="F4", shape=[96, 128]),
-        WEIGHTS,
-        "has the dtype 'F4'",
-        "get the model in",
-    ),
-    "dangling link": (link("model.safetensors", "../blob"), WEIGHTS, "a link to ../blob", "again"),
-    "no weights": (without_weights(), "expert0 holds no weights", "", "again"),
-    "GGUF": (without_weights("q4.gguf"), "expert0 holds no weights", "q4.gguf is none", "get or"),
-    "an adapter": (without_weights("adapter_config.json"), "it is an adapter", "", "write BASE+"),
-    "shards without index": (without_weights(SHARDS[0]), "no index beside", SHARDS[0], INDEX),
-    "pickle that is cut": (pickled(b"PK\x03\x04 and so on"), "pytorch_model.bin", "", "safeten"),
     "pickle of code": (
-        pickled(b"cposix\nsystem\n(S'touch executed'\ntR."),
-        "pytorch_model.bin",
-        "or holds more than tensors",
-        "or the model's safetensors files",
+        without_weights("pytorch_model.bin", CODE),
+        ("pytorch_model.bin", "or holds more than tensors", "or the model's safetensors files"),
     ),
-    "no config": (lambda f: (f / "config.json").unlink(), "expert0/config.json", "missing", "dow"),
-    "config without JSON": (replace("config.json", "{'a': 1"), "config.json", "not JSON", AGAIN),
+    "no config": (lambda f: (f / "config.json").unlink(), ("expert0/config.json", "is missing")),
+    "config without JSON": (replace("config.json", "{'a': 1"), ("config.json", "not JSON", AGAIN)),
     "config of wrong types": (
         config(hidden_size="many"),
-        "config.json is not a config of llama",
-        "Field 'hidden_size' expected int, got str",
-        "correct it",
+        ("is not a config of llama", "Field 'hidden_size' expected int, got str", "correct it"),
     ),
-    "config without model_type": (config(model_type=None), "config.json", "`model_type`", "downl"),
+    "config without model_type": (config(model_type=None), ("config.json", "`model_type`: None")),
     "unknown model_type": (
         config(model_type="llamma"),
-        "expert0/config.json",
-        "'llamma', which this version of transformers does not know",
-        "correct it, or update transformers",
+        ("expert0/config.json", "'llamma', which this version", "correct it, or update"),
     ),
-    "no architectures": (config(architectures=None), "config.json", "list of one name", "correct"),
-    "tokenizer that is an LFS pointer": (
-        replace("tokenizer.json", LFS),
-        "tokenizer.json",
-        PULL,
-        "expert0",
-    ),
-    "index that is not JSON": (sharded(lambda f, i: "{weight"), INDEX, "is not JSON", AGAIN),
-    "index without a map": (sharded(lambda f, i: "{}"), INDEX, "has no weight_map", AGAIN),
+    "no architectures": (config(architectures=None), ("config.json", "list of one name")),
+    "tokenizer that is an LFS pointer": (replace("tokenizer.json", LFS), ("tokenizer.json", PULL)),
+    "index that is not JSON": (sharded(lambda *_: "{weight"), (INDEX, "is not JSON", AGAIN)),
+    "index without a map": (sharded(lambda *_: "{}"), (INDEX, "has no weight_map", AGAIN)),
     "map to another folder": (
-        sharded(lambda f, i: i["weight_map"].update({UP: "../base/model.safetensors"})),
-        INDEX,
-        "'../base/model.safetensors' for " + UP,
-        AGAIN,
+        sharded(lambda f, places: places.update({UP: "../base/model.safetensors"})),
+        (INDEX, "has no weight_map of tensors and of files beside it", AGAIN),
     ),
     "map to another shard": (
-        sharded(lambda f, i: i["weight_map"].update({UP: SHARDS[1], "lm_head.weight": SHARDS[1]})),
-        SHARDS[1],
-        "lacks the tensor",
-        "again",
+        sharded(lambda f, places: places.update({UP: SHARDS[1], "lm_head.weight": SHARDS[1]})),
+        (SHARDS[1], "lacks the tensor", "again"),
     ),
-    "lost shard": (sharded(lambda f, i: (f / SHARDS[1]).unlink()), SHARDS[1], "missing", "again"),
-    "no folder": (remove, "there is no folder", "expert0", "correct the name"),
-    "folder that is a file": (become_file, "there is no folder", "expert0", "correct the name"),
-    "empty folder": (empty_folder, "expert0 holds no weights", "", "again"),
+    "lost shard": (sharded(lambda f, _: (f / SHARDS[1]).unlink()), (SHARDS[1], "missing", "again")),
+    "no folder": (shutil.rmtree, ("there is no folder", "expert0", "correct the name")),
+    "folder that is a file": (become_file, ("there is no folder", "expert0", "correct the name")),
+    "empty folder": (become_empty, ("expert0 holds no weights", "again")),
 }
 
 
 @pytest.mark.parametrize("case", DAMAGED)
 def test_every_command_names_the_file_and_the_remedy(family, case, monkeypatch):
-    change, *parts = DAMAGED[case]
+    change, parts = DAMAGED[case]
     monkeypatch.chdir(family)
     change(family / "expert0")
-    for command in commands(family):
-        result = CliRunner().invoke(main, command)
-        assert isinstance(result.exception, SystemExit), (command[0], result.exception)
-        assert result.exit_code == 1
+    for command, code, output in run(family):
+        assert code == 1, command
         for part in parts:
-            assert part in result.output, command[0]
-        assert "Traceback" not in result.output
+            assert part in output, command
     assert not list(family.rglob("out/**/*.safetensors"))
     assert not (family / "executed").exists()
 
 
-def stray_link(folder: Path) -> None:
-    (folder / "again").symlink_to(folder)
-    (folder / "loop.safetensors").symlink_to("loop.safetensors")
-
-
-def good_adapter(folder: Path) -> None:
-    save_file({"a": torch.ones(2)}, folder / "adapter_model.safetensors")
-
-
-BESIDE = {
-    "shards and a damaged adapter": (
-        sharded(lambda f, i: None),
-        replace("adapter_model.safetensors", "junk"),
-    ),
-    "one file, an adapter and all kinds of strays": (
-        good_adapter,
-        replace("consolidated.safetensors", LFS),  # of another format
-        replace("._model.safetensors", b"\0\5\26\7"),  # as macOS leaves it
-        stray_link,
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BESIDE)
-def test_what_lies_beside_good_weights_stops_nothing(family, case):
-    for change in BESIDE[case]:
-        change(family / "expert0")
-    for command in commands(family, "base", "expert0", "expert1"):
-        result = CliRunner().invoke(main, command)
-        assert result.exit_code == 0, (command[0], result.output, result.exception)
+def test_what_lies_beside_good_weights_stops_nothing(family):
+    """A damaged adapter; weights of another format, a file of macOS, links to themselves."""
+    sharded()(family / "expert0")
+    replace("adapter_model.safetensors", "junk")(family / "expert0")
+    expert = family / "expert1"
+    replace("consolidated.safetensors", LFS)(expert)
+    replace("._model.safetensors", b"\0\5\26\7")(expert)
+    (expert / "again").symlink_to(expert)
+    (expert / "loop.safetensors").symlink_to("loop.safetensors")
+    for command, code, output in run(family, "base", "expert0", "expert1"):
+        assert code == 0, (command, output)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({}, "holds no adapter_config.json; give the folder"),
+        ({}, "adapter_config.json is missing"),
         ({"adapter_config.json": "{"}, "adapter_config.json is damaged: it is not JSON"),
         ({"adapter_config.json": "{}"}, "holds no weights of an adapter"),
         ({"adapter_config.json": "{}", "adapter_model.safetensors": LFS}, "git lfs pull"),
@@ -319,41 +248,26 @@ def test_adapters(tmp_path, content, message):
 
 
 def test_weight_files(family):
-    assert [path.name for path in weight_files(family / "base")] == ["model.safetensors"]
-    sharded(lambda f, i: None)(family / "base")
-    save_file({"a": torch.ones(2)}, family / "base" / "adapter_model.safetensors")
-    assert [path.name for path in weight_files(family / "base")] == list(SHARDS)
+    base = family / "base"
+    assert [path.name for path in weight_files(base)] == ["model.safetensors"]
+    sharded()(base)
+    save_file({"a": torch.ones(2)}, base / "adapter_model.safetensors")
+    assert [path.name for path in weight_files(base)] == list(SHARDS)
 
 
 def test_names_of_folders(family, tmp_path):
     family = Path(shutil.move(family, tmp_path / "#x bra{ce} quo\"te it's * [list] a: b %20 ä"))
-    for command in commands(family, "base", "expert0"):
-        result = CliRunner().invoke(main, command)
-        assert result.exit_code == 0, (command[0], result.output, result.exception)
-
-
-def test_names_that_a_config_cannot_have(family, tmp_path):
-    family = Path(shutil.move(family, tmp_path / "a+b"))
-    for command in commands(family, "base", "expert0"):
-        result = CliRunner().invoke(main, command)
-        assert result.exit_code == 1
-        assert f"the folder {family}/" in result.output
-        assert "cannot be named in a config" in result.output
-        assert "rename it" in result.output
+    for command, code, output in run(family):
+        assert code == 0, (command, output)
 
 
 @pytest.mark.parametrize("name", ["family/expert0", "../family/expert0"])
 def test_relative_folders(family, monkeypatch, name):
     monkeypatch.chdir(family if name.startswith("..") else family.parent)
-    lines = commands(family, "base", "expert0")
-    for file in ("merge.yml", "train.yml"):
-        text = (family / file).read_text().replace(str(family / "expert0"), name)
-        (family / file).write_text(text)
-    for command in lines:
-        result = CliRunner().invoke(main, command)
-        assert result.exit_code == 0, (command[0], result.output, result.exception)
-        if command[0] == "check":
-            assert ("write ./family/expert0" in result.output) == (not name.startswith("."))
+    for command, code, output in run(family, expert=name):
+        assert code == 0, (command, output)
+        if command == "check":
+            assert ("write ./family/expert0" in output) == (not name.startswith("."))
 
 
 @pytest.mark.parametrize(
@@ -366,12 +280,7 @@ def test_relative_folders(family, monkeypatch, name):
 )
 def test_relative_folders_that_are_not_there(family, monkeypatch, name, message):
     monkeypatch.chdir(family.parent)
-    lines = commands(family, "base", "expert0")
-    for file in ("merge.yml", "train.yml"):
-        text = (family / file).read_text().replace(str(family / "expert0"), name)
-        (family / file).write_text(text)
-    for command in lines:
-        result = CliRunner().invoke(main, command)
-        assert isinstance(result.exception, SystemExit), (command[0], result.exception)
-        assert message in result.output, command[0]
-        assert "correct the name" in result.output
+    for command, code, output in run(family, expert=name):
+        assert code == 1, command
+        assert message in output, command
+        assert "correct the name" in output

@@ -16,8 +16,9 @@ import psutil
 from mergekit.options import MergeOptions
 from tqdm import tqdm
 
+from mergekit_ace.merging.plan import MergeSettings
 from mergekit_ace.merging.run import run_shards
-from mergekit_ace.merging.workers import PRELOADED, WorkerOptions
+from mergekit_ace.merging.workers import PRELOADED
 
 SHARD_BYTES = 6_000
 
@@ -30,7 +31,7 @@ def drive(config: Path, out: Path, workers: int) -> None:
     # the process that this one was forked from has imported everything already
     multiprocessing.set_start_method("fork", force=True)
     options = MergeOptions(out_shard_size=SHARD_BYTES, quiet=True)
-    run_shards(config, str(out), options, WorkerOptions(workers))
+    run_shards(config, str(out), options, MergeSettings(workers))
 
 
 def errors_file(out: Path) -> Path:

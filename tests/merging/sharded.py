@@ -10,18 +10,17 @@ import torch
 import yaml
 from checkpoints import fine_tuned, save_family, tiny_llama
 from click.testing import CliRunner
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from mergekit_ace.cli import main
-from mergekit_ace.merging import shards
-from mergekit_ace.merging.manifest import MANIFEST_FILE, Manifest
+from mergekit_ace.merging import workers
+from mergekit_ace.merging.output import MANIFEST_FILE, Manifest
 
-SHARD_BYTES = 12_000
-SHARDS = ("--out-shard-size", str(SHARD_BYTES))  # of the result: seven
+SHARDS = ("--out-shard-size", "12000")  # of the result: seven
 INPUT_SHARDS = "30KB"
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}{% endfor %}"
@@ -50,7 +49,6 @@ def save_speakers(folder: Path) -> list[str]:
     paths = save_llamas(folder)
     save_tokenizer(paths[0], 40, template=TEMPLATE)
     for n, path in enumerate(paths[1:]):
-        added = (f"<own{n}>", f"<also{n}>")
         grown = fine_tuned(base, seed=10 + n)
         grown.resize_token_embeddings(42, mean_resizing=False)
         with torch.no_grad():
@@ -58,7 +56,7 @@ def save_speakers(folder: Path) -> list[str]:
         for file in Path(path).iterdir():
             file.unlink()
         grown.save_pretrained(path, max_shard_size=INPUT_SHARDS)
-        save_tokenizer(path, 40, added, template=TEMPLATE)
+        save_tokenizer(path, 40, (f"<own{n}>", f"<also{n}>"), template=TEMPLATE)
     return paths
 
 
@@ -72,34 +70,47 @@ def write_config(path: Path, config: dict) -> Path:
     return path
 
 
-def command(*arguments: object) -> str:
+def change_tensors(path: str, **changed: torch.Tensor) -> None:
+    """Add or replace tensors of a model in one file; a double underscore stands for a dot."""
+    file = Path(path, "model.safetensors")
+    named = {name.replace("__", "."): tensor for name, tensor in changed.items()}
+    save_file({**load_file(file), **named}, file, {"format": "pt"})
+
+
+def command(*arguments: object, code: int = 0) -> str:
     """Run `mergekit-ace merge`; what it says."""
     result = CliRunner().invoke(main, ["merge", *map(str, arguments)], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    assert result.exit_code == code, result.output
+    return result.output if code else result.stdout
 
 
 def refusal(*arguments: object) -> str:
     """Run a `mergekit-ace merge` that is refused; what it says."""
-    result = CliRunner().invoke(main, ["merge", *map(str, arguments)], catch_exceptions=False)
-    assert result.exit_code == 1, result.output
-    return result.output
+    return command(*arguments, code=1)
 
 
 class Killed(BaseException):
     """Nobody catches it."""
 
 
-def stop_at(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+def stop_at(monkeypatch: pytest.MonkeyPatch, index: int, error: type[BaseException] = Killed):
     """Let a merge end, as if killed, when the shard of this index is begun."""
-    original = shards.merge_shard
+    original = workers.compute_shard
 
-    def merge_shard(job, shard, folder, progress):
+    def compute_shard(job, shard, bar):
         if shard.index == index:
-            raise Killed
-        return original(job, shard, folder, progress)
+            raise error
+        return original(job, shard, bar)
 
-    monkeypatch.setattr(shards, "merge_shard", merge_shard)
+    monkeypatch.setattr(workers, "compute_shard", compute_shard)
+
+
+def begin(config: Path, out: Path, count: int = 2, flags: tuple[str, ...] = SHARDS) -> None:
+    """Compute some shards of a merge, which is killed then."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, count)
+        with pytest.raises(Killed):
+            command(config, out, *flags)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -117,17 +128,13 @@ def assert_same(one: Path, other: Path) -> None:
     assert [name for name in first if first[name] != second[name]] == []
 
 
-def shards_of(folder: Path) -> list[str]:
-    """Files of the finished shards, in their order."""
-    manifest = Manifest.read(folder)
-    return sorted(n for n in manifest.files if n.endswith(".safetensors")) if manifest else []
-
-
-def tensors_of(*files: Path) -> list[str]:
-    """Names of the tensors in some files."""
-    return [name for file in files for name in load_file(file)]
-
-
 def finished(folder: Path) -> dict[str, int]:
-    """Inode of every finished shard: another one was written anew."""
-    return {name: (folder / name).stat().st_ino for name in shards_of(folder)}
+    """Inode of every finished shard, in their order: another one was written anew."""
+    manifest = Manifest.read(folder)
+    names = sorted(n for n in manifest.files if n.endswith(".safetensors")) if manifest else []
+    return {name: (folder / name).stat().st_ino for name in names}
+
+
+def tensors_of(folder: Path) -> list[str]:
+    """Names of the tensors in finished shards."""
+    return [name for file in finished(folder) for name in load_file(folder / file)]

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import builtins
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,13 +22,9 @@ from sharded import (
     refusal,
     save_llamas,
     save_speakers,
-    shards_of,
     tensors_of,
     write_config,
 )
-
-from mergekit_ace.merging.shards import MergeError
-from mergekit_ace.merging.workers import check_room
 
 
 @pytest.fixture(scope="module")
@@ -108,39 +104,26 @@ def test_two_nodes(cluster, tmp_path, monkeypatch):
     assert_same(tmp_path / "one" / "merged", out)
     assert killed
     assert killed[0] in (1, 2)
-    shards = shards_of(out)
-    lines = [json.loads(line)["tensor"] for line in report.read_text().splitlines()]
-    assert sorted(lines) == sorted(tensors_of(*(out / shard for shard in shards)))
+    lines = {json.loads(line)["tensor"] for line in report.read_text().splitlines()}
+    assert lines == set(tensors_of(out))
 
 
-def test_a_cluster_that_is_not_there(tmp_path):
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])
+def test_without_a_cluster(tmp_path, monkeypatch, address):
+    if address == "auto":  # and without Ray
+        monkeypatch.setitem(sys.modules, "ray", None)
     config = write_config(tmp_path / "merge.yml", ace_config(save_llamas(tmp_path)))
-    text = refusal(config, tmp_path / "out", "--ray", "127.0.0.1:1")
-    assert "there is no Ray cluster at 127.0.0.1:1" in text
+    text = refusal(config, tmp_path / "out", "--ray", address)
+    assert ("pip install ray" in text) == (address == "auto")
+    assert ("there is no Ray cluster at 127.0.0.1:1" in text) == (address != "auto")
     assert not (tmp_path / "out").exists()
 
 
-def test_without_ray(tmp_path, monkeypatch):
-    original = builtins.__import__
-
-    def fail(name, *arguments, **named):
-        if name == "ray":
-            raise ImportError(name)
-        return original(name, *arguments, **named)
-
-    monkeypatch.setattr(builtins, "__import__", fail)
+@pytest.mark.parametrize("flags", [("-j", 5), ("--device", "cuda")])
+def test_a_cluster_without_room(cluster, tmp_path, monkeypatch, flags):
+    """The merge would wait for ever."""
+    monkeypatch.setattr("torch.get_num_threads", lambda: 5)
     config = write_config(tmp_path / "merge.yml", ace_config(save_llamas(tmp_path)))
-    text = refusal(config, tmp_path / "out", "--ray", "auto")
-    assert "pip install ray" in text
+    text = refusal(config, tmp_path / "out", "--ray", cluster.address, *flags)
+    assert "no node of the cluster has room for a worker" in text
     assert not (tmp_path / "out").exists()
-
-
-def test_room():
-    nodes = [
-        {"Alive": True, "Resources": {"CPU": 4.0, "memory": 8e9}},
-        {"Alive": False, "Resources": {"CPU": 64.0, "memory": 1e12, "GPU": 8.0}},
-    ]
-    check_room(nodes, {"CPU": 4, "GPU": 0, "memory": 8e9})
-    for needed in ({"CPU": 5}, {"GPU": 1.0}, {"memory": 9e9}):
-        with pytest.raises(MergeError, match="no node of the cluster has room for a worker"):
-            check_room(nodes, {"CPU": 1, "GPU": 0, "memory": 1e9, **needed})

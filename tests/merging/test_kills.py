@@ -3,22 +3,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from checkpoints import ace_config
-from drivers import SHARD_BYTES, Driver, deaths, drive_with_bars_locked
-from sharded import assert_same, command, finished, save_llamas, shards_of, tensors_of, write_config
+from drivers import SHARD_BYTES, Driver, deaths, drive_with_bars_locked, errors_file
+from sharded import assert_same, command, finished, save_llamas, tensors_of, write_config
 
-from mergekit_ace.merging.manifest import Manifest
+from mergekit_ace.merging.output import Manifest
 
-KILLS = 10
 SHARDS = ("--out-shard-size", str(SHARD_BYTES), "--quiet")
 
 
@@ -30,77 +29,62 @@ def merge(tmp_path_factory) -> tuple[Path, Path]:
     report = {"report": str(folder / "report.jsonl")}
     config = write_config(folder / "merge.yml", ace_config(paths, parameters=report))
     assert Driver(config, folder / "reference" / "merged", 1).end() == 0
-    (folder / "report.jsonl").unlink()
     return config, folder / "reference" / "merged"
 
 
 @pytest.fixture(scope="module")
-def duration(merge) -> float:
-    """About how long a merge takes on this machine: where the kills have to fall."""
+def moments(merge) -> list[float]:
+    """Ten seconds from the start, while a merge takes on this machine."""
     config, _ = merge
     start = time.monotonic()
     assert Driver(config, config.parent / "first", 2).end() == 0
-    return time.monotonic() - start
-
-
-@pytest.fixture(params=[20], ids="seed{}".format)
-def moments(duration, request) -> list[float]:
-    """Seconds from the start: parts of `duration` that the seed draws."""
+    duration, source = time.monotonic() - start, random.Random(20)
     print(f"a merge takes {duration:.2f} s")  # shown if the test fails
-    source = random.Random(request.param)
-    return [source.uniform(0.0, duration) for _ in range(KILLS)]
+    return [source.uniform(0.0, duration) for _ in range(10)]
 
 
-def until_something_is_finished(out: Path, process) -> None:
-    while process.is_alive() and not finished(out):
-        time.sleep(0.002)
+def begin(merge: tuple[Path, Path]) -> tuple[Path, Driver]:
+    """Start a merge with two workers."""
+    config, _ = merge
+    out = config.parent / "killed" / "merged"
+    shutil.rmtree(out, ignore_errors=True)
+    (config.parent / "report.jsonl").unlink(missing_ok=True)
+    return out, Driver(config, out, 2)
 
 
-def killed_and_resumed(
-    merge: tuple[Path, Path], moments: list[float], kill: Callable[[Driver], None]
-) -> int:
-    """Kill and resume; how many kills came between the first shard and the end."""
+def check(merge: tuple[Path, Path], out: Path, before: dict[str, int]) -> None:
+    """Compare with the result without any kill; the report has every tensor."""
     config, reference = merge
-    between = 0
+    after = finished(out)
+    assert {name: after[name] for name in before} == before
+    assert_same(reference, out)
+    lines = (config.parent / "report.jsonl").read_text().splitlines()
+    assert {json.loads(line)["tensor"] for line in lines} == set(tensors_of(out))
+
+
+@pytest.mark.parametrize("kill", [Driver.kill, Driver.kill_all], ids=["driver", "everything"])
+def test_kills_and_resumes(merge, moments, kill):
+    between = 0  # kills between the first shard and the end
     for n, moment in enumerate(moments):
-        out = config.parent / "killed" / "merged"
-        shutil.rmtree(out, ignore_errors=True)
-        (config.parent / "report.jsonl").unlink(missing_ok=True)
-        driver = Driver(config, out, 2)
+        out, driver = begin(merge)
         if n % 2:  # half of them after the first shard, wherever that is
-            until_something_is_finished(out, driver.process)
+            while driver.process.is_alive() and not finished(out):
+                time.sleep(0.002)
             moment /= 4
         time.sleep(moment)
         kill(driver)
-        before = finished(out)
-        manifest = Manifest.read(out)
+        before, manifest = finished(out), Manifest.read(out)
         between += bool(before) and manifest is not None and not manifest.complete
-        command(config, out, *SHARDS)
-        after = finished(out)
-        assert {name: after[name] for name in before} == before
-        assert_same(reference, out)
-        lines = (config.parent / "report.jsonl").read_text().splitlines()
-        assert len(lines) == len(tensors_of(*map(out.joinpath, shards_of(out))))
-    return between
-
-
-def test_the_driver(merge, moments):
-    assert killed_and_resumed(merge, moments, Driver.kill) > 0
-
-
-def test_everything(merge, moments):
-    assert killed_and_resumed(merge, moments, Driver.kill_all) > 0
+        command(merge[0], out, *SHARDS)
+        check(merge, out, before)
+    assert between > 0
 
 
 def test_workers(merge, moments):
     """The run goes on with one worker less; what is finished is not computed again."""
-    config, reference = merge
     died = 0
     for moment in moments:
-        out = config.parent / "workers" / "merged"
-        shutil.rmtree(out, ignore_errors=True)
-        (config.parent / "report.jsonl").unlink(missing_ok=True)
-        driver = Driver(config, out, 2)
+        out, driver = begin(merge)
         while driver.process.is_alive() and not driver.workers():
             time.sleep(0.002)
         time.sleep(moment / 4)
@@ -109,14 +93,24 @@ def test_workers(merge, moments):
                 worker.kill()
         before = finished(out)
         assert driver.end() == 0
-        after = finished(out)
-        assert {name: after[name] for name in before} == before
-        assert_same(reference, out)
-        lines = (config.parent / "report.jsonl").read_text().splitlines()
-        assert len(lines) == len(tensors_of(*map(out.joinpath, shards_of(out))))
+        check(merge, out, before)
         assert deaths(out) <= 1
         died += deaths(out)
     assert died > 0
+
+
+def test_workers_that_always_die(merge):
+    """The run ends, says why, and keeps what is finished."""
+    out, driver = begin(merge)
+    while driver.process.is_alive():
+        for worker in driver.workers():
+            with suppress(psutil.NoSuchProcess):
+                worker.kill()
+        time.sleep(0.002)
+    assert driver.end() == 1
+    assert "3 times a worker died: out of memory, or killed" in errors_file(out).read_text()
+    command(merge[0], out, *SHARDS)
+    check(merge, out, {})
 
 
 def test_a_lock_that_nobody_gives_back(merge):

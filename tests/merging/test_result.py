@@ -1,113 +1,310 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mergekit-ace merge --try`: base and result continue a prompt."""
+"""A merge says first what is wrong with it, and at the end whether its result is whole.
+
+With `--try`, base and result continue a prompt.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ace_config, fine_tuned, save_family, tiny_llama
-from sharded import command, linear, refusal, save_tokenizer, write_config
+from checkpoints import LLAMA, ace_config, fine_tuned, save_family, tiny_llama
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from sharded import (
+    SHARDS,
+    change_tensors,
+    command,
+    linear,
+    refusal,
+    save_tokenizer,
+    write_config,
+)
 from test_architectures import MODELS
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from mergekit_ace.cli import main
+from mergekit_ace.merging.output import Manifest
 
 PROMPT = "t1 t2 t3"
+EMBEDDING = "model.embed_tokens.weight"
 
 
-def save_talkers(folder, model) -> list[str]:
+@pytest.fixture
+def paths(tmp_path) -> list[str]:
+    """A family with tokenizers, each model in one file."""
+    return save_talkers(tmp_path, tiny_llama())
+
+
+def save_talkers(folder: Path, model) -> list[str]:
     paths = save_family(model, folder)
     for path in paths:
         save_tokenizer(path, 40)
     return paths
 
 
-def trials(text: str) -> list[dict]:
-    """What base and result have said, and their losses."""
-    lines = re.findall(r"^(.*?): (['\"].*), mean loss (.*)$", text, re.MULTILINE)
-    return [
-        {"model": model, "continuation": ast.literal_eval(said), "loss": float(loss)}
-        for model, said, loss in lines
-    ]
+def configure(path: str, **changes: object) -> None:
+    file = Path(path, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def test_it_says_what_transformers_says(tmp_path):
-    paths = save_talkers(tmp_path, tiny_llama())
-    config, out = write_config(tmp_path / "merge.yml", ace_config(paths)), tmp_path / "merged"
-    base, result = trials(command(config, out, "--try", PROMPT))
-    assert (base["model"], result["model"]) == (paths[0], str(out))
-    tokenizer = AutoTokenizer.from_pretrained(paths[0])
-    text = PROMPT + base["continuation"]
-    for trial, folder in ((base, paths[0]), (result, out)):
-        model = LlamaForCausalLM.from_pretrained(folder)
-        ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-        said = model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
-        assert trial["continuation"] == tokenizer.decode(said, skip_special_tokens=True)
-        ids = tokenizer(text, return_tensors="pt").input_ids
-        with torch.no_grad():
-            logits = model(ids).logits[0, :-1].double().log_softmax(-1)
-        expected = -logits.gather(1, ids[0, 1:, None]).mean()
-        assert math.isclose(trial["loss"], float(expected), rel_tol=1e-4)
-
-
-def test_for_people_and_again(tmp_path):
-    paths = save_talkers(tmp_path, tiny_llama())
-    config, out = write_config(tmp_path / "merge.yml", linear(paths[:1])), tmp_path / "merged"
-    first = command(config, out, "--try", PROMPT)
-    # the same model twice
-    lines = [line.partition(": ")[2] for line in first.splitlines() if "mean loss" in line]
-    assert len(lines) == 2
-    assert lines[0] == lines[1]
-    again = command(config, out, "--try", PROMPT, "--quiet")
-    assert [line for line in again.splitlines() if "mean loss" in line] == [
-        line for line in first.splitlines() if "mean loss" in line
-    ]
-
-
-def test_a_model_that_knows_less_has_a_larger_loss(tmp_path):
-    base = tiny_llama()
-    paths = save_talkers(tmp_path, base)
-    with torch.no_grad():
-        fine_tuned(base, seed=1, scale=1.0).save_pretrained(paths[1])
-    settings = ace_config(paths[:2], merge_method="task_arithmetic", parameters={"weight": 1.0})
-    config = write_config(tmp_path / "merge.yml", settings)
-    before, after = trials(command(config, tmp_path / "merged", "--no-check", "--try", PROMPT))
-    assert after["loss"] > before["loss"] + 0.1
-
-
-def test_a_prompt_of_nothing(tmp_path):
-    config = write_config(tmp_path / "merge.yml", ace_config(save_talkers(tmp_path, tiny_llama())))
-    assert "--try needs a text" in refusal(config, tmp_path / "merged", "--try", " ")
-
-
-def test_a_token_without_an_embedding(tmp_path):
-    """As where a tokenizer was extended, and its model was not: the merge is complete."""
-    paths = save_talkers(tmp_path, tiny_llama(vocab_size=30))
-    config = write_config(tmp_path / "merge.yml", ace_config(paths))
-    assert "Error: --try: " in refusal(config, tmp_path / "merged", "--try", "t1 t35")
-    assert "is complete" in command(config, tmp_path / "merged", "--try", "t1 t29")
-
-
-def test_encoders_and_decoders(tmp_path):
+def built(name: str):
     torch.manual_seed(0)
-    paths = save_talkers(tmp_path, MODELS["t5"][0]())
+    return MODELS[name][0]()
+
+
+@pytest.mark.parametrize("name", ["check", "inspect", "merge", "adapter"])
+def test_a_device_that_is_not_there(tmp_path, paths, name):
     config = write_config(tmp_path / "merge.yml", ace_config(paths))
-    found = trials(command(config, tmp_path / "merged", "--try", PROMPT))
-    assert [math.isfinite(trial["loss"]) for trial in found] == [True, True]
+    out = [] if name == "check" else [str(tmp_path / "out")]
+    result = CliRunner().invoke(main, [name, str(config), *out, "--device", "cuda:99"])
+    assert result.exit_code == 1
+    assert "Error: torch cannot compute on 'cuda:99' here: " in result.output
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [("vit", "--try needs a model"), ("roberta", "--try needs a model"), ("llama", "a tokenizer")],
+    ("change", "message"),
+    [
+        ({"parameters": {"epsilom": 1}}, "did you mean 'epsilon'?"),
+        ({"tokeniser": {"source": "base"}}, "did you mean 'tokenizer'?"),
+    ],
 )
-def test_models_that_do_not_speak(tmp_path, name, message):
-    """Said before anything is merged."""
-    torch.manual_seed(0)
-    paths = save_family(MODELS[name][0](), tmp_path)
-    if name == "roberta":
-        save_tokenizer(paths[0], 40)
-    config = write_config(tmp_path / "merge.yml", linear(paths))
-    assert message in refusal(config, tmp_path / "merged", "--try", PROMPT)
+def test_errors_end_it_before_it_starts(tmp_path, paths, change, message):
+    config = write_config(tmp_path / "merge.yml", ace_config(paths) | change)
+    text = refusal(config, tmp_path / "merged")
+    assert message in text
+    assert "Nothing was merged; --no-check leaves this check out" in text
     assert not (tmp_path / "merged").exists()
+
+
+def test_warnings_are_said_and_stop_nothing(tmp_path, paths):
+    config = write_config(tmp_path / "merge.yml", ace_config(paths, dtype="bfloat16"))
+    for flag, expected in (("--no-write-model-card", True), ("--quiet", False)):
+        arguments = ["merge", str(config), str(tmp_path / flag), flag]
+        result = CliRunner().invoke(main, arguments, catch_exceptions=False)
+        assert result.exit_code == 0
+        assert ("warning: `dtype: bfloat16` rounds" in result.stderr) == expected
+
+
+def test_folders_that_might_be_on_the_hub(tmp_path, paths, monkeypatch):
+    """The end of mergekit-yaml, without a network; a merge of ours asks nobody then."""
+    monkeypatch.chdir(tmp_path)
+    config = write_config(tmp_path / "merge.yml", linear([Path(path).name for path in paths]))
+    for arguments, expected in (([], True), (["merged"], False)):
+        name = "merge" if arguments else "check"
+        result = CliRunner().invoke(main, [name, str(config), *arguments])
+        assert result.exit_code == 0
+        assert ("write ./expert1, or merge by mergekit-ace merge" in result.output) == expected
+
+
+def test_a_result_that_lacks_tensors_is_an_error(tmp_path):
+    """Of a config that merges only some modules of its models."""
+    settings = linear(save_family(built("t5"), tmp_path))
+    settings["modules"] = {"decoder": {"models": settings.pop("models")}}
+    config, out = write_config(tmp_path / "merge.yml", settings), tmp_path / "merged"
+    text = refusal(config, out)
+    assert f"{out} is no model that transformers loads whole: it lacks" in text
+    assert "encoder.block.0" in text
+    assert Manifest.read(out).complete
+    assert (out / "config.json").is_file()
+    # said again, not forgotten
+    assert "transformers loads whole" in refusal(config, out)
+    assert "is complete" in command(config, out, "--no-check")
+
+
+def test_what_the_base_lacks_the_result_may_lack(tmp_path, paths):
+    """A backbone without the head that its config names is such a model."""
+    for path in paths:
+        file = Path(path, "model.safetensors")
+        kept = {name: t for name, t in load_file(file).items() if name != "lm_head.weight"}
+        save_file(kept, file, {"format": "pt"})
+    command(write_config(tmp_path / "merge.yml", linear(paths)), tmp_path / "merged")
+
+
+def test_more_layers_of_two_kinds(tmp_path):
+    """mergekit-yaml fails over these at its very end."""
+    kinds = ["full_attention", "sliding_attention"]
+    settings = {**LLAMA, "layer_types": kinds, "use_sliding_window": True}
+    paths = save_family(Qwen2ForCausalLM(Qwen2Config(**settings)), tmp_path)
+    pieces = [
+        {"sources": [{"model": path, "layer_range": place}]}
+        for path, place in zip(paths[1:], ([0, 2], [1, 2]), strict=True)
+    ]
+    merge = {"merge_method": "passthrough", "slices": pieces, "dtype": "float32"}
+    config = write_config(tmp_path / "merge.yml", merge)
+    result = CliRunner().invoke(main, ["check", str(config)])
+    assert result.exit_code == 1
+    text = "the result has 3 layers, and its config.json would have 2 `layer_types`"
+    assert text in result.output
+    command(config, tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert model.config.layer_types == [*kinds, "sliding_attention"]
+
+
+@pytest.mark.parametrize("flags", [(), SHARDS, ("--no-safe-serialization",)])
+@pytest.mark.parametrize("moved", [0.0, 0.02])
+def test_heads_that_experts_of_a_tied_base_store(tmp_path, flags, moved):
+    paths = save_family(tiny_llama(tie_word_embeddings=True), tmp_path)
+    for seed, path in enumerate(paths[1:]):
+        noise = torch.randn(40, 32, generator=torch.Generator().manual_seed(seed))
+        tied = load_file(Path(path, "model.safetensors"))[EMBEDDING]
+        change_tensors(path, lm_head__weight=tied + moved * noise)
+    config, out = write_config(tmp_path / "merge.yml", ace_config(paths)), tmp_path / "merged"
+    command(config, out, *flags)
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is (moved == 0)
+
+
+def test_infinity(tmp_path):
+    """transformers writes it as an object, in the configs of many hybrids."""
+    shape = {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8}
+    network = Mamba2Config(vocab_size=40, hidden_size=32, num_hidden_layers=2, **shape)
+    paths = save_family(Mamba2ForCausalLM(network), tmp_path)
+    config, out = write_config(tmp_path / "merge.yml", ace_config(paths)), tmp_path / "merged"
+    command(config, out)
+    limit = json.loads((out / "config.json").read_text())["time_step_limit"]
+    assert limit == [0.0, {"__float__": "Infinity"}]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_that_all_models_keep_in_float32(tmp_path, paths, dtype):
+    """Nobody has changed them, and they are in the result bit for bit."""
+    norm = torch.rand(32, generator=torch.Generator().manual_seed(1))
+    for path in paths:
+        file = Path(path, "model.safetensors")
+        tensors = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+        save_file({**tensors, "model.norm.weight": norm}, file, {"format": "pt"})
+    settings = ace_config(paths, dtype=dtype, out_dtype="bfloat16")
+    command(write_config(tmp_path / "merge.yml", settings), tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert torch.equal(merged.pop("model.norm.weight"), norm)
+    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
+
+
+CODE = {
+    "configuration_tiny.py": """
+from transformers import LlamaConfig
+
+class TinyConfig(LlamaConfig):
+    model_type = "tiny-code"
+""",
+    "modeling_tiny.py": """
+from transformers import LlamaForCausalLM
+from .configuration_tiny import TinyConfig
+
+class TinyForCausalLM(LlamaForCausalLM):
+    config_class = TinyConfig
+""",
+}
+AUTO_MAP = {
+    "AutoConfig": "configuration_tiny.TinyConfig",
+    "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM",
+}
+
+
+def test_models_that_bring_code(tmp_path, paths, monkeypatch):
+    """With --trust-remote-code they are checked as well, and the result brings the code."""
+    cache = "transformers.dynamic_module_utils.HF_MODULES_CACHE"
+    monkeypatch.setattr(cache, str(tmp_path / "modules"))
+    for path in paths:
+        for name, text in CODE.items():
+            Path(path, name).write_text(text)
+        named = {"architectures": ["TinyForCausalLM"], "model_type": "tiny-code"}
+        configure(path, auto_map=AUTO_MAP, **named)
+    config, out = write_config(tmp_path / "merge.yml", ace_config(paths)), tmp_path / "merged"
+    said = command(config, out, "--trust-remote-code", "--try", "t1 t2")
+    assert "not checked" not in said
+    assert "mean loss" in said
+    model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+    assert type(model).__name__ == "TinyForCausalLM"
+
+
+def test_code_is_not_run_unasked(tmp_path, paths):
+    """Where transformers has an architecture of its own, code that models bring is none of ours."""
+    for path in paths:
+        for name in CODE:
+            Path(path, name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        configure(path, auto_map=AUTO_MAP)
+    config = write_config(tmp_path / "merge.yml", ace_config(paths))
+    command(config, tmp_path / "merged", "--try", "t1 t2")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_architectures_that_transformers_does_not_know(tmp_path, paths):
+    """Nobody can say what they need, and the merge is complete."""
+    for path in paths:
+        configure(path, architectures=["LLaMaForCausalLM"], model_type="vit")
+    config = write_config(tmp_path / "merge.yml", linear(paths))
+    said = command(config, tmp_path / "merged", "--no-check")
+    assert "whether the result loads was not checked" in said
+
+
+def trials(text: str) -> list[tuple[str, str, float]]:
+    """What base and result have said, and their losses."""
+    lines = re.findall(r"^(.*?): (['\"].*), mean loss (.*)$", text, re.MULTILINE)
+    return [(model, ast.literal_eval(said), float(loss)) for model, said, loss in lines]
+
+
+def test_a_trial_says_what_transformers_says(tmp_path, paths):
+    config, out = write_config(tmp_path / "merge.yml", ace_config(paths)), tmp_path / "merged"
+    found = trials(command(config, out, "--try", PROMPT))
+    assert [model for model, *_ in found] == [paths[0], str(out)]
+    tokenizer = AutoTokenizer.from_pretrained(paths[0])
+    text = PROMPT + found[0][1]
+    for folder, said, loss in found:
+        model = LlamaForCausalLM.from_pretrained(folder)
+        ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+        expected = model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
+        assert said == tokenizer.decode(expected, skip_special_tokens=True)
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1].double().log_softmax(-1)
+        mean = -logits.gather(1, ids[0, 1:, None]).mean()
+        assert math.isclose(loss, float(mean), rel_tol=1e-4)
+    assert trials(command(config, out, "--try", PROMPT, "--quiet")) == found  # again
+
+
+def test_a_model_that_knows_less_has_a_larger_loss(tmp_path, paths):
+    with torch.no_grad():
+        fine_tuned(tiny_llama(), seed=1, scale=1.0).save_pretrained(paths[1])
+    settings = ace_config(paths[:2], merge_method="task_arithmetic", parameters={"weight": 1.0})
+    config = write_config(tmp_path / "merge.yml", settings)
+    before, after = trials(command(config, tmp_path / "merged", "--no-check", "--try", PROMPT))
+    assert after[2] > before[2] + 0.1
+
+
+def test_a_trial_of_an_encoder_and_decoder(tmp_path):
+    config = write_config(tmp_path / "merge.yml", ace_config(save_talkers(tmp_path, built("t5"))))
+    found = trials(command(config, tmp_path / "merged", "--try", PROMPT))
+    assert [math.isfinite(loss) for *_, loss in found] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt"), [("vit", PROMPT), ("roberta", PROMPT), ("llama", " "), ("llama", "t39")]
+)
+def test_trials_that_fail(tmp_path, name, prompt):
+    """The merge is complete: of models without text, prompts of nothing, tokens without a row."""
+    model = tiny_llama(vocab_size=30) if name == "llama" else built(name)
+    paths = save_family(model, tmp_path)
+    if name != "vit":
+        for path in paths:
+            save_tokenizer(path, 40)
+    config, out = write_config(tmp_path / "merge.yml", linear(paths)), tmp_path / "merged"
+    flags = ("--unplanned", "base")
+    text = refusal(config, out, "--try", prompt, *flags)
+    assert "the merge is complete, and --try failed, which needs a model that generates" in text
+    assert "is complete" in command(config, out, *flags)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A merge goes on where it was, or says why not; what is finished is not touched."""
+"""A merge goes on where it was, or says why not; what is finished is not touched.
+
+A manifest is not believed: what is damaged or foreign in it is refused, or made again.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,12 @@ from pathlib import Path
 import pytest
 import yaml
 from checkpoints import ace_config, fine_tuned, tiny_llama
+from safetensors.torch import load_file
 from sharded import (
     SHARDS,
     Killed,
     assert_same,
+    begin,
     command,
     contents,
     finished,
@@ -22,14 +27,16 @@ from sharded import (
     refusal,
     save_llamas,
     save_speakers,
-    shards_of,
-    stop_at,
-    tensors_of,
     write_config,
 )
 
-from mergekit_ace.merging.manifest import MANIFEST_FILE, Manifest
-from mergekit_ace.merging.output import LOCK_FILE, SCRATCH_FOLDER, OutputFolder
+from mergekit_ace.merging.output import (
+    LOCK_FILE,
+    MANIFEST_FILE,
+    SCRATCH_FOLDER,
+    Manifest,
+    OutputFolder,
+)
 
 
 @pytest.fixture
@@ -38,19 +45,11 @@ def family(tmp_path) -> list[str]:
 
 
 @pytest.fixture
-def begun(tmp_path, family, monkeypatch):
+def begun(tmp_path, family) -> tuple[Path, Path]:
     """A merge of which two shards are finished: its config, its directory."""
     config = write_config(tmp_path / "merge.yml", ace_config(family))
-    return begin(config, tmp_path / "merged", monkeypatch)
-
-
-def begin(config: Path, out: Path, monkeypatch) -> tuple[Path, Path]:
-    """Compute two shards of a merge."""
-    with monkeypatch.context() as patch:
-        stop_at(patch, 2)
-        with pytest.raises(Killed):
-            command(config, out, *SHARDS)
-    return config, out
+    begin(config, tmp_path / "merged")
+    return config, tmp_path / "merged"
 
 
 def whole(tmp_path: Path, config: Path, *flags: str) -> Path:
@@ -66,21 +65,20 @@ def test_it_goes_on(tmp_path, begun):
     assert not list(out.glob("*.index.json"))
     before = finished(out)
     assert len(before) == 2
-    text = command(config, out, *SHARDS)
-    assert "is complete: all" in command(config, out, *SHARDS)
-    count = len(shards_of(out))
-    assert f"2 of {count} shards are finished and kept" in text
-    assert f"{count - 2} shards in" in text
+    text = command(config, out, *SHARDS, "--lazy-unpickle")  # a flag that changes nothing
+    assert f"2 of {len(finished(out))} shards are finished and kept" in text
+    assert f"{len(finished(out)) - 2} shards in" in text
     assert {name: finished(out)[name] for name in before} == before
     assert_same(whole(tmp_path, config), out)
     assert not (out / SCRATCH_FOLDER).exists()
     assert not (out / LOCK_FILE).exists()
+    assert "shards in" not in command(config, out, *SHARDS)
 
 
 def test_overwrite_begins_anew(begun, tmp_path):
     config, out = begun
     before = finished(out)
-    (out / SCRATCH_FOLDER / "shard-00001-left").mkdir()
+    (out / SCRATCH_FOLDER / "shard-left").mkdir()
     (out / "additional_chat_templates").mkdir()
     for name in (  # of a result that had them
         "tokenizer.json", "generation_config.json", "additional_chat_templates/tools.jinja",
@@ -92,110 +90,47 @@ def test_overwrite_begins_anew(begun, tmp_path):
     assert_same(whole(tmp_path, config, "--quiet"), out)
 
 
-def test_an_input_is_not_overwritten(tmp_path, family):
-    """Whatever is asked for: the model that is merged stays."""
-    config = write_config(tmp_path / "merge.yml", linear(family))
-    expert = Path(family[-1])
-    before = contents(expert)
-    assert "write elsewhere" in refusal(config, expert, "--overwrite")
-    assert contents(expert) == before
+def rewrite(path: Path, **changes) -> None:
+    """Change a YAML or JSON file, which is YAML, too."""
+    path.write_text(json.dumps(yaml.safe_load(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_model_is_not_overwritten(tmp_path, family, name):
-    config = write_config(tmp_path / "merge.yml", ace_config(family))
-    out = tmp_path / "merged"
-    out.mkdir()
-    (out / name).write_text("{}")
-    assert f"holds a model already ({name})" in refusal(config, out)
-    assert contents(out) == {name: b"{}"}
-    command(config, out, *SHARDS, "--overwrite")
-    assert_same(whole(tmp_path, config), out)
-
-
-@pytest.mark.parametrize("flags", [(), ("--resume",), ("--overwrite",)])
-def test_a_folder_of_other_files_is_refused(tmp_path, family, monkeypatch, flags):
-    """Such as that in which the command is given."""
-    config = write_config(tmp_path / "merge.yml", ace_config(family))
-    (tmp_path / "README.md").write_text("By hand.")
-    before = contents(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    text = refusal(config, ".", *flags)
-    assert "holds files that are none of a merge (README.md, base, " in text
-    assert "choose a directory that is new or empty" in text
-    assert contents(tmp_path) == before
-
-
-def change_config(family, config):
-    content = yaml.safe_load(config.read_text())
-    config.write_text(yaml.safe_dump({**content, "parameters": {"epsilon": 0.1}}))
-    return (), "config.parameters"
-
-
-def change_flag(family, config):
-    return ("--random-seed", "7"), "flags.random_seed"
-
-
-def change_time(family, config):
-    path = next(Path(family[1]).glob("*.safetensors"))
-    os.utime(path, ns=(1, 1))
-    return (), f"inputs.{family[1]}.{path.name}.1"
-
-
-def change_model(family, config):
+def other_model(family, config):
     shutil.rmtree(family[2])
     fine_tuned(tiny_llama(), seed=99).save_pretrained(family[2])
-    return (), f"inputs.{family[2]}.model"
 
 
-def change_version(family, config):
+def other_version(family, config):
     path = config.parent / "merged" / MANIFEST_FILE
-    content = json.loads(path.read_text())
-    content["identity"]["versions"]["torch"] = "0.1"
-    path.write_text(json.dumps(content))
-    return (), "versions.torch"
+    identity = json.loads(path.read_text())["identity"]
+    rewrite(path, identity={**identity, "versions": {**identity["versions"], "torch": "0.1"}})
 
 
-@pytest.mark.parametrize(
-    "change",
-    [change_config, change_flag, change_time, change_model, change_version],
-)
-def test_what_changed_is_named(tmp_path, begun, family, change):
+CHANGES = {
+    "config.parameters": lambda family, config: rewrite(config, parameters={"epsilon": 0.1}),
+    "flags.random_seed": lambda family, config: None,
+    "base/config.json.1": lambda family, config: os.utime(f"{family[0]}/config.json", ns=(1, 1)),
+    "expert1/model.safetensors": other_model,
+    "versions.torch": other_version,
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_changed_is_named(begun, family, what):
     config, out = begun
-    flags, expected = change(family, config)
+    CHANGES[what](family, config)
+    flags = (*SHARDS, *(("--random-seed", "7") if "seed" in what else ()))
     before = contents(out)
-    text = refusal(config, out, *SHARDS, *flags)
+    text = refusal(config, out, *flags)
     assert "cannot be resumed; changed since it was begun: " in text
-    assert expected in text
+    assert what in text
     assert contents(out) == before
-    command(config, out, *SHARDS, "--overwrite", *flags)
+    command(config, out, *flags, "--overwrite")
     assert Manifest.read(out).complete
-
-
-def test_flags_that_change_nothing(begun):
-    config, out = begun
-    command(config, out, *SHARDS, "--quiet", "--lazy-unpickle")
-
-
-@pytest.mark.parametrize("complete", [False, True])
-def test_a_shard_that_was_changed_is_computed_again(tmp_path, begun, complete):
-    config, out = begun
-    if complete:
-        command(config, out, *SHARDS)
-    before = finished(out)
-    first, second = sorted(before)[:2]
-    content = bytearray((out / first).read_bytes())
-    content[-1] ^= 1
-    (out / first).write_bytes(content)
-    text = command(config, out, *SHARDS)
-    assert f"{first} is not what it was when it was finished" in text
-    assert finished(out)[second] == before[second]
-    assert_same(whole(tmp_path, config), out)
 
 
 def test_a_kill_during_the_last_steps(tmp_path, begun, monkeypatch):
     config, out = begun
-    whole(tmp_path, config)
     original = OutputFolder.move_in
     for name in ("mergekit_config.yml", "model.safetensors.index.json", "config.json"):
 
@@ -211,14 +146,14 @@ def test_a_kill_during_the_last_steps(tmp_path, begun, monkeypatch):
         assert not Manifest.read(out).complete
     monkeypatch.setattr(OutputFolder, "move_in", original)
     command(config, out, *SHARDS)
-    assert_same(tmp_path / "whole" / "merged", out)
+    assert_same(whole(tmp_path, config), out)
 
 
-def test_a_joint_tokenizer_begins_anew(tmp_path, monkeypatch):
+def test_a_joint_tokenizer_begins_anew(tmp_path):
     """And says so; nothing in the directory is taken for a tokenizer."""
-    paths = save_speakers(tmp_path)
-    config = write_config(tmp_path / "merge.yml", ace_config(paths, tokenizer={"source": "union"}))
-    _, out = begin(config, tmp_path / "merged", monkeypatch)
+    settings = ace_config(save_speakers(tmp_path), tokenizer={"source": "union"})
+    config, out = write_config(tmp_path / "merge.yml", settings), tmp_path / "merged"
+    begin(config, out)
     before, stolen = finished(out), tmp_path / "stolen"
     planted = out / SCRATCH_FOLDER / "tokenizer.pickle"
     planted.write_bytes(f"cos\nsystem\n(S'touch {stolen}'\ntR.".encode())
@@ -233,44 +168,159 @@ def lines_of(path: Path) -> list[str]:
     return [json.loads(line)["tensor"] for line in path.read_text().splitlines()]
 
 
-def test_a_report_has_every_tensor_once(tmp_path, family, monkeypatch):
-    report = tmp_path / "report.jsonl"
-    settings = ace_config(family, parameters={"report": str(report)})
-    config = write_config(tmp_path / "merge.yml", settings)
-    reference = whole(tmp_path, config)
-    files, every = shards_of(reference), lines_of(report)
-    report.write_text('{"tensor": "of another merge"}\n')
-    out = tmp_path / "merged"
-    begin(config, out, monkeypatch)
-    done = len(tensors_of(*(reference / file for file in files[:2])))
-    assert lines_of(report) == ["of another merge", *every[:done]]
-    # killed after the lines of the third shard were written, and before its entry
-    third = tensors_of(reference / files[2])
-    with open(report, "a") as file:
-        file.write("".join(json.dumps({"tensor": name}) + "\n" for name in third) + '{"tens')
-    command(config, out, *SHARDS)
-    assert lines_of(report) == ["of another merge", *every]
-    assert all("seconds" in line for line in report.read_text().splitlines()[1:])
-
-
-def test_a_report_beside_a_model(tmp_path, family):
-    """It grows with the merge, and is none of the files that are merged."""
+def test_a_report_has_every_tensor(tmp_path, family):
+    """It may lie beside a model, and hold the lines of another merge, which stay."""
     report = Path(family[0], "report.jsonl")
     settings = ace_config(family, parameters={"report": str(report)})
-    config = write_config(tmp_path / "merge.yml", settings)
-    command(config, tmp_path / "merged", *SHARDS)
-    assert "is complete: all" in command(config, tmp_path / "merged", *SHARDS)
+    config, out = write_config(tmp_path / "merge.yml", settings), tmp_path / "merged"
+    reference = whole(tmp_path, config)
+    every = lines_of(report)
+    report.write_text('{"tensor": "of another merge"}\n')
+    begin(config, out)
+    done = sum(len(load_file(reference / name)) for name in list(finished(reference))[:2])
+    assert lines_of(report) == ["of another merge", *every[:done]]
+    command(config, out, *SHARDS)
+    assert lines_of(report) == ["of another merge", *every]
 
 
-def test_random_methods_draw_the_same(tmp_path, family, monkeypatch):
+def test_random_methods_draw_the_same(tmp_path, family):
     settings = linear(family[1:], merge_method="dare_ties", base_model=family[0])
     settings["parameters"] = {"density": 0.5}
-    config = write_config(tmp_path / "merge.yml", settings)
+    config, out = write_config(tmp_path / "merge.yml", settings), tmp_path / "merged"
     reference = whole(tmp_path, config)
-    begin(config, tmp_path / "merged", monkeypatch)
-    command(config, tmp_path / "merged", *SHARDS)
-    assert_same(reference, tmp_path / "merged")
-    shutil.rmtree(tmp_path / "merged")
-    command(config, tmp_path / "merged", *SHARDS, "--random-seed", 1)
-    name = shards_of(reference)[0]
-    assert contents(reference)[name] != contents(tmp_path / "merged")[name]
+    begin(config, out)
+    command(config, out, *SHARDS)
+    assert_same(reference, out)
+    command(config, out, *SHARDS, "--random-seed", 1, "--overwrite")
+    name = next(iter(finished(reference)))
+    assert contents(reference)[name] != contents(out)[name]
+
+
+# What a manifest says, and what lies beside it.
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory) -> tuple[Path, Path]:
+    """A config with a built tokenizer, and its result."""
+    folder = tmp_path_factory.mktemp("merged")
+    settings = ace_config(save_speakers(folder), tokenizer={"source": "base"})
+    config = write_config(folder / "merge.yml", settings)
+    return config, whole(folder, config)
+
+
+@pytest.fixture
+def out(merged, tmp_path) -> Path:
+    """A copy of the result, to be changed."""
+    return Path(shutil.copytree(merged[1], tmp_path / "merged"))
+
+
+def change(out: Path, act) -> None:
+    path = out / MANIFEST_FILE
+    content = json.loads(path.read_text())
+    act(content)
+    path.write_text(json.dumps(content))
+
+
+def first(content: dict) -> str:
+    """The name of the first shard."""
+    return min(name for name in content["files"] if name.endswith(".safetensors"))
+
+
+DAMAGES = {
+    "no identity": lambda c: c.pop("identity"),
+    "a hash that is none": lambda c: c["files"].update({first(c): "../../etc"}),
+    "a file that leads out": lambda c: c["files"].update({"../stolen": "0" * 64}),
+    "a file that leads out later": lambda c: c["files"].update({"a/../../stolen": "0" * 64}),
+    "an absolute file": lambda c: c["files"].update({"/stolen": "0" * 64}),
+    "complete, or not": lambda c: c.update(complete="yes"),
+    "another version": lambda c: c.update(format=1),
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "", "{", "[]", "[" * 200_000, '{"format": 4}'])
+def test_a_damaged_manifest(merged, out, damage):
+    if damage in DAMAGES:
+        change(out, DAMAGES[damage])
+    else:
+        (out / MANIFEST_FILE).write_text(damage)
+    before = contents(out.parent)
+    text = refusal(merged[0], out, *SHARDS)
+    assert f"{out / MANIFEST_FILE} is damaged, or another version's; --overwrite" in text
+    assert contents(out.parent) == before
+
+
+def flip(out: Path) -> None:
+    file = out / next(iter(finished(out)))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def forget(out: Path, name: str) -> None:
+    change(out, lambda c: c["files"].pop(first(c) if name == "shard" else name))
+
+
+SHARD_CHANGES = {
+    "other bytes": flip,
+    "gone": lambda out: (out / next(iter(finished(out)))).unlink(),
+    "no file by the manifest": lambda out: change(out, lambda c: c["files"].update({first(c): ""})),
+    "other hash": lambda out: change(out, lambda c: c["files"].update({first(c): "0" * 64})),
+    "not listed": lambda out: forget(out, "shard"),
+}
+
+
+@pytest.mark.parametrize("act", SHARD_CHANGES)
+def test_a_shard_that_is_not_what_it_was(merged, out, act):
+    """It is computed again, and no other."""
+    config, reference = merged
+    before = finished(out)
+    SHARD_CHANGES[act](out)
+    text = command(config, out, *SHARDS)
+    assert ("is not what it was when it was finished" in text) == (act != "not listed")
+    assert contents(out) == contents(reference)
+    after = finished(out)
+    assert [name for name in before if before[name] != after[name]] == [min(before)]
+    assert Manifest.read(out) == Manifest.read(reference)
+
+
+OTHER_CHANGES = {
+    **{
+        name: lambda out, name=name: (out / name).unlink()
+        for name in ("config.json", "model.safetensors.index.json", "tokenizer.json", "README.md")
+    },
+    "damaged index": lambda out: (out / "model.safetensors.index.json").write_text("{}"),
+    "unlisted config": lambda out: forget(out, "config.json"),
+    "unknown file": lambda out: change(out, lambda c: c["files"].update({"x.json": "0" * 64})),
+}
+
+
+@pytest.mark.parametrize("act", OTHER_CHANGES)
+def test_files_that_are_made_again(merged, out, act):
+    """What is planned counts, and not what the manifest calls complete."""
+    config, reference = merged
+    before = finished(out)
+    OTHER_CHANGES[act](out)
+    command(config, out, *SHARDS)
+    assert contents(out) == contents(reference)
+    assert finished(out) == before
+    assert Manifest.read(out).files.keys() == Manifest.read(reference).files.keys()
+
+
+@pytest.mark.parametrize("repaired", [False, True])
+def test_what_somebody_has_edited_stays(merged, out, repaired):
+    config, reference = merged
+    edited = json.loads((out / "config.json").read_text()) | {"use_cache": False}
+    (out / "config.json").write_text(json.dumps(edited))
+    (out / "README.md").write_text("My own words.\n")
+    file = next(iter(finished(out)))
+    if repaired:
+        (out / file).unlink()
+    for _ in range(2):
+        text = command(config, out, *SHARDS)
+        assert "config.json was edited after the merge, and stays; delete it" in text
+        assert json.loads((out / "config.json").read_text()) == edited
+        assert (out / "README.md").read_text() == "My own words.\n"
+        assert (out / file).read_bytes() == (reference / file).read_bytes()
+    (out / "README.md").unlink()
+    command(config, out, *SHARDS)
+    assert (out / "README.md").read_bytes() == (reference / "README.md").read_bytes()

@@ -10,24 +10,23 @@ import pytest
 import torch
 from checkpoints import ace_config, save_family, tiny_llama
 from reference import naive_tensor, task_vector_error
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from sharded import (
     SHARDS,
-    Killed,
     assert_same,
+    begin,
+    change_tensors,
     command,
     finished,
     linear,
     refusal,
     save_tokenizer,
-    shards_of,
-    stop_at,
     tensors_of,
     write_config,
 )
 from transformers import LlamaForCausalLM
 
-from mergekit_ace.merging.manifest import Manifest
+from mergekit_ace.merging.output import Manifest
 
 HEAD = {
     "mtp.layers.0.proj.weight": torch.Size([24, 32]),
@@ -46,24 +45,17 @@ def weights(folder: str | Path) -> dict[str, torch.Tensor]:
     return {name: files[file][name] for name, file in places.items()}
 
 
-def add_head(paths: list[str], dtype: torch.dtype = torch.float32) -> None:
-    """Give all models a head that predicts several tokens, which mergekit knows nothing of."""
-    rng = torch.Generator().manual_seed(5)
+@pytest.fixture
+def paths(tmp_path) -> list[str]:
+    """Llamas with a head that predicts several tokens, which mergekit knows nothing of."""
+    paths, rng = save_family(tiny_llama(), tmp_path), torch.Generator().manual_seed(5)
     origin = {name: torch.randn(shape, generator=rng) for name, shape in HEAD.items()}
     for n, path in enumerate(paths):
         moved = {
-            name: (tensor + 0.1 * n * torch.randn(tensor.shape, generator=rng)).to(dtype)
+            name: tensor + 0.1 * n * torch.randn(tensor.shape, generator=rng)
             for name, tensor in origin.items()
         }
-        file = Path(path, "model.safetensors")
-        save_file({**load_file(file), **moved}, file, {"format": "pt"})
-
-
-@pytest.fixture
-def paths(tmp_path) -> list[str]:
-    """A family of Llamas with such heads."""
-    paths = save_family(tiny_llama(), tmp_path)
-    add_head(paths)
+        change_tensors(path, **moved)
     return paths
 
 
@@ -107,26 +99,25 @@ def test_they_are_in_shards_reports_index_and_manifest(tmp_path, paths, treatmen
     settings = ace_config(paths, parameters={"report": str(report)})
     config = write_config(tmp_path / "merge.yml", settings)
     command(config, tmp_path / "merged", *SHARDS, "--unplanned", treatment)
-    files = [tmp_path / "merged" / shard for shard in shards_of(tmp_path / "merged")]
+    files = [tmp_path / "merged" / shard for shard in finished(tmp_path / "merged")]
     assert all(file.stat().st_size < 16_000 for file in files)
     assert Manifest.read(tmp_path / "merged").identity["unplanned"] == [treatment]
     index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
     assert list(index["weight_map"])[-3:] == list(HEAD)
-    assert set(index["weight_map"]) == set(tensors_of(*files)) == set(weights(paths[0]))
+    assert (
+        set(index["weight_map"]) == set(tensors_of(tmp_path / "merged")) == set(weights(paths[0]))
+    )
     lines = [json.loads(line)["tensor"] for line in report.read_text().splitlines()]
     assert len(lines) == len(set(lines))
     assert (HEAD.keys() <= set(lines)) == (treatment == "merge")
 
 
-def test_a_killed_merge_is_resumed(tmp_path, paths, monkeypatch):
+def test_a_killed_merge_is_resumed(tmp_path, paths):
     config, out = write_config(tmp_path / "merge.yml", ace_config(paths)), tmp_path / "merged"
     flags = (*SHARDS, "--unplanned", "merge", "--quiet")
     command(config, tmp_path / "whole" / "merged", *flags, "--workers", 2)
-    last = len(shards_of(tmp_path / "whole" / "merged")) - 1
-    with monkeypatch.context() as patch:
-        stop_at(patch, last)
-        with pytest.raises(Killed):
-            command(config, out, *flags)
+    last = len(finished(tmp_path / "whole" / "merged")) - 1
+    begin(config, out, last, flags)
     before = finished(out)
     assert len(before) == last
     text = refusal(config, out, *SHARDS, "--unplanned", "base")
@@ -141,24 +132,20 @@ def test_rows_of_tokens_follow_the_tokenizer(tmp_path):
     paths = save_family(tiny_llama(), tmp_path)
     for n, path in enumerate(paths):
         save_tokenizer(path, 38)  # two rows of the embeddings are padding
-        file = Path(path, "model.safetensors")
-        head = {"mtp.head.weight": torch.arange(40.0)[:, None] + 100 * n + torch.zeros(40, 32)}
-        save_file({**load_file(file), **head}, file, {"format": "pt"})
+        rows = torch.arange(40.0)[:, None] + 100 * n + torch.zeros(40, 32)
+        change_tensors(path, mtp__head__weight=rows)
     settings = linear(paths, tokenizer={"source": paths[0]})
     config = write_config(tmp_path / "merge.yml", settings)
     command(config, tmp_path / "copied", "--unplanned", "base")
     command(config, tmp_path / "merged", "--unplanned", "merge")
-    rows = weights(tmp_path / "copied")["model.embed_tokens.weight"].shape[0]
-    assert rows == 38
-    merged = weights(tmp_path / "merged")["mtp.head.weight"]
-    assert merged.shape[0] == weights(tmp_path / "copied")["mtp.head.weight"].shape[0] == rows
+    copied, merged = weights(tmp_path / "copied"), weights(tmp_path / "merged")["mtp.head.weight"]
+    assert copied["model.embed_tokens.weight"].shape[0] == 38
+    assert merged.shape[0] == copied["mtp.head.weight"].shape[0] == 38
     assert torch.allclose(merged[:, 0], torch.arange(38.0) + 100)
 
 
 def test_another_shape_is_an_error_before_anything_is_merged(tmp_path, paths):
-    file = Path(paths[2], "model.safetensors")
-    odd = {"mtp.norm.weight": torch.ones(31)}
-    save_file({**load_file(file), **odd}, file, {"format": "pt"})
+    change_tensors(paths[2], mtp__norm__weight=torch.ones(31))
     config = write_config(tmp_path / "merge.yml", ace_config(paths))
     text = refusal(config, tmp_path / "merged", "--unplanned", "merge")
     assert "mtp.norm.weight" in text
@@ -170,12 +157,8 @@ def test_another_shape_is_an_error_before_anything_is_merged(tmp_path, paths):
 
 def test_tied_heads_that_one_file_holds(tmp_path):
     """Some programs save a head that is tied, others do not: no tensor is left out."""
-    model = tiny_llama(tie_word_embeddings=True)
-    paths = save_family(model, tmp_path)
-    file = Path(paths[1], "model.safetensors")
-    tensors = load_file(file)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, file, {"format": "pt"})
+    paths = save_family(tiny_llama(tie_word_embeddings=True), tmp_path)
+    change_tensors(paths[1], lm_head__weight=weights(paths[1])["model.embed_tokens.weight"].clone())
     config = write_config(tmp_path / "merge.yml", ace_config(paths))
     command(config, tmp_path / "merged", "--no-check")
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "merged")

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing foreign in the directory of the result, and nothing that the merge reads, is replaced."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoints import ace_config, save_family, tiny_llama
+from coefficient_files import make_file
+from filelock import FileLock
+from sharded import assert_same, command, contents, linear, refusal, write_config
+
+from mergekit_ace.files.models import MORE_TEMPLATES
+from mergekit_ace.merging.output import LOCK_FILE, MANIFEST_FILE, SCRATCH_FOLDER
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> list[str]:
+    """A base and an expert."""
+    return save_family(tiny_llama(), tmp_path_factory.mktemp("family"), experts=1)
+
+
+@pytest.fixture
+def config(tmp_path, family) -> Path:
+    return write_config(tmp_path / "merge.yml", linear(family))
+
+
+def test_an_input_is_not_overwritten(config, family):
+    """Whatever is asked for: the model that is merged stays."""
+    before = contents(Path(family[-1]))
+    assert "might be replaced by its result" in refusal(config, family[-1], "--overwrite")
+    assert contents(Path(family[-1])) == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_model_is_not_overwritten_unasked(tmp_path, config, name):
+    out = tmp_path / "merged"
+    out.mkdir()
+    (out / name).write_text("{}")
+    assert f"holds a model that is none of a merge ({name}" in refusal(config, out)
+    assert contents(out) == {name: b"{}"}
+    command(config, out, "--overwrite")
+    command(config, tmp_path / "again" / "merged")
+    assert_same(tmp_path / "again" / "merged", out)
+
+
+@pytest.mark.parametrize("flags", [(), ("--resume",), ("--overwrite",)])
+def test_a_folder_of_other_files_is_refused(tmp_path, config, monkeypatch, flags):
+    """Such as that in which the command is given."""
+    (tmp_path / "README.md").write_text("By hand.")
+    before = contents(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    text = refusal(config, ".", *flags)
+    assert "holds files that are none of a merge (README.md, merge.yml)" in text
+    assert "choose a directory that is new or empty" in text
+    assert contents(tmp_path) == before
+
+
+def test_a_coefficient_file_in_the_output(tmp_path, family):
+    out = tmp_path / "out"
+    out.mkdir()
+    file = out / "coefficients.safetensors"
+    make_file(list(tiny_llama().state_dict()), family[1:]).save(file)
+    parameters = {"coefficients": str(file)}
+    settings = ace_config(family, merge_method="statsmerging", parameters=parameters)
+    config, before = write_config(tmp_path / "merge.yml", settings), contents(out)
+    assert "coefficients.safetensors" in refusal(config, out)
+    assert f"{file} is needed by the merge" in refusal(config, out, "--overwrite")
+    assert contents(out) == before
+    command(config, tmp_path / "elsewhere")
+
+
+def test_a_model_whose_files_are_links_into_the_output(tmp_path, family):
+    """A former result, under another name and beside another tokenizer."""
+    out, linked = tmp_path / "out", tmp_path / "linked"
+    shutil.copytree(family[1], out)
+    linked.mkdir()
+    for path in out.iterdir():
+        (linked / path.name).symlink_to(path)
+    config = write_config(tmp_path / "merge.yml", linear([family[0], str(linked)]))
+    before = contents(out)
+    assert "is needed by the merge" in refusal(config, out, "--overwrite")
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("name", ["merge_manifest.json", "README.md", ".merging/report.jsonl"])
+def test_a_report_under_a_name_of_the_result(tmp_path, family, name):
+    out = tmp_path / "out"
+    (out / ".merging").mkdir(parents=True)
+    parameters = {"report": str(out / name)}
+    config = write_config(tmp_path / "m.yml", ace_config(family, parameters=parameters))
+    for flags in ((), ("--overwrite",)):
+        assert f"{out / name} is needed by the merge" in refusal(config, out, *flags)
+    assert not (out / name).exists()
+
+
+def test_what_may_lie_in_the_output(tmp_path, family):
+    """A report, and the config of the former merge: the lines of another merge stay."""
+    out = tmp_path / "out"
+    settings = ace_config(family, parameters={"report": str(out / "report.jsonl")})
+    command(write_config(tmp_path / "merge.yml", settings), out)
+    lines = (out / "report.jsonl").read_text()
+    command(out / "mergekit_config.yml", out, "--overwrite")
+    again = (out / "report.jsonl").read_text()
+    assert again.startswith(lines)
+    assert again.count("\n") == 2 * lines.count("\n")
+
+
+@pytest.mark.parametrize("name", [SCRATCH_FOLDER, MORE_TEMPLATES, LOCK_FILE])
+@pytest.mark.parametrize("flags", [(), ("--overwrite",)])
+def test_links_that_lead_elsewhere(tmp_path, config, flags, name):
+    victim, out = tmp_path / "victim", tmp_path / "merged"
+    victim.mkdir()
+    (victim / "one.jinja").write_text("kept")
+    out.mkdir()
+    (out / name).symlink_to(victim / "one.jinja" if name == LOCK_FILE else victim)
+    assert f"{out / name} is a link" in refusal(config, out, *flags)
+    assert (victim / "one.jinja").read_text() == "kept"
+
+
+def test_what_a_kill_has_left_may_be_a_link(tmp_path, config):
+    victim, out = tmp_path / "victim", tmp_path / "merged"
+    victim.write_text("kept")
+    out.mkdir()
+    (out / f"{MANIFEST_FILE}.partial").symlink_to(victim)
+    command(config, out)
+    assert victim.read_text() == "kept"
+
+
+def test_two_runs_into_one_directory(tmp_path, config):
+    out = tmp_path / "merged"
+    out.mkdir()
+    with FileLock(out / LOCK_FILE):
+        assert "another run is writing to" in refusal(config, out, "--overwrite")
+    command(config, out)
