@@ -163,26 +163,21 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
             f"(but: {', '.join(names[:5]) or 'nothing'}); {remedy}"
         )
     if main.suffix != ".json":
-        headers = read_file_header(main)
-    else:
-        places = read_json(main).get("weight_map")
-        names = places.values() if isinstance(places, dict) else [None]
-        if not all(isinstance(name, str) and Path(name).name == name for name in names):
+        return read_file_header(main)
+    places = read_json(main).get("weight_map")
+    names = places.values() if isinstance(places, dict) else [None]
+    if not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise DamagedFileError(
+            f"{main} is damaged: it has no weight_map of tensors and of files beside it; {_AGAIN}"
+        )
+    files = {name: read_file_header(folder / name) for name in set(places.values())}
+    for tensor, name in places.items():
+        if tensor not in files[name]:
             raise DamagedFileError(
-                f"{main} is damaged: it has no weight_map of tensors and of files beside it; "
-                f"{_AGAIN}"
+                f"{folder / name} lacks the tensor {tensor} that the index expects there; "
+                "download or save the checkpoint again"
             )
-        files = {name: read_file_header(folder / name) for name in set(places.values())}
-        for tensor, name in places.items():
-            if tensor not in files[name]:
-                raise DamagedFileError(
-                    f"{folder / name} lacks the tensor {tensor} that the index expects there; "
-                    "download or save the checkpoint again"
-                )
-        headers = {tensor: files[name][tensor] for tensor, name in places.items()}
-    if not headers:
-        raise DamagedFileError(f"{main} holds no tensors; {_AGAIN}")
-    return headers
+    return {tensor: files[name][tensor] for tensor, name in places.items()}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -205,7 +200,8 @@ def check_model_folder(folder: Path) -> None:
     """Check config, weights and tokenizer of a model, by headers alone; nothing beside them."""
     from transformers import CONFIG_MAPPING
 
-    read_headers(folder)
+    if not read_headers(folder):
+        raise DamagedFileError(f"{folder} holds no tensors; {_AGAIN}")
     path = folder / "config.json"
     content = read_json(path)
     kind = content.get("model_type")

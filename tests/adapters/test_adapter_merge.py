@@ -229,7 +229,7 @@ def test_a_merge_that_goes_on(family, tmp_path):
     assert Manifest.read(out).complete
     train_by_chance(tiny_llama, Path(paths[1]), 8, **options)
     said = command(config, out, *SHARDS, "--resume", fails=True)
-    assert "adapter/adapter_model.safetensors" in said
+    assert "own/adapter_model.safetensors" in said
 
 
 def test_what_is_no_product_is_refused(family, tmp_path):

@@ -160,7 +160,7 @@ DAMAGED: dict[str, tuple[Change, tuple[str, ...]]] = {
     "empty": (replace("model.safetensors", ""), (WEIGHTS, "is empty", AGAIN)),
     "LFS pointer": (replace("model.safetensors", LFS), (WEIGHTS, PULL)),
     "web page": (replace("model.safetensors", PAGE), (WEIGHTS, "is a web page", "signing in")),
-    "no tensors": (replace("model.safetensors", NO_TENSORS), (WEIGHTS, "holds no tensors", AGAIN)),
+    "no tensors": (replace("model.safetensors", NO_TENSORS), ("expert0 holds no tensors", AGAIN)),
     "shape of other bytes": (other_shape, (WEIGHTS, "invalid shape, data type", AGAIN)),
     "dangling link": (without_weights("model.safetensors"), (WEIGHTS, "a link to ../blob")),
     "no weights": (without_weights(), ("expert0 holds no weights", "again")),

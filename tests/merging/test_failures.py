@@ -73,7 +73,7 @@ def limited(config: Path, out: Path, code) -> None:
 
 def test_a_disk_that_is_full_by_then(tmp_path, config, whole):
     """The first four shards have less, the fifth has more."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
     code = context.Value("b", 0)
     process = context.Process(target=limited, args=(config, tmp_path / "merged", code))
     process.start()
