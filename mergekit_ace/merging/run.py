@@ -139,7 +139,7 @@ def _compute(
             # A kill before the entry lets lines be written twice; readers take the last of a tensor
             for path, lines in result.reports.items():
                 before = Path(path).read_text("utf-8") if Path(path).exists() else ""
-                write_text(path, before + lines, durable=True)
+                write_text(path, before + Path(lines).read_text("utf-8"), durable=True)
             if result.path:
                 folder.move_in(Path(result.path), shard.file)
             manifest.files[shard.file] = result.sha256

@@ -70,7 +70,7 @@ class ShardResult:
 
     path: str = ""  # of its file in `MergeJob.scratch`; empty where all of its tensors are absent
     sha256: str = ""  # of that file; empty without one
-    reports: Mapping[str, str] = field(default_factory=dict)  # lines, by the path of the report
+    reports: Mapping[str, str] = field(default_factory=dict)  # files of lines, by the report's path
     notices: Mapping[str, int] = field(default_factory=dict)  # numbers of tensors by warning
     error: str = ""
 
@@ -164,7 +164,7 @@ def _merge_shard(job: MergeJob, shard: Shard, bar: tqdm | None) -> ShardResult:
         if bar is not None:
             bar.update(shard.sizes[task.tensor_name])
     writer.finalize()
-    lines = {to: own.read_text("utf-8") for to, own in reports.items() if own.exists()}
+    lines = {to: str(own) for to, own in reports.items() if own.exists()}
     path = next((p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin")), None)
     if path is None:
         return ShardResult(reports=lines, notices=take_notices())

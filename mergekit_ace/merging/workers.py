@@ -72,13 +72,13 @@ def _compute_in_processes(
         while missing:
             done = set()
             pool = _process_pool(job, missing, gpus[: len(missing)])
-            with suppress(BrokenProcessPool):
+            with suppress(BrokenProcessPool, BrokenPipeError):
                 futures = {pool.submit(_compute_here, n): n for n in range(len(missing))}
                 for future in as_completed(futures):
                     if not future.exception():
                         done.add(futures[future])
                         yield missing[futures[future]], future.result()
-            pool.shutdown()
+            pool.shutdown(cancel_futures=True)
             missing = [shard for n, shard in enumerate(missing) if n not in done]
             if missing:
                 fruitless = 0 if done else fruitless + 1
