@@ -261,7 +261,7 @@ def config_donor(config: MergeConfiguration) -> ModelReference:
     return config.base_model or config.referenced_models()[0]
 
 
-def _tokenizer_donor(config: MergeConfiguration) -> ModelReference:
+def tokenizer_donor(config: MergeConfiguration) -> ModelReference:
     """Return the model whose tokens have the same numbers in the result."""
     source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
     return source if isinstance(source, ModelReference) else config_donor(config)
@@ -301,7 +301,7 @@ def add_model_files(
     Returns:
         The models by the names of the files that were added.
     """
-    speaker, donor = _tokenizer_donor(config), config_donor(config)
+    speaker, donor = tokenizer_donor(config), config_donor(config)
     expected = {GENERATION: speaker, **dict.fromkeys(_PROCESSORS, donor)}
     settings = find_model_file(donor.model, "config.json", beside=beside)
     code = json_or_empty(settings).get("auto_map")
@@ -328,7 +328,7 @@ def lost_model_files(
     Args:
         kept: files that mergekit's architecture names.
     """
-    base, speaker = config_donor(config), _tokenizer_donor(config)
+    base, speaker = config_donor(config), tokenizer_donor(config)
     settings, *tokens = (
         find_model_file(base.model, name)
         for name in (TOKENIZER_CONFIG, "tokenizer.json", "tokenizer.model")
