@@ -100,6 +100,8 @@ def compare(paths: list[str], merged: Path) -> str:
         if layout != "mean" or tensor.ndim > 3:
             special = known.get(name, layout)
             layout = special if special != "flattened" or tensor.ndim > 3 else layout
+        if tensor.ndim == 2 and "experts" in name.split("."):  # of one expert, or biases of all
+            layout = "matrix"
         expected = naive_tensor(tensor, inputs, layout)
         rounding = 2**-24 * float(expected.norm() / (expected - tensor.double()).norm())
         error = task_vector_error(got[name], expected, tensor)
