@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
@@ -39,7 +39,7 @@ from mergekit_ace.files.models import (
     headers_only,
 )
 from mergekit_ace.files.saving import locked, package_versions, write_text
-from mergekit_ace.merge_config import Finding, check_config, check_settings, shown_errors
+from mergekit_ace.merge_config import check_config, check_settings, shown_errors
 from mergekit_ace.methods.base import first_that_fits, flush_notices
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
 from mergekit_ace.naming import in_bytes, listed, same_name
@@ -62,42 +62,29 @@ _PARTS = (
 
 @dataclass(frozen=True)
 class ChangedTensor:
-    """A tensor of the base that at least one of the merged adapters changes, by their models."""
+    """A tensor of the base, and what adapters change of it, by their models; at least one does."""
 
     planned: PlannedTensor
     changes: Mapping[ModelReference, Change]
 
-    @property
-    def first(self) -> Change:
-        """One of the changes: all are of the same kind of tensor."""
-        return next(iter(self.changes.values()))
-
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """A merge of adapters.
-
-    Attributes:
-        base: the model that all adapters belong to.
-        adapters: in the order of the experts.
-        checkpoints: of all models, as they would be.
-    """
+    """A merge of adapters."""
 
     merge: PlannedMerge
-    base: ModelReference
-    adapters: tuple[Adapter, ...]
+    base: ModelReference  # of all adapters
+    adapters: tuple[Adapter, ...]  # in the order of the experts
     tensors: tuple[ChangedTensor, ...]
-    checkpoints: tuple[Checkpoint, ...]
+    checkpoints: tuple[Checkpoint, ...]  # of all models, as they would be
 
 
 def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions) -> AdapterPlan:
     """Plan a merge of adapters by the config of the base, and by configs and headers of adapters.
 
     Raises:
-        ConfigError: the config merges something other than adapters of one base, or puts layers
-            elsewhere.
+        ConfigError: the config merges something other than whole adapters of one base.
         DamagedFileError: what is wrong with an adapter.
-        RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says to the plan.
     """
     LoaderCache().setup(options)
     base = _common_base(config)
@@ -118,20 +105,9 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
         planned = {n for tensor in plan.tensors for n in names_in_memory(tensor.task.output_weight)}
         changed = dict.fromkeys(name for one in adapters.values() for name in one.changes)
         lost = [name for name in changed if name not in planned]
-        if lost and not any(part.slices for part in (config, *(config.modules or {}).values())):
-            # mergekit's architecture lacks them
+        if lost:  # mergekit's architecture lacks them
             extra = [UnplannedTensor(name, tuple(models), merged=True) for name in lost]
-            plan, lost = plan_merge(config, source, options, extra), []
-    for tensor in plan.tensors:
-        experts = [model for model in tensor.experts if model in tensor.weights]
-        if any(tensor.weights[model].name != tensor.name for model in experts):
-            lost.append(tensor.name)
-    if lost:
-        raise ConfigError(
-            f"the config leaves out layers, repeats them or puts them elsewhere ({listed(lost, 3)})"
-            ", and an adapter fits only the layers that it was trained on; merge full models by "
-            "mergekit-ace merge"
-        )
+            plan = plan_merge(config, source, options, extra)
     found = (
         ChangedTensor(one, find_changes(one.weights, adapters, in_files=False))
         for one in plan.tensors
@@ -148,6 +124,11 @@ def _common_base(config: MergeConfiguration) -> ModelReference:
     adapted = [model for model in models if model.lora is not None]
     bases = {base_of(model) for model in adapted}
     base = config.base_model or next(iter(bases), None)
+    if not config.models:
+        raise ConfigError(
+            "an adapter fits only the layers that it was trained on, and the config has slices or "
+            "modules; merge full models by mergekit-ace merge"
+        )
     full = [str(model) for model in models if model.lora is None and model != base]
     if full or not adapted or base is None:
         raise ConfigError(
@@ -171,29 +152,31 @@ def merge_adapters(
     rank: int | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Merge the adapters of a config into one.
-
-    Args:
-        rank: of every module, at most.
+    """Merge the adapters of a config into one, of a rank at most.
 
     Raises:
-        ConfigError: the config merges something other than adapters of one base, or by a method
-            whose result is none.
-        DamagedFileError: what is wrong with an adapter.
-        ValueError, RuntimeError, OSError: a tensor cannot be merged or written; the message names
-            it.
+        ConfigError: see `plan_adapters`; or the result of the method is no adapter.
+        ValueError, RuntimeError, OSError: an adapter is damaged, or a tensor cannot be merged or
+            written; the message names it.
     """
     start, quiet = time.perf_counter(), options.quiet
     config, source = read_merge_config(path)
-    _check(check_config(config, source), quiet=quiet)
+    if errors := shown_errors(check_config(config, source), quiet=quiet):
+        raise ConfigError(errors)
     plan = plan_adapters(config, source, options)
     _check_folder(out, plan.adapters, overwrite=overwrite)
     with headers_only(plan.checkpoints):
-        _check_tensors(plan)
-        _check(check_settings(plan.merge), quiet=quiet)
+        for tensor in plan.tensors:
+            if reason := leaves_span(tensor.planned, tensor.changes.values()):
+                raise ConfigError(
+                    f"merge_method: {config.merge_method} makes no adapter: {reason}; merge full "
+                    "models by mergekit-ace merge"
+                )
+        if errors := shown_errors(check_settings(plan.merge), quiet=quiet):
+            raise ConfigError(errors)
     most = max(sum(one.rank for one in tensor.changes.values()) for tensor in plan.tensors)
     rank = min(most, rank or most)
-    changes = [tensor.first for tensor in plan.tensors]
+    changes = [next(iter(tensor.changes.values())) for tensor in plan.tensors]
     dtypes = (adapter.dtype for adapter in plan.adapters)
     dtype = dtype_from_name(config.out_dtype or config.dtype) or reduce(torch.promote_types, dtypes)
     network = plan.adapters[0].network
@@ -220,11 +203,6 @@ def merge_adapters(
         click.echo(f"{out}: {what}; {in_bytes(size)}, in {seconds:.0f} s")
 
 
-def _check(findings: Iterable[Finding], *, quiet: bool) -> None:
-    if errors := shown_errors(findings, quiet=quiet):
-        raise ConfigError(errors)
-
-
 def _check_folder(out: Path, adapters: Sequence[Adapter], *, overwrite: bool) -> None:
     """Raise a `ConfigError` where the result would replace something that is read, or unasked."""
     if (out / "config.json").exists():
@@ -236,29 +214,13 @@ def _check_folder(out: Path, adapters: Sequence[Adapter], *, overwrite: bool) ->
         raise ConfigError(f"{out} holds {listed(there, 3)}; --overwrite replaces what is there")
 
 
-def _check_tensors(plan: AdapterPlan) -> None:
-    """Raise a `ConfigError` where the result is no adapter, before anything is merged."""
-    for tensor in plan.tensors:
-        if any(change.whole for change in tensor.changes.values()):
-            raise ConfigError(
-                f"an adapter holds {tensor.planned.name} whole (`modules_to_save`), and only "
-                "factors merge into an adapter; merge full models by mergekit-ace merge"
-            )
-        if reason := leaves_span(tensor.planned, tensor.first):
-            raise ConfigError(
-                f"merge_method: {plan.merge.config.merge_method} makes no adapter: {reason}; merge "
-                "full models by mergekit-ace merge"
-            )
-
-
 def _merge_tensors(
     plan: AdapterPlan, rank: int, sizes: list[tuple[float, float]]
 ) -> Iterator[LowRank | None]:
     """Merge one tensor after the other; add ‖X‖² of what was kept, and of what was cut off."""
     options = plan.merge.options
     device = torch.device(options.device or "cpu")
-    bar = tqdm(plan.tensors, "merging", unit="tensor", disable=options.quiet, leave=False)
-    for tensor in bar:
+    for tensor in tqdm(plan.tensors, "merging", disable=options.quiet, leave=False):
         planned = tensor.planned
         deltas = read_products(planned.experts, tensor.changes)
         work = partial(merge_products, planned, deltas, rank=rank)
@@ -281,16 +243,16 @@ def _card_text(name: str, plan: AdapterPlan, what: str) -> str:
     """Return the model card; `what` tells modules and ranks."""
     method, base = plan.merge.method, plan.base.model.path
     tags = ["mergekit", "mergekit-ace", "merge", "lora", "peft"]
-    head = {"base_model": base, "library_name": "peft", "tags": tags}
+    head = yaml.safe_dump({"base_model": base, "library_name": "peft", "tags": tags})
     versions = package_versions(*REPORTED_PACKAGES, "peft")
+    experts = "\n".join(f"* `{one.name}`, rank {one.config.r}" for one in plan.adapters)
     parts = [
-        f"---\n{yaml.safe_dump(head, sort_keys=False).strip()}\n---",
+        f"---\n{head}---",
         f"# {name}",
-        f"A LoRA adapter of `{base}`: {what}. It was merged by {method.spec.pretty_name} "
-        f"({method.spec.reference_url}) from",
-        "\n".join(f"* `{adapter.name}`, rank {adapter.config.r}" for adapter in plan.adapters),
-        f"by `mergekit-ace adapter` ({', '.join(map(' '.join, versions.items()))}), from this "
-        "configuration:",
+        f"A LoRA adapter of `{base}`: {what}. `mergekit-ace adapter` made it by "
+        f"{method.spec.pretty_name or method.spec.name} from",
+        experts,
+        f"({', '.join(map(' '.join, versions.items()))}), with this configuration:",
         f"```yaml\n{plan.merge.source.strip()}\n```",
         *(f"```bibtex\n{one}\n```" for one in getattr(method, "citations", ())),
     ]

@@ -8,7 +8,7 @@ gets the experts' versions, those of one tensor at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from pydantic import InstanceOf
 from torch import Tensor
 
 from mergekit_ace.adapters.read import Adapter, Change, base_of
-from mergekit_ace.algebra.low_rank import LowRank, compress
+from mergekit_ace.algebra.low_rank import CoreSpace, LowRank
 from mergekit_ace.methods.base import (
     MERGE_ERRORS,
     TaskVectorMethod,
@@ -33,10 +33,7 @@ from mergekit_ace.methods.low_rank_merge import has_low_rank, merge_low_rank
 from mergekit_ace.methods.report_lines import append_report
 from mergekit_ace.planning import PlannedTensor
 
-# mergekit's methods that add task vectors with a coefficient each.
-LINEAR_METHODS = ("linear", "task_arithmetic")
-# How far the coefficient of W0 may be from 1: float32's digits.
-WHOLE = 1e-5
+LINEAR_METHODS = ("linear", "task_arithmetic")  # of mergekit, in the task vectors
 
 
 def find_changes(
@@ -75,23 +72,21 @@ def merge_products(
 
     Args:
         planned: a tensor whose merge does not leave the span, see `leaves_span`.
-        deltas: Δ_t of every expert in float64; None of one that left the tensor as it was. At least
-            one is there.
-        device: to compute on.
+        deltas: Δ_t of every expert in float64, at least one; None of one that changes nothing.
         rank: of the result, at most; None for all that there is.
 
     Returns:
         What is added to the base, None where that is nothing; and what of ‖X‖² was cut off.
-
-    Raises:
-        ValueError: the tensor cannot be merged; the message names it, and says what to do.
     """
     start, method = time.perf_counter(), planned.method
     deltas = [delta and delta.to(device) for delta in deltas]
-    if not isinstance(method, TaskVectorMethod):
-        return _merge_linearly(planned, deltas, rank)
-    ndim = len(next(filter(None, deltas)).shape)
-    settings = method.complete(planned.settings, ndim)
+    given = [delta for delta in deltas if delta is not None]
+    if not isinstance(method, TaskVectorMethod):  # linear, so that it merges cores
+        space, most = CoreSpace.of(given), sum(delta.rank for delta in given)
+        zero = space.zeros()
+        cores = [zero if delta is None else space.core(delta) for delta in deltas]
+        return space.expand(_execute(planned, zero, cores), given[0].shape, rank or most)
+    settings = method.complete(planned.settings, len(given[0].shape))
     try:
         merged = merge_low_rank(method, deltas, settings, rank)
     except MERGE_ERRORS as error:
@@ -101,52 +96,32 @@ def merge_products(
     return merged.delta, merged.lost
 
 
-def _merge_linearly(
-    planned: PlannedTensor, deltas: Sequence[LowRank | None], rank: int | None
-) -> tuple[LowRank | None, float]:
-    pairs = zip(_linear_coefficients(planned)[1:], deltas, strict=True)
-    kept = [(c, delta) for c, delta in pairs if delta is not None and c != 0 and delta.energy > 0]
-    if not kept:
-        return None, 0.0
-    left = torch.cat([coefficient * delta.left for coefficient, delta in kept], dim=-1)
-    right = torch.cat([delta.right for _, delta in kept], dim=-2)
-    most = left.shape[-1]
-    return compress(LowRank(left, right, kept[0][1].shape), min(rank or most, most))
-
-
-def _linear_coefficients(planned: PlannedTensor) -> list[float]:
-    """Return the coefficients of W0 and of the task vectors by one of `LINEAR_METHODS`.
-
-    The method itself says them: it merges the base, the first unit vector, with the sums of that
-    and another unit vector for each expert.
-    """
-    base, *units = torch.eye(1 + len(planned.experts), dtype=torch.float64)
-    pairs = zip(planned.experts, units, strict=True)
-    tensors = {model: base + unit if model.lora else base for model, unit in pairs}
+def _execute(planned: PlannedTensor, base: Tensor, experts: Iterable[Tensor]) -> Tensor:
+    """Merge tensors by a method of mergekit."""
+    tensors = dict(zip(planned.experts, experts, strict=True))
     if planned.base is not None:
         tensors[planned.base] = base
     merged = ExecuteMergeMethodTask.execute(planned.task, tensors)  # it may be a kind of its own
     assert merged is not None  # only optional weights that inputs lack are skipped
-    return merged.tolist()
+    return merged
 
 
-def leaves_span(planned: PlannedTensor, change: Change) -> str:
-    """Return why the merge of a tensor's low-rank changes is not of low rank; empty if it is.
-
-    Args:
-        change: of one of the experts.
-    """
-    method, ndim = planned.method, len(change.shape)
+def leaves_span(planned: PlannedTensor, changes: Collection[Change]) -> str:
+    """Return why the merge of a tensor's changes is not of low rank; empty if it is."""
+    if any(change.whole for change in changes):
+        return f"an adapter holds {planned.name} whole (`modules_to_save`)"
+    method, change = planned.method, next(iter(changes))
+    ndim = len(change.shape)
     if isinstance(method, TaskVectorMethod):
-        if reason := method.leaves_span(planned.settings.parameters):
-            return reason
         layout = planned.layout(ndim)
         fits = has_low_rank(layout, ndim, stack=change.is_stack)
-        return "" if fits else f"{planned.name} is not of low rank where `layout` is {layout}"
+        high = "" if fits else f"{planned.name} is not of low rank where `layout` is {layout}"
+        return method.leaves_span(planned.settings.parameters) or high
     if method.spec.name not in LINEAR_METHODS:
         return "its result is no sum of what the adapters change"
-    whole, *_ = _linear_coefficients(planned)
-    if abs(whole - 1) <= WHOLE:
+    one = torch.ones((), dtype=torch.float64)
+    whole = float(_execute(planned, one, [one] * len(planned.experts)))
+    if abs(whole - 1) <= 1e-5:  # float32's digits
         return ""
     return (
         f"the weights of {planned.name} sum to {whole:.4g}, so that the base itself would be "
@@ -174,21 +149,15 @@ def use_adapters(
         gather = task.gather_tensors.model_copy(update={"gather_tensors": gather})
         return task.model_copy(update={"gather_tensors": gather})
     task = task.model_copy(update={"gather_tensors": gather})
-    merged = _merges_products(PlannedTensor(task), list(changes.values()))
-    return MergeProducts(**_fields(task)) if merged else task
+    bases = {base_of(model) for model in planned.weights}
+    on_adapter = planned.base is not None and planned.base.lora is not None
+    if not changes or len(bases) > 1 or on_adapter or leaves_span(planned, changes.values()):
+        return task
+    return MergeProducts(**_fields(task))
 
 
 def _fields(task: Task) -> dict[str, Any]:
     return {name: getattr(task, name) for name in type(task).model_fields}
-
-
-def _merges_products(planned: PlannedTensor, changes: Sequence[Change]) -> bool:
-    """Tell whether all experts change a tensor of one base by products that merge in their span."""
-    bases = {base_of(model) for model in planned.task.model_order}
-    if len(bases) > 1 or not changes or any(change.whole for change in changes):
-        return False
-    on_adapter = planned.base is not None and planned.base.lora is not None
-    return not on_adapter and not leaves_span(planned, changes[0])
 
 
 class GatherAdapted(GatherTensors):
@@ -214,10 +183,7 @@ class GatherAdapted(GatherTensors):
 
 
 class MergeProducts(ExecuteMergeMethodTask):
-    """Merge the changes of a tensor within their span, and add the result to the base's.
-
-    Only the base's tensor is read.
-    """
+    """Merge the changes of a tensor within their span, and add the result to the base's."""
 
     def arguments(self) -> dict[str, Task]:
         """Return the task that reads the base's tensor."""
@@ -225,7 +191,7 @@ class MergeProducts(ExecuteMergeMethodTask):
 
     @torch.no_grad()
     def execute(self, base: Tensor, **_: Any) -> Tensor:
-        """Return the merged tensor, in the dtype of the base's; errors as of `merge_products`."""
+        """Return the merged tensor, in the dtype of the base's."""
         planned = PlannedTensor(self)
         method = planned.method
         products = read_products(planned.experts, dict(self.gather_tensors.changes))

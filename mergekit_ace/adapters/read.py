@@ -48,10 +48,8 @@ _NAME = "default"  # of the adapter, within PEFT
 # PEFT itself calls variants, but for one of the training alone, and some others.
 _REFUSED = {field.name for field in fields(LoraConfig) if field.metadata.get("is_lora_variant")}
 _REFUSED -= {"velora_config"}
-_REFUSED |= {
-    "use_qalora", "lora_bias", "trainable_token_indices", "layer_replication", "megatron_config",
-    "ensure_weight_tying", "bias",
-}  # fmt: skip
+_REFUSED |= {"bias", "ensure_weight_tying", "layer_replication", "lora_bias", "megatron_config"}
+_REFUSED |= {"trainable_token_indices", "use_qalora"}
 # Initializations that take A · B out of the base before the training.
 _CHANGED_BASES = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
@@ -62,31 +60,20 @@ class OtherAdapterError(DamagedFileError):
 
 @dataclass(frozen=True)
 class Change:
-    """One tensor of the base that an adapter changes.
+    """One tensor of the base that an adapter changes."""
 
-    Attributes:
-        name: of the tensor as the model has it in memory.
-        shape: of the tensor as the base stores it.
-        tensors: names of A and B, or of the one whole tensor, in the adapter's file.
-        rank: 0 of a whole tensor that takes the base's place (`modules_to_save`).
-        scale: by which the product counts.
-        parameter: whether it is one of `target_parameters`.
-        flipped: whether A and B are factors of the transpose.
-        file: with the tensors; None of an adapter that is not written yet.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    tensors: tuple[str, ...]
-    rank: int = 0
-    scale: float = 1.0
-    parameter: bool = False
-    flipped: bool = False
-    file: Path | None = None
+    name: str  # of the tensor in memory
+    shape: tuple[int, ...]  # of it, too
+    tensors: tuple[str, ...]  # names of A and B, or of the one whole tensor, in the adapter's file
+    rank: int = 0  # 0 of a whole tensor that takes the base's place (`modules_to_save`)
+    scale: float = 1.0  # by which the product counts
+    parameter: bool = False  # whether it is one of `target_parameters`
+    flipped: bool = False  # whether A and B are factors of the transpose
+    file: Path | None = None  # with the tensors; None of an adapter that is not written yet
 
     @property
     def whole(self) -> bool:
-        """Whether the adapter holds the tensor itself, and no factors."""
+        """Whether the adapter holds the tensor itself, and no factors of a change."""
         return self.rank == 0
 
     @property
@@ -154,31 +141,20 @@ class ChangedPart(Change):
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter by its config and the header of its tensors.
+    """An adapter by its config and the header of its tensors."""
 
-    Attributes:
-        name: as the user wrote it.
-        changes: by the name of the base's tensor.
-        network: the base on the meta device.
-        file, dtype: with the adapter's tensors, and the widest dtype of these.
-    """
-
-    name: str
+    name: str  # as the user wrote it
     folder: Path
     config: LoraConfig
-    changes: Mapping[str, Change]
-    network: nn.Module
-    file: Path
-    dtype: torch.dtype
+    changes: Mapping[str, Change]  # by the name of the base's tensor
+    network: nn.Module  # the base on the meta device
+    file: Path  # with the adapter's tensors
+    dtype: torch.dtype  # the widest of these
 
     def check_ties(self) -> None:
         """Raise if the adapter changes one of two tensors that are one (tied) in the base.
 
-        PEFT's model changes it in its place alone, and a merge into the one tensor changes both.
-
-        Raises:
-            OtherAdapterError: it holds the tensor whole, where PEFT's own merge unties them.
-            DamagedFileError: it has factors, which PEFT, too, merges into both.
+        A merge changes both. Of whole tensors it is an `OtherAdapterError`: PEFT's merge unties.
         """
         for head, table in getattr(self.network, "all_tied_weights_keys", {}).items():
             known = [self.changes[name] for name in (table, head) if name in self.changes]
@@ -255,15 +231,7 @@ def base_network(base: ModelReference) -> nn.Module:
 
 
 def read_adapter(reference: ModelPath | str, network: nn.Module) -> Adapter:
-    """Read what an adapter changes, by its config and the header of its tensors.
-
-    Args:
-        reference: a folder, or a name on the Hub, of which the adapter's files are downloaded.
-        network: the base on the meta device.
-
-    Raises:
-        DamagedFileError: what is wrong with the adapter, and what to do about it.
-    """
+    """Read what an adapter in a folder or on the Hub changes of a base on the meta device."""
     folder = adapter_folder(ModelPath.model_validate(reference))
     files.check_adapter_folder(folder)
     config = _read_config(folder)
@@ -334,24 +302,18 @@ def _read_config(folder: Path) -> LoraConfig:
     path = folder / "adapter_config.json"
     content = read_json(path)
     kind, known = content.get("peft_type"), {field.name for field in fields(LoraConfig)}
-    newer = sorted(
-        name
-        for name, value in content.items()
-        if value and name not in known and (name.startswith("use_") or name.endswith("_config"))
-    )
+    newer = [name for name, value in sorted(content.items()) if value and name not in known]
+    newer = [name for name in newer if name.startswith("use_") or name.endswith("_config")]
     if kind == "LORA" and newer:
         raise DamagedFileError(
             f"{path} sets {', '.join(newer)}, which peft {peft.__version__} does not know, and "
             "which may change what the adapter does; update peft"
         )
-    refused = [
-        f"`{name}`: {content[name]}"
-        for name in sorted(_REFUSED)
-        if content.get(name) not in (None, False, "none")
-    ]
-    if kind != "LORA" or refused:
+    refused = ["peft_type"] if kind != "LORA" else []
+    refused += [name for name in sorted(_REFUSED) if content.get(name) not in (None, False, "none")]
+    if refused:
         raise OtherAdapterError(
-            f"{path} has {(refused or [f'`peft_type`: {kind}'])[0]}, so that the adapter is more "
+            f"{path} has `{refused[0]}`: {content.get(refused[0])}, so that the adapter is more "
             f"than products of two factors; convert it by peft's save_as_lora, or {MERGE_MODELS}"
         )
     start = content.get("init_lora_weights")
@@ -374,10 +336,6 @@ def possible_changes(network: nn.Module, config: LoraConfig) -> tuple[dict[str, 
     """Return all that an adapter may change, by names, and the shapes of all tensors of its file.
 
     PEFT puts its layers onto a copy of the base without memory, and so tells both.
-
-    Raises:
-        OtherAdapterError: the change of a module is no product of two factors.
-        Exception: of PEFT, whatever is wrong with the config.
     """
     own = copy.deepcopy(config)
     # What decides on values alone, and what names code or files.

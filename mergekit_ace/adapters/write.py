@@ -27,13 +27,7 @@ WEIGHTS = "adapter_model.safetensors"
 def result_config(
     network: nn.Module, changes: Collection[Change], rank: int, base: ModelPath
 ) -> LoraConfig:
-    """Return the config of an adapter of one rank, whose every factor counts as it is stored.
-
-    Modules and parameters have short names where these are exact.
-
-    Args:
-        base: the model that the adapter belongs to.
-    """
+    """Return the config of an adapter of one rank, whose every factor counts as it is stored."""
     modules = dict(network.named_modules())
     own = [change.name.rpartition(".")[0] for change in changes if not change.parameter]
     parameters = [change.name for change in changes if change.parameter]
@@ -69,13 +63,8 @@ def write_adapter(
 ) -> None:
     """Write an adapter into a folder; an earlier one stays until all tensors are on the disk.
 
-    Without `adapter_config.json`, which comes last, the folder is none that anything loads.
-
     Args:
-        folder: exists. What is no part of an adapter stays.
-        config: of the result, see `result_config`.
-        network: the base on the meta device.
-        changes: what `config` was made for.
+        config: of these changes, see `result_config`.
         merged: of each change, factors in the orientation of the stored tensor, of the config's
             rank at most, to be added as they are; None for no change.
 
@@ -94,7 +83,7 @@ def write_adapter(
                 file.write(tensor.contiguous().view(torch.uint8).numpy())
         flush_to_disk(staged)
     except BaseException:
-        staged.unlink()
+        staged.unlink(missing_ok=True)
         raise
     for name in ("adapter_config.json", "adapter_model.bin"):
         (folder / name).unlink(missing_ok=True)  # of an earlier result, which is whole until here

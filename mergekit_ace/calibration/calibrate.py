@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mergekit_ace.adapters.read import base_of, read_adapters
-from mergekit_ace.calibration.layers import RIDGE, TABLE, Calibration, SampleTeacher, Weights
+from mergekit_ace.calibration.layers import RIDGE, TABLE, Calibration, SampleTeacher
 from mergekit_ace.calibration.scaling import ScaledWeights, best_scale, share_gone
 from mergekit_ace.files.checkpoints import weight_files
 from mergekit_ace.files.saving import locked, package_versions, save_tensors
@@ -59,15 +59,11 @@ class CalibrateConfig(Strict):
     """Settings of a `calibrate.yml`, for language models of Llama's kind.
 
     Attributes:
-        merged_model: the merge to start from: a folder or a name on the Hub.
-        base_model: what the experts were fine-tuned from. With it, λ of the merge is chosen first;
-            without, the merge is taken as it is.
-        models: the experts that were merged, each with texts of what it is for; `samples` rows of
-            them are read, 64 by default, without any label. An expert without data writes 64 texts
-            itself.
-        keep: texts of any kind on which the merge should stay as it is. Without them, the base
-            model writes some, or the merge where there is no `base_model`.
-        trust_remote_code: as in transformers.
+        base_model: with it, λ of the merge is chosen first.
+        models: the experts that were merged, with texts without labels: 64 unless `samples` says
+            otherwise. An expert without data writes 64 texts itself.
+        keep: texts on which the merge should stay as it is; else the base writes some, or the merge
+            where there is no base.
     """
 
     merged_model: str
@@ -91,11 +87,7 @@ class CalibrateConfig(Strict):
 
 
 class _Model(Mapping[str, Tensor]):
-    """The tensors of a model by name, mapped; its adapter's changes are added when they are read.
-
-    Args:
-        reference: a folder or a name on the Hub, maybe `BASE+ADAPTER`.
-    """
+    """The tensors of a model by name, mapped; an adapter's changes are added when they are read."""
 
     def __init__(self, reference: str, trust_remote_code: bool):
         parsed = ModelReference.model_validate(reference)
@@ -123,8 +115,7 @@ def run_calibration(
     """Calibrate a merge; the checkpoint in `out` has the files of the merge.
 
     Raises:
-        TrainingError: something about the config, the models or the data is wrong, or the models
-            are not of Llama's kind.
+        TrainingError: something about the config, the models or the data is wrong.
     """
     out = out.resolve()  # a link is not replaced, but what it leads to
     if out.exists() and any(out.iterdir()):
@@ -163,12 +154,14 @@ def _check_apart(config: CalibrateConfig, *written: Path) -> None:
 
 def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
     """Write the calibrated merge to the folder `result` in a folder for what is unfinished."""
-    named = (config.merged_model, config.base_model, *(one.model for one in config.models))
-    merge, base, *experts = (
-        _Model(name, config.trust_remote_code) if name else None for name in named
+    trust = config.trust_remote_code
+    merge, experts = (
+        _Model(config.merged_model, trust),
+        [_Model(m.model, trust) for m in config.models],
     )
+    base = _Model(config.base_model, trust) if config.base_model else None
     skeleton = load_skeleton(merge.folder, KIND, config)
-    for model in filter(None, (merge, *experts, base)):
+    for model in (merge, *experts, *([base] if base else [])):
         _check_weights(model, skeleton)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     calibration = Calibration(skeleton, device)
@@ -200,23 +193,27 @@ def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
         moved = {n: torch.lerp(start[n].float(), weight, step) for n, weight in layer.items()}
         save_tensors(path, {n: one.to(merge.stored[n].dtype) for n, one in moved.items()})
         solved |= map_tensors({name: (path, name) for name in layer})
-    _write_checkpoint(Path(merge.folder), work / "result", ChainMap(solved, start))
-    with open(work / "result" / "README.md", "a", encoding="utf-8") as card:
+    shards, result = weight_files(Path(merge.folder)), work / "result"
+    # The manifest of `mergekit-ace merge` could not resume this.
+    left = {MANIFEST_FILE, *(shard.name for shard in shards)}
+    shutil.copytree(merge.folder, result, ignore=lambda _, names: left & set(names))
+    for shard in shards:
+        rewrite_tensors(shard, result / shard.name, ChainMap(solved, start).__getitem__)
+    with open(result / "README.md", "a", encoding="utf-8") as card:
         card.write(f"\n\n{_card_section(config, teachers, step, scaling)}\n")
 
 
 def _check_weights(model: _Model, skeleton: PreTrainedModel) -> None:
     """Raise unless a model stores the decoder layers of the merge under the merge's names."""
     for name, parameter in skeleton.named_parameters():
-        if name.startswith("model.layers.") or name == TABLE:
-            known = [tuple(one.shape) for one in (model.stored.get(name),) if one is not None]
-            first = 1 if name == TABLE else 0  # some have more rows of embeddings
-            if not known or known[0][first:] != tuple(parameter.shape)[first:]:
-                raise TrainingError(
-                    f"model {model.reference} has {known or 'nothing'} for the tensor {name} of "
-                    f"shape {tuple(parameter.shape)} in the merge; give the experts that were "
-                    "merged, stored as transformers holds them"
-                )
+        own, first = model.stored.get(name), int(name == TABLE)  # of which some have more rows
+        read = name == TABLE or name.startswith("model.layers.")
+        if read and (own is None or own.shape[first:] != parameter.shape[first:]):
+            raise TrainingError(
+                f"the tensor {name} of {model.reference} is missing, or not of the merge's shape "
+                f"{tuple(parameter.shape)}; give the experts that were merged, stored as "
+                "transformers holds them"
+            )
 
 
 def _read_texts(
@@ -225,10 +222,7 @@ def _read_texts(
 ) -> list[list[Example]]:  # fmt: skip
     """Return the samples of every expert, and last of what should stay; the longest first.
 
-    Args:
-        readers: the experts, and last the merge.
-        writers: of each, who writes its texts where it has no data.
-        place: folder for these.
+    Readers are the experts, and last the merge; writers, who writes texts where there are no data.
     """
     folders = [one.folder for one in (readers[-1], *readers[:-1])]
     tokenizer = load_processor(folders, KIND, config)
@@ -263,11 +257,9 @@ def _read_texts(
 
 
 def comparison_batches(samples: Sequence[Example]) -> list[Batch]:
-    """Return some of the samples of an expert, supervised at some of their tokens.
+    """Return some of the samples of an expert, longest first, supervised at some of their tokens.
 
-    Args:
-        samples: at least one, longest first. Where nothing is supervised, as in prompts without a
-            completion, all tokens are.
+    Where nothing is supervised, as in prompts without a completion, all tokens are.
     """
     chosen = samples[:: math.ceil(sum(len(one["input_ids"]) for one in samples) / READ)]
     places = []
@@ -292,15 +284,6 @@ def _group(samples: Iterable[Example], tokens: int) -> list[list[Example]]:
             groups.append([])
         groups[-1].append(sample)
     return groups
-
-
-def _write_checkpoint(start: Path, folder: Path, weights: Weights) -> None:
-    """Write all files of a checkpoint into a new folder, with other weights."""
-    shards = {path.name for path in weight_files(start)}
-    left = shards | {MANIFEST_FILE}  # of `mergekit-ace merge`, which could not resume this
-    shutil.copytree(start, folder, ignore=lambda _, names: left & set(names))
-    for name in sorted(shards):
-        rewrite_tensors(start / name, folder / name, weights.__getitem__)
 
 
 def _card_section(

@@ -56,9 +56,8 @@ def minimisers(starts: Iterable[Tensor], gram: Tensor, crosses: Iterable[Tensor]
     """Return the W of linear layers with the same inputs, see the module's docstring; float64.
 
     Args:
-        starts: W_m, (o, i), of each.
+        starts, crosses: W_m and Σ_t w_t Y_tᵀX_t / n_t, (o, i), of each.
         gram: C, (i, i), float64.
-        crosses: Σ_t w_t Y_tᵀX_t / n_t, (o, i), of each.
     """
     ridged = gram.clone()
     # Inputs that are all zero leave nothing to invert; any positive number then keeps the start.
@@ -71,14 +70,10 @@ def minimisers(starts: Iterable[Tensor], gram: Tensor, crosses: Iterable[Tensor]
 
 
 def decoder_steps(layer: nn.Module, hidden: Tensor, rotary: Rotary) -> Iterator[Step]:
-    """Run a decoder layer; stop before each of `GROUPS`, whose weights may be replaced meanwhile.
+    """Run one of `KNOWN_LAYERS` on its input, (n, length, features).
 
-    The last step is the output of the layer, twice.
-
-    Args:
-        layer: one of `KNOWN_LAYERS`.
-        hidden: its input, (n, length, features).
-        rotary: cosines and sines of the positions.
+    Stops before each of `GROUPS`, whose weights may be replaced meanwhile. The last step is the
+    output of the layer, twice.
     """
     inputs = layer.input_layernorm(hidden)
     yield inputs, hidden
@@ -99,16 +94,11 @@ def decoder_steps(layer: nn.Module, hidden: Tensor, rotary: Rotary) -> Iterator[
 
 @dataclass(frozen=True)
 class SampleTeacher:
-    """A model that says what the merge should do on some samples.
-
-    Attributes:
-        batches: pairs of tokens (n, length) and of which of them count (n, length).
-        weight: w_t, > 0.
-    """
+    """A model that says what the merge should do on some samples."""
 
     weights: Weights
-    batches: Sequence[tuple[Tensor, Tensor]]
-    weight: float
+    batches: Sequence[tuple[Tensor, Tensor]]  # tokens, and which of them count, (n, length)
+    weight: float  # w_t, > 0
 
     @property
     def tokens(self) -> int:
@@ -118,17 +108,11 @@ class SampleTeacher:
 
 @dataclass
 class _Streams:
-    """The residual streams of the merge and of a teacher on one batch, (n, length, features).
+    """The residual streams of the merge and of a teacher on one batch, (n, length, features)."""
 
-    Attributes:
-        number: of the teacher.
-        used: which tokens count, (n, length).
-        share: w_t / n_t.
-    """
-
-    number: int
-    used: Tensor
-    share: float
+    number: int  # of the teacher
+    used: Tensor  # (n, length): which tokens count
+    share: float  # w_t / n_t
     rotary: Rotary
     merged: Tensor
     own: Tensor
@@ -137,11 +121,8 @@ class _Streams:
 class Calibration:
     """The way from a merge to what its teachers do, with one decoder layer in memory at a time.
 
-    Args:
-        model: the architecture; its weights are not looked at.
-
-    Raises:
-        TrainingError: the layers are not known to be built as Llama's are.
+    Of `model`, the architecture, no weights are looked at. A `TrainingError` says that its layers
+    are not `KNOWN_LAYERS`.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device):
@@ -157,12 +138,7 @@ class Calibration:
 
     @torch.no_grad()
     def layers(self, start: Weights, teachers: Sequence[SampleTeacher]) -> Iterator[Weights]:
-        """Calibrate one decoder layer after the other; yield the new weights of each, in float32.
-
-        Args:
-            start: weights of the merge.
-            teachers: experts, and whoever says what should stay.
-        """
+        """Calibrate one decoder layer of a merge after the other; yield new weights, in float32."""
         streams = []
         for number, teacher in enumerate(teachers):
             share = teacher.weight / teacher.tokens

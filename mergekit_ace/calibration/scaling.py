@@ -33,13 +33,10 @@ _HEAD = "lm_head.weight"
 
 
 class ScaledWeights(Mapping[str, Tensor]):
-    """The weights W0 + λ (M − W0) of a model, computed when they are asked for.
+    """The weights W0 + λ (M − W0) of a model by name, computed when they are asked for.
 
-    Args:
-        base: W0, by name.
-        merged: M, by name. Tensors and rows of embeddings that the base lacks are as in M. Where
-            it has no head, the embeddings are that, too.
-        scale: λ.
+    Tensors and rows of embeddings that the base lacks are as in M. Where M has no head, the
+    embeddings are that, too.
     """
 
     def __init__(self, base: Weights, merged: Weights, scale: float):
@@ -69,11 +66,8 @@ def share_gone(
 ) -> Callable[[float], float]:  # fmt: skip
     """Return the function of λ that tells how far the merge has gone, as a mean over experts.
 
-    All is computed in float32, with one layer of a model in memory at a time.
-
-    Args:
-        model: the architecture; its weights are not looked at.
-        experts: weights of each, and its texts as `CausalLanguageModel.collate` makes them.
+    An expert is its weights and its texts in batches. Of `model`, the architecture, no weights are
+    looked at. All is computed in float32, with one layer in memory at a time.
     """
     model = copy.deepcopy(model).float().eval()
     wanted = []

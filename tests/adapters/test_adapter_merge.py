@@ -12,7 +12,6 @@ import torch
 import yaml
 from checkpoints import tiny_llama
 from click.testing import CliRunner
-from coefficient_files import make_file
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
@@ -128,20 +127,6 @@ METHODS = [
 def test_the_same_weights_as_from_full_models(family, tmp_path, method, parameters):
     paths = family[:2] if method == "slerp" else family
     compare(config_of(paths, method, **parameters), family[0], tmp_path)
-
-
-def test_given_weights_of_statsmerging(family, tmp_path):
-    config = config_of(family, "statsmerging")
-    for model, weight in zip(config["models"], (0.5, 0.0, -0.3), strict=True):
-        model["parameters"] = {"weight": weight}
-    compare(config, family[0], tmp_path)
-
-
-def test_learned_coefficients(family, tmp_path):
-    experts = [f"{family[0]}+{path}" for path in family[1:]]
-    file = tmp_path / "coefficients.safetensors"
-    make_file(list(tiny_llama().state_dict()), experts).save(file)
-    compare(config_of(family, "statsmerging", coefficients=str(file)), family[0], tmp_path)
 
 
 KINDS = {
