@@ -119,7 +119,7 @@ def leaves_span(planned: PlannedTensor, changes: Collection[Change]) -> str:
         return method.leaves_span(planned.settings.parameters) or high
     if method.spec.name not in LINEAR_METHODS:
         return "its result is no sum of what the adapters change"
-    one = torch.ones((), dtype=torch.float64)
+    one = torch.ones(1, dtype=torch.float64)
     whole = float(_execute(planned, one, [one] * len(planned.experts)))
     if abs(whole - 1) <= 1e-5:  # float32's digits
         return ""

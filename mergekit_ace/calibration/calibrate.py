@@ -227,7 +227,7 @@ def _read_texts(
     folders = [one.folder for one in (readers[-1], *readers[:-1])]
     tokenizer = load_processor(folders, KIND, config)
     options: dict[str, Any] = {"device_map": "auto"} if torch.cuda.is_available() else {}
-    window, texts = getattr(skeleton.config, "sliding_window", None), []
+    window, texts = getattr(skeleton.config, "sliding_window", None) or math.inf, []
     for number, (_, data) in enumerate(config.sources):
         if data is None:
             writer, path = writers[number], place / f"{number}.jsonl"
@@ -238,7 +238,8 @@ def _read_texts(
             data = write_own_texts(model, tokenizer, SAMPLES, path, quiet=quiet)
             del model
         data = fit_to_model(data, skeleton)
-        data = data.model_copy(update={"samples": data.samples or SAMPLES})
+        cut = {"samples": data.samples or SAMPLES, "max_length": min(data.max_length, window)}
+        data = data.model_copy(update=cut)
         encoded = (KIND.encode(row, data, tokenizer) for row in read_rows(data, SEED))
         samples = [one for one in encoded if one is not None and len(one["input_ids"]) > 1]
         samples.sort(key=lambda one: len(one["input_ids"]), reverse=True)
@@ -246,12 +247,6 @@ def _read_texts(
             raise TrainingError(f"data {data.path} has no text of two tokens or more")
         for reader in (readers[-1], readers[number]):
             check_tokens(samples, data, reader.folder, len(reader[TABLE]))
-        longest = len(samples[0]["input_ids"])
-        if window is not None and longest > window:
-            raise TrainingError(
-                f"a sample has {longest} tokens, but the attention of {type(skeleton).__name__} "
-                f"reaches back {window}; add max_length: {window} to all data"
-            )
         texts.append(samples)
     return texts
 

@@ -332,7 +332,8 @@ def test_whole_tensors(own, tmp_path):
     options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     train_by_chance(tiny_llama, tmp_path / "saved", 3, **options)
     config = config_of([*own, str(tmp_path / "saved")], "ace")
-    refused(config, tmp_path, "holds lm_head.weight whole (`modules_to_save`)", "mergekit-ace merge")
+    told = "holds lm_head.weight whole (`modules_to_save`)"
+    refused(config, tmp_path, told, "mergekit-ace merge")
 
 
 @pytest.mark.parametrize(

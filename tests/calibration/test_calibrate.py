@@ -229,7 +229,6 @@ def test_mistakes_are_told(config, tmp_path, monkeypatch):
     monkeypatch.setattr(calibrate_module, "write_own_texts", None)
     wide = save(LlamaForCausalLM(tiny_llama(intermediate_size=40).config), tmp_path / "wide")
     gemma = save(Gemma2ForCausalLM(Gemma2Config(**LLAMA, head_dim=8)), tmp_path / "gemma")
-    window = MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=2))
     first, lone = config["models"][0], tmp_path / "adapter"
     train_by_chance(tiny_llama, lone, target_modules=["q_proj"], r=2)
     for changes, message in (
@@ -238,10 +237,18 @@ def test_mistakes_are_told(config, tmp_path, monkeypatch):
         ({"models": [{**first, "model": wide}]}, "give the experts that were merged"),
         ({"models": [{"model": str(lone)}]}, f"write BASE+{lone}"),
         ({"merged_model": gemma, "models": [{"model": gemma}]}, "Gemma2ForCausalLM cannot be cal"),
-        ({"merged_model": save(window, tmp_path / "window")}, "add max_length: 2 to all data"),
     ):
         refused(config | changes, tmp_path / "wrong", message)
         assert not list(tmp_path.glob("wrong*/"))
+
+
+def test_texts_are_cut_to_a_sliding_window(config, tmp_path):
+    """A step sees all earlier tokens, which the attention of such a model does not."""
+    window = MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=4))
+    config["merged_model"] = save(window.bfloat16(), tmp_path / "window")
+    assert run(config, tmp_path / "out").exit_code == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| what should stay | 20 | 80 |" in card
 
 
 def test_tokens_without_an_embedding(config, tmp_path):

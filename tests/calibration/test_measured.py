@@ -71,36 +71,26 @@ def test_ace_relative(rng, mix, shape, options):
     assert record.matrices[0].mix == mix
 
 
-def test_a_mix_of_nothing_is_the_estimate(rng):
+def test_experts_without_a_measurement_or_a_change(rng):
+    """They keep their estimate, or take no part; the others keep their own covariances."""
     base, experts = family(rng, 12, 30, 3)
-    covariances = [random_covariance(rng, 30) for _ in experts]
     plain, _ = merge_matrix(base, experts)
+    covariances = [random_covariance(rng, 30) for _ in experts]
     merged, record = merge_matrix(base, experts, measured=measured(covariances, 0.0))
     assert torch.equal(merged, plain)
     assert record.mix is None
-
-
-def test_experts_that_were_not_measured_keep_their_estimate(rng):
-    base, experts = family(rng, 12, 30, 3)
-    known = random_covariance(rng, 30)
     grams = [e.double() - base.double() for e in experts]
     grams = [(g - g.mean(dim=0)).T @ (g - g.mean(dim=0)) for g in grams]
-    expected = naive_ace(base, experts, measured=[grams[0], known, grams[2]], mix=0.5)
-    nothing = torch.zeros(30, 30)  # its samples never came to this layer
-    for absent in (None, nothing):
-        mixed = measured([absent, known, absent], 0.5)
+    own = [grams[0], covariances[1], grams[2]]
+    expected = naive_ace(base, experts, measured=own, mix=0.5)
+    for absent in (None, torch.zeros(30, 30)):  # its samples never came to this layer
+        mixed = measured([absent, covariances[1], absent], 0.5)
         merged, _ = merge_matrix(base, experts, measured=mixed)
         assert task_vector_error(merged, expected, base) <= 5e-5
-
-
-def test_experts_that_did_not_change_a_matrix(rng):
-    """They take no part, and the others keep their own covariances."""
-    base, experts = family(rng, 12, 30, 2)
-    covariances = [random_covariance(rng, 30) for _ in range(3)]
     three = [experts[0], base.clone(), experts[1]]
     merged, _ = merge_matrix(base, three, measured=measured(covariances, 0.5))
     pair = [covariances[0], covariances[2]]
-    expected, _ = merge_matrix(base, experts, measured=measured(pair, 0.5))
+    expected, _ = merge_matrix(base, experts[:2], measured=measured(pair, 0.5))
     torch.testing.assert_close(merged, expected)
     single, record = merge_matrix(base, three[:2], measured=measured(covariances[:2], 0.5))
     assert record.rule == "single"
