@@ -226,7 +226,7 @@ def _merge_tensors(
         work = partial(merge_products, planned, deltas, rank=rank)
         delta, lost = first_that_fits(device, work, planned.method.spec.name, planned.name)
         sizes.append((delta.energy if delta else 0.0, lost))
-        yield delta
+        yield delta if sizes[-1][0] else None
 
 
 def _copy_tokenizer(out: Path, adapters: Sequence[Adapter]) -> None:
