@@ -118,7 +118,8 @@ class CentredVectors:
         if stack is None and len(self.blocks) == 1:
             self.whole = form_stack(base, experts, dtype)
         if centred:
-            self.means = sum(self.block(block).sum(dim=1) for block in self.blocks) / rows
+            sums = (self.block(block).sum(dim=1) for block in self.blocks)
+            self.means = reduce(Tensor.add_, sums) / rows
             if self.whole is not None:
                 self.whole -= self.means[:, None]
 
@@ -181,7 +182,7 @@ def _closed_form(
     dual = len(coefficients) * rows < columns and not problem.measured
     solver = _solve_dual if dual else _solve_primal
 
-    def solved(given: Sequence[float], wanted: Regression) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def solved(given: Sequence[float], wanted: Regression) -> tuple[Tensor, Any, list[Tensor]]:
         merged, residual, common, *numbers = solver(wanted, vectors, given)
         if common is not None:  # c is the mean row of S, which commutes with A: cᵀA⁻¹1 ≥ 0
             merged.addr_(merged.sum(dim=1), common / (1 + common.sum()), alpha=-1)
@@ -219,7 +220,7 @@ def _solve_primal(
         stack = vectors.block(block)
         for t, covariance in enumerate(covariances):
             if t != origin:
-                moved = _times(stack[t], coefficients[t])
+                moved = stack[t] if coefficients[t] == 1 else stack[t] * coefficients[t]
                 moved = moved.sub(stack[origin], alpha=coefficients[origin])
                 _add_times_(merged[block], moved, covariance)
     trace, ridge, residual = system.trace(), problem.ridge(system), None
@@ -247,7 +248,7 @@ def _solve_primal(
     if isinstance(covariances, list):
         for t, covariance in enumerate(covariances):
             _add_times_(left, away[t], covariance)
-    else:
+    elif vectors.whole is not None:
         scaled = away * means.new_tensor(problem.scales)[:, None, None]
         left += (scaled @ vectors.whole.mT @ vectors.whole).sum(dim=0)
     probes = solve(left if common is None else torch.cat([left, common]), lower)
@@ -297,10 +298,6 @@ def _add_times_(total: Tensor, rows: Tensor, covariance: Covariance) -> None:
     """Add R S_t to a sum, for rows R, (m, i)."""
     left, right, scale = covariance
     add_product_(total, rows if left is None else product(rows, left), right, scale)
-
-
-def _times(matrix: Tensor, coefficient: float) -> Tensor:
-    return matrix if coefficient == 1 else matrix * coefficient
 
 
 def _solve_dual(

@@ -269,7 +269,9 @@ def is_base_rounded(expert: Tensor, base: Tensor, tau: float, size: float) -> bo
         lossless = coarsest <= torch.finfo(base.dtype).eps
         if tau > (0.0 if lossless else size * coarsest**2) + base.numel() * tiny**2:
             continue
-        saved = reduce(Tensor.to, reversed(grids), base)
+        saved = base
+        for grid in reversed(grids):
+            saved = saved.to(grid)
         if torch.equal(saved.double(), expert.double()):
             return True
     return False
