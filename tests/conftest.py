@@ -14,7 +14,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
@@ -24,11 +24,11 @@ import click
 import pytest
 import yaml
 from click.testing import CliRunner
+from example_modules import examples
 
 if TYPE_CHECKING:
     import torch  # for names alone: the process that only starts the workers need not wait for it
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "msedge")
 # No calls home, and no sandbox, which root cannot have.
 BROWSER_FLAGS = """--no-sandbox --disable-gpu --no-first-run --disable-background-networking
@@ -85,25 +85,6 @@ def mergekit_pytorch(tmp_path: Path) -> Callable[..., Path]:
     from mergekit.scripts.merge_raw_pytorch import main
 
     return _runner(main, tmp_path)
-
-
-@contextmanager
-def examples() -> Iterator[Callable[[str, str], ModuleType]]:
-    """Import modules of a folder of examples, as `example(folder, module)`.
-
-    All modules of the examples are forgotten afterwards: several folders use the same names.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-
-        def load(folder: str, name: str) -> ModuleType:
-            patch.syspath_prepend(EXAMPLES / folder)
-            return importlib.import_module(name)
-
-        yield load
-    for name, module in list(sys.modules.items()):
-        places = f"{vars(module).get('__file__')} {vars(module).get('__path__')}"
-        if str(EXAMPLES) in places:
-            del sys.modules[name]
 
 
 @pytest.fixture

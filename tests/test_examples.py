@@ -17,13 +17,12 @@ import torch
 import yaml
 from checkpoints import fine_tuned, state
 from configs import check_config, read_config
-from conftest import examples
+from example_modules import EXAMPLES, examples
 from reference import naive_tensor, task_vector_error
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, LlamaConfig
 
 from mergekit_ace.training.config import TrainConfig
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 CONFIGS = sorted({*EXAMPLES.glob("*/*.yml")} - {EXAMPLES / "evidence" / "sources.yml"})
 
 

@@ -115,9 +115,9 @@ class Statistics:
             self.index = StatisticsIndex.model_validate_json(self.path.read_bytes())
             self._headers = [self._read_headers(expert) for expert in self.index.experts]
         except (OSError, ValidationError) as error:
-            what = "no file of" if self.path.is_file() else "missing:"
+            what = "is no file of statistics" if self.path.is_file() else "is missing"
             raise StatisticsFileError(
-                f"{self.path} is {what} statistics; give the statistics.json that `mergekit-ace "
+                f"{self.path} {what}; give the statistics.json that `mergekit-ace "
                 "statistics` wrote, or run that again"
             ) from error
 

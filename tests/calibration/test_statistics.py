@@ -146,7 +146,7 @@ def test_only_language_models_write_their_own_samples(tmp_path):
 
 
 def test_layers_with_the_same_inputs_share_a_covariance(whole):
-    tensors = Statistics.load(whole).tensors
+    tensors = Statistics(whole).tensors
     kinds = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up",
              "mlp.down")  # fmt: skip
     found = [tensors[f"model.layers.1.{kind}_proj.weight"].inputs for kind in kinds]
@@ -289,16 +289,16 @@ def test_nan(tmp_path, where):
 
 
 def test_damaged_and_foreign_files(whole, tmp_path):
-    with pytest.raises(StatisticsFileError, match="there are no statistics at"):
-        Statistics.load(tmp_path / "none")
+    with pytest.raises(StatisticsFileError, match="missing; give the statistics"):
+        Statistics(tmp_path / "none")
     foreign = tmp_path / "foreign.json"
     foreign.write_text('{"format": "something else"}')
     with pytest.raises(StatisticsFileError, match="is no file of statistics"):
-        Statistics.load(foreign)
+        Statistics(foreign)
     shutil.copytree(whole, tmp_path / "out")
     file = tmp_path / "out" / "experts" / "1-covariances.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(
         StatisticsFileError, match=r"the statistics of task1 cannot be used: .*is damaged"
     ):
-        Statistics.load(tmp_path / "out")
+        Statistics(tmp_path / "out")

@@ -127,7 +127,7 @@ def test_adapters(tmp_path, paths):
     assert not cache.exists()  # nothing was merged for it
     assert not any(model.lora for model in LoaderCache().loaders.keys() - before)
     (adapter / "adapter_config.json").unlink()
-    assert "holds no adapter_config.json" in findings(tmp_path, config)["error"]
+    assert "adapter_config.json is missing" in findings(tmp_path, config)["error"]
 
 
 def test_room_on_the_disk(tmp_path, paths, monkeypatch):
