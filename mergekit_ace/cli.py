@@ -109,7 +109,7 @@ class ConfigFile(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         import yaml
 
-        path = super().convert(value, param, ctx)
+        path = Path(super().convert(value, param, ctx))  # type: ignore[arg-type]
         try:
             documents = [one for one in yaml.safe_load_all(path.read_text("utf-8")) if one]
         except (OSError, UnicodeDecodeError, yaml.YAMLError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from mergekit.architecture import WeightInfo
@@ -192,9 +192,9 @@ class MergeProducts(ExecuteMergeMethodTask):
     @torch.no_grad()
     def execute(self, base: Tensor, **_: Any) -> Tensor:
         """Return the merged tensor, in the dtype of the base's."""
-        planned = PlannedTensor(self)
+        planned, gathered = PlannedTensor(self), cast(GatherAdapted, self.gather_tensors)
         method = planned.method
-        products = read_products(planned.experts, dict(self.gather_tensors.changes))
+        products = read_products(planned.experts, dict(gathered.changes))
 
         def merged_on(device: torch.device) -> Tensor:
             delta, _ = merge_products(planned, products, device)

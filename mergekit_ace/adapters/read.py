@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import peft
 import torch
@@ -182,9 +182,9 @@ class Adapter:
         packed = self.changes.get(part.name) if part else None
         if part is None or packed is None or packed.flipped:
             return None
-        known = {field.name: getattr(packed, field.name) for field in fields(Change)}
-        shape = (packed.shape[1] // part.pieces, *packed.shape[2:])
-        return ChangedPart(**known | {"shape": shape}, packed=packed, part=part)
+        known: dict[str, Any] = {one.name: getattr(packed, one.name) for one in fields(Change)}
+        known["shape"] = (packed.shape[1] // part.pieces, *packed.shape[2:])
+        return ChangedPart(**known, packed=packed, part=part)
 
 
 def names_in_memory(weight: WeightInfo) -> tuple[str, ...]:
@@ -324,7 +324,7 @@ def _read_config(folder: Path) -> LoraConfig:
             "with path_initial_model_for_weight_conversion"
         )
     try:
-        return LoraConfig.from_pretrained(str(folder))  # warns of settings of a newer PEFT
+        return cast(LoraConfig, LoraConfig.from_pretrained(str(folder)))  # warns of newer settings
     except Exception as error:  # of many kinds
         raise DamagedFileError(
             f"{path} is no config that peft {peft.__version__} reads: {error}; correct it, or save "
@@ -366,7 +366,7 @@ def _layer_change(place: str, layer: Any) -> Change:
             f"changes {place}, a {type(base).__name__}, and only matrices, tables and packed "
             f"experts can be merged as an adapter; {MERGE_MODELS}"
         )
-    name, weight = "weight", None if packed else base.weight
+    name, weight = "weight", cast(Tensor, None if packed else base.weight)
     flipped = not isinstance(base, nn.Linear)
     if packed:
         name, weight = layer.parameter_name, layer.get_param()

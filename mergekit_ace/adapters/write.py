@@ -80,7 +80,7 @@ def write_adapter(
         with open(staged, "wb") as file:
             file.write(_header(shapes, dtype))
             for tensor in _as_stored(places, merged, shapes, dtype):
-                file.write(tensor.contiguous().view(torch.uint8).numpy())
+                file.write(tensor.contiguous().view(torch.uint8).numpy().data)
         flush_to_disk(staged)
     except BaseException:
         staged.unlink(missing_ok=True)

@@ -147,6 +147,10 @@ class Standardizer(nn.Module):
     The logarithm is sign(x) log(1 + |x| / unit); all constants are (F,).
     """
 
+    unit: Tensor
+    centre: Tensor
+    width: Tensor
+
     def __init__(self, features: int):
         super().__init__()
         for name in ("unit", "centre", "width"):

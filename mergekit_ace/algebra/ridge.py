@@ -188,12 +188,14 @@ def _closed_form(
             merged.addr_(merged.sum(dim=1), common / (1 + common.sum()), alpha=-1)
         return merged, residual, numbers
 
-    component, strength, ones = None, vectors.means.new_zeros(()), [1.0] * len(coefficients)
+    component, strength = None, vectors.means.new_zeros(())
+    ones = [1.0] * len(coefficients)
+    given = ones if problem.rank else coefficients
+    merged, residual, numbers = solved(given, problem)
     if problem.rank:
-        merged, residual, numbers = solved(ones, problem)
         component, strength = _refine(problem, vectors, merged, residual.add_(merged))
-    if component is None or coefficients != ones:
-        merged, _, numbers = solved(coefficients, replace(problem, rank=0))
+        if coefficients != ones:
+            merged, _, numbers = solved(coefficients, replace(problem, rank=0))
     numbers += [torch.linalg.vector_norm(merged), strength.to(merged.dtype)]
     if component is not None:
         merged.add_(component, alpha=problem.refinement)

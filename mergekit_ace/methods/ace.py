@@ -60,7 +60,7 @@ class RidgeMethod(TaskVectorMethod):
         refines: whether a refinement may follow.
     """
 
-    options_class: ClassVar[type[BaseModel]]
+    options_class: ClassVar[type[AceOptions] | type[RelativeOptions]]
     citations = cited("xu2026ace")
     refines: ClassVar[bool] = False
     ill_conditioned = "Raise `epsilon` for this tensor (by a filter) or for all."

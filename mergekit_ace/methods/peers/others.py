@@ -270,7 +270,7 @@ def merge_by_fisher(
     merged = torch.empty_like(base, dtype=active.dtype, memory_format=torch.contiguous_format)
     origin, out = as_rows(base), as_rows(merged)
     versions = [(as_rows(w), as_rows(f)) for w, f in zip(active.experts, fisher, strict=True)]
-    for block in blocks(*origin.shape, base.device):
+    for block in blocks(len(origin), origin.shape[1], base.device):
         numerator = torch.zeros_like(origin[block], dtype=torch.float64)
         total = torch.zeros_like(numerator)
         for (expert, information), weight in zip(versions, active.weights, strict=True):
