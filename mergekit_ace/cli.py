@@ -34,6 +34,7 @@ ONE_PROCESS_FLAGS = ("multi_gpu", "gpu_rich", "async_write", "write_threads")
 KINDS = {
     "merge": "merge_method",
     "distill": "teacher",
+    "score": "merges",
     "calibrate": "merged_model",
     "statistics": "measure",
     "train": "task",
@@ -195,14 +196,14 @@ def use_device(ctx: click.Context, option: click.Parameter, value: str | None) -
     check_device(kind)
 
 
-def run_options(*kinds: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def run_options(*kinds: str, out: Any = OUT) -> Callable[[Callable[..., None]], Any]:
     """Return a decorator that adds what every command takes that runs models, and its `KINDS`."""
     seen: dict[str, Any] = {"callback": use_device, "expose_value": False}
     text = "Compute on this device; without, on a GPU where there is one."
     trust = "Run code that models bring along (danger)."
     added = (
         click.argument("config", type=ConfigFile(*kinds)),
-        OUT,
+        out,
         click.option("--overwrite", is_flag=True, help="Drop what another run has left in OUT."),
         QUIET,
         click.option("--device", help=text, **seen),
@@ -283,6 +284,21 @@ def calibrate_merge(config: Path, out: Path, **given: Any) -> None:
     run_calibration(read_config(config, CalibrateConfig, given), out, **given)
     if not given["quiet"]:
         click.echo(f"{out} holds the calibrated merge.")
+
+
+@main.command(example="score score.yml scores/")
+@run_options("score", out=click.argument("out", type=FOLDER, default="scores"))
+def score(config: Path, out: Path, **given: Any) -> None:
+    """Measure what merges keep of their experts, and what they forget.
+
+    Every model reads held-out texts, or texts that the experts write, and does tasks of
+    lm-evaluation-harness. OUT, by default scores/, gets the figures and a page of them. A run that
+    was interrupted goes on when the same command is given again.
+    """
+    from mergekit_ace.score.config import ScoreConfig
+    from mergekit_ace.score.score import run_scoring
+
+    click.echo(str(run_scoring(read_config(config, ScoreConfig, given), out, **given)))
 
 
 @main.command(example="merge ace.yml out/ --workers 2", flags=None)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One model in memory: its losses on texts, its answers, its results on tasks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mergekit.common import ModelReference
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+
+from mergekit_ace.score.config import ScoreConfig
+from mergekit_ace.training.config import DataConfig
+from mergekit_ace.training.data import read_rows
+from mergekit_ace.training.models import load_model, local_folder
+from mergekit_ace.training.state import TrainingError
+from mergekit_ace.training.tasks import CausalLanguageModel, Example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+KIND = CausalLanguageModel()
+TOKENS = {"cpu": 2048, "cuda": 16384}  # of a batch, with padding
+ROWS = 1024  # logits whose losses are computed at once
+MORE = 8  # tokens that an answer may be longer than the right one
+
+
+def load_scored(reference: ModelReference, config: ScoreConfig) -> PreTrainedModel:
+    """Load a model, with its adapter if it has one, on the GPU where there is one.
+
+    Raises:
+        TrainingError: it cannot be loaded, or does not fit.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    bare = ModelReference(model=reference.model)
+    folder = local_folder(str(bare), Path(), config.trust_remote_code)
+    dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    try:
+        model = load_model(folder, KIND, config, dtype).to(device)
+        if reference.lora is not None:
+            from peft import PeftModel
+
+            adapter, revision = reference.lora.path, reference.lora.revision
+            model = PeftModel.from_pretrained(model, adapter, revision=revision).eval()
+    except torch.OutOfMemoryError as error:
+        advice = "give `dtype: bfloat16`" if config.dtype != "bfloat16" else "give --device cpu"
+        raise TrainingError(f"{reference} does not fit on the GPU; {advice}") from error
+    return model
+
+
+def read_samples(data: DataConfig, tokenizer: Any) -> list[Example]:
+    """Read the held-out rows of data as samples.
+
+    Raises:
+        TrainingError: the data cannot be read, or its texts are too short.
+    """
+    held_out = data.model_copy(update={"split": data.test_split or data.split})
+    rows = read_rows(held_out, seed=0)
+    encoded = [KIND.encode(row, data, tokenizer) for row in rows]
+    samples = [one for one in encoded if one is not None and "true" in one]
+    if not samples:
+        raise TrainingError(
+            f"data {data.path}: no text has anything to predict within max_length: "
+            f"{data.max_length}; give longer texts"
+        )
+    return samples
+
+
+def sequence_losses(
+    model: PreTrainedModel, samples: Sequence[Example], *, title: str, quiet: bool
+) -> list[tuple[float, int]]:
+    """Return the summed loss in nats of every sample, and the number of its predicted tokens.
+
+    Raises:
+        TrainingError: the model answers NaN or Inf.
+    """
+    losses: list[tuple[float, int]] = [(0.0, 0)] * len(samples)
+    with tqdm(desc=title, total=len(samples), unit="text", disable=quiet) as bar:
+        for places in _batches(samples, TOKENS[model.device.type]):
+            batch = KIND.collate([samples[place] for place in places])
+            counts = [len(samples[place]["true"]) for place in places]
+            truth = torch.cat([samples[place]["true"] for place in places]).to(model.device)
+            with torch.inference_mode():
+                given = {name: part.to(model.device) for name, part in batch.items()}
+                logits = KIND.logits(model, given)
+                parts = zip(logits.split(ROWS), truth.split(ROWS), strict=True)
+                each = [cross_entropy(part.float(), true, reduction="none") for part, true in parts]
+            sums = [float(own.double().sum()) for own in torch.cat(each).split(counts)]
+            if not all(map(torch.isfinite, map(torch.tensor, sums))):
+                raise TrainingError(f"{title}: the model answers NaN or Inf; its merge has failed")
+            for place, loss, count in zip(places, sums, counts, strict=True):
+                losses[place] = (loss, count)
+            bar.update(len(places))
+    return losses
+
+
+def _batches(samples: Sequence[Example], tokens: int) -> Iterator[list[int]]:
+    """Yield places of samples of like length, so that a padded batch has at most `tokens`."""
+    order = sorted(range(len(samples)), key=lambda place: -len(samples[place]["input_ids"]))
+    batch: list[int] = []
+    for place in order:
+        if batch and (len(batch) + 1) * len(samples[batch[0]]["input_ids"]) > tokens:
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch
+
+
+def answer_matches(
+    model: PreTrainedModel, samples: Sequence[Example], data: DataConfig, tokenizer: Any
+) -> list[bool]:
+    """Return of every prompt whether the model writes the completion, but for spaces around it."""
+    matches = [False] * len(samples)
+    for places in _batches(samples, TOKENS[model.device.type]):
+        chosen = [samples[place] for place in places]
+        prompts = [{"input_ids": one["input_ids"][~one["supervised"]]} for one in chosen]
+        longest = max(len(one["true"]) for one in chosen) + MORE
+        limited = data.model_copy(update={"max_new_tokens": longest})
+        written = KIND.complete(model, prompts, limited, tokenizer)
+        for place, right, answer in zip(places, chosen, written, strict=True):
+            ids = (right["true"], answer["input_ids"][answer["supervised"]])
+            texts = [tokenizer.decode(one, skip_special_tokens=True).strip() for one in ids]
+            matches[place] = texts[0] == texts[1]
+    return matches
+
+
+def task_results(
+    model: PreTrainedModel, tokenizer: Any, tasks: Sequence[str], limit: int | None,
+    folder: str | Path | None,
+) -> dict[str, tuple[str, float, float]]:  # fmt: skip
+    """Return name, value and standard error of each task's first metric, by lm-eval.
+
+    Raises:
+        TrainingError: lm-eval is not installed, or has no such task.
+    """
+    try:
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise TrainingError(
+            "`tasks` need lm-evaluation-harness: pip install 'mergekit-ace[score]'"
+        ) from error
+    manager = TaskManager(include_path=None if folder is None else os.path.expanduser(folder))
+    unknown = [task for task in tasks if not manager.match_tasks([task])]
+    if unknown:
+        raise TrainingError(
+            f"lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval ls tasks` lists them"
+        )
+    results = lm_eval.simple_evaluate(
+        HFLM(pretrained=model, tokenizer=tokenizer, batch_size=8),
+        tasks=list(tasks),
+        limit=limit,
+        task_manager=manager,
+        log_samples=False,
+        verbosity="ERROR",
+    )["results"]
+    found = {}
+    for task in tasks:
+        values = {key: value for key, value in results[task].items() if "," in key}
+        metric = next(key for key in values if "_stderr" not in key)
+        name, kind = metric.split(",", 1)
+        error = values.get(f"{name}_stderr,{kind}")
+        known = float(error) if isinstance(error, int | float) else float("nan")
+        found[task] = (name, float(values[metric]), known)
+    return found

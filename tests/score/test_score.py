@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`score`, from a config to a table: losses, answers, tasks, and what goes on after a stop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from checkpoints import ace_config, fine_tuned, tiny_llama
+from click.testing import CliRunner, Result
+from families import tokenizer, write_rows
+from peft_models import train_by_chance
+from transformers import AutoModelForCausalLM
+
+from mergekit_ace.cli import main
+from mergekit_ace.score import measure
+from mergekit_ace.score.figures import forgot, kept
+from mergekit_ace.training.tasks import write_own_texts
+
+
+@pytest.fixture
+def config(tmp_path) -> dict:
+    """A base, two experts with texts of their own language, and the merge of both by halves."""
+    base = tiny_llama()
+    experts = [fine_tuned(base, seed, 0.3) for seed in (1, 2)]
+    merge = tiny_llama()
+    states = [expert.state_dict() for expert in experts]
+    merge.load_state_dict({name: (states[0][name] + states[1][name]) / 2 for name in states[0]})
+    for name, model in zip(
+        ("base", "law", "medicine", "out"), (base, *experts, merge), strict=True
+    ):
+        model.save_pretrained(tmp_path / name)
+        tokenizer().save_pretrained(tmp_path / name)
+    write_own_texts(experts[0].eval(), tokenizer(), 16, tmp_path / "law.jsonl", quiet=True)
+    write_own_texts(base.eval(), tokenizer(), 16, tmp_path / "keep.jsonl", quiet=True)
+    return {
+        "base_model": str(tmp_path / "base"),
+        "models": [
+            {"model": str(tmp_path / "law"), "data": text(tmp_path / "law.jsonl")},
+            {"model": str(tmp_path / "medicine")},
+        ],
+        "merges": [str(tmp_path / "out")],
+        "keep": text(tmp_path / "keep.jsonl"),
+    }
+
+
+def text(path: Path) -> dict:
+    return {"path": str(path), "text": "text", "max_length": 64}
+
+
+def score(config: dict, out: Path, *flags: str) -> Result:
+    path = out.with_suffix(".yml")
+    path.write_text(yaml.safe_dump(config))
+    return CliRunner().invoke(main, ["score", str(path), str(out), "--quiet", *flags])
+
+
+def content(out: Path) -> dict:
+    return json.loads((out / "scores.json").read_text())
+
+
+def losses_by_hand(folder: str, data: dict) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(folder).double()
+    losses = []
+    for line in Path(data["path"]).read_text().splitlines():
+        ids = torch.tensor([tokenizer()(json.loads(line)["text"])["input_ids"][:64]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1].log_softmax(-1)
+        losses.append(-float(logits.gather(1, ids[0, 1:, None]).sum()))
+    return np.array(losses)
+
+
+def test_kept_and_forgot_are_those_of_the_losses(config, tmp_path):
+    found = score(config, tmp_path / "scores")
+    assert found.exit_code == 0, found.output
+    law, keep, merge = config["models"][0], config["keep"], config["merges"][0]
+    base, expert, merged = (
+        losses_by_hand(folder, law["data"]).sum()
+        for folder in (config["base_model"], law["model"], merge)
+    )
+    scores = content(tmp_path / "scores")
+    share, error = scores["kept"][merge]["law"]
+    assert share == pytest.approx((base - merged) / (base - expert), rel=1e-4)
+    assert 0 < error < 0.5
+    before, after = (losses_by_hand(folder, keep) for folder in (config["base_model"], merge))
+    rise = (after - before).sum() / (30 * len(before))
+    assert scores["forgot"][merge][0] == pytest.approx(rise, rel=1e-4)
+    assert scores["texts_written_by_models"] == ["medicine"]
+    assert f"{share:.3f} ± {error:.3f}" in found.output
+    assert "medicine*" in found.output
+    assert "* on texts that the model wrote itself" in found.output
+    assert "Scores" in (tmp_path / "scores" / "scores.html").read_text()
+
+
+def test_the_expert_keeps_all_and_the_base_nothing(config, tmp_path):
+    law, base = config["models"][0]["model"], config["base_model"]
+    found = score({**config, "merges": [law, base]}, tmp_path / "scores")
+    assert found.exit_code == 0, found.output
+    scores = content(tmp_path / "scores")
+    assert scores["kept"][law]["law"] == pytest.approx([1, 0], abs=1e-6)
+    assert scores["kept"][base]["law"] == pytest.approx([0, 0], abs=1e-6)
+    assert scores["forgot"][base] == pytest.approx([0, 0], abs=1e-6)
+
+
+def test_an_expert_that_gains_nothing_has_no_share(config, tmp_path):
+    config["models"][0]["data"] = config["keep"]
+    found = score(config, tmp_path / "scores")
+    assert found.exit_code == 0, found.output
+    assert "law is no better than the base on its texts" in found.output
+    assert content(tmp_path / "scores")["kept"][config["merges"][0]]["law"] is None
+
+
+def test_it_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
+    loaded, usual = [], measure.sequence_losses
+
+    def stopped(model, samples, *, title, quiet):
+        loaded.append(title)
+        if len(loaded) == 4:
+            raise KeyboardInterrupt
+        return usual(model, samples, title=title, quiet=quiet)
+
+    monkeypatch.setattr("mergekit_ace.score.score.sequence_losses", stopped)
+    assert score(config, tmp_path / "scores").exit_code == 1
+    assert score(config, tmp_path / "scores").exit_code == 0
+    assert len(loaded) == 1 + len(set(loaded)), "only what was stopped is measured again"
+    whole = content(tmp_path / "scores")
+    again = score(config, tmp_path / "scores")
+    assert again.exit_code == 0
+    assert len(loaded) == 1 + len(set(loaded))
+    fine_tuned(tiny_llama(), 7, 0.3).save_pretrained(config["merges"][0])
+    assert score(config, tmp_path / "scores").exit_code == 0
+    assert len(loaded) == 4 + len(set(loaded)), "the merge was measured anew, on three texts"
+    assert content(tmp_path / "scores")["kept"] != whole["kept"]
+
+
+def test_adapters_and_configs_are_models_like_others(config, tmp_path):
+    adapted = train_by_chance(tiny_llama, tmp_path / "adapter", target_modules=["q_proj"], r=2)
+    adapted.base.save_pretrained(config["base_model"])
+    merge = ace_config([config["base_model"], *(one["model"] for one in config["models"])])
+    (tmp_path / "ace.yml").write_text(yaml.safe_dump(merge))
+    adapter = f"{config['base_model']}+{tmp_path / 'adapter'}"
+    found = score({**config, "merges": [str(tmp_path / "ace.yml"), adapter]}, tmp_path / "scores")
+    assert found.exit_code == 0, found.output
+    scores = content(tmp_path / "scores")
+    assert list(scores["kept"]) == [str(tmp_path / "ace.yml"), adapter]
+    whole = tiny_llama()
+    whole.load_state_dict(adapted.merged)
+    whole.save_pretrained(tmp_path / "whole")
+    before, loss = (
+        losses_by_hand(folder, config["keep"])
+        for folder in (config["base_model"], str(tmp_path / "whole"))
+    )
+    measured = sorted(one for one, _ in scores["measured"][f"keep / {adapter}"]["losses"])
+    assert measured == pytest.approx(sorted(loss), rel=1e-6)
+    assert sorted(loss) != pytest.approx(sorted(before), rel=1e-4)
+
+
+def test_questions_are_scored_by_the_answer_and_by_exact_match(config, tmp_path):
+    """What the expert answers itself, it answers exactly; only the answer counts in its loss."""
+    expert = AutoModelForCausalLM.from_pretrained(config["models"][0]["model"])
+    words, rows = tokenizer(), []
+    for number in range(6):
+        prompt = torch.tensor([words(f"w{number} w{2 * number}")["input_ids"]])
+        answer = expert.generate(prompt, max_new_tokens=3, do_sample=False, eos_token_id=None)
+        rows.append({"q": f"w{number} w{2 * number}", "a": words.decode(answer[0, 2:])})
+    path = write_rows(tmp_path / "qa.jsonl", rows)
+    config["models"][0]["data"] = {"path": path, "prompt": "q", "completion": "a"}
+    found = score(config, tmp_path / "scores")
+    assert found.exit_code == 0, found.output
+    scores = content(tmp_path / "scores")
+    tokens = {count for _, count in scores["measured"]["law / base"]["losses"]}
+    assert tokens == {4}, "three tokens and the end"
+    assert set(scores["exact_match"]["law"]) == {"law", "base", config["merges"][0]}
+
+
+@pytest.fixture
+def tasks(tmp_path) -> Path:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    rows = [{"q": f"w{n}", "choices": ["w1", "w2"], "gold": n % 2} for n in range(8)]
+    write_rows(folder / "rows.jsonl", rows)
+    task = {
+        "task": "local_words",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{q}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{gold}}",
+        "metric_list": [{"metric": "acc"}],
+    }
+    (folder / "local_words.yaml").write_text(yaml.safe_dump(task))
+    return folder
+
+
+def test_tasks_run_by_the_real_harness(config, tasks, tmp_path):
+    pytest.importorskip("lm_eval")
+    config["models"][1] |= {"tasks": ["local_words"], "limit": 6}
+    config["task_folder"] = str(tasks)
+    found = score(config, tmp_path / "scores")
+    assert found.exit_code == 0, found.output
+    results = content(tmp_path / "scores")["tasks"]["local_words"]
+    assert set(results) == {"base", "medicine", config["merges"][0]}
+    for metric, value, error in results.values():
+        assert metric == "acc"
+        assert value * 6 == pytest.approx(round(value * 6))
+        assert error >= 0
+    assert "local_words (acc)" in found.output
+    config["models"][1]["tasks"] = ["no_such_task"]
+    wrong = score(config, tmp_path / "others")
+    assert wrong.exit_code == 1
+    assert "has no task no_such_task" in wrong.output
+
+
+def test_a_missing_extra_is_named(config, tasks, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
+    config["models"][0] = {"model": config["models"][0]["model"], "tasks": ["local_words"]}
+    found = score(config, tmp_path / "scores")
+    assert found.exit_code == 1
+    assert "pip install 'mergekit-ace[score]'" in found.output
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"merges": ["none"]}, "none"),
+        ({"merges": []}, "merges"),
+        ({"merges": ["a", "a"]}, "`merges` has a twice"),
+        ({"keep": {"path": "keep.jsonl", "prompt": "q"}}, "needs a `completion` of each prompt"),
+        ({"keep": {"path": "keep.jsonl", "image": "q"}}, "needs a column text, prompt or messages"),
+        ({"kept": 1}, "kept"),
+    ],
+)
+def test_mistakes_are_named(config, tmp_path, change, said):
+    found = score(config | change, tmp_path / "scores")
+    assert found.exit_code == 1
+    assert said in found.output
+
+
+def test_texts_that_are_too_short_are_named(config, tmp_path):
+    config["keep"] = {"path": write_rows(tmp_path / "k.jsonl", [{"text": "w1"}]), "text": "text"}
+    found = score(config, tmp_path / "scores")
+    assert found.exit_code == 1
+    assert "no text has anything to predict" in found.output
+
+
+def test_a_folder_with_other_things_is_refused(config, tmp_path):
+    (tmp_path / "scores").mkdir()
+    (tmp_path / "scores" / "notes.txt").write_text("mine")
+    found = score(config, tmp_path / "scores")
+    assert found.exit_code == 1
+    assert "holds other things than scores" in found.output
+
+
+def test_errors_of_figures_are_those_of_many_samples():
+    """The bootstrap's error is the spread over data sets that are drawn anew."""
+    rng = np.random.default_rng(0)
+
+    def draw(count: int = 50) -> list[list[tuple[float, int]]]:
+        hard = rng.normal(100, 10, count)
+        shares = rng.normal(0.8, 0.3, count)
+        gains = rng.uniform(10, 30, count)
+        rows = (hard, hard - gains, hard - shares * gains)
+        return [[(float(one), 20) for one in row] for row in rows]
+
+    repeated = [draw() for _ in range(200)]
+    shares = [kept(*one) for one in repeated]
+    assert np.std([s.value for s in shares]) == pytest.approx(
+        np.mean([s.error for s in shares]), rel=0.15
+    )
+    rises = [forgot(base, merge) for base, _, merge in repeated]
+    assert np.std([r.value for r in rises]) == pytest.approx(
+        np.mean([r.error for r in rises]), rel=0.15
+    )
