@@ -130,7 +130,9 @@ class _Scoring:
         merges = [_parse(merge) for merge in self.merges]
         every = [base, *experts, *merges]
         folders = [
-            local_folder(str(ModelReference(model=one.model)), Path(), self.config.trust_remote_code)
+            local_folder(
+                str(ModelReference(model=one.model)), Path(), self.config.trust_remote_code
+            )
             for one in every
         ]
         self.tokenizer = load_processor(folders, KIND, self.config)
