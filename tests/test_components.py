@@ -8,8 +8,7 @@ import torch
 from matrices import HETEROGENEOUS, family
 from reference import naive_ace, naive_relative, naive_table, task_vector_error
 
-from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_tensor
-from mergekit_ace.algebra.components import split_tensor
+from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_tensor, split_tensor
 
 OWN = [1.7, 0.0, -0.6]
 SHAPES = [(20, 90), (120, 24), (50, 60), (22, 55)]

@@ -23,6 +23,7 @@ from mergekit_ace.algebra.ridge import Regression, merge_by_ridge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     Factor,
+    FixedLayout,
     Fraction,
     MatrixRecord,
     NonNegative,
@@ -30,8 +31,10 @@ from mergekit_ace.algebra.task_vectors import (
     Ridge,
     Statistic,
     TensorRecord,
+    as_matrices,
     by_layout,
     form_stack,
+    from_matrices,
     measure_heterogeneity,
     merge_mean,
     resolve_layout,
@@ -355,3 +358,40 @@ def merge_table(
         counts.mul_(coefficients * options.scale)
         merged[rows] += stack.mul_(counts[:, :, None]).sum(dim=0)
     return merged, active.record("ace_relative", **known)
+
+
+def split_tensor(
+    base: Tensor,
+    experts: Sequence[Tensor],
+    options: AceOptions | RelativeOptions,
+    layout: FixedLayout,
+    weights: Sequence[float] | None = None,
+) -> list[Tensor]:
+    """Return the components of the merge of one stored tensor, whose sum times λ is added to W0.
+
+    Step 4 of ACE-Merging is linear in what stands outside of the covariances: X = Σ_t X_t with
+    X_t = C_t (S_t + ε_t I)(A + 1 cᵀ)⁻¹, and the refinement of step 5 is one more. So coefficients
+    can be learned over components as over task vectors. Each component is a merge with all other
+    coefficients at 0; for arguments and errors see `merge_tensor`.
+
+    Returns:
+        T components shaped as `base`, in the compute dtype or wider, and with options of `ace` the
+        refinement as the last one: zeros where nothing is refined.
+    """
+    options = options.model_copy(update={"scale": 1.0})
+    weights = [1.0] * len(experts) if weights is None else weights
+    if layout not in ("mean", "table", "matrix") and base.numel():
+        views = [as_matrices(tensor, layout) for tensor in (base, *experts)]
+        split = [
+            split_tensor(own[0], own[1:], options, "matrix", weights)
+            for own in zip(*views, strict=True)
+        ]
+        return [from_matrices(parts, base.shape, layout) for parts in zip(*split, strict=True)]
+    active = select_active(base, experts, weights, options.dtype)
+    used = active.spread(active.weights, 0.0)
+    origin = torch.zeros_like(base, dtype=active.dtype)
+    deltas = [task_vector(expert, base, active.dtype) for expert in experts]
+    return [
+        merge_tensor(origin, deltas, used, options, layout, one)[0]
+        for one in torch.eye(len(experts) + options.refines).tolist()
+    ]

@@ -25,8 +25,7 @@ from mergekit_ace.score.measure import (
     sequence_losses,
     task_results,
 )
-from mergekit_ace.score.page import show_scores
-from mergekit_ace.score.table import Scores
+from mergekit_ace.score.results import Scores, show_scores
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.models import load_processor, local_folder
 from mergekit_ace.training.state import TrainingError

@@ -14,7 +14,7 @@ from mergekit.common import ModelReference
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mergekit_ace.algebra.components import split_tensor
+from mergekit_ace.algebra.ace import split_tensor
 from mergekit_ace.algebra.learner import LearnerInputs, combine, features, measure_moments
 from mergekit_ace.algebra.task_vectors import IllConditionedError
 from mergekit_ace.files.saving import save_tensors
