@@ -13,12 +13,14 @@ Losses = Sequence[tuple[float, int]]  # of each sequence: summed loss in nats, t
 
 
 class Estimate(NamedTuple):
-    """A number with its standard error."""
+    """A number with its standard error, if that is known."""
 
     value: float
-    error: float
+    error: float | None
 
     def __str__(self) -> str:
+        if self.error is None:
+            return f"{self.value:.3f}"
         return f"{self.value:.3f} ± {self.error:.3f}"
 
 
@@ -45,7 +47,7 @@ def forgot(base: Losses, merge: Losses, seed: int = 0) -> Estimate:
 
 def mean(estimates: Sequence[Estimate]) -> Estimate:
     """Return the mean of independent estimates."""
-    errors = np.array([one.error for one in estimates])
+    errors = np.array([one.error for one in estimates], dtype=float)
     value = float(np.mean([one.value for one in estimates]))
     return Estimate(value, float(np.sqrt((errors**2).sum())) / len(errors))
 

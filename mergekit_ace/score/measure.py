@@ -29,7 +29,7 @@ ROWS = 1024  # logits whose losses are computed at once
 MORE = 8  # tokens that an answer may be longer than the right one
 
 
-def load_scored(reference: ModelReference, config: ScoreConfig) -> PreTrainedModel:
+def load_scored(reference: ModelReference, config: ScoreConfig) -> Any:
     """Load a model, with its adapter if it has one, on the GPU where there is one.
 
     Raises:
@@ -40,7 +40,8 @@ def load_scored(reference: ModelReference, config: ScoreConfig) -> PreTrainedMod
     folder = local_folder(str(bare), Path(), config.trust_remote_code)
     dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
-        model = load_model(folder, KIND, config, dtype).to(device)
+        model: Any = load_model(folder, KIND, config, dtype)
+        model = model.to(device)
         if reference.lora is not None:
             from peft import PeftModel
 
@@ -60,7 +61,7 @@ def read_samples(data: DataConfig, tokenizer: Any) -> list[Example]:
     """
     held_out = data.model_copy(update={"split": data.test_split or data.split})
     rows = read_rows(held_out, seed=0)
-    encoded = [KIND.encode(row, data, tokenizer) for row in rows]
+    encoded = [KIND.encode(dict(row), data, tokenizer) for row in rows]
     samples = [one for one in encoded if one is not None and "true" in one]
     if not samples:
         raise TrainingError(
@@ -132,8 +133,8 @@ def answer_matches(
 def task_results(
     model: PreTrainedModel, tokenizer: Any, tasks: Sequence[str], limit: int | None,
     folder: str | Path | None,
-) -> dict[str, tuple[str, float, float]]:  # fmt: skip
-    """Return name, value and standard error of each task's first metric, by lm-eval.
+) -> dict[str, tuple[str, float, float | None]]:  # fmt: skip
+    """Return name, value and standard error, if known, of each task's first metric, by lm-eval.
 
     Raises:
         TrainingError: lm-eval is not installed, or has no such task.
@@ -152,8 +153,10 @@ def task_results(
         raise TrainingError(
             f"lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval ls tasks` lists them"
         )
-    results = lm_eval.simple_evaluate(
-        HFLM(pretrained=model, tokenizer=tokenizer, batch_size=8),
+    evaluate: Any = lm_eval.simple_evaluate  # its types are lost in a decorator
+    harness: Any = HFLM
+    results = evaluate(
+        model=harness(pretrained=model, tokenizer=tokenizer, batch_size=8),
         tasks=list(tasks),
         limit=limit,
         task_manager=manager,
@@ -166,6 +169,6 @@ def task_results(
         metric = next(key for key in values if "_stderr" not in key)
         name, kind = metric.split(",", 1)
         error = values.get(f"{name}_stderr,{kind}")
-        known = float(error) if isinstance(error, int | float) else float("nan")
+        known = float(error) if isinstance(error, int | float) else None
         found[task] = (name, float(values[metric]), known)
     return found

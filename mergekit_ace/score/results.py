@@ -145,8 +145,9 @@ def show_scores(scores: Scores, path: Path) -> None:
             frame = pd.DataFrame(rows)
             figure = px.bar(
                 frame, x=x, y=y, color=color, error_y="error", barmode="group", title=title,
-                text_auto=".2f", template="plotly_white",
+                template="plotly_white",
             )  # fmt: skip
+            figure.update_traces(texttemplate="%{y:.2f}")
             figures.append(figure.to_html(full_html=False, include_plotlyjs=not figures))
     body = f"<h1>Scores</h1><pre>{html.escape(str(scores))}</pre>" + "".join(figures)
     write_text(path, f'<!doctype html><meta charset="utf-8"><title>Scores</title>{body}\n')

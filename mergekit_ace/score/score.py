@@ -192,7 +192,7 @@ class _Scoring:
         """Let a model write the texts of an exam, unless they are there."""
         state = hashlib.sha256(self._identity(writer, None, []).encode()).hexdigest()[:12]
         path = self.out / "texts" / f"{exam.name}-{state}.jsonl"
-        model = None if path.exists() else self._load(writer)
+        model: Any = None if path.exists() else self._load(writer)
         return write_own_texts(model, self.tokenizer, OWN_TEXTS, path, quiet=self.quiet)
 
     def _load(self, reference: ModelReference) -> Any:
