@@ -24,6 +24,7 @@ CONFIGS = {
     "statistics": "task: causal-lm\nmeasure: [fisher]\nmodels: []\n",
     "distill": "task: causal-lm\nteacher: a\nstudent: b\n",
     "calibrate": "merged_model: a\nmodels: []\n",
+    "score": "merges: [a]\nmodels: []\n",
 }
 TAKEN = {
     "check": {"merge"},
@@ -34,6 +35,7 @@ TAKEN = {
     "statistics": {"train", "statistics"},
     "distill": {"distill"},
     "calibrate": {"calibrate"},
+    "score": {"score"},
 }
 
 
