@@ -265,6 +265,12 @@ def read_adapter(reference: ModelPath | str, network: nn.Module) -> Adapter:
             f"{file} lacks {lacking}, the other factor of a product that it has; download or save "
             "the adapter again"
         )
+    zero = next((name for name, one in changes.items() if one.rank and one.scale == 0), None)
+    if zero is not None:
+        raise DamagedFileError(
+            f"{folder / 'adapter_config.json'} has a `lora_alpha` or an `alpha_pattern` of 0, so "
+            f"that {zero} stays as it is; set it to that of the training"
+        )
     dtype = reduce(torch.promote_types, (DTYPES[header.dtype] for header in headers.values()))
     return Adapter(str(reference), folder, config, changes, network, file, dtype)
 

@@ -150,6 +150,7 @@ def test_another_type_of_adapter(folder, config, words):
         ({"init_lora_weights": "pissa_niter_4"}, ["path_initial_model_for_weight_conversion"]),
         ({"use_something_new": True}, ["use_something_new", "update peft"]),
         ({"r": 0}, ["`r` should be a positive integer", "correct its config"]),
+        ({"lora_alpha": 0}, ["`lora_alpha`", "of 0", "q_proj", "training"]),
         ({"lora_alpha": "16"}, ["PEFT cannot put", "str"]),
         ({"r": 8}, ["lora_", "(4, ", "(8, ", "rank_pattern"]),
         ({"target_modules": "("}, ["PEFT cannot put", "unterminated"]),
