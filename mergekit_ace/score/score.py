@@ -29,7 +29,7 @@ from mergekit_ace.score.results import Scores, show_scores
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.models import load_processor, local_folder
 from mergekit_ace.training.state import TrainingError
-from mergekit_ace.training.tasks import Example, write_own_texts
+from mergekit_ace.training.tasks import Example, fit_to_model, write_own_texts
 
 SCORES = "scores.json"
 OWN_TEXTS = 64  # that a model writes where it has no data
@@ -64,7 +64,7 @@ def run_scoring(
         if others and SCORES not in others:
             raise TrainingError(f"{out} holds other things than scores; give another folder")
         store = Store(out / SCORES, fresh=overwrite)
-        _Scoring(config, out, store, quiet).measure()
+        _Scoring(config, out, store, overwrite, quiet).measure()
         scores = Scores(config, store.measured)
         store.finish(scores.summary())
         show_scores(scores, out / "scores.html")
@@ -109,8 +109,9 @@ class Store:
 
 
 class _Scoring:
-    def __init__(self, config: ScoreConfig, out: Path, store: Store, quiet: bool):
+    def __init__(self, config: ScoreConfig, out: Path, store: Store, overwrite: bool, quiet: bool):
         self.config, self.out, self.store, self.quiet = config, out, store, quiet
+        self.overwrite = overwrite
         names = short_names([expert.model for expert in config.models])
         self.exams = [
             Exam(name, expert.data, expert.data is None)
@@ -128,12 +129,8 @@ class _Scoring:
         base = _parse(self.config.base_model)
         merges = [_parse(merge) for merge in self.merges]
         every = [base, *experts, *merges]
-        folders = [
-            local_folder(
-                str(ModelReference(model=one.model)), Path(), self.config.trust_remote_code
-            )
-            for one in every
-        ]
+        bare, trust = (ModelReference(model=m.model) for m in every), self.config.trust_remote_code
+        folders = [local_folder(str(one), Path(), trust) for one in bare]
         self.tokenizer = load_processor(folders, KIND, self.config)
         exams = {exam.name: exam for exam in self.exams}
         for name, expert, reference in zip(self.names, self.config.models, experts, strict=True):
@@ -149,12 +146,12 @@ class _Scoring:
         path = Path(merge)
         if path.suffix.lower() not in (".yml", ".yaml"):
             return merge
-        from mergekit_ace.merging.run import run_shards
+        from mergekit_ace.merging.run import MergeSettings, run_shards
 
         folder = self.out / "merges" / path.stem
         options = MergeOptions(cuda=torch.cuda.is_available(), quiet=self.quiet)
         options.apply_global_options()
-        run_shards(path, str(folder), options)
+        run_shards(path, str(folder), options, MergeSettings(overwrite=self.overwrite))
         return str(folder)
 
     def _measure_model(
@@ -184,8 +181,7 @@ class _Scoring:
         for key, identity, exam in missing:
             self.store.keep(key, identity, self._measure_exam(model, exam, key))
         for key, identity, task, limit in tasks:
-            folder = self.config.task_folder
-            found = task_results(model, self.tokenizer, [task], limit, folder)
+            found = task_results(model, self.tokenizer, [task], limit, self.config.task_folder)
             self.store.keep(key, identity, found[task])
 
     def _written(self, exam: Exam, writer: ModelReference) -> DataConfig:
@@ -205,7 +201,7 @@ class _Scoring:
     def _measure_exam(self, model: Any, exam: Exam, title: str) -> dict[str, Any]:
         assert exam.data is not None
         if exam.samples is None:
-            exam.samples = read_samples(exam.data, self.tokenizer)
+            exam.samples = read_samples(fit_to_model(exam.data, model), self.tokenizer)
         found: dict[str, Any] = {
             "losses": sequence_losses(model, exam.samples, title=title, quiet=self.quiet)
         }

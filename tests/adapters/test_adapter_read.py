@@ -125,7 +125,7 @@ def refuse(folder: Path, *words: str, network=None) -> None:
         (LoHaConfig(target_modules=["q_proj"]), ["LOHA", "save_as_lora", "merge_and_unload"]),
         (LoKrConfig(target_modules=["q_proj"]), ["LOKR", "save_as_lora", "merge_and_unload"]),
         (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), ["IA3"]),
-        (PromptTuningConfig(num_virtual_tokens=3), ["PROMPT_TUNING"]),
+        (PromptTuningConfig(num_virtual_tokens=3), ["PROMPT_TUNING", "leave it out"]),
     ],
     ids=lambda value: getattr(value, "peft_type", None),
 )

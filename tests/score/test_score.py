@@ -158,6 +158,29 @@ def test_adapters_and_configs_are_models_like_others(config, tmp_path):
     assert sorted(loss) != pytest.approx(sorted(before), rel=1e-4)
 
 
+def test_a_merge_whose_config_has_changed_is_made_anew_on_demand(config, tmp_path):
+    merge = ace_config([config["base_model"], *(one["model"] for one in config["models"])])
+    path, out = tmp_path / "ace.yml", tmp_path / "scores"
+    path.write_text(yaml.safe_dump(merge))
+    assert score(config | {"merges": [str(path)]}, out).exit_code == 0
+    before = content(out)["forgot"]
+    path.write_text(yaml.safe_dump(merge | {"parameters": {"lambda": 0.5}}))
+    refused = score(config | {"merges": [str(path)]}, out)
+    assert refused.exit_code == 1
+    assert "--overwrite" in refused.output
+    assert score(config | {"merges": [str(path)]}, out, "--overwrite").exit_code == 0
+    assert content(out)["forgot"] != before
+
+
+def test_texts_are_cut_to_the_positions_of_the_models(config, tmp_path):
+    rows = [{"text": " ".join(["w1", "w2"] * 40)}, {"text": "w1 w2"}]
+    config["keep"] = {"path": write_rows(tmp_path / "k.jsonl", rows), "text": "text"}
+    found = score(config, tmp_path / "scores")
+    assert found.exit_code == 0, found.output
+    losses = content(tmp_path / "scores")["measured"]["keep / base"]["losses"]
+    assert max(count for _, count in losses) == 31, "32 positions, of which the first is given"
+
+
 def test_questions_are_scored_by_the_answer_and_by_exact_match(config, tmp_path):
     """What the expert answers itself, it answers exactly; only the answer counts in its loss."""
     expert = AutoModelForCausalLM.from_pretrained(config["models"][0]["model"])
