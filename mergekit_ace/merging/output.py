@@ -134,10 +134,10 @@ class OutputFolder:
         foreign = sorted(path.name for path in self.path.iterdir() if path.name not in killed)
         model = [n for n in foreign for part in (*_MARKS, *_WEIGHTS) if fnmatch(n, part)]
         if foreign and not (model and overwrite):
-            what = "a model that is" if model else "files that are"
             raise MergeError(
-                f"{self.path} holds {what} none of a merge ({', '.join([*model, *foreign][:3])}); "
-                f"choose a directory that is new or empty{', or --overwrite' if model else ''}"
+                f"{self.path} holds {'a model that is' if model else 'files that are'} none of a "
+                f"merge ({', '.join([*dict.fromkeys(model + foreign)][:3])}); choose a directory "
+                f"that is new or empty{', or --overwrite' if model else ''}"
             )
 
     def check_inputs(self, read: Iterable[Path], reports: Iterable[str]) -> None:

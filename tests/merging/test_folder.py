@@ -39,7 +39,7 @@ def test_a_model_is_not_overwritten_unasked(tmp_path, config, name):
     out = tmp_path / "merged"
     out.mkdir()
     (out / name).write_text("{}")
-    assert f"holds a model that is none of a merge ({name}" in refusal(config, out)
+    assert f"holds a model that is none of a merge ({name});" in refusal(config, out)
     assert contents(out) == {name: b"{}"}
     command(config, out, "--overwrite")
     command(config, tmp_path / "again" / "merged")
