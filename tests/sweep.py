@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -101,7 +102,7 @@ def compare(paths: list[str], merged: Path) -> str:
             special = known.get(name, layout)
             layout = special if special != "flattened" or tensor.ndim > 3 else layout
         if tensor.ndim == 2 and "experts" in name.split("."):  # of one expert, or biases of all
-            layout = "matrix"
+            layout = "mean" if name.endswith("bias") else "matrix"
         expected = naive_tensor(tensor, inputs, layout)
         rounding = 2**-24 * float(expected.norm() / (expected - tensor.double()).norm())
         error = task_vector_error(got[name], expected, tensor)
@@ -113,11 +114,12 @@ def compare(paths: list[str], merged: Path) -> str:
 def outcome(model_type: str, name: str) -> tuple[str, str]:
     """Merge a family of a class; what came of it, and why."""
     try:
+        with suppress(NotImplementedError), torch.device("meta"):  # some cannot be built there
+            if tiny_model(name, model_type).num_parameters() > LARGEST:
+                return "not built", "its smallest config is large"
         model = tiny_model(name, model_type)
     except Exception as error:
         return "not built", f"{type(error).__name__}: {error}"
-    if sum(p.numel() for p in model.parameters()) > LARGEST:
-        return "not built", "its smallest config is large"
     with tempfile.TemporaryDirectory() as folder:
         try:
             paths = save_family(model, Path(folder))
@@ -153,9 +155,9 @@ def main() -> None:
             continue
         result, why = outcome(model_type, name)
         counts[result] += 1
-        why = " ".join(why.split())[:160].replace("|", "\\|")
+        why = " ".join(why.split())[:80].replace("|", "\\|")
         print(f"{name}: {result} {why}", flush=True)
-        rows.append((kind, f"| {name} | `{model_type}` | {result} | {why} |"))
+        rows.append((kind, model_type, result, f"| `{model_type}` | {result} | {why} |"))
     lines = [
         "# Which architectures merge",
         "",
@@ -166,9 +168,14 @@ def main() -> None:
         "",
         *(f"* {result}: {count}" for result, count in counts.most_common()),
     ]
-    for kind in dict.fromkeys(kind for kind, _ in rows):
-        lines += ["", f"## {kind}", "", "| class | model type | merge | why |", "|---|---|---|---|"]
-        lines += [line for own, line in rows if own == kind]
+    for kind in dict.fromkeys(kind for kind, *_ in rows):
+        own = [row for row in rows if row[0] == kind]
+        works = ", ".join(
+            f"`{model_type}`" for _, model_type, result, _ in own if result == "works"
+        )
+        lines += ["", f"## {kind}", "", f"These work: {works}.", ""]
+        lines += ["| model type | merge | why |", "|---|---|---|"]
+        lines += [line for *_, result, line in own if result != "works"]
     Path(page).write_text("\n".join(lines) + "\n", "utf-8")
 
 

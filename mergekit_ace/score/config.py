@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from mergekit_ace.naming import short_names
 from mergekit_ace.training.config import Count, DataConfig, Strict, Task
 
 
@@ -66,4 +68,10 @@ class ScoreConfig(Strict):
             twice = next((one for one in given if list(given).count(one) > 1), None)
             if twice is not None:
                 raise ValueError(f"`{what}` has {twice} twice")
+        names = short_names([expert.model for expert in self.models])
+        if taken := {"base", "keep"} & {*names}:
+            raise ValueError(f"an expert is called {min(taken)}, as other figures are; rename it")
+        stems = [Path(one).stem for one in self.merges if one.endswith((".yml", ".yaml"))]
+        if len({*stems}) < len(stems):
+            raise ValueError("two merge configs have one file name; rename one of them")
         return self
