@@ -254,7 +254,7 @@ def test_a_missing_extra_is_named(config, tasks, tmp_path, monkeypatch):
         ({"merges": []}, "merges"),
         ({"merges": ["a", "a"]}, "`merges` has a twice"),
         ({"merges": ["a/m.yml", "b/m.yml"]}, "two merge configs have one file name"),
-        ({"models": [{"model": "./keep"}]}, "an expert is called keep"),
+        ({"models": [{"model": "org/keep"}]}, "an expert is called keep"),
         ({"keep": {"path": "keep.jsonl", "prompt": "q"}}, "needs a `completion` of each prompt"),
         ({"keep": {"path": "keep.jsonl", "image": "q"}}, "needs a column text, prompt or messages"),
         ({"kept": 1}, "kept"),
