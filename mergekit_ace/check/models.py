@@ -363,11 +363,12 @@ def check_adapters(
         merged_first: whether each is merged into its base first, as `mergekit-yaml` does.
     """
     adapted = [(model, model.lora) for model in checkpoints if model.lora is not None]
+    ours = "merge by mergekit-ace merge, which need not; or "
     for model, lora in adapted:
         try:
             read_adapters([model])[model].check_ties()
-        except (OtherAdapterError, ConfigError):  # only PEFT can tell whether it fits
-            pass
+        except (OtherAdapterError, ConfigError):  # mergekit merges it by PEFT
+            ours = ""
         except DamagedFileError as error:
             yield Finding.error(str(error))
         settings = json_or_empty(Path(lora.path, "adapter_config.json"))
@@ -391,6 +392,6 @@ def check_adapters(
         names = listed([str(lora) for _, lora in adapted])
         yield Finding.warning(
             f"mergekit-yaml merges adapters into their base first: {names}",
-            "merge by mergekit-ace merge, which need not; or give --lora-merge-cache DIR and "
-            "--lora-merge-dtype float32 to mergekit-yaml and to this check",
+            f"{ours}give --lora-merge-cache DIR and --lora-merge-dtype float32 to "
+            "mergekit-yaml and to this check",
         )

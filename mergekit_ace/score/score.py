@@ -112,13 +112,12 @@ class _Scoring:
     def __init__(self, config: ScoreConfig, out: Path, store: Store, overwrite: bool, quiet: bool):
         self.config, self.out, self.store, self.quiet = config, out, store, quiet
         self.overwrite = overwrite
-        names = short_names([expert.model for expert in config.models])
+        self.names = short_names([expert.model for expert in config.models])
         self.exams = [
             Exam(name, expert.data, expert.data is None)
-            for name, expert in zip(names, config.models, strict=True)
+            for name, expert in zip(self.names, config.models, strict=True)
             if expert.has_texts
         ]
-        self.names = names
         self.keep = Exam("keep", config.keep, config.keep is None)
         self.wanted: list[str] = []
 

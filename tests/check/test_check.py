@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
@@ -126,6 +127,9 @@ def test_adapters(tmp_path, paths):
     assert findings(tmp_path, config, "--lora-merge-cache", str(cache)) == NOTHING
     assert not cache.exists()  # nothing was merged for it
     assert not any(model.lora for model in LoaderCache().loaders.keys() - before)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"use_dora": True}))
+    assert "adapter → give --lora-merge-cache DIR" in findings(tmp_path, config)["warning"]
     (adapter / "adapter_config.json").unlink()
     assert "adapter_config.json is missing" in findings(tmp_path, config)["error"]
 
