@@ -315,7 +315,7 @@ def _read_config(folder: Path) -> LoraConfig:
             f"{path} sets {', '.join(newer)}, which peft {peft.__version__} does not know, and "
             "which may change what the adapter does; update peft"
         )
-    config_class = peft.PEFT_TYPE_TO_CONFIG_MAPPING.get(kind, LoraConfig)
+    config_class = peft.PEFT_TYPE_TO_CONFIG_MAPPING.get(cast(Any, kind), LoraConfig)
     if issubclass(config_class, peft.PromptLearningConfig):
         raise DamagedFileError(f"{path} is of {kind}, which changes no weights; leave it out")
     refused = ["peft_type"] if kind != "LORA" else []
