@@ -9,6 +9,7 @@ matrix first, B (o, r · E) by rank first.
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -267,10 +268,10 @@ def read_adapter(reference: ModelPath | str, network: nn.Module) -> Adapter:
         )
     zero = next((name for name, one in changes.items() if one.rank and one.scale == 0), None)
     if zero is not None:
-        raise DamagedFileError(
-            f"{folder / 'adapter_config.json'} has a `lora_alpha` or an `alpha_pattern` of 0, so "
-            f"that {zero} stays as it is; set it to that of the training"
-        )
+        logging.getLogger(__name__).warning(
+            "%s has a `lora_alpha` or an `alpha_pattern` of 0, so that %s stays as it is; set it "
+            "to that of the training", folder / "adapter_config.json", zero,
+        )  # fmt: skip
     dtype = reduce(torch.promote_types, (DTYPES[header.dtype] for header in headers.values()))
     return Adapter(str(reference), folder, config, changes, network, file, dtype)
 

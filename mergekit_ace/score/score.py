@@ -124,9 +124,9 @@ class _Scoring:
     def measure(self) -> None:
         """Measure whatever is missing; experts first, since they may write the texts."""
         self.merges = [self._merged(merge) for merge in self.config.merges]
-        experts = [_parse(expert.model) for expert in self.config.models]
-        base = _parse(self.config.base_model)
-        merges = [_parse(merge) for merge in self.merges]
+        experts = [ModelReference.model_validate(expert.model) for expert in self.config.models]
+        base = ModelReference.model_validate(self.config.base_model)
+        merges = [ModelReference.model_validate(merge) for merge in self.merges]
         every = [base, *experts, *merges]
         bare, trust = (ModelReference(model=m.model) for m in every), self.config.trust_remote_code
         folders = [local_folder(str(one), Path(), trust) for one in bare]
@@ -213,7 +213,3 @@ class _Scoring:
         files = file_states([*models, *filter(None, paths)])
         versions = package_versions("transformers", "torch")
         return json.dumps([str(reference), self.config.dtype, settings, files, versions])
-
-
-def _parse(reference: str) -> ModelReference:
-    return ModelReference.model_validate(reference)

@@ -150,7 +150,6 @@ def test_another_type_of_adapter(folder, config, words):
         ({"init_lora_weights": "pissa_niter_4"}, ["path_initial_model_for_weight_conversion"]),
         ({"use_something_new": True}, ["use_something_new", "update peft"]),
         ({"r": 0}, ["`r` should be a positive integer", "correct its config"]),
-        ({"lora_alpha": 0}, ["`lora_alpha`", "of 0", "q_proj", "training"]),
         ({"lora_alpha": "16"}, ["PEFT cannot put", "str"]),
         ({"r": 8}, ["lora_", "(4, ", "(8, ", "rank_pattern"]),
         ({"target_modules": "("}, ["PEFT cannot put", "unterminated"]),
@@ -163,6 +162,12 @@ def test_another_type_of_adapter(folder, config, words):
 def test_a_config_that_cannot_be_merged(folder, values, words):
     edit_config(folder, **values)
     refuse(folder, *words)
+
+
+def test_a_scale_of_zero_is_warned_of(folder, caplog):
+    edit_config(folder, lora_alpha=0)
+    read_adapter(str(folder), tiny_llama().to("meta"))
+    assert "adapter_config.json has a `lora_alpha` or an `alpha_pattern` of 0" in caplog.text
 
 
 @pytest.mark.parametrize(
