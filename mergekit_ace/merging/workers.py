@@ -78,7 +78,10 @@ def _compute_in_processes(
                     if not future.exception():
                         done.add(futures[future])
                         yield missing[futures[future]], future.result()
-            pool.shutdown(cancel_futures=True)
+            # A worker that dies while others wait for their end may leave them a locked queue.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
             missing = [shard for n, shard in enumerate(missing) if n not in done]
             if missing:
                 fruitless = 0 if done else fruitless + 1
