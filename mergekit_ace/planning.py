@@ -154,13 +154,6 @@ def config_content(source: str) -> Any:
     return json.loads(json.dumps(yaml.safe_load(source), default=str))
 
 
-def model_folders(config: MergeConfiguration) -> Iterator[Path]:
-    """Yield where models and adapters lie; a name on a Hub is a folder that is not there."""
-    for model in config.referenced_models():
-        for part in filter(None, (model.model, model.lora)):
-            yield Path(part.path).expanduser()
-
-
 def check_inputs(config: MergeConfiguration) -> None:
     """Raise a `DamagedFileError` for the first file of a model that is damaged or missing."""
     for model in sorted(config.referenced_models(), key=str):  # always the same one first

@@ -68,32 +68,30 @@ def _compute_in_processes(
     """
     others = set(multiprocessing.active_children())
     missing, fruitless = list(shards), 0
-    try:
-        while missing:
-            done = set()
-            pool = _process_pool(job, missing, gpus[: len(missing)])
+    while missing:
+        done = set()
+        pool = _process_pool(job, missing, gpus[: len(missing)])
+        try:
             with suppress(BrokenProcessPool, BrokenPipeError):
                 futures = {pool.submit(_compute_here, n): n for n in range(len(missing))}
                 for future in as_completed(futures):
                     if not future.exception():
                         done.add(futures[future])
                         yield missing[futures[future]], future.result()
-            # A worker that dies while others wait for their end may leave them a locked queue.
+        finally:
+            # At once: a worker that died while others wait for their end may have locked a queue.
             pool.shutdown(wait=False, cancel_futures=True)
             for process in set(multiprocessing.active_children()) - others:
                 process.kill()
-            missing = [shard for n, shard in enumerate(missing) if n not in done]
-            if missing:
-                fruitless = 0 if done else fruitless + 1
-                gpus = gpus[: max(1, len(gpus) - 1)]
-                text = "a worker died: out of memory, or killed"
-                if fruitless == ATTEMPTS:
-                    text = f"{ATTEMPTS} times {text}, before it was finished; give fewer --workers"
-                    yield missing[0], ShardResult(error=text)
-                tqdm.write(f"{text}; {min(len(gpus), len(missing))} go on", file=sys.stderr)
-    finally:
-        for process in set(multiprocessing.active_children()) - others:
-            process.kill()
+        missing = [shard for n, shard in enumerate(missing) if n not in done]
+        if missing:
+            fruitless = 0 if done else fruitless + 1
+            gpus = gpus[: max(1, len(gpus) - 1)]
+            text = "a worker died: out of memory, or killed"
+            if fruitless == ATTEMPTS:
+                text = f"{ATTEMPTS} times {text}, before it was finished; give fewer --workers"
+                yield missing[0], ShardResult(error=text)
+            tqdm.write(f"{text}; {min(len(gpus), len(missing))} go on", file=sys.stderr)
 
 
 def _process_pool(

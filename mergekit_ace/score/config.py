@@ -68,6 +68,9 @@ class ScoreConfig(Strict):
             twice = next((one for one in given if list(given).count(one) > 1), None)
             if twice is not None:
                 raise ValueError(f"`{what}` has {twice} twice")
+        tasks = [task for expert in self.models for task in expert.tasks]
+        if len({*tasks}) < len(tasks):
+            raise ValueError("`tasks` has a task twice; every model does each of them")
         names = short_names([expert.model for expert in self.models])
         if taken := {"base", "keep"} & {*names}:
             raise ValueError(f"an expert is called {min(taken)}, as other figures are; rename it")

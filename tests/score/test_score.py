@@ -253,6 +253,10 @@ def test_a_missing_extra_is_named(config, tasks, tmp_path, monkeypatch):
         ({"merges": ["none"]}, "none"),
         ({"merges": []}, "merges"),
         ({"merges": ["a", "a"]}, "`merges` has a twice"),
+        (
+            {"models": [{"model": "a", "tasks": ["t"]}, {"model": "b", "tasks": ["t"]}]},
+            "`tasks` has a task twice",
+        ),
         ({"merges": ["a/m.yml", "b/m.yml"]}, "two merge configs have one file name"),
         ({"models": [{"model": "org/keep"}]}, "an expert is called keep"),
         ({"keep": {"path": "keep.jsonl", "prompt": "q"}}, "needs a `completion` of each prompt"),
