@@ -25,7 +25,7 @@ from mergekit.tokenizer.config import ModelTokenEmbedding, TokenEmbeddingConfig,
 from pydantic import BaseModel, ValidationError
 
 from mergekit_ace.methods.base import TaskVectorMethod
-from mergekit_ace.naming import listed, without_numbers
+from mergekit_ace.naming import FileError, listed, without_numbers
 from mergekit_ace.planning import PlannedMerge, find_place
 
 RESULT_DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -328,7 +328,7 @@ def _check_method(plan: PlannedMerge, method: TaskVectorMethod) -> Iterator[Find
         try:
             method.check_settings(settings)
             method.coefficients(settings)
-        except ValueError as error:
+        except (ValueError, FileError) as error:
             yield Finding.error(str(error))
             return
         learned = settings.parameters.get("coefficients") is not None

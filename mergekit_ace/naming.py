@@ -1,11 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What names of tensors and models tell, and how lists and numbers are written in messages."""
+"""Names of tensors and models; lists and numbers in messages; the errors that carry these."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
+
+
+class ConfigError(ValueError):
+    """Something that cannot be done as it was asked for; the message says what to do instead."""
+
+
+class FileError(RuntimeError):
+    """A file that is missing, damaged or something else; the message names it and the remedy.
+
+    No ValueError: mergekit plans within pydantic validators, which would bury one in a report.
+    """
+
 
 # `model.layers.11.mlp.up_proj.weight`: stack `model.layers`, block 11. Experts of a mixture and
 # members of a Sequential inside of a block are numbered too; the first number is the block.

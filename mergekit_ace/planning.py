@@ -45,7 +45,7 @@ from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.parameters import TensorSettings
 from mergekit_ace.methods.stored import find_architecture
-from mergekit_ace.naming import is_counter, layer_of, stack_size
+from mergekit_ace.naming import ConfigError, is_counter, layer_of, stack_size
 
 WHOLE_NUMBERS = ("int64", "int32", "bool")  # dtypes of counters and masks, which are not merged
 # Settings of transformers' configs with an entry per layer.
@@ -56,10 +56,6 @@ _EXPECTED = {
     "models": "write a list of lines `- model: PATH`",
     "parameters": "write lines `name: value` below it",
 }
-
-
-class ConfigError(ValueError):
-    """A config that mergekit cannot work with; the message says what and where."""
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
@@ -155,7 +151,7 @@ def config_content(source: str) -> Any:
 
 
 def check_inputs(config: MergeConfiguration) -> None:
-    """Raise a `DamagedFileError` for the first file of a model that is damaged or missing."""
+    """Raise a `FileError` for the first file of a model that is damaged or missing."""
     for model in sorted(config.referenced_models(), key=str):  # always the same one first
         check_reference(model)
 

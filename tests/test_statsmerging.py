@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 
 from mergekit_ace.algebra.learner import LearnerConfig, features, measure_moments
 from mergekit_ace.cli import main
-from mergekit_ace.methods.coefficients import CoefficientFileError
-from mergekit_ace.naming import relative_depths
+from mergekit_ace.naming import ConfigError, relative_depths
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +119,7 @@ def test_missing_tensors_are_listed_before_anything_is_merged(
 ):
     path = tmp_path / "c.safetensors"
     make_file([n for n in names if "norm" not in n], family[1:]).save(path)
-    with pytest.raises(CoefficientFileError, match="no coefficients for") as error:
+    with pytest.raises(ConfigError, match="no coefficients for") as error:
         mergekit_yaml(config(family, {"coefficients": str(path)}))
     assert "model.layers.0.input_layernorm.weight" in str(error.value)
     assert "model.norm.weight" in str(error.value)
@@ -135,12 +134,12 @@ def test_missing_tensors_are_listed_before_anything_is_merged(
 def test_missing_experts_are_listed(family, names, tmp_path, mergekit_yaml):
     path = tmp_path / "c.safetensors"
     make_file(names, [family[1], "org/law"], tasks=["maths", "law"]).save(path)
-    with pytest.raises(CoefficientFileError, match="has no coefficients for") as error:
+    with pytest.raises(ConfigError, match="has no coefficients for") as error:
         mergekit_yaml(config(family, {"coefficients": str(path)}))
     assert family[2] in str(error.value)
     assert "law (org/law)" in str(error.value)
     tasks = [{"task": "maths"}, {"task": "maths"}, {"task": "law"}]
-    with pytest.raises(CoefficientFileError, match="same row"):
+    with pytest.raises(ConfigError, match="same row"):
         mergekit_yaml(config(family, {"coefficients": str(path)}, tasks))
 
 
@@ -178,7 +177,7 @@ def test_wrong_configs_are_explained(
 def test_learners_that_predict_nothing(family, names, tmp_path, mergekit_yaml, contents, message):
     path = tmp_path / "c.safetensors"
     make_file(names, family[1:], **contents).save(path)
-    with pytest.raises(CoefficientFileError, match=message):
+    with pytest.raises(ConfigError, match=message):
         mergekit_yaml(config(family, {"learner": str(path)}))
     result = CliRunner().invoke(main, ["check", str(tmp_path / "merged.yml")])
     assert result.exit_code == 1

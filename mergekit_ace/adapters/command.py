@@ -42,9 +42,8 @@ from mergekit_ace.files.saving import locked, package_versions, write_text
 from mergekit_ace.merge_config import check_config, check_settings, shown_errors
 from mergekit_ace.methods.base import first_that_fits, flush_notices
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
-from mergekit_ace.naming import in_bytes, listed, same_name
+from mergekit_ace.naming import ConfigError, in_bytes, listed, same_name
 from mergekit_ace.planning import (
-    ConfigError,
     PlannedMerge,
     PlannedTensor,
     UnplannedTensor,
@@ -84,7 +83,7 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
 
     Raises:
         ConfigError: the config merges something other than whole adapters of one base.
-        DamagedFileError: what is wrong with an adapter.
+        FileError: what is wrong with an adapter.
     """
     LoaderCache().setup(options)
     base = _common_base(config)

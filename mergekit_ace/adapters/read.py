@@ -29,16 +29,10 @@ from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.files import checkpoints as files
-from mergekit_ace.files.checkpoints import (
-    DTYPES,
-    FLOATING,
-    DamagedFileError,
-    read_file_header,
-    read_json,
-)
+from mergekit_ace.files.checkpoints import DTYPES, FLOATING, read_file_header, read_json
 from mergekit_ace.methods.architecture import empty_network
 from mergekit_ace.methods.stored import Part, model_names
-from mergekit_ace.planning import ConfigError
+from mergekit_ace.naming import ConfigError, FileError
 
 Shapes = dict[str, tuple[int, ...]]  # by the names of tensors in an adapter's file
 
@@ -55,8 +49,7 @@ _REFUSED |= {"trainable_token_indices", "use_qalora"}
 _CHANGED_BASES = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
-class OtherAdapterError(DamagedFileError):
-    """An adapter whose changes are no products of two factors; PEFT may merge it into its base."""
+OtherAdapterError = ConfigError  # its former name
 
 
 @dataclass(frozen=True)
@@ -104,7 +97,7 @@ class Change:
         with safe_open(self.file, framework="pt") as file:  # which lets go what was read before
             tensor = file.get_tensor(name)
         if not torch.isfinite(tensor).all():
-            raise DamagedFileError(
+            raise FileError(
                 f"tensor {name} of {self.file} holds NaN or infinite numbers: the training went "
                 "wrong, or the file is damaged; take an earlier checkpoint of it"
             )
@@ -155,13 +148,13 @@ class Adapter:
     def check_ties(self) -> None:
         """Raise if the adapter changes one of two tensors that are one (tied) in the base.
 
-        A merge changes both. Of whole tensors it is an `OtherAdapterError`: PEFT's merge unties.
+        A merge changes both. Of whole tensors it is a `ConfigError`: PEFT's merge unties.
         """
         for head, table in getattr(self.network, "all_tied_weights_keys", {}).items():
             known = [self.changes[name] for name in (table, head) if name in self.changes]
             if known:
                 whole = all(change.whole for change in known)
-                raise (OtherAdapterError if whole else DamagedFileError)(
+                raise (ConfigError if whole else FileError)(
                     f"{self.file} changes {known[0].name}, and the base has {table} and {head} "
                     "tied, as one tensor, so that a merge would change both; put the adapter onto "
                     f"a copy of the base with `tie_word_embeddings`: false and {table} once more "
@@ -205,8 +198,8 @@ def adapter_folder(reference: ModelPath) -> Path:
         folder = Path(files.hub_file(reference, "adapter_config.json")).parent
         try:
             files.hub_file(reference, "adapter_model.safetensors")
-        except DamagedFileError as error:
-            raise DamagedFileError(f"{error}; if it has only a .bin file, {_RESAVE}") from error
+        except FileError as error:
+            raise FileError(f"{error}; if it has only a .bin file, {_RESAVE}") from error
     return folder
 
 
@@ -238,31 +231,29 @@ def read_adapter(reference: ModelPath | str, network: nn.Module) -> Adapter:
     config = _read_config(folder)
     (file,) = files.adapter_files(folder)
     if file.suffix != ".safetensors":
-        raise DamagedFileError(
-            f"{file} is of an old format, which may hold more than tensors; {_RESAVE}"
-        )
+        raise FileError(f"{file} is of an old format, which may hold more than tensors; {_RESAVE}")
     headers = read_file_header(file)
     if not headers:
-        raise DamagedFileError(f"{file} holds no tensors; download or save the adapter again")
+        raise FileError(f"{file} holds no tensors; download or save the adapter again")
     try:
         possible, shapes = possible_changes(network, config)
-    except OtherAdapterError as error:
-        raise OtherAdapterError(f"{file} {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{file} {error}") from None
     except Exception as error:  # of many kinds: expressions, lookups, shapes
-        raise DamagedFileError(
+        raise FileError(
             f"PEFT cannot put the adapter in {folder} onto its base: {error}; correct its config, "
             f"give the base that it was trained on, or {MERGE_MODELS}"
         ) from error
     for name, header in sorted(headers.items()):
         if wrong := _wrong_tensor(header.dtype, tuple(header.shape), shapes.get(name)):
-            raise DamagedFileError(f"tensor {name} of {file} {wrong}")
+            raise FileError(f"tensor {name} of {file} {wrong}")
     changes = {
         name: replace(change, file=file)
         for name, change in possible.items()
         if headers.keys() & change.tensors
     }
     for lacking in {name for one in changes.values() for name in one.tensors} - headers.keys():
-        raise DamagedFileError(
+        raise FileError(
             f"{file} lacks {lacking}, the other factor of a product that it has; download or save "
             "the adapter again"
         )
@@ -312,23 +303,23 @@ def _read_config(folder: Path) -> LoraConfig:
     newer = [name for name, value in sorted(content.items()) if value and name not in known]
     newer = [name for name in newer if name.startswith("use_") or name.endswith("_config")]
     if kind == "LORA" and newer:
-        raise DamagedFileError(
+        raise FileError(
             f"{path} sets {', '.join(newer)}, which peft {peft.__version__} does not know, and "
             "which may change what the adapter does; update peft"
         )
     config_class = peft.PEFT_TYPE_TO_CONFIG_MAPPING.get(cast(Any, kind), LoraConfig)
     if issubclass(config_class, peft.PromptLearningConfig):
-        raise DamagedFileError(f"{path} is of {kind}, which changes no weights; leave it out")
+        raise FileError(f"{path} is of {kind}, which changes no weights; leave it out")
     refused = ["peft_type"] if kind != "LORA" else []
     refused += [name for name in sorted(_REFUSED) if content.get(name) not in (None, False, "none")]
     if refused:
-        raise OtherAdapterError(
+        raise ConfigError(
             f"{path} has `{refused[0]}`: {content.get(refused[0])}, so that the adapter is more "
             f"than products of two factors; convert it by peft's save_as_lora, or {MERGE_MODELS}"
         )
     start = content.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGED_BASES):
-        raise OtherAdapterError(
+        raise ConfigError(
             f"{path} has `init_lora_weights`: {start}, which changed the base before the training, "
             "so that the adapter means nothing on the original; save it by peft's save_pretrained "
             "with path_initial_model_for_weight_conversion"
@@ -336,7 +327,7 @@ def _read_config(folder: Path) -> LoraConfig:
     try:
         return cast(LoraConfig, LoraConfig.from_pretrained(str(folder)))  # warns of newer settings
     except Exception as error:  # of many kinds
-        raise DamagedFileError(
+        raise FileError(
             f"{path} is no config that peft {peft.__version__} reads: {error}; correct it, or save "
             "the adapter again"
         ) from error
@@ -372,7 +363,7 @@ def _layer_change(place: str, layer: Any) -> Change:
     while module.endswith(".base_layer"):  # several parameters of a module wrap one another
         module = module.removesuffix(".base_layer")
     if not packed and not isinstance(base, nn.Linear | nn.Embedding | Conv1D):
-        raise OtherAdapterError(
+        raise ConfigError(
             f"changes {place}, a {type(base).__name__}, and only matrices, tables and packed "
             f"experts can be merged as an adapter; {MERGE_MODELS}"
         )

@@ -113,10 +113,6 @@ class IllConditionedError(ValueError):
     """The digits at hand are not enough: Σ_t S_t is singular or nearly so, even in float64."""
 
 
-class NonFiniteError(ValueError):
-    """A version of a tensor contains NaN or Inf."""
-
-
 def task_vector(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
     """Form Δ = W − W0 in `dtype`, at least as wide as the tensors' own, in which it rarely fits."""
     return expert.to(dtype, copy=True).sub_(base)  # base is widened entry by entry
@@ -189,7 +185,7 @@ def select_active(
     `dtype` is that of task vectors, unless the tensors are wider; `space` is that of cores.
 
     Raises:
-        NonFiniteError: an expert or the base contains NaN or Inf.
+        ValueError: an expert or the base contains NaN or Inf.
         OverflowError: a task vector does not fit `dtype`, or its squared norm float64.
     """
     dtype = torch.promote_types(dtype, base.dtype)
@@ -199,7 +195,7 @@ def select_active(
             continue
         for name, version in (("the base", base), (f"expert {t}", expert)):
             if not version.isfinite().all():
-                raise NonFiniteError(f"{name} contains NaN or Inf")
+                raise ValueError(f"{name} contains NaN or Inf")
         if tau[t] == math.inf or not task_vector(expert, base, dtype).isfinite().all():
             raise OverflowError(
                 f"the task vector of expert {t} overflows {dtype}; compute_dtype: float64 has room "

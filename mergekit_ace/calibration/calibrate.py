@@ -24,13 +24,12 @@ from mergekit_ace.calibration.scaling import ScaledWeights, best_scale, share_go
 from mergekit_ace.files.checkpoints import weight_files
 from mergekit_ace.files.saving import locked, package_versions, save_tensors
 from mergekit_ace.merging.output import MANIFEST_FILE
-from mergekit_ace.naming import short_names
+from mergekit_ace.naming import ConfigError, short_names
 from mergekit_ace.report.card import markdown_text
 from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict, Task
 from mergekit_ace.training.data import check_tokens, read_rows
 from mergekit_ace.training.merged import map_folder, map_tensors, rewrite_tensors
 from mergekit_ace.training.models import load_model, load_processor, load_skeleton, local_folder
-from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import (
     Batch,
     CausalLanguageModel,
@@ -115,18 +114,18 @@ def run_calibration(
     """Calibrate a merge; the checkpoint in `out` has the files of the merge.
 
     Raises:
-        TrainingError: something about the config, the models or the data is wrong.
+        ConfigError: something about the config, the models or the data is wrong.
     """
     out = out.resolve()  # a link is not replaced, but what it leads to
     if out.exists() and any(out.iterdir()):
         if not overwrite:
-            raise TrainingError(f"{out} is not empty; give another folder, or --overwrite")
+            raise ConfigError(f"{out} is not empty; give another folder, or --overwrite")
         if not (out / "config.json").is_file():
-            raise TrainingError(f"{out} holds something else than a model; give another folder")
+            raise ConfigError(f"{out} holds something else than a model; give another folder")
     work = out.with_name(out.name + ".partial")
     _check_apart(config, out, work)
     busy = f"another run is writing to {work}; wait for it, or choose another folder"
-    with locked(out.parent, work.name + ".lock", TrainingError(busy)):
+    with locked(out.parent, work.name + ".lock", ConfigError(busy)):
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         try:
@@ -147,7 +146,7 @@ def _check_apart(config: CalibrateConfig, *written: Path) -> None:
     for place in (Path(path).resolve() for path in paths if os.path.exists(path)):
         for out in written:
             if out.is_relative_to(place) or place.is_relative_to(out):
-                raise TrainingError(
+                raise ConfigError(
                     f"{out} is or holds {place}, which is read, or lies in it; give another folder"
                 )
 
@@ -209,7 +208,7 @@ def _check_weights(model: _Model, skeleton: PreTrainedModel) -> None:
         own, first = model.stored.get(name), int(name == TABLE)  # of which some have more rows
         read = name == TABLE or name.startswith("model.layers.")
         if read and (own is None or own.shape[first:] != parameter.shape[first:]):
-            raise TrainingError(
+            raise ConfigError(
                 f"the tensor {name} of {model.reference} is missing, or not of the merge's shape "
                 f"{tuple(parameter.shape)}; give the experts that were merged, stored as "
                 "transformers holds them"
@@ -244,7 +243,7 @@ def _read_texts(
         samples = [one for one in encoded if one is not None and len(one["input_ids"]) > 1]
         samples.sort(key=lambda one: len(one["input_ids"]), reverse=True)
         if not samples:
-            raise TrainingError(f"data {data.path} has no text of two tokens or more")
+            raise ConfigError(f"data {data.path} has no text of two tokens or more")
         for reader in (readers[-1], readers[number]):
             check_tokens(samples, data, reader.folder, len(reader[TABLE]))
         texts.append(samples)

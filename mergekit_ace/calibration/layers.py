@@ -30,7 +30,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from mergekit_ace.training.state import TrainingError
+from mergekit_ace.naming import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -121,7 +121,7 @@ class _Streams:
 class Calibration:
     """The way from a merge to what its teachers do, with one decoder layer in memory at a time.
 
-    Of `model`, the architecture, no weights are looked at. A `TrainingError` says that its layers
+    Of `model`, the architecture, no weights are looked at. A `ConfigError` says that its layers
     are not `KNOWN_LAYERS`.
     """
 
@@ -129,7 +129,7 @@ class Calibration:
         self.model, self.device = model, device
         layers = getattr(getattr(model, "model", None), "layers", [None])
         if any(type(layer) not in KNOWN_LAYERS for layer in layers):
-            raise TrainingError(
+            raise ConfigError(
                 f"{type(model).__name__} cannot be calibrated, as its decoder layers are not those "
                 "of Llama, Mistral, Qwen2 or Qwen3"
             )

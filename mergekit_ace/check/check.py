@@ -28,18 +28,12 @@ from mergekit_ace.check.models import (
     planned_headers,
     safetensors_dtype,
 )
-from mergekit_ace.files.checkpoints import DamagedFileError, item_size
+from mergekit_ace.files.checkpoints import item_size
 from mergekit_ace.files.models import Checkpoint, Checkpoints, headers_only, read_checkpoint
 from mergekit_ace.merge_config import Finding, check_config, check_keys, check_settings
 from mergekit_ace.methods.base import TaskVectorMethod, sweep
-from mergekit_ace.naming import in_bytes, listed
-from mergekit_ace.planning import (
-    ConfigError,
-    PlannedMerge,
-    plan_merge,
-    read_merge_config,
-    read_yaml,
-)
+from mergekit_ace.naming import ConfigError, FileError, in_bytes, listed
+from mergekit_ace.planning import PlannedMerge, plan_merge, read_merge_config, read_yaml
 
 MARGIN = 1.02  # of the result's size, for indices, tokenizers and the rest
 PROCESS = 700_000_000  # bytes: python with torch, transformers and mergekit
@@ -128,7 +122,7 @@ def check_merge(
     for model in models:
         try:
             checkpoints[model] = read_checkpoint(model)
-        except DamagedFileError as error:
+        except FileError as error:
             findings.append(Finding.error(str(error)))
     if len(checkpoints) == len(models):
         findings += check_adapters(checkpoints, options, merged_first=unplanned is None)

@@ -31,7 +31,7 @@ from mergekit_ace.files.models import (
 from mergekit_ace.merge_config import Finding
 from mergekit_ace.methods.architecture import model_class
 from mergekit_ace.methods.stored import BUFFER, BY_FILES, model_names, names_of
-from mergekit_ace.naming import listed, without_numbers
+from mergekit_ace.naming import ConfigError, listed, without_numbers
 from mergekit_ace.planning import (
     PlannedMerge,
     UnplannedTensor,
@@ -218,8 +218,7 @@ def check_model_files(plan: PlannedMerge) -> Iterator[Finding]:
         )
 
 
-class NotLoadedError(RuntimeError):
-    """transformers does not load a model whose result is looked at."""
+NotLoadedError = ConfigError  # its former name
 
 
 def verify_model(
@@ -231,14 +230,14 @@ def verify_model(
     result may as well: a backbone without the head that its config names, for example.
 
     Raises:
-        NotLoadedError: transformers does not load the donor either.
+        ConfigError: transformers does not load the donor either.
     """
     result = _faults(merged_model(folder), folder, trust_remote_code)
     if not result:
         return ""
     origin = _faults(donor, donor_folder, trust_remote_code)
     if _FAILURE in origin:
-        raise NotLoadedError(f"transformers does not load {donor} either: {origin[_FAILURE][0]}")
+        raise ConfigError(f"transformers does not load {donor} either: {origin[_FAILURE][0]}")
     texts = []
     for what, names in result.items():
         known = {without_numbers(name) for name in origin.get(what, ())}  # of any layer

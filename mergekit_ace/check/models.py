@@ -17,14 +17,8 @@ from mergekit.tokenizer import PermutedVocabulary
 from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoTokenizer
 
-from mergekit_ace.adapters.read import OtherAdapterError, read_adapters
-from mergekit_ace.files.checkpoints import (
-    DTYPES,
-    FLOATING,
-    DamagedFileError,
-    TensorHeader,
-    json_or_empty,
-)
+from mergekit_ace.adapters.read import read_adapters
+from mergekit_ace.files.checkpoints import DTYPES, FLOATING, TensorHeader, json_or_empty
 from mergekit_ace.files.models import (
     TOKENIZER_CONFIG,
     VOCABULARY_FILES,
@@ -33,8 +27,8 @@ from mergekit_ace.files.models import (
     tokenizer_donor,
 )
 from mergekit_ace.merge_config import HEADS, Finding
-from mergekit_ace.naming import listed, same_name
-from mergekit_ace.planning import ConfigError, PlannedMerge, PlannedTensor
+from mergekit_ace.naming import ConfigError, FileError, listed, same_name
+from mergekit_ace.planning import PlannedMerge, PlannedTensor
 
 DEQUANTISE = (
     "dequantise it first: load it with transformers, call model.dequantize(), and save it in "
@@ -60,7 +54,7 @@ def check_checkpoints(checkpoints: Checkpoints, config: MergeConfiguration) -> I
     yield from _check_chat_templates(checkpoints, config)
     try:
         yield from _check_tokenizers(checkpoints, config)
-    except DamagedFileError as error:
+    except FileError as error:
         yield Finding.error(str(error))
 
 
@@ -251,14 +245,14 @@ def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
     """Return the numbers of all tokens, by whichever files tell them; empty if none does.
 
     Raises:
-        DamagedFileError: they are no numbers, or nothing that a tokenizer has.
+        FileError: they are no numbers, or nothing that a tokenizer has.
     """
     fast, lines = checkpoint.file("tokenizer.json"), checkpoint.file("vocab.txt")
     if fast:
         try:
             return Tokenizer.from_file(str(fast)).get_vocab()
         except Exception as error:  # the library raises nothing more special
-            raise DamagedFileError(
+            raise FileError(
                 f"the tokenizer of {checkpoint.model} is damaged: {fast.name} cannot be read "
                 f"({error}); download or save it again"
             ) from error
@@ -367,9 +361,9 @@ def check_adapters(
     for model, lora in adapted:
         try:
             read_adapters([model])[model].check_ties()
-        except (OtherAdapterError, ConfigError):  # mergekit merges it by PEFT
+        except ConfigError:  # mergekit merges it by PEFT
             ours = ""
-        except DamagedFileError as error:
+        except FileError as error:
             yield Finding.error(str(error))
         settings = json_or_empty(Path(lora.path, "adapter_config.json"))
         made_for, revision = settings.get("base_model_name_or_path"), settings.get("revision")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files that make a folder a model or an adapter: their headers, and what is wrong with them.
 
-What is damaged, missing or something else raises a `DamagedFileError`. Old `.bin` files, which are
+What is damaged, missing or something else raises a `FileError`. Old `.bin` files, which are
 pickles, are opened by mergekit's loader, which reads nothing but tensors. Not by the one of
 `--lazy-unpickle`: that one would run a TorchScript archive.
 """
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from mergekit_ace.naming import FileError
 
 if TYPE_CHECKING:
     from mergekit.common import ModelPath, ModelReference
@@ -43,11 +45,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec"
 _WEB_PAGES = (b"<!doctype html", b"<html", b"<?xml", b"<head", b"<body")
 
 
-class DamagedFileError(RuntimeError):
-    """A file that is not what its name says; the message names it and the remedy.
-
-    No ValueError: mergekit plans within pydantic validators, which would bury one in a report.
-    """
+DamagedFileError = FileError  # its former name
 
 
 @dataclass(frozen=True)
@@ -75,22 +73,22 @@ def item_size(dtype: str) -> int:
 
 
 def check_content(path: Path) -> None:
-    """Raise a `DamagedFileError` unless a file is there, and none that a failed download left."""
+    """Raise a `FileError` unless a file is there, and none that a failed download left."""
     if not path.is_file():
         link = f": it is a link to {os.readlink(path)}" if path.is_symlink() else ""
-        raise DamagedFileError(f"{path} is missing{link}; download or save the checkpoint again")
+        raise FileError(f"{path} is missing{link}; download or save the checkpoint again")
     with open(path, "rb") as file:
         start = file.read(len(_LFS_POINTER) + 200)
     if not start:
-        raise DamagedFileError(f"{path} is empty; {_AGAIN}")
+        raise FileError(f"{path} is empty; {_AGAIN}")
     start = start.lstrip().lower()
     if start.startswith(_LFS_POINTER):
-        raise DamagedFileError(
+        raise FileError(
             f"{path} is a Git LFS pointer in the place of the file: run `git lfs pull` in "
             f"{path.parent}"
         )
     if start.startswith(_WEB_PAGES):
-        raise DamagedFileError(
+        raise FileError(
             f"{path} is a web page in the place of the file: download it again, after signing in "
             "where the model asks for that (hf download)"
         )
@@ -102,9 +100,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DamagedFileError(f"{path} is damaged: it is not JSON ({error}); {_AGAIN}") from error
+        raise FileError(f"{path} is damaged: it is not JSON ({error}); {_AGAIN}") from error
     if not isinstance(content, dict):
-        raise DamagedFileError(f"{path} is damaged: it holds no JSON object; {_AGAIN}")
+        raise FileError(f"{path} is damaged: it holds no JSON object; {_AGAIN}")
     return content
 
 
@@ -112,7 +110,7 @@ def json_or_empty(path: str | os.PathLike | None) -> dict[str, Any]:
     """Return the object in a JSON file; an empty one where there is none."""
     try:
         return read_json(Path(path or ""))
-    except (DamagedFileError, OSError):
+    except (FileError, OSError):
         return {}
 
 
@@ -128,7 +126,7 @@ def read_file_header(path: Path) -> dict[str, TensorHeader]:
                 part = file.get_slice(name)
                 headers[name] = TensorHeader(part.get_dtype(), tuple(part.get_shape()), str(path))
     except (SafetensorError, OSError) as error:
-        raise DamagedFileError(f"{path} is damaged: {error}; {_AGAIN}") from error
+        raise FileError(f"{path} is damaged: {error}; {_AGAIN}") from error
     return headers
 
 
@@ -139,7 +137,7 @@ def _pickled_headers(path: Path) -> dict[str, TensorHeader]:
         content = DumbPytorchLoader(str(path), device="meta").tensors
         content = content.get("state_dict", content)
     except Exception as error:  # of many kinds; torch's advice is to trust the file
-        raise DamagedFileError(
+        raise FileError(
             f"{path} is damaged, or holds more than tensors, which is never executed here; "
             "download it again, or the model's safetensors files"
         ) from error
@@ -158,7 +156,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
         remedy = "download or save the checkpoint again, in safetensors"
         if "adapter_config.json" in names:
             remedy = f"it is an adapter; write BASE+{folder}, with the model it was trained on"
-        raise DamagedFileError(
+        raise FileError(
             f"{folder} holds no weights, no model.safetensors or model.safetensors.index.json "
             f"(but: {', '.join(names[:5]) or 'nothing'}); {remedy}"
         )
@@ -167,13 +165,13 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     places = read_json(main).get("weight_map")
     names = places.values() if isinstance(places, dict) else [None]
     if not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise DamagedFileError(
+        raise FileError(
             f"{main} is damaged: it has no weight_map of tensors and of files beside it; {_AGAIN}"
         )
     files = {name: read_file_header(folder / name) for name in set(places.values())}
     for tensor, name in places.items():
         if tensor not in files[name]:
-            raise DamagedFileError(
+            raise FileError(
                 f"{folder / name} lacks the tensor {tensor} that the index expects there; "
                 "download or save the checkpoint again"
             )
@@ -190,7 +188,7 @@ def adapter_files(folder: Path) -> list[Path]:
     for name in ("adapter_model.safetensors", "adapter_model.bin"):
         if os.path.lexists(folder / name):
             return [folder / name]
-    raise DamagedFileError(
+    raise FileError(
         f"{folder} holds no weights of an adapter; download it again, or save it by peft's "
         "save_pretrained"
     )
@@ -201,20 +199,20 @@ def check_model_folder(folder: Path) -> None:
     from transformers import CONFIG_MAPPING
 
     if not read_headers(folder):
-        raise DamagedFileError(f"{folder} holds no tensors; {_AGAIN}")
+        raise FileError(f"{folder} holds no tensors; {_AGAIN}")
     path = folder / "config.json"
     content = read_json(path)
     kind = content.get("model_type")
     if "auto_map" not in content:  # else the model brings code of its own, which says what it is
         if kind not in CONFIG_MAPPING:
-            raise DamagedFileError(
+            raise FileError(
                 f"{path} has `model_type`: {kind!r}, which this version of transformers does not "
                 "know; correct it, or update transformers"
             )
         try:
             CONFIG_MAPPING[kind].from_json_file(path)  # it may hold {"__float__": "Infinity"}
         except Exception as error:  # of many kinds: dataclasses, lookups, arithmetic
-            raise DamagedFileError(
+            raise FileError(
                 f"{path} is not a config of {kind}: {str(error).strip()}; correct it"
             ) from error
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "vocab.json"):
@@ -236,7 +234,7 @@ def existing_folder(path: str) -> Path | None:
     local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
     if local or os.path.lexists(folder):
         where = "" if folder.is_absolute() else f" in {Path.cwd()}"
-        raise DamagedFileError(
+        raise FileError(
             f"there is no folder {path}{where}; correct the name, or the link (~ is not expanded)"
         )
     return None
@@ -249,7 +247,7 @@ def check_reference(model: ModelReference) -> None:
         names = read_json(folder / "config.json").get("architectures")
         known = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
         if not known and model.override_architecture is None:
-            raise DamagedFileError(
+            raise FileError(
                 f"{folder / 'config.json'} has `architectures`: {names!r} instead of a list of "
                 "one name, by which mergekit knows the model; correct it after the base model's"
             )
@@ -271,14 +269,14 @@ def hub_file(part: ModelPath, name: str, *, cached: bool = False) -> str:
             return known
         return hf_hub_download(part.path, name, revision=part.revision)
     except Exception as error:  # of many kinds: no such model, no access, no network
-        raise DamagedFileError(
+        raise FileError(
             f"{part.path} is no folder in {Path.cwd()}, and no model of the Hub that can be read "
             f"({type(error).__name__}); correct the name, or download the model first"
         ) from error
 
 
 def find_on_hub(model: ModelReference) -> None:
-    """Raise a `DamagedFileError` unless what is no folder here is in the Hub's cache, or there."""
+    """Raise a `FileError` unless what is no folder here is in the Hub's cache, or there."""
     for part, name in ((model.model, "config.json"), (model.lora, "adapter_config.json")):
         if part is not None and not Path(part.path).is_dir():
             hub_file(part, name, cached=True)

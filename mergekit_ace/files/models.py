@@ -29,7 +29,6 @@ from mergekit_ace.files.checkpoints import (
     DTYPE_NAMES,
     DTYPES,
     FLOATING,
-    DamagedFileError,
     TensorHeader,
     check_reference,
     existing_folder,
@@ -37,7 +36,7 @@ from mergekit_ace.files.checkpoints import (
     read_headers,
 )
 from mergekit_ace.files.quantised import find_quantisation
-from mergekit_ace.naming import layer_of
+from mergekit_ace.naming import FileError, layer_of
 
 GENERATION = "generation_config.json"
 MORE_TEMPLATES = "additional_chat_templates"
@@ -221,7 +220,7 @@ def _from_hub(model: ModelReference) -> Checkpoint:
         metadata = get_safetensors_metadata(model.model.path, revision=model.model.revision)
     except Exception as error:
         why = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
-        raise DamagedFileError(
+        raise FileError(
             f"{model.model.path} is no folder in {Path.cwd()}, and no model of the Hub that can be "
             f"read by its safetensors ({why}); correct the name, or download the model first"
         ) from error

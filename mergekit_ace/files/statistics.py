@@ -22,15 +22,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
-from mergekit_ace.files.checkpoints import DamagedFileError, TensorHeader, read_file_header
+from mergekit_ace.files.checkpoints import TensorHeader, read_file_header
 from mergekit_ace.files.saving import read_once, write_text
+from mergekit_ace.naming import FileError
 
 INDEX_FILE = "statistics.json"
 Measure = Literal["covariances", "fisher"]
 
 
-class StatisticsFileError(ValueError):
-    """Statistics that cannot be used; the message says why and what to do."""
+StatisticsFileError = FileError  # its former name
 
 
 class Expert(BaseModel):
@@ -106,7 +106,7 @@ class Statistics:
             path: of the index, or its folder.
 
         Raises:
-            StatisticsFileError: a file is missing, damaged or something else.
+            FileError: a file is missing, damaged or something else.
         """
         self.path = Path(path).expanduser()
         if self.path.is_dir():
@@ -116,7 +116,7 @@ class Statistics:
             self._headers = [self._read_headers(expert) for expert in self.index.experts]
         except (OSError, ValidationError) as error:
             what = "is no file of statistics" if self.path.is_file() else "is missing"
-            raise StatisticsFileError(
+            raise FileError(
                 f"{self.path} {what}; give the statistics.json that `mergekit-ace "
                 "statistics` wrote, or run that again"
             ) from error
@@ -126,8 +126,8 @@ class Statistics:
         try:
             for name in expert.files:
                 headers |= read_file_header(self.path.parent / name)
-        except DamagedFileError as error:
-            raise StatisticsFileError(
+        except FileError as error:
+            raise FileError(
                 f"the statistics of {expert.task} cannot be used: {error}; or delete it, and run "
                 "`mergekit-ace statistics` again, which measures what is missing"
             ) from error

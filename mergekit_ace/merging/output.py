@@ -39,7 +39,8 @@ from mergekit_ace.files.models import (
 )
 from mergekit_ace.files.saving import flush_to_disk, sha256, write_text
 from mergekit_ace.merge_config import HEADS
-from mergekit_ace.merging.shards import MergeError, Shard, weights_name
+from mergekit_ace.merging.shards import Shard, weights_name
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.planning import PlannedMerge
 
 _LOG = logging.getLogger(__name__)
@@ -69,14 +70,14 @@ class Manifest(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Return the manifest of a folder, or None; a damaged one raises a `MergeError`."""
+        """Return the manifest of a folder, or None; a damaged one raises a `ConfigError`."""
         path = folder / MANIFEST_FILE
         try:
             return cls.model_validate_json(path.read_bytes(), strict=True)
         except FileNotFoundError:
             return None
         except (ValueError, OSError) as error:
-            raise MergeError(
+            raise ConfigError(
                 f"{path} is damaged, or another version's; --overwrite starts anew"
             ) from error
 
@@ -120,28 +121,28 @@ class OutputFolder:
         self.scratch = self.path / SCRATCH_FOLDER
 
     def check_own(self, *, overwrite: bool) -> None:
-        """Raise a `MergeError` for a folder that holds what no merge has written.
+        """Raise a `ConfigError` for a folder that holds what no merge has written.
 
         Args:
             overwrite: whether a model may be there, which is dropped.
         """
         for path in map(self.path.joinpath, (SCRATCH_FOLDER, LOCK_FILE, MORE_TEMPLATES)):
             if path.is_symlink():
-                raise MergeError(f"{path} is a link, whose target would be changed; remove it")
+                raise ConfigError(f"{path} is a link, whose target would be changed; remove it")
         if not self.path.is_dir() or (self.path / MANIFEST_FILE).exists():
             return
         killed = (SCRATCH_FOLDER, LOCK_FILE, f"{MANIFEST_FILE}.partial")  # what a kill leaves
         foreign = sorted(path.name for path in self.path.iterdir() if path.name not in killed)
         model = [n for n in foreign for part in (*_MARKS, *_WEIGHTS) if fnmatch(n, part)]
         if foreign and not (model and overwrite):
-            raise MergeError(
+            raise ConfigError(
                 f"{self.path} holds {'a model that is' if model else 'files that are'} none of a "
                 f"merge ({', '.join([*dict.fromkeys(model + foreign)][:3])}); choose a directory "
                 f"that is new or empty{', or --overwrite' if model else ''}"
             )
 
     def check_inputs(self, read: Iterable[Path], reports: Iterable[str]) -> None:
-        """Raise a `MergeError` for what the merge reads that lies here, itself or by a link.
+        """Raise a `ConfigError` for what the merge reads that lies here, itself or by a link.
 
         Args:
             reports: files that may lie here, too, but not under a name of the result.
@@ -152,7 +153,7 @@ class OutputFolder:
             for place in (path.parent.resolve() / path.name, Path(os.path.realpath(path))):
                 report = str(path) in reports and place.parent == root and place.suffix == ".jsonl"
                 if root in (place, *place.parents) and not report:
-                    raise MergeError(
+                    raise ConfigError(
                         f"{path} is needed by the merge, and might be replaced by its result in "
                         f"{self.path}; move it, or choose another directory"
                     )

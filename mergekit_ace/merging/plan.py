@@ -24,9 +24,9 @@ from mergekit_ace.files.models import Checkpoint, checkpoint_of
 from mergekit_ace.files.quantised import open_quantised
 from mergekit_ace.files.saving import file_states, package_versions
 from mergekit_ace.merge_config import shown_errors
-from mergekit_ace.merging.shards import MERGE_PACKAGES, MergeError
+from mergekit_ace.merging.shards import MERGE_PACKAGES
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
-from mergekit_ace.naming import listed
+from mergekit_ace.naming import ConfigError, listed
 from mergekit_ace.planning import (
     PlannedMerge,
     UnplannedTensor,
@@ -74,14 +74,14 @@ def plan_run(
     """Check a merge, find or download its models, and plan; also return their headers.
 
     Raises:
-        DamagedFileError: a file of a model is missing or damaged.
-        MergeError: something is wrong, or mergekit leaves out tensors, and nobody has said what to
+        FileError: a file of a model is missing or damaged.
+        ConfigError: something is wrong, or mergekit leaves out tensors, and nobody has said what to
             do with them; the message names all of it, with the remedies.
     """
     if settings.strict:
         findings = check_merge(path, options, unplanned=settings.unplanned).findings
         if errors := shown_errors(findings, quiet=options.quiet):
-            raise MergeError(f"{errors}\nNothing was merged; --no-check leaves this check out")
+            raise ConfigError(f"{errors}\nNothing was merged; --no-check leaves this check out")
     _, source = read_merge_config(path)
     config = OrderedConfiguration.model_validate(yaml.safe_load(source))
     cache, models = LoaderCache(), config.referenced_models()
@@ -111,19 +111,19 @@ def plan_run(
         plan = plan_with(extra)
     findings += check_labels(plan, settings.unplanned)
     if errors := shown_errors(findings, quiet=settings.strict or options.quiet):
-        raise MergeError(f"{errors}\nNothing was merged")
+        raise ConfigError(f"{errors}\nNothing was merged")
     return plan, checkpoints
 
 
 def _check_places(model: ModelReference, adapter: Adapter) -> None:
-    """Raise a `MergeError` if an adapter changes what the files of its base do not hold."""
+    """Raise a `ConfigError` if an adapter changes what the files of its base do not hold."""
     base = base_of(model)
     names = LoaderCache().get(base).index.tensor_paths
     found = [adapter.find_change(WeightInfo(name=name), base) for name in names]
     held = {change.name for change in found if change is not None}
     homeless = [name for name in adapter.changes if name not in held]
     if homeless:
-        raise MergeError(
+        raise ConfigError(
             f"{model.lora} has {listed(homeless)}, which {base} does not; merge the adapter into "
             "its base by peft's merge_and_unload, and give the model that save_pretrained writes"
         )

@@ -12,16 +12,11 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from transformers import AutoTokenizer
 
-from mergekit_ace.check.loading import (
-    NotLoadedError,
-    merged_model,
-    quiet_transformers,
-    verify_model,
-)
+from mergekit_ace.check.loading import merged_model, quiet_transformers, verify_model
 from mergekit_ace.files.models import config_donor
 from mergekit_ace.merging.plan import MergeSettings
-from mergekit_ace.merging.shards import MergeError
 from mergekit_ace.methods.architecture import model_class
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.planning import PlannedMerge
 
 _TOKENS = 20  # that are generated
@@ -35,13 +30,13 @@ def check_result(folder: Path, plan: PlannedMerge, settings: MergeSettings) -> N
     prompt and base's continuation; where an encoder reads the prompt, of the continuation alone.
 
     Raises:
-        MergeError: something is wrong with it.
+        ConfigError: something is wrong with it.
     """
     donor, options = config_donor(plan.config), plan.options
     origin = Path(LoaderCache().get(donor).index.base_path)
     try:
         problem = verify_model(folder, donor, origin, trust_remote_code=options.trust_remote_code)
-    except NotLoadedError as error:
+    except ConfigError as error:
         problem = ""
         if not options.quiet:
             click.echo(f"whether the result loads was not checked: {str(error).splitlines()[0]}")
@@ -52,7 +47,7 @@ def check_result(folder: Path, plan: PlannedMerge, settings: MergeSettings) -> N
             "over"
         )
         if settings.strict:
-            raise MergeError(text)
+            raise ConfigError(text)
         click.echo(f"warning: {text}", err=True)
     if settings.prompt is None:
         return
@@ -62,7 +57,7 @@ def check_result(folder: Path, plan: PlannedMerge, settings: MergeSettings) -> N
             expected, base_loss = _speak(origin, donor, settings.prompt, None, options)
             said, loss = _speak(folder, model, settings.prompt, expected, options)
     except Exception as error:  # of many kinds, from model classes, tokenizers and the prompt
-        raise MergeError(
+        raise ConfigError(
             f"the merge is complete, and --try failed, which needs a model that generates text and "
             f"its tokenizer: {error}"
         ) from error

@@ -20,14 +20,10 @@ from mergekit_ace.files.saving import differences, locked, write_text
 from mergekit_ace.merging.output import LOCK_FILE, Manifest, OutputFolder, complete_model
 from mergekit_ace.merging.plan import MergeSettings, fingerprint, input_files, plan_run
 from mergekit_ace.merging.result import check_result
-from mergekit_ace.merging.shards import (
-    MergeError,
-    MergeJob,
-    Shard,
-    divide_into_shards,
-)
+from mergekit_ace.merging.shards import MergeJob, Shard, divide_into_shards
 from mergekit_ace.merging.workers import Compute, find_workers
 from mergekit_ace.methods.base import flush_notices, notice
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.planning import PlannedMerge, check_inputs
 
 
@@ -37,25 +33,25 @@ def run_shards(
     """Merge shard by shard, as `mergekit-ace merge` does.
 
     Raises:
-        MergeError: the directory holds something else, a check fails, or a shard cannot be
+        ConfigError: the directory holds something else, a check fails, or a shard cannot be
             computed.
-        DamagedFileError, RuntimeError, ValueError, OSError: what is wrong with inputs or the plan.
+        FileError, RuntimeError, ValueError, OSError: what is wrong with inputs or the plan.
     """
     settings, folder, start = settings or MergeSettings(), OutputFolder(out), time.monotonic()
     say = (lambda text: None) if options.quiet else click.echo
     if options.multi_gpu or options.async_write or options.write_threads != 1:
-        raise MergeError(
+        raise ConfigError(
             "--multi-gpu, --gpu-rich, --async-write and --write-threads are for one process; give "
             "--workers N, with --cuda for a GPU each: one computes while another writes"
         )
     folder.check_own(overwrite=settings.overwrite)
-    busy = MergeError(f"another run is writing to {folder.path}; wait for it")
+    busy = ConfigError(f"another run is writing to {folder.path}; wait for it")
     with locked(folder.path, LOCK_FILE, busy), own_loaders():
         manifest = None if settings.overwrite else Manifest.read(folder.path)
         plan, checkpoints = plan_run(config, options, settings)
         identity = fingerprint(plan)
         if manifest and (changed := differences(manifest.identity, identity)):
-            raise MergeError(
+            raise ConfigError(
                 f"{folder.path} holds a merge that cannot be resumed; changed since it was begun: "
                 f"{', '.join(changed)}. Undo that, choose another directory, or --overwrite to "
                 "begin anew"
@@ -121,7 +117,7 @@ def _compute(
     """Have shards computed, and enter them; nobody else touches the directory and the manifest."""
     needed, free = sum(shard.bytes for shard in todo), shutil.disk_usage(folder.path).free
     if 0 < free < needed:  # some network file systems tell nothing
-        raise MergeError(
+        raise ConfigError(
             f"{folder.path} needs {needed / 1e9:.1f} GB more, and its disk has {free / 1e9:.1f} GB "
             "free; make room and give the same command again"
         )
@@ -131,7 +127,7 @@ def _compute(
         for shard, result in results:
             if result.error:
                 check_inputs(plan.config)  # names the file, where one is the cause
-                raise MergeError(
+                raise ConfigError(
                     f"{shard.file}: {result.error}\nWhat is finished is kept: give the same "
                     "command again once the cause is gone. If a model or the config has to change "
                     "for that, give --overwrite instead, which begins anew"

@@ -26,14 +26,14 @@ from mergekit_ace.files.models import Checkpoints
 from mergekit_ace.files.quantised import open_quantised
 from mergekit_ace.files.saving import flush_to_disk, package_versions, sha256
 from mergekit_ace.methods.base import is_finite, take_notices
+from mergekit_ace.naming import ConfigError, FileError
 from mergekit_ace.planning import PlannedMerge, PlannedTensor
 
 # A result depends on the versions of these.
 MERGE_PACKAGES = ("mergekit", "mergekit-ace", "torch", "transformers", "tokenizers", "safetensors")
 
 
-class MergeError(RuntimeError):
-    """The merge cannot start, or cannot go on; the message names the remedy."""
+MergeError = ConfigError  # its former name
 
 
 @dataclass(frozen=True)
@@ -129,13 +129,13 @@ def compute_shard(job: MergeJob, shard: Shard, bar: tqdm | None = None) -> Shard
     try:
         return _merge_shard(job, shard, bar)
     except Exception as error:  # whatever mergekit, or a merge method, says
-        plain = isinstance(error, MergeError | ValueError | OverflowError)
+        plain = isinstance(error, FileError | ValueError | OverflowError)
         return ShardResult(error=str(error) if plain else f"{type(error).__name__}: {error}")
 
 
 def _merge_shard(job: MergeJob, shard: Shard, bar: tqdm | None) -> ShardResult:
     if (here := package_versions(*MERGE_PACKAGES)) != job.versions:
-        raise MergeError(
+        raise ConfigError(
             f"a worker has other packages ({here}) than the driver ({job.versions}); "
             "install the same on all nodes of the cluster"
         )
@@ -191,11 +191,11 @@ class CheckedSave(SaveTensor):
     """mergekit's task that writes a tensor, for finite entries alone."""
 
     def execute(self, writer: TensorWriter, tensor: torch.Tensor | None) -> None:
-        """Write a tensor; NaN or Inf in the dtype in which it is written raise a `MergeError`."""
+        """Write a tensor; NaN or Inf in the dtype in which it is written raise a `ConfigError`."""
         if tensor is not None and tensor.is_floating_point():
             dtype = dtype_from_name(self.dtype) or tensor.dtype
             if not is_finite(tensor.to(dtype)):
-                raise MergeError(
+                raise ConfigError(
                     f"tensor {self.tensor_name} came out with NaN or Inf in {dtype}: a model holds "
                     "them (`mergekit-ace inspect` names it), a parameter is out of range, or "
                     "float16 is too narrow (write `out_dtype: bfloat16`, and no `dtype: float16`)"

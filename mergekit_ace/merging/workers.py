@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from mergekit_ace.merging.shards import MergeError, MergeJob, Shard, ShardResult, compute_shard
+from mergekit_ace.merging.shards import MergeJob, Shard, ShardResult, compute_shard
+from mergekit_ace.naming import ConfigError
 
 ATTEMPTS = 3  # with workers that die before a shard is finished
 # Imported once, by the process from which all workers are forked.
@@ -40,7 +41,7 @@ def find_workers(job: MergeJob, count: int, address: str | None, memory: int) ->
         memory: bytes that a worker of a cluster takes.
 
     Raises:
-        MergeError: the cluster cannot be used.
+        ConfigError: the cluster cannot be used.
     """
     if address is not None:
         return _find_cluster(job, count, address, memory)
@@ -147,7 +148,7 @@ def _find_cluster(job: MergeJob, count: int, address: str, memory: int) -> Compu
     try:
         import ray
     except ImportError as error:
-        raise MergeError("--ray needs: pip install ray") from error
+        raise ConfigError("--ray needs: pip install ray") from error
     host, _, port = address.rpartition(":")
     try:
         if port.isdigit() and "//" not in address:  # where nobody listens, Ray tries for minutes
@@ -155,13 +156,13 @@ def _find_cluster(job: MergeJob, count: int, address: str, memory: int) -> Compu
         quiet = {"log_to_driver": not job.options.quiet, "logging_level": logging.WARNING}
         ray.init(address=address, ignore_reinit_error=True, **quiet)
     except OSError as error:  # Ray's ConnectionError is one
-        raise MergeError(f"there is no Ray cluster at {address}: {error}") from error
+        raise ConfigError(f"there is no Ray cluster at {address}: {error}") from error
     on_gpu = job.options.device.startswith("cuda")
     needed = {"CPU": 1 if on_gpu else job.threads, "GPU": int(on_gpu), "memory": memory}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(all(node.get(name, 0) >= need for name, need in needed.items()) for node in nodes):
         ray.shutdown()
-        raise MergeError(  # instead of waiting for ever
+        raise ConfigError(  # instead of waiting for ever
             f"no node of the cluster has room for a worker: it needs {needed['CPU']} CPUs (threads "
             f"of torch: -j), {needed['GPU']} GPUs and {memory / 1e9:.1f} GB of memory (less with a "
             "smaller --out-shard-size)"

@@ -261,11 +261,12 @@ def _shape(model: Hashable, tensor_name: str) -> Shape | None:
 @lru_cache(maxsize=256)
 def _header(path: str, changed: int) -> dict[str, Shape]:
     """Return the shapes in one file. Cached until it changes: all tensors of a shard ask."""
-    from mergekit_ace.files.checkpoints import DamagedFileError, read_file_header
+    from mergekit_ace.files.checkpoints import read_file_header
+    from mergekit_ace.naming import FileError
 
     try:
         return {name: header.shape for name, header in read_file_header(Path(path)).items()}
-    except DamagedFileError:
+    except FileError:
         if path.endswith(".safetensors"):
             raise
         return {}  # mergekit says it when it reads the file

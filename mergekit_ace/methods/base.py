@@ -29,7 +29,6 @@ from torch import Tensor
 from mergekit_ace.algebra.task_vectors import (
     FixedLayout,
     IllConditionedError,
-    NonFiniteError,
     TensorRecord,
     clamp_to_versions,
 )
@@ -245,11 +244,11 @@ class TaskVectorMethod(GroupMergeMethod):
             merged, record, settings = first_that_fits(
                 device, merge_on, self.spec.name, settings.name
             )
-        except NonFiniteError:
-            check_finite(self.spec.name, group)  # which names the model
-            raise
         except MERGE_ERRORS as error:
             raise ValueError(self.explain(error, settings)) from error
+        except ValueError:
+            check_finite(self.spec.name, group)  # names the model that contains NaN or Inf
+            raise
         self.check_size(merged, settings)
         self.mention(settings, record)
         if settings.parameters["report"] is not None:

@@ -21,9 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mergekit_ace.algebra.learner import Learner, LearnerConfig
-from mergekit_ace.files.checkpoints import DamagedFileError, check_content
+from mergekit_ace.files.checkpoints import check_content
 from mergekit_ace.files.saving import read_once, save_tensors, with_prefix
 from mergekit_ace.files.statistics import Expert, MergedTensor, find_expert
+from mergekit_ace.naming import FileError
 
 FORMAT = {"format": "mergekit-ace coefficients", "version": "1"}
 _TENSORS = ("coefficients", "statistics", "depths", "groups")
@@ -31,8 +32,7 @@ Granularity = Literal["tensor", "kind", "block", "task"]
 Basis = Literal["task_vector", "ace", "ace_relative"]
 
 
-class CoefficientFileError(ValueError):
-    """Coefficient file that cannot be used; the message says why and what to do."""
+CoefficientFileError = FileError  # its former name
 
 
 class Contents(BaseModel):
@@ -133,7 +133,7 @@ class CoefficientFile:
         """Read a file; see `load_coefficients`, which keeps it."""
         path = os.path.expanduser(os.fspath(path))
         if not os.path.isfile(path):
-            raise CoefficientFileError(
+            raise FileError(
                 f"there is no coefficient file {path}; `mergekit-ace train` writes one, called "
                 "coefficients.safetensors, into its output folder"
             )
@@ -146,14 +146,14 @@ class CoefficientFile:
                 contents = Contents.model_validate_json(metadata["contents"])
                 own = {name: tensors[name] for name in _TENSORS}
                 return cls(contents, learner_state=with_prefix(tensors, "learner."), **own)
-        except DamagedFileError as error:
-            raise CoefficientFileError(f"the coefficient file {error}") from error
+        except FileError as error:
+            raise FileError(f"the coefficient file {error}") from error
         except (SafetensorError, KeyError, ValueError) as error:
-            raise CoefficientFileError(
+            raise FileError(
                 f"the coefficient file {path} is damaged ({type(error).__name__}: {error}); copy "
                 "it again, or train again"
             ) from error
-        raise CoefficientFileError(
+        raise FileError(
             f"{path} is not one of coefficients of format version {FORMAT['version']}, but format: "
             f"{metadata.get('format')}, version: {metadata.get('version')}; give the "
             "coefficients.safetensors that `mergekit-ace train` wrote, or train again"

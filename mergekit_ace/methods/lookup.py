@@ -13,13 +13,9 @@ from pydantic import BaseModel
 from mergekit_ace.algebra.learner import features, measure_moments
 from mergekit_ace.methods.architecture import tensor_names
 from mergekit_ace.methods.base import describe
-from mergekit_ace.methods.coefficients import (
-    CoefficientFile,
-    CoefficientFileError,
-    load_coefficients,
-)
+from mergekit_ace.methods.coefficients import CoefficientFile, load_coefficients
 from mergekit_ace.methods.parameters import TensorSettings
-from mergekit_ace.naming import listed, relative_depths
+from mergekit_ace.naming import ConfigError, listed, relative_depths
 
 # Which method applies coefficients of a basis that is not named after it.
 METHODS_OF_BASES = {"task_vector": "statsmerging"}
@@ -29,7 +25,7 @@ def component_coefficients(method: str, options: BaseModel, tensor: TensorSettin
     """Look up the coefficients of a merge by components, by `ace` or `ace_relative`.
 
     Raises:
-        CoefficientFileError: the file was learned for another merge or other options, or lacks
+        ConfigError: the file was learned for another merge or other options, or lacks
             something.
     """
     contents = load_coefficients(tensor.parameters["coefficients"]).contents
@@ -39,13 +35,13 @@ def component_coefficients(method: str, options: BaseModel, tensor: TensorSettin
     coefficients = file_coefficients(method, tensor)
     start = f"{method}: the coefficients in {tensor.parameters['coefficients']} were learned for"
     if len(contents.experts) != len(tensor.experts):
-        raise CoefficientFileError(
+        raise ConfigError(
             f"{start} {len(contents.experts)} experts together, and there are "
             f"{len(tensor.experts)}; what one expert adds depends on all of them, so merge the "
             "same ones"
         )
     if odd:
-        raise CoefficientFileError(
+        raise ConfigError(
             f"{start} other components: {', '.join(odd)}. Give these parameters as merge.yml has "
             "them, or train again"
         )
@@ -59,7 +55,7 @@ def file_coefficients(method: str, tensor: TensorSettings) -> list[float]:
     `missing` is ``mean``.
 
     Raises:
-        CoefficientFileError: the file was learned for another method, or lacks the tensor or an
+        ConfigError: the file was learned for another method, or lacks the tensor or an
             expert.
     """
     path, name = tensor.parameters["coefficients"], tensor.name or ""
@@ -68,7 +64,7 @@ def file_coefficients(method: str, tensor: TensorSettings) -> list[float]:
     own = METHODS_OF_BASES.get(basis, basis)
     if own != method:
         what = "task vectors" if own == "statsmerging" else f"components of {basis}"
-        raise CoefficientFileError(
+        raise ConfigError(
             f"{method}: the coefficients in {path} were learned for {what}; write "
             f"merge_method: {own}, or train with another `basis`"
         )
@@ -84,7 +80,7 @@ def file_coefficients(method: str, tensor: TensorSettings) -> list[float]:
     unknown = sorted({tensor.name or describe(None), *(tensor_names(tensor.base) or ())} - known)
     held = [one.name for one in file.contents.tensors]
     advice = " `missing: mean` merges such tensors by the mean of the task vectors."
-    raise CoefficientFileError(
+    raise ConfigError(
         f"{method}: {path} has no coefficients for {listed(unknown)}. It holds those of "
         f"{listed(held)}, trained on {file.contents.base_model}."
         + (advice if "missing" in tensor.parameters else "")  # components fit one merge only
@@ -101,12 +97,12 @@ def _rows(method: str, path: str, file: CoefficientFile, tensor: TensorSettings)
             rows.append(row)
     if absent:
         held = "\n".join(f"    {e.task} ({e.model})" for e in file.contents.experts)
-        raise CoefficientFileError(
+        raise ConfigError(
             f"{method}: {path} has no coefficients for {', '.join(absent)}. It holds\n{held}\n"
             "If a checkpoint has moved, give it the name above as `task:` under its parameters."
         )
     if len(set(rows)) != len(rows):
-        raise CoefficientFileError(
+        raise ConfigError(
             f"{method}: two experts have the same row of the coefficient file; give each a `task:` "
             "of its own"
         )
@@ -117,12 +113,12 @@ def load_learner(path: str) -> CoefficientFile:
     """Load a file whose network predicts coefficients for any experts.
 
     Raises:
-        CoefficientFileError: the learner is tied to the experts or tensors of its training.
+        ConfigError: the learner is tied to the experts or tensors of its training.
     """
     file = load_coefficients(path)
     contents, kind = file.contents, file.contents.learner.input
     if (contents.basis, kind, contents.granularity) != ("task_vector", "shared", "tensor"):
-        raise CoefficientFileError(
+        raise ConfigError(
             f"statsmerging: the learner in {path} has basis: {contents.basis}, input: {kind} and "
             f"granularity: {contents.granularity}; only one with input: shared, trained on task "
             "vectors per tensor, can predict coefficients for other experts. Use "

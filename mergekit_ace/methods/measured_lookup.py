@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mergekit_ace.algebra.measured import MeasuredCovariance, MeasuredInputs, packed_size
-from mergekit_ace.files.statistics import Measure, StatisticsFileError, find_expert, load_statistics
+from mergekit_ace.files.statistics import Measure, find_expert, load_statistics
 from mergekit_ace.methods.base import describe
 from mergekit_ace.methods.parameters import TensorSettings
+from mergekit_ace.naming import ConfigError
 
 
 def required_lookup(method: str, settings: TensorSettings, kind: Measure) -> MeasuredLookup:
@@ -31,14 +32,14 @@ def required_lookup(method: str, settings: TensorSettings, kind: Measure) -> Mea
 class MeasuredLookup:
     """The statistics of a kind of one tensor's experts, once they are known to be there.
 
-    A `StatisticsFileError` says what they lack: the kind, an expert, the tensor, or its shape.
+    A `ConfigError` says what they lack: the kind, an expert, the tensor, or its shape.
     """
 
     def __init__(self, method: str, settings: TensorSettings, path: str, kind: Measure):
         self._start = f"{method}: {path}"
         self._settings, self._file = settings, load_statistics(path)
         if kind not in self._file.index.measured:
-            raise StatisticsFileError(
+            raise ConfigError(
                 f"{self._start} holds no {kind}; add `measure: [{kind}]` to the config of "
                 "`mergekit-ace statistics` and run it again"
             )
@@ -47,7 +48,7 @@ class MeasuredLookup:
         self._experts = [self._find_expert(model, task) for model, task in pairs]
         tensor = self._file.tensors.get(settings.name or "")
         if tensor is None:
-            raise StatisticsFileError(
+            raise ConfigError(
                 f"{self._start} does not know {describe(settings.name)}; it was measured on "
                 f"experts of {self._file.index.base_model}. Measure the models that are merged"
             )
@@ -79,7 +80,7 @@ class MeasuredLookup:
         for number in self._experts:
             known = self._file.shape(number, name)
             if known is not None and known != tuple(shape):
-                raise StatisticsFileError(
+                raise ConfigError(
                     f"{self._start}: {describe(self._settings.name)} does not have the shape that "
                     "it had when this was measured; measure the models that are merged, or merge "
                     "without resizing their vocabularies"
@@ -92,7 +93,7 @@ class MeasuredLookup:
         if number is None:
             held = ", ".join(f"{e.task} ({e.model})" for e in self._file.index.experts)
             named = model if task is None else f"{model} (task: {task})"
-            raise StatisticsFileError(
+            raise ConfigError(
                 f"{self._start} holds nothing of {named}. It holds {held}. If a checkpoint has "
                 "moved, give it the name above as `task:` under its parameters"
             )

@@ -25,6 +25,7 @@ from mergekit_ace.algebra.task_vectors import (
     NonNegative,
     Side,
 )
+from mergekit_ace.naming import FileError
 
 Options = TypeVar("Options", bound=BaseModel)
 # Those that name files whose content goes into the result, and in which experts have names.
@@ -46,8 +47,10 @@ class NamedParameter(ParameterSpec):
         """Return `value` as its type, or raise a `ValueError` that names what is allowed."""
         try:
             return super().validate(value)
-        except ValidationError as error:
-            cause = error.errors()[0].get("ctx", {}).get("error")
+        except (ValidationError, FileError) as error:
+            cause = error
+            if isinstance(error, ValidationError):
+                cause = error.errors()[0].get("ctx", {}).get("error")
             reason = f" ({cause})" if cause else ""
             raise ValueError(
                 f"{self.method}: parameter {self.name!r} is {value!r}{reason}; "

@@ -15,6 +15,7 @@ from mergekit_ace.methods.base import Merged, TaskVectorMethod, cited, describe,
 from mergekit_ace.methods.coefficients import load_coefficients
 from mergekit_ace.methods.lookup import file_coefficients, load_learner, predict_coefficients
 from mergekit_ace.methods.parameters import COEFFICIENTS, TASK, TensorSettings, per_expert, shared
+from mergekit_ace.naming import FileError
 
 LEARNER = replace(
     COEFFICIENTS,
@@ -108,6 +109,6 @@ class StatsMerge(TaskVectorMethod):
             return super().seed(parameters)
         try:
             seed = load_coefficients(path).contents.config.get("training", {}).get("seed")
-        except (ValueError, OSError):
+        except (FileError, OSError):
             seed = None
         return f"{seed} (of the training of the coefficients)" if seed is not None else "none"

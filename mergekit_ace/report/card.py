@@ -15,18 +15,15 @@ from mergekit.common import ModelPath
 from mergekit.config import MergeConfiguration
 from tqdm import tqdm
 
-from mergekit_ace.check.loading import NotLoadedError, merged_model, verify_model
-from mergekit_ace.files.checkpoints import (
-    DamagedFileError,
-    adapter_files,
-    weight_files,
-)
+from mergekit_ace.check.loading import merged_model, verify_model
+from mergekit_ace.files.checkpoints import adapter_files, weight_files
 from mergekit_ace.files.models import add_model_files, config_donor
 from mergekit_ace.files.saving import package_versions, sha256, write_text
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
+from mergekit_ace.naming import ConfigError, FileError
 from mergekit_ace.planning import read_merge_config
-from mergekit_ace.report.record import Report, ReportError, read_records, summarize
+from mergekit_ace.report.record import Report, read_records, summarize
 
 BEGIN, END = "<!-- mergekit-ace: begin -->", "<!-- mergekit-ace: end -->"
 # What Markdown reads as markup; within a word an underscore is only that.
@@ -50,9 +47,9 @@ def update_card(
     """
     card = folder / "README.md"
     if lines is not None and not card.is_file():
-        raise ReportError(f"there is no model card {card}; merge without --no-write-model-card")
+        raise ConfigError(f"there is no model card {card}; merge without --no-write-model-card")
     if not (folder / "mergekit_config.yml").is_file():
-        raise ReportError(f"{folder} holds no mergekit_config.yml: is it what mergekit wrote?")
+        raise ConfigError(f"{folder} holds no mergekit_config.yml: is it what mergekit wrote?")
     config, _ = read_merge_config(folder / "mergekit_config.yml")
     if lines is not None:
         report = Report(read_records(lines))
@@ -62,7 +59,7 @@ def update_card(
         try:
             known = card.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ReportError(f"{card} cannot be read: {error}; save it as UTF-8") from error
+            raise ConfigError(f"{card} cannot be read: {error}; save it as UTF-8") from error
         text = re.sub(f"\n*{BEGIN}.*?{END}\n*", "\n", known, flags=re.DOTALL).rstrip()
         write_text(card, f"{text}\n\n{BEGIN}\n\n{section}\n\n{END}\n")
         click.echo(str(card))
@@ -74,10 +71,10 @@ def update_card(
     problem, donor = "", _find(config_donor(config).model, folder)
     if donor is not None:
         # weights of the base may be gone, an architecture may have code of its own
-        with suppress(NotLoadedError, OSError, RuntimeError, ValueError):
+        with suppress(OSError, RuntimeError, ValueError):
             problem = verify_model(folder, merged_model(donor), donor, trust_remote_code=False)
     if problem:
-        raise ReportError(
+        raise ConfigError(
             f"{folder} is no model that transformers loads whole: {problem}. Merge again with "
             "`mergekit-ace merge --unplanned merge` or `--unplanned base`"
         )
@@ -93,7 +90,7 @@ def _check_same_merge(folder: Path, config: MergeConfiguration, report: Report) 
     experts = {str(model) for model in config.referenced_models()} - {str(config.base_model)}
     if report.name == config.merge_method and set(report.models) == experts:
         return
-    raise ReportError(
+    raise ConfigError(
         f"the report is of another merge: by {report.name} of {', '.join(report.models)}, and "
         f"{folder} was made by {config.merge_method} of {', '.join(sorted(experts))}; give the "
         "report of this merge, or of `mergekit-ace inspect` with its config"
@@ -111,7 +108,7 @@ def _hash_models(config: MergeConfiguration, folder: Path, *, quiet: bool) -> di
         try:
             files = files_of(place) if place else []
             digests = [bytes.fromhex(sha256(file)) for file in files]
-        except (DamagedFileError, OSError):
+        except (FileError, OSError):
             digests = []
         hashes[name] = hashlib.sha256(b"".join(digests)).hexdigest() if digests else None
     return hashes

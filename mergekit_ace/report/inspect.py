@@ -18,14 +18,12 @@ from tqdm import tqdm
 from mergekit_ace.adapters.command import plan_adapters
 from mergekit_ace.algebra.inspection import evenly_spaced
 from mergekit_ace.check.models import check_dtypes, check_tensors
-from mergekit_ace.files.checkpoints import DamagedFileError
 from mergekit_ace.files.models import read_checkpoint
 from mergekit_ace.files.quantised import open_quantised
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.files.statistics import load_statistics
-from mergekit_ace.naming import natural_order, without_numbers
+from mergekit_ace.naming import ConfigError, FileError, natural_order, without_numbers
 from mergekit_ace.planning import (
-    ConfigError,
     PlannedMerge,
     PlannedTensor,
     find_models,
@@ -34,7 +32,7 @@ from mergekit_ace.planning import (
 )
 from mergekit_ace.report.measure import IN_FULL, InspectTensor, adapter_records
 from mergekit_ace.report.page import write_page
-from mergekit_ace.report.record import Report, ReportError, summarize
+from mergekit_ace.report.record import Report, summarize
 
 
 def run_inspection(
@@ -57,7 +55,7 @@ def run_inspection(
         covariances: path of statistics that the estimates are compared with.
     """
     if (folder / "report.jsonl").exists() and not overwrite:
-        raise ReportError(
+        raise ConfigError(
             f"{folder} holds another inspection. Choose another folder, or --overwrite to drop it"
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,11 +63,11 @@ def run_inspection(
     adapters = None
     if any(model.lora for model in merge.referenced_models()) and not options.lora_merge_cache:
         if covariances is not None:
-            raise ReportError(f"--covariances compares full matrices; {IN_FULL}")
+            raise ConfigError(f"--covariances compares full matrices; {IN_FULL}")
         try:
             adapters = plan_adapters(merge, source, options)
-        except (ConfigError, DamagedFileError) as error:
-            raise ReportError(f"{error}; {IN_FULL}") from error
+        except (ConfigError, FileError) as error:
+            raise ConfigError(f"{error}; {IN_FULL}") from error
     if covariances is not None:
         load_statistics(covariances)  # says here, before a tensor is read, if it cannot be used
     plan = adapters.merge if adapters else _plan_models(merge, source, options)
@@ -108,7 +106,7 @@ def select(
     """
     chosen = {t.name: t for t in tensors if not filters or any(part in t.name for part in filters)}
     if not chosen:
-        raise ReportError(
+        raise ConfigError(
             f"no tensor contains {' or '.join(map(repr, filters))}; there are, for example, "
             f"{', '.join(tensor.name for tensor in tensors[:3])}"
         )
@@ -126,7 +124,7 @@ def _plan_models(config: MergeConfiguration, source: str, options: MergeOptions)
     dtypes, tensors = check_dtypes(checkpoints, config), check_tensors(plan.tensors, checkpoints)
     for finding in (*dtypes, *tensors):
         if finding.level == "error":
-            raise ReportError(f"{finding.message}; {finding.remedy}")
+            raise ConfigError(f"{finding.message}; {finding.remedy}")
     if config.base_model is None and all(tensor.base is None for tensor in plan.tensors):
-        raise ReportError("there is no base model to compare with; add a line base_model:")
+        raise ConfigError("there is no base model to compare with; add a line base_model:")
     return plan

@@ -40,8 +40,8 @@ from mergekit_ace.methods.low_rank_merge import merge_low_rank
 from mergekit_ace.methods.measured_lookup import MeasuredLookup
 from mergekit_ace.methods.parameters import TensorSettings
 from mergekit_ace.methods.report_lines import Record, tensor_record
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.planning import PlannedTensor
-from mergekit_ace.report.record import ReportError
 
 Found = tuple[TensorRecord, Comparison]
 # Whose decisions are shown for methods that are not ours.
@@ -134,7 +134,7 @@ def _adapter_record(
     method, parameters = _deciding_method(planned)
     reason = method.leaves_span(parameters)
     if reason:
-        raise ReportError(f"{method.spec.name}: {reason}; {IN_FULL}")
+        raise ConfigError(f"{method.spec.name}: {reason}; {IN_FULL}")
     experts = tuple(model for model in planned.experts if model.lora)
     settings = TensorSettings(planned.name, plan.base, experts, parameters)
     settings = method.complete(settings, len(shape))
@@ -174,7 +174,7 @@ def _explained(method: TaskVectorMethod, settings: TensorSettings) -> Iterator[N
     try:
         yield
     except MERGE_ERRORS as error:
-        raise ReportError(method.explain(error, settings)) from error
+        raise ConfigError(method.explain(error, settings)) from error
 
 
 def _deciding_method(planned: PlannedTensor) -> tuple[TaskVectorMethod, Mapping[str, Any]]:

@@ -17,7 +17,8 @@ from jinja2 import Environment, StrictUndefined
 
 from mergekit_ace.algebra.inspection import evenly_spaced
 from mergekit_ace.files.saving import write_text
-from mergekit_ace.report.record import Report, ReportError, read_records, summarize
+from mergekit_ace.naming import ConfigError
+from mergekit_ace.report.record import Report, read_records, summarize
 
 # Told apart on white and on black, and by most colour-blind readers.
 COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#e11d48", "#8b5cf6", "#06b6d4", "#a16207", "#ec4899")
@@ -60,7 +61,7 @@ def write_page(report: Report, path: Path, subtitle: str) -> None:
 def show_report(lines: Path, out: Path) -> None:
     """`mergekit-ace report`: write a page from the JSON lines of a merge."""
     if out.exists() and out.samefile(lines):
-        raise ReportError(f"the page would replace {lines}; name another file")
+        raise ConfigError(f"the page would replace {lines}; name another file")
     write_page(Report(read_records(lines)), out, f"From {lines.name}, written by the merge.")
     click.echo(str(out))
 

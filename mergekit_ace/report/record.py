@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from mergekit_ace.methods.report_lines import Record
 from mergekit_ace.naming import (
+    ConfigError,
     layer_of,
     listed,
     module_of,
@@ -37,20 +38,19 @@ LARGE = 2.5  # ‖X‖² / Σ ‖Δ_t‖² of a merge that follows noise
 Values = list[float | None]
 
 
-class ReportError(ValueError):
-    """Something in the config, the models or the folder is wrong; the message says what to do."""
+ReportError = ConfigError  # its former name
 
 
 def read_records(path: Path) -> list[Record]:
     """Return the last record of each tensor in a report, and all of tensors without a name.
 
     Raises:
-        ReportError: the file is missing, empty, or no report of one merge.
+        ConfigError: the file is missing, empty, or no report of one merge.
     """
     try:
         texts = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ReportError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {error}") from error
     records: dict[str | int, Record] = {}
     for number, text in enumerate(texts, start=1):
         if not text.strip():
@@ -60,7 +60,7 @@ def read_records(path: Path) -> list[Record]:
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"])).removeprefix("matrices.0.")
-            raise ReportError(
+            raise ConfigError(
                 f"line {number} of {path} is not the line of a report: "
                 f"{f'{field}: ' if field else ''}{first['msg']}; remove it, or give the file that "
                 "`report:` of a merge, or `mergekit-ace inspect`, wrote"
@@ -69,11 +69,11 @@ def read_records(path: Path) -> list[Record]:
     # Counters of batches are copied, and skipped: their method is not that of the merge.
     methods = sorted({record.method for record in records.values() if not record.skipped})
     if len(methods) > 1:
-        raise ReportError(
+        raise ConfigError(
             f"{path} holds lines of several merges, by {' and '.join(methods)}; keep those of one"
         )
     if not records:
-        raise ReportError(
+        raise ConfigError(
             f"{path} has no lines: no tensor was merged; give the report of a finished merge"
         )
     return list(records.values())
@@ -95,7 +95,7 @@ class Report:
     def __init__(self, records: Sequence[Record]):
         compared = [record for record in records if record.matrices]
         if not compared:
-            raise ReportError("no tensor could be compared: there is nothing to show")
+            raise ConfigError("no tensor could be compared: there is nothing to show")
         depths = relative_depths([record.name for record in compared])
         self.records = sorted(compared, key=lambda r: (depths[r.name], natural_order(r.name)))
         self.skipped = [record.name for record in records if not record.matrices]

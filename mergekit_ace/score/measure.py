@@ -13,11 +13,11 @@ from mergekit.common import ModelReference
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.score.config import ScoreConfig
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.data import read_rows
 from mergekit_ace.training.models import load_model, local_folder
-from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import CausalLanguageModel, Example
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def load_scored(reference: ModelReference, config: ScoreConfig) -> Any:
     """Load a model, with its adapter if it has one, on the GPU where there is one.
 
     Raises:
-        TrainingError: it cannot be loaded, or does not fit.
+        ConfigError: it cannot be loaded, or does not fit.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     bare = ModelReference(model=reference.model)
@@ -49,7 +49,7 @@ def load_scored(reference: ModelReference, config: ScoreConfig) -> Any:
             model = PeftModel.from_pretrained(model, adapter, revision=revision).eval()
     except torch.OutOfMemoryError as error:
         advice = "give `dtype: bfloat16`" if config.dtype != "bfloat16" else "give --device cpu"
-        raise TrainingError(f"{reference} does not fit on the GPU; {advice}") from error
+        raise ConfigError(f"{reference} does not fit on the GPU; {advice}") from error
     return model
 
 
@@ -57,14 +57,14 @@ def read_samples(data: DataConfig, tokenizer: Any) -> list[Example]:
     """Read the held-out rows of data as samples.
 
     Raises:
-        TrainingError: the data cannot be read, or its texts are too short.
+        ConfigError: the data cannot be read, or its texts are too short.
     """
     held_out = data.model_copy(update={"split": data.test_split or data.split})
     rows = read_rows(held_out, seed=0)
     encoded = [KIND.encode(dict(row), data, tokenizer) for row in rows]
     samples = [one for one in encoded if one is not None and "true" in one]
     if not samples:
-        raise TrainingError(
+        raise ConfigError(
             f"data {data.path}: no text has anything to predict within max_length: "
             f"{data.max_length}; give longer texts"
         )
@@ -77,7 +77,7 @@ def sequence_losses(
     """Return the summed loss in nats of every sample, and the number of its predicted tokens.
 
     Raises:
-        TrainingError: the model answers NaN or Inf.
+        ConfigError: the model answers NaN or Inf.
     """
     losses: list[tuple[float, int]] = [(0.0, 0)] * len(samples)
     with tqdm(desc=title, total=len(samples), unit="text", disable=quiet) as bar:
@@ -92,7 +92,7 @@ def sequence_losses(
                 each = [cross_entropy(part.float(), true, reduction="none") for part, true in parts]
             sums = [float(own.double().sum()) for own in torch.cat(each).split(counts)]
             if not all(map(torch.isfinite, map(torch.tensor, sums))):
-                raise TrainingError(f"{title}: the model answers NaN or Inf; its merge has failed")
+                raise ConfigError(f"{title}: the model answers NaN or Inf; its merge has failed")
             for place, loss, count in zip(places, sums, counts, strict=True):
                 losses[place] = (loss, count)
             bar.update(len(places))
@@ -137,20 +137,20 @@ def task_results(
     """Return name, value and standard error, if known, of each task's first metric, by lm-eval.
 
     Raises:
-        TrainingError: lm-eval is not installed, or has no such task.
+        ConfigError: lm-eval is not installed, or has no such task.
     """
     try:
         import lm_eval
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise TrainingError(
+        raise ConfigError(
             "`tasks` need lm-evaluation-harness: pip install 'mergekit-ace[score]'"
         ) from error
     manager = TaskManager(include_path=None if folder is None else os.path.expanduser(folder))
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
-        raise TrainingError(
+        raise ConfigError(
             f"lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval ls tasks` lists them"
         )
     evaluate: Any = lm_eval.simple_evaluate  # its types are lost in a decorator

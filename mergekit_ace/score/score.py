@@ -15,7 +15,7 @@ from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 
 from mergekit_ace.files.saving import file_states, locked, package_versions, write_text
-from mergekit_ace.naming import short_names
+from mergekit_ace.naming import ConfigError, short_names
 from mergekit_ace.score.config import ScoreConfig
 from mergekit_ace.score.measure import (
     KIND,
@@ -28,7 +28,6 @@ from mergekit_ace.score.measure import (
 from mergekit_ace.score.results import Scores, show_scores
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.models import load_processor, local_folder
-from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import Example, fit_to_model, write_own_texts
 
 SCORES = "scores.json"
@@ -56,13 +55,13 @@ def run_scoring(
     """Score merges; `out` gets `scores.json`, from which a run that was stopped goes on.
 
     Raises:
-        TrainingError: something about the config, the models or the data is wrong.
+        ConfigError: something about the config, the models or the data is wrong.
     """
-    busy = TrainingError(f"another run writes to {out}; wait for it, or choose another folder")
+    busy = ConfigError(f"another run writes to {out}; wait for it, or choose another folder")
     with locked(out, "score.lock", busy):
         others = [path.name for path in out.iterdir() if path.name != "score.lock"]
         if others and SCORES not in others:
-            raise TrainingError(f"{out} holds other things than scores; give another folder")
+            raise ConfigError(f"{out} holds other things than scores; give another folder")
         store = Store(out / SCORES, fresh=overwrite)
         _Scoring(config, out, store, overwrite, quiet).measure()
         scores = Scores(config, store.measured)
@@ -83,7 +82,7 @@ class Store:
                 content = json.loads(path.read_text("utf-8"))
                 self.measured, self._identities = content["measured"], content["identities"]
             except (ValueError, KeyError, TypeError) as error:
-                raise TrainingError(f"{path} is damaged; give --overwrite") from error
+                raise ConfigError(f"{path} is damaged; give --overwrite") from error
 
     def has(self, key: str, identity: str) -> bool:
         """Tell whether a measurement is here, of the same files and settings."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mergekit_ace.methods.base import is_finite
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import DataConfig, TrainConfig
-from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import Example, ModelKind, fit_to_model
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
             continue
         chosen = _hold_out(contents, parts)
         if len(chosen) == len(set(contents)):
-            raise TrainingError(
+            raise ConfigError(
                 f"data {config.path} has too few different rows to hold some out for validation "
                 "and test; give more, or name its validation_split and test_split"
             )
@@ -88,11 +88,11 @@ def _read(config: DataConfig, split: str) -> Dataset:
     reader = _READERS.get(os.path.splitext(path)[1].lower())
     saved = [os.path.join(path, name) for name in ("state.json", "dataset_dict.json")]
     if os.path.isfile(path) and reader is None:
-        raise TrainingError(f"{whose} is of no kind that can be read: {', '.join(_READERS)}")
+        raise ConfigError(f"{whose} is of no kind that can be read: {', '.join(_READERS)}")
     if reader is not None and not os.path.isfile(path):
-        raise TrainingError(f"there is no data file {config.path}")
+        raise ConfigError(f"there is no data file {config.path}")
     if split != config.split and (reader is not None or os.path.isfile(saved[0])):
-        raise TrainingError(
+        raise ConfigError(
             f"{whose} is one split, so it has no other called {split}; leave out validation_split "
             "and test_split, and a tenth each is held out"
         )
@@ -107,27 +107,25 @@ def _read(config: DataConfig, split: str) -> Dataset:
             data = load_dataset(where, config.name, split=split)
     except Exception as error:  # of many kinds, from readers, the file system and the Hub
         cause = error.__cause__ or error  # `datasets` often says no more than that it failed
-        raise TrainingError(
+        raise ConfigError(
             f"{whose} (split {split}) cannot be read: {type(cause).__name__}: {cause}"
         ) from error
     missing = sorted(set(config.columns.values()) - set(data.column_names))
     if missing or len(data) == 0:
         what = f"no column {', '.join(missing)}; it has {', '.join(data.column_names)}"
-        raise TrainingError(f"{whose} (split {split}) has {what if missing else 'no rows'}")
+        raise ConfigError(f"{whose} (split {split}) has {what if missing else 'no rows'}")
     return data
 
 
 @contextmanager
 def explained_failures(model: str, data: DataConfig) -> Iterator[None]:
-    """Raise what is said of inputs, by whatever reads them, as a `TrainingError` with the data."""
+    """Raise what is said of inputs, by whatever reads them, as a `ConfigError` with the data."""
     try:
         yield
-    except (torch.OutOfMemoryError, TrainingError):
+    except (torch.OutOfMemoryError, ConfigError):
         raise
     except (ValueError, TypeError, RuntimeError, IndexError, NotImplementedError) as error:
-        raise TrainingError(
-            f"data {data.path}: {model} cannot read its samples: {error}"
-        ) from error
+        raise ConfigError(f"data {data.path}: {model} cannot read its samples: {error}") from error
 
 
 class SampleReader:
@@ -147,7 +145,7 @@ class SampleReader:
             encoded = [kind.encode(row, data, self.processor) for row in rows]
         samples = [sample for sample in encoded if sample is not None]
         if not samples:
-            raise TrainingError(
+            raise ConfigError(
                 f"data {data.path}: no {split} sample has anything to predict within max_length: "
                 f"{limit}"
             )
@@ -176,7 +174,7 @@ class SampleReader:
             batch = send_to_device(self.kind.collate(samples), self.model.device)
             logits = self.kind.logits(self.model, batch)
         if not is_finite(logits.detach()):
-            raise TrainingError(
+            raise ConfigError(
                 f"expert {self.model.name_or_path} answers NaN or Inf to a sample of data "
                 f"{self.data.path}; its checkpoint is damaged, or overflows in its dtype: leave it "
                 "out"
@@ -188,11 +186,11 @@ class SampleReader:
 
 
 def check_tokens(samples: Sequence[Example], data: DataConfig, model: str, known: int) -> None:
-    """Raise a `TrainingError` for tokens beyond the `known` embeddings of a model."""
+    """Raise a `ConfigError` for tokens beyond the `known` embeddings of a model."""
     texts = [s[name] for name in ("input_ids", "target_ids") for s in samples if name in s]
     largest = max((int(ids.max()) for ids in texts if len(ids)), default=-1)
     if largest >= known:
-        raise TrainingError(
+        raise ConfigError(
             f"data {data.path}: the tokenizer has the token number {largest}, but {model} has only "
             f"{known} embeddings; use the tokenizer that belongs to the model"
         )
@@ -227,13 +225,13 @@ def answer_data(
             for n, sample in enumerate(part):
                 true = sample.get("true", torch.tensor([-1]))
                 if "true" in sample and not 0 <= int(true.min()) <= int(true.max()) < classes:
-                    raise TrainingError(
+                    raise ConfigError(
                         f"data {teacher.data.path} has the label {int(true.max())}, but its expert "
                         f"knows only the classes 0 to {classes - 1}"
                     )
                 splits[split].append(sample | {key: own[n] for key, own in parts.items()})
         if config.labels == "true" and not all("true" in sample for sample in splits[split]):
-            raise TrainingError(f"labels: true, but data {teacher.data.path} lacks some answers")
+            raise ConfigError(f"labels: true, but data {teacher.data.path} lacks some answers")
     return pack_examples(splits)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
 from mergekit_ace.files.saving import with_prefix, write_text
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import DistillConfig, DistillTraining
 from mergekit_ace.training.data import (
     SampleReader,
@@ -36,7 +37,7 @@ from mergekit_ace.training.models import (
     load_skeleton,
     local_folder,
 )
-from mergekit_ace.training.state import ModuleTraining, TrainingError, TrainingRun
+from mergekit_ace.training.state import ModuleTraining, TrainingRun
 from mergekit_ace.training.tasks import fit_to_model, model_kind
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Distillation:
 
     def __init__(self, config: DistillConfig, teacher: str, student: str, run: TrainingRun):
         if os.path.realpath(teacher) == os.path.realpath(student):
-            raise TrainingError(
+            raise ConfigError(
                 f"the teacher {config.teacher} is the student, who would learn nothing from it; "
                 "take the model that knows more as the teacher"
             )
@@ -129,7 +130,7 @@ class Distillation:
         if not self._kind.has_heads:
             sizes = [m.config.get_text_config().vocab_size for m in (model, skeleton)]
             if processor.get_vocab() != self.processor.get_vocab() or sizes[0] != sizes[1]:
-                raise TrainingError(
+                raise ConfigError(
                     "teacher and student have different tokenizers or numbers of logits; let the "
                     "teacher write a `completion` to each prompt, and fine-tune the student on them"
                 )

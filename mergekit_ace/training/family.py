@@ -20,7 +20,7 @@ from mergekit_ace.algebra.task_vectors import IllConditionedError
 from mergekit_ace.files.saving import save_tensors
 from mergekit_ace.methods.architecture import stored_layout
 from mergekit_ace.methods.base import is_finite
-from mergekit_ace.naming import block_of, relative_depths, within_block
+from mergekit_ace.naming import ConfigError, block_of, relative_depths, within_block
 from mergekit_ace.training.data import (
     Examples,
     SampleReader,
@@ -40,7 +40,6 @@ from mergekit_ace.training.models import (
     average_statistics,
     save_backbone,
 )
-from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import head_modules
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ class Family:
         try:
             return split_tensor(base, experts, config.options, layout)
         except (IllConditionedError, OverflowError) as error:
-            raise TrainingError(
+            raise ConfigError(
                 f"{name} cannot be merged by {config.basis}: {error}. Raise its epsilon"
             ) from error
 
@@ -182,7 +181,7 @@ def load_family(models: Models) -> Family:
     stored = stored_names(module, names, on_disk)
     missing = [name for name, known in stored.items() if not known]
     if missing:
-        raise TrainingError(
+        raise ConfigError(
             f"the base model {models.base} has no {missing[0]} on disk; leave such tensors "
             "out by `exclude`, or use the base that the experts come from"
         )
@@ -203,7 +202,7 @@ def load_family(models: Models) -> Family:
             weights.append(map_weights(model, names, folder, run.file(name)))
         for key, tensor in weights[-1].items():
             if not is_finite(tensor):
-                raise TrainingError(
+                raise ConfigError(
                     f"tensor {key} of model {folder} contains NaN or Inf; the checkpoint "
                     "overflowed or is damaged: leave it out"
                 )

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from mergekit_ace.algebra.task_vectors import select_active
 from mergekit_ace.files.checkpoints import weight_files
 from mergekit_ace.files.saving import save_tensors
-from mergekit_ace.training.state import TrainingError, open_tensors
+from mergekit_ace.naming import ConfigError
+from mergekit_ace.training.state import open_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,7 +84,7 @@ def map_weights(
     mapped = {name: stored[own] for name, own in found.items() if own is not None}
     for name, tensor in mapped.items():
         if not tensor.is_floating_point():
-            raise TrainingError(
+            raise ConfigError(
                 f"tensor {name} of model {folder} is stored as {tensor.dtype}, which cannot be "
                 "merged; get the model in bfloat16, float16 or float32"
             )

@@ -20,7 +20,7 @@ from huggingface_hub import snapshot_download
 from mergekit.common import ModelReference
 from torch import Tensor, nn
 
-from mergekit_ace.adapters.read import OtherAdapterError, read_adapters
+from mergekit_ace.adapters.read import read_adapters
 from mergekit_ace.check.loading import quiet_transformers
 from mergekit_ace.check.models import DEQUANTISE
 from mergekit_ace.files.checkpoints import (
@@ -31,11 +31,10 @@ from mergekit_ace.files.checkpoints import (
     weight_files,
 )
 from mergekit_ace.files.saving import file_states
-from mergekit_ace.naming import is_counter, is_running_statistic
-from mergekit_ace.planning import ConfigError
+from mergekit_ace.naming import ConfigError, is_counter, is_running_statistic
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.merged import rewrite_tensors
-from mergekit_ace.training.state import TrainingError, TrainingRun
+from mergekit_ace.training.state import TrainingRun
 from mergekit_ace.training.tasks import (
     ImageClassification,
     ModelKind,
@@ -75,13 +74,13 @@ class Models:
         known = [n for n, p in parameters if p.is_floating_point() and not n.startswith(heads)]
         for part in exclude:
             if not any(part in name for name in known):
-                raise TrainingError(
+                raise ConfigError(
                     f"exclude: {part!r} is part of no name of a parameter that is merged; there "
                     f"are, for example, {', '.join(known[:3])}"
                 )
         names = [name for name in known if not any(part in name for part in exclude)]
         if not names:
-            raise TrainingError(f"`exclude` leaves nothing to merge: {', '.join(exclude)}")
+            raise ConfigError(f"`exclude` leaves nothing to merge: {', '.join(exclude)}")
         return names
 
     def check_experts(self, base: PreTrainedModel) -> None:
@@ -105,7 +104,7 @@ class Models:
             elif wrong is not None:
                 what = f"has no parameter {wrong}"
             if what:
-                raise TrainingError(
+                raise ConfigError(
                     f"expert {member.model} {what}; experts must be fine-tuned from the base "
                     "model, and saved as it is"
                 )
@@ -123,9 +122,9 @@ def claim_models(config: TrainConfig, run: TrainingRun, *, overwrite: bool) -> M
     places = [os.path.realpath(folder) for folder in folders]
     for number, (reference, place) in enumerate(zip(references, places, strict=True)):
         if read_json(Path(place) / "config.json").get("quantization_config"):
-            raise TrainingError(f"model {reference} is quantised, not to be merged; {DEQUANTISE}")
+            raise ConfigError(f"model {reference} is quantised, not to be merged; {DEQUANTISE}")
         if place in places[:number]:
-            raise TrainingError(
+            raise ConfigError(
                 f"{reference} and {references[places.index(place)]} are the same model; list the "
                 "base and every expert once, with all of its data"
             )
@@ -147,7 +146,7 @@ def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str
     check_model_folder(Path(folder))  # what was downloaded, too
     if weight_files(Path(folder))[0].suffix != ".safetensors":
         said = f"model {reference} has no safetensors files; load and save it by transformers"
-        raise TrainingError(said)
+        raise ConfigError(said)
     return folder
 
 
@@ -159,7 +158,7 @@ def _with_adapter(reference: ModelReference, adapters: Path, trust_remote_code: 
     if not (adapters / name).exists():
         partial = adapters / "partial"
         shutil.rmtree(partial, ignore_errors=True)
-        with suppress(OtherAdapterError, ConfigError):  # PEFT's merge does what the reader does not
+        with suppress(ConfigError):  # PEFT's merge does what the reader does not
             read_adapters([reference])[reference].check_ties()
         whole = reference.merged(str(partial), trust_remote_code, "float32")
         os.replace(whole.model.path, adapters / name)
@@ -173,7 +172,7 @@ def load_model(
     """Load a model for inference; by default in the dtype that it is stored in.
 
     A `new_head` lets a classifier lack its head, or have one of another shape. All else that the
-    checkpoint lacks, which transformers would draw at random, is a `TrainingError`.
+    checkpoint lacks, which transformers would draw at random, is a `ConfigError`.
     """
     new_head = new_head or isinstance(kind, ZeroShotImageClassification)  # the base lends one
     with quiet_transformers():
@@ -187,11 +186,11 @@ def load_model(
             raise
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             said = f"model {folder} cannot be loaded for task: {config.task}: {error}"
-            raise TrainingError(said) from error
+            raise ConfigError(said) from error
     heads = head_prefixes(model, kind) if new_head else ()
     lost = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
     if lost := sorted(name for name in lost if not name.startswith(heads)):
-        raise TrainingError(
+        raise ConfigError(
             f"model {folder} lacks {len(lost)} parameters that task: {config.task} needs, such as "
             f"{lost[0]}; save it again by save_pretrained, with its head"
         )
@@ -230,7 +229,7 @@ def load_processor(folders: list[str], kind: ModelKind, config: Any) -> Any:
     tokenizer, *others = (load(folder, trust_remote_code=trust) for folder in found)
     for folder, other in zip(found[1:], others, strict=True):
         if other.get_vocab() != tokenizer.get_vocab():
-            raise TrainingError(
+            raise ConfigError(
                 f"the tokenizer of {folder} is not that of {found[0]}; experts of one merge need "
                 "one tokenizer (align them first, e.g. by mergekit's `tokenizer:` section)"
             )
@@ -240,12 +239,12 @@ def load_processor(folders: list[str], kind: ModelKind, config: Any) -> Any:
 
 
 def check_classes(config: PreTrainedConfig, reference: str) -> None:
-    """Raise a `TrainingError` unless a classifier answers with one class of several."""
+    """Raise a `ConfigError` unless a classifier answers with one class of several."""
     kind = getattr(config, "problem_type", None)
     if config.num_labels > 1 and kind in (None, "single_label_classification"):
         return
     what = f"problem_type: {kind}" if config.num_labels > 1 else "one output (a regression)"
-    raise TrainingError(
+    raise ConfigError(
         f"{reference} has {what}; the trainer knows only classifiers that give every sample one "
         "class of several: leave it out, or merge it without data"
     )

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from mergekit_ace.files.checkpoints import json_or_empty
 from mergekit_ace.files.saving import differences, file_states, locked, save_tensors, write_text
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import LoopConfig
 
 # A setting that does not change the result: a run may go on with another.
@@ -36,8 +37,7 @@ _RESULTS = ("coefficients.safetensors", "distillation.json", "merge.yml", "stati
 _FOLDERS = ("state", "backbones", "texts", "experts")
 
 
-class TrainingError(ValueError):
-    """Mistake in the config, the models or the data; the message says what to do."""
+TrainingError = ConfigError  # its former name
 
 
 class TrainingRun:
@@ -67,7 +67,7 @@ class TrainingRun:
             yield run
             return
         busy = f"another run is writing to {run.path}; wait for it, or choose another folder"
-        with locked(run.path, ".training.lock", TrainingError(busy)):
+        with locked(run.path, ".training.lock", ConfigError(busy)):
             yield run
 
     def file(self, name: str) -> Path:
@@ -103,7 +103,7 @@ class TrainingRun:
     def claim(self, config: BaseModel, inputs: Sequence[str], *, overwrite: bool) -> None:
         """Make the folder this run's, or find that it is already, by all that the run reads.
 
-        A `TrainingError` says that the folder holds something else, lies in an input, or holds one
+        A `ConfigError` says that the folder holds something else, lies in an input, or holds one
         that would be dropped.
         """
         if self.is_main:
@@ -121,7 +121,7 @@ class TrainingRun:
             elif overwrite and any(place.is_relative_to(folder.resolve()) for folder in made):
                 what = f"--overwrite would drop {path}, which this run needs"
             if what:
-                raise TrainingError(f"{what}; choose another folder")
+                raise ConfigError(f"{what}; choose another folder")
 
     def _claim(self, config: BaseModel, inputs: Sequence[str], overwrite: bool) -> None:
         made = [self.path / name for name in _FOLDERS]
@@ -145,7 +145,7 @@ class TrainingRun:
             what = f"{found[0].relative_to(self.path)}, which is not of this run"
             if known:
                 what = f"the state of another run; changed since then: {', '.join(changed)}"
-            raise TrainingError(
+            raise ConfigError(
                 f"{self.path} holds {what}. Choose another folder, or --overwrite to drop it"
             )
         if known or overwrite:  # first what would look as if this run were complete
@@ -218,11 +218,11 @@ class ModuleTraining:
         bar.close()
 
     def check_finite(self, what: str, value: float) -> None:
-        """Raise a `TrainingError` where a value of this step, such as its loss, is NaN or Inf."""
+        """Raise a `ConfigError` where a value of this step, such as its loss, is NaN or Inf."""
         if not math.isfinite(value):
             best = f"the best so far, of step {self.progress.best_step}, is kept in {self._best}"
             kept = "nothing was evaluated before that" if not self._best.exists() else best
-            raise TrainingError(
+            raise ConfigError(
                 f"{what} became {value} in step {self.progress.step}; {kept}. Lower "
                 "training.learning_rate, or look at the data"
             )
@@ -247,7 +247,7 @@ class ModuleTraining:
         """Put back the module of the best evaluation."""
         self._run.accelerator.wait_for_everyone()
         if math.isinf(self.progress.best_loss):
-            raise TrainingError(
+            raise ConfigError(
                 "the loss was NaN or Inf in every evaluation; lower training.learning_rate, or "
                 "look at the data"
             )
@@ -266,6 +266,6 @@ def open_tensors(path: str | os.PathLike) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise TrainingError(
+        raise ConfigError(
             f"{path} is damaged ({error}); delete it to repeat what it was made for"
         ) from error

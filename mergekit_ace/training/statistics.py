@@ -35,6 +35,7 @@ from mergekit_ace.files.statistics import (
     StatisticsIndex,
     save_index,
 )
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.data import SampleReader, read_rows
 from mergekit_ace.training.merged import map_folder, stored_names
@@ -43,7 +44,7 @@ from mergekit_ace.training.models import (
     claim_models,
     load_skeleton,
 )
-from mergekit_ace.training.state import TrainingError, TrainingRun, open_tensors
+from mergekit_ace.training.state import TrainingRun, open_tensors
 from mergekit_ace.training.tasks import Example, head_modules, write_own_texts
 
 OWN_TEXTS = 16  # that an expert without data writes
@@ -109,7 +110,7 @@ def plan_measurements(models: Models) -> tuple[MeasuredTensor, ...]:
     for kind in config.measure:
         if not disk[kind]:
             said = f"{config.base_model} has nothing of which {kind} could be measured"
-            raise TrainingError(said)
+            raise ConfigError(said)
         if not models.run.quiet:
             click.echo(
                 f"{kind} of {count} experts: {count * disk[kind] / 1e9:.3g} GB on disk, and "
@@ -155,7 +156,7 @@ def measure_expert(models: Models, tensors: Sequence[MeasuredTensor], row: int) 
                 found = _sum(reader, samples, tensors, kind, torch.device("cpu"), models)
             for name, tensor in found.items():
                 if not tensor.isfinite().all():
-                    raise TrainingError(
+                    raise ConfigError(
                         f"expert {expert.model}: {name} came out as NaN or Inf on data "
                         f"{reader.data.path}; its inputs or gradients overflow: save it in float32"
                     )

@@ -22,8 +22,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from mergekit_ace.files.saving import write_text
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import DataConfig, Task
-from mergekit_ace.training.state import TrainingError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +57,7 @@ def fit_to_model(data: DataConfig, model: PreTrainedModel) -> DataConfig:
 def _text_of(row: dict[str, Any], data: DataConfig, purpose: str) -> str:
     text = row[data.columns[purpose]]
     if not isinstance(text, str):
-        raise TrainingError(
+        raise ConfigError(
             f"data {data.path}: column {data.columns[purpose]} holds {text!r} instead of text"
         )
     return text
@@ -156,7 +156,7 @@ def _chat(messages: Any, data: DataConfig, tokenizer: Any) -> tuple[list[int], l
         and (one.get("content") is not None or one.get("tool_calls"))
         for one in messages
     ):
-        raise TrainingError(
+        raise ConfigError(
             f"{whose} holds {messages!r:.300} instead of messages with `role` (one of "
             f"{', '.join(_ROLES)}) and `content`"
         )
@@ -167,7 +167,7 @@ def _chat(messages: Any, data: DataConfig, tokenizer: Any) -> tuple[list[int], l
             return tokenizer.apply_chat_template(part, tokenize=True, **options)
         except Exception as error:  # whatever a template raises
             said = f"{whose}: the tokenizer's chat template refuses its messages: {error}"
-            raise TrainingError(said) from error
+            raise ConfigError(said) from error
 
     if messages[-1]["role"] != "assistant":
         return render(messages, prompt=True), None
@@ -176,7 +176,7 @@ def _chat(messages: Any, data: DataConfig, tokenizer: Any) -> tuple[list[int], l
         before = render(messages[:-1], prompt=prompt)
         if whole[: len(before)] == before:
             return before, whole[len(before) :]
-    raise TrainingError(
+    raise ConfigError(
         f"{whose}: the tokenizer's chat template writes a question otherwise once it is answered; "
         "give `prompt` and `completion` instead"
     )
@@ -236,7 +236,7 @@ def _truth(row: dict[str, Any], data: DataConfig) -> Example:
         return {}
     label = row[data.label]
     if isinstance(label, bool) or not isinstance(label, int):
-        raise TrainingError(
+        raise ConfigError(
             f"data {data.path}: column {data.label} holds {label!r}; labels are the numbers of "
             "the classes: 0, 1, …"
         )
@@ -260,7 +260,7 @@ class ImageClassification:
             remedy = "give a folder of images, or a data set that has them in it"
             if hasattr(image, "convert"):
                 remedy = "add an image processor (preprocessor_config.json) to the base model"
-            raise TrainingError(
+            raise ConfigError(
                 f"data {data.path}: column {data.image} holds {image!r:.60}, which no model reads; "
                 f"{remedy}, or pixel values"
             )
@@ -299,7 +299,7 @@ def head_prefixes(model: PreTrainedModel, kind: ModelKind) -> tuple[str, ...]:
     if not kind.has_heads:
         return ()
     if not hasattr(model, model.base_model_prefix):
-        raise TrainingError(
+        raise ConfigError(
             f"{type(model).__name__} does not tell its backbone from its head; this architecture "
             "cannot be merged for classification"
         )
@@ -353,7 +353,7 @@ def zero_shot_head(folder: str, prompts: Sequence[str | Sequence[str]]) -> ZeroS
             raise ValueError(f"it lacks {min(info['missing_keys'])}")
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except (OSError, ValueError, RuntimeError) as error:
-        raise TrainingError(
+        raise ConfigError(
             f"{folder} cannot make heads of prompts: give a whole CLIPModel with its tokenizer as "
             f"base_model ({error})"
         ) from error
@@ -409,4 +409,4 @@ def first_token(tokenizer: Any) -> int:
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return token
-    raise TrainingError("no tokenizer says how a text begins: add `data` to every model")
+    raise ConfigError("no tokenizer says how a text begins: add `data` to every model")

@@ -28,7 +28,7 @@ from mergekit_ace.calibration.layers import (
     decoder_steps,
     minimisers,
 )
-from mergekit_ace.training.state import TrainingError
+from mergekit_ace.naming import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -146,7 +146,7 @@ def test_the_start_as_its_only_teacher_changes_nothing(family, rng):
 def test_models_of_another_kind_are_refused(build):
     with torch.device("meta"):
         model = build(build.config_class())
-    with pytest.raises(TrainingError, match=f"{build.__name__} cannot be calibrated"):
+    with pytest.raises(ConfigError, match=f"{build.__name__} cannot be calibrated"):
         Calibration(model, CPU)
 
 

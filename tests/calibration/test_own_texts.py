@@ -10,7 +10,7 @@ import torch
 from checkpoints import tiny_llama
 from families import tokenizer
 
-from mergekit_ace.training.state import TrainingError
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.tasks import first_token, write_own_texts
 
 
@@ -69,5 +69,5 @@ def test_how_a_text_begins():
     words.chat_template = "{% for one in messages %}w7 {{ one['content'] }}{% endfor %}"
     assert first_token(words) == words.convert_tokens_to_ids("w7")
     words.chat_template = words.eos_token = None
-    with pytest.raises(TrainingError, match="how a text begins: add `data` to every model"):
+    with pytest.raises(ConfigError, match="how a text begins: add `data` to every model"):
         first_token(words)

@@ -34,9 +34,9 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.algebra.measured import MeasuredCovariance
-from mergekit_ace.files.statistics import Statistics, StatisticsFileError
+from mergekit_ace.files.statistics import Statistics
+from mergekit_ace.naming import ConfigError, FileError
 from mergekit_ace.training import statistics
-from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.statistics import (
     StatisticsConfig,
     measure_statistics,
@@ -244,7 +244,7 @@ def test_an_interrupted_run_goes_on(llama, tmp_path, monkeypatch):
 def test_another_run_in_the_same_folder(llama, whole, tmp_path):
     shutil.copytree(whole, tmp_path / "out")
     other = {**llama, "exclude": ["mlp"]}
-    with pytest.raises(TrainingError, match=r"holds the state of another run.*exclude"):
+    with pytest.raises(ConfigError, match=r"holds the state of another run.*exclude"):
         measure(other, tmp_path / "out")
     found = measure(other, tmp_path / "out", overwrite=True)
     assert found.tensors["model.layers.0.mlp.up_proj.weight"].inputs is None
@@ -263,10 +263,10 @@ def test_size_is_said_before(llama, tmp_path, capsys):
 
 def test_what_cannot_be_measured(llama, tmp_path, monkeypatch):
     """A ResNet has convolutions, and no linear layer but its head."""
-    with pytest.raises(TrainingError, match="nothing of which covariances could be measured"):
+    with pytest.raises(ConfigError, match="nothing of which covariances could be measured"):
         measure(resnet_family(tmp_path / "family"), tmp_path / "out")
     monkeypatch.setattr(statistics, "load_reader", None)  # said before a model is loaded
-    with pytest.raises(TrainingError, match="exclude: 'no_such' is part of no name"):
+    with pytest.raises(ConfigError, match="exclude: 'no_such' is part of no name"):
         measure({**llama, "exclude": ["no_such"]}, tmp_path / "out2")
 
 
@@ -283,22 +283,20 @@ def test_nan(tmp_path, where):
         rows = [json.loads(line) for line in data.read_text().splitlines()]
         rows[3]["pixels"][0][0][0] = float("nan")
         write_rows(data, rows)
-    with pytest.raises(TrainingError, match=r"expert0 answers NaN or Inf to a sample of data"):
+    with pytest.raises(ConfigError, match=r"expert0 answers NaN or Inf to a sample of data"):
         measure(config, tmp_path / "out")
     assert not (tmp_path / "out" / "statistics.json").exists()
 
 
 def test_damaged_and_foreign_files(whole, tmp_path):
-    with pytest.raises(StatisticsFileError, match="missing; give the statistics"):
+    with pytest.raises(FileError, match="missing; give the statistics"):
         Statistics(tmp_path / "none")
     foreign = tmp_path / "foreign.json"
     foreign.write_text('{"format": "something else"}')
-    with pytest.raises(StatisticsFileError, match="is no file of statistics"):
+    with pytest.raises(FileError, match="is no file of statistics"):
         Statistics(foreign)
     shutil.copytree(whole, tmp_path / "out")
     file = tmp_path / "out" / "experts" / "1-covariances.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(
-        StatisticsFileError, match=r"the statistics of task1 cannot be used: .*is damaged"
-    ):
+    with pytest.raises(FileError, match=r"the statistics of task1 cannot be used: .*is damaged"):
         Statistics(tmp_path / "out")

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from test_architectures import MODELS, SAVE
 from transformers import GemmaConfig, GemmaForCausalLM
 
-from mergekit_ace.check.loading import NotLoadedError, merged_model, treat_unplanned, verify_model
+from mergekit_ace.check.loading import merged_model, treat_unplanned, verify_model
 from mergekit_ace.files.models import read_checkpoint
 from mergekit_ace.merge_config import Finding
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.planning import UnplannedTensor, plan_merge, read_merge_config
 
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
@@ -185,7 +186,7 @@ def test_a_model_that_transformers_does_not_load_either(folders):
     for folder in folders:
         rewrite(folder, lambda tensors: tensors.clear())
         configure(folder, hidden_act="none such")
-    with pytest.raises(NotLoadedError, match="expert0 either"):
+    with pytest.raises(ConfigError, match="expert0 either"):
         problem(*folders)
 
 

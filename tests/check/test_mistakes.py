@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from catalogue import family_config, findings
 
-from mergekit_ace.planning import ConfigError, read_merge_config
+from mergekit_ace.naming import ConfigError
+from mergekit_ace.planning import read_merge_config
 
 Change = Callable[[dict], dict | str]
 

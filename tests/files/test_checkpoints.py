@@ -22,7 +22,8 @@ from families import llama_family
 from safetensors.torch import load_file, save_file
 
 from mergekit_ace.cli import main
-from mergekit_ace.files.checkpoints import DamagedFileError, check_adapter_folder, weight_files
+from mergekit_ace.files.checkpoints import check_adapter_folder, weight_files
+from mergekit_ace.naming import FileError
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4997\n"
 PAGE = "<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>"
@@ -243,7 +244,7 @@ def test_what_lies_beside_good_weights_stops_nothing(family):
 def test_adapters(tmp_path, content, message):
     for name, text in content.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(DamagedFileError, match=message):
+    with pytest.raises(FileError, match=message):
         check_adapter_folder(tmp_path)
 
 

@@ -10,11 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mergekit_ace.algebra.learner import LearnerConfig
-from mergekit_ace.methods.coefficients import (
-    CoefficientFile,
-    CoefficientFileError,
-    load_coefficients,
-)
+from mergekit_ace.methods.coefficients import CoefficientFile, load_coefficients
+from mergekit_ace.naming import FileError
 
 NAMES = ["embed.weight", "layers.0.up.weight", "layers.1.up.weight", "norm.weight"]
 
@@ -41,7 +38,7 @@ def test_learners_tied_to_their_tensors_load_too(tmp_path, kind):
 
 
 def test_a_missing_file():
-    with pytest.raises(CoefficientFileError, match="there is no coefficient file"):
+    with pytest.raises(FileError, match="there is no coefficient file"):
         CoefficientFile.load("nowhere.safetensors")
 
 
@@ -67,7 +64,7 @@ def test_other_and_damaged_files_are_refused(tmp_path, metadata, drop, message):
     path = tmp_path / "c.safetensors"
     make_file(NAMES, ["a", "b"]).save(path)
     _rewritten(path, metadata, drop)
-    with pytest.raises(CoefficientFileError, match=message):
+    with pytest.raises(FileError, match=message):
         CoefficientFile.load(path)
 
 
@@ -76,13 +73,13 @@ def test_a_truncated_file_is_refused(tmp_path, keep):
     path = tmp_path / "c.safetensors"
     make_file(NAMES, ["a", "b"]).save(path)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(CoefficientFileError, match="damaged" if keep else "is empty"):
+    with pytest.raises(FileError, match="damaged" if keep else "is empty"):
         CoefficientFile.load(path)
 
 
 def test_a_git_lfs_pointer_is_told(tmp_path):
     (tmp_path / "c.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid 0\n")
-    with pytest.raises(CoefficientFileError, match="git lfs pull"):
+    with pytest.raises(FileError, match="git lfs pull"):
         CoefficientFile.load(tmp_path / "c.safetensors")
 
 

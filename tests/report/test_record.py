@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from lines import layers, made_line, report_of
 
 from mergekit_ace.cli import main
-from mergekit_ace.report.record import Report, ReportError, read_records, summarize
+from mergekit_ace.naming import ConfigError
+from mergekit_ace.report.record import Report, read_records, summarize
 
 SKIPPED = {"tensor": "a", "method": "ace", "shape": [], "layout": "", "models": []}
 
@@ -23,7 +24,7 @@ def write(path: Path, lines: list[dict]) -> Path:
 
 
 def refused(path: Path) -> str:
-    with pytest.raises(ReportError) as caught:
+    with pytest.raises(ConfigError) as caught:
         read_records(path)
     return str(caught.value)
 

@@ -28,7 +28,8 @@ from safetensors.torch import load_file
 from transformers import MixtralForCausalLM
 
 from mergekit_ace.check.check import check_merge
-from mergekit_ace.methods.coefficients import CoefficientFile, CoefficientFileError
+from mergekit_ace.methods.coefficients import CoefficientFile
+from mergekit_ace.naming import ConfigError
 
 REFINED = {"epsilon": 1e-3, "spectral_refinement": "always"}
 FAMILIES = {
@@ -166,7 +167,7 @@ def test_another_merge_is_refused(trained, mergekit_yaml, tmp_path, change, mess
         merge["parameters"] = {"coefficients": merge["parameters"]["coefficients"]}
     merge["parameters"] |= change.get("parameters", {})
     merge["models"] = merge["models"][: change.get("models")]
-    with pytest.raises(CoefficientFileError, match=message):
+    with pytest.raises(ConfigError, match=message):
         mergekit_yaml(merge)
     assert any(re.search(message, found.message) for found in findings(merge, tmp_path))
 

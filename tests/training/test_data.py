@@ -11,9 +11,9 @@ from datasets import Dataset, DatasetDict
 from families import write_rows
 from safetensors.torch import load_file, save_file
 
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.data import load_rows, pack_examples, step_indices, unpack_examples
-from mergekit_ace.training.state import TrainingError
 
 ROWS = [{"text": f"line {n}", "other": n} for n in range(50)]
 
@@ -100,7 +100,7 @@ def test_data_that_cannot_be_used(tmp_path, name, content, settings, message):
         write_rows(tmp_path / name, content)
     elif content is not None:
         (tmp_path / name).write_text(content)
-    with pytest.raises(TrainingError, match=message):
+    with pytest.raises(ConfigError, match=message):
         load(tmp_path / name, **settings)
 
 

@@ -31,9 +31,9 @@ from tokenizers import processors
 from torch import Tensor
 from transformers import AutoModelForImageClassification, BertForSequenceClassification
 
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import DistillConfig
 from mergekit_ace.training.distill import Distillation, distillation_loss
-from mergekit_ace.training.state import TrainingError
 
 FAST = {"epochs": 6, "batch_size": 8, "learning_rate": 0.003}
 
@@ -114,7 +114,7 @@ def test_a_killed_distillation_goes_on_to_the_same_student(
     assert record(distilled) == record(resumed)
     monkeypatch.delattr(Distillation, "backward")  # a finished run is not repeated
     assert distil(images, resumed) == resumed
-    with pytest.raises(TrainingError, match=r"another run; changed .*config\.alpha"):
+    with pytest.raises(ConfigError, match=r"another run; changed .*config\.alpha"):
         distil({**images, "alpha": 0.5}, resumed)
 
 
@@ -137,7 +137,7 @@ def test_language_models(tmp_path, columns):
     base, got = (load_file(f / "model.safetensors") for f in (tmp_path / "student", out))
     assert {n: t.shape for n, t in got.items()} == {n: t.shape for n, t in base.items()}
     tokenizer(mask_token="<mask>").save_pretrained(tmp_path / "teacher")
-    with pytest.raises(TrainingError, match=r"different tokenizers.* write a `completion`"):
+    with pytest.raises(ConfigError, match=r"different tokenizers.* write a `completion`"):
         distil(config, tmp_path / "other")
 
 
@@ -160,7 +160,7 @@ def test_text_classifiers(tmp_path):
 def test_a_loss_that_is_no_number(images, tmp_path, monkeypatch):
     monkeypatch.setattr(Distillation, "backward", lambda *_: float("nan"))
     message = r"became nan in step 0; nothing was evaluated.*Lower training\.learning_rate"
-    with pytest.raises(TrainingError, match=message):
+    with pytest.raises(ConfigError, match=message):
         distil(images, tmp_path / "out")
 
 
@@ -225,5 +225,5 @@ NORM = "layernorm_before.weight"
 def test_models_that_do_not_go_together(tmp_path, change, message):
     _, config = image_distillation(tmp_path)
     change(config)
-    with pytest.raises(TrainingError, match=message):
+    with pytest.raises(ConfigError, match=message):
         distil(config, tmp_path / "out")

@@ -10,8 +10,8 @@ from families import logits_by_hand, tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.state import TrainingError
 from mergekit_ace.training.tasks import model_kind
 from mergekit_ace.training.train import summed_entropy, summed_loss
 
@@ -89,7 +89,7 @@ def test_a_question_is_for_the_expert_to_answer(words, template, columns):
 )
 def test_rows_that_cannot_be_read(words, template, columns, message):
     words.chat_template = template
-    with pytest.raises(TrainingError, match=message):
+    with pytest.raises(ConfigError, match=message):
         encode({"nothing": None, **ROW}, words, **columns)
 
 

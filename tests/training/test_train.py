@@ -32,12 +32,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from mergekit_ace.methods.coefficients import CoefficientFile
-from mergekit_ace.naming import is_running_statistic
+from mergekit_ace.naming import ConfigError, is_running_statistic
 from mergekit_ace.training import train as train_module
 from mergekit_ace.training.family import load_family
 from mergekit_ace.training.models import claim_models
 from mergekit_ace.training.results import Score
-from mergekit_ace.training.state import TrainingError, TrainingRun
+from mergekit_ace.training.state import TrainingRun
 from mergekit_ace.training.tasks import model_kind
 from mergekit_ace.training.train import Objective
 
@@ -219,7 +219,7 @@ def test_the_kept_network_is_that_of_the_best_evaluation(llama, tmp_path, monkey
     train(changed(llama, evaluate_every=1, epochs=50, patience=2), tmp_path / "patient")
     assert losses_of(tmp_path / "patient") == losses[:5], "two without improvement"
     monkeypatch.setattr(Objective, "score", lambda *_: Score(float("nan"), (0.5, 0.5)))
-    with pytest.raises(TrainingError, match="NaN or Inf in every evaluation; lower"):
+    with pytest.raises(ConfigError, match="NaN or Inf in every evaluation; lower"):
         train(changed(llama, max_steps=1), tmp_path / "nothing")
 
 
@@ -235,7 +235,7 @@ def test_a_loss_that_is_no_number_names_the_task_and_keeps_the_best(llama, tmp_p
     message = r"data of task\d became nan in step \d+; the best so far"
     with monkeypatch.context() as patch:
         patch.setattr(train_module, "summed_loss", breaking)
-        with pytest.raises(TrainingError, match=message):
+        with pytest.raises(ConfigError, match=message):
             train(config, tmp_path / "out")
     train(config, tmp_path / "out")  # it goes on
 

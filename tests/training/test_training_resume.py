@@ -32,10 +32,11 @@ from transformers import AutoModelForCausalLM
 
 from mergekit_ace.cli import main
 from mergekit_ace.methods.coefficients import CoefficientFile
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.training import family as family_module
 from mergekit_ace.training import results as results_module
 from mergekit_ace.training.data import SampleReader
-from mergekit_ace.training.state import TrainingError, TrainingRun
+from mergekit_ace.training.state import TrainingRun
 from mergekit_ace.training.train import Objective, run_training
 
 
@@ -102,7 +103,7 @@ def test_labels_that_are_damaged_are_named(uninterrupted, tmp_path):
     out = shutil.copytree(out, tmp_path / "out")
     labels = out / "state" / "labels-0.safetensors"
     labels.write_bytes(labels.read_bytes()[:-9])
-    with pytest.raises(TrainingError, match=r"labels-0.safetensors is damaged .*; delete it to"):
+    with pytest.raises(ConfigError, match=r"labels-0.safetensors is damaged .*; delete it to"):
         train(config, out)
     labels.unlink()
     assert torch.equal(train(config, out).coefficients, whole.coefficients)
@@ -112,7 +113,7 @@ def test_another_run_s_folder_is_refused_unless_overwritten(uninterrupted, tmp_p
     config, out, first = uninterrupted
     out = shutil.copytree(out, tmp_path / "out")
     other = changed(config, learning_rate=0.02)
-    with pytest.raises(TrainingError, match=r"another run; changed .*config\.training\.learning"):
+    with pytest.raises(ConfigError, match=r"another run; changed .*config\.training\.learning"):
         train(other, out)
     again = train(changed(config, checkpoint_every=7), out)
     assert torch.equal(again.coefficients, first.coefficients)
@@ -140,13 +141,13 @@ def test_changed_inputs_are_another_run(tmp_path, change, file):
     config = changed(llama_family(tmp_path / "family"), max_steps=1)
     train(config, tmp_path / "out")
     change(config)
-    with pytest.raises(TrainingError, match=rf"changed since then: files\..*{file}"):
+    with pytest.raises(ConfigError, match=rf"changed since then: files\..*{file}"):
         train(config, tmp_path / "out")
 
 
 def test_a_mistake_that_is_mended_needs_no_other_folder(llama, tmp_path):
     """Nothing was computed before the run found it, so nothing is lost."""
-    with pytest.raises(TrainingError, match="part of no name"):
+    with pytest.raises(ConfigError, match="part of no name"):
         train({**llama, "exclude": ["no such"]}, tmp_path / "out")
     train(llama, tmp_path / "out")
     assert (tmp_path / "out" / "coefficients.safetensors").exists()
@@ -157,7 +158,7 @@ def test_two_runs_into_one_folder(tmp_path):
     family, distillation = image_distillation(tmp_path)
     with TrainingRun.start(out):
         for start, config in ((train, family), (distil, distillation), (measure, family)):
-            with pytest.raises(TrainingError, match=f"another run is writing to {out}; wait"):
+            with pytest.raises(ConfigError, match=f"another run is writing to {out}; wait"):
                 start(config, out)
     assert not out.exists(), "nothing was written"
 
@@ -169,7 +170,7 @@ def test_overwriting_does_not_drop_what_is_needed(tmp_path, place):
     shutil.copytree(config["models"][0]["model"], expert)
     config["models"][0]["model"] = str(expert)
     before = sorted(path.name for path in expert.iterdir())
-    with pytest.raises(TrainingError, match=f"--overwrite would drop {expert}, which this run"):
+    with pytest.raises(ConfigError, match=f"--overwrite would drop {expert}, which this run"):
         train(config, tmp_path / "out", overwrite=True)
     assert sorted(path.name for path in expert.iterdir()) == before
 
@@ -179,7 +180,7 @@ def test_a_run_does_not_write_into_what_it_reads(tmp_path, place):
     config = llama_family(tmp_path / "family")
     (tmp_path / "family" / "link").symlink_to(config["base_model"])
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(TrainingError, match=r"base.* or lies in it, which this run reads"):
+    with pytest.raises(ConfigError, match=r"base.* or lies in it, which this run reads"):
         train(config, tmp_path / "family" / place)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -191,7 +192,7 @@ def test_a_student_does_not_replace_a_model(tmp_path):
     student, other = Path(config["student"]), tmp_path / "images" / "expert1"
     for place, message in ((student, "which this run reads"), (other, "holds config.json, which")):
         before = (place / "model.safetensors").read_bytes()
-        with pytest.raises(TrainingError, match=message):
+        with pytest.raises(ConfigError, match=message):
             distil(config, place)
         assert (place / "model.safetensors").read_bytes() == before
     assert record(distil(config, other, overwrite=True))
@@ -209,7 +210,7 @@ def test_results_without_their_record_are_not_taken_for_this_run_s(tmp_path):
     data = Path(config["models"][0]["data"]["path"])
     data.write_text(data.read_text().replace("w1", "w2"))
     for kind in ("statistics.json", "experts/"):
-        with pytest.raises(TrainingError, match=f"out holds {kind}.* which is not of this run"):
+        with pytest.raises(ConfigError, match=f"out holds {kind}.* which is not of this run"):
             measure(config, out)
         (out / "statistics.json").unlink(missing_ok=True)
     measure(config, out, overwrite=True)

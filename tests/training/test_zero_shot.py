@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import normalize
 from transformers import CLIPConfig, CLIPModel, CLIPVisionModel, CLIPVisionModelWithProjection
 
-from mergekit_ace.training.state import TrainingError
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.tasks import zero_shot_head
 
 PROMPTS = (["w1 w2", "w3 w4", ["w5", "w6 w7"]], ["w8", "w9 w1"])
@@ -104,7 +104,7 @@ def test_a_head_needs_a_whole_clip(trained, tmp_path):
     folder = trained[0]["models"][1]["model"]
     tokenizer().save_pretrained(tmp_path)
     CLIPVisionModel.from_pretrained(folder).save_pretrained(tmp_path)
-    with pytest.raises(TrainingError, match="give a whole CLIPModel with its tokenizer"):
+    with pytest.raises(ConfigError, match="give a whole CLIPModel with its tokenizer"):
         zero_shot_head(str(tmp_path), PROMPTS[0])
 
 
@@ -122,5 +122,5 @@ def test_a_tower_that_lacks_more_than_its_projection(tmp_path):
     folder = config["models"][0]["model"]
     kept = {n: t for n, t in tensors(folder).items() if not n.endswith("mlp.fc1.weight")}
     save_file(kept, Path(folder, "model.safetensors"), {"format": "pt"})
-    with pytest.raises(TrainingError, match=r"mlp\.fc1\.weight"):
+    with pytest.raises(ConfigError, match=r"mlp\.fc1\.weight"):
         train(config, tmp_path / "out")
