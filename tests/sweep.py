@@ -116,16 +116,16 @@ def outcome(model_type: str, name: str) -> tuple[str, str]:
     try:
         with suppress(NotImplementedError), torch.device("meta"):  # some cannot be built there
             if tiny_model(name, model_type).num_parameters() > LARGEST:
-                return "not built", "its smallest config is large"
+                return "not tried", "its smallest config is large"
         model = tiny_model(name, model_type)
     except Exception as error:
-        return "not built", f"{type(error).__name__}: {error}"
+        return "not tried", f"{type(error).__name__}: {error}"
     with tempfile.TemporaryDirectory() as folder:
         try:
             paths = save_family(model, Path(folder))
             type(model).from_pretrained(paths[0])
         except Exception as error:
-            return "not built", f"transformers does not load what it saves: {error}"
+            return "not tried", f"transformers does not load what it saves: {error}"
         config, out = Path(folder, "merge.yml"), Path(folder, "merged")
         config.write_text(yaml.safe_dump(ace_config(paths)))
         for flags, result in (((), "works"), (("--unplanned", "merge"), "`--unplanned merge`")):
@@ -143,40 +143,45 @@ def outcome(model_type: str, name: str) -> tuple[str, str]:
         return ("FAILED" if written or answer.exit_code > 1 else "refused"), text
 
 
+def write_page(page: Path, rows: list[tuple[str, str, str, str]]) -> None:
+    """Write kinds, model types, what came of them and why."""
+    counts = Counter(result for _, _, result, _ in rows)
+    lines = [
+        "# Which architectures merge", "",
+        f"`tests/sweep.py` wrote this page with transformers {transformers.__version__}. It builds",
+        "a tiny model of each class, merges two perturbations of it by `ace`, and compares every",
+        "tensor of the files with a float64 reference. Types of which it built no small model were",
+        "not tried.", "",
+        *(f"* {result}: {count}" for result, count in counts.most_common()),
+    ]  # fmt: skip
+    for kind in dict.fromkeys(kind for kind, *_ in rows):
+        own = [row for row in rows if row[0] == kind]
+        lines += ["", f"## {kind}"]
+        for result, text in (("works", "These work"), ("not tried", "Not tried")):
+            types = [f"`{model_type}`" for _, model_type, found, _ in own if found == result]
+            lines += ["", f"{text}: {', '.join(types)}."] if types else []
+        failed = [row for row in own if row[2] not in ("works", "not tried")]
+        if failed:
+            lines += ["", "| model type | merge | why |", "|---|---|---|"]
+        lines += [f"| `{name}` | {result} | {why} |" for _, name, result, why in failed]
+    page.write_text("\n".join(lines) + "\n", "utf-8")
+
+
 def main() -> None:
     """Try all classes, and write the page."""
     page, *parts = sys.argv[1:]
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    rows, counts = [], Counter()
+    rows = []
     for kind, model_type, name in classes():
         if parts and not any(part in name for part in parts):
             continue
         result, why = outcome(model_type, name)
-        counts[result] += 1
         why = " ".join(why.split())[:80].replace("|", "\\|")
         print(f"{name}: {result} {why}", flush=True)
-        rows.append((kind, model_type, result, f"| `{model_type}` | {result} | {why} |"))
-    lines = [
-        "# Which architectures merge",
-        "",
-        "`tests/sweep.py` wrote this page with transformers "
-        f"{transformers.__version__}. It builds a tiny model of each class, merges two",
-        "perturbations of it by `ace`, and compares every tensor of the files with a float64 "
-        "reference.",
-        "",
-        *(f"* {result}: {count}" for result, count in counts.most_common()),
-    ]
-    for kind in dict.fromkeys(kind for kind, *_ in rows):
-        own = [row for row in rows if row[0] == kind]
-        works = ", ".join(
-            f"`{model_type}`" for _, model_type, result, _ in own if result == "works"
-        )
-        lines += ["", f"## {kind}", "", f"These work: {works}.", ""]
-        lines += ["| model type | merge | why |", "|---|---|---|"]
-        lines += [line for *_, result, line in own if result != "works"]
-    Path(page).write_text("\n".join(lines) + "\n", "utf-8")
+        rows.append((kind, model_type, result, why))
+    write_page(Path(page), rows)
 
 
 if __name__ == "__main__":
