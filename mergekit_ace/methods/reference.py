@@ -16,14 +16,14 @@ from mergekit_ace.methods.parameters import describe_type
 HEAD = """\
 # Merge methods
 
-Look up what a method does, and its parameters, which stand under `parameters:` of a config. W0 is
-a weight of the base with o rows (outputs) and i columns (inputs), Δ_t the task vector of expert t
-of T, which is the expert's weight minus W0, and X the merged task vector.
-[What is computed](../algebra/README.md#notation) explains the other symbols and
-[every `layout`](../algebra/README.md#layouts).
+Parameters stand under `parameters:` of a config. W0 is a weight of the base with o rows (outputs)
+and i columns (inputs), Δ_t the task vector of expert t of T, which is the expert's weight minus W0,
+and X the merged task vector. [What is computed](../algebra/README.md#notation) explains the other
+symbols and [every `layout`](../algebra/README.md#layouts). Methods read matrices, also in stacks,
+and average vectors, unless they say otherwise.
 
-`mergekit-ace methods --markdown` prints this page, and a test compares both;
-`mergekit-ace methods NAME` prints a method with all its parameters and its papers in BibTeX.
+`mergekit-ace methods NAME` prints a method with its parameters and its papers in BibTeX, and
+`mergekit-ace methods --markdown` this page.
 [CONTRIBUTING](../../.github/CONTRIBUTING.md#add-a-method) shows how to add a method.
 """
 TABLE = "| parameter | default | allowed | meaning |\n|---|---|---|---|"
@@ -51,7 +51,7 @@ def reference_text(methods: Iterable[TaskVectorMethod]) -> str:
 def _text(method: TaskVectorMethod) -> Iterator[str]:
     spec = method.spec
     yield f"{spec.name}: {spec.pretty_name}, {spec.reference_url}"
-    yield _filled(f"{method.summary} {_reading(method)}", 2)
+    yield _filled(f"{method.summary}{_reading(method)}", 2)
     yield ""
     for parameter in spec.parameters:
         yield f"  {parameter.name}: {_default(parameter)}; {_allowed(parameter)}"
@@ -71,7 +71,7 @@ def reference_markdown(methods: Sequence[TaskVectorMethod]) -> str:
     for method in methods:
         spec, own = method.spec, rows[method.spec.name]
         parts.append(f"## `{spec.name}`: {spec.pretty_name}\n")
-        parts.append(f"{method.summary} {_reading(method)} [Paper]({spec.reference_url}).\n")
+        parts.append(f"{method.summary}{_reading(method)} [Paper]({spec.reference_url}).\n")
         if shared := [f"`{name}`" for name, row in own.items() if row in common]:
             parts.append(f"Described above: {', '.join(shared)}.\n")
         if special := [row for row in own.values() if row not in common]:
@@ -85,11 +85,10 @@ def _row(parameter: ParameterSpec) -> str:
 
 
 def _reading(method: TaskVectorMethod) -> str:
-    """Return how the method reads tensors."""
+    """Return how the method reads tensors, unless it is as matrices and vectors."""
     if not method.layouts:
-        return "It reads tensors entry by entry."
-    tables = " and tables of rows" if "table" in method.layouts else ""
-    return f"It reads matrices{tables}, also in stacks; vectors are averaged."
+        return " It reads tensors entry by entry."
+    return " It also reads tables of rows." if "table" in method.layouts else ""
 
 
 def _filled(text: str, indent: int) -> str:

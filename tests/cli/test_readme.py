@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README files: what they link to exists, and what they tell people to write works."""
+"""The pages: what they link to exists, what they tell people to write works, and they are short."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from configs import check_config, read_config
@@ -15,9 +17,19 @@ PROJECT = Path(__file__).resolve().parents[2]
 # Not deeper in the examples: programs write models there, with cards of their own.
 PLACES = ("*.md", ".github/*.md", "examples/*.md", "examples/*/*.md", "mergekit_ace/**/*.md")
 READMES = sorted(path for place in PLACES for path in PROJECT.glob(place))
+PAGES = {str(path.relative_to(PROJECT)): path.read_text(encoding="utf-8") for path in READMES}
+README = PAGES["README.md"]
+WORDS = {
+    "README.md": 1500,
+    "mergekit_ace/algebra/README.md": 2350,
+    "mergekit_ace/methods/README.md": 2000,
+    "examples/training/README.md": 1900,
+    "examples/cluster/README.md": 1400,
+}
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"mergekit-ace ([a-z]+)\b")
+CALL = re.compile(r"^ {4,}mergekit-ace ([a-z]+) ([^#\n]*)", re.MULTILINE)
 PROGRAM = re.compile(r"python ((?:[\w-]+/)*[\w-]+\.py)\b")
 YAML = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
 # What a fragment of a `train.yml` is completed with.
@@ -26,59 +38,68 @@ TRAINING = {
     "models": [{"model": name, "data": {"path": "a.jsonl", "text": "text"}} for name in ("a", "b")],
     "task": "causal-lm",
 }
+# The family and the methods that the last cell of a row of "Which method" gives figures of.
+KEPT = {
+    "few fine-tunes": ("smollm-control", "ace"),
+    "trained by Muon": ("smollm-muon", "ace", "tsv_m"),
+    "moved few entries": ("smollm-sparse", "tsv_m", "ace"),
+    "LoRA adapters |": ("smollm-lora", "tsv_m", "ace"),
+    "at a high rate": ("smollm-lora-fast", "tsv_m", "ace"),
+    "heads of their own": ("images", "statsmerging", "consensus_ta"),
+}
 
 
-def identify(path: Path) -> str:
-    return str(path.relative_to(PROJECT))
-
-
-def anchors(path: Path) -> set[str]:
-    """Return the anchors that GitHub makes of the headings of a file."""
-    prose = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+def anchors(page: str) -> set[str]:
+    """Return the anchors that GitHub makes of the headings of a page."""
+    prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
-def test_the_readme_is_short():
-    text = (PROJECT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 250
-    assert len(text.split()) <= 2600
+def test_pages_are_short():
+    assert len(README.splitlines()) <= 180
+    for name, text in PAGES.items():
+        assert len(text.split()) <= WORDS.get(name, 1200), name
+    assert sum(len(text.split()) for text in PAGES.values()) <= 16_700
 
 
-@pytest.mark.parametrize("path", READMES, ids=identify)
-def test_links_point_to_something(path):
-    text = path.read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", PAGES)
+def test_links_point_to_something(name):
+    path, text = PROJECT / name, PAGES[name]
     assert text.count("](") == len(LINK.findall(text)), "a link has no end"
     for link in LINK.findall(text):
         if link.startswith("https://"):
             continue
-        name, _, anchor = link.partition("#")
-        target = (path.parent / name).resolve() if name else path
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
         assert PROJECT in target.parents, link
         assert target.exists(), link
         if anchor:
-            assert anchor in anchors(target), link
+            assert anchor in anchors(target.read_text(encoding="utf-8")), link
 
 
-@pytest.mark.parametrize("path", READMES, ids=identify)
-def test_commands_exist(path):
-    text = path.read_text(encoding="utf-8")
-    known = {*main.commands}
-    assert set(COMMAND.findall(text)) <= known
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_parse(name):
+    """Commands, their options and numbers of arguments exist, and so do programs."""
+    text = PAGES[name]
+    assert set(COMMAND.findall(text)) <= {*main.commands}
+    for command, line in CALL.findall(text):
+        arguments = shlex.split(line.partition("&&")[0])
+        flags = {flag for one in main.commands[command].params for flag in one.opts}
+        assert {word for word in arguments if word.startswith("-")} <= flags, (command, line)
     for program in PROGRAM.findall(text):
-        assert (PROJECT / program).exists() or (path.parent / program).exists() or any(
+        assert (PROJECT / program).exists() or ((PROJECT / name).parent / program).exists() or any(
             (folder / program).exists() for folder in (PROJECT / "examples").iterdir()
         ), program  # fmt: skip
 
 
 def test_every_command_is_in_the_readme():
-    text = (PROJECT / "README.md").read_text(encoding="utf-8")
-    assert {*main.commands} <= set(COMMAND.findall(text))
+    assert {*main.commands} <= set(COMMAND.findall(README))
 
 
-@pytest.mark.parametrize("path", READMES, ids=identify)
-def test_configs_are_valid(path):
-    for block in YAML.findall(path.read_text(encoding="utf-8")):
+@pytest.mark.parametrize("name", PAGES)
+def test_configs_are_valid(name):
+    for block in YAML.findall(PAGES[name]):
         source = read_config(block)
         if not {"base_model", "models", "teacher"} & set(source):
             source = TRAINING | source
@@ -86,13 +107,32 @@ def test_configs_are_valid(path):
 
 
 def test_every_kind_of_config_is_shown():
-    blocks = [block for path in READMES for block in YAML.findall(path.read_text("utf-8"))]
-    for name in ("merge_method:", "base_model:", "teacher:", "merged_model:"):
+    blocks = [block for text in PAGES.values() for block in YAML.findall(text)]
+    for name in ("merge_method:", "base_model:", "teacher:", "merged_model:", "merges:"):
         assert any(name in block for block in blocks)
 
 
+@pytest.mark.parametrize("start", KEPT)
+def test_figures_of_the_readme_are_those_of_the_judge(example, start):
+    family, *methods = KEPT[start]
+    results = [row for row in example("evidence", "tables").read_results() if "method" in row]
+    expected = [
+        mean(r["at_budget"][0] for r in results if (r["family"], r["method"]) == (family, method))
+        for method in methods
+    ]
+    (row,) = (line for line in README.splitlines() if line.startswith("| ") and start in line)
+    given = [float(figure) for figure in re.findall(r"\d\.\d\d\b", row.split("|")[3])]
+    assert given == pytest.approx(expected, abs=0.0051)
+
+
+def test_pages_repeat_the_benchmark():
+    benchmark = PAGES["examples/benchmark/README.md"]
+    assert "| 212 s | 5.4 GB |" in benchmark
+    assert "212 s and 5.4 GB" in README
+    for name, text in PAGES.items():
+        assert set(re.findall(r"1B in bfloat16 \w+ .*?(\d+ s)\b", text)) <= {"212 s"}, name
+
+
 def test_the_tests_of_ci_are_those_of_the_readme():
-    (command,) = re.findall(
-        r"pip install -e '\.\[test\]' && (.* pytest .*)", (PROJECT / "README.md").read_text("utf-8")
-    )
+    (command,) = re.findall(r"pip install -e '\.\[test\]' && (.* pytest .*)", README)
     assert command in (PROJECT / ".ci" / "run").read_text("utf-8").splitlines()
