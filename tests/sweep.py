@@ -116,16 +116,16 @@ def outcome(model_type: str, name: str) -> tuple[str, str]:
     try:
         with suppress(NotImplementedError), torch.device("meta"):  # some cannot be built there
             if tiny_model(name, model_type).num_parameters() > LARGEST:
-                return "not tried", "its smallest config is large"
+                return "not built", "its smallest config is large"
         model = tiny_model(name, model_type)
     except Exception as error:
-        return "not tried", f"{type(error).__name__}: {error}"
+        return "not built", f"{type(error).__name__}: {error}"
     with tempfile.TemporaryDirectory() as folder:
         try:
             paths = save_family(model, Path(folder))
             type(model).from_pretrained(paths[0])
         except Exception as error:
-            return "not tried", f"transformers does not load what it saves: {error}"
+            return "not built", f"transformers does not load what it saves: {error}"
         config, out = Path(folder, "merge.yml"), Path(folder, "merged")
         config.write_text(yaml.safe_dump(ace_config(paths)))
         for flags, result in (((), "works"), (("--unplanned", "merge"), "`--unplanned merge`")):
@@ -150,17 +150,17 @@ def write_page(page: Path, rows: list[tuple[str, str, str, str]]) -> None:
         "# Which architectures merge", "",
         f"`tests/sweep.py` wrote this page with transformers {transformers.__version__}. It builds",
         "a tiny model of each class, merges two perturbations of it by `ace`, and compares every",
-        "tensor of the files with a float64 reference. Types of which it built no small model were",
-        "not tried.", "",
+        "tensor of the files with a float64 reference. *Not built* are types of which it could make",
+        "no small model.", "",
         *(f"* {result}: {count}" for result, count in counts.most_common()),
     ]  # fmt: skip
     for kind in dict.fromkeys(kind for kind, *_ in rows):
         own = [row for row in rows if row[0] == kind]
         lines += ["", f"## {kind}"]
-        for result, text in (("works", "These work"), ("not tried", "Not tried")):
+        for result, text in (("works", "These work"), ("not built", "Not built")):
             types = [f"`{model_type}`" for _, model_type, found, _ in own if found == result]
             lines += ["", f"{text}: {', '.join(types)}."] if types else []
-        failed = [row for row in own if row[2] not in ("works", "not tried")]
+        failed = [row for row in own if row[2] not in ("works", "not built")]
         if failed:
             lines += ["", "| model type | merge | why |", "|---|---|---|"]
         lines += [f"| `{name}` | {result} | {why} |" for _, name, result, why in failed]
