@@ -150,8 +150,8 @@ def write_page(page: Path, rows: list[tuple[str, str, str, str]]) -> None:
         "# Which architectures merge", "",
         f"`tests/sweep.py` wrote this page with transformers {transformers.__version__}. It builds",
         "a tiny model of each class, merges two perturbations of it by `ace`, and compares every",
-        "tensor of the files with a float64 reference. *Not built* are types of which it could make",
-        "no small model.", "",
+        "tensor of the files with a float64 reference. *Not built* are types of which it could",
+        "make no small model.", "",
         *(f"* {result}: {count}" for result, count in counts.most_common()),
     ]  # fmt: skip
     for kind in dict.fromkeys(kind for kind, *_ in rows):
