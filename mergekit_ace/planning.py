@@ -42,8 +42,7 @@ from mergekit_ace.files.models import (
     config_donor,
 )
 from mergekit_ace.methods.architecture import stored_layout
-from mergekit_ace.methods.base import TaskVectorMethod
-from mergekit_ace.methods.parameters import TensorSettings
+from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings
 from mergekit_ace.methods.stored import find_architecture
 from mergekit_ace.naming import ConfigError, is_counter, layer_of, stack_size
 

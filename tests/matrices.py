@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -45,31 +43,3 @@ def with_values(rng: torch.Generator, shape: tuple[int, int], sigma: Tensor) -> 
     factors = [torch.randn(n, len(sigma), generator=rng, dtype=torch.float64) for n in shape]
     left, right = (torch.linalg.qr(factor).Q for factor in factors)
     return left * sigma @ right.T
-
-
-def _spectra() -> dict[str, Callable[[Tensor], Tensor]]:
-    def noise(place: Tensor) -> Tensor:
-        return 2 - place / len(place)
-
-    def tied(place: Tensor) -> Tensor:
-        return (2 * ((place + 1) // 2)) ** -0.5 * (1 - 1e-7 * (place % 2 == 0))
-
-    return {
-        "slow": lambda place: place**-0.5,
-        "exponential": lambda place: torch.exp(-8 * place / len(place)),
-        "rank 16 and noise": lambda place: (0.02 * noise(place)).where(place > 16, 1.0),
-        "two clusters": lambda place: (0.03 - 1e-6 * place).where(3 * place > len(place), 1.0),
-        "equal": torch.ones_like,
-        "one huge": lambda place: noise(place).where(place > 1, 1e4),
-        "steep": lambda place: torch.logspace(0, -4, len(place), dtype=place.dtype),
-        "steepest": lambda place: torch.logspace(0, -7, len(place), dtype=place.dtype),
-        "tied": tied,
-    }
-
-
-SPECTRA = _spectra()
-
-
-def spectrum(kind: str, count: int) -> Tensor:
-    """Singular values of a kind, the largest first, in float64."""
-    return SPECTRA[kind](torch.arange(1, count + 1, dtype=torch.float64))

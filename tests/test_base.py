@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from mergekit.merge_methods import merge_state_dicts, merge_tensors, registry
 from safetensors.torch import load_file
 
 from mergekit_ace.cli import main
-from mergekit_ace.methods.base import flush_notices, notice
+from mergekit_ace.methods.base import flush_notices
 from mergekit_ace.plugin import METHODS, register
 
 CONTRIBUTING = Path(__file__).parents[1] / ".github" / "CONTRIBUTING.md"
@@ -108,14 +107,6 @@ def said(caplog):
         return caplog.messages
 
     return flush
-
-
-def test_threads_count_together(said):
-    with ThreadPoolExecutor(4) as pool:
-        for n in range(200):
-            pool.submit(notice, f"ace: {{tensors}} of {n % 2}")
-    assert sorted(said()) == ["ace: 100 tensors of 0", "ace: 100 tensors of 1"]
-    assert said() == []
 
 
 def test_the_end_of_a_process_flushes():

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -111,27 +110,6 @@ def test_a_gpu_that_is_full(method, left, warm):
     assert process.returncode == 0, process.stdout + process.stderr
 
 
-@SWITCHES
-def test_two_streams(switch):
-    """As `--multi-gpu`: threads, each with a stream, inside of a default device."""
-    sizes = [(400, 500), (700, 300), (300, 2000), (512, 512)]
-    tensors = [experts_on("cuda", *size) for size in sizes]
-    expected = [merge_matrix(base, list(e), options=branch(switch))[0] for base, *e in tensors]
-
-    def work(_: int) -> list[Tensor]:
-        with torch.device("cuda:0"), torch.cuda.stream(torch.cuda.Stream()):
-            return [
-                merge_matrix(base, experts, options=branch(switch))[0].cpu()
-                for base, *experts in 3 * tensors
-            ]
-
-    torch.cuda.synchronize()
-    with ThreadPoolExecutor(2) as pool:
-        for found in pool.map(work, range(2)):
-            for merged, one, (base, *_) in zip(found, 3 * expected, 3 * tensors, strict=True):
-                assert task_vector_error(merged, one.cpu(), base.cpu()) <= 1e-4
-
-
 FLAGS = [["--cuda"], ["--cuda", "--read-to-gpu"], ["--cuda", "--low-cpu-memory"], ["--multi-gpu"]]
 
 
@@ -141,19 +119,6 @@ def test_flags_of_mergekit(tmp_path, mergekit_yaml, method, flags):
     config = ace_config(save_family(tiny_llama(), tmp_path), merge_method=method)
     expected = load_file(mergekit_yaml(config, out="cpu") / "model.safetensors")
     merged = load_file(mergekit_yaml(config, *flags, out="gpu") / "model.safetensors")
-    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-4)
-
-
-def test_workers_that_share_a_gpu(tmp_path, mergekit_yaml):
-    """They are forked from a process that has imported torch, and must not have looked for GPUs."""
-    config = ace_config(save_family(tiny_llama(), tmp_path))
-    expected = load_file(mergekit_yaml(config, out="cpu") / "model.safetensors")
-    command = [sys.executable, "-m", "mergekit_ace.cli", "merge", "cpu.yml", "gpu", "--quiet"]
-    command += ["--cuda", "--workers", "2"]
-    subprocess.run([*command, "--out-shard-size", "20K"], cwd=tmp_path, check=True)
-    merged: dict[str, Tensor] = {}
-    for path in (tmp_path / "gpu").glob("*.safetensors"):
-        merged |= load_file(path)
     torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-4)
 
 

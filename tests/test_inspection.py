@@ -25,11 +25,9 @@ from mergekit_ace.algebra.task_vectors import MatrixRecord, TensorRecord
 def test_comparison(rng, monkeypatch, shape, scale):
     monkeypatch.setattr(inspection, "CHUNK", 100)
     base = scale * torch.randn(shape, generator=rng)
-    experts = [base + s * scale * torch.randn(shape, generator=rng) for s in (0.1, 1.0, 3.0)]
-    experts[1] = torch.where(torch.rand(shape, generator=rng) < 0.5, base, experts[1])
-    given = [tensor.clone() for tensor in (base, *experts)]
+    experts = [base + s * scale * torch.randn(shape, generator=rng) for s in (0.1, 1.0)]
+    experts += [torch.where(torch.rand(shape, generator=rng) < 0.5, base, experts[1]), base.clone()]
     found = compare_entries(base, experts)
-    assert all(map(torch.equal, given, (base, *experts)))
     deltas = [d.flatten() for d in deltas_of(base, experts)]
     assert found.base_norm == pytest.approx(float(base.double().norm()))
     assert found.norm == pytest.approx([float(d.norm()) for d in deltas])
@@ -43,11 +41,7 @@ def test_comparison(rng, monkeypatch, shape, scale):
             assert found.cosine[s][t] == cosine
 
 
-def test_comparison_of_what_cannot_be_compared():
-    base = torch.ones(3, 4)
-    found = compare_entries(base, [base.clone(), base + 1])
-    assert found.unchanged == (1.0, 0.0)
-    assert found.cosine == ((None, None), (None, pytest.approx(1)))
+def test_comparison_of_empty_tensors():
     empty = compare_entries(torch.ones(0, 4), [torch.ones(0, 4)])
     assert (empty.unchanged, empty.cosine) == ((1.0,), ((None,),))
 
@@ -73,12 +67,15 @@ def test_products_are_compared_as_what_they_stand_for(rng, stack):
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40), (5, 9), (1, 6)])
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
-def test_subspaces(rng, shape, scale):
-    deltas = [scale * torch.randn(shape, generator=rng) for _ in range(2)]
-    k = min(16, *shape)
+@pytest.mark.parametrize("rank", [2, 40])
+def test_subspaces(rng, shape, scale, rank):
+    """Directions that a task vector has not are not compared."""
+    factors = torch.randn(2, shape[0], rank, generator=rng, dtype=torch.float64)
+    deltas = [scale * one @ torch.randn(rank, shape[1], generator=rng).double() for one in factors]
+    k = min(16, rank, *shape)
     found = compare_subspaces(iter([*deltas, torch.zeros(shape)]))
     assert found.size == k
-    svds = [torch.linalg.svd(delta.double(), full_matrices=False) for delta in deltas]
+    svds = [torch.linalg.svd(delta, full_matrices=False) for delta in deltas]
     ranks = [float((sigma / sigma[0]).square().sum()) for _, sigma, _ in svds]
     assert found.stable_rank == (*(pytest.approx(rank, rel=1e-5) for rank in ranks), None)
     inputs = float((svds[0][2][:k] @ svds[1][2][:k].T).square().sum()) / k
@@ -87,16 +84,6 @@ def test_subspaces(rng, shape, scale):
     assert found.outputs[1][0] == pytest.approx(outputs, abs=1e-5)
     assert found.inputs[0][0] == pytest.approx(1, abs=1e-5)
     assert found.inputs[0][2] is None
-
-
-def test_directions_that_a_task_vector_has_not_are_not_compared(rng):
-    """Two of rank 2 with the same inputs share all of them."""
-    inputs = torch.randn(2, 30, generator=rng, dtype=torch.float64)
-    outputs = torch.randn(2, 20, 2, generator=rng, dtype=torch.float64)
-    found = compare_subspaces(outputs @ inputs)
-    assert found.size == 2
-    assert found.inputs[0][1] == pytest.approx(1)
-    assert found.outputs[0][1] < 0.9
 
 
 def test_some_matrices_of_a_stack_are_looked_at(rng):
@@ -113,14 +100,12 @@ def test_some_matrices_of_a_stack_are_looked_at(rng):
 
 @pytest.mark.parametrize("shape", [(10, 30), (40, 24)])
 def test_agreement_with_measured_covariances(rng, shape):
-    base, experts = family(rng, *shape, 3)
-    deltas = [expert - base for expert in experts]
-    covariance = random_covariance(rng, shape[1])
+    base, experts = family(rng, *shape, 2)
+    deltas, covariance = deltas_of(base, experts), random_covariance(rng, shape[1])
     given = in_memory([covariance, None, covariance * 0])
-    found = compare_covariances([*deltas[:2], torch.zeros(shape)], given)
-    m = covariance.double()
-    for t, delta in enumerate(deltas[:2]):
-        gram = delta.double().T @ delta.double()
+    found = compare_covariances([*deltas, torch.zeros(shape).double()], given)
+    for t, delta in enumerate(deltas):
+        gram, m = delta.T @ delta, covariance.double()
         expected = float((gram * m).sum() / gram.norm() / m.norm())
         assert found[t] == (pytest.approx(expected, rel=1e-4), None, None)
     assert found[2] == (None, None, None)

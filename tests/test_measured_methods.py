@@ -48,43 +48,38 @@ def check(method, merged, tensors, measured, weights=None, scale=1.0, **options)
 
 @pytest.mark.parametrize("shape", [(10, 40), (50, 12), (24, 24)])
 @pytest.mark.parametrize(
-    "options", [{}, {"off_diagonal": 1.0, "epsilon": 0.01}, {"off_diagonal": 0.1, "lambda": 0.7}]
+    ("options", "scale"),
+    [({}, 1.0), ({"off_diagonal": 1.0, "epsilon": 0.01}, 1.0), ({"off_diagonal": 0.1}, 0.7)],
 )
-def test_regmean(rng, tmp_path, shape, options):
+def test_regmean(rng, tmp_path, shape, options, scale):
     base, experts = family(rng, *shape, 3)
     covariances = measurements(rng, "regmean", 3, shape)
-    path = written(tmp_path, "regmean", covariances)
-    merged = merge("regmean", path, [base, *experts], **options)
-    given = {name: value for name, value in options.items() if name != "lambda"}
-    scale = options.get("lambda", 1.0)
-    check("regmean", merged, [base, *experts], covariances, scale=scale, **given)
+    path, given = written(tmp_path, "regmean", covariances), {**options, "lambda": scale}
+    merged = merge("regmean", path, [base, *experts], **given)
+    check("regmean", merged, [base, *experts], covariances, scale=scale, **options)
     stored = [tensor.T for tensor in (base, *experts)]
-    turned = merge("regmean", path, stored, layout="transposed", **options)
+    turned = merge("regmean", path, stored, layout="transposed", **given)
     torch.testing.assert_close(turned.T, merged)
 
 
 @pytest.mark.parametrize("shape", [(10, 8), (7,), (3, 2, 4), ()])
-@pytest.mark.parametrize("options", [{}, {"lambda": 0.7}, {"fisher_floor": 0.5}])
-def test_fisher(rng, tmp_path, shape, options):
+@pytest.mark.parametrize(("scale", "floor"), [(1.0, 1e-6), (0.7, 0.5)])
+def test_fisher(rng, tmp_path, shape, scale, floor):
     base = torch.randn(shape, generator=rng)
     experts = [base + 0.1 * torch.randn(shape, generator=rng) for _ in range(3)]
     fisher = measurements(rng, "fisher", 3, shape)
-    path = written(tmp_path, "fisher", fisher)
-    weights = [1.0, 2.0, 0.5]
-    given = {"weight": dict(enumerate(weights, 1)), **options}
+    path, weights = written(tmp_path, "fisher", fisher), [1.0, 2.0, 0.5]
+    given = {"weight": dict(enumerate(weights, 1)), "lambda": scale, "fisher_floor": floor}
     merged = merge("fisher", path, [base, *experts], **given)
-    floor, scale = options.get("fisher_floor", 1e-6), options.get("lambda", 1.0)
     check("fisher", merged, [base, *experts], fisher, weights, scale, floor=floor)
 
 
 @both
 def test_weights_and_experts_that_did_not_change_a_tensor(rng, tmp_path, method):
     base, (one, two) = family(rng, 10, 8, 2)
-    measured = measurements(rng, method, 3)
+    measured, same = measurements(rng, method, 3), base.clone()
     path = written(tmp_path, method, measured)
-    same = base.clone()
     assert torch.equal(merge(method, path, [base, same, same]), base)
-    assert torch.equal(merge(method, path, [base, same, one]), one)
     assert torch.equal(merge(method, path, [base, one, two], weight={1: 1.0, 2: 0.0}), one)
     merged = merge(method, path, [base, one, same, two], weight={1: 1.0, 2: 1.0, 3: 3.0})
     check(method, merged, [base, one, two], [measured[0], measured[2]], [1.0, 3.0])
@@ -94,14 +89,10 @@ def test_weights_and_experts_that_did_not_change_a_tensor(rng, tmp_path, method)
 def test_where_nothing_was_measured_is_the_mean(rng, tmp_path, method):
     base, experts = family(rng, 10, 8, 2)
     path = written(tmp_path, method, measurements(rng, method, 2), ("v",))
-    expected = naive_mean(base, experts)
-    assert task_vector_error(merge(method, path, [base, *experts], "v"), expected, base) <= 1e-5
-    vectors = [base[0], *(expert[0] for expert in experts)]
-    merged = merge(method, path, vectors, "v")
-    assert task_vector_error(merged, expected[0], base[0]) <= 1e-5
-    stacks = [torch.stack([tensor, tensor]) for tensor in (base, *experts)]
+    expected, tensors = naive_mean(base, experts), [base, *experts]
+    assert task_vector_error(merge(method, path, tensors, "v"), expected, base) <= 1e-5
     layout = {"layout": "stacked"} if method == "regmean" else {}
-    merged = merge(method, path, stacks, "v", **layout)
+    merged = merge(method, path, [torch.stack([t, t]) for t in tensors], "v", **layout)
     assert task_vector_error(merged[1], expected, base) <= 1e-5
 
 
@@ -114,15 +105,11 @@ def test_what_no_sample_tells_gets_the_mean(rng, tmp_path, method):
         part[3] = 0
         if method == "regmean":
             part[:, 3] = 0
-    if method == "regmean":
-        measured[1] *= float(measured[0].trace() / measured[1].trace())
+            part /= part.trace()
     merged = merge(method, written(tmp_path, method, measured), [base, *experts])
     mean = naive_mean(base, experts).float()
     silent = (slice(None), 3) if method == "regmean" else 3
     torch.testing.assert_close(merged[silent], mean[silent])
-    if method == "fisher":
-        path = written(tmp_path, method, [torch.zeros(10, 8)] * 2)
-        torch.testing.assert_close(merge(method, path, [base, *experts]), mean)
 
 
 def test_an_expert_whose_samples_never_came_there(rng, tmp_path):
@@ -132,15 +119,6 @@ def test_an_expert_whose_samples_never_came_there(rng, tmp_path):
     merged = merge("regmean", written(tmp_path, "regmean", covariances), [base, *experts])
     kept = [covariances[0], covariances[2]]
     check("regmean", merged, [base, experts[0], experts[2]], kept)
-
-
-def test_huge_and_tiny_information(rng, tmp_path):
-    base, experts = family(rng, 10, 8, 2)
-    fisher = measurements(rng, "fisher", 2)
-    expected = merge("fisher", written(tmp_path / "a", "fisher", fisher), [base, *experts])
-    for exponent in (-60, 60):
-        path = written(tmp_path / "b", "fisher", [part * 2.0**exponent for part in fisher])
-        torch.testing.assert_close(merge("fisher", path, [base, *experts]), expected)
 
 
 def test_what_is_wrong_is_said(rng, tmp_path):

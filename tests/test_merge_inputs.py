@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ace_config, check_merge, fine_tuned, save_family, state, tiny_llama
+from checkpoints import ace_config, check_merge, fine_tuned, save_family, tiny_llama
 from mergekit.common import ModelReference
 from mergekit.merge_methods import merge_state_dicts
 from reference import naive_tensor, task_vector_error
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def checkpoint(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -28,15 +28,6 @@ def test_tensors_in_memory_are_merged_like_checkpoints(tmp_path, mergekit_yaml):
     torch.testing.assert_close(
         checkpoint(mergekit_yaml(ace_config(paths, parameters=parameters))), merged, atol=0, rtol=0
     )
-
-
-def test_shards_in_and_out(tmp_path, mergekit_yaml):
-    scales = [0.001, 0.02, 0.3]
-    paths = save_family(tiny_llama(), tmp_path, 3, scales, max_shard_size="20KB")
-    assert len(list(Path(paths[0]).glob("*.safetensors"))) > 2
-    out = mergekit_yaml(ace_config(paths), "--out-shard-size", "8K")
-    assert len(list(out.glob("*.safetensors"))) > 2
-    check_merge(LlamaForCausalLM, paths, out)
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -215,15 +206,3 @@ def test_dtypes(tmp_path, mergekit_yaml, dtypes, stored):
         half_step = torch.finfo(stored).eps / 2 * 1.01
         atol = 1e-4 * float((expected - tensor.double()).abs().max())
         torch.testing.assert_close(out[name].double(), expected, rtol=half_step, atol=atol)
-
-
-def test_the_layout_of_the_architecture_can_be_overruled(tmp_path, mergekit_yaml):
-    """GPT-2 stores (in, out); test_architectures.py merges it so."""
-    config = GPT2Config(vocab_size=40, n_positions=32, n_embd=32, n_layer=1, n_head=4)
-    torch.manual_seed(0)
-    paths = save_family(GPT2LMHeadModel(config), tmp_path)
-    out = mergekit_yaml(ace_config(paths, parameters={"layout": "matrix"}))
-    base, *experts = (state(GPT2LMHeadModel, p)[1] for p in paths)
-    name = "transformer.h.0.mlp.c_fc.weight"
-    expected = naive_tensor(base[name], [e[name] for e in experts], "matrix")
-    assert task_vector_error(state(GPT2LMHeadModel, out)[1][name], expected, base[name]) <= 5e-5

@@ -10,15 +10,13 @@ import naive_peers as naive
 import pytest
 import torch
 from checkpoints import ace_config, save_family, state, tiny_llama
-from matrices import deltas_of, family, spectrum, with_values
+from matrices import deltas_of, family, with_values
 from measured_files import needs_statistics
 from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from reference import naive_mean, task_vector_error
 from torch import Tensor
 
-from mergekit_ace.methods.base import Work
-from mergekit_ace.methods.parameters import TensorSettings
-from mergekit_ace.methods.peers.spectral import minimise_by_adam, minimise_exactly
+from mergekit_ace.methods.base import TensorSettings, Work
 from mergekit_ace.methods.reference import known_methods
 from mergekit_ace.plugin import our_methods
 
@@ -41,7 +39,6 @@ MATRIX_METHODS: dict[str, tuple[str, dict, Callable[[list[Tensor]], Tensor]]] = 
     "cart": ("cart", {}, naive.naive_cart),
     "cart 0.3": ("cart", {"rank_fraction": 0.3}, partial(naive.naive_cart, rank_fraction=0.3)),
 }
-SHAPES = {"wide": (20, 70), "tall": (60, 24), "square": (32, 32), "tiny": (2, 3)}
 every_row = pytest.mark.parametrize("row", MATRIX_METHODS)
 
 
@@ -49,21 +46,14 @@ def merge(method: str, base: Tensor, experts: list[Tensor], **parameters) -> Ten
     return merge_tensors([base, *experts], method, base_index=0, parameters=parameters)
 
 
-def error_of(row: str, base: Tensor, experts: list[Tensor]) -> float:
-    """How far a merge is from the transcription."""
-    method, parameters, reference = MATRIX_METHODS[row]
-    expected = base.double() + reference(deltas_of(base, experts))
-    return task_vector_error(merge(method, base, experts, **parameters), expected, base)
-
-
 @pytest.mark.parametrize(
     ("shape", "experts"),
-    [("wide", 2), ("wide", 5), ("tall", 3), ("square", 2), ("square", 3), ("tiny", 2), ("tiny", 5)],
+    [((20, 70), 2), ((20, 70), 5), ((60, 24), 3), ((32, 32), 2), ((2, 3), 5)],
 )  # rows and directions of all experts together are fewer, as many, or more than the columns
 @every_row
 def test_against_the_transcription(rng, row, shape, experts):
     method, parameters, reference = MATRIX_METHODS[row]
-    base, members = family(rng, *SHAPES[shape], experts, noise=0.3)
+    base, members = family(rng, *shape, experts, noise=0.3)
     base, members = base.double(), [member.double() for member in members]
     expected = base + 0.7 * reference(deltas_of(base, members))
     if method == "cart":  # λ scales what is added to the average
@@ -76,35 +66,19 @@ def test_against_the_transcription(rng, row, shape, experts):
     assert task_vector_error(merge(method, rounded, others, **parameters), again, base) <= 1e-5
 
 
-@pytest.mark.parametrize(("kind", "shape"), [("slow", (260, 380)), ("tied", (380, 260))])
-@every_row
-def test_large_matrices_in_the_precision_of_checkpoints(rng, row, kind, shape):
-    base, members = (0.02 * torch.randn(shape, generator=rng)).bfloat16().float(), []
-    for _ in range(3):
-        delta = with_values(rng, shape, spectrum(kind, min(shape)))
-        members.append((base + 2e-3 * delta / delta.square().mean().sqrt()).bfloat16().float())
-    assert error_of(row, base, members) <= 2e-6  # rounded to float32 with the base
-
-
 @every_row
 def test_directions_that_are_missing_or_repeat_others(rng, row):
     """They must not be filled up with arbitrary ones: adapters, and twice the same expert."""
-    base, members = torch.randn(30, 40, generator=rng, dtype=torch.float64), []
+    method, parameters, reference = MATRIX_METHODS[row]
+    base, low = torch.randn(30, 40, generator=rng, dtype=torch.float64), []
     for _ in range(3):
         left = torch.randn(30, 2, generator=rng, dtype=torch.float64)
-        members.append(base + 0.1 * left @ torch.randn(2, 40, generator=rng, dtype=torch.float64))
-    assert error_of(row, base, members) <= 1e-9
+        low.append(base + 0.1 * left @ torch.randn(2, 40, generator=rng, dtype=torch.float64))
     member = base + torch.randn(30, 40, generator=rng, dtype=torch.float64)
-    assert error_of(row, base, [member, member.clone()]) <= 1e-7
-
-
-@pytest.mark.parametrize("row", ["tsv_m", "iso_c", "iso_cts"])
-@pytest.mark.parametrize("shape", [(20, 50), (280, 300)])
-def test_equal_singular_values(rng, row, shape):
-    """As of orthogonalised updates."""
-    base, values = torch.zeros(shape, dtype=torch.float64), torch.tensor([2.0] * 6 + [1.0] * 4)
-    members = [with_values(rng, shape, values.double()) for _ in range(2)]
-    assert error_of(row, base, members) <= 1e-9
+    for members, bar in ((low, 1e-9), ([member, member.clone()], 1e-7)):
+        expected = base + reference(deltas_of(base, members))
+        merged = merge(method, base, members, **parameters)
+        assert task_vector_error(merged, expected, base) <= bar
 
 
 @pytest.mark.parametrize("method", ["tsv_m", "iso_c", "iso_cts"])
@@ -115,17 +89,6 @@ def test_the_rounding_of_float32_adds_no_directions(rng, method):
     expected = merge(method, torch.zeros_like(deltas[0]), deltas)
     merged = merge(method, base, [(base + delta).float() for delta in deltas]).double() - base
     assert task_vector_error(merged, expected, torch.zeros_like(expected)) <= 2e-3
-
-
-@pytest.mark.parametrize("exponent", [-60, 40])
-@every_row
-def test_huge_and_tiny_weights(rng, row, exponent):
-    method, parameters, _ = MATRIX_METHODS[row]
-    base, members = family(rng, 14, 10, 3, noise=0.3)
-    unit, deltas = 2.0**exponent, [member - base for member in members]
-    merged = merge(method, base * 0, deltas, **parameters)
-    scaled = merge(method, base * 0, [delta * unit for delta in deltas], **parameters)
-    assert task_vector_error(scaled / unit, merged, base * 0) <= 1e-6
 
 
 @pytest.mark.parametrize("method", PEERS)
@@ -176,21 +139,7 @@ def test_wudi_by_adam(rng):
     assert task_vector_error(merged, expected, base) <= 1e-4
 
 
-def test_wudi_descends_to_its_closed_form(rng):
-    base, members = family(rng, 6, 8, 2, noise=1.0)
-    deltas = deltas_of(base, members)
-    exact = minimise_exactly(deltas)
-    descended = minimise_by_adam(deltas, 4000, 1e-3)  # the last steps are as large
-    start, least = (naive.wudi_loss(x, deltas) for x in (sum(deltas), exact))
-    assert naive.wudi_loss(descended, deltas) - least <= 1e-3 * (start - least)
-    for _ in range(20):  # nothing near it is better
-        near = exact + 1e-3 * torch.randn(exact.shape, generator=rng, dtype=torch.float64)
-        assert naive.wudi_loss(near, deltas) > least
-    cancelling = torch.arange(1.0, 8, dtype=torch.float64)[:, None]
-    assert minimise_exactly([cancelling, -cancelling]).norm() <= 1e-12
-
-
-@pytest.mark.parametrize("experts", [2, 3, 4])
+@pytest.mark.parametrize("experts", [2, 4])
 @pytest.mark.parametrize("shape", [(6, 5), (7,), (2, 3, 4)])
 def test_consensus(rng, shape, experts):
     base, *members = torch.randn(1 + experts, *shape, generator=rng, dtype=torch.float64)
@@ -227,27 +176,21 @@ def test_lines_wants_to_know_how_many_layers():
     torch.testing.assert_close(merged["h.1.w"], models["base"]["h.1.w"] + 0.6 * delta)
 
 
-def work(method: str, shape: tuple[int, ...], experts: int, **parameters) -> Work:
-    known = known_methods()[method]
-    given = {p.name: p.default for p in known.spec.parameters} | parameters
-    layout = "stacked" if len(shape) == 3 else "matrix"
-    settings = TensorSettings("w", 0, tuple(range(1, experts + 1)), given, layout)
-    return known.work(settings, shape, experts)
-
-
-def test_work():
+@pytest.mark.parametrize("steps", [1, 10])
+def test_work(steps):
     """What `check` says before a merge: operations, and float64 task vectors in memory."""
+
+    def work(method: str, shape: tuple[int, ...], **parameters) -> Work:
+        known = known_methods()[method]
+        given = {p.name: p.default for p in known.spec.parameters} | parameters
+        layout = "stacked" if len(shape) == 3 else "matrix"
+        return known.work(TensorSettings("w", 0, (1, 2, 3), given, layout), shape, 3)
+
     decomposition = 6 * 30 * 20**2 + 20 * 20**3
-    for shape in ((30, 20), (20, 30)):
-        assert work("iso_c", shape, 3).operations == decomposition
-        assert work("tsv_m", shape, 3).operations == 5 * decomposition
-    assert work("tsv_m", (4, 30, 20), 3).operations == 20 * decomposition
-    assert work("tsv_m", (30, 20), 3).working == 8 * 6 * 30 * 20
-    adam = work("wudi", (30, 20), 3, steps=10).operations
-    assert adam == 10 * work("wudi", (30, 20), 3, steps=1).operations == 10 * 12 * 30**2 * 20
-    assert 0 < work("wudi", (30, 20), 3, solver="exact").operations < adam
-    for method in ("tsv_m", "lines"):
-        assert work(method, (30,), 3).operations == 180
+    assert work("tsv_m", (20, 30)) == Work(5 * decomposition, 8 * 6 * 30 * 20)
+    assert work("tsv_m", (4, 30, 20)).operations == 20 * decomposition
+    assert work("wudi", (30, 20), steps=steps).operations == steps * 12 * 30**2 * 20
+    assert work("lines", (30,)).operations == 180
 
 
 @pytest.mark.parametrize("method", PEERS)

@@ -16,42 +16,40 @@ from mergekit.merge_methods import merge_tensors
 from safetensors.torch import load_file
 
 
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+@pytest.fixture
+def report(tmp_path) -> Path:
+    return tmp_path / "r.jsonl"
 
 
 @pytest.fixture
-def merge(tmp_path) -> Callable[..., dict]:
+def merge(report) -> Callable[..., dict]:
     """Merge tensors, the base's first; the function returns the line that was appended."""
 
     def run(tensors, method: str = "ace", name: str = "w", **parameters) -> dict:
-        given = {**parameters, "report": str(tmp_path / "r.jsonl")}
+        given = {**parameters, "report": str(report)}
         merge_tensors(tensors, method, base_index=0, name=name, parameters=given)
-        return json.loads((tmp_path / "r.jsonl").read_text().splitlines()[-1])
+        return json.loads(report.read_text().splitlines()[-1])
 
     return run
 
 
-def test_a_line_per_tensor(tmp_path, mergekit_yaml):
+def test_a_line_per_tensor(tmp_path, report, mergekit_yaml):
     paths = save_family(tiny_llama(), tmp_path, scales=[0.001, 0.3])
-    report = tmp_path / "ace.jsonl"
     mergekit_yaml(ace_config(paths, parameters={"report": str(report)}))
-    entries = {line["tensor"]: line for line in lines(report)}
-    base = load_file(Path(paths[0]) / "model.safetensors")
+    entries = {line["tensor"]: line for line in map(json.loads, report.read_text().splitlines())}
+    base, *experts = (load_file(Path(path) / "model.safetensors") for path in paths)
     assert entries.keys() == base.keys()
     for name, line in entries.items():
         assert line["shape"] == list(base[name].shape)
         assert line["layout"] == ("matrix" if base[name].ndim == 2 else "mean")
         assert line["models"] == paths[1:]
         assert line["seconds"] > 0
-        deltas = [load_file(Path(p) / "model.safetensors")[name] - base[name] for p in paths[1:]]
-        assert line["tau"] == pytest.approx([float(d.double().square().sum()) for d in deltas])
+        deltas = [expert[name].double() - base[name].double() for expert in experts]
+        assert line["tau"] == pytest.approx([float(d.square().sum()) for d in deltas])
     line = entries["model.layers.0.mlp.up_proj.weight"]
-    assert line["rule"] == "ace"
+    assert (line["rule"], line["rank"]) == ("ace", 9)
     assert line["heterogeneous"] == (line["log_variance"] > 1)
-    assert {"gamma", "normalized", "refined", "epsilon", "rank"} <= line.keys()
-    assert line["refined"]
-    assert line["rank"] == 9
+    assert line["heterogeneous"] == line["normalized"] == line["refined"]
     assert line["sigma_iso"] > 0
     assert len(line["epsilon"]) == 2
 
@@ -66,12 +64,10 @@ def test_stacked_tensors_have_a_list_of_matrices(rng, merge):
     ("method", "parameters", "recorded"),
     [
         ("tsv_m", {}, {"rank": 3}),
-        ("iso_c", {}, {"rule": "iso_c"}),
         ("iso_cts", {"common_fraction": 0.4}, {"rank": 2}),
         ("cart", {"rank_fraction": 0.5}, {"rank": 5}),
         ("wudi", {"solver": "exact"}, {}),
         ("consensus_ta", {"mask_threshold": 0.0, "consensus": 3}, {"selected": 1.0}),
-        ("consensus_ta", {"mask_threshold": 1e9}, {"selected": 0.0}),
         ("lines", {"alpha": 0.5}, {"coefficients": [0.5] * 3}),
         ("statsmerging", {"weight": [0.5, 0.0, -1.0]}, {"coefficients": [0.5, 0.0, -1.0]}),
     ],
@@ -81,16 +77,12 @@ def test_what_other_methods_say(rng, merge, method, parameters, recorded):
     line = merge([base, *experts], method, **parameters)
     assert recorded.items() <= line.items()
     assert line["method"] == line["rule"] == method
-    assert line["models"] == ["1", "2", "3"]
     tau = [float((expert - base).double().square().sum()) for expert in experts]
     assert line["tau"] == pytest.approx(tau)
-
-
-@pytest.mark.parametrize("method", ["ace", "ace_relative", "tsv_m", "consensus_ta", "lines"])
-def test_an_expert_that_is_the_base_in_another_precision(rng, merge, method):
-    base, experts = family(rng, 20, 10, 2)
-    saved = [experts[0].bfloat16().float(), base.bfloat16().float()]
-    assert merge([base, *saved], method)["changed"] == [1, 0]
+    if method != "statsmerging":
+        saved = [experts[0], base.bfloat16().float()]
+        parameters = {n: 2 if n == "consensus" else v for n, v in parameters.items()}
+        assert merge([base, *saved], method, **parameters)["changed"] == [1, 0]
 
 
 def test_infinite_gamma_is_still_json(merge):
@@ -98,25 +90,25 @@ def test_infinite_gamma_is_still_json(merge):
     assert merge([torch.zeros(4, 4), small, large])["gamma"] == "Infinity"
 
 
-def test_threads_do_not_mix_their_lines_or_results(rng, tmp_path):
+def test_threads_do_not_mix_their_lines_or_results(rng, report, merge):
     """What --multi-gpu does."""
-    families, report = [family(rng, 30, 20, 2) for _ in range(40)], tmp_path / "r.jsonl"
+    families = [family(rng, 30, 20, 2) for _ in range(40)]
 
-    def merge(n: int) -> torch.Tensor:
+    def work(n: int) -> torch.Tensor:
         base, experts = families[n]
         options = {"report": str(report)}
         return merge_tensors([base, *experts], "ace", base_index=0, name=str(n), parameters=options)
 
-    alone = [merge(n) for n in range(40)]
+    alone = [work(n) for n in range(40)]
     report.unlink()
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(merge, range(40)))
+        together = list(pool.map(work, range(40)))
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
-    assert sorted(int(line["tensor"]) for line in lines(report)) == list(range(40))
+    names = [json.loads(line)["tensor"] for line in report.read_text().splitlines()]
+    assert sorted(map(int, names)) == list(range(40))
 
 
-def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path, merge):
-    report = tmp_path / "r.jsonl"
+def test_a_line_that_was_cut_off_takes_no_other_with_it(report, merge):
     report.write_text('{"tensor": "a"}\n{"tensor": "b", "me')
     for name in ("b", "c"):
         merge([torch.zeros(2, 2), torch.eye(2)], name=name)

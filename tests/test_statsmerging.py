@@ -134,7 +134,7 @@ def test_missing_tensors_are_listed_before_anything_is_merged(
 def test_missing_experts_are_listed(family, names, tmp_path, mergekit_yaml):
     path = tmp_path / "c.safetensors"
     make_file(names, [family[1], "org/law"], tasks=["maths", "law"]).save(path)
-    with pytest.raises(ConfigError, match="has no coefficients for") as error:
+    with pytest.raises(ConfigError, match="holds nothing of") as error:
         mergekit_yaml(config(family, {"coefficients": str(path)}))
     assert family[2] in str(error.value)
     assert "law (org/law)" in str(error.value)

@@ -74,18 +74,6 @@ def test_names_are_those_of_the_files(tmp_path, kind):
     assert not any(info.values()), info
 
 
-def test_inferred_is_no_architecture_of_a_result(tmp_path):
-    paths = save_family(KINDS["mixtral"](), tmp_path)
-    config = ace_config(paths)
-    for place in (config, *config["models"]):
-        key = "model" if "model" in place else "base_model"
-        place[key] = {"model": place[key], "override_architecture": "Inferred"}
-    merge(tmp_path, config)
-    names = json.loads((tmp_path / "merged" / "config.json").read_text())["architectures"]
-    assert names == ["MixtralForCausalLM"]
-    check_files(tmp_path / "merged", paths)
-
-
 @pytest.mark.parametrize("multimodal", [0, 1])
 def test_text_experts_of_multimodal_models(tmp_path, multimodal):
     """An error shows both names; where mixing is asked for, they are matched by these."""

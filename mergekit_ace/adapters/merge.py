@@ -92,7 +92,8 @@ def merge_products(
     except MERGE_ERRORS as error:
         raise ValueError(method.explain(error, settings)) from error
     method.mention(settings, merged.record)
-    append_report(method.spec.name, settings, merged.record, time.perf_counter() - start)
+    if settings.parameters["report"] is not None:
+        append_report(method.spec.name, settings, merged.record, time.perf_counter() - start)
     return merged.delta, merged.lost
 
 

@@ -87,11 +87,7 @@ class RidgeOptions(BaseModel):
 
 
 class AceOptions(RidgeOptions):
-    """What may be chosen per tensor of `ace`.
-
-    ``epsilon_scale: absolute``, ``heterogeneity: gamma`` and ``refinement_mean: ridged`` are the
-    paper's; all other defaults are.
-    """
+    """What may be chosen per tensor of `ace`."""
 
     refines: ClassVar[bool] = True
 
@@ -159,13 +155,12 @@ def merge_tensor(
     """Merge the versions of one stored tensor by ACE-Merging, or by `ace_relative`.
 
     Args:
-        base: W0, any floating dtype, finite. ``matrix``: (o, i), where the layer computes W0 @ x;
+        base: W0, of any floating dtype; ``matrix``: (o, i), where the layer computes W0 @ x;
             ``transposed``: (…, i, o); ``stacked``: (…, o, i), the leading axes a batch of matrices;
             ``flattened``: (o, …), read as (o, rest); ``mean``: any; ``table``: see `merge_table`.
-        experts: W_t, finite, each shaped as `base`.
+        experts: W_t, each shaped as `base`.
         weights: w_t ≥ 0, one per expert; only their ratios matter; 0 leaves an expert out.
         options: `AceOptions`, by default, or `RelativeOptions`.
-        layout: see `resolve_layout`; ``auto`` knows no name and no architecture here.
         coefficients: λ_t of the experts' components of X, and of `ace` last that of the refinement;
             1 by default. What is refined is X with all of them at 1.
         space: of which the tensors are cores, if they are; W0 is 0 then.
@@ -173,8 +168,7 @@ def merge_tensor(
 
     Returns:
         W0 + λ X, in the compute dtype or wider (the base itself, uncast, where no expert changed
-        it), and the record. Working memory for a matrix beside it is T + 4 float32 matrices of
-        max(i², o·i) entries; twice that where float32 is not enough.
+        it), and the record.
 
     Raises:
         TypeError, ValueError: the versions are no floating-point tensors of one shape, or not
@@ -182,28 +176,28 @@ def merge_tensor(
         IllConditionedError: A cannot be factored, even in float64; raise ``epsilon``.
         OverflowError: a task vector overflows the compute dtype.
     """
-    options = options or AceOptions()
-    weights = [1.0] * len(experts) if weights is None else weights
-    given = [1.0] * (len(experts) + options.refines) if coefficients is None else coefficients
+    options, count = options or AceOptions(), len(experts)
+    weights = [1.0] * count if weights is None else weights
+    given = [1.0] * (count + options.refines) if coefficients is None else coefficients
     for t, expert in enumerate(experts):
         if expert.shape != base.shape:
             shapes = f"{tuple(expert.shape)}, but the base {tuple(base.shape)}"
             raise ValueError(f"expert {t} has the shape {shapes}; merge versions of one tensor")
-    if not len(weights) == len(experts) > 0 or not all(0 <= w < math.inf for w in weights):
+    if not len(weights) == count > 0 or not all(0 <= w < math.inf for w in weights):
         raise ValueError(
             f"give at least one expert, and a finite weight for each, 0 or greater: there are "
-            f"{len(experts)} experts, and the weights {list(weights)}"
+            f"{count} experts, and the weights {list(weights)}"
         )
-    if len(given) != len(experts) + options.refines or not all(map(math.isfinite, given)):
+    if len(given) != count + options.refines or not all(map(math.isfinite, given)):
         raise ValueError(
             "give a finite coefficient for each expert, and a last one for the refinement of "
-            f"`ace`: there are {len(experts)} experts, and the coefficients {list(given)}"
+            f"`ace`: there are {count} experts, and the coefficients {list(given)}"
         )
     select = partial(
         select_active,
         weights=weights,
         dtype=options.dtype,
-        coefficients=given[: len(experts)],
+        coefficients=given[:count],
         space=space,
     )
     fixed = resolve_layout(layout, None, base.ndim)
@@ -239,11 +233,7 @@ def _merge_changed(
     refinement: float,
     measured: MeasuredInputs | None,
 ) -> tuple[Tensor, MatrixRecord]:
-    """Merge one matrix that at least two experts changed: decide its branch (step 1), and solve.
-
-    γ depends on the unit of the weights, and is large near τ = 1 whatever the experts are; by
-    default their spread alone decides (departure).
-    """
+    """Merge one matrix that at least two experts changed: decide its branch (step 1), and solve."""
     for version in (base, *active.experts):
         if not version.is_floating_point():
             raise TypeError(f"a matrix of {version.dtype} is no weight; convert it to float32")
@@ -251,6 +241,7 @@ def _merge_changed(
     normalized, rank = True, 0
     if isinstance(options, AceOptions):
         gamma, variance = measure_heterogeneity(active.tau)
+        # γ depends on the unit of the weights: by default their spread alone decides (departure)
         auto = options.heterogeneity == "auto"
         threshold = CLEARLY_APART if auto else options.heterogeneity_threshold
         heterogeneous = (gamma if options.heterogeneity == "gamma" else variance) > threshold
@@ -285,16 +276,13 @@ def _regression(
     normalized: bool,
     measured: MeasuredInputs | None,
 ) -> Regression | None:
-    """Return the regression of one matrix (Eqs. 8-13); None where no expert has an estimate.
-
-    One whose rows all moved alike has C_t = 0 (departure: the paper divides by the trace).
-    """
+    """Return the regression of one matrix (Eqs. 8-13); None where no expert has an estimate."""
     traces = dict(enumerate(active.traces if options.centred else active.tau))
     for t, (expert, tau) in enumerate(zip(active.experts, active.tau, strict=True)):
         if options.centred and traces[t] <= 1e-2 * tau:  # the difference has lost its digits
             delta = task_vector(expert, base, torch.float64)
             traces[t] = float((delta - delta.mean(dim=0)).square().sum())
-    if normalized or options.epsilon_scale == "relative":
+    if normalized or options.epsilon_scale == "relative":  # 0 is no divisor (departure)
         traces = {t: trace for t, trace in traces.items() if trace > NOTHING * active.tau[t]}
     if not any(traces.values()):
         return None
@@ -333,9 +321,8 @@ def merge_table(
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge a table of looked-up rows, (n, d), such as embeddings, that at least two changed.
 
-    It multiplies unit vectors, so that of an estimate Δ_tΔ_tᵀ the diagonal is left: X[v] =
-    Σ_t w_t c_tv Δ_t[v] / Σ_t w_t c_tv with c_tv = ‖Δ_t[v]‖² / τ_t + ε/n. Measured shares of lookups
-    take the place of a share of the first term.
+    X[v] = Σ_t w_t c_tv Δ_t[v] / Σ_t w_t c_tv with c_tv = ‖Δ_t[v]‖² / τ_t + ε/n. Measured shares of
+    lookups take the place of a share of the first term.
     """
     known = {}
     asked = [measured.count(position) if measured else None for position in active.positions]
@@ -367,16 +354,10 @@ def split_tensor(
     layout: FixedLayout,
     weights: Sequence[float] | None = None,
 ) -> list[Tensor]:
-    """Return the components of the merge of one stored tensor, whose sum times λ is added to W0.
+    """Return the components X_t of the merge of one stored tensor, shaped as it, whose sum is X.
 
-    Step 4 of ACE-Merging is linear in what stands outside of the covariances: X = Σ_t X_t with
-    X_t = C_t (S_t + ε_t I)(A + 1 cᵀ)⁻¹, and the refinement of step 5 is one more. So coefficients
-    can be learned over components as over task vectors. Each component is a merge with all other
-    coefficients at 0; for arguments and errors see `merge_tensor`.
-
-    Returns:
-        T components shaped as `base`, in the compute dtype or wider, and with options of `ace` the
-        refinement as the last one: zeros where nothing is refined.
+    X_t = C_t (S_t + ε_t I)(A + 1 cᵀ)⁻¹; with options of `ace` the refinement is one more, zeros
+    where nothing is refined. Each component is a merge with all other coefficients at 0.
     """
     options = options.model_copy(update={"scale": 1.0})
     weights = [1.0] * len(experts) if weights is None else weights

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import full_precision, leading_directions, squared_norm
+from mergekit_ace.algebra.linalg import full_precision, leading_directions
 from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.algebra.measured import MeasuredCovariance
 from mergekit_ace.algebra.task_vectors import MatrixRecord, TensorRecord
@@ -27,72 +27,46 @@ PairTable = tuple[tuple[float | None, ...], ...]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The task vectors of one tensor; lists in the order of the experts.
+    """The task vectors of one tensor; lists in the order of the experts."""
 
-    Attributes:
-        base_norm: ‖W0‖_F; None where only the Δ_t are known.
-        norm: ‖Δ_t‖_F.
-        relative_size: ‖Δ_t‖/‖W0‖; None where W0 is zero or unknown.
-        unchanged: share of entries with W_t = W0, 0 to 1; of factors 1 for Δ_t = 0, else 0.
-        cosine: ⟨Δ_s, Δ_t⟩ / (‖Δ_s‖ ‖Δ_t‖), T × T; None where one of them is zero.
-    """
-
-    base_norm: float | None
-    norm: tuple[float, ...]
-    relative_size: tuple[float | None, ...]
-    unchanged: tuple[float, ...]
-    cosine: PairTable
+    base_norm: float | None  # ‖W0‖_F; None where only the Δ_t are known
+    norm: tuple[float, ...]  # ‖Δ_t‖_F
+    relative_size: tuple[float | None, ...]  # ‖Δ_t‖/‖W0‖; None where W0 is zero or unknown
+    unchanged: tuple[float, ...]  # share of entries with W_t = W0; of factors 1 for Δ_t = 0, else 0
+    cosine: PairTable  # ⟨Δ_s, Δ_t⟩ / (‖Δ_s‖ ‖Δ_t‖), T × T; None where one of them is zero
 
 
 @dataclass(frozen=True)
 class Subspaces:
     """Leading singular directions of the task vectors of one matrix, (o, i).
 
-    Attributes:
-        size: k, how many span a subspace: `SUBSPACE`, the shorter side, or the least rank of a
-            task vector that is not zero.
-        stable_rank: ‖Δ_t‖_F² / σ_1², between 1 and the rank; None for Δ_t = 0.
-        inputs: ‖V_sᵀ V_t‖_F² / k for the first k right singular vectors, T × T: 1 where both
-            subspaces of the input space are the same, 0 where they are orthogonal, k/i in the mean
-            over random ones. None where a task vector is zero.
-        outputs: the same of the left singular vectors, k/o for random ones.
+    They overlap by ‖V_sᵀ V_t‖_F² / k for the first k right singular vectors: 1 where both subspaces
+    of the input space are the same, 0 where they are orthogonal, k/i in the mean over random ones.
     """
 
-    size: int
-    stable_rank: tuple[float | None, ...]
-    inputs: PairTable
-    outputs: PairTable
+    size: int  # k: `SUBSPACE`, or the least rank of a task vector that is not zero
+    stable_rank: tuple[float | None, ...]  # ‖Δ_t‖_F² / σ_1², 1 to the rank; None for Δ_t = 0
+    inputs: PairTable  # how far they overlap, T × T; None where a task vector is zero
+    outputs: PairTable  # the same of the left singular vectors
 
 
 @dataclass(frozen=True)
 class MatrixInspection(MatrixRecord):
-    """The record of a matrix's merge, and what only `inspect` measures of it.
+    """The record of a matrix's merge, and what only `inspect` measures of it."""
 
-    Attributes:
-        subspaces: of the task vectors; None where nobody looked.
-        agreement: cosines of the estimates with measured covariances, see `compare_covariances`.
-    """
-
-    subspaces: Subspaces | None = None
-    agreement: PairTable | None = None
+    subspaces: Subspaces | None = None  # None where nobody looked
+    agreement: PairTable | None = None  # see `compare_covariances`
 
 
 def evenly_spaced(count: int, wanted: int) -> list[int]:
     """Return at most `wanted` of 0 … count − 1, the first and the last among them."""
     if wanted >= count:
         return list(range(count))
-    if wanted == 1:
-        return [count // 2]
-    return [round(n * (count - 1) / (wanted - 1)) for n in range(wanted)]
+    return [round(n * (count - 1) / max(1, wanted - 1)) for n in range(wanted)]
 
 
 def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
-    """Compare task vectors entry by entry, in float64.
-
-    Args:
-        base: W0, any shape, finite.
-        experts: W_t, shaped as `base`.
-    """
+    """Compare task vectors entry by entry, in float64, of tensors of any shape."""
     origin, *versions = (tensor.reshape(-1) for tensor in (base, *experts))
     count = base.numel()
     products = torch.zeros(len(experts), len(experts), dtype=torch.float64, device=base.device)
@@ -100,7 +74,7 @@ def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
     base_square = 0.0
     for start in range(0, count, CHUNK):
         part = slice(start, start + CHUNK)
-        base_square += squared_norm(origin[part].double())
+        base_square += _norm(origin[part]) ** 2
         deltas = torch.stack([v[part].double() for v in versions]).sub_(origin[part].double())
         products += deltas @ deltas.mT
         changed += torch.count_nonzero(deltas, dim=1)
@@ -121,42 +95,37 @@ def compare_products(deltas: Sequence[LowRank]) -> Comparison:
 
 
 def _comparison(
-    base_norm: float | None,
-    products: Tensor,  # ⟨Δ_s, Δ_t⟩, (T, T)
-    unchanged: Sequence[float],
+    base_norm: float | None, products: Tensor, unchanged: Sequence[float]
 ) -> Comparison:
+    """Return the comparison of task vectors with the products ⟨Δ_s, Δ_t⟩, (T, T)."""
     norms = products.diagonal().sqrt()
-    return Comparison(
-        base_norm=base_norm,
-        norm=tuple(norms.tolist()),
-        relative_size=tuple(norm / base_norm if base_norm else None for norm in norms.tolist()),
-        unchanged=tuple(unchanged),
-        cosine=_pairs(products / torch.outer(norms, norms), norms.tolist()),
-    )
+    sizes = tuple(norms.tolist())
+    relative = tuple(norm / base_norm if base_norm else None for norm in sizes)
+    cosine = _pairs(products / torch.outer(norms, norms), sizes)
+    return Comparison(base_norm, sizes, relative, tuple(unchanged), cosine)
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def _pairs(table: Tensor, sizes: Sequence[float]) -> PairTable:
     """Return a T × T table with None wherever a size is zero."""
-    rows = enumerate(table.tolist())
     return tuple(
         tuple(value if sizes[s] and sizes[t] else None for t, value in enumerate(row))
-        for s, row in rows
+        for s, row in enumerate(table.tolist())
     )
 
 
 @full_precision()
 def compare_subspaces(deltas: Iterable[Tensor]) -> Subspaces:
-    """Compare the leading subspaces of task vectors, and measure their stable ranks.
-
-    Args:
-        deltas: Δ_t, (o, i), finite, with at least one entry; they are asked for one by one.
-    """
+    """Compare the leading subspaces of task vectors, (o, i), which are asked for one by one."""
     directions, ranks = [], []
     for delta in deltas:
         found = leading_directions(delta, SUBSPACE)
         directions.append(found)
         strongest = float(found.values[0]) if len(found.values) else 0.0
-        ranks.append(squared_norm(delta) / strongest**2 if strongest else None)
+        ranks.append((_norm(delta) / strongest) ** 2 if strongest else None)
     counts = [len(found.values) for found in directions]
     size = min(filter(None, counts), default=0)
 
@@ -176,10 +145,8 @@ def add_subspaces(
 ) -> TensorRecord:
     """Return the record of a merge with the subspaces of `STACK_SAMPLE` of its matrices.
 
-    A method that reads a stack entry by entry has one record of it, which stays as it is.
-
-    Args:
-        stacks: for every matrix of the tensor what returns its task vectors, (o, i).
+    A method that reads a stack entry by entry has one record of it, which stays as it is. `stacks`
+    has for every matrix of the tensor what returns its task vectors, (o, i).
     """
     if len(record.matrices) != len(stacks):
         return record
@@ -197,27 +164,20 @@ def add_subspaces(
 def compare_covariances(
     deltas: Sequence[Tensor], measured: Sequence[MeasuredCovariance | None]
 ) -> PairTable:
-    """Compare estimates G_t = Δ_tᵀΔ_t with measured covariances M_s (ACE-Merging, Theorem 1).
+    """Return ⟨G_t, M_s⟩ / (‖G_t‖ ‖M_s‖), T × T, row t, of estimates G_t = Δ_tᵀΔ_t.
 
-    By the theorem G_t is proportional to the covariance of the inputs of task t. A merge turns on
-    whether G_t is nearer to its own task's M_t than to those of the others.
-
-    Args:
-        deltas: Δ_t, (o, i), finite.
-        measured: M_t, (i, i); None where there is none.
-
-    Returns:
-        ⟨G_t, M_s⟩ / (‖G_t‖ ‖M_s‖), T × T, row t, 0 to 1; None where one of them is zero or was not
-        measured. Working memory is one (i, i) matrix and one task vector.
+    By Theorem 1 of ACE-Merging G_t is proportional to the covariance of the inputs of task t. A
+    merge turns on whether G_t is nearer to its own task's M_t than to those of the others. None is
+    where one of them is zero or was not measured.
     """
     shorter = (delta if len(delta) <= delta.shape[1] else delta.mT for delta in deltas)
-    norms = [squared_norm(side @ side.mT) ** 0.5 for side in shorter]
+    norms = [_norm(side @ side.mT) for side in shorter]
     columns: list[list[float | None]] = []
     for known in measured:
         column: list[float | None] = [None] * len(deltas)
         if known is not None and known.trace > 0:
             matrix = known.matrix(deltas[0])
-            length = squared_norm(matrix) ** 0.5
+            length = _norm(matrix)
             for t, (delta, norm) in enumerate(zip(deltas, norms, strict=True)):
                 inner = (delta @ matrix).mul_(delta).sum(dtype=torch.float64)  # tr(Δ M Δᵀ)
                 column[t] = float(inner) / (norm * length) if norm else None

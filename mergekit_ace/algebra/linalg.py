@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +42,6 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(
         (*tensor.shape[:1], math.prod(tensor.shape[1:])) if tensor.ndim else (1, 1)
     )
-
-
-def squared_norm(tensor: Tensor) -> float:
-    """Return ‖X‖_F², summed in float64."""
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -114,11 +109,6 @@ class Directions:
     values: Tensor
     right: Tensor
 
-    @property
-    def matrix(self) -> Tensor:
-        """U diag(σ) Vᵀ, (o, i)."""
-        return (self.left * self.values) @ self.right.mT
-
 
 def leading_directions(matrix: Tensor, count: int, floor: float = 0.0) -> Directions:
     """Return at most `count` of the largest singular triplets that a matrix, (o, i), has.
@@ -161,8 +151,7 @@ if hasattr(torch.backends.mkldnn, "fp32_precision"):
     _BACKENDS += [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # pyright: ignore
 _threads = functools.cache(ThreadpoolController)  # which takes long to find all libraries
 _users = 0
-_saved: list[str] = []
-_limit: Any = None
+_restore = ExitStack()
 
 
 @contextmanager
@@ -171,29 +160,27 @@ def full_precision() -> Iterator[None]:
 
     The ten bits of TF32, which a caller may allow for training, cannot invert a covariance.
     """
-    global _users, _saved, _limit
+    global _users
     with _LOCK:
-        if _users == 0:
-            _saved = _exchange_precision(None)
-            _limit = _threads().limit(limits=torch.get_num_threads(), user_api="blas")
         _users += 1
+        if _users == 1:
+            _exchange_settings()
     try:
         yield
     finally:
         with _LOCK:
             _users -= 1
             if _users == 0:
-                _exchange_precision(_saved)
-                _limit.restore_original_limits()
+                _restore.close()
 
 
-def _exchange_precision(values: list[str] | None) -> list[str]:
-    """Set the precision of float32 products, by default the full one; return what it was."""
+def _exchange_settings() -> None:
+    """Set what `full_precision` promises, and let `_restore` put back what was set before."""
+    limit = _threads().limit(limits=torch.get_num_threads(), user_api="blas")
+    _restore.callback(limit.restore_original_limits)
     if not _BACKENDS:
-        before = [torch.get_float32_matmul_precision()]
-        torch.set_float32_matmul_precision(values[0] if values else "highest")
-        return before
-    before = [backend.fp32_precision for backend in _BACKENDS]
-    for backend, value in zip(_BACKENDS, values or ["ieee", "ieee"], strict=True):
-        backend.fp32_precision = value
-    return before
+        _restore.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("highest")
+    for backend in _BACKENDS:
+        _restore.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
+        backend.fp32_precision = "ieee"

@@ -2,10 +2,8 @@
 """Task vectors of low rank, as adapters hold them, merged without ever forming a full matrix.
 
 With bases U of all columns and V of all rows of the Δ_t = L_t R_t, Δ_t is U M_t Vᵀ with a *core*
-M_t = (UᵀL_t)(R_tV), and products, traces, solves and singular values of the Δ_t are those of the
-M_t (Core Space merging, arXiv 2509.17786). Mean rows, and ACE's prior, are projections onto the
-all-ones direction: it belongs to both bases, which are turned such that Uᵀ1 and Vᵀ1 are all-ones
-vectors themselves, times a number.
+M_t = (UᵀL_t)(R_tV), which has the Δ_t's products and singular values (arXiv 2509.17786). For mean
+rows, and ACE's prior, both bases are turned until Uᵀ1 and Vᵀ1 are multiples of all-ones vectors.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,7 +38,7 @@ class LowRank:
         """r, which the rank of Δ does not exceed."""
         return self.left.shape[-1]
 
-    @cached_property
+    @property
     def energy(self) -> float:
         """‖Δ‖², of all matrices of a stack together."""
         grams = (self.left.mT @ self.left) * (self.right @ self.right.mT)
@@ -114,28 +111,18 @@ class CoreSpace:
         return (self.left.mT @ delta.left) @ (delta.right @ self.right)
 
     def expand(self, core: Tensor, shape: tuple[int, ...], rank: int) -> tuple[LowRank, float]:
-        """Return U M Vᵀ as a product of factors of equal size, and what of ‖M‖² was dropped.
-
-        They have as many columns as M has rank, in a stack the largest one, from 1 to `rank`.
-        """
+        """Return U M Vᵀ as a product of factors of the rank of M, and what of ‖M‖² was dropped."""
         left, values, right = torch.linalg.svd(core, full_matrices=False)
         least = NOTHING * values[..., :1]
         kept = max(1, min(rank, int((values > least).sum(dim=-1).max())))
         roots = values[..., :kept].sqrt()
-        factors = LowRank(
-            (self.left @ left[..., :kept]) * roots[..., None, :],
-            roots[..., :, None] * (right[..., :kept, :] @ self.right.mT),
-            shape,
-        )
-        return factors, float(values[..., kept:].square().sum())
+        outputs = (self.left @ left[..., :kept]) * roots[..., None, :]
+        inputs = roots[..., :, None] * (right[..., :kept, :] @ self.right.mT)
+        return LowRank(outputs, inputs, shape), float(values[..., kept:].square().sum())
 
 
 def _basis(columns: Tensor) -> Tensor:
-    """Return an orthonormal basis, (n, p), of columns, (n, r), and 1, which is all ones in it.
-
-    Columns that depend on others add arbitrary directions, in which cores are 0. A reflection turns
-    the first direction, 1/√n.
-    """
+    """Return an orthonormal basis, (n, p), of columns, (n, r), and 1, which is all ones in it."""
     ones = torch.ones_like(columns[..., :1])
     basis = torch.linalg.qr(torch.cat([ones, columns], dim=-1)).Q
     first = ones / math.sqrt(columns.shape[-2])  # QR leaves the sign open
@@ -143,6 +130,7 @@ def _basis(columns: Tensor) -> Tensor:
     count = basis.shape[-1]
     if count == 1:
         return basis
+    # A reflection turns the first direction. Columns that depend on others add arbitrary ones.
     mirror = basis.new_full((count,), -1 / math.sqrt(count))
     mirror[0] += 1
     return basis - (basis @ mirror)[..., None] * (2 / mirror.dot(mirror) * mirror)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Covariances of a layer's inputs that were measured on samples, in the place of estimates.
-
-Of X_tᵀX_t/n_t, with a row of X_t per token, the lower triangle is kept, row by row, as LAPACK packs
-it: (1, 1), (2, 1), (2, 2), (3, 1), …. It may stay on the disk, mapped into memory.
-"""
+"""Covariances of a layer's inputs that were measured on samples, in the place of estimates."""
 
 from __future__ import annotations
 
@@ -20,23 +16,17 @@ def packed_size(columns: int) -> int:
 
 
 def pack(matrix: Tensor) -> Tensor:
-    """Return the lower triangle of a symmetric matrix, (i, i), as (i (i + 1)/2,)."""
+    """Return the lower triangle of a symmetric matrix row by row, as LAPACK packs it."""
     return torch.cat([matrix[row, : row + 1] for row in range(len(matrix))])
 
 
 @dataclass(frozen=True)
 class MeasuredCovariance:
-    """M_t = X_tᵀX_t/n_t, (i, i), of one expert, finite.
+    """M_t = X_tᵀX_t/n_t, (i, i), of one expert, finite, with a row of X_t per token."""
 
-    Attributes:
-        packed: its lower triangle, see `pack`; maybe on another device, maybe mapped from a file.
-        columns: i.
-        off_diagonal: α, which entries off the diagonal are multiplied by, 0 to 1.
-    """
-
-    packed: Tensor
-    columns: int
-    off_diagonal: float = 1.0
+    packed: Tensor  # see `pack`; maybe on another device, maybe mapped from a file
+    columns: int  # i
+    off_diagonal: float = 1.0  # α, which entries off the diagonal are multiplied by, 0 to 1
 
     @cached_property
     def trace(self) -> float:
@@ -58,16 +48,12 @@ class MeasuredCovariance:
 class MeasuredInputs:
     """What was measured of the inputs of one tensor; entries in the order of all experts.
 
-    Attributes:
-        covariances: of a matrix; None for an expert whose samples never came there.
-        counts: of a table, how often each row was looked up, (n,); None likewise.
-        mix: share of the measured in the covariances of a merge, 0 to 1. Both are brought to one
-            trace first: S_t = (1 − mix) G_t + mix tr(G_t)/tr(M_t) M_t for an estimate G_t.
+    Both kinds of covariances are brought to one trace before they are mixed.
     """
 
-    covariances: tuple[MeasuredCovariance | None, ...] = ()
-    counts: tuple[Tensor | None, ...] = ()
-    mix: float = 1.0
+    covariances: tuple[MeasuredCovariance | None, ...] = ()  # of a matrix; None: no sample came
+    counts: tuple[Tensor | None, ...] = ()  # of a table, how often each row was looked up, (n,)
+    mix: float = 1.0  # share of the measured in the covariances of a merge, 0 to 1
 
     def covariance(self, position: int) -> MeasuredCovariance | None:
         """Return that of one expert, if it says anything."""

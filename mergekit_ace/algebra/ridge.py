@@ -39,8 +39,7 @@ from mergekit_ace.algebra.task_vectors import (
 LARGEST_STACK = 2**28
 # The relative error of X that float32 may leave: storing X in bfloat16 costs a thousand times that.
 TOLERANCE = 1e-4
-# An error that float64 leaves only where A is singular.
-SINGULAR = 1e-3
+SINGULAR = 1e-3  # an error that float64 leaves only where A is singular
 PROBED_ROWS = 8
 # Root mean square entries of task vectors outside of these have third powers that float32 lacks.
 FLOAT32_RANGE = (1e-9, 1e9)
@@ -49,35 +48,25 @@ SMALL_SQUARES = 2**25
 
 # S_t, (i, i), as (F, R, s): s R without F, else s F R with F = Rᵀ, (i, o).
 Covariance = tuple[Tensor | None, Tensor, float]
-# Y; R; A⁻¹c, (i,), with a prior; ε̄; tr(S); the relative error of Y. Numbers are still tensors.
-Solution = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor]
+# X; R, where it is refined; the relative error of Y, ε̄ and tr(S), still on the device.
+Solution = tuple[Tensor, Tensor | None, list[Tensor]]
 
 
 @dataclass(frozen=True)
 class Regression:
-    """The ridge regression of one matrix; lists are in the order of `experts`.
+    """The ridge regression of one matrix; lists are in the order of `experts`."""
 
-    Attributes:
-        experts: which of the active experts take part, by their number among them.
-        scales, ridges: s_t and ε_t; where the ridge follows the spectrum, in proportion to the ε_t.
-        spectral: ε of ε̄ = ε ‖S‖_F² / tr(S), the spectrum's ridge; None where the ε_t are given.
-        measured: M_t and m_t by the place of an expert in `experts`.
-        centred: whether the column means μ_t are taken out; else they are 0.
-        prior: what the mean row of S is divided by to give c (Eq. 13); 0 without a prior.
-        ridged_mean: whether the mean of the estimates in R holds the ridges, as in Eq. 15.
-        rank, refinement: k of the refinement, 0 without, and its coefficient.
-    """
-
-    experts: Sequence[int]
-    scales: Sequence[float]
-    ridges: Sequence[float]
-    spectral: float | None = None
+    experts: Sequence[int]  # which of the active experts take part, by their number among them
+    scales: Sequence[float]  # s_t
+    ridges: Sequence[float]  # ε_t; where the ridge follows the spectrum, in proportion to them
+    spectral: float | None = None  # ε of ε̄ = ε ‖S‖_F² / tr(S); None where the ε_t are given
+    # M_t and m_t by the place of an expert in `experts`
     measured: Mapping[int, tuple[MeasuredCovariance, float]] = field(default_factory=dict)
-    centred: bool = False
-    prior: float = 0.0
-    ridged_mean: bool = False
-    rank: int = 0
-    refinement: float = 1.0
+    centred: bool = False  # whether the column means μ_t are taken out; else they are 0
+    prior: float = 0.0  # what the mean row of S is divided by to give c (Eq. 13); 0: no prior
+    ridged_mean: bool = False  # whether the mean of the estimates in R has the ridges (Eq. 15)
+    rank: int = 0  # k of the refinement, 0 without
+    refinement: float = 1.0  # its coefficient
 
     def ridge(self, system: Tensor) -> Tensor:
         """Return ε̄ from S, or from K, which has its trace and its norm; a tensor of one entry."""
@@ -103,9 +92,8 @@ class CentredVectors:
         base: Tensor,
         experts: Sequence[Tensor],
         dtype: torch.dtype,
-        *,
         centred: bool,
-        stack: Tensor | None = None,
+        stack: Tensor | None,
     ):
         self._base, self._experts, self._dtype = base, experts, dtype
         self.shape = rows, columns = base.shape
@@ -139,10 +127,8 @@ def merge_by_ridge(
 
     All is done in float32 at first. The error of Y is measured: what some rows of
     Σ_t (Y − λ_t C_t)(S_t + ε_t I) are instead of 0, times A⁻¹, is the error of these rows. Where
-    it is too large, everything is done once more in float64. `known` is what else the record says.
-
-    Raises:
-        IllConditionedError: A cannot be factored, even in float64.
+    it is too large, everything is done once more in float64, or an `IllConditionedError` raised.
+    `known` is what else the record says.
     """
     low, high = FLOAT32_RANGE
     typical = (max(active.tau) / base.numel()) ** 0.5
@@ -152,7 +138,7 @@ def merge_by_ridge(
     for dtype in (torch.float32, torch.float64)[not narrow :]:
         if stack is not None and (len(stack), stack.dtype) != (len(experts), dtype):
             stack = None
-        vectors = CentredVectors(base, experts, dtype, centred=problem.centred, stack=stack)
+        vectors = CentredVectors(base, experts, dtype, problem.centred, stack)
         merged, numbers = _closed_form(problem, vectors, coefficients)
         error, ridge, trace, size, strength = torch.stack(numbers).tolist()
         if error <= (TOLERANCE if dtype == torch.float32 else SINGULAR):
@@ -181,35 +167,32 @@ def _closed_form(
     rows, columns = vectors.shape
     dual = len(coefficients) * rows < columns and not problem.measured
     solver = _solve_dual if dual else _solve_primal
-
-    def solved(given: Sequence[float], wanted: Regression) -> tuple[Tensor, Any, list[Tensor]]:
-        merged, residual, common, *numbers = solver(wanted, vectors, given)
-        if common is not None:  # c is the mean row of S, which commutes with A: cᵀA⁻¹1 ≥ 0
-            merged.addr_(merged.sum(dim=1), common / (1 + common.sum()), alpha=-1)
-        return merged, residual, numbers
-
     component, strength = None, vectors.means.new_zeros(())
     ones = [1.0] * len(coefficients)
-    given = ones if problem.rank else coefficients
-    merged, residual, numbers = solved(given, problem)
-    if problem.rank:
+    merged, residual, numbers = solver(problem, vectors, ones if problem.rank else coefficients)
+    if residual is not None:
         component, strength = _refine(problem, vectors, merged, residual.add_(merged))
         if coefficients != ones:
-            merged, _, numbers = solved(coefficients, replace(problem, rank=0))
+            merged, _, numbers = solver(replace(problem, rank=0), vectors, coefficients)
     numbers += [torch.linalg.vector_norm(merged), strength.to(merged.dtype)]
     if component is not None:
         merged.add_(component, alpha=problem.refinement)
     return merged, numbers
 
 
+def _add_prior_(merged: Tensor, common: Tensor) -> None:
+    """Turn Y into X, given A⁻¹c, (i,)."""
+    # c is the mean row of S, which commutes with A: cᵀA⁻¹1 ≥ 0
+    merged.addr_(merged.sum(dim=1), common / (1 + common.sum()), alpha=-1)
+
+
 def _solve_primal(
     problem: Regression, vectors: CentredVectors, coefficients: Sequence[float]
 ) -> Solution:
-    """Solve for Y in the i columns.
+    """Solve in the i columns.
 
     As the mixing matrices (S_t + ε_t I) A⁻¹ sum to I, one expert r can be the origin, Y = λ_r C_r +
-    Σ_{t≠r} (λ_t C_t − λ_r C_r)(S_t + ε_t I) A⁻¹: a product less, and nothing is left to the solve
-    where experts agree.
+    Σ_{t≠r} (λ_t C_t − λ_r C_r)(S_t + ε_t I) A⁻¹: nothing is left to the solve where experts agree.
     """
     (rows, columns), means, shares = vectors.shape, vectors.means, problem.shares()
     origin = shares.index(min(shares))
@@ -255,7 +238,9 @@ def _solve_primal(
         left += (scaled @ vectors.whole.mT @ vectors.whole).sum(dim=0)
     probes = solve(left if common is None else torch.cat([left, common]), lower)
     error = _relative_error(probes[: len(left)], probed, stack, lower, failed)
-    return merged, residual, None if common is None else probes[-1], error, ridge, trace
+    if common is not None:
+        _add_prior_(merged, probes[-1])
+    return merged, residual, [error, ridge, trace]
 
 
 def _covariances(
@@ -305,7 +290,7 @@ def _add_times_(total: Tensor, rows: Tensor, covariance: Covariance) -> None:
 def _solve_dual(
     problem: Regression, vectors: CentredVectors, coefficients: Sequence[float]
 ) -> Solution:
-    """Solve for Y where all task vectors together have N = T·o < i rows.
+    """Solve where all task vectors together have N = T·o < i rows.
 
     With M = [√s_t C_t]_t, (N, i), and K = MMᵀ, M A⁻¹ is (K + ε̄ I)⁻¹ M and ε̄ A⁻¹ is
     I − Mᵀ(K + ε̄ I)⁻¹M, so that
@@ -353,10 +338,10 @@ def _solve_dual(
     left = wished - (mixing @ stack) @ stack.mT - mixing * ridge
     left = solve(left.contiguous(), lower) @ stack
     error = _relative_error(left, merged[sampled], whole, lower, failed)
-    common = None
     if problem.prior:
         common = (solve(stack.sum(dim=1)[None], lower) @ stack)[0] / (columns * problem.prior)
-    return merged, residual, common, error, ridge, trace
+        _add_prior_(merged, common)
+    return merged, residual, [error, ridge, trace]
 
 
 def _relative_error(
@@ -376,12 +361,10 @@ def _refine(
 ) -> tuple[Tensor, Tensor]:
     """Return what the refinement adds to X, (o, i), and its strength σ_iso (Eqs. 17-19).
 
-    The k leading directions of F, the target, get their mean strength. With the eigenvectors P of
-    the smaller Gram matrix of F, U_k V_kᵀ is P_k diag(1/σ) P_kᵀ F, or its mirror image. Directions
-    below the rounding error of F count in σ_iso and add nothing.
-
-    But for `ridged_mean`, X keeps its size, and what points against the sum of the experts is left
-    out (departures).
+    With the eigenvectors P of the smaller Gram matrix of F, the target, U_k V_kᵀ is
+    P_k diag(1/σ) P_kᵀ F, or its mirror image. Directions below the rounding error of F count in
+    σ_iso and add nothing. But for `ridged_mean`, X keeps its size, and what points against the sum
+    of the experts is left out (departures).
     """
     wide = target if target.shape[0] <= target.shape[1] else target.mT
     squares = gram(wide.double())

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Task vectors Δ_t = W_t − W0: which take part in a merge, their matrices, sums, and the records.
-
-A stored tensor is merged matrix by matrix (`by_layout`), by the formula of a method where at least
-two experts changed a matrix, and by the mean of the task vectors otherwise.
-"""
+"""Task vectors Δ_t = W_t − W0: which take part in a merge, their matrices, sums and records."""
 
 from __future__ import annotations
 
@@ -37,67 +33,50 @@ def _number(value: Any) -> Any:
     return value
 
 
-Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Number = Annotated[
+    float,
+    BeforeValidator(_number),
+    Field(allow_inf_nan=False, description="a finite number"),
+]
 Integer = Annotated[int, BeforeValidator(_number)]
-NonNegative = Annotated[Number, Field(ge=0)]
+NonNegative = Annotated[Number, Field(ge=0, description="a number, 0 or greater")]
 # Products of two factors, and a ridge, stay in the range of float32, in which they are applied.
-Factor = Annotated[Number, Field(ge=-1e15, le=1e15)]
-Ridge = Annotated[Number, Field(ge=0, le=1e30)]
-Fraction = Annotated[Number, Field(ge=0, le=1)]
+Factor = Annotated[
+    Number, Field(ge=-1e15, le=1e15, description="a finite number, at most 1e15 in size")
+]
+Ridge = Annotated[
+    Number, Field(ge=0, le=1e30, description="a number, 0 or greater, and at most 1e30")
+]
+Fraction = Annotated[Number, Field(ge=0, le=1, description="a number from 0 to 1")]
 
 T = TypeVar("T")
-# Precisions that checkpoints are saved in, maybe one after the other, the last one first.
-GRIDS = (
-    (torch.bfloat16,),
-    (torch.float16,),
-    (torch.float32,),
-    (torch.bfloat16, torch.float16),
-    (torch.float16, torch.bfloat16),
-)
+GRIDS = (torch.bfloat16, torch.float16, torch.float32)  # precisions that checkpoints are saved in
 
 
 @dataclass(frozen=True)
 class MatrixRecord:
-    """What was measured and decided for one matrix. Tuples have an entry per expert given.
+    """What was measured and decided for one matrix. Tuples have an entry per expert given."""
 
-    Attributes:
-        rule: the merge method whose formula was used; ``single`` (one expert changed it); ``mean``;
-            ``base`` (nobody changed it).
-        weight: w_t, rescaled to mean 1 over the experts in use; 0 for one that is not.
-        tau: τ_t, 0 where unchanged.
-        changed: 0 for an expert that is the base, maybe in another precision, else 1.
-        gamma, log_variance: the statistics of heterogeneity.
-        statistic, threshold: how heterogeneity is told, see `AceOptions`, and above what.
-        normalized, prior, refined: which steps were taken.
-        epsilon: ε_t of Eqs. 9-10 times w_t; None for an expert that is not in use.
-        ridge: ε̄ = Σ ε_t in mean eigenvalues of Σ S_t.
-        amplification: ‖X‖² / Σ_t ‖Δ_t‖² of the closed form.
-        rank, sigma_iso: k of the refinement (or of each expert), and its strength.
-        mix: share of measured covariances; None where nothing was measured.
-        side: of which covariances were estimated; None where none were.
-        selected: share of the entries that were added, where a method chooses entries.
-    """
-
-    rule: str
-    weight: tuple[float, ...]
-    tau: tuple[float, ...]
-    changed: tuple[int, ...]
-    gamma: float | None = None
+    rule: str  # the method whose formula was used; `single` (one expert changed it), `mean`, `base`
+    weight: tuple[float, ...]  # w_t, rescaled to mean 1 over the experts in use; else 0
+    tau: tuple[float, ...]  # τ_t, 0 where unchanged
+    changed: tuple[int, ...]  # 0 for an expert that is the base, maybe rounded, else 1
+    gamma: float | None = None  # the statistics of heterogeneity
     log_variance: float | None = None
-    statistic: Statistic | None = None
+    statistic: Statistic | None = None  # which of them tells heterogeneity, and above what
     threshold: float | None = None
     heterogeneous: bool | None = None
-    normalized: bool | None = None
+    normalized: bool | None = None  # which steps were taken
     prior: bool | None = None
     refined: bool | None = None
-    epsilon: tuple[float | None, ...] | None = None
-    ridge: float | None = None
-    amplification: float | None = None
-    rank: int | None = None
-    sigma_iso: float | None = None
-    mix: float | None = None
-    side: Side | None = None
-    selected: float | None = None
+    epsilon: tuple[float | None, ...] | None = None  # ε_t of Eqs. 9-10 times w_t
+    ridge: float | None = None  # ε̄ = Σ ε_t in mean eigenvalues of Σ S_t
+    amplification: float | None = None  # ‖X‖² / Σ_t ‖Δ_t‖² of the closed form
+    rank: int | None = None  # k of the refinement, or of each expert
+    sigma_iso: float | None = None  # strength of the refinement
+    mix: float | None = None  # share of measured covariances
+    side: Side | None = None  # of which covariances were estimated
+    selected: float | None = None  # share of the entries that were added
 
 
 @dataclass(frozen=True)
@@ -128,33 +107,19 @@ def form_stack(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype) -> T
 
 @dataclass(frozen=True)
 class ActiveExperts:
-    """The experts that take part in one matrix: those with positive weight that changed it.
+    """The experts that take part in one matrix: those with positive weight that changed it."""
 
-    Attributes:
-        experts: their W_t, each shaped as the base.
-        weights: their w_t, rescaled to mean 1.
-        coefficients: λ_t, by which their components of a merge are multiplied; 1 unless learned.
-        positions: where they stand among those given.
-        all_tau: τ_t = ‖Δ_t‖_F² (Eq. 43) of *all* experts given; 0 where unchanged.
-        traces: tr(G_t) of the active experts, of centred task vectors; to about 1e-6 τ_t.
-        changed: of all experts given: 0 for one that is the base, maybe rounded, else 1.
-        size: ‖W0‖_F².
-        dtype: in which task vectors are formed.
-        shape: of a task vector; of the matrix that it stands for, if it is a core.
-        stack: the Δ_t, (T, o, i), where they were formed at once; to be overwritten.
-    """
-
-    experts: tuple[Tensor, ...]
-    weights: tuple[float, ...]
-    coefficients: tuple[float, ...]
-    positions: tuple[int, ...]
-    all_tau: tuple[float, ...]
-    traces: tuple[float, ...]
-    changed: tuple[int, ...]
-    size: float
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stack: Tensor | None = None
+    experts: tuple[Tensor, ...]  # their W_t, each shaped as the base
+    weights: tuple[float, ...]  # their w_t, rescaled to mean 1
+    coefficients: tuple[float, ...]  # λ_t of their components of a merge; 1 unless learned
+    positions: tuple[int, ...]  # where they stand among those given
+    all_tau: tuple[float, ...]  # τ_t = ‖Δ_t‖_F² (Eq. 43) of all experts given; 0 where unchanged
+    traces: tuple[float, ...]  # tr(G_t) of centred task vectors; to about 1e-6 τ_t
+    changed: tuple[int, ...]  # of all experts given: 0 for one that is the base, maybe rounded
+    size: float  # ‖W0‖_F²
+    dtype: torch.dtype  # in which task vectors are formed
+    shape: tuple[int, ...]  # of a task vector; of the matrix that it stands for, if it is a core
+    stack: Tensor | None = None  # the Δ_t, (T, o, i), where formed at once; to be overwritten
 
     @property
     def tau(self) -> tuple[float, ...]:
@@ -180,9 +145,9 @@ def select_active(
     coefficients: Sequence[float] | None = None,
     space: CoreSpace | None = None,
 ) -> ActiveExperts:
-    """Measure τ_t of versions of any one shape, and keep the experts that have something to say.
+    """Measure τ_t of versions of one shape, and keep the experts that have something to say.
 
-    `dtype` is that of task vectors, unless the tensors are wider; `space` is that of cores.
+    `dtype` is that of task vectors, unless the tensors are wider; `space` that of cores.
 
     Raises:
         ValueError: an expert or the base contains NaN or Inf.
@@ -252,23 +217,16 @@ def _measure(
 
 
 def is_base_rounded(expert: Tensor, base: Tensor, tau: float, size: float) -> bool:
-    """Tell whether an expert is the base, saved through a coarser precision, and nothing else.
+    """Tell whether an expert is the base, saved through another precision, and nothing else.
 
     It would decide a merge whose experts count by what they changed. τ = ‖W − W0‖² and the size
     ‖W0‖² tell most others without a look at the entries.
     """
-    if not base.is_floating_point():
-        return False
-    for grids in GRIDS:
-        coarsest = max(torch.finfo(grid).eps for grid in grids)
-        tiny = max(torch.finfo(grid).tiny * torch.finfo(grid).eps for grid in grids)
-        lossless = coarsest <= torch.finfo(base.dtype).eps
-        if tau > (0.0 if lossless else size * coarsest**2) + base.numel() * tiny**2:
+    for grid in GRIDS if base.is_floating_point() else ():
+        info = torch.finfo(grid)
+        if tau > size * info.eps**2 + base.numel() * (info.tiny * info.eps) ** 2:
             continue
-        saved = base
-        for grid in reversed(grids):
-            saved = saved.to(grid)
-        if torch.equal(saved.double(), expert.double()):
+        if torch.equal(base.to(grid).double(), expert.double()):
             return True
     return False
 
@@ -282,12 +240,6 @@ def measure_heterogeneity(tau: Sequence[float]) -> tuple[float, float]:
     square, variance = statistics.fmean(logs) ** 2, statistics.variance(logs)
     gamma = variance / square if square > 0 else math.inf
     return gamma if variance > 0 else 0.0, variance
-
-
-def clamp_to_versions(merged: Tensor, versions: Sequence[Tensor]) -> Tensor:
-    """Return a merge whose entries lie between the smallest and the largest of all models."""
-    low, high = (reduce(f, versions) for f in (torch.minimum, torch.maximum))
-    return torch.clamp(merged, low.to(merged.dtype), high.to(merged.dtype))
 
 
 def merge_mean(base: Tensor, active: ActiveExperts, scale: float) -> tuple[Tensor, MatrixRecord]:
@@ -339,15 +291,10 @@ def resolve_layout(
     table: bool = False,
     kernel: bool = False,
 ) -> FixedLayout:
-    """Return the layout that a tensor of `ndim` axes gets.
+    """Return the layout that a tensor of `ndim` axes gets; ``mean`` where the chosen one is unfit.
 
-    Args:
-        layout: as configured. What does not fit the tensor's axes falls back to ``mean``, so that
-            one setting can stand for a whole model.
-        name: of the tensor; ``auto`` looks for a component called ``experts``, whose packed biases,
-            (E, n), are vectors.
-        transposed, table, kernel: whether the architecture stores it as (…, in, out), looks up its
-            rows (and the method has a rule for that), or is a network of convolutions.
+    ``auto`` goes by what the architecture says (`transposed`, `table`, `kernel`), and by a
+    component of the name that is ``experts``, whose packed biases, (E, n), are vectors.
     """
     if layout == "auto":
         components = (name or "").split(".")
@@ -400,12 +347,8 @@ def by_layout(
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor, each of its matrices by a formula.
 
-    Args:
-        layout: one that fits the tensor, see `resolve_layout`.
-        select: from versions to the experts that take part.
-        scale: λ, where no formula is needed: one expert, one row, or no matrix at all.
-        formula: for a matrix, (o, i), that at least two experts changed.
-        entrywise: whether the formula is for what is no matrix, too.
+    The formula is for a matrix, (o, i), that at least two experts changed, and if `entrywise` for
+    what is no matrix, too; the mean, times `scale`, is for all else. `select` tells who takes part.
     """
     has_matrices = layout != "mean" and base.numel() > 0
     parts, records = [], []

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mergekit.merge_methods.base import TensorGroup
-from pydantic import BaseModel
 from torch import Tensor
 
 from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_tensor
@@ -18,12 +17,14 @@ from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import (
     Merged,
     TaskVectorMethod,
+    TensorSettings,
     Work,
     cited,
     matrices_in,
     method_spec,
     notice,
 )
+from mergekit_ace.methods.lookup import MeasuredLookup, component_coefficients
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
     COVARIANCES,
@@ -32,84 +33,69 @@ from mergekit_ace.methods.parameters import (
     SIDE,
     TASK,
     WEIGHT,
-    NamedParameter,
-    TensorSettings,
     option_parameters,
-    options_from,
 )
 
-if TYPE_CHECKING:
-    from mergekit_ace.methods.measured_lookup import MeasuredLookup
-
 _OF_INPUTS = ("coefficients", "covariances")  # files that belong to covariances of inputs
-
-
-def ridge_parameters(
-    options_class: type[BaseModel], layout: NamedParameter = LAYOUT
-) -> tuple[NamedParameter, ...]:
-    """Return the parameters of a `RidgeMethod`: the fields of its options, and the shared ones."""
-    own = option_parameters(options_class)
-    return (WEIGHT, *own, SIDE, layout, COEFFICIENTS, COVARIANCES, MIX, TASK)
+_FILES = (COEFFICIENTS, COVARIANCES, MIX, TASK)
 
 
 class RidgeMethod(TaskVectorMethod):
-    """A method that solves a ridge regression per matrix, of any number of experts.
-
-    Attributes:
-        options_class: its options.
-        refines: whether a refinement may follow.
-    """
+    """A method that solves a ridge regression per matrix, of any number of experts."""
 
     options_class: ClassVar[type[AceOptions] | type[RelativeOptions]]
     citations = cited("xu2026ace")
-    refines: ClassVar[bool] = False
+    refines: ClassVar[bool] = False  # whether a refinement may follow
     ill_conditioned = "Raise `epsilon` for this tensor (by a filter) or for all."
     whole = True
 
+    def options(self, settings: TensorSettings) -> AceOptions | RelativeOptions:
+        """Return the options among the resolved parameters of a tensor."""
+        fields = self.options_class.model_fields.items()
+        names = [info.alias or field for field, info in fields]
+        return self.options_class.model_validate({n: settings.parameters[n] for n in names})
+
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
-        read, shape = _as_solved(settings, tensors[0].ndim), tensors[0].shape
-        lookup, mix = self.lookup(settings), settings.parameters.get("mix", 1.0)
-        weights = settings.weights
+        read = _as_solved(settings, tensors[0].ndim)
+        lookup, weights = self.lookup(settings), settings.weights
         if settings.coefficients is not None and not any(settings.coefficients):
             weights = [0.0] * len(weights)  # training left the tensor out, as the base has it
         merged, record = merge_tensor(
             tensors[0],
             tensors[1:],
             weights,
-            options_from(self.options_class, settings.parameters),
+            self.options(settings),
             read.layout,
             settings.coefficients,
             space=read.space,
-            measured=lookup and lookup.inputs(shape, mix),
+            measured=lookup and lookup.inputs(tensors[0].shape, settings.parameters["mix"]),
         )
-        if "side" in settings.parameters:
-            side = "inputs" if read is settings else "outputs"
-            solved = (m if m.ridge is None else replace(m, side=side) for m in record.matrices)
-            record = replace(record, matrices=tuple(solved))
+        side = "inputs" if read is settings else "outputs"
+        solved = (m if m.ridge is None else replace(m, side=side) for m in record.matrices)
+        record = replace(record, matrices=tuple(solved))
         if record.layout == read.layout:  # and not averaged after all
             record = replace(record, layout=settings.layout)
         return merged, record
 
     def check_settings(self, settings: TensorSettings) -> None:
-        known = next((n for n in _OF_INPUTS if settings.parameters.get(n) is not None), None)
-        if known and settings.parameters.get("side") == "outputs":
+        given = [name for name in _OF_INPUTS if settings.parameters.get(name) is not None]
+        if given and settings.parameters.get("side") == "outputs":
             raise ValueError(
-                f"{self.spec.name}: `{known}` belongs to covariances of inputs; leave it out, or "
-                "side: outputs"
+                f"{self.spec.name}: `{given[0]}` belongs to covariances of inputs; leave it out, "
+                "or side: outputs"
             )
-        if self.lookup(settings) and settings.parameters.get("coefficients") is not None:
+        if len(given) > 1:
             raise ValueError(
                 f"{self.spec.name}: the coefficients were learned for a merge with estimated "
                 "covariances; leave out `covariances`, or `coefficients`"
             )
+        self.lookup(settings)
 
     def lookup(self, settings: TensorSettings) -> MeasuredLookup | None:
         """Return what was measured of a tensor; None where the config names no file."""
         path = settings.parameters["covariances"]
         if path is None:
             return None
-        from mergekit_ace.methods.measured_lookup import MeasuredLookup  # few merges need it
-
         return MeasuredLookup(self.spec.name, settings, path, "covariances")
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
@@ -121,10 +107,7 @@ class RidgeMethod(TaskVectorMethod):
     ) -> Sequence[float] | None:
         if settings.parameters.get("coefficients") is None:
             return None
-        from mergekit_ace.methods.lookup import component_coefficients
-
-        options = options_from(self.options_class, settings.parameters)
-        return component_coefficients(self.spec.name, options, settings)
+        return component_coefficients(self.spec.name, self.options(settings), settings)
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         """Return what the closed form takes, if all experts changed the tensor."""
@@ -133,8 +116,7 @@ class RidgeMethod(TaskVectorMethod):
             return super().work(settings, shape, experts)
         count, rows, columns = found
         size = columns if _is_measured(settings.parameters) else min(columns, experts * rows)
-        # Products with all task vectors, the factor and its solve; of the refinement, its residual,
-        # the Gram matrix of F in float64 and its eigenvectors.
+        # products, the factor and its solve; of the refinement, residual, Gram matrix, directions
         operations = 2.0 * experts * rows * columns * size + size**3 / 3 + 2 * rows * columns * size
         working, small = 4 * (experts + 4) * max(rows * columns, size**2), min(rows, columns)
         if self.refines:
@@ -144,14 +126,11 @@ class RidgeMethod(TaskVectorMethod):
 
 
 def _as_solved(settings: TensorSettings, ndim: int) -> TensorSettings:
-    """Return settings by which matrices are solved for: those of the outputs' side, transposed.
-
-    A of a LoRA adapter starts at random and hardly moves, so that the rows of Δ = B A, unlike those
-    of a full fine-tune, do not tell the task's inputs. B starts at zero, and holds gradients alone.
-    """
+    """Return settings by which matrices are solved for: those of the outputs' side, transposed."""
     parameters, layout = settings.parameters, other_side(settings.layout, ndim)
     side = parameters.get("side", "inputs")
     if side == "auto" and not any(parameters.get(name) is not None for name in _OF_INPUTS):
+        # A of an adapter starts at random and hardly moves: rows of Δ = B A tell nothing of inputs
         adapters = all(getattr(model, "lora", None) is not None for model in settings.experts)
         side = "outputs" if adapters else "inputs"
     table = is_table(settings.base, settings.name)
@@ -162,7 +141,6 @@ def _as_solved(settings: TensorSettings, ndim: int) -> TensorSettings:
 
 
 def _is_measured(parameters: Mapping[str, Any]) -> bool:
-    """Return whether a config names covariances that were measured."""
     return any(parameters.get(name) is not None for name in ("covariances", "statistics"))
 
 
@@ -170,7 +148,10 @@ class AceMerge(RidgeMethod):
     """ACE-Merging (Xu et al., CVPR 2026) for one tensor at a time."""
 
     spec = method_spec(
-        "ace", "ACE-Merging", "https://arxiv.org/abs/2603.02945", ridge_parameters(AceOptions)
+        "ace",
+        "ACE-Merging",
+        "https://arxiv.org/abs/2603.02945",
+        (WEIGHT, *option_parameters(AceOptions), SIDE, LAYOUT, *_FILES),
     )
     summary = (
         "Solves one ridge regression per matrix in closed form, with covariances that are "
@@ -184,18 +165,6 @@ class AceMerge(RidgeMethod):
         "it to the size of task vectors."
     )
 
-    def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
-        yield from super().doubts(settings)
-        options = options_from(AceOptions, settings.parameters)
-        refined = options.spectral_refinement == "always" and options.rank_fraction > 0
-        if refined and options.adaptive_normalization == "never":
-            yield (
-                "spectral_refinement: always with adaptive_normalization: never refines by a "
-                "residual of the third power of the weights, which is next to nothing for small "
-                "task vectors and everything for large ones",
-                "write adaptive_normalization: always, or auto for both",
-            )
-
     def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
         super().mention(settings, record)
         if any(matrix.rank and not matrix.refined for matrix in record.matrices):
@@ -205,21 +174,19 @@ class AceMerge(RidgeMethod):
             )
 
 
-RELATIVE_LAYOUT = replace(
-    LAYOUT,
-    value_type=RelativeLayout,
-    description=f"{LAYOUT.description} table merges rows that are looked up, as of embeddings.",
-)
-
-
 class RelativeAceMerge(RidgeMethod):
     """ACE's ridge regression with covariances of trace 1 and nothing else; ours."""
 
+    table_layout = replace(
+        LAYOUT,
+        value_type=RelativeLayout,
+        description=f"{LAYOUT.description} table merges rows that are looked up, as of embeddings.",
+    )
     spec = method_spec(
         "ace_relative",
         "ACE-Merging with relative covariances",
         "https://arxiv.org/abs/2603.02945",
-        ridge_parameters(RelativeOptions, RELATIVE_LAYOUT),
+        (WEIGHT, *option_parameters(RelativeOptions), SIDE, table_layout, *_FILES),
     )
     summary = (
         "Solves the ridge regression of ACE-Merging with all covariances brought to trace 1, and "

@@ -2,8 +2,7 @@
 """How a model stores its weights: what its architecture says of layouts, and its headers of shapes.
 
 transformers' `Conv1D` (GPT-2 and its kin) stores the transpose of what `torch.nn.Linear` does, and
-so do the packed experts of some mixtures (GPT-OSS). Embeddings are no matrix that multiplies what
-comes in, but a table of rows. Neither name nor shape tells.
+so do the packed experts of some mixtures (GPT-OSS). Neither name nor shape tells.
 """
 
 from __future__ import annotations
@@ -15,18 +14,21 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from mergekit.common import ModelReference, get_auto_cls
+from mergekit.io import ShardedTensorIndex
+from mergekit.io.tasks import LoaderCache
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.algebra.task_vectors import FixedLayout, RelativeLayout, resolve_layout
+from mergekit_ace.files.checkpoints import read_file_header
 from mergekit_ace.naming import without_numbers
 
-if TYPE_CHECKING:
-    from mergekit.common import ModelReference
-    from mergekit.io import ShardedTensorIndex
-    from torch import Tensor
-    from transformers import PretrainedConfig, PreTrainedModel
-
-Shape = tuple[int, ...]
 LOG = logging.getLogger(__name__)
 _LOCK = threading.Lock()  # one thread builds, the others wait
 # Packed experts stored (E, in, out) whose class does not say so by transformers' `is_transposed`.
@@ -47,8 +49,7 @@ def is_transposed(model: Hashable, tensor_name: str | None) -> bool:
     """Return whether the architecture of a model stores a weight of any layer as (…, in, out).
 
     The first question about a model builds its architecture: ask it on the main thread, because
-    mergekit's others do not know whether remote code is trusted. What is no reference to a model
-    (an index into tensors in memory) has no architecture.
+    mergekit's others do not know whether remote code is trusted.
     """
     return _is_among(_kinds(model).transposed, tensor_name)
 
@@ -68,9 +69,8 @@ def stored_layout(
 ) -> FixedLayout:
     """Return how a tensor of a checkpoint is read, from the ``layout`` that is configured.
 
-    Kernels (o, i, k, k) are matrices (o, i·k·k) in networks of convolutions alone. Where a method
-    has a rule for `tables`, embeddings are such unless they are the head as well. Those with fewer
-    rows than columns, as in toy models only, always are: that serves them better.
+    Where a method has a rule for `tables`, embeddings are such unless they are the head as well,
+    with no fewer rows than columns.
     """
     kinds = _kinds(model)
     table = _is_among(kinds.tables, tensor_name) and not _is_among(kinds.heads, tensor_name)
@@ -85,13 +85,13 @@ def stored_layout(
 
 
 def _is_among(templates: frozenset[str], tensor_name: str | None) -> bool:
-    template = without_numbers(tensor_name or "")
+    if not templates or tensor_name is None:
+        return False
+    template = without_numbers(tensor_name)
     return any(template == known or template.endswith("." + known) for known in templates)
 
 
 def _kinds(model: Hashable) -> Kinds:
-    from mergekit.common import ModelReference
-
     if not isinstance(model, ModelReference):
         return Kinds()
     with _LOCK:
@@ -114,17 +114,14 @@ def _read_kinds(model: ModelReference) -> Kinds:
 
 
 def _kinds_in(network: PreTrainedModel, stored: Sequence[str]) -> Kinds:
-    from torch.nn import Embedding
-    from transformers.pytorch_utils import Conv1D
-
     from mergekit_ace.methods.stored import read_names
 
     transposed, tables, heads = set(), set(), set()
-    head: Tensor | None = getattr(network.get_output_embeddings(), "weight", None)
+    head: torch.Tensor | None = getattr(network.get_output_embeddings(), "weight", None)
     for path, module in network.named_modules():
         if isinstance(module, Conv1D):
             transposed.add(f"{path}.weight")
-        elif isinstance(module, Embedding):
+        elif isinstance(module, torch.nn.Embedding):
             tables.add(f"{path}.weight")
             if head is not None and module.weight is head and len(head) >= head.shape[1]:
                 heads.add(f"{path}.weight")
@@ -132,7 +129,6 @@ def _kinds_in(network: PreTrainedModel, stored: Sequence[str]) -> Kinds:
             packed = (name for name, p in module.named_parameters() if p.ndim == 3)
             transposed.update(f"{path}.{name}" for name in packed)
     prefix = f"{network.base_model_prefix}."
-
     in_files = read_names(network, stored).memory.items()
 
     def templates(names: set[str]) -> frozenset[str]:
@@ -145,9 +141,6 @@ def _kinds_in(network: PreTrainedModel, stored: Sequence[str]) -> Kinds:
 
 def empty_network(model: ModelReference) -> PreTrainedModel:
     """Instantiate the architecture of a model on the meta device: names and types, no memory."""
-    from mergekit.common import ModelReference
-    from mergekit.io.tasks import LoaderCache
-
     trust = LoaderCache().trust_remote_code
     config = model.config(trust_remote_code=trust)
     if config.architectures == ["Inferred"]:  # what it is called where mergekit goes by the files
@@ -157,18 +150,12 @@ def empty_network(model: ModelReference) -> PreTrainedModel:
 
 def build_empty(config: PretrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
     """Instantiate the model of a config on the meta device, or raise what transformers raises."""
-    from accelerate import init_empty_weights
-
     with init_empty_weights(include_buffers=True):
         return model_class(config, trust_remote_code)(config)
 
 
 def model_class(config: PretrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:
     """Return the class that a config names, or what its remote code, if trusted, defines."""
-    import torch
-    import transformers
-    from mergekit.common import get_auto_cls
-
     name = (config.architectures or [""])[0]
     known = getattr(transformers, name, None)
     if isinstance(known, type) and issubclass(known, transformers.PreTrainedModel):
@@ -199,8 +186,8 @@ def check_shapes(
 ) -> None:
     """Raise a `RuntimeError` where a model's header has another shape of a tensor than the base's.
 
-    Differing vocabularies are no error here: a `tokenizer:` section may align them. (mergekit asks
-    from within a pydantic validator, which would bury a ValueError in a report of its own.)
+    Differing vocabularies are no error: a `tokenizer:` section may align them. (mergekit asks from
+    within a pydantic validator, which would bury a `ValueError` in a report of its own.)
     """
     expected = _shape(base, tensor_name)
     if expected is None:
@@ -222,8 +209,6 @@ def check_shapes(
 
 @lru_cache(maxsize=64)
 def _vocabulary_size(model: ModelReference) -> int | None:
-    from mergekit.io.tasks import LoaderCache
-
     try:
         config: Any = model.config(trust_remote_code=LoaderCache().trust_remote_code)
         return config.get_text_config().vocab_size
@@ -233,9 +218,6 @@ def _vocabulary_size(model: ModelReference) -> int | None:
 
 def _index(model: Hashable) -> ShardedTensorIndex | None:
     """Return where the tensors of a checkpoint folder lie; None for anything else."""
-    from mergekit.common import ModelReference
-    from mergekit.io.tasks import LoaderCache
-
     if not isinstance(model, ModelReference) or os.path.isfile(model.model.path):
         return None
     try:
@@ -244,29 +226,17 @@ def _index(model: Hashable) -> ShardedTensorIndex | None:
         return None
 
 
-def _shape(model: Hashable, tensor_name: str) -> Shape | None:
+def _shape(model: Hashable, tensor_name: str) -> tuple[int, ...] | None:
     """Return the tensor's shape by the checkpoint's header; None where it cannot be known."""
-    from mergekit.common import ModelReference
-
     if not isinstance(model, ModelReference):
         return None
     path, index = model.model.path, _index(model)
     if index is not None and tensor_name in index.tensor_paths:
         path = os.path.join(index.base_path, index.tensor_paths[tensor_name])
-    if not os.path.isfile(path):
+    if not path.endswith(".safetensors") or not os.path.isfile(path):
         return None
-    return _header(path, os.stat(path).st_mtime_ns).get(tensor_name)
+    header = _header(Path(path)).get(tensor_name)
+    return header.shape if header else None
 
 
-@lru_cache(maxsize=256)
-def _header(path: str, changed: int) -> dict[str, Shape]:
-    """Return the shapes in one file. Cached until it changes: all tensors of a shard ask."""
-    from mergekit_ace.files.checkpoints import read_file_header
-    from mergekit_ace.naming import FileError
-
-    try:
-        return {name: header.shape for name, header in read_file_header(Path(path)).items()}
-    except FileError:
-        if path.endswith(".safetensors"):
-            raise
-        return {}  # mergekit says it when it reads the file
+_header = lru_cache(maxsize=256)(read_file_header)  # all tensors of a shard ask

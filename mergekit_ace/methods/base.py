@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args
 
@@ -26,36 +27,21 @@ from mergekit.merge_methods.base import (
 )
 from torch import Tensor
 
+from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.task_vectors import (
     FixedLayout,
     IllConditionedError,
     TensorRecord,
-    clamp_to_versions,
 )
-from mergekit_ace.methods.architecture import (
-    check_shapes,
-    is_transposed,
-    stored_layout,
-)
-from mergekit_ace.methods.parameters import (
-    FILE_PARAMETERS,
-    LAYOUT,
-    REPORT,
-    NamedParameter,
-    TensorSettings,
-)
+from mergekit_ace.methods.architecture import check_shapes, is_transposed, stored_layout
+from mergekit_ace.methods.parameters import FILE_PARAMETERS, LAYOUT, REPORT, NamedParameter
+from mergekit_ace.methods.report_lines import append_report
 from mergekit_ace.naming import is_running_statistic
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Merged = tuple[Tensor, TensorRecord]
 
-# Words for the rules that methods share.
-SHARED_RULES = {
-    "mean": "by the mean (vectors)",
-    "single": "taken from the only expert that changed them",
-    "base": "as in the base (changed by no expert)",
-}
 MOST_ADAPTERS = 2  # that are merged without a warning where `lambda` is 1
 MERGE_ERRORS = (IllConditionedError, OverflowError, torch.linalg.LinAlgError)  # pyright: ignore
 _NOTICES: Counter[str] = Counter()
@@ -76,6 +62,41 @@ class Work:
     working: int
 
 
+@dataclass(frozen=True)
+class TensorSettings:
+    """One tensor of a merge: of which models, and with which parameters."""
+
+    name: str | None  # None for one in memory without a name
+    base: Hashable  # the models are as mergekit refers to them
+    experts: tuple[Hashable, ...]
+    parameters: Mapping[str, Any]  # resolved, by name; those of experts by model
+    layout: FixedLayout = "mean"  # how it is read; mean where no matrix is needed
+    coefficients: Sequence[float] | None = None  # that its merge uses
+    space: CoreSpace | None = None  # of which tensors are cores, where task vectors have low rank
+
+    @classmethod
+    def of(cls, group: TensorGroup, parameters: Mapping[str, Any]) -> TensorSettings:
+        """Return those of a group with its resolved parameters."""
+        assert group.base is not None  # the contract of our methods requires it
+        experts = tuple(expert.id for expert in group.non_base)
+        return cls(group.metadata.name, group.base.id, experts, parameters)
+
+    @property
+    def models(self) -> list[str]:
+        """Names of the experts."""
+        return [str(expert) for expert in self.experts]
+
+    @property
+    def weights(self) -> list[float]:
+        """w_t of the experts; 1 for methods without weights."""
+        return self.of_experts("weight", 1.0)
+
+    def of_experts(self, name: str, default: Any) -> list[Any]:
+        """Return a parameter of every expert; `default` where the method has none."""
+        own = self.parameters.get(name)
+        return [default if own is None else own[expert] for expert in self.experts]
+
+
 def method_spec(
     name: str, title: str, url: str, parameters: Sequence[NamedParameter]
 ) -> MergeMethodSpec:
@@ -93,22 +114,15 @@ def method_spec(
 class TaskVectorMethod(GroupMergeMethod):
     """A merge method on the differences between experts and their base.
 
-    A method keeps nothing of a tensor: threads may merge tensors side by side.
-
-    Attributes:
-        spec: name, title, reference and parameters, see `method_spec`.
-        summary: what the method does, in one sentence.
-        citations: the papers to cite, in BibTeX.
-        own_rule: what is done with a tensor by the method's own formula, after "12 tensors are …".
-        ill_conditioned: what helps where a system cannot be solved.
-        whole: whether experts that share few directions all come back nearly whole at `lambda: 1`.
+    A method keeps nothing of a tensor: threads may merge tensors side by side. Its `spec` is by
+    `method_spec`.
     """
 
-    summary: ClassVar[str]
-    citations: ClassVar[tuple[str, ...]]
-    own_rule: ClassVar[str]
-    ill_conditioned: ClassVar[str] = ""
-    whole: ClassVar[bool] = False
+    summary: ClassVar[str]  # what the method does, in one sentence
+    citations: ClassVar[tuple[str, ...]]  # the papers to cite, in BibTeX
+    own_rule: ClassVar[str]  # what its formula does with tensors, after "12 tensors are …"
+    ill_conditioned: ClassVar[str] = ""  # what helps where a system cannot be solved
+    whole: ClassVar[bool] = False  # whether unlike experts come back nearly whole at `lambda: 1`
 
     @abstractmethod
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
@@ -130,10 +144,6 @@ class TaskVectorMethod(GroupMergeMethod):
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
         """Return why task vectors of low rank have no merge of low rank; empty where they have."""
         return ""
-
-    def seed(self, parameters: Mapping[str, Any]) -> str:
-        """Return what a model card says of random numbers, for the parameters of a config."""
-        return "none needed: the method draws no random numbers"
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         """Return what a merge takes, from the shape as stored: here a sweep over the entries."""
@@ -177,7 +187,12 @@ class TaskVectorMethod(GroupMergeMethod):
     @property
     def rules(self) -> dict[str, str]:
         """Words for what is done with tensors, by the rule in their records."""
-        return {self.spec.name: self.own_rule, **SHARED_RULES}
+        return {
+            self.spec.name: self.own_rule,
+            "mean": "by the mean (vectors)",
+            "single": "taken from the only expert that changed them",
+            "base": "as in the base (changed by no expert)",
+        }
 
     @property
     def about(self) -> str:
@@ -225,8 +240,9 @@ class TaskVectorMethod(GroupMergeMethod):
     @torch.no_grad()
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> Tensor:
         """Merge one tensor, on its device or the CPU; the result has the dtype of the inputs."""
-        start = time.perf_counter()
+        start, method = time.perf_counter(), self.spec.name
         settings = TensorSettings.of(group, parameters)
+        name = settings.name
 
         def merge_on(device: torch.device) -> tuple[Tensor, TensorRecord, TensorSettings]:
             entries = [replace(entry, tensor=entry.tensor.to(device)) for entry in group.entries]
@@ -235,26 +251,23 @@ class TaskVectorMethod(GroupMergeMethod):
             tensors = [moved.base.tensor, *(expert.tensor for expert in moved.non_base)]
             complete = self.complete(settings, tensors[0].ndim, moved)
             merged, record = self.merge(tensors, complete)
-            if is_running_statistic(settings.name or ""):  # sums may be negative variances
-                merged = clamp_to_versions(merged, tensors)
+            if name and is_running_statistic(name):  # sums may be negative variances
+                low, high = (reduce(f, tensors) for f in (torch.minimum, torch.maximum))
+                merged = torch.clamp(merged, low.to(merged.dtype), high.to(merged.dtype))
             return merged.to(tensors[0].dtype), record, complete
 
-        device = group.tensors[0].device
         try:
-            merged, record, settings = first_that_fits(
-                device, merge_on, self.spec.name, settings.name
-            )
+            device = group.tensors[0].device
+            merged, record, settings = first_that_fits(device, merge_on, method, name)
         except MERGE_ERRORS as error:
             raise ValueError(self.explain(error, settings)) from error
         except ValueError:
-            check_finite(self.spec.name, group)  # names the model that contains NaN or Inf
+            check_finite(method, group)  # names the model that contains NaN or Inf
             raise
         self.check_size(merged, settings)
         self.mention(settings, record)
         if settings.parameters["report"] is not None:
-            from mergekit_ace.methods.report_lines import append_report
-
-            append_report(self.spec.name, settings, record, time.perf_counter() - start)
+            append_report(method, settings, record, time.perf_counter() - start)
         return merged
 
     def check_size(self, merged: Tensor, settings: TensorSettings) -> None:
@@ -302,16 +315,12 @@ def check_models(
             "    base_model: NAME_OR_PATH_OF_THAT_MODEL\n"
             "(in Python: base_index=, or base=)."
         )
-    elif base_id not in input_ids and ".slices[" in (group_name or ""):
-        problem = (
-            f"the base model {base_id} is not among the sources{where}. List it in every slice, "
-            "with its layer_range, beside the experts."
-        )
     elif base_id not in input_ids:
-        problem = (
-            f"the base model {base_id} has no tensor{where}, but an expert has. Save both with "
-            "the same heads, tied or untied, or take the tensor out of the expert."
-        )
+        problem = f"the base model {base_id} has no tensor{where}, but an expert has. Save both "
+        problem += "with the same heads, tied or untied, or take the tensor out of the expert."
+        if ".slices[" in where:
+            problem = f"the base model {base_id} is not among the sources{where}. List it in every "
+            problem += "slice, with its layer_range, beside the experts."
     elif not experts:
         problem = (
             f"there is no expert besides the base model {base_id}{where}. List at least one "
@@ -403,10 +412,8 @@ def take_notices() -> dict[str, int]:
     return counts
 
 
+@atexit.register
 def flush_notices() -> None:
     """Log one warning for everything that was counted, and forget it."""
     for text, count in take_notices().items():
         LOG.warning("%s", text.replace("{tensors}", f"{count} tensor{'s' if count > 1 else ''}"))
-
-
-atexit.register(flush_notices)

@@ -23,7 +23,7 @@ from torch import Tensor
 from mergekit_ace.algebra.learner import Learner, LearnerConfig
 from mergekit_ace.files.checkpoints import check_content
 from mergekit_ace.files.saving import read_once, save_tensors, with_prefix
-from mergekit_ace.files.statistics import Expert, MergedTensor, find_expert
+from mergekit_ace.files.statistics import Expert, MergedTensor
 from mergekit_ace.naming import FileError
 
 FORMAT = {"format": "mergekit-ace coefficients", "version": "1"}
@@ -116,10 +116,6 @@ class CoefficientFile:
             network = Learner(self.contents.learner, len(self.coefficients), groups)
         network.load_state_dict(self.learner_state)
         return network.eval().requires_grad_(False)
-
-    def row(self, model: str, task: str | None = None) -> int | None:
-        """Return the row of an expert, see `find_expert`."""
-        return find_expert(self.contents.experts, model, task)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the file whole or not at all."""

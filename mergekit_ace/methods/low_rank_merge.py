@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The merge of task vectors of low rank by a method, within the span of their factors.
 
-See `algebra/low_rank.py`: the method merges small cores, or thin tables, as it would full tensors.
+The method merges small cores, or thin tables, as it would full tensors: see `algebra/low_rank.py`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,16 @@ import torch
 
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, compress
 from mergekit_ace.algebra.task_vectors import FixedLayout, TensorRecord
-from mergekit_ace.methods.base import TaskVectorMethod, describe
-from mergekit_ace.methods.parameters import TensorSettings
+from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings, describe
 
 Deltas = Sequence[LowRank | None]  # of every expert; None of one that left the tensor as it was
 
 
 @dataclass(frozen=True)
 class LowRankMerge:
-    """The merge of one tensor: λ X, or None where nothing has changed, and what was done.
+    """The merge of one tensor: λ X, what of ‖X‖² was cut off, and what was done."""
 
-    `lost` is what of ‖X‖² was cut off.
-    """
-
-    delta: LowRank | None
+    delta: LowRank | None  # None where nothing has changed
     lost: float
     record: TensorRecord
 
@@ -34,16 +30,10 @@ class LowRankMerge:
 def merge_low_rank(
     method: TaskVectorMethod, deltas: Deltas, settings: TensorSettings, rank: int | None = None
 ) -> LowRankMerge:
-    """Merge the task vectors of one tensor; W0 is not needed.
+    """Merge the task vectors of one tensor, in float64, at least one; W0 is not needed.
 
-    Args:
-        method: one whose merge stays in the span, see `TaskVectorMethod.leaves_span`.
-        deltas: Δ_t in float64; at least one is there.
-        rank: of the result, at most; all that there is by default.
-
-    Raises:
-        ValueError: read by that layout, the task vectors are not of low rank.
-        IllConditionedError, OverflowError: see `merge_tensor`.
+    The method's merge stays in the span, see `TaskVectorMethod.leaves_span`. `rank` is the most
+    that the result may have. A `ValueError` says if the layout reads nothing of low rank.
     """
     first, layout = next(filter(None, deltas)), settings.layout
     stacked = first.left.ndim == 3
@@ -70,18 +60,12 @@ def merge_low_rank(
     record = replace(record, shape=first.shape, layout=layout)
     if all(matrix.rule == "base" for matrix in record.matrices):
         return LowRankMerge(None, 0.0, record)
-    single = _single(deltas, record, settings)
-    if single is not None and (rank is None or single.rank <= rank):
-        return LowRankMerge(single, 0.0, record)
     merged = merged.transposed if layout == "transposed" else merged
     return LowRankMerge(replace(merged, shape=first.shape), lost, record)
 
 
 def has_low_rank(layout: FixedLayout, ndim: int, *, stack: bool) -> bool:
-    """Tell whether what a layout makes of a product is of low rank.
-
-    `stack` tells a product for each matrix of a tensor from one alone, maybe with a kernel.
-    """
+    """Tell whether what a layout makes of a product, or of one per matrix, is of low rank."""
     if layout in ("mean", "flattened"):
         return layout == "mean" or not stack
     return ndim == 2 or (stack and layout in ("stacked", "transposed"))
@@ -112,15 +96,3 @@ def _merge_table(
     table, record = method.merge([zero, *tables], settings)
     merged = LowRank(table, basis.mT, given[0].shape)
     return *compress(merged, min(rank or merged.rank, merged.rank)), record
-
-
-def _single(deltas: Deltas, record: TensorRecord, settings: TensorSettings) -> LowRank | None:
-    """Return the task vector of the only expert that changed a tensor, if it comes out as it is."""
-    if any(matrix.rule not in ("single", "base") for matrix in record.matrices):
-        return None
-    users = {t for matrix in record.matrices for t, w in enumerate(matrix.weight) if w > 0}
-    if len(users) != 1:
-        return None
-    (user,) = users
-    learned = settings.coefficients[user] if settings.coefficients is not None else 1
-    return deltas[user] if settings.parameters.get("lambda", 1.0) * learned == 1 else None

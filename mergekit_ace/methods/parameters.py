@@ -7,27 +7,19 @@ mergekit validates every value while it plans a merge, before a tensor is read.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from mergekit.merge_methods.base import ParameterScope, ParameterSpec, TensorGroup
+from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.task_vectors import (
-    Factor,
-    FixedLayout,
-    Fraction,
-    Layout,
-    NonNegative,
-    Side,
-)
+from mergekit_ace.algebra.task_vectors import Factor, Fraction, Layout, NonNegative, Side
+from mergekit_ace.files.statistics import load_statistics
+from mergekit_ace.methods.coefficients import load_coefficients
 from mergekit_ace.naming import FileError
 
-Options = TypeVar("Options", bound=BaseModel)
 # Those that name files whose content goes into the result, and in which experts have names.
 FILE_PARAMETERS = ("coefficients", "learner", "statistics", "covariances")
 
@@ -67,25 +59,8 @@ def describe_type(value_type: Any) -> str:
         return info.description
     if get_origin(info.annotation) is Literal:
         return "one of " + ", ".join(get_args(info.annotation))
-    if info.annotation not in (int, float):
-        return "true or false" if info.annotation is bool else "text"
-    bounds: dict[str, Any] = {}
-    for part in info.metadata:
-        found = {name: getattr(part, name, None) for name in ("ge", "gt", "le")}
-        bounds |= {name: limit for name, limit in found.items() if limit is not None}
-    low, above, high = map(bounds.get, ("ge", "gt", "le"))
-    number = "a whole number" if info.annotation is int else "a number"
-    most = f"{high:g}".replace("e+", "e") if high is not None else ""
-    if low is not None and high == -low:
-        return f"a finite number, at most {most} in size"
-    if low is not None and high is not None and high <= 1:
-        return f"{number} from {low:g} to {most}"
-    limit = f", and at most {most}" if most else ""
-    if low is not None:
-        return f"{number}, {low:g} or greater{limit}"
-    if above is not None:
-        return f"{number} above {above:g}{limit}"
-    return number if info.annotation is int else "a finite number"
+    words: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number"}
+    return words.get(info.annotation, "text")
 
 
 def shared(name: str, value_type: Any, default: Any, description: str) -> NamedParameter:
@@ -100,20 +75,11 @@ def per_expert(name: str, value_type: Any, default: Any, description: str) -> Na
 
 def option_parameters(model: type[BaseModel]) -> tuple[NamedParameter, ...]:
     """Return the fields of typed options as parameters, under their aliases."""
-    parameters = []
-    for field, info in model.model_fields.items():
-        value_type: Any = info.annotation
-        for constraint in info.metadata:
-            value_type = Annotated[value_type, constraint]
-        assert info.description is not None, field
-        parameters.append(shared(info.alias or field, value_type, info.default, info.description))
-    return tuple(parameters)
-
-
-def options_from(model: type[Options], parameters: Mapping[str, Any]) -> Options:
-    """Return the options among the resolved parameters of a tensor."""
-    names = {info.alias or field for field, info in model.model_fields.items()}
-    return model.model_validate({name: parameters[name] for name in names})
+    types = get_type_hints(model, include_extras=True)
+    return tuple(
+        shared(info.alias or field, types[field], info.default, info.description or "")
+        for field, info in model.model_fields.items()
+    )
 
 
 _REPORT_START = b'{"tensor":'
@@ -128,26 +94,20 @@ def _report_path(path: str) -> str:
     if not os.path.isdir(folder):
         raise ValueError(f"there is no folder {folder}")
     if os.path.isfile(target):
-        with open(target, "ab+") as file:
-            file.seek(0)
+        with open(target, "rb") as file:
             if not _REPORT_START.startswith(file.read(len(_REPORT_START))):
                 raise ValueError("this file is no report, and lines would be appended to it")
     return target
 
 
-def _coefficient_path(path: str) -> str:
-    """Check that a file can be loaded, before anything is merged."""
-    from mergekit_ace.methods.coefficients import load_coefficients  # few merges need it
+def _loads(load: Any) -> AfterValidator:
+    """Return a check that a file can be loaded, before anything is merged."""
 
-    load_coefficients(path)
-    return path
+    def check(path: str) -> str:
+        load(path)
+        return path
 
-
-def _statistics_path(path: str) -> str:
-    from mergekit_ace.files.statistics import load_statistics
-
-    load_statistics(path)
-    return path
+    return AfterValidator(check)
 
 
 ReportPath = Annotated[
@@ -157,12 +117,12 @@ ReportPath = Annotated[
 ]
 CoefficientPath = Annotated[
     str,
-    AfterValidator(_coefficient_path),
+    _loads(load_coefficients),
     Field(description="the path of a coefficients.safetensors that `mergekit-ace train` wrote"),
 ]
 StatisticsPath = Annotated[
     str,
-    AfterValidator(_statistics_path),
+    _loads(load_statistics),
     Field(description="the path of a statistics.json that `mergekit-ace statistics` wrote"),
 ]
 TaskName = Annotated[
@@ -218,38 +178,3 @@ MIX = shared(
 REPORT = shared(
     "report", ReportPath | None, None, "The merge appends a JSON line per tensor to it."
 )
-
-
-@dataclass(frozen=True)
-class TensorSettings:
-    """One tensor of a merge: of which models, and with which parameters."""
-
-    name: str | None  # None for one in memory without a name
-    base: Hashable  # the models are as mergekit refers to them
-    experts: tuple[Hashable, ...]
-    parameters: Mapping[str, Any]  # resolved, by name; those of experts by model
-    layout: FixedLayout = "mean"  # how it is read; mean where no matrix is needed
-    coefficients: Sequence[float] | None = None  # that its merge uses
-    space: CoreSpace | None = None  # of which tensors are cores, where task vectors have low rank
-
-    @classmethod
-    def of(cls, group: TensorGroup, parameters: Mapping[str, Any]) -> TensorSettings:
-        """Return those of a group with its resolved parameters."""
-        assert group.base is not None  # the contract of our methods requires it
-        experts = tuple(expert.id for expert in group.non_base)
-        return cls(group.metadata.name, group.base.id, experts, parameters)
-
-    @property
-    def models(self) -> list[str]:
-        """Names of the experts."""
-        return [str(expert) for expert in self.experts]
-
-    @property
-    def weights(self) -> list[float]:
-        """w_t of the experts; 1 for methods without weights."""
-        return self.of_experts("weight", 1.0)
-
-    def of_experts(self, name: str, default: Any) -> list[Any]:
-        """Return a parameter of every expert; `default` where the method has none."""
-        own = self.parameters.get(name)
-        return [default if own is None else own[expert] for expert in self.experts]

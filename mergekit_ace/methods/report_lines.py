@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
 from pydantic import SerializerFunctionWrapHandler as Handler
-from typing_extensions import Self
 
 from mergekit_ace.algebra.inspection import MatrixInspection, PairTable
 from mergekit_ace.algebra.task_vectors import TensorRecord
 from mergekit_ace.files.saving import package_versions
-from mergekit_ace.methods.parameters import TensorSettings
+
+if TYPE_CHECKING:
+    from mergekit_ace.methods.base import TensorSettings
 
 # Whose versions are in a report.
 REPORTED_PACKAGES = ("mergekit", "mergekit-ace", "torch")
@@ -27,35 +27,26 @@ class Record(BaseModel):
 
     In a file, the fields of a single matrix stand beside those of the tensor; a stacked tensor has
     a list of them under ``matrices``. A number that JSON lacks (γ = ∞) is text there.
-
-    Attributes:
-        tensor: its name; None for one in memory without a name.
-        coefficients: of the components, and of the refinement, where they are not all 1.
-        decisions_of: the method whose decisions are shown in the place of the merge's own.
-        skipped: why the tensor was not compared; empty if it was.
-        relative_size: ‖Δ_t‖/‖W0‖, None where W0 is 0 or was not read.
-        norm and what follows: see `Comparison`; None in the report of a merge.
-        matrices: one, or one per stacked matrix; none of a tensor that was skipped.
     """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
 
-    tensor: str | None
+    tensor: str | None  # None for one in memory without a name
     method: str
     shape: tuple[int, ...]
     layout: str
     models: tuple[str, ...]
     seconds: float = 0.0
     versions: dict[str, str] = Field(default_factory=dict)
-    coefficients: tuple[float, ...] | None = None
-    decisions_of: str | None = None
-    skipped: str = ""
-    relative_size: tuple[float | None, ...] | None = None
+    coefficients: tuple[float, ...] | None = None  # of the components, and of the refinement
+    decisions_of: str | None = None  # the method that decides in the place of the merge's own
+    skipped: str = ""  # why the tensor was not compared
+    relative_size: tuple[float | None, ...] | None = None  # see `Comparison`; None in a merge
     norm: tuple[float, ...] | None = None
     base_norm: float | None = None
     unchanged: tuple[float, ...] | None = None
     cosine: PairTable | None = None
-    matrices: tuple[MatrixInspection, ...] = ()
+    matrices: tuple[MatrixInspection, ...] = ()  # one per stacked matrix; none if skipped
 
     @property
     def name(self) -> str:
@@ -68,14 +59,6 @@ class Record(BaseModel):
         if isinstance(content, dict) and not {"matrices", "skipped"} & content.keys():
             return {**content, "matrices": [content]}
         return content
-
-    @model_validator(mode="after")
-    def _check_counts(self) -> Self:
-        values = [self.relative_size, self.norm, self.unchanged, self.cosine]
-        values += [part for m in self.matrices for part in (m.weight, m.tau, m.changed)]
-        if any(part is not None and len(part) != len(self.models) for part in values):
-            raise ValueError(f"a list does not have a value for each of {len(self.models)} experts")
-        return self
 
     @model_serializer(mode="wrap")
     def _flatten(self, handler: Handler) -> dict[str, Any]:
@@ -111,16 +94,10 @@ def tensor_record(
 def append_report(
     method: str, settings: TensorSettings, record: TensorRecord, seconds: float
 ) -> None:
-    """Append the line of a merged tensor to the file under `report:`, if the config names one."""
-    path = settings.parameters.get("report")
-    if path is not None:
-        append_line(Path(path), tensor_record(method, settings, record, seconds))
-
-
-def append_line(path: Path, record: Record) -> None:
-    """Append a record to a report, which is created, or grows."""
-    text = record.model_dump_json(exclude_defaults=True) + "\n"
-    with _LOCK, open(path, "ab+") as file:
+    """Append the line of a merged tensor to the file under `report:`, which may be new."""
+    own = tensor_record(method, settings, record, seconds)
+    text = own.model_dump_json(exclude_defaults=True) + "\n"
+    with _LOCK, open(settings.parameters["report"], "ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":  # a kill cut off the last line; it takes no other with it

@@ -11,11 +11,16 @@ from mergekit.merge_methods.base import TensorGroup
 from torch import Tensor
 
 from mergekit_ace.algebra.task_vectors import Factor, merge_entries
-from mergekit_ace.methods.base import Merged, TaskVectorMethod, cited, describe, method_spec
-from mergekit_ace.methods.coefficients import load_coefficients
+from mergekit_ace.methods.base import (
+    Merged,
+    TaskVectorMethod,
+    TensorSettings,
+    cited,
+    describe,
+    method_spec,
+)
 from mergekit_ace.methods.lookup import file_coefficients, load_learner, predict_coefficients
-from mergekit_ace.methods.parameters import COEFFICIENTS, TASK, TensorSettings, per_expert, shared
-from mergekit_ace.naming import FileError
+from mergekit_ace.methods.parameters import COEFFICIENTS, TASK, per_expert, shared
 
 LEARNER = replace(
     COEFFICIENTS,
@@ -102,13 +107,3 @@ class StatsMerge(TaskVectorMethod):
             load_learner(learner)  # says, before a tensor is read, if it cannot predict
             return None
         return predict_coefficients(learner, group)
-
-    def seed(self, parameters: Mapping[str, Any]) -> str:
-        path = parameters.get("coefficients") or parameters.get("learner")
-        if not isinstance(path, str):
-            return super().seed(parameters)
-        try:
-            seed = load_coefficients(path).contents.config.get("training", {}).get("seed")
-        except (FileError, OSError):
-            seed = None
-        return f"{seed} (of the training of the coefficients)" if seed is not None else "none"

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models as their files hold them: names of tensors there and in memory, and a plan by the former.
 
-mergekit describes some architectures in files of its own. Of all others, and of those that its
-description does not fit, tensors are merged under the names that the base's files give them.
+What mergekit has no fitting description of is merged under the names that the base's files give.
 """
 
 from __future__ import annotations
@@ -46,39 +45,24 @@ _TEXT_PARTS = re.compile(r"\b(language_model|text_model)\.")
 
 @dataclass(frozen=True)
 class Part:
-    """A stored matrix that is part of a packed tensor in memory: rows of one of its matrices.
+    """A stored matrix that is part of a packed tensor in memory: rows of one of its matrices."""
 
-    Attributes:
-        name: of the packed tensor.
-        matrix: its number in the stack.
-        piece: which of so many equal `pieces` of the matrix's rows.
-    """
-
-    name: str
-    matrix: int
-    piece: int
+    name: str  # of the packed tensor
+    matrix: int  # its number in the stack
+    piece: int  # which of so many equal pieces of the matrix's rows
     pieces: int
 
 
 @dataclass(frozen=True)
 class StoredNames:
-    """What transformers makes of the tensors in a checkpoint's files.
+    """What transformers makes of the tensors in a checkpoint's files."""
 
-    Attributes:
-        memory: names in memory by names in files, of tensors that are loaded as they are.
-        converted: names in files of tensors that are packed, split or turned when they are loaded.
-        parts: of these, the ones that are packed into stacks of matrices.
-        ties: of names in memory that are tied, the tensor that they are one with.
-        lacking: names in memory that nothing in the files fills.
-        vocabulary: axes with an entry per token, by names in memory.
-    """
-
-    memory: Mapping[str, str]
-    converted: frozenset[str]
-    parts: Mapping[str, Part]
-    ties: Mapping[str, str]
-    lacking: frozenset[str]
-    vocabulary: Mapping[str, int]
+    memory: Mapping[str, str]  # names in memory by names in files, of what is loaded as it is
+    converted: frozenset[str]  # names in files of what is packed, split or turned when loaded
+    parts: Mapping[str, Part]  # of these, what is packed into stacks of matrices
+    ties: Mapping[str, str]  # of names in memory that are tied, the tensor that they are one with
+    lacking: frozenset[str]  # names in memory that nothing in the files fills
+    vocabulary: Mapping[str, int]  # axes with an entry per token, by names in memory
 
     @property
     def needed(self) -> set[str]:
@@ -94,12 +78,7 @@ class StoredNames:
 
 
 def read_names(network: PreTrainedModel, names: Iterable[str]) -> StoredNames:
-    """Find out what transformers fills a model with.
-
-    Args:
-        network: on the meta device.
-        names: of the tensors in the files of a checkpoint.
-    """
+    """Find out what transformers fills a model, on the meta device, with, by names in files."""
     mapping = get_model_conversion_mapping(network)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters: list[Any] = [one for one in mapping if not isinstance(one, WeightRenaming)]
@@ -148,7 +127,7 @@ def _part(name: str, target: str, pattern: str, converter: Any) -> Part | None:
 
 def model_names(model: ModelReference) -> StoredNames | None:
     """Do what `read_names` does for a model; None where transformers cannot build it."""
-    known = vars(LoaderCache().get(model).index)  # where it is found again at once
+    known = vars(LoaderCache().get(model).index)  # of which there may be two, if it is quantised
     if "stored_names" not in known:
         known["stored_names"] = _stored_names(model, frozenset(_names_in_files(model)))
     return known["stored_names"]
@@ -176,12 +155,8 @@ def find_architecture(
 ) -> ModelArchitecture:
     """Return mergekit's description of the models; by the names in their files without one.
 
-    Args:
-        models: of a merge.
-        donor: the one whose config the result has.
-
-    Raises:
-        RuntimeError: models of different architectures, which have no names in common.
+    The result has the config of the donor. A `RuntimeError` says if architectures have no names in
+    common.
     """
     configs = {model: model.config(trust_remote_code=options.trust_remote_code) for model in models}
     described = {model: described_architecture(config) for model, config in configs.items()}
@@ -249,34 +224,31 @@ def _architecture_by_files(
     held = _names_in_files(donor)
     needed = names.needed if names else set(held)
     text_names = [_by_text_name(model) for model in mixed]
-    stacks: dict[str, dict[str, list[int]]] = {}
-    loose, firsts = [], {}
+    loose: list[WeightInfo] = []
+    stacks: dict[str, dict[str, WeightInfo]] = {}
+    layers: dict[str, list[int]] = {}
     for name in sorted(held, key=natural_order):
         if name not in needed and BUFFER.search(name):
             continue
-        optional = name not in needed or bool(mixed)
-        weight = _describe(name, names, text_names, optional=optional)
+        weight = _describe(name, names, text_names, optional=name not in needed or bool(mixed))
         match = _LAYER.search(name)
         if match is None:
             loose.append(weight)
             continue
-        stack, template = name[: match.start()], _template(name)
-        stacks.setdefault(stack, {}).setdefault(template, []).append(int(match[1]))
-        firsts.setdefault(template, weight)
-    alone = next(iter(stacks)) if len(stacks) == 1 else None
-    modules = {}
-    if alone is None:
-        modules["default"] = _module(loose, [], 0, None)
-    for stack, templates in stacks.items():
-        count = 1 + max(max(numbers) for numbers in templates.values())
+        stacks.setdefault(name[: match.start()], {}).setdefault(_template(name), weight)
+        layers.setdefault(_template(name), []).append(int(match[1]))
+    modules = {} if len(stacks) == 1 else {"default": _module(loose, [], 0, None)}
+    for stack, firsts in stacks.items():
+        count = 1 + max(max(layers[template]) for template in firsts)
         weights = [
-            _as_template(firsts[template], partial=len(numbers) < count)
-            for template, numbers in templates.items()
+            _as_template(weight, partial=len(layers[template]) < count)
+            for template, weight in firsts.items()
         ]
-        key = _config_key(config, "num_hidden_layers", count) if alone else None
-        modules["default" if alone else stack] = _module(
-            loose if alone else [], weights, count, key
-        )
+        if len(stacks) == 1:
+            key = _config_key(config, "num_hidden_layers", count)
+            modules["default"] = _module(loose, weights, count, key)
+        else:
+            modules[stack] = _module([], weights, count, None)
     return ModelArchitecture(
         modules=modules,
         architectures=[],
@@ -294,16 +266,14 @@ def _describe(
 ) -> WeightInfo:
     memory = names.memory.get(name, name) if names else name
     found = [memory, *(other.get(_text_name(memory), name) for other in text_names)]
-    aliases = tuple(dict.fromkeys(other for other in found if other != name))
     tied: list[str] = []
     if names and (target := names.ties.get(memory)):
         tied = [other for other, known in names.memory.items() if known == target]
-    axis = names.vocabulary.get(memory) if names else None
     return WeightInfo(
         name=name,
-        vocabulary_axis=axis,
+        vocabulary_axis=names.vocabulary.get(memory) if names else None,
         optional=optional,
-        aliases=aliases or None,
+        aliases=tuple(dict.fromkeys(other for other in found if other != name)) or None,
         tied_names=tuple(tied) or None,
     )
 

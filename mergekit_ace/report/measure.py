@@ -33,12 +33,12 @@ from mergekit_ace.methods.ace import AceMerge
 from mergekit_ace.methods.base import (
     MERGE_ERRORS,
     TaskVectorMethod,
+    TensorSettings,
     check_finite,
     first_that_fits,
 )
+from mergekit_ace.methods.lookup import MeasuredLookup
 from mergekit_ace.methods.low_rank_merge import merge_low_rank
-from mergekit_ace.methods.measured_lookup import MeasuredLookup
-from mergekit_ace.methods.parameters import TensorSettings
 from mergekit_ace.methods.report_lines import Record, tensor_record
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.planning import PlannedTensor

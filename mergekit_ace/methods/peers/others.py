@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods entry by entry, `consensus_ta` and `lines`, and by samples, `regmean` and `fisher`.
-
-What was measured on samples comes from `mergekit-ace statistics`.
-"""
+"""Methods entry by entry, `consensus_ta` and `lines`, and by samples, `regmean` and `fisher`."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from mergekit.merge_methods.base import TensorGroup
@@ -37,36 +34,29 @@ from mergekit_ace.algebra.task_vectors import (
 )
 from mergekit_ace.methods.ace import RidgeMethod
 from mergekit_ace.methods.architecture import is_table, tensor_names
-from mergekit_ace.methods.base import Merged, TaskVectorMethod, cited, describe, method_spec
-from mergekit_ace.methods.measured_lookup import MeasuredLookup, required_lookup
-from mergekit_ace.methods.parameters import (
-    LAMBDA,
-    LAYOUT,
-    STATISTICS,
-    TASK,
-    WEIGHT,
+from mergekit_ace.methods.base import (
+    Merged,
+    TaskVectorMethod,
     TensorSettings,
-    shared,
+    cited,
+    describe,
+    method_spec,
 )
+from mergekit_ace.methods.lookup import MeasuredLookup
+from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, STATISTICS, TASK, WEIGHT, shared
 from mergekit_ace.naming import layer_of, stack_size
 
-if TYPE_CHECKING:
-    pass
-
 LEAST_RIDGE = 1e-6  # in mean eigenvalues
-Count = Annotated[int, Field(ge=1, strict=True)]
-Floor = Annotated[Number, Field(gt=0, le=1e6)]
+Count = Annotated[int, Field(ge=1, strict=True, description="a whole number, 1 or greater")]
+Floor = Annotated[Number, Field(gt=0, le=1e6, description="a number above 0, and at most 1e06")]
 
 
 class ConsensusMerge(TaskVectorMethod):
     """Consensus Task Arithmetic, W0 + λ · M ⊙ Σ_t Δ_t, entry by entry of every tensor.
 
-    Expert t's TALL mask holds the entries with |Δ_t| > mask_threshold · |Σ_s Δ_s − Δ_t|: those that
-    the sum of all task vectors leaves near to what that expert wants (the paper's Eq. 5). M holds
-    the entries of at least `consensus` masks; 2 drops what one expert alone needs.
-
-    The paper tunes λ and the threshold, among 0.2 … 0.6, on validation data; the defaults are that
-    of task arithmetic and the middle. An expert that alone changed a tensor is what comes out.
+    Expert t's TALL mask holds the entries with |Δ_t| > mask_threshold · |Σ_s Δ_s − Δ_t| (Eq. 5),
+    M those of at least `consensus` masks. The paper tunes λ and the threshold on validation data;
+    the defaults are that of task arithmetic and the middle of its range.
     """
 
     spec = method_spec(
@@ -121,9 +111,8 @@ class ConsensusMerge(TaskVectorMethod):
 class LinesMerge(TaskVectorMethod):
     """LiNeS on task arithmetic: coefficients λ (α + β·l/(L − 1)) that rise with depth (Eq. 2).
 
-    l of L layers counts from 0; a single layer counts as the deepest, and what is outside of layers
-    gets λ α. The paper's α is 1/T, and its β is tuned as the coefficient of task arithmetic is; the
-    default is what is used for that without data.
+    l of L layers counts from 0; what is outside of layers gets λ α. The paper tunes β on validation
+    data; the default is what is used for task arithmetic without data.
     """
 
     spec = method_spec(
@@ -169,14 +158,9 @@ def measured_regression(
 ) -> Regression:
     """Return RegMean's regression of the experts that were measured, of mean eigenvalue 1.
 
-    With G_t = X_tᵀX_t/n_t of the inputs X_t, (n_t, i), its entries off the diagonal multiplied by
-    α, the merge minimises Σ_t w_t ‖(W − W_t) X_tᵀ‖²/n_t:
-
-        W = (Σ_t w_t W_t G_t)(Σ_t w_t G_t)⁻¹ = W0 + (Σ_t w_t Δ_t G_t)(Σ_t w_t G_t)⁻¹,
-
-    the closed form of ACE-Merging without its prior, with S_t = w_t G_t. Departures: a ridge of at
-    least 1e-6 mean eigenvalues, so that inputs that are 0 in all samples get the mean of the Δ_t,
-    and an expert that left a matrix as it was takes no part in it.
+    W0 + (Σ_t w_t Δ_t M_t)(Σ_t w_t M_t)⁻¹ is the closed form of ACE-Merging with S_t = w_t M_t.
+    Departures: a ridge of at least 1e-6 mean eigenvalues, so that inputs that are 0 in all samples
+    get the mean of the Δ_t, and an expert that left a matrix as it was takes no part in it.
     """
     found = {t: inputs.covariance(position) for t, position in enumerate(active.positions)}
     known = {t: own for t, own in found.items() if own is not None}
@@ -238,7 +222,8 @@ class RegMeanMerge(RidgeMethod):
         return "mean" if table else super().layout(settings, ndim)
 
     def lookup(self, settings: TensorSettings) -> MeasuredLookup:
-        return required_lookup(self.spec.name, settings, "covariances")
+        path = settings.parameters["statistics"]
+        return MeasuredLookup(self.spec.name, settings, path, "covariances")
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         names = ("lambda", "off_diagonal", "epsilon")
@@ -261,8 +246,7 @@ def merge_by_fisher(
 ) -> Tensor:
     """Return Σ_t w_t (F_t + δ) Δ_t / Σ_t w_t (F_t + δ), entry by entry (the paper's Eq. 4).
 
-    F_t ≥ 0 is the diagonal of the Fisher information, shaped as the weights; δ is `floor` mean
-    entries of the F_t (departure: the paper's authors add 1e-6 in the unit of F_t).
+    δ is `floor` mean entries of the F_t (departure: the authors add 1e-6 in the unit of F_t).
     """
     count = max(1, base.numel() * len(fisher))
     level = floor * math.fsum(float(part.sum(dtype=torch.float64)) for part in fisher) / count
@@ -307,12 +291,16 @@ class FisherMerge(TaskVectorMethod):
         return "it weighs entries"
 
     def check_settings(self, settings: TensorSettings) -> None:
-        required_lookup(self.spec.name, settings, "fisher")
+        self.lookup(settings)
+
+    def lookup(self, settings: TensorSettings) -> MeasuredLookup:
+        """Return what was measured of a tensor."""
+        return MeasuredLookup(self.spec.name, settings, settings.parameters["statistics"], "fisher")
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         scale, floor = (settings.parameters[name] for name in ("lambda", "fisher_floor"))
         base, *experts = tensors
-        fisher = required_lookup(self.spec.name, settings, "fisher").fisher(base.shape)
+        fisher = self.lookup(settings).fisher(base.shape)
         select = partial(select_active, weights=settings.weights, dtype=torch.float32)
 
         def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that merge each matrix by a formula: `tsv_m`, `iso_c`, `iso_cts`, `cart`, `wudi`.
-
-As in `ace`, an expert that left a tensor as it was takes no part in it, one that alone changed it
-is what comes out, and what is no matrix gets the mean of the task vectors.
-"""
+"""Methods that merge each matrix by a formula: `tsv_m`, `iso_c`, `iso_cts`, `cart`, `wudi`."""
 
 from __future__ import annotations
 
@@ -31,16 +27,19 @@ from mergekit_ace.algebra.task_vectors import (
 from mergekit_ace.methods.base import (
     Merged,
     TaskVectorMethod,
+    TensorSettings,
     Work,
     cited,
     matrices_in,
     method_spec,
 )
-from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, TensorSettings, shared
+from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
 
 EPS64 = torch.finfo(torch.float64).eps
-Solver = Literal["adam", "exact"]
-Rate = Annotated[Number, Field(gt=0, le=1e15)]
+# What is outside of a subspace, in units of the task vector's norm, that rounding may have left.
+OUTSIDE = 1e4 * EPS64
+Steps = Annotated[int, Field(ge=0, strict=True, description="a whole number, 0 or greater")]
+Rate = Annotated[Number, Field(gt=0, le=1e15, description="a number above 0, and at most 1e15")]
 
 
 @dataclass(frozen=True)
@@ -102,13 +101,13 @@ class MatrixMethod(TaskVectorMethod):
         self, rows: int, columns: int, experts: int, parameters: Mapping[str, Any]
     ) -> float:
         """Return those for one matrix (o, i): a decomposition per expert, and two of them all."""
-        return (experts + 2) * decomposition_operations(rows, columns)
+        small, large = sorted((rows, columns))
+        return (experts + 2) * (6.0 * large * small**2 + 20.0 * small**3)  # Golub and Van Loan
 
 
 def _floors(base: Tensor, active: ActiveExperts) -> tuple[float, ...]:
     """Return what singular values do not exceed that float32's rounding of weights alone has made.
 
-    Without it, adapters that were added to float32 weights would bring directions of rounding.
     Independent entries of standard deviation s have none above s (√o + √i), but for chance. The
     rounding of bfloat16 is left in: the papers' methods work on the spectra that hold it.
     """
@@ -116,12 +115,6 @@ def _floors(base: Tensor, active: ActiveExperts) -> tuple[float, ...]:
     eps = torch.finfo(torch.promote_types(torch.float32, base.dtype)).eps
     unit = eps * (rows**-0.5 + columns**-0.5)
     return tuple(unit * math.sqrt(active.size / 12 + tau) for tau in active.tau)
-
-
-def decomposition_operations(rows: int, columns: int) -> float:
-    """Return 6 m n² + 20 n³ with n ≤ m, of a singular value decomposition (Golub and Van Loan)."""
-    small, large = sorted((rows, columns))
-    return 6.0 * large * small**2 + 20.0 * small**3
 
 
 class TsvMerge(MatrixMethod):
@@ -153,10 +146,7 @@ class TsvMerge(MatrixMethod):
 
 
 class IsoCMerge(MatrixMethod):
-    """Iso-C: isotropic merging in the common subspace.
-
-    It is σ̄ U Vᵀ of Σ_t Δ_t = U diag(σ) Vᵀ, with σ̄ the mean of all min(o, i) singular values.
-    """
+    """Iso-C: σ̄ U Vᵀ of Σ_t Δ_t = U diag(σ) Vᵀ, σ̄ the mean of all min(o, i) singular values."""
 
     spec = method_spec("iso_c", "Iso-C", "https://arxiv.org/abs/2502.04959", (LAMBDA, LAYOUT))
     summary = "Sums the task vectors, and makes all singular values of the sum equal."
@@ -167,15 +157,6 @@ class IsoCMerge(MatrixMethod):
         size = matrices.size
         found = leading_directions(matrices.total(), size, math.hypot(*matrices.floors))
         return (found.left @ found.right.mT).mul_(float(found.values.sum()) / size)
-
-    def operations(
-        self, rows: int, columns: int, experts: int, parameters: Mapping[str, Any]
-    ) -> float:
-        return decomposition_operations(rows, columns)
-
-
-# What is outside of a subspace, in units of the task vector's norm, that rounding may have left.
-OUTSIDE = 1e4 * EPS64
 
 
 class IsoCtsMerge(MatrixMethod):
@@ -225,11 +206,7 @@ class IsoCtsMerge(MatrixMethod):
 
 
 class CartMerge(MatrixMethod):
-    """CART: centred arithmetic with rank-reduced task vectors, Δ̄ + λ Σ_t SVD_k(Δ_t − Δ̄).
-
-    ``lambda`` is the paper's: it scales what is added to the average of the experts. The average
-    itself, and with it everything that is no matrix, is not scaled.
-    """
+    """CART: centred arithmetic with rank-reduced task vectors, Δ̄ + λ Σ_t SVD_k(Δ_t − Δ̄)."""
 
     spec = method_spec(
         "cart",
@@ -259,16 +236,12 @@ class CartMerge(MatrixMethod):
         merged = mean.clone()
         for delta in matrices.deltas:
             found = leading_directions(delta.sub_(mean), matrices.rank)
-            merged.add_(found.matrix, alpha=parameters["lambda"])
+            merged.add_((found.left * found.values) @ found.right.mT, alpha=parameters["lambda"])
         return merged
 
 
 class WudiMerge(MatrixMethod):
-    """WUDI-Merging, by the published descent or exactly.
-
-    The loss is Σ_t ‖(X − Δ_t) Δ_tᵀ‖² / ‖Δ_t‖²: the rows of a task vector stand for the inputs of
-    its task.
-    """
+    """WUDI-Merging, Σ_t ‖(X − Δ_t) Δ_tᵀ‖² / ‖Δ_t‖² at its least, by descent or exactly."""
 
     spec = method_spec(
         "wudi",
@@ -277,8 +250,13 @@ class WudiMerge(MatrixMethod):
         (
             LAMBDA,
             LAYOUT,
-            shared("solver", Solver, "adam", "The authors' descent, or the closed form."),
-            shared("steps", Annotated[int, Field(ge=0, strict=True)], 300, "Steps of adam."),
+            shared(
+                "solver",
+                Literal["adam", "exact"],
+                "adam",
+                "The authors' descent, or the closed form.",
+            ),
+            shared("steps", Steps, 300, "Steps of adam."),
             shared("learning_rate", Rate, 1e-5, "Of adam, in the unit of the weights."),
         ),
     )
