@@ -41,9 +41,8 @@ from mergekit_ace.files.models import (
     Checkpoints,
     config_donor,
 )
-from mergekit_ace.methods.architecture import stored_layout
+from mergekit_ace.methods.architecture import find_architecture, stored_layout
 from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings
-from mergekit_ace.methods.stored import find_architecture
 from mergekit_ace.naming import ConfigError, is_counter, layer_of, stack_size
 
 WHOLE_NUMBERS = ("int64", "int32", "bool")  # dtypes of counters and masks, which are not merged

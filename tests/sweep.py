@@ -31,8 +31,7 @@ from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.cli import main as mergekit_ace
-from mergekit_ace.methods.architecture import build_empty
-from mergekit_ace.methods.stored import read_names
+from mergekit_ace.methods.architecture import build_empty, read_names
 
 KINDS = {
     "CAUSAL_LM": "Language models",

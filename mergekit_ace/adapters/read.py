@@ -30,8 +30,7 @@ from transformers.pytorch_utils import Conv1D
 from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.files import checkpoints as files
 from mergekit_ace.files.checkpoints import DTYPES, FLOATING, read_file_header, read_json
-from mergekit_ace.methods.architecture import empty_network
-from mergekit_ace.methods.stored import Part, model_names
+from mergekit_ace.methods.architecture import Part, empty_network, model_names
 from mergekit_ace.naming import ConfigError, FileError
 
 Shapes = dict[str, tuple[int, ...]]  # by the names of tensors in an adapter's file

@@ -29,8 +29,7 @@ from mergekit_ace.files.models import (
     lost_model_files,
 )
 from mergekit_ace.merge_config import Finding
-from mergekit_ace.methods.architecture import model_class
-from mergekit_ace.methods.stored import BUFFER, BY_FILES, model_names, names_of
+from mergekit_ace.methods.architecture import BUFFER, BY_FILES, model_class, model_names, names_of
 from mergekit_ace.naming import ConfigError, listed, without_numbers
 from mergekit_ace.planning import (
     PlannedMerge,

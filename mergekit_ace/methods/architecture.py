@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model stores its weights: what its architecture says of layouts, and its headers of shapes.
+"""How a model stores its weights: layouts, shapes, names in files and in memory, plans by these.
 
 transformers' `Conv1D` (GPT-2 and its kin) stores the transpose of what `torch.nn.Linear` does, and
-so do the packed experts of some mixtures (GPT-OSS). Neither name nor shape tells.
+so do the packed experts of some mixtures (GPT-OSS). Neither name nor shape tells. What mergekit has
+no fitting description of is merged under the names that the base's files give.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,20 +21,41 @@ from typing import Any
 import torch
 import transformers
 from accelerate import init_empty_weights
+from mergekit.architecture import ModelArchitecture, ModuleDefinition, WeightInfo
+from mergekit.architecture import arch_info_for_config as described_architecture
+from mergekit.architecture.auto import infer_vocabulary_axes
+from mergekit.architecture.conversion import _expanded_target_keys
+from mergekit.architecture.json_definitions import (
+    JsonLayerTemplates,
+    JsonModuleArchDef,
+    JsonModuleArchitecture,
+)
 from mergekit.common import ModelReference, get_auto_cls
 from mergekit.io import ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightRenaming,
+    rename_source_key,
+)
 from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.algebra.task_vectors import FixedLayout, RelativeLayout, resolve_layout
 from mergekit_ace.files.checkpoints import read_file_header
-from mergekit_ace.naming import without_numbers
+from mergekit_ace.naming import natural_order, without_numbers
 
 LOG = logging.getLogger(__name__)
 _LOCK = threading.Lock()  # one thread builds, the others wait
-# Packed experts stored (E, in, out) whose class does not say so by transformers' `is_transposed`.
-_PACKED_TRANSPOSED = {"Llama4TextExperts"}
+_PACKED_TRANSPOSED = {"Llama4TextExperts"}  # whose class does not say so by `is_transposed`
+BY_FILES = "by the names in files"  # the kind of an architecture that mergekit does not infer
+_LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name, as mergekit reads it
+# What old checkpoints hold though any program computes it anew.
+BUFFER = re.compile(r"(inv_freq|(cos|sin)_cached|masked_bias|position_ids|(attn|attention)\.bias)$")
+_TEXT_PART = re.compile(r"\b(language_model|text_model)\.")
 
 
 @dataclass(frozen=True)
@@ -48,8 +71,8 @@ class Kinds:
 def is_transposed(model: Hashable, tensor_name: str | None) -> bool:
     """Return whether the architecture of a model stores a weight of any layer as (…, in, out).
 
-    The first question about a model builds its architecture: ask it on the main thread, because
-    mergekit's others do not know whether remote code is trusted.
+    The first question about a model, which builds it, must come from the main thread: others do not
+    know whether remote code is trusted.
     """
     return _is_among(_kinds(model).transposed, tensor_name)
 
@@ -92,16 +115,14 @@ def _is_among(templates: frozenset[str], tensor_name: str | None) -> bool:
 
 
 def _kinds(model: Hashable) -> Kinds:
-    if not isinstance(model, ModelReference):
-        return Kinds()
+    if not isinstance(model, ModelReference) or os.path.isfile(model.model.path):
+        return Kinds()  # bare tensors have no architecture
     with _LOCK:
         return _read_kinds(model)
 
 
 @lru_cache(maxsize=16)
 def _read_kinds(model: ModelReference) -> Kinds:
-    if os.path.isfile(model.model.path):  # mergekit-pytorch: bare tensors, no architecture
-        return Kinds()
     try:
         return _kinds_in(empty_network(model), tensor_names(model) or ())
     except Exception as error:
@@ -114,8 +135,6 @@ def _read_kinds(model: ModelReference) -> Kinds:
 
 
 def _kinds_in(network: PreTrainedModel, stored: Sequence[str]) -> Kinds:
-    from mergekit_ace.methods.stored import read_names
-
     transposed, tables, heads = set(), set(), set()
     head: torch.Tensor | None = getattr(network.get_output_embeddings(), "weight", None)
     for path, module in network.named_modules():
@@ -184,9 +203,9 @@ def tensor_names(model: Hashable) -> tuple[str, ...] | None:
 def check_shapes(
     tensor_name: str, models: Sequence[Hashable], base: Hashable, *, method: str = "ace"
 ) -> None:
-    """Raise a `RuntimeError` where a model's header has another shape of a tensor than the base's.
+    """Raise an error where a model's header has another shape of a tensor than the base's.
 
-    Differing vocabularies are no error: a `tokenizer:` section may align them. (mergekit asks from
+    Differing vocabularies are none: a `tokenizer:` section may align them. (mergekit asks from
     within a pydantic validator, which would bury a `ValueError` in a report of its own.)
     """
     expected = _shape(base, tensor_name)
@@ -207,7 +226,6 @@ def check_shapes(
         )
 
 
-@lru_cache(maxsize=64)
 def _vocabulary_size(model: ModelReference) -> int | None:
     try:
         config: Any = model.config(trust_remote_code=LoaderCache().trust_remote_code)
@@ -240,3 +258,271 @@ def _shape(model: Hashable, tensor_name: str) -> tuple[int, ...] | None:
 
 
 _header = lru_cache(maxsize=256)(read_file_header)  # all tensors of a shard ask
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stored matrix that is part of a packed tensor in memory: rows of one of its matrices."""
+
+    name: str  # of the packed tensor
+    matrix: int  # its number in the stack
+    piece: int  # which of so many equal pieces of the matrix's rows
+    pieces: int
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """What transformers makes of the tensors in a checkpoint's files."""
+
+    memory: Mapping[str, str]  # names in memory by names in files, of what is loaded as it is
+    converted: frozenset[str]  # names in files of what is packed, split or turned when loaded
+    parts: Mapping[str, Part]  # of these, what is packed into stacks of matrices
+    ties: Mapping[str, str]  # of names in memory that are tied, the tensor that they are one with
+    lacking: frozenset[str]  # names in memory that nothing in the files fills
+    vocabulary: Mapping[str, int]  # axes with an entry per token, by names in memory
+
+    @property
+    def needed(self) -> set[str]:
+        """Names in files without which a model is not whole."""
+        whole = {name for name, target in self.memory.items() if target not in self.ties}
+        return whole | self.converted
+
+    @property
+    def inferred(self) -> bool:
+        """Whether mergekit infers the same: it goes by names in memory, and embeddings."""
+        same = all(name == known for name, known in self.memory.items())
+        return same and not self.converted and bool(self.vocabulary)
+
+
+def read_names(network: PreTrainedModel, names: Iterable[str]) -> StoredNames:
+    """Find out what transformers fills a model, on the meta device, with, by names in files."""
+    mapping = get_model_conversion_mapping(network)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters: list[Any] = [one for one in mapping if not isinstance(one, WeightRenaming)]
+    state, prefix = network.state_dict(), network.base_model_prefix
+    memory, converted, parts = {}, set(), {}
+    filled: set[str] = set()
+    for name in names:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        if target not in state:
+            continue
+        if pattern is None:
+            memory[name] = target
+            filled.add(target)
+            continue
+        converter = next(one for one in converters if pattern in one.source_patterns)
+        converted.add(name)
+        filled |= _expanded_target_keys(target, converter.target_patterns)
+        if part := _part(name, target, pattern, converter):
+            parts[name] = part
+    network.tie_weights()
+    ties = dict(network.all_tied_weights_keys)
+    optional = getattr(network, "_keys_to_ignore_on_load_missing", None) or ()
+    lacking = {
+        name
+        for name in state.keys() - filled - ties.keys()
+        if not any(re.search(pattern, name) for pattern in optional)
+    }
+    try:
+        vocabulary = infer_vocabulary_axes(network)
+    except NotImplementedError:  # of networks for images, and of two towers
+        vocabulary = {}
+    return StoredNames(memory, frozenset(converted), parts, ties, frozenset(lacking), vocabulary)
+
+
+def _part(name: str, target: str, pattern: str, converter: Any) -> Part | None:
+    """Return where in a stack a stored matrix lies; None where it is put there in another way."""
+    kinds = [type(operation) for operation in converter.operations]
+    numbers = _LAYER.findall(name)
+    if kinds[:1] != [MergeModulelist] or kinds[1:] not in ([], [Concatenate]) or len(numbers) < 2:
+        return None
+    pieces = converter.source_patterns
+    return Part(target, int(numbers[-1]), pieces.index(pattern), len(pieces))
+
+
+def model_names(model: ModelReference) -> StoredNames | None:
+    """Do what `read_names` does for a model; None where transformers cannot build it."""
+    known = vars(LoaderCache().get(model).index)  # of which there may be two, if it is quantised
+    if "stored_names" not in known:
+        known["stored_names"] = _stored_names(model, frozenset(_names_in_files(model)))
+    return known["stored_names"]
+
+
+@lru_cache(maxsize=16)
+def _stored_names(model: ModelReference, names: frozenset[str]) -> StoredNames | None:
+    try:
+        return read_names(empty_network(ModelReference(model=model.model)), names)
+    except Exception:  # whatever a config or a model's constructor raises
+        return None
+
+
+def _names_in_files(model: ModelReference) -> Collection[str]:
+    return LoaderCache().get(model).index.tensor_paths.keys()
+
+
+def names_of(weight: WeightInfo) -> set[str]:
+    """Return all names under which mergekit looks for a weight."""
+    return {weight.name, *(weight.aliases or ()), *(weight.tied_names or ())}
+
+
+def find_architecture(
+    models: Sequence[ModelReference], donor: ModelReference, options: MergeOptions
+) -> ModelArchitecture:
+    """Return mergekit's description of the models; by the names in the donor's files without one.
+
+    A `RuntimeError` says if architectures have no names in common.
+    """
+    configs = {model: model.config(trust_remote_code=options.trust_remote_code) for model in models}
+    described = {model: described_architecture(config) for model, config in configs.items()}
+    known, config, names = described[donor], configs[donor], model_names(donor)
+    mixed = [model for model in models if configs[model].architectures != config.architectures]
+    held = {*_names_in_files(donor), *(names.memory.values() if names else ())}
+    for model in mixed:
+        apart = held.isdisjoint(_names_in_files(model))
+        if known and described[model]:
+            apart = described[model] != known
+        if apart and not options.allow_crimes:
+            raise RuntimeError(_other_architecture(model, donor, configs))
+    crimes = mixed if options.allow_crimes else []
+    if known and not crimes and _fits(known, donor, config, names):
+        return known
+    return _architecture_by_files(donor, config, names, crimes)
+
+
+def _other_architecture(
+    model: ModelReference, donor: ModelReference, configs: Mapping[ModelReference, PretrainedConfig]
+) -> str:
+    kinds = [(configs[one].architectures or ["?"])[0] for one in (model, donor)]
+    first = [
+        min((n for n in _names_in_files(one) if _LAYER.search(n)), key=natural_order, default="")
+        for one in (model, donor)
+    ]
+    return (
+        f"{model} is a {kinds[0]}, and {donor}, of which the result has its config, a {kinds[1]}: "
+        f"the one has tensors such as {first[0]}, the other such as {first[1]}. Set base_model to "
+        "the model that the experts were fine-tuned from; or give --allow-crimes, which merges "
+        "tensors whose names are the same but for `language_model.`"
+    )
+
+
+def _fits(
+    architecture: ModelArchitecture,
+    donor: ModelReference,
+    config: PretrainedConfig,
+    names: StoredNames | None,
+) -> bool:
+    """Tell whether a description names what the files hold, or the files are to blame."""
+    stored = _names_in_files(donor)
+    try:
+        weights = architecture.all_weights(config)
+    except Exception:  # it reads settings that the config of today's transformers lacks
+        return False
+    lacking = any(not w.optional and names_of(w).isdisjoint(stored) for w in weights)
+    return not lacking or names is None or bool(names.lacking)
+
+
+def _architecture_by_files(
+    donor: ModelReference,
+    config: PretrainedConfig,
+    names: StoredNames | None,
+    mixed: Sequence[ModelReference],
+) -> ModelArchitecture:
+    """Return an architecture of all tensors in the donor's files, with a module for each stack.
+
+    Tensors that only some layers have are optional, as are those that transformers does not load.
+    """
+    held = _names_in_files(donor)
+    needed = names.needed if names else set(held)
+    text_names = [_by_text_name(model) for model in mixed]
+    loose: list[WeightInfo] = []
+    stacks: dict[str, dict[str, WeightInfo]] = {}
+    layers: dict[str, list[int]] = {}
+    for name in sorted(held, key=natural_order):
+        if name not in needed and BUFFER.search(name):
+            continue
+        weight = _describe(name, names, text_names, name not in needed or bool(mixed))
+        match = _LAYER.search(name)
+        if match is None:
+            loose.append(weight)
+            continue
+        stacks.setdefault(name[: match.start()], {}).setdefault(_template(name), weight)
+        layers.setdefault(_template(name), []).append(int(match[1]))
+    modules = {} if len(stacks) == 1 else {"default": _module(loose, [], 0, None)}
+    for stack, firsts in stacks.items():
+        count = 1 + max(max(layers[template]) for template in firsts)
+        weights = [_as_template(w, len(layers[name]) < count) for name, w in firsts.items()]
+        if len(stacks) == 1:
+            key = _config_key(config, "num_hidden_layers", count)
+            modules["default"] = _module(loose, weights, count, key)
+        else:
+            modules[stack] = _module([], weights, count, None)
+    return ModelArchitecture(
+        modules=modules,
+        architectures=[],
+        model_type="" if names and names.inferred else BY_FILES,
+        vocab_size_config_key=_config_key(config, "vocab_size"),
+    )
+
+
+def _describe(
+    name: str,
+    names: StoredNames | None,
+    text_names: Sequence[Mapping[str, str]],
+    optional: bool,
+) -> WeightInfo:
+    memory = names.memory.get(name, name) if names else name
+    text = _TEXT_PART.sub("", memory, count=1)
+    found = [memory, *(other.get(text, name) for other in text_names)]
+    tied: list[str] = []
+    if names and (target := names.ties.get(memory)):
+        tied = [other for other, known in names.memory.items() if known == target]
+    return WeightInfo(
+        name=name,
+        vocabulary_axis=names.vocabulary.get(memory) if names else None,
+        optional=optional,
+        aliases=tuple(dict.fromkeys(other for other in found if other != name)) or None,
+        tied_names=tuple(tied) or None,
+    )
+
+
+def _by_text_name(model: ModelReference) -> dict[str, str]:
+    """Return the names in a model's files by those that a model of text has in memory."""
+    names = model_names(model)
+    held = names.memory if names else {name: name for name in _names_in_files(model)}
+    return {_TEXT_PART.sub("", memory, count=1): name for name, memory in held.items()}
+
+
+def _template(name: str) -> str:
+    return _LAYER.sub(".${layer_index}.", name, count=1)
+
+
+def _as_template(weight: WeightInfo, partial: bool) -> WeightInfo:
+    aliases = tuple(map(_template, weight.aliases or ())) or None
+    changed = {"name": _template(weight.name), "aliases": aliases}
+    return weight.model_copy(update=changed | {"optional": weight.optional or partial})
+
+
+def _module(
+    loose: list[WeightInfo], layer: list[WeightInfo], count: int, key: str | None
+) -> ModuleDefinition:
+    definition = JsonModuleArchDef(
+        model_type="",
+        architectures=[],
+        pre_weights=loose,
+        layer_templates=JsonLayerTemplates(weights=layer),
+        post_weights=[],
+        num_layers_config_key=key,
+        override_num_layers=count,
+    )
+    return ModuleDefinition(architecture=JsonModuleArchitecture(definition=definition))
+
+
+def _config_key(config: PretrainedConfig, name: str, value: int | None = None) -> str | None:
+    """Return where in a config, or the part for text in it, a number stands."""
+    text = config.get_text_config()
+    if not hasattr(text, name) or value not in (None, getattr(text, name)):
+        return None
+    parts = [part for part in ("text_config", "llm_config") if getattr(config, part, None) is text]
+    return ".".join([*parts, name])

@@ -7,7 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -53,10 +53,7 @@ class TaskMatrices:
 
     def total(self) -> Tensor:
         """Return Σ_t Δ_t in new memory."""
-        total = self.deltas[0].clone()
-        for delta in self.deltas[1:]:
-            total += delta
-        return total
+        return reduce(Tensor.add_, self.deltas[1:], self.deltas[0].clone())
 
 
 class MatrixMethod(TaskVectorMethod):
@@ -74,13 +71,13 @@ class MatrixMethod(TaskVectorMethod):
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         base, *experts = tensors
-        parameters, weights = settings.parameters, [1.0] * len(experts)
+        parameters, dtype = settings.parameters, torch.float64
         scale = parameters["lambda"] if self.scales_all else 1.0
-        select = partial(select_active, weights=weights, dtype=torch.float64, space=settings.space)
+        select = partial(select_active, weights=settings.weights, dtype=dtype, space=settings.space)
 
         @full_precision()
         def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
-            deltas = [task_vector(expert, base, torch.float64) for expert in active.experts]
+            deltas = [task_vector(expert, base, dtype) for expert in active.experts]
             size = min(active.shape)
             rank = self.rank(size, len(deltas), parameters)
             matrices = TaskMatrices(deltas, size, _floors(base, active), rank or 0)
@@ -118,11 +115,7 @@ def _floors(base: Tensor, active: ActiveExperts) -> tuple[float, ...]:
 
 
 class TsvMerge(MatrixMethod):
-    """TSV-Merge: task singular vectors without interference (the paper's Algorithm 1).
-
-    Of Δ_t = U_t diag(σ_t) V_tᵀ the leading triplets are kept. The nearest orthonormal matrices U⊥
-    and V⊥ replace the concatenated U_t and V_t, and the result is U⊥ diag(σ) V⊥ᵀ.
-    """
+    """TSV-Merge: U⊥ diag(σ) V⊥ᵀ of the nearest orthonormal matrices to all leading U_t and V_t."""
 
     spec = method_spec("tsv_m", "TSV-Merge", "https://arxiv.org/abs/2412.00081", (LAMBDA, LAYOUT))
     summary = (
@@ -163,8 +156,7 @@ class IsoCtsMerge(MatrixMethod):
     """Iso-CTS: isotropic merging in common and task-specific subspaces.
 
     Of r = min(o, i) directions each task contributes s leading ones of (I − U Uᵀ) Δ_t, U the common
-    left ones, which are the other r − T·s and lead Σ_t Δ_t. The nearest orthonormal matrices
-    replace the concatenated left and right directions, and their mean all r singular values.
+    left ones, which are the other r − T·s and lead Σ_t Δ_t.
     """
 
     spec = method_spec(
@@ -288,10 +280,7 @@ class WudiMerge(MatrixMethod):
 
 
 def minimise_exactly(deltas: Sequence[Tensor]) -> Tensor:
-    """Return the smallest X, (o, i), that minimises the loss of WUDI, which is quadratic.
-
-    With G_t = Δ_tᵀΔ_t / ‖Δ_t‖² it is X = (Σ_t Δ_t G_t)(Σ_t G_t)⁺.
-    """
+    """Return the smallest minimum, (Σ_t Δ_t G_t)(Σ_t G_t)⁺, with G_t = Δ_tᵀΔ_t / ‖Δ_t‖²."""
     numerator = torch.zeros_like(deltas[0])
     gram = numerator.new_zeros(numerator.shape[1], numerator.shape[1])
     for delta in deltas:
