@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from checkpoints import ace_config, save_family, tiny_llama
@@ -20,7 +17,6 @@ from mergekit_ace.algebra.ridge import TOLERANCE
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 SWITCHES = pytest.mark.parametrize("switch", ["never", "always"])
 SHAPES = pytest.mark.parametrize("shape", [(400, 3000), (1600, 1500), (3000, 800)])
-MIB = 2**20
 
 
 def experts_on(device: str, rows: int, columns: int, stored=torch.float32) -> list[Tensor]:
@@ -67,47 +63,6 @@ def test_matrices_that_are_merged_in_float32(shape, stored, switch):
         expected = naive_ace(base, experts, **options.model_dump(exclude_unset=True))
     bar = 5e-3 if switch == "always" else 2 * TOLERANCE  # directions at the cut are exchanged
     assert task_vector_error(merged, expected, base) <= bar
-
-
-FULL_GPU = """
-import logging, sys
-import torch
-from mergekit.merge_methods import merge_tensors
-from mergekit_ace.plugin import register
-
-register()
-method, left, warm = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "warm"
-warnings = []
-handler = logging.Handler()
-handler.emit = lambda record: warnings.append(record.getMessage())
-logging.getLogger("mergekit_ace").addHandler(handler)
-rng = torch.Generator().manual_seed(0)
-base = torch.randn(1500, 1400, generator=rng)
-tensors = [base, *(base + 0.01 * torch.randn(base.shape, generator=rng) for _ in range(3))]
-expected = merge_tensors(tensors, method, base_index=0)
-given = [tensor.cuda() for tensor in tensors]
-if warm:
-    merge_tensors(given, method, base_index=0)
-torch.cuda.synchronize()
-torch.cuda.empty_cache()
-free, _ = torch.cuda.mem_get_info()
-block = torch.empty(max(0, free - left), dtype=torch.uint8, device="cuda")
-merged = merge_tensors(given, method, base_index=0)
-error = (merged.cpu() - expected).norm() / (expected - base).norm()
-print("error", float(error), "device", merged.device.type, "warnings", len(warnings))
-assert error < 1e-3, float(error)
-assert left > 100 * 2**20 or (merged.device.type == "cpu" and len(warnings) == 1), warnings
-"""
-
-
-@pytest.mark.parametrize("warm", ["warm", "cold"])
-@pytest.mark.parametrize("left", [8 * MIB, 40 * MIB, 150 * MIB])
-@pytest.mark.parametrize("method", ["ace", "tsv_m"])
-def test_a_gpu_that_is_full(method, left, warm):
-    """A block takes all memory but a little; cold, libraries have not reserved theirs yet."""
-    command = [sys.executable, "-c", FULL_GPU, method, str(left), warm]
-    process = subprocess.run(command, capture_output=True, text=True)
-    assert process.returncode == 0, process.stdout + process.stderr
 
 
 FLAGS = [["--cuda"], ["--cuda", "--read-to-gpu"], ["--cuda", "--low-cpu-memory"], ["--multi-gpu"]]

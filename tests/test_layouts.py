@@ -21,6 +21,8 @@ LAYOUTS = [
     ("mean", (10, 12)),
     ("mean", (8, 3, 2, 2)),
     ("mean", ()),
+    ("mean", (0,)),
+    ("mean", (3, 0, 4)),
 ]
 
 
@@ -31,8 +33,9 @@ def test_every_layout_against_the_reference(rng, layout, shape):
     options = AceOptions(compute_dtype="float64")
     merged, record = merge_tensor(base, experts, options=options, layout=layout)
     assert merged.shape == base.shape
-    assert task_vector_error(merged, naive_tensor(base, experts, layout), base) <= 1e-9
     assert record.layout == layout
+    if base.numel():
+        assert task_vector_error(merged, naive_tensor(base, experts, layout), base) <= 1e-9
     assert merge_tensor(base, [base.clone()] * 2, layout=layout)[0] is base
 
 
@@ -47,14 +50,6 @@ def test_each_stacked_matrix_takes_its_own_branch(rng):
     assert torch.equal(merged[2].float(), alike)  # untouched by everyone: bit for bit
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (3, 0, 4)])
-@pytest.mark.parametrize("layout", ["matrix", "stacked", "flattened", "transposed", "mean"])
-def test_empty_tensors(shape, layout):
-    base = torch.empty(shape)
-    merged, _ = merge_tensor(base, [base.clone(), base.clone()], layout=layout)
-    assert merged.shape == base.shape
-
-
 @pytest.mark.parametrize(
     ("layout", "name", "ndim", "stored", "expected"),
     [
@@ -66,14 +61,10 @@ def test_empty_tensors(shape, layout):
         ("auto", "mlp.experts.gate_up_proj_bias", 2, None, "mean"),
         ("auto", "patch.weight", 4, None, "mean"),
         ("auto", "convolution.weight", 4, "kernel", "flattened"),
-        ("auto", "convolution.weight", 3, "kernel", "mean"),
         ("auto", "embed_tokens.weight", 2, "table", "table"),
-        ("auto", "norm.weight", 1, "table", "mean"),
         ("auto", None, 2, None, "matrix"),
         ("matrix", "h.0.mlp.c_fc.weight", 2, "transposed", "matrix"),
         ("matrix", "norm.weight", 1, None, "mean"),
-        ("matrix", "experts.w", 3, None, "mean"),
-        ("flattened", "norm.weight", 1, None, "mean"),
         ("transposed", "b", 1, "transposed", "mean"),
         ("table", "w", 3, "table", "mean"),
     ],

@@ -34,10 +34,8 @@ def settings_of(method, experts, layout="matrix", coefficients=None, **parameter
     )
 
 
-SAME = (
-    "rule", "weight", "heterogeneous", "normalized", "refined", "prior", "rank", "side",
-)  # fmt: skip
-NEAR = ("tau", "gamma", "ridge", "sigma_iso", "amplification", "changed")
+SAME = "rule weight heterogeneous normalized refined prior rank side".split()
+NEAR = "tau gamma ridge sigma_iso amplification changed".split()
 
 
 def check(method_name, deltas, layout="matrix", coefficients=None, bar=BAR, **parameters):
@@ -55,11 +53,11 @@ def check(method_name, deltas, layout="matrix", coefficients=None, bar=BAR, **pa
     assert merge.record.shape == wanted.shape
     assert merge.record.layout == wanted.layout
     for ours, theirs in zip(merge.record.matrices, wanted.matrices, strict=True):
-        for name in SAME:
-            assert getattr(ours, name) == getattr(theirs, name), name
-        for name in NEAR:
-            if getattr(theirs, name) is not None:
-                assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-6), name
+        for name in SAME + NEAR:
+            expected = getattr(theirs, name)
+            if name in NEAR and expected is not None:
+                expected = pytest.approx(expected, rel=1e-6)
+            assert getattr(ours, name) == expected, name
     return merge
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,39 +50,6 @@ def test_a_tied_head_and_a_base_that_is_listed_among_the_models(tmp_path, mergek
     assert "lm_head.weight" not in checkpoint(paths[0])
     out = mergekit_yaml(ace_config([paths[0], *paths]))
     check_merge(LlamaForCausalLM, paths, out)
-
-
-def test_lora_adapters(tmp_path, mergekit_yaml):
-    from peft import LoraConfig, get_peft_model
-
-    model = tiny_llama()
-    base = str(tmp_path / "base")
-    model.save_pretrained(base)
-    adapters, experts = [], []
-    for t, target in enumerate((["q_proj", "v_proj"], ["v_proj", "down_proj"])):
-        torch.manual_seed(t)
-        adapted = get_peft_model(
-            LlamaForCausalLM.from_pretrained(base),
-            LoraConfig(r=2, target_modules=target, init_lora_weights=False),
-        )
-        adapters.append(str(tmp_path / f"lora{t}"))
-        adapted.save_pretrained(adapters[-1])
-        experts.append(str(tmp_path / f"merged{t}"))
-        adapted.merge_and_unload().save_pretrained(experts[-1])
-    config = ace_config([base, *(f"{base}+{adapter}" for adapter in adapters)])
-    out = mergekit_yaml(config, "--lora-merge-cache", str(tmp_path / "cache"))
-    merged = checkpoint(out)
-    for name, tensor in checkpoint(base).items():
-        got = merged[name]
-        if "v_proj" in name:  # both adapters
-            parts = [checkpoint(expert)[name] for expert in experts]
-            wanted = naive_tensor(tensor, parts, "transposed")  # adapters tell of outputs
-            assert task_vector_error(got, wanted, tensor) <= 5e-5
-        elif "q_proj" in name or "down_proj" in name:  # one of them
-            changed = checkpoint(experts["down_proj" in name])[name]
-            torch.testing.assert_close(got, changed, rtol=0, atol=1e-6)
-        else:
-            assert torch.equal(got, tensor), name
 
 
 def tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
@@ -137,6 +105,18 @@ def test_vocabularies_are_aligned_by_mergekit(two_vocabularies, mergekit_yaml, s
         assert task_vector_error(got, naive_tensor(base, experts), base) <= 5e-5
 
 
+def check(out, paths: list[str], options_of: Callable[[str], dict]) -> None:
+    """Compare a merge with the reference, by the options that every tensor has."""
+    base, *experts = (checkpoint(path) for path in paths)
+    merged = checkpoint(out)
+    for name, tensor in base.items():
+        options = {"layout": "matrix" if tensor.ndim == 2 else "mean", **options_of(name)}
+        if options["layout"] == "mean":
+            options.pop("epsilon", None)
+        expected = naive_tensor(tensor, [expert[name] for expert in experts], **options)
+        assert task_vector_error(merged[name], expected, tensor) <= 1e-4, name
+
+
 def test_slices_with_parameters_of_their_own(tmp_path, mergekit_yaml):
     paths = save_family(tiny_llama(), tmp_path)
     sources = [[{"model": p, "layer_range": [n, n + 1]} for p in paths] for n in (0, 1)]
@@ -144,19 +124,11 @@ def test_slices_with_parameters_of_their_own(tmp_path, mergekit_yaml):
     del config["models"]
     config["slices"] = [
         {"sources": sources[0], "parameters": {"lambda": 0.5}},
-        {"sources": sources[1], "parameters": {"epsilon": 0.1}},
+        {"sources": sources[1], "parameters": {"lambda": 0.7}},
     ]
-    out = checkpoint(mergekit_yaml(config))
-    base, *experts = (checkpoint(p) for p in paths)
-    for name in base:
-        if not name.startswith("model.layers"):
-            continue  # mergekit takes these from the first or the last slice
-        layout = "matrix" if base[name].ndim == 2 else "mean"
-        options = {"epsilon": 0.1} if layout == "matrix" else {}
-        if "layers.0." in name:
-            options = {"lambda_": 0.5}
-        expected = naive_tensor(base[name], [e[name] for e in experts], layout, **options)
-        assert task_vector_error(out[name], expected, base[name]) <= 1e-4, name
+    later = ("model.layers.1.", "model.norm", "lm_head")
+    options = {True: {"lambda_": 0.7}, False: {"lambda_": 0.5}}
+    check(mergekit_yaml(config), paths, lambda name: options[name.startswith(later)])
 
 
 def test_filters_and_gradients(tmp_path, mergekit_yaml):
@@ -170,18 +142,14 @@ def test_filters_and_gradients(tmp_path, mergekit_yaml):
         },
     )
     config["models"][0]["parameters"] = {"weight": [{"filter": "mlp", "value": 3}, {"value": 1}]}
-    out = checkpoint(mergekit_yaml(config))
-    base, *experts = (checkpoint(p) for p in paths)
-    for name, tensor in base.items():
-        scale = 0.7
-        if "self_attn" in name:
-            scale = (0.2, 0.6, 1.0)[int(name.split(".")[2])]
+
+    def options_of(name: str) -> dict:
+        scale = (0.2, 0.6, 1.0)[int(name.split(".")[2])] if "self_attn" in name else 0.7
         options = {"lambda_": scale, "weight": [3.0 if "mlp" in name else 1.0, 1.0]}
-        layout = "matrix" if tensor.ndim == 2 and "embed_tokens" not in name else "mean"
-        if layout == "matrix":
-            options["epsilon"] = 1e-3
-        expected = naive_tensor(tensor, [e[name] for e in experts], layout, **options)
-        assert task_vector_error(out[name], expected, tensor) <= 1e-4, name
+        layout = {"layout": "mean"} if "embed_tokens" in name else {}
+        return {**options, **layout, "epsilon": 1e-3}
+
+    check(mergekit_yaml(config), paths, options_of)
 
 
 @pytest.mark.parametrize(

@@ -133,63 +133,50 @@ def test_heads_of_other_labels_stay_the_bases(tmp_path):
         assert torch.equal(got[name], tensor) == name.startswith("classifier")
 
 
-def quantise(path: str, kind: str) -> None:
-    """Quantise the matrices of a checkpoint to FP8, with scales by block or by row."""
-    changed = {}
+def quantise(path: str, kind: str) -> dict[str, torch.Tensor]:
+    """Quantise the matrices of a checkpoint to FP8, with scales by block or by row; their values.
+
+    The last block of rows is a part of one.
+    """
+    changed, values = {}, {}
     for name, tensor in tensors(path).items():
         changed[name] = tensor.bfloat16()
-        if not name.endswith("_proj.weight"):
-            continue
-        size = [16, 16] if kind == "fp8" else [1, tensor.shape[1]]
-        rows, columns = (-(-n // s) for n, s in zip(tensor.shape, size, strict=True))
-        scale = 0.001 + torch.rand(rows, columns, generator=torch.Generator().manual_seed(3))
-        spread = scale.repeat_interleave(size[0], 0).repeat_interleave(size[1], 1)
-        codes = tensor / spread[: len(tensor), : tensor.shape[1]]
-        changed[name] = codes.to(torch.float8_e4m3fn)
-        changed[name + ("_scale_inv" if kind == "fp8" else "_scale")] = scale
+        if name.endswith("_proj.weight"):
+            size = [16, 16] if kind == "fp8" else [1, tensor.shape[1]]
+            rows, columns = (-(-n // s) for n, s in zip(tensor.shape, size, strict=True))
+            scale = 0.001 + torch.rand(rows, columns, generator=torch.Generator().manual_seed(3))
+            spread = scale.repeat_interleave(size[0], 0).repeat_interleave(size[1], 1)
+            spread = spread[: len(tensor), : tensor.shape[1]]
+            changed[name] = (tensor.bfloat16() / spread).to(torch.float8_e4m3fn)
+            values[name] = (changed[name].float() * spread).bfloat16().float()
+            changed[name + ("_scale_inv" if kind == "fp8" else "_scale")] = scale
     save_file(changed, Path(path, "model.safetensors"), {"format": "pt"})
     settings = {"quant_method": kind, "weight_block_size": [16, 16]}
     if kind == "compressed-tensors":
         settings = {"quant_method": kind, "format": "float-quantized"}
+    add_to_config(path, quantization_config=settings)
+    return values
+
+
+def add_to_config(path: str, **settings: dict) -> None:
     file = Path(path, "config.json")
-    content = json.loads(file.read_text()) | {"quantization_config": settings}
-    file.write_text(json.dumps(content))
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
-def dequantised(path: str) -> dict[str, torch.Tensor]:
-    """The weights that the codes are of, as bfloat16."""
-    stored, found = tensors(path), {}
-    for name, tensor in stored.items():
-        names = (f"{name}_scale_inv", f"{name}_scale")
-        scale = next((stored[other] for other in names if other in stored), None)
-        if scale is not None:
-            size = (16, 16) if name + "_scale_inv" in stored else (1, tensor.shape[1])
-            spread = scale.repeat_interleave(size[0], 0).repeat_interleave(size[1], 1)
-            spread = spread[: len(tensor), : tensor.shape[1]]
-            tensor = (tensor.float() * spread).bfloat16()
-        if "_scale" not in name:
-            found[name] = tensor.float()
-    return found
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("kind", ["fp8", "compressed-tensors"])
+@pytest.mark.parametrize(("kind", "workers"), [("fp8", 2), ("compressed-tensors", 1)])
 def test_quantised_models_are_dequantised(tmp_path, kind, workers):
-    """The last block of rows is a part of one."""
     torch.manual_seed(0)
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA | {"intermediate_size": 40}))
     paths = save_family(model, tmp_path)
-    for path in paths:
-        quantise(path, kind)
+    names = tensors(paths[0]).keys()
+    base, *experts = (quantise(path, kind) for path in paths)
     text = merge(tmp_path, ace_config(paths), "--workers", str(workers))
     assert f"base is quantised ({kind}): its tensors are dequantised" in text
-    base, *experts = map(dequantised, paths)
     got = tensors(tmp_path / "merged")
-    assert got.keys() == base.keys()
-    for name in got:
-        if name.endswith("_proj.weight"):
-            expected = naive_tensor(base[name], [expert[name] for expert in experts])
-            assert task_vector_error(got[name], expected, base[name]) <= 1e-4
+    assert got.keys() == names
+    for name, tensor in base.items():
+        expected = naive_tensor(tensor, [expert[name] for expert in experts])
+        assert task_vector_error(got[name], expected, tensor) <= 1e-4
     content = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert "quantization_config" not in content
     tf.LlamaForCausalLM.from_pretrained(tmp_path / "merged")
@@ -212,9 +199,7 @@ def test_experts_in_mxfp4_are_dequantised(tmp_path):
             stored[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), **draw)
             stored[f"{name}_scales"] = torch.randint(115, 120, shape, **draw)
         save_file(stored, Path(path, "model.safetensors"), {"format": "pt"})
-        file = Path(path, "config.json")
-        settings = {"quantization_config": {"quant_method": "mxfp4"}}
-        file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+        add_to_config(path, quantization_config={"quant_method": "mxfp4"})
     merge(tmp_path, ace_config(paths))
     loaded = tf.GptOssForCausalLM.from_pretrained(tmp_path / "merged")
     name = "model.layers.0.mlp.experts.down_proj"

@@ -171,8 +171,7 @@ def merge_tensor(
         it), and the record.
 
     Raises:
-        TypeError, ValueError: the versions are no floating-point tensors of one shape, or not
-            finite; or there is not a weight and a coefficient for each.
+        TypeError, ValueError: what is given does not fit together, or is not finite.
         IllConditionedError: A cannot be factored, even in float64; raise ``epsilon``.
         OverflowError: a task vector overflows the compute dtype.
     """

@@ -153,10 +153,7 @@ class AceMerge(RidgeMethod):
         "https://arxiv.org/abs/2603.02945",
         (WEIGHT, *option_parameters(AceOptions), SIDE, LAYOUT, *_FILES),
     )
-    summary = (
-        "Solves one ridge regression per matrix in closed form, with covariances that are "
-        "estimated from the task vectors; needs no data."
-    )
+    summary = "Solves a ridge regression per matrix, with covariances estimated from task vectors."
     own_rule = "merged by the closed form"
     options_class = AceOptions
     refines = True

@@ -131,10 +131,7 @@ TaskName = Annotated[
 
 LAMBDA = shared("lambda", Factor, 1.0, "Scale λ; the result is W0 + λ X.")
 WEIGHT = per_expert(
-    "weight",
-    NonNegative,
-    1.0,
-    "How much the expert counts; only ratios matter, and 0 leaves it out.",
+    "weight", NonNegative, 1.0, "How much the expert counts; only ratios matter; 0 leaves it out."
 )
 LAYOUT = shared(
     "layout",
@@ -157,10 +154,7 @@ TASK = per_expert(
     "task", TaskName | None, None, "Needed where the file knows the expert by another path."
 )
 STATISTICS = shared(
-    "statistics",
-    StatisticsPath | None,
-    None,
-    "What `mergekit-ace statistics` measured on samples; required.",
+    "statistics", StatisticsPath | None, None, "What `mergekit-ace statistics` measured; required."
 )
 COVARIANCES = shared(
     "covariances",
@@ -169,12 +163,7 @@ COVARIANCES = shared(
     "Covariances that `mergekit-ace statistics` measured on samples; they replace a share of the "
     "estimates. Tensors without a measurement keep their estimate.",
 )
-MIX = shared(
-    "mix",
-    Fraction,
-    0.25,
-    "Share of the measured covariance: 0 is the estimate alone, 1 the measurement alone.",
-)
+MIX = shared("mix", Fraction, 0.25, "Share of the measured covariance; 0 is the estimate alone.")
 REPORT = shared(
     "report", ReportPath | None, None, "The merge appends a JSON line per tensor to it."
 )

@@ -65,9 +65,7 @@ class ConsensusMerge(TaskVectorMethod):
         "https://arxiv.org/abs/2405.07813",
         (
             replace(LAMBDA, default=0.4),
-            shared(
-                "mask_threshold", NonNegative, 0.4, "Least size of a change against all others."
-            ),
+            shared("mask_threshold", NonNegative, 0.4, "Least change, against all others."),
             shared("consensus", Count, 2, "How many experts must ask for an entry."),
         ),
     )
@@ -122,7 +120,7 @@ class LinesMerge(TaskVectorMethod):
         (
             LAMBDA,
             shared("alpha", Factor | None, None, "Of the first layer and outside; 1/T by default."),
-            shared("beta", Factor, 0.4, "How much larger the coefficient of the last layer is."),
+            shared("beta", Factor, 0.4, "How much more the last layer has."),
             shared("layers", Count | None, None, "L, where it cannot be read from the base."),
         ),
     )
@@ -207,10 +205,7 @@ class RegMeanMerge(RidgeMethod):
             TASK,
         ),
     )
-    summary = (
-        "Fits every linear layer to the experts' outputs on their own samples, whose covariances "
-        "`mergekit-ace statistics` has measured; averages all other tensors, embeddings included."
-    )
+    summary = "Fits every linear layer to the experts' outputs on samples; averages all others."
     citations = cited("jin2023regmean")
     own_rule = "merged by the regression on measured inputs"
     ill_conditioned = "Raise `epsilon`, or lower `off_diagonal`."
@@ -280,10 +275,7 @@ class FisherMerge(TaskVectorMethod):
             TASK,
         ),
     )
-    summary = (
-        "Averages the experts entry by entry, weighted by the diagonal Fisher information that "
-        "`mergekit-ace statistics` has measured on their samples."
-    )
+    summary = "Averages the experts entry by entry, weighted by Fisher information on samples."
     citations = cited("matena2022fisher")
     own_rule = "averaged by their Fisher information"
 

@@ -118,10 +118,7 @@ class TsvMerge(MatrixMethod):
     """TSV-Merge: U⊥ diag(σ) V⊥ᵀ of the nearest orthonormal matrices to all leading U_t and V_t."""
 
     spec = method_spec("tsv_m", "TSV-Merge", "https://arxiv.org/abs/2412.00081", (LAMBDA, LAYOUT))
-    summary = (
-        "Keeps each expert's leading singular directions, and makes them orthogonal to those of "
-        "the others."
-    )
+    summary = "Keeps each expert's leading singular directions, orthogonal to those of the others."
     citations = cited("gargiulo2025tsv")
     own_rule = "merged from orthogonal singular directions"
     whole = True
@@ -169,10 +166,7 @@ class IsoCtsMerge(MatrixMethod):
             shared("common_fraction", Fraction, 0.8, "Share of the directions from the sum."),
         ),
     )
-    summary = (
-        "Joins the leading directions of the summed task vectors with a few of each expert alone, "
-        "all with equal singular values."
-    )
+    summary = "Joins the leading directions of the sum and of each expert, all equally strong."
     citations = cited("marczak2025isotropic")
     own_rule = "merged with equal singular values in common and own directions"
 
@@ -252,10 +246,7 @@ class WudiMerge(MatrixMethod):
             shared("learning_rate", Rate, 1e-5, "Of adam, in the unit of the weights."),
         ),
     )
-    summary = (
-        "Minimises the interference of the task vectors with each other on their own rows, which "
-        "stand for the inputs of their tasks."
-    )
+    summary = "Minimises the interference of the task vectors with each other on their own rows."
     citations = cited("cheng2025wudi")
     own_rule = "merged with the least interference"
     whole = True
