@@ -41,21 +41,12 @@ def parameters_of(method: TaskVectorMethod, tensors: list[Tensor], folder: Path)
     """Return what a method needs beside its defaults: made-up statistics of the tensor `w`."""
     if not needs_statistics(method):
         return dict(PARAMETERS.get(method.spec.name, {}))
-    rng, experts = torch.Generator().manual_seed(1), range(len(tensors) - 1)
-    measured: dict[Kind, dict[str, list[Tensor]]] = {
-        "fisher": {"w": [torch.rand(tensors[0].shape, generator=rng) for _ in experts]}
-    }
-    if tensors[0].ndim == 2 and tensors[0].numel() > 0:
-        columns = tensors[0].shape[1]
-        measured["covariance"] = {"w": [random_covariance(rng, columns) for _ in experts]}
-    else:
-        measured["counts"] = {}
-    models = [str(1 + number) for number in experts]
-    return {"statistics": write_statistics(folder / "statistics", measured, models)}
-
-
-def moved(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    return [tensor.to(device) for tensor in tensors]
+    rng, experts, shape = torch.Generator().manual_seed(1), (1, 2, 3), tensors[0].shape
+    fisher = [torch.rand(shape, generator=rng) for _ in experts]
+    measured: dict[Kind, dict[str, list[Tensor]]] = {"fisher": {"w": fisher}, "counts": {}}
+    if len(shape) == 2 and 0 not in shape:
+        measured["covariance"] = {"w": [random_covariance(rng, shape[1]) for _ in experts]}
+    return {"statistics": write_statistics(folder / "statistics", measured, [*map(str, experts)])}
 
 
 def families(shape: tuple[int, ...], stored: torch.dtype = FLOAT) -> list[Tensor]:
@@ -90,7 +81,7 @@ def test_every_form_agrees_with_the_cpu(gpu, shape, dtype, switch, scale, stored
         compute_dtype=dtype,
     )
     expected, _ = merge_matrix(tensors[0], tensors[1:], options=options)
-    base, *experts = moved(tensors, gpu)
+    base, *experts = (tensor.to(gpu) for tensor in tensors)
     merged, _ = merge_matrix(base, experts, options=options)
     assert merged.device == gpu
     bar = 5e-4 if dtype == "float32" else 1e-8
@@ -104,7 +95,7 @@ def test_every_method(gpu, tmp_path, method, shape):
     name, tensors = method.spec.name, families(shape)
     parameters = parameters_of(method, tensors, tmp_path)
     expected = merge_tensors(tensors, name, base_index=0, parameters=parameters, name="w")
-    given = moved(tensors, gpu)
+    given = [tensor.to(gpu) for tensor in tensors]
     parameters["report"] = str(tmp_path / "lines.jsonl")
     for context in (nullcontext(), torch.device(gpu)):
         with context:
@@ -181,7 +172,7 @@ def test_full_devices(monkeypatch, caplog, tmp_path, method):
     parameters = parameters_of(method, tensors, tmp_path)
     expected = merge_tensors(tensors, name, base_index=0, parameters=parameters, name="w")
     with imitated_gpu(monkeypatch) as device:
-        given = moved(tensors, GPU)
+        given = [tensor.to(GPU) for tensor in tensors]
         inputs, device.waits = device.used, 0
         for room in (math.inf, 2.5, 1.0, 0.0):
             device.memory = inputs + room * 4 * tensors[0].numel() + 2048
